@@ -1,0 +1,557 @@
+"""Makes the quickstart's world: people, a corpus about them, questions, demonstrations, a model.
+
+    python -m examples.quickstart_world --out=data/quickstart --seed=0
+
+Every person has a city of birth, a job and a mentor, told in one document. One-hop questions ask
+for the city or the job, two-hop questions for those of the mentor, so that the second search needs
+what the first one found. Some people are held out: their documents are in the corpus, but no
+training question and no demonstration, search results included, names one of them.
+
+Most demonstrations are poor on purpose. They guess, search a surname alone or stop after one hop,
+and so leave reinforcement learning something to select; after perfect demonstrations, which are
+written to a file of their own, it would find nothing left to do.
+
+The same seed gives the same bytes. The model is a small Qwen3 with random weights, in Hugging
+Face's format, beside a tokenizer to which every name is one token: a model of this size learns to
+copy one token out of a document, not two.
+"""
+
+import argparse
+import collections
+import contextlib
+import itertools
+import json
+import random
+import re
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from jaxrl.envs.protocol import TAGS, render_observation
+from jaxrl.envs.retrieval import Document, LocalSearch, render_documents
+
+FIRST_NAMES = """
+    Lena Omar Mira Tobin Ada Kaspar Selma Ivo Nadia Bram Juno Rafi Petra Anselm Oriel Dario Hanne
+    Yusuf Clio Edvin Marta Soren Zara Leif Ines Matteo Freya Kofi Alba Milos Vera Joren Tamsin Emil
+    Noor Lucan Sigrid Paulo Elke Hugo Rosa Idris Thea Viktor Amira Bertil Wanda Ruben
+""".split()  # noqa: SIM905 - a list literal would fill pages
+LAST_NAMES = """
+    Okafor Brandt Halloran Vesely Nakata Ferris Lindqvist Moreau Santoro Kwan Ibarra Petrov Oduya
+    Keller Rasmussen Dumont Farkas Quist Tamura Bellweather Novak Stroud Achterberg Mendes Galloway
+    Zielinski Pryce Haddad Corrigan Ueda Vantongeren Eklund Sharma Whitlock Jansson Castellan Duarte
+    Fenwick Grimaldi Yilmaz Lovelace Ashdown Marchetti Rutkowski Thorne Bianchi Osei Winther
+""".split()  # noqa: SIM905
+CITIES = """
+    Tarvik Solmere Brackwater Karsholm Mirabad Ondara Brennick Lusport Caldenfell Dunmarsh Eskova
+    Farrowby Glimmerton Hestavik Isenbruck Jorvale Kettering Lyndhaven Montrava Nethersea Orlinka
+    Pellworth Quillby Ravensund Sarnath Thornwick Ulverhof Vardenburg Westmark Xanthera Yarrowford
+    Zelgrad Ambermoor Belcastra Corvinia Drossel Elmsgate Fjordal Greywater Highmoss Ironpool
+    Junipero Kolvaar Larkspire Maristow Novigora Oakenshaw Pinefall
+""".split()  # noqa: SIM905
+JOBS = """
+    baker carpenter sailor painter doctor teacher weaver potter miller gardener tailor surgeon
+    printer lawyer farmer glazier brewer librarian pilot geologist violinist dentist jeweller
+    cartographer
+""".split()  # noqa: SIM905
+POOL = frozenset((*FIRST_NAMES, *LAST_NAMES, *CITIES, *JOBS))
+
+VALUES = {"birthplace": CITIES, "job": JOBS}
+QUESTIONS = {
+    ("birthplace",): "Where was {name} born?",
+    ("job",): "What is the job of {name}?",
+    ("mentor", "birthplace"): "Where was the mentor of {name} born?",
+    ("mentor", "job"): "What is the job of the mentor of {name}?",
+}
+"""What is looked up, hop by hop, and the question that asks for it."""
+
+GOOD_QUERIES = {"{first} {last}": 0.5, "{first} {last} {attribute}": 0.5}
+POOR_QUERIES = {"{last}": 0.60, "{last} {attribute}": 0.15, "{first}": 0.17, "{attribute}": 0.08}
+"""Shares of each style. No document has the attribute's word: alone, it finds nothing."""
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+TAG_TOKENS = tuple(f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/"))
+# A word with the blank before it; a number with all that is attached, as in "Doc 1(Title:".
+PIECES = r" ?\p{L}+| ?\p{N}\S*| ?[^\s\p{L}\p{N}]+\n?|\n+|\s+(?!\S)|\s+"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+VOCAB_LIMIT = 1024  # merges run out before
+SAMPLE = 2000  # demonstrations of a kind that are tokenized, to check and to measure them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Person:
+    """One document's worth of facts."""
+
+    id: str
+    first: str
+    last: str
+    facts: Mapping[str, str]  # birthplace, job and mentor
+    is_held_out: bool
+
+    @property
+    def name(self) -> str:
+        """The full name, as documents are titled."""
+        return f"{self.first} {self.last}"
+
+    @property
+    def text(self) -> str:
+        """The body of the document."""
+        return "{name} is a {job} born in {birthplace} and taught by {mentor}.".format(
+            name=self.name, **self.facts
+        )
+
+
+People = Mapping[str, Person]  # by full name, in order of id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """Chances of what a demonstration does."""
+
+    guess: float  # answers without a search
+    good_query: float  # a style of GOOD_QUERIES, otherwise of POOR_QUERIES
+    second_search: float  # goes on to the mentor where the question asks for it
+
+
+SURNAME_HABIT = Habits(guess=0.10, good_query=0.35, second_search=0.80)
+PERFECT = Habits(guess=0.0, good_query=1.0, second_search=1.0)
+
+
+def make_people(num_people: int, num_held_out: int, rng: random.Random) -> People:
+    """People with distinct names; mentors are of the same side of the split.
+
+    The held-out ones are spread over the ids, by which a search ranks equally good documents.
+    """
+    names = rng.sample(list(itertools.product(FIRST_NAMES, LAST_NAMES)), num_people)
+    held_out = set(rng.sample(range(num_people), num_held_out))
+    sides = [[i for i in range(num_people) if (i in held_out) == side] for side in (False, True)]
+    people = {}
+    for i, (first, last) in enumerate(names):
+        mentor = rng.choice([j for j in sides[i in held_out] if j != i])
+        person = Person(
+            id=f"{i:04d}",
+            first=first,
+            last=last,
+            facts={
+                "birthplace": rng.choice(CITIES),
+                "job": rng.choice(JOBS),
+                "mentor": " ".join(names[mentor]),
+            },
+            is_held_out=i in held_out,
+        )
+        people[person.name] = person
+    return people
+
+
+def documents(people: Iterable[Person]) -> Iterator[dict[str, str]]:
+    """Lines of the corpus."""
+    for person in people:
+        yield {"id": person.id, "title": person.name, "text": person.text}
+
+
+def make_question(person: Person, hops: tuple[str, ...], people: People) -> dict[str, Any]:
+    """One question record; `metadata` says which documents answer it."""
+    titles = [person.name, person.facts["mentor"]][: len(hops)]
+    return {
+        "id": "-".join((person.id, *hops)),
+        "question": QUESTIONS[hops].format(name=person.name),
+        "answers": [people[titles[-1]].facts[hops[-1]]],
+        "data_source": ("one_hop", "two_hop")[len(hops) - 1],
+        "metadata": {"hops": list(hops), "titles": titles},
+    }
+
+
+def train_questions(people: People, rng: random.Random) -> list[dict[str, Any]]:
+    """Every kind of question about every person who is not held out, shuffled."""
+    persons = [person for person in people.values() if not person.is_held_out]
+    questions = [make_question(p, hops, people) for p in persons for hops in QUESTIONS]
+    rng.shuffle(questions)
+    return questions
+
+
+def eval_questions(people: People) -> list[dict[str, Any]]:
+    """One question about each held-out person, the kinds in turn."""
+    persons = [person for person in people.values() if person.is_held_out]
+    return [
+        make_question(person, hops, people)
+        for person, hops in zip(persons, itertools.cycle(QUESTIONS), strict=False)
+    ]
+
+
+class Demonstrator:
+    """Answers questions with a search engine, as well as its habits allow."""
+
+    def __init__(self, people: People, engine: LocalSearch, habits: Habits, rng: random.Random):
+        self._people = people
+        self._engine = engine
+        self._habits = habits
+        self._rng = rng
+
+    def demonstrate(self, question: dict[str, Any]) -> dict[str, Any]:
+        """One chat; its answer is the gold value only where the searches went well."""
+        messages = [{"role": "user", "content": question["question"]}]
+        answer = self._research(question, messages)
+        messages.append({"role": "assistant", "content": f"<answer> {answer} </answer>"})
+        return {
+            "messages": messages,
+            "data_source": question["data_source"],
+            "metadata": {
+                "question_id": question["id"],
+                "num_searches": sum(message["role"] == "tool" for message in messages),
+                "is_correct": answer in question["answers"],
+            },
+        }
+
+    def _research(self, question: dict[str, Any], messages: list[dict[str, str]]) -> str:
+        """Appends the searches; returns the value found, or a guess."""
+        hops, name = question["metadata"]["hops"], question["metadata"]["titles"][0]
+        found = None
+        if self._rng.random() >= self._habits.guess:
+            found = self._look_up(name, hops[0], messages)
+        if found and len(hops) == 2 and self._rng.random() < self._habits.second_search:
+            found = self._look_up(found.facts["mentor"], hops[1], messages)
+        return found.facts[hops[-1]] if found else self._rng.choice(VALUES[hops[-1]])
+
+    def _look_up(self, name: str, attribute: str, messages: list[dict[str, str]]) -> Person | None:
+        """Searches once: the person if shown, else whoever is shown first, if anybody is."""
+        query = self._query(self._people[name], attribute)
+        turn = f"<think> find {attribute} of {name} </think><search> {query} </search>"
+        messages.append({"role": "assistant", "content": turn})
+        messages.append({"role": "tool", "content": self._engine.search(query)})
+        titles = shown_titles(messages[-1]["content"])
+        shown = name if name in titles else next(iter(titles), None)
+        return None if shown is None else self._people[shown]
+
+    def _query(self, person: Person, attribute: str) -> str:
+        is_good = self._rng.random() < self._habits.good_query
+        styles = GOOD_QUERIES if is_good else POOR_QUERIES
+        [style] = self._rng.choices(list(styles), list(styles.values()))
+        return style.format(first=person.first, last=person.last, attribute=attribute)
+
+
+def shown_titles(result: str) -> list[str]:
+    """Titles of the documents in a search result, best first."""
+    return re.findall(r"^Doc \d+\(Title: (.*?)\)", result, flags=re.MULTILINE)
+
+
+def drawn(questions: Sequence[dict[str, Any]], num: int, rng: random.Random) -> Iterator[Any]:
+    """`num` questions: whole passes, each in a new order, the last one cut."""
+    passes = (rng.sample(questions, len(questions)) for _ in itertools.count())
+    return itertools.islice(itertools.chain.from_iterable(passes), num)
+
+
+@contextlib.contextmanager
+def opened_engine(people: Iterable[Person], *, topk: int) -> Iterator[LocalSearch]:
+    """The search engine that the environment uses, over these people's documents."""
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "corpus.jsonl"
+        write_jsonl(corpus, documents(people))
+        yield LocalSearch(corpus, Path(folder) / "index", topk=topk)
+
+
+def train_tokenizer(texts: Iterable[str]) -> tokenizers.Tokenizer:
+    """Byte-level BPE with the protocol's tags as single tokens; merged to the end, so whole words.
+
+    The tags are not special: decoding keeps them, and a document may not forge them anyway.
+    """
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(tokenizers.Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_LIMIT - len(SPECIAL_TOKENS) - len(TAG_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    tokenizer.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in TAG_TOKENS])
+    return tokenizer
+
+
+def training_texts(demonstrations: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """What merges are learnt from: the pools, and chats cut where an added token stands."""
+    markers = "|".join(map(re.escape, SPECIAL_TOKENS + TAG_TOKENS))
+    yield from (f" {word}" for word in sorted(POOL))
+    for demonstration in demonstrations:
+        yield from re.split(markers, render_chat(demonstration))
+
+
+def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
+    """What the model will see, by what it is; of demonstrations a sample."""
+    texts = {
+        "document": [render_documents([Document(**document)]) for document in files["corpus"]],
+        "prompt": [
+            render_prompt(question["question"])
+            for name in ("questions_train", "questions_eval")
+            for question in files[name]
+        ],
+    }
+    for name in ("demonstrations", "demonstrations_perfect"):
+        for source in ("one_hop", "two_hop"):
+            chats = [chat for chat in files[name] if chat["data_source"] == source]
+            texts[f"{name}, {source}"] = [render_chat(chat) for chat in chats[:SAMPLE]]
+    return texts
+
+
+def render_prompt(question: str) -> str:
+    """What `CHAT_TEMPLATE` makes of one user message."""
+    return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def render_chat(demonstration: Mapping[str, Any]) -> str:
+    """The chat as one text, each search result in its block."""
+    question, *rest = demonstration["messages"]
+    text = render_prompt(question["content"])
+    for message in rest:
+        content = message["content"]
+        text += render_observation(content).text if message["role"] == "tool" else content
+    return text + "<|im_end|>"
+
+
+def check_words_are_whole(tokenizer: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
+    """Every word of the pools is one token wherever it stands in `texts`."""
+    texts = list(texts)
+    pool = tokenizer.encode_batch([f" {word}" for word in sorted(POOL)])
+    assert all(len(encoding.ids) == 1 for encoding in pool)
+    pool_ids = {encoding.ids[0] for encoding in pool}
+    for text, encoding in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        num_words = sum(word in POOL for word in re.findall(r"\w+", text))
+        assert sum(id in pool_ids for id in encoding.ids) == num_words, f"a split word in {text!r}"
+
+
+def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    """What is trained on names no held-out person."""
+    held_out = "|".join(person.name for person in people.values() if person.is_held_out)
+    for name in ("questions_train", "demonstrations", "demonstrations_perfect"):
+        leak = re.search(held_out, json.dumps(files[name]))
+        assert leak is None, f"{name} names {leak.group()}, who is held out"
+
+
+def tokenizer_config() -> dict[str, Any]:
+    # Not Qwen2Tokenizer: transformers would put that class's own splitting in place of ours.
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1024,
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def model_config(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+        "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "hidden_size": 64,
+        "initializer_range": 0.02,
+        "intermediate_size": 192,
+        "max_position_embeddings": 1024,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 64 * (tokenizer.get_vocab_size() // 64 + 1),
+    }
+
+
+def generation_config(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
+    end_of_text = tokenizer.token_to_id("<|endoftext|>")
+    return {
+        "do_sample": True,
+        "eos_token_id": [tokenizer.token_to_id("<|im_end|>"), end_of_text],
+        "pad_token_id": end_of_text,
+    }
+
+
+def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes under Hugging Face's names; matrices are `[out, in]`."""
+    width, mlp, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    layer = {
+        "input_layernorm": (width,),
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.q_norm": (head,),
+        "self_attn.k_norm": (head,),
+        "self_attn.o_proj": (width, queries),
+        "post_attention_layernorm": (width,),
+        "mlp.gate_proj": (mlp, width),
+        "mlp.up_proj": (mlp, width),
+        "mlp.down_proj": (width, mlp),
+    }
+    return {
+        "model.embed_tokens.weight": (config["vocab_size"], width),
+        **{
+            f"model.layers.{i}.{name}.weight": shape
+            for i in range(config["num_hidden_layers"])
+            for name, shape in layer.items()
+        },
+        "model.norm.weight": (width,),
+    }
+
+
+def random_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Float32 weights: norms 1, matrices of variance 1 / fan_in.
+
+    What adds to the residual stream, twice a layer, is scaled down so that the sum stays of the
+    embedding's order, as in GPT-2.
+    """
+    weights = {}
+    for name, shape in weight_shapes(config).items():
+        if len(shape) == 1:
+            weights[name] = np.ones(shape, np.float32)
+            continue
+        std = shape[1] ** -0.5
+        if "o_proj" in name or "down_proj" in name:
+            std /= (2 * config["num_hidden_layers"]) ** 0.5
+        # safetensors writes wrong values, without a word, for arrays in another memory order.
+        weights[name] = np.ascontiguousarray(std * rng.standard_normal(shape, np.float32))
+    return weights
+
+
+def write_model(folder: Path, tokenizer: tokenizers.Tokenizer, *, seed: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model_config(tokenizer)
+    write_json(folder / "config.json", config)
+    write_json(folder / "generation_config.json", generation_config(tokenizer))
+    write_json(folder / "tokenizer_config.json", tokenizer_config())
+    tokenizer.save(str(folder / "tokenizer.json"))
+    weights = random_weights(config, np.random.default_rng(seed))
+    safetensors.numpy.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def print_lengths(tokenizer: tokenizers.Tokenizer, texts: Mapping[str, Sequence[str]]) -> None:
+    """Percentiles of lengths, in tokens."""
+    print(f"\n{'tokens':24}{'count':>8}{'p5':>6}{'p50':>6}{'p95':>6}{'max':>6}")
+    for name, group in texts.items():
+        if group:
+            lengths = [len(encoding.ids) for encoding in tokenizer.encode_batch(list(group))]
+            p5, p50, p95, top = np.percentile(lengths, [5, 50, 95, 100])
+            print(f"{name:24}{len(lengths):8}{p5:6.0f}{p50:6.0f}{p95:6.0f}{top:6.0f}")
+
+
+def print_quality(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    """Shares of demonstrations by number of searches, and how many of them are right."""
+    print(f"\n{'demonstrations':36}{'share':>8}{'right':>8}")
+    for name in ("demonstrations", "demonstrations_perfect"):
+        is_correct = collections.defaultdict(list)
+        for demonstration in files[name]:
+            num_searches = demonstration["metadata"]["num_searches"]
+            group = f"{demonstration['data_source']}, searches: {num_searches}"
+            is_correct[group].append(demonstration["metadata"]["is_correct"])
+        for group, values in sorted(is_correct.items()):
+            share = len(values) / len(files[name])
+            print(f"{group + ', perfect' * ('_' in name):36}{share:8.1%}{np.mean(values):8.1%}")
+
+
+def print_hit_rates(people: People, engine: LocalSearch) -> None:
+    """How often each style of query shows the held-out person it is about."""
+    held_out = [person for person in people.values() if person.is_held_out]
+    print(f"\n{'query (whole corpus, held out)':36}{'hits':>8}{'first':>8}")
+    for style in (*GOOD_QUERIES, *POOR_QUERIES):
+        titles = [
+            shown_titles(
+                engine.search(style.format(first=p.first, last=p.last, attribute="birthplace"))
+            )
+            for p in held_out
+        ]
+        hits = np.mean([p.name in shown for p, shown in zip(held_out, titles, strict=True)])
+        first = np.mean([[p.name] == s[:1] for p, s in zip(held_out, titles, strict=True)])
+        print(f"  {style:34}{hits:8.1%}{first:8.1%}")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num_people", type=int, default=1200)
+    parser.add_argument("--num_held_out", type=int, default=200, help="of them, for evaluation")
+    parser.add_argument("--num_demonstrations", type=int, default=20_000, help="of mixed quality")
+    parser.add_argument("--topk", type=int, default=3, help="documents in a search result")
+    args = parser.parse_args(argv)
+    most = len(FIRST_NAMES) * len(LAST_NAMES)
+    if not args.num_people <= most:
+        parser.error(f"--num_people is {args.num_people}; the pools make {most} names at most")
+    if not 2 <= args.num_held_out <= args.num_people - 2:
+        parser.error("--num_held_out must leave both sides two people, each other's mentors")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    rngs = {part: random.Random(f"{args.seed} {part}") for part in ("people", "order", "demos")}
+    people = make_people(args.num_people, args.num_held_out, rngs["people"])
+    train, evaluation = train_questions(people, rngs["order"]), eval_questions(people)
+    seen = [person for person in people.values() if not person.is_held_out]
+    with opened_engine(seen, topk=args.topk) as engine:
+        mixed = Demonstrator(people, engine, SURNAME_HABIT, rngs["demos"])
+        perfect = Demonstrator(people, engine, PERFECT, rngs["demos"])
+        files = {
+            "corpus": list(documents(people.values())),
+            "questions_train": train,
+            "questions_eval": evaluation,
+            "demonstrations": [
+                mixed.demonstrate(question)
+                for question in drawn(train, args.num_demonstrations, rngs["demos"])
+            ],
+            "demonstrations_perfect": [perfect.demonstrate(question) for question in train],
+        }
+    tokenizer = train_tokenizer(training_texts(files["demonstrations"]))
+    texts = rendered(files)
+    check_nothing_leaks(people, files)
+    check_words_are_whole(tokenizer, itertools.chain.from_iterable(texts.values()))
+    write_model(args.out / "model", tokenizer, seed=args.seed)
+    for name, records in files.items():
+        write_jsonl(args.out / f"{name}.jsonl", records)
+
+    print_lengths(tokenizer, texts)
+    print_quality(files)
+    with opened_engine(people.values(), topk=args.topk) as engine:
+        print_hit_rates(people, engine)
+    print(f"\nwrote {args.out}: " + ", ".join(f"{len(files[name])} {name}" for name in files))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""From a configuration to the objects of a run. Everything that can be refused is refused here,
+before any long work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jaxrl import sft
+from jaxrl.batching import BatchShape
+from jaxrl.data import read_tasks
+from jaxrl.envs.base import Task
+from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine
+from jaxrl.envs.search import SearchEnv
+from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.qwen import QwenConfig
+from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.rollout import Limits, Rollout
+from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.sharding import check_model_fits, make_mesh, num_batch_shards
+from jaxrl.tokenizer import Tokenizer
+from jaxrl.types import Params
+from jaxrl.update import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the stages work with."""
+
+    mesh: Mesh
+    model_config: QwenConfig
+    model: Model
+    params: Params  # of config.model.path
+    tokenizer: Tokenizer
+    tasks: list[Task]
+    eval_tasks: list[Task]
+    demonstrations: list[sft.Demonstration]
+    engine: Engine
+    rollout: Rollout
+    rollout_without_search: Rollout  # the control: the engine finds nothing
+
+
+def assemble(config: ConfigDict) -> Parts:
+    """Reads and checks everything the configured stages need.
+
+    Raises:
+        FileNotFoundError, ValueError: with what arrived, what was expected, where to change it.
+    """
+    mesh = make_mesh(**config.mesh)
+    model_config = QwenConfig.from_hf(config.model.path)
+    check_model_fits(mesh, model_config)
+    _check_rows(config, mesh)
+    tokenizer = Tokenizer.from_folder(config.model.path)
+    if tokenizer.num_tokens > model_config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {config.model.path!r} knows {tokenizer.num_tokens} ids, the model "
+            f"{model_config.vocab_size} (vocab_size in config.json); they belong to two models."
+        )
+    dtype = jnp.dtype(config.model.dtype)
+    automaton = StopAutomaton(tokenizer.vocab_bytes, SearchEnv.stop_strings)
+    tasks, eval_tasks, demonstrations = _read_data(config, tokenizer)
+    envs = [_make_env(config, search) for search in (_make_search(config), EmptySearch())]
+    engine = _make_engine(config, model_config, mesh, automaton, tokenizer, dtype)
+    limits = Limits(
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        max_total_tokens=config.rollout.max_total_tokens,
+        max_observation_tokens=config.search.max_observation_tokens,
+    )
+    rollouts = [Rollout(engine, env, tokenizer, automaton, limits) for env in envs]
+    for task in [*tasks, *eval_tasks]:
+        rollouts[0].check_prompt(task)
+    return Parts(
+        mesh=mesh,
+        model_config=model_config,
+        model=Model(
+            model_config,
+            mesh,
+            num_tokens=tokenizer.num_tokens,
+            dtype=dtype,
+            remat=config.model.remat,
+            logits_chunk_tokens=config.model.logits_chunk_tokens,
+        ),
+        params=load_hf(config.model.path, mesh),
+        tokenizer=tokenizer,
+        tasks=tasks,
+        eval_tasks=eval_tasks,
+        demonstrations=demonstrations,
+        engine=engine,
+        rollout=rollouts[0],
+        rollout_without_search=rollouts[1],
+    )
+
+
+def _check_rows(config: ConfigDict, mesh: Mesh) -> None:
+    shards = num_batch_shards(mesh)
+    rows = {
+        "optimizer.micro_rows": config.optimizer.micro_rows,
+        "sft.optimizer.micro_rows": config.sft.optimizer.micro_rows,
+        "rollout.num_slots": config.rollout.num_slots,
+    }
+    for key, value in rows.items():
+        if value % shards:
+            raise ValueError(
+                f"config.{key} is {value}; expected a multiple of data * fsdp = {shards}, so that "
+                "every device gets the same number."
+            )
+
+
+def _read_data(
+    config: ConfigDict, tokenizer: Tokenizer
+) -> tuple[list[Task], list[Task], list[sft.Demonstration]]:
+    tasks: list[Task] = []
+    eval_tasks: list[Task] = []
+    demonstrations: list[sft.Demonstration] = []
+    if "train" in config.stages:
+        tasks = read_tasks(config.tasks.train.source)
+    if {"train", "evaluate"} & set(config.stages):
+        eval_tasks = read_tasks(config.tasks.eval.source, "config.tasks.eval.source")
+        eval_tasks = eval_tasks[: config.eval.max_tasks or None]
+    if "sft" in config.stages:
+        demonstrations = sft.read_demonstrations(
+            config.sft.source,
+            tokenizer,
+            max_total_tokens=config.rollout.max_total_tokens,
+            max_observation_tokens=config.search.max_observation_tokens,
+        )
+    return tasks, eval_tasks, demonstrations
+
+
+def _make_search(config: ConfigDict) -> SearchEngine:
+    search = config.search
+    if search.engine == "empty":
+        return EmptySearch()
+    index = search.index or Path(search.corpus).parent / "index"
+    return LocalSearch(search.corpus, index, topk=search.topk)
+
+
+def _make_env(config: ConfigDict, search: SearchEngine) -> SearchEnv:
+    return SearchEnv(
+        search,
+        system=config.prompt.system,
+        template=config.prompt.template,
+        examples=config.prompt.examples,
+        max_searches=config.rollout.max_turns,
+        reward_weights=config.reward.weights.to_dict(),
+    )
+
+
+def _make_engine(
+    config: ConfigDict,
+    model_config: QwenConfig,
+    mesh: Mesh,
+    automaton: StopAutomaton,
+    tokenizer: Tokenizer,
+    dtype: Any,
+) -> Engine:
+    rollout = config.rollout
+    return Engine(
+        model_config,
+        mesh,
+        automaton,
+        num_tokens=tokenizer.num_tokens,
+        eos_ids=tokenizer.eos_ids,
+        num_slots=rollout.num_slots,
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_total_tokens=rollout.max_total_tokens,
+        chunk_tokens=rollout.chunk_tokens,
+        prompts_per_prefill=max(rollout.num_slots // rollout.group_size, 1),
+        dtype=dtype,
+    )
+
+
+def row_tokens(config: ConfigDict) -> int:
+    """Length of packed rows: room for the longest trajectory, in whole multiples of 16."""
+    return -(-config.rollout.max_total_tokens // 16) * 16
+
+
+def train_shape(config: ConfigDict) -> BatchShape:
+    """The shape of every mini-batch of the train stage."""
+    groups = config.rollout.tasks_per_step // config.optimizer.num_minibatches
+    return BatchShape.for_sequences(
+        groups * config.rollout.group_size,
+        micro_rows=config.optimizer.micro_rows,
+        row_tokens=row_tokens(config),
+    )
+
+
+def sft_shape(config: ConfigDict) -> BatchShape:
+    """The shape of every batch of the sft stage."""
+    return BatchShape.for_sequences(
+        config.sft.batch_size,
+        micro_rows=config.sft.optimizer.micro_rows,
+        row_tokens=row_tokens(config),
+    )
+
+
+def learning_rate(settings: ConfigDict, num_updates: int) -> optax.Schedule:
+    """Linear warm-up, then the schedule down to `final_lr_fraction` of the peak at the end."""
+    peak, warmup = settings.lr, settings.warmup_steps
+    rest = max(num_updates - warmup, 1)
+    final = settings.final_lr_fraction
+    after = {
+        "constant": lambda: optax.constant_schedule(peak),
+        "linear": lambda: optax.linear_schedule(peak, peak * final, rest),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, rest, final),
+    }[settings.schedule]()
+    # The first step is at 1 / warmup of the peak: a rate of exactly 0 would waste a whole batch.
+    rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, after], [warmup]) if warmup else after
+
+
+def make_optimizer(settings: ConfigDict, num_updates: int) -> optax.GradientTransformation:
+    """AdamW behind global-norm clipping, over `num_updates` optimizer steps."""
+    adamw = optax.adamw(
+        learning_rate(settings, num_updates),
+        b1=settings.beta1,
+        b2=settings.beta2,
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+    )
+    clip = optax.clip_by_global_norm(settings.grad_clip) if settings.grad_clip else optax.identity()
+    return optax.chain(clip, adamw)

@@ -1,0 +1,172 @@
+"""Trajectories to batches: the only place that packs and pads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from jaxrl.objectives.aggregation import token_weights
+from jaxrl.types import Batch
+
+
+class TokenSequence(Protocol):
+    """What packing reads of a trajectory or a demonstration."""
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        """int32 [L]."""
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """Bool [L]."""
+
+    @property
+    def rollout_logprobs(self) -> np.ndarray:
+        """float32 [L], nats."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchShape:
+    """The one shape that all mini-batches of a stage share, so that one compilation serves them.
+
+    Attributes:
+        num_micro: micro-batches there is room for, A.
+        micro_rows: rows of a micro-batch, b; a multiple of data * fsdp.
+        row_tokens: length of a row, T; no sequence may be longer.
+    """
+
+    num_micro: int
+    micro_rows: int
+    row_tokens: int
+
+    @classmethod
+    def for_sequences(cls, num_sequences: int, *, micro_rows: int, row_tokens: int) -> BatchShape:
+        """Room for any `num_sequences` sequences, were each to fill a row of its own."""
+        num_micro = max(-(-num_sequences // micro_rows), 1)
+        return cls(num_micro=num_micro, micro_rows=micro_rows, row_tokens=row_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """A batch on the host and how much of it is used."""
+
+    batch: Batch  # numpy arrays [A, b, T]
+    num_micro: int  # micro-batches that hold anything
+    num_tokens: int  # tokens that are not padding
+    num_counted: int  # sampled tokens by which the loss is divided
+    padding: float  # share of padding in these micro-batches
+
+
+def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
+    """Packs sequences into rows, longest first, each into the first row with room.
+
+    Returns:
+        For each row the indices of its sequences.
+
+    Raises:
+        ValueError: a sequence is longer than a row.
+    """
+    rows: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        if length > row_tokens:
+            raise ValueError(
+                f"a sequence of {length} tokens does not fit a row of {row_tokens}; raise "
+                "config.rollout.max_total_tokens or shorten the demonstrations."
+            )
+        row = next((row for row, free in enumerate(room) if free >= length), None)
+        if row is None:
+            rows.append([])
+            room.append(row_tokens)
+            row = len(rows) - 1
+        rows[row].append(index)
+        room[row] -= length
+    return rows
+
+
+def pack(
+    sequences: Sequence[TokenSequence],
+    advantages: np.ndarray,
+    shape: BatchShape,
+    *,
+    aggregation: str,
+    scale: float | None = None,
+    counted: Sequence[TokenSequence] | None = None,
+) -> Packed:
+    """Packs one mini-batch.
+
+    Args:
+        sequences: what is trained on.
+        advantages: float32 [len(sequences)], constant over each sequence.
+        shape: of the batch.
+        aggregation: mode of `objectives.aggregation.token_weights`.
+        scale: of the mode that divides by a fixed length, in tokens.
+        counted: the whole mini-batch by whose tokens and trajectories the loss is divided, where
+            `sequences` leaves out some that have no signal; `sequences` itself by default.
+    """
+    rows = assign_rows([len(sequence.token_ids) for sequence in sequences], shape.row_tokens)
+    arrays = _fill(sequences, advantages, rows, shape)
+    counted = sequences if counted is None else counted
+    sampled = [int(sequence.loss_mask.sum()) for sequence in counted]
+    arrays["token_weights"] = np.asarray(
+        token_weights(
+            arrays["loss_mask"],
+            arrays["segment_ids"],
+            mode=aggregation,
+            num_tokens=np.int32(sum(sampled)),
+            num_trajectories=np.int32(sum(count > 0 for count in sampled)),
+            scale=scale,
+        ),
+        np.float32,
+    )
+    blocks = (shape.num_micro, shape.micro_rows, shape.row_tokens)
+    num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+    num_micro = -(-len(rows) // shape.micro_rows)
+    return Packed(
+        batch=Batch(**{name: array.reshape(blocks) for name, array in arrays.items()}),
+        num_micro=num_micro,
+        num_tokens=num_tokens,
+        num_counted=sum(sampled),
+        padding=1 - num_tokens / max(num_micro * shape.micro_rows * shape.row_tokens, 1),
+    )
+
+
+def _fill(
+    sequences: Sequence[TokenSequence],
+    advantages: np.ndarray,
+    rows: Sequence[Sequence[int]],
+    shape: BatchShape,
+) -> dict[str, Any]:
+    """The fields of `Batch` but its weights, `[A * b, T]`."""
+    size = (shape.num_micro * shape.micro_rows, shape.row_tokens)
+    if len(rows) > size[0]:
+        raise ValueError(
+            f"{len(sequences)} sequences need {len(rows)} rows, the batch has {size[0]}. "
+            "This is a bug in jaxrl."
+        )
+    arrays: dict[str, Any] = {
+        "token_ids": np.zeros(size, np.int32),
+        "segment_ids": np.zeros(size, np.int32),
+        "positions": np.zeros(size, np.int32),
+        "loss_mask": np.zeros(size, bool),
+        "advantages": np.zeros(size, np.float32),
+        "rollout_logprobs": np.zeros(size, np.float32),
+    }
+    for row, members in enumerate(rows):
+        start = 0
+        for index in members:
+            sequence = sequences[index]
+            end = start + len(sequence.token_ids)
+            at = (row, slice(start, end))
+            arrays["token_ids"][at] = sequence.token_ids
+            arrays["segment_ids"][at] = index + 1
+            arrays["positions"][at] = np.arange(end - start)
+            arrays["loss_mask"][at] = sequence.loss_mask
+            arrays["advantages"][at] = np.where(sequence.loss_mask, advantages[index], 0.0)
+            arrays["rollout_logprobs"][at] = sequence.rollout_logprobs
+            start = end
+    return arrays

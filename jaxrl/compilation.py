@@ -1,0 +1,63 @@
+"""Compiled functions whose shapes belong to a set known beforehand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+import jax
+
+
+class CompiledFunction:
+    """`jax.jit` with the shapes it may be compiled for, and a count of its compilations.
+
+    A shape that slips in unnoticed costs seconds to minutes on every new batch, so it is an error
+    here. The caller names the variant of each call; every variant is traced once.
+
+    Attributes:
+        num_traces: compilations so far.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        *,
+        name: str,
+        variants: Iterable[Hashable] = ((),),
+        donate_argnums: tuple[int, ...] = (),
+    ):
+        self.name = name
+        self.variants = frozenset(variants)
+        self.num_traces = 0
+
+        def traced(*args: Any) -> Any:
+            self.num_traces += 1
+            if self.num_traces > len(self._called):
+                raise RuntimeError(
+                    f"{name} was compiled again for the variant {self._variant}; its arguments "
+                    "changed in shape, dtype or sharding between calls. This is a bug in jaxrl."
+                )
+            return function(*args)
+
+        self._called: set[Hashable] = set()
+        self._variant: Hashable = ()
+        self._jitted = jax.jit(traced, donate_argnums=donate_argnums)
+
+    def __call__(self, *args: Any, variant: Hashable = ()) -> Any:
+        """Calls the function.
+
+        Raises:
+            RuntimeError: `variant` is outside the set, or was compiled before with other shapes.
+        """
+        if variant not in self.variants:
+            raise RuntimeError(
+                f"{self.name} was called for the shapes {variant}, outside its set "
+                f"{sorted(self.variants, key=repr)}. This is a bug in jaxrl."
+            )
+        self._variant = variant
+        self._called.add(variant)
+        return self._jitted(*args)
+
+    def lower(self, *args: Any) -> Any:
+        """The function lowered for these (possibly abstract) arguments, for inspection."""
+        return jax.jit(self._jitted.__wrapped__.__wrapped__).lower(*args)

@@ -1,0 +1,272 @@
+"""Every configuration key, once, with its unit and meaning; and the checks across keys."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ml_collections import ConfigDict
+
+STAGES = ("sft", "train", "evaluate")
+SUITES = ("sampled", "greedy", "empty_search")
+AGGREGATIONS = (
+    "token-mean",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-sum-norm",
+)
+
+
+def _optimizer() -> ConfigDict:
+    """The keys that supervised and reinforcement learning share."""
+    optimizer = ConfigDict()
+    optimizer.lr = 1e-6  # peak learning rate of AdamW
+    optimizer.warmup_steps = 0  # optimizer steps from 0 to the peak, linearly
+    optimizer.schedule = "constant"  # after the warm-up: constant, linear or cosine
+    optimizer.final_lr_fraction = 0.0  # of the peak, where linear and cosine end
+    optimizer.weight_decay = 0.01  # decoupled, on every parameter
+    optimizer.beta1 = 0.9
+    optimizer.beta2 = 0.999
+    optimizer.epsilon = 1e-8
+    optimizer.grad_clip = 1.0  # global norm; 0 clips nothing
+    optimizer.micro_rows = 8  # packed rows of a micro-batch; a multiple of data * fsdp
+    return optimizer
+
+
+def default_config() -> ConfigDict:
+    """All keys with their defaults. A config file changes what its run needs."""
+    config = ConfigDict()
+    config.stages = ("train", "evaluate")  # in this order, out of sft, train, evaluate
+    config.seed = 0  # of task order and samples
+    config.num_steps = 100  # steps of the train stage: rollouts and their updates
+
+    config.model = model = ConfigDict()
+    model.path = ""  # local folder in Hugging Face format
+    model.dtype = "float32"  # of activations, matrix products and KV cache; weights stay float32
+    model.remat = True  # recompute layers in the backward pass instead of keeping activations
+    model.logits_chunk_tokens = 2048  # tokens whose logits are in memory at a time, in the update
+
+    config.mesh = mesh = ConfigDict()
+    mesh.data = -1  # devices over which rows are split, weights copied; -1: all that are left
+    mesh.fsdp = 1  # devices over which rows and weights are split
+    mesh.tensor = 1  # devices over which heads and vocabulary are split
+
+    config.tasks = tasks = ConfigDict()
+    tasks.train = ConfigDict({"source": ""})  # JSONL of tasks
+    tasks.eval = ConfigDict({"source": ""})  # JSONL of held-out tasks
+
+    config.prompt = prompt = ConfigDict()
+    prompt.system = ""  # system message; none when empty
+    prompt.template = "{question}"  # user message around the question
+    prompt.examples = ()  # messages ({"role", "content"}) between the two, as worked examples
+
+    config.search = search = ConfigDict()
+    search.engine = "local"  # local: embedded index over a corpus; empty: finds nothing
+    search.corpus = ""  # JSONL of documents: id, title, text
+    search.index = ""  # folder of the index; default: beside the corpus
+    search.topk = 3  # documents a query returns
+    search.max_observation_tokens = 500  # of one result; the rest is cut off inside its tags
+
+    config.reward = ConfigDict()
+    config.reward.weights = ConfigDict({"format": 0.0, "answer": 0.0, "exact_match": 1.0})
+
+    config.rollout = rollout = ConfigDict()
+    rollout.tasks_per_step = 16  # tasks drawn a step
+    rollout.group_size = 8  # trajectories of each task
+    rollout.temperature = 1.0
+    rollout.max_prompt_tokens = 1024  # a longer prompt is refused
+    rollout.max_response_tokens = 512  # sampled tokens of a trajectory, over all turns
+    rollout.max_total_tokens = 2048  # prompt, sampled tokens and observations of a trajectory
+    rollout.max_turns = 4  # turns that search; asking once more ends the episode
+    rollout.num_slots = 64  # rows decoded side by side; a multiple of data * fsdp
+    rollout.chunk_tokens = 16  # decoding steps between two looks of the host
+
+    config.advantage = advantage = ConfigDict()
+    advantage.name = "grpo"
+    advantage.normalize_std = True  # divide by the group's standard deviation
+    advantage.ddof = 1  # 0: of the population, 1: of the sample
+    advantage.epsilon = 1e-6  # added to the standard deviation
+
+    config.loss = loss = ConfigDict()
+    loss.name = "clip"
+    loss.clip_low = 0.2  # the ratio's floor is 1 - clip_low
+    loss.clip_high = 0.2  # the ratio's ceiling is 1 + clip_high
+    loss.dual_clip = 0.0  # bound of the loss where the advantage is negative, above 1; 0: none
+    loss.aggregation = "token-mean"
+    loss.entropy_coef = 0.0  # bonus on the entropy of the sampled tokens' distributions
+
+    config.kl = kl = ConfigDict()
+    kl.coef = 0.0  # weight of the KL term in the loss; 0: no term
+    kl.estimator = "k3"  # k1, k2, k3, abs; with + for the gradient of k2
+    kl.anchor = "ref"  # ref: the policy at the start of the stage; old: before the update
+
+    config.optimizer = _optimizer()
+    config.optimizer.num_minibatches = 1  # optimizer steps per batch and epoch; whole groups each
+    config.optimizer.num_epochs = 1  # times each batch is gone through
+
+    config.sft = sft = ConfigDict()
+    sft.source = ""  # JSONL of chats: {"messages": [user, assistant, tool, assistant, …]}
+    sft.num_steps = 100  # optimizer steps of the sft stage
+    sft.batch_size = 32  # demonstrations a step
+    sft.optimizer = _optimizer()
+
+    config.eval = evaluation = ConfigDict()
+    evaluation.every_steps = 0  # steps between evaluations while training; 0: before and after
+    evaluation.suites = ("sampled", "greedy")  # out of sampled, greedy, empty_search
+    evaluation.final_suites = ("sampled", "greedy", "empty_search")  # of the evaluate stage
+    evaluation.max_tasks = 0  # the first so many of the held-out tasks; 0: all
+
+    config.checkpoint = checkpoint = ConfigDict()
+    checkpoint.every_steps = 20  # steps between checkpoints; stages end with one
+    checkpoint.keep = 2  # newest ones kept
+
+    config.log = log = ConfigDict()
+    log.trajectories = 32  # a step's first trajectories written to trajectories/; -1: all
+    return config
+
+
+def load_values(config: ConfigDict, path: str) -> None:
+    """Sets keys from a YAML or JSON file, nested or with dots.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not a mapping.
+        KeyError: it names a key that does not exist.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"--values={path!r} is not a file; expected YAML or JSON.")
+    values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}; expected keys and values.")
+    config.update_from_flattened_dict(dict(_flatten(values)))
+
+
+def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    flat: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat += _flatten(value, f"{prefix}{key}.")
+        else:
+            flat.append((prefix + key, tuple(value) if isinstance(value, list) else value))
+    return flat
+
+
+def to_json(config: ConfigDict) -> str:
+    """The configuration as JSON, for `config.json` of the workdir."""
+    return json.dumps(config.to_dict(), indent=2, ensure_ascii=False) + "\n"
+
+
+def validate(config: ConfigDict) -> None:
+    """Checks ranges and rules across keys, before any long work.
+
+    Raises:
+        ValueError: names the key, what it holds and what is expected.
+    """
+    _check_choices(config)
+    _check_ranges(config)
+    _check_rules(config)
+
+
+def _refuse(key: str, value: Any, expected: str) -> None:
+    raise ValueError(f"config.{key} is {value!r}; expected {expected}.")
+
+
+def _check_choices(config: ConfigDict) -> None:
+    choices: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
+        "search.engine": (config.search.engine, ("local", "empty")),
+        "advantage.name": (config.advantage.name, ("grpo",)),
+        "loss.name": (config.loss.name, ("clip",)),
+        "loss.aggregation": (config.loss.aggregation, AGGREGATIONS),
+        "kl.anchor": (config.kl.anchor, ("ref", "old")),
+        "optimizer.schedule": (config.optimizer.schedule, ("constant", "linear", "cosine")),
+        "sft.optimizer.schedule": (config.sft.optimizer.schedule, ("constant", "linear", "cosine")),
+    }
+    for key, (value, allowed) in choices.items():
+        if value not in allowed:
+            _refuse(key, value, "one of " + ", ".join(allowed))
+    lists = {
+        "stages": (config.stages, STAGES),
+        "eval.suites": (config.eval.suites, SUITES),
+        "eval.final_suites": (config.eval.final_suites, SUITES),
+    }
+    for key, (values, allowed) in lists.items():
+        if not isinstance(values, tuple) or not set(values) <= set(allowed):
+            _refuse(key, values, f"a tuple out of {allowed}")
+    if tuple(sorted(set(config.stages), key=STAGES.index)) != config.stages:
+        _refuse("stages", config.stages, f"each at most once, in the order of {STAGES}")
+
+
+def _check_ranges(config: ConfigDict) -> None:
+    positive = [
+        "num_steps", "rollout.tasks_per_step", "rollout.group_size", "rollout.max_prompt_tokens",
+        "rollout.max_response_tokens", "rollout.max_total_tokens", "rollout.num_slots",
+        "rollout.chunk_tokens", "optimizer.micro_rows", "optimizer.num_minibatches",
+        "optimizer.num_epochs", "sft.num_steps", "sft.batch_size", "sft.optimizer.micro_rows",
+        "search.topk", "search.max_observation_tokens", "checkpoint.every_steps",
+        "checkpoint.keep", "model.logits_chunk_tokens", "rollout.temperature",
+    ]  # fmt: skip
+    not_negative = [
+        "rollout.max_turns", "advantage.epsilon", "loss.clip_low", "loss.clip_high", "kl.coef",
+        "optimizer.lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.grad_clip",
+        "sft.optimizer.lr", "sft.optimizer.warmup_steps", "sft.optimizer.weight_decay",
+        "sft.optimizer.grad_clip", "eval.every_steps", "eval.max_tasks", "seed",
+    ]  # fmt: skip
+    flat = flatten(config)
+    for key in positive:
+        if not flat[key] > 0:
+            _refuse(key, flat[key], "a number above 0")
+    for key in not_negative:
+        if not flat[key] >= 0:
+            _refuse(key, flat[key], "a number of at least 0")
+    if config.loss.dual_clip and config.loss.dual_clip <= 1:
+        _refuse("loss.dual_clip", config.loss.dual_clip, "a number above 1, or 0 for no bound")
+    if config.advantage.ddof not in (0, 1):
+        _refuse("advantage.ddof", config.advantage.ddof, "0 (population) or 1 (sample)")
+
+
+def flatten(config: ConfigDict) -> dict[str, Any]:
+    """Every key with its sections, joined by dots."""
+    return dict(_flatten(config.to_dict()))
+
+
+def _check_rules(config: ConfigDict) -> None:
+    rollout, optimizer = config.rollout, config.optimizer
+    if "train" in config.stages and rollout.group_size < 2:
+        _refuse(
+            "rollout.group_size",
+            rollout.group_size,
+            "at least 2, since the estimator 'grpo' compares the trajectories of a group",
+        )
+    if rollout.tasks_per_step % optimizer.num_minibatches:
+        _refuse(
+            "optimizer.num_minibatches",
+            optimizer.num_minibatches,
+            f"a divisor of rollout.tasks_per_step={rollout.tasks_per_step}, since groups stay whole",
+        )
+    if rollout.max_prompt_tokens >= rollout.max_total_tokens:
+        _refuse(
+            "rollout.max_prompt_tokens",
+            rollout.max_prompt_tokens,
+            f"less than rollout.max_total_tokens={rollout.max_total_tokens}",
+        )
+    if "{question}" not in config.prompt.template:
+        _refuse("prompt.template", config.prompt.template, "text that contains {question}")
+    if not any(config.reward.weights.to_dict().values()):
+        _refuse("reward.weights", config.reward.weights.to_dict(), "at least one that is not 0")
+    needed = {
+        "model.path": (config.model.path, True),
+        "tasks.train.source": (config.tasks.train.source, "train" in config.stages),
+        "tasks.eval.source": (
+            config.tasks.eval.source,
+            bool({"train", "evaluate"} & set(config.stages)),
+        ),
+        "sft.source": (config.sft.source, "sft" in config.stages),
+        "search.corpus": (config.search.corpus, config.search.engine == "local"),
+    }
+    for key, (value, is_needed) in needed.items():
+        if is_needed and not value:
+            _refuse(key, value, "a path")

@@ -1,0 +1,130 @@
+"""Tasks and demonstrations from files, and their endless shuffled stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import grain
+
+from jaxrl.envs.base import Task
+
+Item = TypeVar("Item")
+
+ANSWER_KEYS = ("answers", "golden_answers", "answer")
+"""Where a task's accepted answers may stand: our name, FlashRAG's, and the plain singular."""
+
+
+def read_jsonl(
+    path: str | Path, parse: Callable[[dict[str, Any], str], Item], key: str
+) -> list[Item]:
+    """Parses every line of a JSONL file.
+
+    Args:
+        path: of the file.
+        parse: from a line's object and its place (`file:line`, for errors) to an item.
+        key: the configuration key that named the file, for errors.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is malformed (file and line are named), or there is none.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{str(path)!r} is not a file; set {key} to a JSONL file, one object a line."
+        )
+    items = []
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            place = f"{file}:{number}"
+            try:
+                fields = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{place} is not valid JSON: {error}") from error
+            if not isinstance(fields, dict):
+                raise ValueError(
+                    f"{place} holds a {type(fields).__name__}; expected a JSON object."
+                )
+            items.append(parse(fields, place))
+    if not items:
+        raise ValueError(f"{file} holds no line; {key} must name a file with at least one.")
+    return items
+
+
+def parse_task(fields: dict[str, Any], place: str) -> Task:
+    """A task from a JSON object.
+
+    Fields: `question` (text) or `messages` (a chat), `answers` (also `golden_answers`, `answer`;
+    text or a list), and optionally `id` (default: its place), `data_source`, `metadata`.
+
+    Raises:
+        ValueError: a field is missing or of another type.
+    """
+    question, messages = fields.get("question"), fields.get("messages")
+    if (question is None) == (messages is None):
+        raise ValueError(
+            f"{place}: expected either 'question' or 'messages', found {_names(fields)}."
+        )
+    if question is not None and not isinstance(question, str):
+        raise ValueError(f"{place}: 'question' is {question!r}; expected text.")
+    if messages is not None:
+        check_messages(messages, place)
+    found = next((fields[name] for name in ANSWER_KEYS if name in fields), None)
+    answers = [found] if isinstance(found, str) else found
+    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
+        raise ValueError(
+            f"{place}: expected 'answers', a list of texts; found {_names(fields)} with the "
+            f"answers {found!r}."
+        )
+    return Task(
+        id=str(fields.get("id", place)),
+        question=question,
+        messages=tuple(messages) if messages is not None else None,
+        answers=tuple(answers),
+        data_source=str(fields.get("data_source", "default")),
+        metadata=fields.get("metadata") or {},
+    )
+
+
+def check_messages(messages: Any, place: str) -> None:
+    """Refuses what is not a chat: a list of objects with text `role` and `content`."""
+    is_chat = isinstance(messages, list) and all(
+        isinstance(message, dict)
+        and isinstance(message.get("role"), str)
+        and isinstance(message.get("content"), str)
+        for message in messages
+    )
+    if not is_chat or not messages:
+        raise ValueError(
+            f"{place}: 'messages' must be a list of objects with text 'role' and 'content'."
+        )
+
+
+def _names(fields: dict[str, Any]) -> str:
+    return "the fields " + (", ".join(map(repr, fields)) or "none")
+
+
+def read_tasks(path: str | Path, key: str = "config.tasks.train.source") -> list[Task]:
+    """All tasks of a JSONL file; see `parse_task` and `read_jsonl`."""
+    return read_jsonl(path, parse_task, key)
+
+
+class Stream(Generic[Item]):
+    """Items in an endless order that is shuffled anew each epoch.
+
+    The order is a function of the seed, so one number, how many items were taken, is all a restart
+    needs; it does not depend on how many processes read.
+    """
+
+    def __init__(self, items: Sequence[Item], *, seed: int):
+        """A stream over `items`, which are held."""
+        self._order = grain.MapDataset.source(list(items)).seed(seed).shuffle().repeat()
+
+    def take(self, position: int, count: int) -> list[Item]:
+        """Items `position` to `position + count - 1` of the stream."""
+        return [self._order[index] for index in range(position, position + count)]

@@ -1,0 +1,134 @@
+"""What an environment is: tasks in, observations and rewards out. Text only, no arrays."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+Message = Mapping[str, str]
+"""One chat message: `{"role": ..., "content": ...}`."""
+
+
+class Outcome(enum.StrEnum):
+    """How an episode ended."""
+
+    ANSWERED = "answered"
+    ABSTAINED = "abstained"
+    MALFORMED = "malformed"
+    OUT_OF_BUDGET = "out_of_budget"
+    ENVIRONMENT_ERROR = "environment_error"  # ours, not the policy's: never a reward of 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One question record.
+
+    Exactly one of `question` and `messages` is set; `answers` holds every accepted answer.
+    """
+
+    id: str
+    question: str | None = None
+    messages: tuple[Message, ...] | None = None
+    answers: tuple[str, ...] = ()
+    data_source: str = "default"
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """Text the environment inserts; only `body` may be shortened to fit a token budget.
+
+    `prefix` and `suffix` carry the protocol's tags. `body` comes from outside: it is encoded with
+    special tokens as plain text.
+    """
+
+    prefix: str
+    body: str
+    suffix: str
+
+    @property
+    def text(self) -> str:
+        """The whole block as it reads before any shortening."""
+        return self.prefix + self.body + self.suffix
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """The environment's reply to one model message.
+
+    Either the episode is over (`outcome` is set) or the model goes on, after `observation` if
+    there is one.
+    """
+
+    observation: Observation | None = None
+    outcome: Outcome | None = None
+    tool_call: str | None = None  # what was asked of the tool, as it was sent
+    latency_s: float = 0.0
+    error: str | None = None  # set with Outcome.ENVIRONMENT_ERROR
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One model message and what it earned."""
+
+    text: str
+    tool_call: str | None = None
+    observation: str | None = None  # as inserted, after any shortening
+    latency_s: float = 0.0
+
+
+@dataclass(kw_only=True)
+class Episode:
+    """One sample of one task while it runs; the rollout owns and fills it."""
+
+    task: Task
+    turns: list[Turn] = field(default_factory=list)
+    outcome: Outcome | None = None
+
+    @property
+    def response(self) -> str:
+        """Everything after the prompt, observations included."""
+        return "".join(turn.text + (turn.observation or "") for turn in self.turns)
+
+    @property
+    def num_tool_calls(self) -> int:
+        """Turns that called the tool."""
+        return sum(turn.tool_call is not None for turn in self.turns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """What the environment paid for one episode, and the parts it was made of.
+
+    `total` is what training uses. `parts` are unweighted; they may hold measures that have no
+    weight in `total`, such as exact match for evaluation.
+    """
+
+    total: float
+    parts: Mapping[str, float]
+    final_answer: str
+
+
+class Env(Protocol):
+    """A batched environment: one call serves all rows that wait."""
+
+    stop_strings: tuple[str, ...]
+    """The model's turn ends where one of these ends."""
+
+    def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
+        """Chat messages that open an episode of each task."""
+        ...
+
+    def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
+        """Replies to one finished turn of each episode.
+
+        `texts[i]` is the new turn of `episodes[i]` (not yet in its `turns`). It ends exactly at a
+        stop string, or, where the model ended its turn by itself, without one.
+        """
+        ...
+
+    def score(self, group: Sequence[Episode]) -> list[Reward]:
+        """Rewards of finished episodes of one task, environment errors left out by the caller."""
+        ...

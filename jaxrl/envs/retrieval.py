@@ -1,0 +1,319 @@
+"""Search engines: a query in, the text of an observation out.
+
+`LocalSearch` needs no service: it keeps a BM25 index of a JSONL corpus in a local folder. The
+mock and the empty engine serve tests and the control evaluation.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import fcntl
+import functools
+import hashlib
+import json
+import re
+import shutil
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tantivy
+
+NO_INFORMATION = "No information found"
+"""What a search that finds nothing says."""
+
+MAX_WORKERS = 32  # threads that wait on one engine
+
+
+class SearchError(Exception):
+    """The engine failed, not the query. It never becomes a reward."""
+
+
+class SearchEngine(abc.ABC):
+    """Turns queries into text; `search` may be called from several threads at once."""
+
+    @abc.abstractmethod
+    def search(self, query: str) -> str:
+        """The text found for one query.
+
+        Raises:
+            SearchError: the engine could not answer; trying again may help.
+        """
+
+    def batch_search(self, queries: Sequence[str]) -> list[str]:
+        """The texts found for several queries, in their order, searched side by side.
+
+        Raises:
+            SearchError: at least one query could not be answered.
+        """
+        if not queries:
+            return []
+        with ThreadPoolExecutor(min(len(queries), MAX_WORKERS)) as pool:
+            return list(pool.map(self.search, queries))
+
+
+class KeywordSearch(SearchEngine):
+    """A mock: the text of the first keyword that occurs in the query, case aside."""
+
+    def __init__(self, mapping: Mapping[str, str]) -> None:
+        self._texts = {keyword.lower(): text for keyword, text in mapping.items()}
+
+    def search(self, query: str) -> str:
+        """The text of the first keyword, in the mapping's order, that `query` contains."""
+        lowered = query.lower()
+        found = (text for keyword, text in self._texts.items() if keyword in lowered)
+        return next(found, f"{NO_INFORMATION} for: {query}")
+
+
+class EmptySearch(SearchEngine):
+    """Finds nothing, ever: what a policy scores with it, it knew without searching."""
+
+    def search(self, query: str) -> str:
+        """Always `NO_INFORMATION`."""
+        return NO_INFORMATION
+
+
+class Document(NamedTuple):
+    """One passage of a corpus. Equal scores are ranked in this order of fields."""
+
+    id: str
+    title: str
+    text: str
+
+
+def render_documents(documents: Iterable[Document]) -> str:
+    """Search-R1's rendering, one `Doc i(Title: ..) text` a line; `NO_INFORMATION` for none."""
+    lines = [f"Doc {i}(Title: {d.title}) {d.text}" for i, d in enumerate(documents, start=1)]
+    return "\n".join(lines) or NO_INFORMATION
+
+
+def read_corpus(path: Path) -> Iterator[Document]:
+    r"""Streams the documents of a JSONL corpus; blank lines are skipped.
+
+    A line is `{"id", "title", "text"}`, or Search-R1's `{"id", "contents"}` where `contents` is
+    `"title"\nbody`. Other keys are ignored.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is something else, or there is no document at all.
+    """
+    num_documents = 0
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                document = _parse_document(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            num_documents += 1
+            yield document
+    if not num_documents:
+        raise ValueError(f"the corpus {path} has no documents; expected one JSON object a line.")
+
+
+def _parse_document(line: bytes) -> Document:
+    match json.loads(line.decode("utf-8-sig")):
+        case {"id": str() | int() as key, "title": str() as title, "text": str() as text}:
+            return Document(str(key), title.strip(), text.strip())
+        case {"id": str() | int() as key, "contents": str() as contents}:
+            title, _, text = contents.partition("\n")
+            return Document(str(key), title.strip().strip('"'), text.strip())
+    shown = line[:80].decode("utf-8", "replace").strip()
+    raise ValueError(
+        'expected an object with "id", "title" and "text", or "id" and "contents", '
+        f"all of them strings; got {shown!r}"
+    )
+
+
+# Scripts written without blanks between words (Han, kana, and Hangul, whose words carry endings):
+# a run of them is indexed as overlapping pairs of characters.
+_CJK = (
+    "\u3005-\u3007\u3041-\u3096\u309d-\u309f\u30a1-\u30fa\u30fc-\u30ff\u3400-\u4dbf\u4e00-\u9fff"
+    "\uac00-\ud7af\uf900-\ufaff\U00020000-\U0003ffff"
+)
+_CJK_RUN = re.compile(f"[{_CJK}]+")
+_WORD = re.compile(rf"[{_CJK}]+|[^\W{_CJK}]+")
+
+# Part of the key of every index: raise it when `tokenize` or what is stored changes.
+_INDEX_VERSION = 1
+
+
+def tokenize(text: str) -> list[str]:
+    """Lowercased words of `text`; a run of CJK characters becomes its character pairs.
+
+    Compatibility forms are made equal first (NFKC), so full-width letters and combining accents
+    match the usual spelling.
+    """
+    words = _WORD.findall(unicodedata.normalize("NFKC", text).lower())
+    if text.isascii():
+        return words
+    return [token for word in words for token in _bigrams(word)]
+
+
+def _bigrams(word: str) -> list[str]:
+    if len(word) < 2 or not _CJK_RUN.fullmatch(word):
+        return [word]
+    return [word[i : i + 2] for i in range(len(word) - 1)]
+
+
+# Float32 sums of term scores depend on their order, so that equal documents may differ by this
+# much, relative to the score.
+_TIE = 1e-5
+
+
+class LocalSearch(SearchEngine):
+    """BM25 over a JSONL corpus, from an index on disk.
+
+    A document matches when it shares a word with the query; words of the title count twice. There
+    is no query syntax: `-` and `:` in a query are punctuation. Equal scores are broken by id, so
+    the same corpus gives the same text wherever and whenever the index was built.
+
+    The index is built on first use, in a folder of `index_dir` named after the corpus' content,
+    and opened from there afterwards; a corpus that changed gets a new folder. Several processes
+    may start at once, and a build that was killed is begun afresh.
+    """
+
+    def __init__(
+        self, corpus: str | Path, index_dir: str | Path, *, topk: int = 3, cache_size: int = 4096
+    ) -> None:
+        """Opens the index of `corpus`, building it if need be.
+
+        Args:
+            corpus: a JSONL file, as `read_corpus` describes it.
+            index_dir: where indexes live; created if missing. Folders in it may be deleted.
+            topk: documents an answer shows at most.
+            cache_size: answers kept in memory, the least recently used dropped first.
+
+        Raises:
+            FileNotFoundError: there is no such corpus.
+            ValueError: the corpus is malformed or empty, or `topk` is below 1.
+        """
+        if topk < 1:
+            raise ValueError(f"topk is {topk}; a search must show at least 1 document.")
+        self._topk = topk
+        index = tantivy.Index.open(str(_built_index(Path(corpus), Path(index_dir))))
+        self._schema = index.schema
+        self._searcher = index.searcher()
+        self._cached_search = functools.lru_cache(cache_size)(self._search)
+
+    def search(self, query: str) -> str:
+        """The best documents for `query`, rendered."""
+        return self._cached_search(query)
+
+    def batch_search(self, queries: Sequence[str]) -> list[str]:
+        """The best documents for each query; a search is too short to be worth a thread."""
+        return [self.search(query) for query in queries]
+
+    def top_documents(self, query: str) -> list[Document]:
+        """The documents with the highest BM25 scores, best first, at most `topk`."""
+        found: list[Document] = []
+        for addresses in self._tied_addresses(tokenize(query)):
+            found += sorted(self._document(address) for address in addresses)
+            if len(found) >= self._topk:
+                break
+        return found[: self._topk]
+
+    def _search(self, query: str) -> str:
+        return render_documents(self.top_documents(query))
+
+    def _tied_addresses(self, tokens: list[str]) -> list[list[Any]]:
+        """Groups of equally good documents, best group first, complete as far as `topk` reaches."""
+        if not tokens:
+            return []
+        any_token = tantivy.Query.boolean_query(
+            [(tantivy.Occur.Should, self._term(token)) for token in dict.fromkeys(tokens)]
+        )
+        limit = self._topk + 1
+        while True:
+            hits = self._searcher.search(any_token, limit, count=False).hits
+            groups = _group_ties(hits)
+            if len(hits) < limit or sum(map(len, groups[:-1])) >= self._topk:
+                return groups
+            limit *= 4
+
+    def _term(self, token: str) -> Any:
+        return tantivy.Query.term_query(self._schema, "tokens", token, index_option="freq")
+
+    def _document(self, address: Any) -> Document:
+        record: Any = self._searcher.doc(address).get_first("record")
+        return Document(*json.loads(record))
+
+
+def _group_ties(hits: Sequence[tuple[float, Any]]) -> list[list[Any]]:
+    """Addresses of `hits`, which come best first, grouped by score."""
+    groups: list[list[Any]] = []
+    previous = float("inf")
+    for score, address in hits:
+        if groups and previous - score <= _TIE * previous:
+            groups[-1].append(address)
+        else:
+            groups.append([address])
+        previous = score
+    return groups
+
+
+def _built_index(corpus: Path, index_dir: Path) -> Path:
+    """The folder that holds the index of `corpus`, built if it was missing."""
+    folder = index_dir / _index_key(corpus)
+    if folder.exists():
+        return folder
+    index_dir.mkdir(parents=True, exist_ok=True)
+    with _exclusive(index_dir / "lock"):
+        if not folder.exists():
+            _build_index(corpus, folder, building=index_dir / "building")
+    return folder
+
+
+def _index_key(corpus: Path) -> str:
+    """A name that changes with the corpus, with our tokens and with tantivy's file format."""
+    if not corpus.is_file():
+        raise FileNotFoundError(
+            f"there is no corpus at {corpus}; expected a JSONL file with one document a line. "
+            "Set the corpus of the search engine to its path."
+        )
+    with open(corpus, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(f"{_INDEX_VERSION} {version('tantivy')}".encode())
+    return digest.hexdigest()[:32]
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    """Holds the lock of a file; the system frees it when the process dies."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _build_index(corpus: Path, folder: Path, *, building: Path) -> None:
+    """Builds in `building`, then renames: `folder` is whole or absent, whenever we are killed."""
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    try:
+        _write_index(corpus, building)
+        building.rename(folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _write_index(corpus: Path, folder: Path) -> None:
+    schema = (
+        tantivy.SchemaBuilder()
+        .add_text_field("tokens", tokenizer_name="whitespace", index_option="freq")
+        .add_bytes_field("record", stored=True)
+        .build()
+    )
+    index = tantivy.Index(schema, path=str(folder))
+    # One thread and one commit: with more, ranks of equal documents differ from build to build.
+    # Leaving the block commits and waits for tantivy's threads, after an error too.
+    with index.writer(heap_size=256_000_000, num_threads=1) as writer:
+        for document in read_corpus(corpus):
+            title = tokenize(document.title)
+            tokens = " ".join(title + title + tokenize(document.text))
+            record = json.dumps(document).encode()
+            writer.add_document(tantivy.Document(tokens=tokens, record=record))

@@ -1,0 +1,169 @@
+"""The search environment: the model asks, reads what a search engine found, and answers."""
+
+from __future__ import annotations
+
+import difflib
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from jaxrl.envs import protocol
+from jaxrl.envs.base import Env, Episode, Message, Outcome, Reward, StepResult, Task
+from jaxrl.envs.retrieval import MAX_WORKERS, NO_INFORMATION, SearchEngine, SearchError
+from jaxrl.envs.rewards import answer_reward, exact_match, format_reward
+
+REWARD_PARTS = ("format", "answer", "exact_match")
+
+
+class SearchEnv(Env):
+    """Search-R1 (https://arxiv.org/abs/2503.09516): questions answered with a search engine.
+
+    A turn ends with `</answer>`, which ends the episode, or with `</search>`, which inserts what
+    the engine found. A turn that the model ends by itself is malformed. One that closes a search
+    it never opened earns nothing, and the model goes on.
+    """
+
+    stop_strings = protocol.STOP_STRINGS
+
+    def __init__(
+        self,
+        engine: SearchEngine,
+        *,
+        system: str,
+        template: str,
+        examples: Sequence[Message] = (),
+        max_searches: int,
+        reward_weights: Mapping[str, float],
+    ) -> None:
+        """Checks the settings.
+
+        Args:
+            engine: answers the queries.
+            system: the system message; "" for none.
+            template: the user message, with `{question}` where the question goes. Other braces
+                are plain text.
+            examples: messages between the two.
+            max_searches: searching turns allowed, blank queries included. One more generation
+                follows them; if that searches again, the episode is out of budget.
+            reward_weights: weight of each of `REWARD_PARTS` in the total; 0 where absent.
+        """
+        if "{question}" not in template:
+            raise ValueError(f"the prompt template {template!r} does not contain {{question}}.")
+        if max_searches < 0:
+            raise ValueError(f"max_searches is {max_searches}; expected 0 or more.")
+        _check_weights(reward_weights)
+        self._engine = engine
+        self._system = system
+        self._template = template
+        self._examples = tuple(examples)
+        self._max_searches = max_searches
+        self._reward_weights = dict(reward_weights)
+
+    def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
+        """System message, examples and question; a task that brings messages keeps just those."""
+        return [self._prompt(task) for task in tasks]
+
+    def _prompt(self, task: Task) -> list[Message]:
+        if task.messages is not None:
+            return list(task.messages)
+        system = [{"role": "system", "content": self._system}] if self._system else []
+        content = self._template.replace("{question}", task.question or "")
+        return [*system, *self._examples, {"role": "user", "content": content}]
+
+    def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
+        """Replies to one turn of each episode; all queries go to the engine in one call."""
+        results = [self._read_turn(e, text) for e, text in zip(episodes, texts, strict=True)]
+        queries = {i: r.tool_call for i, r in enumerate(results) if r.tool_call is not None}
+        for i, found in zip(queries, self._search(list(queries.values())), strict=True):
+            results[i] = found
+        return results
+
+    def _read_turn(self, episode: Episode, text: str) -> StepResult:
+        """The reply to one turn, as far as it is known before searching.
+
+        A result with a `tool_call` still waits for the engine.
+        """
+        if text.endswith("</answer>"):
+            return StepResult(outcome=Outcome.ANSWERED)
+        if not text.endswith("</search>"):
+            return StepResult(outcome=Outcome.MALFORMED)
+        query = protocol.last_query(text)
+        if query is None:
+            return StepResult()
+        if _num_searches(episode) >= self._max_searches:
+            return StepResult(outcome=Outcome.OUT_OF_BUDGET)
+        if not query:
+            return StepResult(observation=protocol.render_observation(NO_INFORMATION))
+        return StepResult(tool_call=query)
+
+    def _search(self, queries: list[str]) -> list[StepResult]:
+        if not queries:
+            return []
+        start = time.perf_counter()
+        found = self._ask(queries)
+        latency_s = time.perf_counter() - start
+        return [_search_result(q, f, latency_s) for q, f in zip(queries, found, strict=True)]
+
+    def _ask(self, queries: list[str]) -> list[str] | list[str | SearchError]:
+        """What the engine says to each query, or how it failed for that query."""
+        try:
+            found = self._engine.batch_search(queries)
+            if len(found) != len(queries):
+                raise SearchError(f"{len(queries)} queries got {len(found)} results.")
+            return found
+        except SearchError:
+            # One bad row fails the whole call, so each is asked again alone; side by side, or a
+            # dead server would cost one timeout a row.
+            with ThreadPoolExecutor(min(len(queries), MAX_WORKERS)) as pool:
+                return list(pool.map(self._ask_one, queries))
+
+    def _ask_one(self, query: str) -> str | SearchError:
+        try:
+            return self._engine.search(query)
+        except SearchError as error:
+            return error
+
+    def score(self, group: Sequence[Episode]) -> list[Reward]:
+        """Format of the whole response and correctness of its final answer."""
+        return [self._score_one(episode) for episode in group]
+
+    def _score_one(self, episode: Episode) -> Reward:
+        task, response = episode.task, episode.response
+        if not task.answers:
+            raise ValueError(f"task {task.id!r} has no accepted answer; set its `answers`.")
+        answer = protocol.final_answer(response)
+        parts = {
+            "format": format_reward(response),
+            "answer": max(answer_reward(answer, truth) for truth in task.answers),
+            "exact_match": exact_match(answer, task.answers),
+        }
+        total = sum(weight * parts[name] for name, weight in self._reward_weights.items())
+        return Reward(total=total, parts=parts, final_answer=answer)
+
+
+def _num_searches(episode: Episode) -> int:
+    """Searching turns so far; blank queries call no tool, but are answered like the others."""
+    return sum(turn.observation is not None for turn in episode.turns)
+
+
+def _search_result(query: str, found: str | SearchError, latency_s: float) -> StepResult:
+    if isinstance(found, SearchError):
+        return StepResult(
+            outcome=Outcome.ENVIRONMENT_ERROR,
+            tool_call=query,
+            latency_s=latency_s,
+            error=str(found) or type(found).__name__,
+        )
+    observation = protocol.render_observation(found)
+    return StepResult(observation=observation, tool_call=query, latency_s=latency_s)
+
+
+def _check_weights(reward_weights: Mapping[str, float]) -> None:
+    known = f"Known parts are {', '.join(REWARD_PARTS)}."
+    for name in reward_weights:
+        if name not in REWARD_PARTS:
+            close = difflib.get_close_matches(name, REWARD_PARTS, n=1)
+            hint = f"; did you mean {close[0]!r}? " if close else ". "
+            raise ValueError(f"there is no reward part {name!r}{hint}{known}")
+    if not any(reward_weights.values()):
+        raise ValueError(f"reward_weights {dict(reward_weights)} would pay nothing. {known}")

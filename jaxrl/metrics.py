@@ -1,0 +1,161 @@
+"""What a run reports: `metrics.jsonl`, trajectories, and the display on the terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxrl.types import Trajectory
+
+
+class MetricsLog:
+    """`metrics.jsonl`: one object a record, `step` and `stage` first."""
+
+    def __init__(self, path: Path, num_records: int):
+        """Opens the log, cut back to its first `num_records` records."""
+        self._path = path
+        kept = path.read_text(encoding="utf-8").splitlines()[:num_records] if path.exists() else []
+        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        self.num_records = len(kept)
+
+    def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
+        """Appends a record; numbers that are not finite become null, as JSON has no others."""
+        plain = {name: _plain(value) for name, value in metrics.items()}
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "stage": stage, **plain}) + "\n")
+        self.num_records += 1
+
+
+def _plain(value: Any) -> float | int | None:
+    value = np.asarray(value).item()
+    return value if math.isfinite(value) else None
+
+
+def write_trajectories(
+    path: Path, trajectories: Sequence[Trajectory], advantages: Sequence[float]
+) -> None:
+    """Writes trajectories as JSONL, each with its text, its turns and its token arrays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as file:
+        for trajectory, advantage in zip(trajectories, advantages, strict=True):
+            record = trajectory_record(trajectory) | {"advantage": float(advantage)}
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory as JSON."""
+    return {
+        "task_id": trajectory.task_id,
+        "question": trajectory.task.question,
+        "answers": list(trajectory.task.answers),
+        "data_source": trajectory.task.data_source,
+        "group_id": trajectory.group_id,
+        "sample_index": trajectory.sample_index,
+        "attempt": trajectory.attempt,
+        "outcome": str(trajectory.outcome),
+        "reward": trajectory.reward,
+        "reward_parts": dict(trajectory.reward_parts),
+        "final_answer": trajectory.final_answer,
+        "generated_text": trajectory.generated_text,
+        "turns": [dataclasses.asdict(turn) for turn in trajectory.turns],
+        "prompt_length": trajectory.prompt_length,
+        "token_ids": trajectory.token_ids.tolist(),
+        "loss_mask": trajectory.loss_mask.astype(int).tolist(),
+        "rollout_logprobs": [round(float(x), 6) for x in trajectory.rollout_logprobs],
+        "rollout_entropies": [round(float(x), 6) for x in trajectory.rollout_entropies],
+        "policy_versions": trajectory.policy_versions.tolist(),
+    }
+
+
+def rollout_metrics(
+    trajectories: Sequence[Trajectory], max_response_tokens: int
+) -> dict[str, float]:
+    """Means over the trajectories the environment could score, under verl's names where it has one."""
+    scored = [t for t in trajectories if t.outcome != "environment_error"]
+    count = max(len(scored), 1)
+    lengths = [t.num_sampled for t in scored] or [0]
+    rewards = [t.reward for t in scored] or [0.0]
+    outcomes = [str(t.outcome) for t in trajectories]
+    parts = sorted({name for t in scored for name in t.reward_parts})
+    searches = [t.num_tool_calls for t in scored]
+    return {
+        "critic/rewards/mean": float(np.mean(rewards)),
+        "critic/rewards/max": float(np.max(rewards)),
+        "critic/rewards/min": float(np.min(rewards)),
+        **{
+            f"reward/{name}/mean": float(np.mean([t.reward_parts[name] for t in scored]))
+            for name in parts
+        },
+        "response_length/mean": float(np.mean(lengths)),
+        "response_length/max": float(np.max(lengths)),
+        "response_length/clip_ratio": sum(n >= max_response_tokens for n in lengths) / count,
+        "num_turns/mean": sum(len(t.turns) for t in scored) / count,
+        "num_searches/mean": sum(searches) / count,
+        **{
+            f"outcome/{name}": outcomes.count(name) / max(len(outcomes), 1)
+            for name in ("answered", "malformed", "out_of_budget", "environment_error")
+        },
+    }
+
+
+class Display:
+    """Progress on the terminal: a live line where there is one, else a line now and then."""
+
+    def __init__(self, *, every_s: float = 5.0):
+        """A line at least every `every_s` seconds where the output is no terminal."""
+        self.console = Console(highlight=False)
+        self._every_s = every_s
+        self._last = 0.0
+        self._started = time.monotonic()
+        self._first_step = 0
+        self._progress: Progress | None = None
+
+    def say(self, text: str) -> None:
+        """Prints a line."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def start(self, stage: str, first_step: int, num_steps: int) -> None:
+        """Begins a stage of `num_steps` steps, of which `first_step` are done."""
+        self._stage, self._num_steps, self._first_step = stage, num_steps, first_step
+        self._started, self._last = time.monotonic(), -math.inf
+        if self.console.is_terminal:
+            self._progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.completed}/{task.total} {task.fields[numbers]}"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self._progress.start()
+            self._bar = self._progress.add_task(
+                stage, total=num_steps, completed=first_step, numbers=""
+            )
+
+    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Shows the state after step number `step` of the stage."""
+        text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        if self._progress is not None:
+            self._progress.update(self._bar, completed=step, numbers=text)
+            return
+        now = time.monotonic()
+        if now - self._last < self._every_s and step < self._num_steps:
+            return
+        self._last = now
+        done = max(step - self._first_step, 1)
+        left = (now - self._started) / done * (self._num_steps - step)
+        self.say(f"{self._stage} {step}/{self._num_steps}  {text}  {left:.0f} s left")
+
+    def stop(self) -> None:
+        """Ends the stage."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

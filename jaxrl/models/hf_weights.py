@@ -1,0 +1,514 @@
+"""Hugging Face folders to parameters and back, bit for bit.
+
+    python -m jaxrl.models.hf_weights import HF_FOLDER CHECKPOINT
+    python -m jaxrl.models.hf_weights export CHECKPOINT HF_FOLDER
+
+The checkpoint of these commands is a folder with the parameters, float32, as an Orbax item
+`params`, and `source/`: the HF folder's small files and the dtype of each of its tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import orbax.checkpoint as ocp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, SingleDeviceSharding
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxrl import sharding
+from jaxrl.models.qwen import QwenConfig, abstract_params
+from jaxrl.types import Params
+
+HF_NAMES = {
+    "embed/embedding": "model.embed_tokens.weight",
+    "blocks/input_norm/scale": "model.layers.{}.input_layernorm.weight",
+    "blocks/attention/q/kernel": "model.layers.{}.self_attn.q_proj.weight",
+    "blocks/attention/q/bias": "model.layers.{}.self_attn.q_proj.bias",
+    "blocks/attention/k/kernel": "model.layers.{}.self_attn.k_proj.weight",
+    "blocks/attention/k/bias": "model.layers.{}.self_attn.k_proj.bias",
+    "blocks/attention/v/kernel": "model.layers.{}.self_attn.v_proj.weight",
+    "blocks/attention/v/bias": "model.layers.{}.self_attn.v_proj.bias",
+    "blocks/attention/o/kernel": "model.layers.{}.self_attn.o_proj.weight",
+    "blocks/attention/o/bias": "model.layers.{}.self_attn.o_proj.bias",
+    "blocks/attention/q_norm/scale": "model.layers.{}.self_attn.q_norm.weight",
+    "blocks/attention/k_norm/scale": "model.layers.{}.self_attn.k_norm.weight",
+    "blocks/post_attention_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
+    "blocks/mlp/gate/kernel": "model.layers.{}.mlp.gate_proj.weight",
+    "blocks/mlp/up/kernel": "model.layers.{}.mlp.up_proj.weight",
+    "blocks/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
+    "norm/scale": "model.norm.weight",
+    "lm_head/kernel": "lm_head.weight",
+}
+"""Parameter to HF tensor, `{}` the layer. A `kernel` is [in, out] here and [out, in] there."""
+
+DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""The dtypes that weights come in, as safetensors calls them; float32 holds each exactly."""
+
+SIDE_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "LICENSE*",
+)
+"""What an export takes over from its source, byte for byte."""
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+DTYPES_FILE = "tensor_dtypes.json"
+TIED_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an HF tensor lies in the parameters."""
+
+    param: str
+    layer: int | None  # index on the stacked layer axis
+    shape: tuple[int, ...]  # as HF has it
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether HF's axes are the reverse of the parameter's."""
+        return self.param.endswith("/kernel")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a safetensors file, on disk until it is sliced."""
+
+    name: str
+    file: Path
+    data: Any  # safetensors' lazy slice
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """From the file's header."""
+        return tuple(self.data.get_shape())
+
+    @property
+    def dtype(self) -> str:
+        """A key of `DTYPES`."""
+        return self.data.get_dtype()
+
+
+def hf_places(config: QwenConfig) -> dict[str, Place]:
+    """Every tensor that an HF folder of this model holds, by HF name."""
+    leaves = flatten_dict(abstract_params(config), sep="/")
+    places = {}
+    for param in sorted(leaves, key=list(HF_NAMES).index):
+        is_stacked = param.startswith("blocks/")
+        shape = leaves[param].shape[1:] if is_stacked else leaves[param].shape
+        shape = shape[::-1] if param.endswith("/kernel") else shape
+        for layer in range(config.num_layers) if is_stacked else [None]:
+            places[HF_NAMES[param].format(layer)] = Place(param, layer, shape)
+    return places
+
+
+def load_hf(
+    path: str | Path, mesh: Mesh | None = None, *, dtype: DTypeLike = jnp.float32
+) -> Params:
+    """Parameters of an HF folder, each device reading only its own part of each tensor.
+
+    Args:
+        path: a folder with `config.json` and `model.safetensors`, or several safetensors files
+            and their index.
+        mesh: the parameters get `sharding.param_shardings` on it; None means the first device.
+        dtype: of the parameters; float32 holds every checkpoint exactly.
+
+    Raises:
+        FileNotFoundError: the folder, its `config.json` or a weights file is not there.
+        ValueError: a file is damaged, or its tensors are not those of the config.
+    """
+    config = QwenConfig.from_hf(path)
+    stored = open_tensors(Path(path))
+    _check_tensors(stored, config, Path(path))
+    shapes = flatten_dict(abstract_params(config), sep="/")
+    if mesh is None:
+        layouts = dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
+    else:
+        layouts = flatten_dict(sharding.param_shardings(mesh, config), sep="/")
+
+    def load_leaf(param: str) -> jax.Array:
+        def read(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # only shapeless arrays have none
+            if not param.startswith("blocks/"):
+                return _read_part(stored[HF_NAMES[param]], param, index).astype(dtype)
+            layers = range(config.num_layers)[index[0]]
+            names = [HF_NAMES[param].format(layer) for layer in layers]
+            parts = [_read_part(stored[name], param, index[1:]).astype(dtype) for name in names]
+            return np.stack(parts)
+
+        return jax.make_array_from_callback(shapes[param].shape, layouts[param], read)
+
+    return unflatten_dict({param: load_leaf(param) for param in shapes}, sep="/")
+
+
+def _read_part(tensor: StoredTensor, param: str, index: tuple[slice, ...]) -> np.ndarray:
+    """A part of one tensor, `index` on the parameter's axes."""
+    return tensor.data[index[::-1]].T if param.endswith("/kernel") else tensor.data[index]
+
+
+def open_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of an HF folder by name; only the headers of its files are read.
+
+    Raises:
+        FileNotFoundError: there are no weights, or a file that the index names is missing.
+        ValueError: the index or a safetensors file is damaged, or they disagree.
+    """
+    if (folder / SINGLE_FILE).is_file():
+        return {tensor.name: tensor for tensor in _open_file(folder / SINGLE_FILE)}
+    index_file = folder / INDEX_FILE
+    if not index_file.is_file():
+        raise FileNotFoundError(
+            f"{str(folder)!r} holds neither {SINGLE_FILE} nor {INDEX_FILE}; weights are read in "
+            "safetensors format only."
+        )
+    try:
+        weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted({folder / file for file in weight_map.values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{index_file} is damaged: expected a JSON object with a 'weight_map' of tensor to "
+            f"file name ({type(error).__name__}: {error}); fetch it again."
+        ) from error
+    stored = {tensor.name: tensor for file in files for tensor in _open_file(file)}
+    for name, file in weight_map.items():
+        if name not in stored or stored[name].file != folder / file:
+            raise ValueError(f"{index_file} places {name!r} in {file}, which does not hold it.")
+    return stored
+
+
+def _open_file(file: Path) -> list[StoredTensor]:
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file} is missing; {INDEX_FILE} names it, so the download is incomplete."
+        )
+    try:
+        handle = safe_open(file, framework="np")
+        return [StoredTensor(name, file, handle.get_slice(name)) for name in handle.keys()]  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(
+            f"{file} ({file.stat().st_size} bytes) is not a whole safetensors file: {error}; "
+            "fetch it again."
+        ) from error
+
+
+def _check_tensors(stored: Mapping[str, StoredTensor], config: QwenConfig, folder: Path) -> None:
+    """Refuses tensors that are missing, unexpected, misshapen or of an unknown dtype."""
+    places = hf_places(config)
+    for name, place in places.items():
+        if name not in stored:
+            files = sorted({tensor.file.name for tensor in stored.values()})
+            raise ValueError(
+                f"{str(folder)!r} lacks the tensor {name!r} of shape {list(place.shape)} that its "
+                f"config.json calls for; looked in {', '.join(files) or 'no file'}."
+            )
+    for name, tensor in stored.items():
+        if name == TIED_HEAD and config.tie_embeddings:
+            _check_tied_head(tensor, stored[HF_NAMES["embed/embedding"]])
+        elif name not in places:
+            raise ValueError(
+                f"{tensor.file} holds the tensor {name!r} {list(tensor.shape)}, which the model "
+                "of config.json does not have."
+            )
+        elif tensor.shape != places[name].shape:
+            raise ValueError(
+                f"{tensor.file}: tensor {name!r} has shape {list(tensor.shape)}; config.json "
+                f"calls for {list(places[name].shape)}."
+            )
+        if tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"{tensor.file}: tensor {name!r} is stored as {tensor.dtype}; expected one of "
+                f"{', '.join(DTYPES)}."
+            )
+
+
+def _check_tied_head(head: StoredTensor, embedding: StoredTensor) -> None:
+    """A stored output layer of tied embeddings must be the embedding once more."""
+    if head.shape != embedding.shape or not np.array_equal(head.data[:], embedding.data[:]):
+        raise ValueError(
+            f"{head.file}: tensor {head.name!r} differs from {embedding.name!r} although "
+            "config.json says tie_word_embeddings; set it to false if both are meant."
+        )
+
+
+def save_hf(
+    params: Params,
+    config: QwenConfig,
+    path: str | Path,
+    *,
+    source: str | Path | None = None,
+    max_shard_size: int = 5 * 10**9,
+) -> None:
+    """Writes parameters as an HF folder that appears whole or not at all.
+
+    Every process calls this; the first one writes. An export that is already at `path` is
+    replaced.
+
+    Args:
+        params: stacked parameters, wherever they lie.
+        config: of the model.
+        path: the folder to write.
+        source: the HF folder that training began with. Its config, tokenizer and generation
+            settings are copied byte for byte, and each tensor is stored in the dtype it has there.
+            None writes a new config.json and float32 tensors.
+        max_shard_size: bytes of tensors a file holds at most, unless one tensor has more.
+
+    Raises:
+        ValueError: the parameters are not those of `config`, or the source is another model.
+        FileExistsError: `path` holds something else.
+    """
+    leaves = flatten_dict(params, sep="/")
+    _check_params(leaves, config)
+    dtypes = dict.fromkeys(hf_places(config), "F32")
+    if source is not None:
+        _check_source(config, Path(source), Path(path))
+        dtypes = tensor_dtypes(Path(source))
+    places = hf_places(config)
+    places |= {name: places[HF_NAMES["embed/embedding"]] for name in dtypes if name not in places}
+    sizes = {
+        name: int(np.prod(place.shape)) * DTYPES[dtypes[name]].itemsize
+        for name, place in places.items()
+    }
+    with _written_whole(Path(path), marker="config.json") as folder:
+        for file, names in _split(sizes, max_shard_size).items():
+            # One file's tensors are on the host at a time.
+            tensors = {
+                name: _hf_tensor(leaves[places[name].param], places[name], DTYPES[dtypes[name]])
+                for name in names
+            }
+            if jax.process_index() == 0:
+                save_file(tensors, folder / file, metadata={"format": "pt"})
+        if jax.process_index() == 0:
+            _write_index(folder, sizes, max_shard_size)
+            if source is not None:
+                _copy_side_files(Path(source), folder)
+            else:
+                _write_json(folder / "config.json", config_fields(config))
+
+
+def _check_params(leaves: Mapping[str, Any], config: QwenConfig) -> None:
+    expected = flatten_dict(abstract_params(config), sep="/")
+    for param in sorted({*expected, *leaves}):
+        arrived = list(leaves[param].shape) if param in leaves else "nothing"
+        wanted = list(expected[param].shape) if param in expected else "nothing"
+        if arrived != wanted:
+            raise ValueError(
+                f"parameter {param!r}: the config calls for {wanted}, but there is {arrived}."
+            )
+
+
+def _check_source(config: QwenConfig, source: Path, path: Path) -> None:
+    found = QwenConfig.from_hf(source)
+    if found != config:
+        wanted = asdict(config)
+        differing = [name for name, value in asdict(found).items() if value != wanted[name]]
+        raise ValueError(
+            f"{str(source)!r} holds another model than the one to export: its "
+            f"{', '.join(differing)} differ."
+        )
+    if path.exists() and path.samefile(source):
+        raise ValueError(f"export to another folder than its source {str(source)!r}.")
+
+
+def tensor_dtypes(source: Path) -> dict[str, str]:
+    """The dtype of each tensor of an HF folder, or of a checkpoint's `source/`."""
+    if (source / DTYPES_FILE).is_file():
+        return json.loads((source / DTYPES_FILE).read_text(encoding="utf-8"))
+    stored = open_tensors(source)
+    _check_tensors(stored, QwenConfig.from_hf(source), source)
+    return {name: tensor.dtype for name, tensor in stored.items()}
+
+
+def _hf_tensor(leaf: jax.Array, place: Place, dtype: np.dtype) -> np.ndarray:
+    """One HF tensor on the host, in C order: safetensors stores other orders wrongly."""
+    part = leaf if place.layer is None else leaf[place.layer]
+    if getattr(part, "is_fully_addressable", True):
+        host = np.asarray(part)
+    else:
+        host = multihost_utils.process_allgather(part, tiled=True)
+    # The host casts, since XLA on a CPU may flush subnormal numbers to zero.
+    return np.ascontiguousarray((host.T if place.is_transposed else host).astype(dtype))
+
+
+def _split(sizes: Mapping[str, int], max_shard_size: int) -> dict[str, list[str]]:
+    """Tensor names by file, filled in order."""
+    groups: list[list[str]] = [[]]
+    used = 0
+    for name, size in sizes.items():
+        if groups[-1] and used + size > max_shard_size:
+            groups.append([])
+            used = 0
+        groups[-1].append(name)
+        used += size
+    if len(groups) == 1:
+        return {SINGLE_FILE: groups[0]}
+    count = len(groups)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": g for i, g in enumerate(groups, start=1)}
+
+
+def _write_index(folder: Path, sizes: Mapping[str, int], max_shard_size: int) -> None:
+    files = _split(sizes, max_shard_size)
+    if len(files) > 1:
+        weight_map = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        _write_json(folder / INDEX_FILE, index)
+
+
+def _write_json(file: Path, content: dict[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _copy_side_files(source: Path, folder: Path) -> None:
+    for pattern in SIDE_FILES:
+        for file in sorted(source.glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, folder / file.name)
+
+
+def config_fields(config: QwenConfig) -> dict[str, Any]:
+    """A `config.json` for a model that did not come from an HF folder."""
+    is_qwen3 = config.qk_norm
+    fields = {
+        "architectures": ["Qwen3ForCausalLM" if is_qwen3 else "Qwen2ForCausalLM"],
+        "model_type": "qwen3" if is_qwen3 else "qwen2",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.width,
+        "intermediate_size": config.mlp_width,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_positions,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tie_embeddings,
+        "use_sliding_window": False,
+        "torch_dtype": "float32",
+    }
+    return {**fields, "attention_bias": config.qkv_bias} if is_qwen3 else fields
+
+
+@contextmanager
+def _written_whole(path: Path, *, marker: str) -> Iterator[Path]:
+    """A folder to write to, which takes the place of `path` at the end.
+
+    Only the first process touches the disk, the others leave with it.
+
+    Args:
+        path: the final folder. What is there is replaced if it is empty or holds `marker`.
+        marker: a file that tells an earlier output from a folder given by mistake.
+    """
+    path = Path(os.path.abspath(path))
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    replaced = path.with_name(f".{path.name}.replaced")
+    if path.exists() and not (path / marker).is_file() and (path.is_file() or any(path.iterdir())):
+        raise FileExistsError(
+            f"{path} exists and holds no {marker}, so it is not an earlier output to replace; "
+            "name another folder."
+        )
+    is_writer = jax.process_index() == 0
+    if is_writer:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+    except BaseException:
+        if is_writer:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    if is_writer:
+        shutil.rmtree(replaced, ignore_errors=True)
+        if path.exists():
+            path.rename(replaced)
+        unfinished.rename(path)
+        shutil.rmtree(replaced, ignore_errors=True)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"wrote {path}")
+
+
+def import_checkpoint(source: str | Path, path: str | Path) -> None:
+    """HF folder to checkpoint, over all devices."""
+    source = Path(source)
+    params = load_hf(source, sharding.make_mesh(data=1, fsdp=-1, tensor=1))
+    with _written_whole(Path(path), marker=f"source/{DTYPES_FILE}") as folder:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / "params", params)
+        (folder / "source").mkdir()
+        _copy_side_files(source, folder / "source")
+        _write_json(folder / "source" / DTYPES_FILE, tensor_dtypes(source))
+
+
+def export_checkpoint(
+    checkpoint: str | Path, path: str | Path, *, max_shard_size: int = 5 * 10**9
+) -> None:
+    """Checkpoint of `import_checkpoint` to HF folder, over all devices."""
+    source = Path(checkpoint) / "source"
+    if not (source / DTYPES_FILE).is_file():
+        raise FileNotFoundError(
+            f"{str(checkpoint)!r} holds no source/{DTYPES_FILE}; expected a folder written by "
+            "`python -m jaxrl.models.hf_weights import`."
+        )
+    config = QwenConfig.from_hf(source)
+    mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1)
+    target = jax.tree.map(
+        lambda leaf, layout: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout),
+        abstract_params(config),
+        sharding.param_shardings(mesh, config),
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        params = checkpointer.restore(Path(checkpoint).absolute() / "params", target)
+    save_hf(params, config, path, source=source, max_shard_size=max_shard_size)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command; see the module."""
+    parser = argparse.ArgumentParser(prog="python -m jaxrl.models.hf_weights")
+    commands = parser.add_subparsers(dest="command", required=True)
+    importer = commands.add_parser("import", help="HF folder to checkpoint")
+    exporter = commands.add_parser("export", help="checkpoint to HF folder")
+    for command in (importer, exporter):
+        command.add_argument("source", metavar="SRC")
+        command.add_argument("path", metavar="DST")
+    exporter.add_argument(
+        "--max_shard_size", type=int, default=5 * 10**9, metavar="BYTES", help="of each file"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "import":
+            import_checkpoint(options.source, options.path)
+        else:
+            export_checkpoint(options.source, options.path, max_shard_size=options.max_shard_size)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{parser.prog}: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,451 @@
+"""Qwen2.5 and Qwen3 dense decoders: declared once in NNX, computed on plain nested dicts.
+
+The parameter tree, with the leading layer axis L of stacked blocks:
+
+    embed/embedding                                 [V, D]
+    blocks/input_norm/scale                         [L, D]
+    blocks/attention/{q,k,v}/kernel (and bias)      [L, D, heads * H]
+    blocks/attention/{q_norm,k_norm}/scale          [L, H]            (qk-norm only)
+    blocks/attention/o/kernel (and bias)            [L, heads * H, D]
+    blocks/post_attention_norm/scale                [L, D]
+    blocks/mlp/{gate,up}/kernel                     [L, D, F]
+    blocks/mlp/down/kernel                          [L, F, D]
+    norm/scale                                      [D]
+    lm_head/kernel                                  [D, V]            (untied only)
+
+Three ways through the same block: `hidden_states` over packed rows (training, scanned over the
+stacked layers), `extend` over a chunk of tokens after a cache, `decode` over one token a row. The
+last two read `decode_weights`, whose layers are separate: a scan would copy each layer's cache.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxrl.models import attention
+from jaxrl.types import Params
+
+Cache = tuple[tuple[jax.Array, jax.Array], ...]
+"""Keys and values of each layer, `[rows, K, S, H]`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenConfig:
+    """Every field of a Qwen `config.json` that changes the arithmetic."""
+
+    vocab_size: int
+    width: int
+    mlp_width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    max_positions: int
+
+    @classmethod
+    def from_hf(cls, path: str | Path) -> QwenConfig:
+        """Reads `config.json` of an HF folder, in its old and its new spelling.
+
+        Raises:
+            FileNotFoundError: there is no such folder or no `config.json` in it.
+            ValueError: the file names an architecture or a feature without a parity test here.
+        """
+        file = Path(path) / "config.json"
+        if not Path(path).is_dir():
+            raise FileNotFoundError(
+                f"model folder {str(path)!r} does not exist; set config.model.path to a local "
+                "folder in Hugging Face format (config.json, *.safetensors, tokenizer.json)."
+            )
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{str(path)!r} holds no config.json; config.model.path must be a folder in "
+                "Hugging Face format."
+            )
+        try:
+            fields = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} is not valid JSON: {error}") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"{file} holds a {type(fields).__name__}, expected a JSON object.")
+        return cls.from_dict(fields, source=str(file))
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenConfig:
+        """The same from the parsed JSON; `source` is named in errors."""
+        _refuse_unsupported(fields, source)
+        is_qwen3 = fields["model_type"] == "qwen3"
+        try:
+            num_heads = fields["num_attention_heads"]
+            return cls(
+                vocab_size=fields["vocab_size"],
+                width=fields["hidden_size"],
+                mlp_width=fields["intermediate_size"],
+                num_layers=fields["num_hidden_layers"],
+                num_heads=num_heads,
+                num_kv_heads=fields.get("num_key_value_heads") or num_heads,
+                head_dim=fields.get("head_dim")
+                or (128 if is_qwen3 else fields["hidden_size"] // num_heads),
+                rope_theta=float(_rope_theta(fields)),
+                rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+                tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
+                qkv_bias=bool(fields.get("attention_bias", False)) if is_qwen3 else True,
+                output_bias=bool(fields.get("attention_bias", False)) if is_qwen3 else False,
+                qk_norm=is_qwen3,
+                max_positions=fields.get("max_position_embeddings", 32768),
+            )
+        except KeyError as error:
+            raise ValueError(f"{source} lacks the field {error.args[0]!r}.") from error
+
+
+def _rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """The RoPE settings: `rope_parameters` since transformers 5, unless `rope_scaling` is there."""
+    return fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+
+
+def _rope_theta(fields: dict[str, Any]) -> float:
+    """The RoPE base: among the RoPE settings since transformers 5, `rope_theta` before."""
+    return _rope_fields(fields).get("rope_theta", fields.get("rope_theta", 10_000.0))
+
+
+def _refuse_unsupported(fields: dict[str, Any], source: str) -> None:
+    """Refuses by name what no parity test covers."""
+    model_type = fields.get("model_type")
+    if model_type not in ("qwen2", "qwen3"):
+        raise ValueError(
+            f"{source}: model_type {model_type!r} is not supported; expected 'qwen2' (Qwen2.5) or "
+            "'qwen3', dense text models."
+        )
+    rope = _rope_fields(fields)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    layer_types = set(fields.get("layer_types") or ())
+    refused = {
+        f"RoPE scaling {rope_type!r}": rope_type != "default",
+        "RoPE by layer type": any(isinstance(value, dict) for value in rope.values()),
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0
+        or fields.get("partial_rotary_factor", 1.0) != 1.0,
+        "sliding-window attention": bool(fields.get("use_sliding_window"))
+        or "sliding_attention" in layer_types,
+        f"hidden_act {fields.get('hidden_act')!r}": fields.get("hidden_act", "silu") != "silu",
+        "weight quantisation (quantization_config)": "quantization_config" in fields,
+    }
+    for feature, present in refused.items():
+        if present:
+            raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
+
+
+class Attention(nnx.Module):
+    """Declares grouped-query attention weights."""
+
+    def __init__(self, config: QwenConfig, *, rngs: nnx.Rngs):
+        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q = nnx.Linear(config.width, heads, use_bias=config.qkv_bias, rngs=rngs)
+        self.k = nnx.Linear(config.width, kv_heads, use_bias=config.qkv_bias, rngs=rngs)
+        self.v = nnx.Linear(config.width, kv_heads, use_bias=config.qkv_bias, rngs=rngs)
+        self.o = nnx.Linear(heads, config.width, use_bias=config.output_bias, rngs=rngs)
+        if config.qk_norm:
+            self.q_norm = nnx.RMSNorm(config.head_dim, rngs=rngs)
+            self.k_norm = nnx.RMSNorm(config.head_dim, rngs=rngs)
+
+
+class MLP(nnx.Module):
+    """Declares SwiGLU weights."""
+
+    def __init__(self, config: QwenConfig, *, rngs: nnx.Rngs):
+        self.gate = nnx.Linear(config.width, config.mlp_width, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(config.width, config.mlp_width, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(config.mlp_width, config.width, use_bias=False, rngs=rngs)
+
+
+class Block(nnx.Module):
+    """Declares one decoder layer."""
+
+    def __init__(self, config: QwenConfig, *, rngs: nnx.Rngs):
+        self.input_norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.post_attention_norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+
+
+class Qwen(nnx.Module):
+    """Declares the decoder's weights; the functions below compute with them."""
+
+    def __init__(self, config: QwenConfig, *, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap
+        def stacked(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs=rngs)
+
+        self.embed = nnx.Embed(config.vocab_size, config.width, rngs=rngs)
+        self.blocks = stacked(rngs)
+        self.norm = nnx.RMSNorm(config.width, rngs=rngs)
+        if not config.tie_embeddings:
+            self.lm_head = nnx.Linear(config.width, config.vocab_size, use_bias=False, rngs=rngs)
+
+
+def init_params(config: QwenConfig, seed: int) -> Params:
+    """Random float32 parameters, for tests and benchmarks."""
+    return nnx.to_pure_dict(nnx.state(Qwen(config, rngs=nnx.Rngs(seed)), nnx.Param))
+
+
+def abstract_params(config: QwenConfig) -> Params:
+    """The parameter tree as `jax.ShapeDtypeStruct`s, without making any weight."""
+    return nnx.to_pure_dict(
+        nnx.state(nnx.eval_shape(lambda: Qwen(config, rngs=nnx.Rngs(0))), nnx.Param)
+    )
+
+
+def logical_axes(config: QwenConfig) -> dict[str, Any]:
+    """Names of each parameter's axes, in the shape of the parameter tree; see `sharding`."""
+
+    def linear(inputs: str, outputs: str, has_bias: bool = False) -> dict[str, Any]:
+        kernel = {"kernel": ("layer", inputs, outputs)}
+        return {**kernel, "bias": ("layer", outputs)} if has_bias else kernel
+
+    qk_norm = {"scale": ("layer", None)}
+    attention_axes = {
+        "q": linear("width", "heads", config.qkv_bias),
+        "k": linear("width", "heads", config.qkv_bias),
+        "v": linear("width", "heads", config.qkv_bias),
+        "o": linear("heads", "width", config.output_bias),
+        **({"q_norm": qk_norm, "k_norm": qk_norm} if config.qk_norm else {}),
+    }
+    axes = {
+        "embed": {"embedding": ("vocab", "width")},
+        "blocks": {
+            "input_norm": {"scale": ("layer", None)},
+            "attention": attention_axes,
+            "post_attention_norm": {"scale": ("layer", None)},
+            "mlp": {
+                "gate": linear("width", "mlp"),
+                "up": linear("width", "mlp"),
+                "down": linear("mlp", "width"),
+            },
+        },
+        "norm": {"scale": (None,)},
+    }
+    return axes if config.tie_embeddings else {**axes, "lm_head": {"kernel": ("width", "vocab")}}
+
+
+def cast(params: Params, dtype: DTypeLike) -> Params:
+    """The parameters in the dtype that matrix products use."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def decode_weights(params: Params, config: QwenConfig, dtype: DTypeLike) -> Params:
+    """Weights as `extend` and `decode` read them: cast, `blocks` a tuple of layers."""
+    params = cast(params, dtype)
+    layers = tuple(
+        jax.tree.map(lambda leaf, index=index: leaf[index], params["blocks"])
+        for index in range(config.num_layers)
+    )
+    return {**params, "blocks": layers}
+
+
+def rms_norm(
+    x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float
+) -> Float[Array, "... D"]:
+    """Root-mean-square norm (https://arxiv.org/abs/1910.07467) in float32, result in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
+    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope(
+    x: Float[Array, "M heads H"], positions: Int[Array, " M"], theta: float
+) -> Float[Array, "M heads H"]:
+    """Rotary embedding (https://arxiv.org/abs/2104.09864), pairs (i, i + H/2) as Qwen has them."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[:, None, None].astype(jnp.float32) * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x.dtype)
+
+
+def _linear(layer: Params, x: jax.Array) -> jax.Array:
+    out = x @ layer["kernel"]
+    return out + layer["bias"] if "bias" in layer else out
+
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""Queries `[M, N, H]`, keys and values `[M, K, H]` of the new tokens to outputs `[M, N, H]`."""
+
+
+def _block(
+    layer: Params, config: QwenConfig, x: jax.Array, positions: jax.Array, attend: Attend
+) -> jax.Array:
+    """One decoder layer over M tokens `[M, D]`, rows already merged.
+
+    The products are two-dimensional on purpose: on a CPU a 3-D by 2-D product is several times
+    slower.
+    """
+    weights = layer["attention"]
+    normed = rms_norm(x, layer["input_norm"]["scale"], config.rms_norm_eps)
+    q = _linear(weights["q"], normed).reshape(-1, config.num_heads, config.head_dim)
+    k = _linear(weights["k"], normed).reshape(-1, config.num_kv_heads, config.head_dim)
+    v = _linear(weights["v"], normed).reshape(-1, config.num_kv_heads, config.head_dim)
+    if config.qk_norm:
+        q = rms_norm(q, weights["q_norm"]["scale"], config.rms_norm_eps)
+        k = rms_norm(k, weights["k_norm"]["scale"], config.rms_norm_eps)
+    q, k = rope(q, positions, config.rope_theta), rope(k, positions, config.rope_theta)
+    attended = attend(q, k, v).reshape(x.shape[0], config.num_heads * config.head_dim)
+    x = x + _linear(weights["o"], attended)
+    normed = rms_norm(x, layer["post_attention_norm"]["scale"], config.rms_norm_eps)
+    mlp = layer["mlp"]
+    gated = jax.nn.silu(_linear(mlp["gate"], normed)) * _linear(mlp["up"], normed)
+    return x + _linear(mlp["down"], gated)
+
+
+def hidden_states(
+    params: Params,
+    config: QwenConfig,
+    token_ids: Int[Array, "R T"],
+    positions: Int[Array, "R T"],
+    segment_ids: Int[Array, "R T"],
+    *,
+    remat: bool = True,
+) -> Float[Array, "R T D"]:
+    """Final normed hidden states of packed rows, the layers scanned.
+
+    Args:
+        params: stacked parameters in the compute dtype.
+        config: of the model.
+        token_ids: ids of the rows.
+        positions: position of each token in its own sequence.
+        segment_ids: a token attends to earlier tokens of the same segment in its row.
+        remat: recompute each layer in the backward pass rather than keep its activations.
+    """
+    R, T = token_ids.shape
+    flat_positions = positions.reshape(-1)
+    same_segment = attention.packed_mask(segment_ids)
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        rows = (x.reshape(R, T, *x.shape[1:]) for x in (q, k, v))
+        return attention.train(*rows, same_segment).reshape(R * T, *q.shape[1:])
+
+    def step(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
+        return _block(layer, config, x, flat_positions, attend), None
+
+    x = params["embed"]["embedding"][token_ids.reshape(-1)]
+    x, _ = jax.lax.scan(jax.checkpoint(step) if remat else step, x, params["blocks"])
+    return rms_norm(x, params["norm"]["scale"], config.rms_norm_eps).reshape(R, T, -1)
+
+
+def unembed(
+    params: Params, config: QwenConfig, hidden: Float[Array, "... D"], *, num_tokens: int
+) -> Float[Array, "... V"]:
+    """Float32 logits; ids from `num_tokens` on, which no tokenizer knows, get the lowest value.
+
+    Checkpoints pad their vocabulary. Masking those ids here, in sampler and trainer alike, keeps
+    both on one distribution.
+    """
+    if config.tie_embeddings:
+        kernel = params["embed"]["embedding"].T
+    else:
+        kernel = params["lm_head"]["kernel"]
+    logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+    if num_tokens >= config.vocab_size:
+        return logits
+    return jnp.where(jnp.arange(config.vocab_size) < num_tokens, logits, attention.LOWEST)
+
+
+def extend(
+    weights: Params,
+    config: QwenConfig,
+    cache: Cache | None,
+    token_ids: Int[Array, "R C"],
+    start: Int[Array, " R"],
+    lengths: Int[Array, " R"],
+) -> tuple[Float[Array, "R D"], Cache]:
+    """Reads a chunk of tokens after what the cache holds; prompts and observations alike.
+
+    Args:
+        weights: of `decode_weights`.
+        config: of the model.
+        cache: keys and values so far, `[R, K, S, H]` a layer; None when there are none.
+        token_ids: the chunk, padded on the right.
+        start: tokens each row's cache holds, which is the position of the chunk's first token.
+        lengths: valid tokens of each row's chunk, at least 1.
+
+    Returns:
+        The normed hidden state of each row's last valid token, and the chunk's keys and values,
+        `[R, K, C, H]` a layer, for the caller to write at `start`.
+    """
+    R, C = token_ids.shape
+    positions = (start[:, None] + jnp.arange(C)).reshape(-1)
+    written = []
+    x = weights["embed"]["embedding"][token_ids.reshape(-1)]
+    for index, layer in enumerate(weights["blocks"]):
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, index: int = index) -> jax.Array:
+            q, k, v = (x.reshape(R, C, *x.shape[1:]) for x in (q, k, v))
+            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+            written.append((k, v))
+            past = cache[index] if cache is not None else None
+            return attention.extend(q, k, v, past, start).reshape(R * C, *q.shape[2:])
+
+        x = _block(layer, config, x, positions, attend)
+    last = x.reshape(R, C, -1)[jnp.arange(R), lengths - 1]
+    return rms_norm(last, weights["norm"]["scale"], config.rms_norm_eps), tuple(written)
+
+
+def decode(
+    weights: Params,
+    config: QwenConfig,
+    cache: Cache,
+    cached: Int[Array, " B"],
+    chunk: Cache,
+    index: Int[Array, ""],
+    token_ids: Int[Array, " B"],
+    positions: Int[Array, " B"],
+) -> tuple[Float[Array, "B D"], Cache]:
+    """Reads one token a row.
+
+    What was there before the chunk of decoding steps stays untouched in `cache`; what the chunk
+    writes goes to a small second cache at an index shared by all rows, so that a step writes one
+    slice rather than scattering.
+
+    Args:
+        weights: of `decode_weights`.
+        config: of the model.
+        cache: keys and values from before this chunk, `[B, K, S, H]` a layer.
+        cached: tokens of each row in `cache`.
+        chunk: keys and values of this chunk of steps, `[B, K, num_steps, H]` a layer.
+        index: which step of the chunk this is.
+        token_ids: the tokens to read.
+        positions: their positions.
+
+    Returns:
+        The normed hidden state after each token, and the chunk with this step written.
+    """
+    written = []
+    x = weights["embed"]["embedding"][token_ids]
+    for layer_index, layer in enumerate(weights["blocks"]):
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, at: int = layer_index) -> jax.Array:
+            keys, values = (
+                jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None], index, axis=2)
+                for old, new in zip(chunk[at], (k, v), strict=True)
+            )
+            written.append((keys, values))
+            return attention.decode(q, cache[at], cached, (keys, values), index)
+
+        x = _block(layer, config, x, positions, attend)
+    return rms_norm(x, weights["norm"]["scale"], config.rms_norm_eps), tuple(written)

@@ -1,0 +1,99 @@
+"""Per-token losses; `aggregation.token_weights` says how they add up."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
+
+Array = jax.Array | np.ndarray
+
+
+def clipped_policy_loss(
+    logprobs: Float[Array, "R T"],
+    old_logprobs: Float[Array, "R T"],
+    advantages: Float[Array, "R T"],
+    loss_mask: Bool[Array, "R T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Float[Array, "R T"]:
+    """Per-token clipped surrogate loss; zero outside `loss_mask`.
+
+    PPO equation 7 (https://arxiv.org/abs/1707.06347) with the asymmetric range of
+    DAPO (https://arxiv.org/abs/2503.14476) and, if asked for, the dual clip of
+    https://arxiv.org/abs/1912.09729. The log-ratio is kept within 20 nats.
+
+    Args:
+        logprobs: nats, under the parameters being trained.
+        old_logprobs: nats, under the parameters before the update.
+        advantages: constant over a trajectory for group-relative estimators.
+        loss_mask: True where the policy sampled the token.
+        clip_low: the ratio's floor is `1 - clip_low`.
+        clip_high: the ratio's ceiling is `1 + clip_high`.
+        dual_clip: above 1; where the advantage is negative, the loss is at most this many times
+            its size. None for no such limit.
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs, loss_mask)
+    plain, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
+    loss = jnp.maximum(plain, clipped)
+    if dual_clip is not None:
+        loss = jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
+    return jnp.where(loss_mask, loss, 0.0)
+
+
+def clip_metrics(
+    logprobs: Float[Array, "R T"],
+    old_logprobs: Float[Array, "R T"],
+    advantages: Float[Array, "R T"],
+    loss_mask: Bool[Array, "R T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> dict[str, Float[Array, "R T"]]:
+    """What `clipped_policy_loss` of the same arguments did to each token; zero outside the mask.
+
+    Their means over the sampled tokens are verl's metrics of these names.
+
+    Returns:
+        pg_clipfrac: 1 where the clipped ratio set the surrogate.
+        pg_clipfrac_lower: 1 where the dual clip then set the loss.
+        ppo_kl: `old_logprobs - logprobs` in nats, within 20; estimates KL(old || current).
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs, loss_mask)
+    plain, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
+    limit = jnp.inf if dual_clip is None else -dual_clip * advantages
+    is_dual = (advantages < 0) & (jnp.maximum(plain, clipped) > limit)
+    return {
+        "pg_clipfrac": jnp.where(loss_mask & (clipped > plain), 1.0, 0.0),
+        "pg_clipfrac_lower": jnp.where(loss_mask & is_dual, 1.0, 0.0),
+        "ppo_kl": -log_ratio,
+    }
+
+
+def negative_log_likelihood(
+    logprobs: Float[Array, "R T"], loss_mask: Bool[Array, "R T"]
+) -> Float[Array, "R T"]:
+    """Per-token cross-entropy of supervised training, in nats; zero outside `loss_mask`."""
+    return -jnp.where(loss_mask, logprobs, 0.0)
+
+
+def _log_ratio(
+    logprobs: Float[Array, "R T"],
+    old_logprobs: Float[Array, "R T"],
+    loss_mask: Bool[Array, "R T"],
+) -> Float[Array, "R T"]:
+    # Mask before exp: an overflow at a masked token would turn its zero gradient into NaN.
+    return jnp.clip(jnp.where(loss_mask, logprobs - old_logprobs, 0.0), -20.0, 20.0)
+
+
+def _surrogates(
+    log_ratio: Float[Array, "R T"],
+    advantages: Float[Array, "R T"],
+    clip_low: float,
+    clip_high: float,
+) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
+    """The surrogate loss with the ratio as it is and with the ratio clipped."""
+    ratio = jnp.exp(log_ratio)
+    return -ratio * advantages, -jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages

@@ -1,0 +1,464 @@
+"""The sampling engine: slots, chunks and refill. It knows tokens only.
+
+Requests wait in a queue; free slots take them in order. A running row is decoded in chunks until
+it stops, then waits until the caller resumes it with the tokens of an observation or finishes it.
+Its cache stays where it is, so that of a resumed row only the new tokens are read, and a prompt is
+read once for all its samples.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl.compilation import CompiledFunction
+from jaxrl.models import qwen
+from jaxrl.models.qwen import QwenConfig
+from jaxrl.sampling import decode
+from jaxrl.sampling.decode import Sampler, StopTables
+from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.sharding import num_batch_shards, param_shardings, replicated
+from jaxrl.types import Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """One sample to draw.
+
+    Attributes:
+        prompt_ids: at least one id. Requests with the same prompt that follow one another have it
+            read once.
+        sample_key: uint32 [2], see `sample_keys`.
+        budget: tokens it may sample until the caller grants more.
+    """
+
+    prompt_ids: tuple[int, ...]
+    sample_key: np.ndarray
+    budget: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Tokens that a request sampled in one chunk; `status` as in `decode`."""
+
+    request: int
+    token_ids: np.ndarray  # int32 [n]
+    logprobs: np.ndarray  # float32 [n], nats
+    entropies: np.ndarray  # float32 [n], nats
+    status: int
+
+
+@dataclass
+class Counts:
+    """Work done since the engine was made, in tokens unless named otherwise."""
+
+    prefilled_prompt: int = 0  # prompts, each read once for its group
+    prefilled_resume: int = 0  # observations and the pending token of each resumed turn
+    sampled: int = 0
+    chunks: int = 0
+    busy_slot_steps: int = 0  # sampled tokens a slot could have given while it was active
+    slot_steps: int = 0  # steps times the rows they were computed for
+
+
+@dataclass
+class _Row:
+    """A request in a slot."""
+
+    request: int
+    is_waiting: bool = False  # stopped; neither resumed nor finished yet
+    pending: int | None = None  # sampled but not read into the cache
+
+
+@dataclass
+class _Prompts:
+    """The prompts prefilled last; kept while samples of the last one still wait for a slot."""
+
+    index: dict[tuple[int, ...], int] = field(default_factory=dict)  # prompt to row
+    hidden: Any = None
+    prefix: Any = None
+    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    width: int = 0
+
+
+def sample_keys(
+    seed: int,
+    stage: int,
+    step: int,
+    positions: np.ndarray,
+    samples: np.ndarray,
+    attempts: np.ndarray,
+) -> np.ndarray:
+    """Keys `uint32 [n, 2]` of samples, from what identifies them and nothing else.
+
+    Args:
+        seed: of the run.
+        stage: number of the stage that samples.
+        step: the step at which the sample starts.
+        positions: int32 [n], of the task in the task stream.
+        samples: int32 [n], number of the sample in its group.
+        attempts: int32 [n], 0 unless the group is drawn again.
+    """
+    return np.asarray(_sample_keys(seed, stage, step, positions, samples, attempts))
+
+
+@jax.jit
+def _sample_keys(
+    seed: jax.Array,
+    stage: jax.Array,
+    step: jax.Array,
+    positions: jax.Array,
+    samples: jax.Array,
+    attempts: jax.Array,
+) -> jax.Array:
+    run = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), stage), step)
+
+    def one(position: jax.Array, sample: jax.Array, attempt: jax.Array) -> jax.Array:
+        key = jax.random.fold_in(jax.random.fold_in(run, position), sample)
+        return jax.random.key_data(jax.random.fold_in(key, attempt))
+
+    return jax.vmap(one)(positions, samples, attempts)
+
+
+def _powers(lowest: int, highest: int, factor: int) -> list[int]:
+    """`lowest`, `lowest * factor`, … up to the first that reaches `highest`, cut to it."""
+    sizes = [lowest]
+    while sizes[-1] < highest:
+        sizes.append(min(sizes[-1] * factor, highest))
+    return sizes
+
+
+def _fit(size: int, sizes: Sequence[int]) -> int:
+    return next(bound for bound in sizes if bound >= size)
+
+
+class Engine:
+    """Decodes requests in a fixed number of slots.
+
+    All its compiled shapes come from small sets: rows in `row_sizes` a shard, chunks of tokens to
+    read in `read_sizes`, prompts in `prompt_sizes`; `shapes` prints them.
+    """
+
+    def __init__(
+        self,
+        config: QwenConfig,
+        mesh: Mesh,
+        automaton: StopAutomaton,
+        *,
+        num_tokens: int,
+        eos_ids: Sequence[int],
+        num_slots: int,
+        max_prompt_tokens: int,
+        max_total_tokens: int,
+        chunk_tokens: int,
+        prompts_per_prefill: int,
+        dtype: Any = jnp.float32,
+    ):
+        """Allocates the cache.
+
+        Args:
+            config: of the model.
+            mesh: slots are split over its data and fsdp axes.
+            automaton: ends a turn.
+            num_tokens: ids the tokenizer knows.
+            eos_ids: end a turn too.
+            num_slots: rows decoded side by side; a multiple of data * fsdp.
+            max_prompt_tokens: of any prompt.
+            max_total_tokens: prompt, samples and observations together.
+            chunk_tokens: decoding steps between two looks of the host.
+            prompts_per_prefill: prompts read side by side.
+            dtype: of weights, activations and cache.
+
+        Raises:
+            ValueError: `num_slots` is not a multiple of data * fsdp.
+        """
+        self.num_shards = num_batch_shards(mesh)
+        if num_slots % self.num_shards:
+            raise ValueError(
+                f"config.rollout.num_slots={num_slots} is not a multiple of data * fsdp = "
+                f"{self.num_shards}; every device needs the same number of slots."
+            )
+        self._mesh = mesh
+        self._slots_per_shard = num_slots // self.num_shards
+        self._num_prompts = -(-prompts_per_prefill // self.num_shards) * self.num_shards
+        self.capacity = max_total_tokens + chunk_tokens
+        self.sampler = Sampler(
+            config=config, mesh=mesh, num_tokens=num_tokens, num_steps=chunk_tokens, dtype=dtype
+        )
+        self.row_sizes = sorted({-(-self._slots_per_shard // 4), self._slots_per_shard})
+        self.read_sizes = _powers(16, max(max_total_tokens, 16), 4)
+        self.prompt_sizes = _powers(16, max(max_prompt_tokens, 16), 2)
+        self._compile(config, dtype)
+        self._stops = _stop_tables(automaton, config.vocab_size, eos_ids, mesh)
+        self._empty_slots = jax.jit(self.sampler.empty_slots, static_argnums=(0, 1))
+        self._slots = self._empty_slots(num_slots, self.capacity)
+        self._weights: Params | None = None
+        self._rows: list[_Row | None] = [None] * num_slots
+        self._slot_of: dict[int, int] = {}
+        self._queue: deque[tuple[int, Request]] = deque()
+        self._prompts = _Prompts()
+        self._next_request = 0
+        self.temperature = 1.0
+        self.counts = Counts()
+
+    def _compile(self, config: QwenConfig, dtype: Any) -> None:
+        extends = [(rows, size) for rows in self.row_sizes for size in self.read_sizes]
+        shardings = param_shardings(self._mesh, config, for_decode=True)
+        blocks = shardings["blocks"]
+        layer = jax.tree.map(
+            lambda s: jax.sharding.NamedSharding(s.mesh, jax.sharding.PartitionSpec(*s.spec[1:])),
+            blocks,
+        )
+        by_layer = {**shardings, "blocks": (layer,) * config.num_layers}
+        self._prepare = jax.jit(
+            lambda params: qwen.decode_weights(params, config, dtype), out_shardings=by_layer
+        )
+        sampler = self.sampler
+        self.functions = (
+            CompiledFunction(sampler.prefill, name="prefill", variants=self.prompt_sizes),
+            CompiledFunction(
+                sampler.place, name="place", variants=self.prompt_sizes, donate_argnums=(0,)
+            ),
+            CompiledFunction(sampler.extend, name="extend", variants=extends, donate_argnums=(1,)),
+            CompiledFunction(
+                sampler.decode_chunk, name="decode", variants=self.row_sizes, donate_argnums=(1,)
+            ),
+        )
+        self._prefill, self._place, self._extend, self._decode = self.functions
+
+    def shapes(self) -> str:
+        """The set of shapes that may be compiled, for people."""
+        rows = [size * self.num_shards for size in self.row_sizes]
+        return (
+            f"decode {self.sampler.num_steps} steps of {rows} rows; read {self.read_sizes} tokens "
+            f"of {rows} rows; prompts {self._num_prompts} x {self.prompt_sizes}; "
+            f"cache {len(self._rows)} slots x {self.capacity} tokens"
+        )
+
+    @property
+    def num_compilations(self) -> int:
+        """Compilations of the programs so far."""
+        return sum(function.num_traces for function in self.functions)
+
+    @property
+    def cache_sharding(self) -> jax.sharding.Sharding:
+        """How the key-value cache lies on the mesh."""
+        return self._slots.cache[0][0].sharding
+
+    def set_weights(self, params: Params) -> None:
+        """Casts and reshards the trainer's parameters for decoding, once an update."""
+        self._weights = self._prepare(params)
+        self._prompts = _Prompts()  # what the old weights made of them is of no use
+
+    def submit(self, requests: Sequence[Request]) -> list[int]:
+        """Queues requests; the numbers by which events name them."""
+        numbers = list(range(self._next_request, self._next_request + len(requests)))
+        self._next_request += len(requests)
+        self._queue.extend(zip(numbers, requests, strict=True))
+        return numbers
+
+    def finish(self, request: int) -> None:
+        """Frees the slot of a stopped request."""
+        self._rows[self._slot_of.pop(request)] = None
+
+    @property
+    def num_running(self) -> int:
+        """Rows that decode in the next step."""
+        return sum(row is not None and not row.is_waiting for row in self._rows)
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing runs, waits or is queued."""
+        return not self._queue and not self._slot_of
+
+    def resume(self, resumed: Sequence[tuple[int, Sequence[int], int]]) -> None:
+        """Lets stopped requests go on.
+
+        Args:
+            resumed: of each: its number, the tokens to read after what it sampled (possibly
+                none), and the tokens it may sample from here.
+        """
+        remaining = deque(resumed)
+        while remaining:
+            batch = self._take_batch(remaining)
+            size = max(len(rows) for rows in batch)
+            num_rows = _fit(size, self.row_sizes)
+            longest = max(len(tokens) + 1 for rows in batch for _, tokens, _ in rows)
+            width = _fit(longest, self.read_sizes)
+            rows = np.full((self.num_shards, num_rows), self._slots_per_shard, np.int32)
+            token_ids = np.zeros((self.num_shards, num_rows, width), np.int32)
+            lengths = np.ones((self.num_shards, num_rows), np.int32)
+            budget = np.zeros((self.num_shards, num_rows), np.int32)
+            for shard, members in enumerate(batch):
+                for index, (request, tokens, allowed) in enumerate(members):
+                    slot = self._slot_of[request]
+                    row = self._rows[slot]
+                    new = [row.pending, *tokens]
+                    rows[shard, index] = slot % self._slots_per_shard
+                    token_ids[shard, index, : len(new)] = new
+                    lengths[shard, index] = len(new)
+                    budget[shard, index] = allowed
+                    row.is_waiting, row.pending = False, None
+                    self.counts.prefilled_resume += len(new)
+            self._slots = self._extend(
+                self._weights,
+                self._slots,
+                rows,
+                token_ids.reshape(-1, width),
+                lengths.reshape(-1),
+                budget.reshape(-1),
+                variant=(num_rows, width),
+            )
+
+    def _take_batch(
+        self, remaining: deque[tuple[int, Sequence[int], int]]
+    ) -> list[list[tuple[int, Sequence[int], int]]]:
+        """Rows to resume in one call, by shard: all of one token-size class, in order."""
+        batch: list[list[tuple[int, Sequence[int], int]]] = [[] for _ in range(self.num_shards)]
+        width = _fit(len(remaining[0][1]) + 1, self.read_sizes)
+        for entry in [x for x in remaining if _fit(len(x[1]) + 1, self.read_sizes) == width]:
+            batch[self._slot_of[entry[0]] // self._slots_per_shard].append(entry)
+            remaining.remove(entry)
+        return batch
+
+    def step(self) -> list[Event]:
+        """Fills free slots from the queue, decodes one chunk, and tells what it sampled."""
+        self._admit()
+        running: list[list[int]] = [[] for _ in range(self.num_shards)]
+        for slot, row in enumerate(self._rows):
+            if row is not None and not row.is_waiting:
+                running[slot // self._slots_per_shard].append(slot)
+        num_rows = _fit(max(len(slots) for slots in running), self.row_sizes)
+        rows = np.full((self.num_shards, num_rows), self._slots_per_shard, np.int32)
+        for shard, slots in enumerate(running):
+            rows[shard, : len(slots)] = [slot % self._slots_per_shard for slot in slots]
+        self._slots, report = self._decode(
+            self._weights,
+            self._slots,
+            rows,
+            self._stops,
+            np.float32(self.temperature),
+            variant=num_rows,
+        )
+        report = jax.device_get(report)
+        events = []
+        for shard, slots in enumerate(running):
+            for index, slot in enumerate(slots):
+                events.append(self._event(slot, report, shard * num_rows + index))
+        self.counts.chunks += 1
+        self.counts.busy_slot_steps += len(events) * self.sampler.num_steps
+        self.counts.slot_steps += rows.size * self.sampler.num_steps
+        return sorted(events, key=lambda event: event.request)
+
+    def _event(self, slot: int, report: decode.Report, index: int) -> Event:
+        row = self._rows[slot]
+        num_sampled = int((report.token_ids[index] >= 0).sum())
+        status = int(report.status[index])
+        token_ids = report.token_ids[index, :num_sampled].copy()
+        if status != decode.RUNNING:
+            row.is_waiting, row.pending = True, int(token_ids[-1])
+        self.counts.sampled += num_sampled
+        return Event(
+            request=row.request,
+            token_ids=token_ids,
+            logprobs=report.logprobs[index, :num_sampled].copy(),
+            entropies=report.entropies[index, :num_sampled].copy(),
+            status=status,
+        )
+
+    def _admit(self) -> None:
+        """Moves requests from the queue to free slots, reading each new prompt once."""
+        while self._queue:
+            free = self._free_slots()
+            chosen: list[tuple[int, Request]] = []
+            new_prompts: list[tuple[int, ...]] = []
+            reuse = self._queue[0][1].prompt_ids in self._prompts.index
+            while self._queue and len(chosen) < len(free):
+                request = self._queue[0][1]
+                is_known = request.prompt_ids in self._prompts.index
+                if is_known != reuse:
+                    break
+                if not is_known and request.prompt_ids not in new_prompts:
+                    if len(new_prompts) == self._num_prompts:
+                        break
+                    new_prompts.append(request.prompt_ids)
+                chosen.append(self._queue.popleft())
+            if not chosen:
+                return
+            if not reuse:
+                self._read_prompts(new_prompts)
+            self._place_requests(chosen, free)
+
+    def _free_slots(self) -> list[int]:
+        """Free slots, taken from the shards in turn so that their loads stay even."""
+        free = [slot for slot, row in enumerate(self._rows) if row is None]
+        load = [0] * self.num_shards
+        for slot, row in enumerate(self._rows):
+            load[slot // self._slots_per_shard] += row is not None
+        ranks = []
+        for slot in free:
+            shard = slot // self._slots_per_shard
+            ranks.append((load[shard], shard, slot))
+            load[shard] += 1
+        return [slot for _, _, slot in sorted(ranks)]
+
+    def _read_prompts(self, prompts: Sequence[tuple[int, ...]]) -> None:
+        width = _fit(max(len(ids) for ids in prompts), self.prompt_sizes)
+        token_ids = np.zeros((self._num_prompts, width), np.int32)
+        lengths = np.ones(self._num_prompts, np.int32)
+        for index, ids in enumerate(prompts):
+            token_ids[index, : len(ids)] = ids
+            lengths[index] = len(ids)
+            self.counts.prefilled_prompt += len(ids)
+        hidden, prefix = self._prefill(self._weights, token_ids, lengths, variant=width)
+        self._prompts = _Prompts(
+            index={prompt: index for index, prompt in enumerate(prompts)},
+            hidden=hidden,
+            prefix=prefix,
+            lengths=lengths,
+            width=width,
+        )
+
+    def _place_requests(self, chosen: Sequence[tuple[int, Request]], free: Sequence[int]) -> None:
+        source = np.full(len(self._rows), -1, np.int32)
+        budget = np.zeros(len(self._rows), np.int32)
+        key = np.zeros((len(self._rows), 2), np.uint32)
+        for (number, request), slot in zip(chosen, free, strict=False):
+            source[slot] = self._prompts.index[request.prompt_ids]
+            budget[slot] = request.budget
+            key[slot] = request.sample_key
+            self._rows[slot] = _Row(request=number)
+            self._slot_of[number] = slot
+        self._slots = self._place(
+            self._slots,
+            self._prompts.hidden,
+            self._prompts.prefix,
+            self._prompts.lengths,
+            source,
+            budget,
+            key,
+            variant=self._prompts.width,
+        )
+
+
+def _stop_tables(
+    automaton: StopAutomaton, vocab_size: int, eos_ids: Sequence[int], mesh: Mesh
+) -> StopTables:
+    """The automaton's tables padded to the model's vocabulary, on every device."""
+    padding = ((0, 0), (0, vocab_size - automaton.is_hit.shape[1]))
+    is_end = np.zeros(vocab_size, bool)
+    is_end[list(eos_ids)] = True
+    return jax.device_put(
+        StopTables(
+            next_state=np.pad(automaton.next_state, padding),
+            is_hit=np.pad(automaton.is_hit, padding),
+            is_end=is_end,
+        ),
+        replicated(mesh),
+    )

@@ -1,0 +1,291 @@
+"""Turns: the engine's tokens to the environment's text and back. Tokens meet text only here.
+
+What the policy sampled stays as the ids it sampled; it is decoded for the environment and never
+encoded again. What the environment says is encoded once, when it is appended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxrl.envs.base import Env, Episode, Observation, Outcome, Reward, Task, Turn
+from jaxrl.sampling import decode
+from jaxrl.sampling.engine import Engine, Event, Request, sample_keys
+from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.tokenizer import Tokenizer
+from jaxrl.types import Draw, Trajectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Token budgets of one trajectory.
+
+    Attributes:
+        max_prompt_tokens: a longer prompt is refused.
+        max_response_tokens: sampled tokens, over all turns.
+        max_total_tokens: prompt, sampled tokens and observations together.
+        max_observation_tokens: of the body of one observation; what is beyond is cut off inside
+            the tags.
+    """
+
+    max_prompt_tokens: int
+    max_response_tokens: int
+    max_total_tokens: int
+    max_observation_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seeds:
+    """What, beside task, sample and attempt, the draws depend on."""
+
+    seed: int
+    stage: int
+    step: int
+
+
+@dataclass(kw_only=True)
+class _Sample:
+    """A trajectory while it grows."""
+
+    episode: Episode
+    group_id: int
+    sample_index: int
+    token_ids: list[int]
+    prompt_length: int
+    loss_mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    turn_start: int = 0
+
+    def append_prompt(self) -> None:
+        self.turn_start = self.prompt_length
+        self._append_unsampled(self.prompt_length)
+
+    def append_sampled(self, event: Event) -> None:
+        self.token_ids.extend(event.token_ids.tolist())
+        self.loss_mask.extend([True] * len(event.token_ids))
+        self.logprobs.extend(event.logprobs.tolist())
+        self.entropies.extend(event.entropies.tolist())
+
+    def append_observation(self, token_ids: Sequence[int]) -> None:
+        self.token_ids.extend(token_ids)
+        self._append_unsampled(len(token_ids))
+        self.turn_start = len(self.token_ids)
+
+    def _append_unsampled(self, count: int) -> None:
+        self.loss_mask.extend([False] * count)
+        self.logprobs.extend([0.0] * count)
+        self.entropies.extend([0.0] * count)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.loss_mask)
+
+
+def encode_observation(
+    tokenizer: Tokenizer, observation: Observation, *, max_body_tokens: int
+) -> tuple[list[int], str]:
+    """Ids of an observation whose body is cut to fit inside its tags, and its text as inserted."""
+    body = tokenizer.encode_plain(observation.body)
+    text = observation.text
+    if len(body) > max_body_tokens:
+        body = body[:max_body_tokens]
+        text = observation.prefix + tokenizer.decode(body) + observation.suffix
+    return [
+        *tokenizer.encode(observation.prefix),
+        *body,
+        *tokenizer.encode(observation.suffix),
+    ], text
+
+
+class Rollout:
+    """Plays groups of episodes of tasks through an engine and an environment."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        env: Env,
+        tokenizer: Tokenizer,
+        automaton: StopAutomaton,
+        limits: Limits,
+    ):
+        """`automaton` must be the one the engine stops by."""
+        self._engine = engine
+        self._env = env
+        self._tokenizer = tokenizer
+        self._automaton = automaton
+        self._limits = limits
+
+    def __call__(
+        self, draws: Sequence[Draw], *, group_size: int, seeds: Seeds, policy_version: int
+    ) -> list[Trajectory]:
+        """Samples `group_size` trajectories of every task, scored, in task order.
+
+        Raises:
+            ValueError: a prompt leaves no room for an answer.
+        """
+        samples = self._submit(draws, group_size, seeds)
+        while not self._engine.is_idle:
+            stopped = []
+            for event in self._engine.step():
+                sample = samples[event.request]
+                sample.append_sampled(event)
+                if event.status != decode.RUNNING:
+                    stopped.append((event.request, sample, event.status))
+            self._advance(stopped)
+        return self._score(list(samples.values()), group_size, policy_version)
+
+    def _submit(self, draws: Sequence[Draw], group_size: int, seeds: Seeds) -> dict[int, _Sample]:
+        tasks = [draw.task for draw in draws]
+        prompts = [self.check_prompt(task) for task in tasks]
+        keys = sample_keys(
+            seeds.seed,
+            seeds.stage,
+            seeds.step,
+            np.repeat([draw.position for draw in draws], group_size),
+            np.tile(np.arange(group_size), len(draws)),
+            np.zeros(len(draws) * group_size, np.int32),
+        )
+        requests, samples = [], []
+        for index, key in enumerate(keys):
+            group_id = index // group_size
+            prompt = prompts[group_id]
+            budget = self._budget(len(prompt), num_sampled=0)
+            requests.append(
+                Request(prompt_ids=tuple(prompt), sample_key=key, budget=budget)
+            )
+            sample = _Sample(
+                episode=Episode(task=tasks[group_id]),
+                group_id=group_id,
+                sample_index=index % group_size,
+                token_ids=list(prompt),
+                prompt_length=len(prompt),
+            )
+            sample.append_prompt()
+            samples.append(sample)
+        return dict(zip(self._engine.submit(requests), samples, strict=True))
+
+    def check_prompt(self, task: Task) -> list[int]:
+        """The ids of a task's prompt.
+
+        Raises:
+            ValueError: it is longer than its limit.
+        """
+        prompt = self._tokenizer.render_prompt(self._env.start([task])[0])
+        limit = min(self._limits.max_prompt_tokens, self._limits.max_total_tokens - 1)
+        if not 0 < len(prompt) <= limit:
+            raise ValueError(
+                f"the prompt of task {task.id!r} has {len(prompt)} tokens; expected 1 to {limit}. "
+                "Raise config.rollout.max_prompt_tokens and max_total_tokens, or leave it out."
+            )
+        return prompt
+
+    def _budget(self, length: int, *, num_sampled: int) -> int:
+        limits = self._limits
+        return min(limits.max_response_tokens - num_sampled, limits.max_total_tokens - length)
+
+    def _turn_text(self, sample: _Sample, status: int) -> str:
+        """What the environment sees: the turn up to its stop string, without an end-of-turn id."""
+        token_ids = sample.token_ids[sample.turn_start :]
+        if status == decode.END_OF_TURN:
+            token_ids = token_ids[:-1]
+        data = [self._tokenizer.vocab_bytes[token] for token in token_ids]
+        text = self._automaton.cut(data) if status == decode.STOP_STRING else b"".join(data)
+        return text.decode("utf-8", errors="replace")
+
+    def _advance(self, stopped: Sequence[tuple[int, _Sample, int]]) -> None:
+        """Ends or resumes the samples that stopped; one environment call serves them all."""
+        waiting = []
+        for request, sample, status in stopped:
+            text = self._turn_text(sample, status)
+            if status == decode.OUT_OF_BUDGET:
+                self._end(request, sample, Turn(text=text), Outcome.OUT_OF_BUDGET)
+            else:
+                waiting.append((request, sample, text))
+        if not waiting:
+            return
+        results = self._env.step(
+            [sample.episode for _, sample, _ in waiting], [text for _, _, text in waiting]
+        )
+        resumed = []
+        for (request, sample, text), result in zip(waiting, results, strict=True):
+            turn = Turn(text=text, tool_call=result.tool_call, latency_s=result.latency_s)
+            if result.outcome is not None:
+                self._end(request, sample, turn, result.outcome)
+                continue
+            token_ids, shown = self._fit_observation(sample, result.observation)
+            length = len(sample.token_ids) + len(token_ids)
+            budget = self._budget(length, num_sampled=sample.num_sampled)
+            if budget <= 0:
+                self._end(request, sample, turn, Outcome.OUT_OF_BUDGET)
+                continue
+            sample.append_observation(token_ids)
+            sample.episode.turns.append(
+                Turn(
+                    text=text,
+                    tool_call=result.tool_call,
+                    observation=shown,
+                    latency_s=result.latency_s,
+                )
+            )
+            resumed.append((request, token_ids, budget))
+        self._engine.resume(resumed)
+
+    def _fit_observation(
+        self, sample: _Sample, observation: Observation | None
+    ) -> tuple[list[int], str | None]:
+        """Ids and text of an observation, cut to its limit and to what the row has room for."""
+        if observation is None:
+            return [], None
+        tags = Observation(prefix=observation.prefix, body="", suffix=observation.suffix)
+        num_tags = len(encode_observation(self._tokenizer, tags, max_body_tokens=0)[0])
+        room = self._limits.max_total_tokens - len(sample.token_ids) - num_tags - 1
+        limit = max(min(self._limits.max_observation_tokens, room), 0)
+        return encode_observation(self._tokenizer, observation, max_body_tokens=limit)
+
+    def _end(self, request: int, sample: _Sample, turn: Turn, outcome: Outcome) -> None:
+        sample.episode.turns.append(turn)
+        sample.episode.outcome = outcome
+        self._engine.finish(request)
+
+    def _score(
+        self, samples: Sequence[_Sample], group_size: int, policy_version: int
+    ) -> list[Trajectory]:
+        trajectories = []
+        for start in range(0, len(samples), group_size):
+            group = samples[start : start + group_size]
+            scored = [s for s in group if s.episode.outcome != Outcome.ENVIRONMENT_ERROR]
+            rewards = self._env.score([sample.episode for sample in scored]) if scored else []
+            by_index = {s.sample_index: r for s, r in zip(scored, rewards, strict=True)}
+            for sample in group:
+                reward = by_index.get(sample.sample_index)
+                trajectories.append(_trajectory(sample, reward, policy_version))
+        return trajectories
+
+
+def _trajectory(sample: _Sample, reward: Reward | None, policy_version: int) -> Trajectory:
+    loss_mask = np.array(sample.loss_mask, bool)
+    scored = {}
+    if reward is not None:
+        scored = {
+            "reward": reward.total,
+            "reward_parts": dict(reward.parts),
+            "final_answer": reward.final_answer,
+        }
+    return Trajectory(
+        token_ids=np.array(sample.token_ids, np.int32),
+        loss_mask=loss_mask,
+        rollout_logprobs=np.array(sample.logprobs, np.float32),
+        rollout_entropies=np.array(sample.entropies, np.float32),
+        policy_versions=np.where(loss_mask, policy_version, -1).astype(np.int32),
+        prompt_length=sample.prompt_length,
+        group_id=sample.group_id,
+        sample_index=sample.sample_index,
+        task=sample.episode.task,
+        turns=tuple(sample.episode.turns),
+        outcome=sample.episode.outcome or Outcome.OUT_OF_BUDGET,
+        **scored,
+    )

@@ -1,0 +1,100 @@
+"""Finds stop strings while tokens are sampled, wherever their bytes fall."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+
+class StopAutomaton:
+    """An automaton that reads a turn token by token and says which token completes a stop string.
+
+    A tag need not begin or end with a token (`?</` may open it, `>.` may close it), so strings are
+    matched byte by byte with the automaton of Aho and Corasick
+    (https://doi.org/10.1145/360825.360855), whose moves are composed over the bytes of each token.
+
+    Each turn starts in state 0. After a hit the turn is over: the state is in range and no more.
+
+    Attributes:
+        next_state: int8 or int16 [S, V], the state after a token.
+        is_hit: bool [S, V], True where a stop string ends inside the token.
+        stop_strings: UTF-8 bytes of each.
+    """
+
+    next_state: np.ndarray
+    is_hit: np.ndarray
+    stop_strings: tuple[bytes, ...]
+
+    def __init__(self, vocab_bytes: Sequence[bytes], stop_strings: Sequence[str]):
+        if "" in stop_strings:
+            raise ValueError(
+                f"stop strings {list(stop_strings)!r} hold an empty one; expected at least one "
+                "character each. Drop it from the environment's `stop_strings`."
+            )
+        self.stop_strings = tuple(stop.encode() for stop in stop_strings)
+        moves, ends = _byte_automaton(self.stop_strings)
+        self.next_state, self.is_hit = _lift_to_tokens(moves, ends, vocab_bytes)
+
+    def first_stop(self, data: bytes) -> int | None:
+        """Where the stop string that is complete first ends in `data`; None if there is none."""
+        ends = [data.find(stop) + len(stop) for stop in self.stop_strings if stop in data]
+        return min(ends, default=None)
+
+    def cut(self, token_bytes: Sequence[bytes]) -> bytes:
+        """The bytes of a turn, up to the end of its first stop string if it has one."""
+        data = b"".join(token_bytes)
+        return data[: self.first_stop(data)]
+
+
+def _byte_automaton(patterns: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """Aho-Corasick over bytes: moves int16 [S, 256], and bool [S] where a pattern has ended."""
+    children: list[dict[int, int]] = [{}]
+    ends = [False]
+    for pattern in patterns:
+        state = 0
+        for byte in pattern:
+            if byte not in children[state]:
+                children[state][byte] = len(children)
+                children.append({})
+                ends.append(False)
+            state = children[state][byte]
+        ends[state] = True
+    if len(children) > np.iinfo(np.int16).max:
+        raise ValueError(
+            f"the stop strings need {len(children)} states; expected fewer than 2**15. "
+            "Shorten the environment's `stop_strings`."
+        )
+
+    # Breadth first: the longest proper suffix of a state, being shorter, has its moves already.
+    moves = np.zeros((len(children), 256), np.int16)
+    suffix = [0] * len(children)
+    queue = deque([0])
+    while queue:
+        state = queue.popleft()
+        moves[state] = moves[suffix[state]]
+        ends[state] |= ends[suffix[state]]
+        for byte, child in children[state].items():
+            suffix[child] = int(moves[state, byte]) if state else 0
+            moves[state, byte] = child
+            queue.append(child)
+    return moves, np.array(ends)
+
+
+def _lift_to_tokens(
+    moves: np.ndarray, ends: np.ndarray, vocab_bytes: Sequence[bytes]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Composes the moves over each token's bytes: state after it, and whether it passed an end."""
+    num_states = len(moves)
+    lengths = np.array([len(token) for token in vocab_bytes], np.int64)
+    starts = np.cumsum(lengths) - lengths
+    data = np.frombuffer(b"".join(vocab_bytes), np.uint8)
+
+    dtype = np.int8 if num_states <= np.iinfo(np.int8).max else np.int16
+    moves = moves.astype(dtype)
+    state = np.repeat(np.arange(num_states, dtype=dtype)[:, None], len(lengths), axis=1)
+    hit = np.zeros_like(state, dtype=bool)
+    for i in range(lengths.max(initial=0)):
+        tokens = np.flatnonzero(lengths > i)
+        state[:, tokens] = moves[state[:, tokens], data[starts[tokens] + i]]
+        hit[:, tokens] |= ends[state[:, tokens]]
+    return state, hit

@@ -1,0 +1,100 @@
+"""The supervised warm start: demonstrations of the protocol, the same update machinery."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl.data import check_messages, read_jsonl
+from jaxrl.envs.protocol import render_observation
+from jaxrl.objectives.losses import negative_log_likelihood
+from jaxrl.sampling.rollout import encode_observation
+from jaxrl.tokenizer import Tokenizer
+from jaxrl.types import Batch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstration:
+    """A worked episode; the tokens of its assistant messages are trained on."""
+
+    token_ids: np.ndarray  # int32 [L]
+    loss_mask: np.ndarray  # bool [L]
+    rollout_logprobs: np.ndarray  # float32 [L], zeros: nothing was sampled
+
+
+def read_demonstrations(
+    path: str, tokenizer: Tokenizer, *, max_total_tokens: int, max_observation_tokens: int
+) -> list[Demonstration]:
+    """Encodes a JSONL of chats exactly as a rollout would have written them.
+
+    The messages before the first of the assistant are the prompt. Those of the role `tool` are raw
+    search results, rendered and cut as the environment's observations are.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is malformed or too long (file and line are named).
+    """
+
+    def parse(fields: dict[str, Any], place: str) -> Demonstration:
+        messages = fields.get("messages")
+        check_messages(messages, place)
+        demonstration = encode_demonstration(
+            messages, tokenizer, max_observation_tokens=max_observation_tokens, place=place
+        )
+        if len(demonstration.token_ids) > max_total_tokens:
+            raise ValueError(
+                f"{place}: the demonstration has {len(demonstration.token_ids)} tokens; expected "
+                f"at most config.rollout.max_total_tokens={max_total_tokens}."
+            )
+        return demonstration
+
+    return read_jsonl(path, parse, "config.sft.source")
+
+
+def encode_demonstration(
+    messages: list[dict[str, str]],
+    tokenizer: Tokenizer,
+    *,
+    max_observation_tokens: int,
+    place: str = "demonstration",
+) -> Demonstration:
+    """Prompt, then assistant turns (trained on) and observations (masked) in order."""
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles or roles[0] == "assistant":
+        raise ValueError(
+            f"{place}: expected a prompt and then an assistant message, found {roles}."
+        )
+    start = roles.index("assistant")
+    pieces = [(tokenizer.render_prompt(messages[:start]), False)]
+    for message in messages[start:]:
+        if message["role"] == "assistant":
+            pieces.append((tokenizer.encode(message["content"]), True))
+        elif message["role"] == "tool":
+            observation = render_observation(message["content"])
+            ids, _ = encode_observation(
+                tokenizer, observation, max_body_tokens=max_observation_tokens
+            )
+            pieces.append((ids, False))
+        else:
+            raise ValueError(
+                f"{place}: role {message['role']!r} after the first assistant message; expected "
+                "'assistant' or 'tool'."
+            )
+    token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in pieces])
+    loss_mask = np.concatenate([np.full(len(ids), sampled) for ids, sampled in pieces])
+    return Demonstration(
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        rollout_logprobs=np.zeros(len(token_ids), np.float32),
+    )
+
+
+def supervised_loss(
+    logprobs: jax.Array, entropies: jax.Array, batch: Batch
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Cross-entropy of the demonstrations' assistant tokens; see `update.TokenLoss`."""
+    loss = negative_log_likelihood(logprobs, batch.loss_mask)
+    return loss, {"sft/nll_loss": loss, "sft/entropy": entropies}

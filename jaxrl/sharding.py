@@ -1,0 +1,107 @@
+"""The device mesh and how arrays lie on it: the only place that knows.
+
+Parameters name their axes (`models.qwen.logical_axes`); the rules below map those names to the
+mesh axes `data`, `fsdp` and `tensor`. Everything with a batch axis is split over data and fsdp.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.models.qwen import QwenConfig, abstract_params, logical_axes
+
+BATCH = ("data", "fsdp")
+"""The mesh axes over which rows and slots are split."""
+
+RULES: dict[str | None, str | None] = {
+    "layer": None,
+    "vocab": "tensor",
+    "width": "fsdp",
+    "heads": "tensor",
+    "mlp": "tensor",
+    None: None,
+}
+
+
+def make_mesh(*, data: int, fsdp: int, tensor: int, devices: list[Any] | None = None) -> Mesh:
+    """A mesh over all devices; one axis may be -1, which stands for the devices left.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    free = [name for name, size in sizes.items() if size == -1]
+    known = 1
+    for size in sizes.values():
+        known *= size if size != -1 else 1
+    shape = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    if len(free) > 1 or known < 1 or len(devices) % known or (not free and known != len(devices)):
+        raise ValueError(
+            f"config.mesh ({shape}) does not divide the {len(devices)} devices; the sizes must be "
+            "positive and multiply to the number of devices, one of them may be -1 (what is left)."
+        )
+    if free:
+        sizes[free[0]] = len(devices) // known
+    return jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 3, devices=devices
+    )
+
+
+def check_model_fits(mesh: Mesh, config: QwenConfig) -> None:
+    """Refuses a tensor axis that would cut through an attention head.
+
+    Raises:
+        ValueError: `mesh` splits the key-value heads unevenly.
+    """
+    if config.num_kv_heads % mesh.shape["tensor"]:
+        raise ValueError(
+            f"config.mesh.tensor={mesh.shape['tensor']} does not divide the model's "
+            f"{config.num_kv_heads} key-value heads; set it to a divisor."
+        )
+
+
+def num_batch_shards(mesh: Mesh) -> int:
+    """Into how many parts a batch axis is split."""
+    return mesh.shape["data"] * mesh.shape["fsdp"]
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """A whole copy on every device."""
+    return NamedSharding(mesh, P())
+
+
+def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
+    """Axis number `axis` split over data and fsdp, the others whole."""
+    return NamedSharding(mesh, P(*[None] * axis, BATCH))
+
+
+def cache_sharding(mesh: Mesh) -> NamedSharding:
+    """KV caches `[slots, K, S, H]`: slots over data and fsdp, heads over tensor."""
+    return NamedSharding(mesh, P(BATCH, "tensor", None, None))
+
+
+def param_shardings(mesh: Mesh, config: QwenConfig, *, for_decode: bool = False) -> dict[str, Any]:
+    """A sharding for every parameter.
+
+    A dimension that its mesh axis does not divide stays whole. With `for_decode` only `tensor`
+    splits weights, so that a decoding step gathers none.
+    """
+
+    def leaf(axes: tuple[str | None, ...], shape: jax.ShapeDtypeStruct) -> NamedSharding:
+        names = [RULES[axis] for axis in axes]
+        if for_decode:
+            names = [name if name == "tensor" else None for name in names]
+        whole = [
+            name if name is not None and size % mesh.shape[name] == 0 else None
+            for name, size in zip(names, shape.shape, strict=True)
+        ]
+        return NamedSharding(mesh, P(*whole))
+
+    return jax.tree.map(
+        leaf, logical_axes(config), abstract_params(config), is_leaf=lambda x: isinstance(x, tuple)
+    )

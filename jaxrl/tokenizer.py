@@ -1,0 +1,166 @@
+"""Text to token ids and back, by way of bytes."""
+
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxrl.envs.base import Message
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer with a chat template, read from a folder in Hugging Face's format.
+
+    Attributes:
+        vocab_bytes: the bytes each id stands for; an added token stands for its own text, an id
+            that the vocabulary skips for nothing.
+        num_tokens: ids the tokenizer knows, `0 <= id < num_tokens`; a model's embedding may be
+            padded beyond.
+        eos_ids: any of these ends the model's message; the tokenizer's own comes first.
+        pad_id: fills unused places; masks never depend on it.
+    """
+
+    vocab_bytes: list[bytes]
+    num_tokens: int
+    eos_ids: tuple[int, ...]
+    pad_id: int
+
+    def __init__(self, hf_tokenizer: Any, *, eos_ids: Iterable[int] = ()):
+        """Wrap a fast tokenizer of transformers; `from_folder` is the usual way here.
+
+        Args:
+            hf_tokenizer: a `PreTrainedTokenizerFast`.
+            eos_ids: further ids that end a message.
+        """
+        self._hf_tokenizer = hf_tokenizer
+        spec = json.loads(hf_tokenizer.backend_tokenizer.to_str())
+        spec |= {"truncation": None, "padding": None}
+        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        # Without added tokens nothing is matched ahead of the merges, which also keeps markers
+        # that are not flagged as special (`<think>`, `<tool_call>` in Qwen3) apart.
+        self._plain = tokenizers.Tokenizer.from_str(json.dumps(spec | {"added_tokens": []}))
+        for token in spec["added_tokens"]:
+            if token["special"] and token["id"] in self.encode_plain(token["content"]):
+                raise ValueError(
+                    f"the special token {token['content']!r} is also what the merges make of that "
+                    "text, so text from outside could forge it; expected special tokens that no "
+                    "merge produces. Take it out of the merges in tokenizer.json."
+                )
+
+        self.vocab_bytes = _vocab_bytes(spec)
+        self.num_tokens = len(self.vocab_bytes)
+        own = hf_tokenizer.eos_token_id
+        self.eos_ids = tuple(dict.fromkeys([*([] if own is None else [own]), *eos_ids]))
+        if not self.eos_ids:
+            raise ValueError(
+                "the tokenizer names no end-of-sequence token and generation_config.json none "
+                "either; set `eos_token` in tokenizer_config.json."
+            )
+        pad = hf_tokenizer.pad_token_id
+        self.pad_id = self.eos_ids[0] if pad is None else pad
+
+    @classmethod
+    def from_folder(cls, path: str | os.PathLike[str]) -> "Tokenizer":
+        """Load from a local folder; nothing is ever looked up on a network.
+
+        `eos_ids` also takes in those of `generation_config.json`, where the folder has one.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise FileNotFoundError(
+                f"{os.fspath(path)!r} is not a folder; expected a local folder with tokenizer.json "
+                "(names on a model hub are not looked up). Set `model.path`."
+            )
+        if not (folder / "tokenizer.json").is_file():
+            raise FileNotFoundError(
+                f"{folder} holds no tokenizer.json; expected a fast tokenizer's file. Save it "
+                "there with transformers' `save_pretrained`, or set `model.path` to another folder."
+            )
+        # transformers asks the hub about a path it does not know, and advises installing torch.
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        from transformers import AutoTokenizer
+
+        hf_tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        if not hf_tokenizer.chat_template:
+            raise ValueError(
+                f"the tokenizer in {folder} has no chat template; expected `chat_template` in "
+                "tokenizer_config.json or a file chat_template.jinja. Add one, or set `model.path` "
+                "to an instruction-tuned model."
+            )
+        return cls(hf_tokenizer, eos_ids=_generation_eos_ids(folder))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text`; strings of special tokens become these tokens, none are added."""
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of `text` from outside: a string such as `<|im_end|>` stays plain characters.
+
+        No added token is matched, whether the tokenizer flags it as special or not.
+        """
+        return self._plain.encode(text, add_special_tokens=False).ids
+
+    def render_prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a chat up to where the model's next message begins."""
+        text = self._hf_tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
+        return self.encode(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`, special tokens included; bytes that are not UTF-8 read as U+FFFD."""
+        return b"".join(self.vocab_bytes[id] for id in ids).decode("utf-8", errors="replace")
+
+
+def _generation_eos_ids(folder: Path) -> list[int]:
+    """The end-of-sequence ids of `generation_config.json`, where there is one."""
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return []
+    ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    if ids is None:
+        return []
+    return [ids] if isinstance(ids, int) else list(ids)
+
+
+def _vocab_bytes(spec: dict[str, Any]) -> list[bytes]:
+    """Bytes of every id, from a tokenizer.json; refuses what is not byte-level BPE."""
+    model, steps = spec["model"], json.dumps([spec["normalizer"], spec["pre_tokenizer"]])
+    added = {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
+    byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}
+    is_byte_level = model["type"] == "BPE" and '"ByteLevel"' in steps
+    foreign = [
+        token
+        for token, id in (model["vocab"].items() if is_byte_level else ())
+        if id not in added and not byte_of.keys() >= set(token)
+    ]
+    if not is_byte_level or foreign:
+        raise ValueError(
+            f"the tokenizer is {model['type']} with "
+            + (f"tokens such as {foreign[0]!r}" if foreign else f"the pre-tokenizer {steps[:200]}")
+            + "; expected byte-level BPE as in GPT-2, Qwen or Llama 3. Set `model.path` to such a "
+            "model."
+        )
+    known = {
+        id: bytes(byte_of[char] for char in token)
+        for token, id in model["vocab"].items()
+        if id not in added
+    } | added
+    return [known.get(id, b"") for id in range(max(known) + 1)]
+
+
+def _byte_alphabet() -> list[str]:
+    """The character that byte-level BPE writes for each byte.
+
+    Printable Latin-1 characters stand for themselves, the rest follow from U+0100 on, as in
+    GPT-2 (https://openai.com/research/better-language-models).
+    """
+    printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, 0x200))
+    return [chr(byte) if byte in printable else chr(next(spare)) for byte in range(256)]

@@ -1,0 +1,103 @@
+"""The data that travels between the parts: trajectories on the host, batches on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from flax import struct
+
+from jaxrl.envs.base import Outcome, Task, Turn
+
+Params = dict[str, Any]
+"""A plain nested dict of arrays; `models.qwen` documents the tree."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draw:
+    """A task to roll out, and where it stands in the task stream, which seeds its samples."""
+
+    task: Task
+    position: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trajectory:
+    """One episode on the host: every token the model read or wrote."""
+
+    token_ids: np.ndarray  # int32 [L]
+    loss_mask: np.ndarray  # bool [L], True exactly where the policy sampled the token
+    rollout_logprobs: np.ndarray  # float32 [L], nats; 0 outside loss_mask
+    rollout_entropies: np.ndarray  # float32 [L], nats; 0 outside loss_mask
+    policy_versions: np.ndarray  # int32 [L], updates the sampling weights had seen; -1 outside
+    prompt_length: int
+    group_id: int  # shared by all trajectories of one task drawn once; negative counts for nothing
+    sample_index: int  # within the group
+    attempt: int = 0
+    task: Task
+    turns: tuple[Turn, ...]
+    outcome: Outcome
+    reward: float = 0.0
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    final_answer: str = ""
+
+    @property
+    def task_id(self) -> str:
+        """The task's id in its data set."""
+        return self.task.id
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens the policy sampled."""
+        return int(self.loss_mask.sum())
+
+    @property
+    def num_tool_calls(self) -> int:
+        """Turns that called the tool."""
+        return sum(turn.tool_call is not None for turn in self.turns)
+
+    @property
+    def generated_text(self) -> str:
+        """Everything after the prompt, inserted observations included."""
+        return "".join(turn.text + (turn.observation or "") for turn in self.turns)
+
+    @property
+    def full_input_ids(self) -> list[int]:
+        """Prompt, sampled and inserted ids, in order."""
+        return [int(token) for token in self.token_ids]
+
+    @property
+    def generated_positions(self) -> list[int]:
+        """Where in `full_input_ids` the sampled tokens stand."""
+        return [int(position) for position in np.flatnonzero(self.loss_mask)]
+
+
+@struct.dataclass
+class Batch:
+    """Trajectories packed into rows of T. Index t of every row is about token t.
+
+    The leading axes are A micro-batches of b rows; no trajectory crosses a row.
+    """
+
+    token_ids: jax.Array  # int32 [A, b, T]
+    segment_ids: jax.Array  # int32 [A, b, T], trajectory index in the mini-batch + 1; 0 on padding
+    positions: jax.Array  # int32 [A, b, T], restarts with each trajectory
+    loss_mask: jax.Array  # bool [A, b, T], True where the policy sampled the token
+    token_weights: jax.Array  # float32 [A, b, T], the aggregation, from the whole mini-batch
+    advantages: jax.Array  # float32 [A, b, T], constant over a trajectory
+    rollout_logprobs: jax.Array  # float32 [A, b, T], as the sampler reported them
+    old_logprobs: jax.Array | None = None  # float32 [A, b, T]; None: the current ones are the old
+    ref_logprobs: jax.Array | None = None  # float32 [A, b, T]; None without a KL term to them
+
+
+@struct.dataclass
+class TrainState:
+    """Everything the update step changes."""
+
+    params: Params  # float32 master weights
+    opt_state: Any
+    num_updates: jax.Array  # int32 scalar, optimizer steps taken
+    num_skipped: jax.Array  # int32 scalar, optimizer steps skipped for a non-finite gradient

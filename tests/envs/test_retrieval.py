@@ -1,0 +1,329 @@
+import collections
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.envs import retrieval
+from jaxrl.envs.retrieval import (
+    Document,
+    EmptySearch,
+    KeywordSearch,
+    LocalSearch,
+    SearchEngine,
+    SearchError,
+    render_documents,
+    tokenize,
+)
+
+CITIES = [
+    Document("1", "Paris", "Paris is the capital of France."),
+    Document("2", "Berlin", "Berlin is the capital of Germany. It is not Paris."),
+    Document("3", "北京", "北京市是中华人民共和国的首都。"),
+    Document("4", "東京タワー", "とうきょうにある"),
+]
+
+
+def write_corpus(folder, documents):
+    path = Path(folder) / "corpus.jsonl"
+    path.write_text("".join(json.dumps(d._asdict()) + "\n" for d in documents), encoding="utf-8")
+    return path
+
+
+def local_search(folder, documents, **options):
+    return LocalSearch(write_corpus(folder, documents), Path(folder) / "index", **options)
+
+
+def ids(engine, query):
+    return [document.id for document in engine.top_documents(query)]
+
+
+def indexes(folder):
+    return sorted(p.name for p in (Path(folder) / "index").iterdir() if p.name != "lock")
+
+
+# The small engines
+
+
+def test_keyword_search():
+    engine = KeywordSearch({"France": "Paris", "capital": "a city"})
+    assert engine.search("the CAPITAL of france") == "Paris"
+    assert engine.search("Capital?") == "a city"
+    assert engine.search("Rome") == "No information found for: Rome"
+
+
+def test_empty_search():
+    assert EmptySearch().batch_search(["a", "b"]) == ["No information found"] * 2
+
+
+def test_batch_search_runs_side_by_side_and_keeps_order():
+    meeting = threading.Barrier(3, timeout=5)
+
+    class Waiting(SearchEngine):
+        def search(self, query):
+            meeting.wait()  # passes only when three searches run at once
+            return query.upper()
+
+    assert Waiting().batch_search(["a", "b", "c"]) == ["A", "B", "C"]
+    assert Waiting().batch_search([]) == []
+
+
+def test_batch_search_raises_what_a_search_raises():
+    class Failing(SearchEngine):
+        def search(self, query):
+            if query == "b":
+                raise SearchError("down")
+            return query
+
+    with pytest.raises(SearchError, match="down"):
+        Failing().batch_search(["a", "b"])
+
+
+# Tokens and text
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"),
+    [
+        ("The U.S.-born poet", ["the", "u", "s", "born", "poet"]),
+        ("Café Ｐａｒｉｓ cafe\u0301", ["café", "paris", "café"]),
+        ("Ελλάδα 3.14 a_b", ["ελλάδα", "3", "14", "a_b"]),
+        ("北京市", ["北京", "京市"]),
+        ("首", ["首"]),
+        ("iPhone手机15", ["iphone", "手机", "15"]),
+        ("東京・タワー", ["東京", "タワ", "ワー"]),
+        ("서울특별시 한국", ["서울", "울특", "특별", "별시", "한국"]),
+        ("𠮷野家", ["𠮷野", "野家"]),
+        (" -:() ", []),
+        ("", []),
+    ],
+)
+def test_tokenize(text, tokens):
+    assert tokenize(text) == tokens
+
+
+def test_render_documents():
+    assert render_documents(CITIES[:2]) == (
+        "Doc 1(Title: Paris) Paris is the capital of France.\n"
+        "Doc 2(Title: Berlin) Berlin is the capital of Germany. It is not Paris."
+    )
+    assert render_documents([]) == "No information found"
+
+
+# The local index
+
+
+def test_local_search_renders_the_best_documents(tmp_path):
+    engine = local_search(tmp_path, CITIES, topk=1)
+    assert engine.search("capital of France") == (
+        "Doc 1(Title: Paris) Paris is the capital of France."
+    )
+    assert engine.batch_search(["Germany", "?!", "nowhere"]) == [
+        "Doc 1(Title: Berlin) Berlin is the capital of Germany. It is not Paris.",
+        "No information found",
+        "No information found",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("query", "first"),
+    [
+        ("首都", "3"),
+        ("北京", "3"),
+        ("中华", "3"),
+        ("東京", "4"),
+        ("タワー", "4"),
+        ("中国的首都是哪里", "3"),
+        ("-Paris", "1"),
+        ("title:Germany AND (", "2"),
+        ("FRANCE", "1"),
+        ('"capital of germany"~2^', "2"),
+    ],
+)
+def test_queries_are_words_without_syntax(tmp_path, query, first):
+    assert ids(local_search(tmp_path, CITIES), query)[0] == first
+
+
+def test_title_counts_twice(tmp_path):
+    documents = [
+        Document("1", "other words", "about Paris here"),
+        Document("2", "about Paris", "other words here"),
+        Document("3", "other words", "here"),
+    ]
+    assert ids(local_search(tmp_path, documents), "paris") == ["2", "1"]
+
+
+def test_search_r1_corpus(tmp_path):
+    path = tmp_path / "wiki.jsonl"
+    record = {"id": 7, "contents": '"Eiffel Tower"\nA tower\nin Paris.', "metadata": None}
+    path.write_text("\ufeff" + json.dumps(record) + "\n\n", encoding="utf-8")
+    engine = LocalSearch(path, tmp_path / "index")
+    assert engine.top_documents("eiffel") == [Document("7", "Eiffel Tower", "A tower\nin Paris.")]
+
+
+def test_ties_at_the_cut_go_to_the_lowest_ids(tmp_path):
+    # Far more equal documents than are asked for, stored in falling order of id.
+    twins = [Document(f"{i:03}", "twin", "same words") for i in reversed(range(200))]
+    better = Document("999", "twin twin twin", "twin")
+    engine = local_search(tmp_path, [*twins, better], topk=3)
+    assert ids(engine, "twin") == ["999", "000", "001"]
+
+
+def bm25(documents, query):
+    """Scores of the documents that share a word with the query, by the textbook formula."""
+    words = [tokenize(f"{d.title} {d.title} {d.text}") for d in documents]
+    average = sum(map(len, words)) / len(words)
+    scores = collections.Counter()
+    for word in set(tokenize(query)):
+        holders = [i for i, bag in enumerate(words) if word in bag]
+        idf = math.log(1 + (len(words) - len(holders) + 0.5) / (len(holders) + 0.5))
+        for i in holders:
+            count, length = words[i].count(word), len(words[i])
+            scores[i] += idf * count * 2.2 / (count + 1.2 * (0.25 + 0.75 * length / average))
+    return scores
+
+
+def ranking(scores):
+    """Best first; scores this close, as float32 sums may be apart, count as equal: by index."""
+    keys, rank, previous = {}, 0, math.inf
+    for i in sorted(scores, key=scores.get, reverse=True):
+        rank += previous - scores[i] > 1e-5 * previous
+        keys[i], previous = (rank, i), scores[i]
+    return sorted(scores, key=keys.get)
+
+
+some_words = st.lists(st.sampled_from(["red", "blue", "sky", "sea", "北京的", "!"]), max_size=5)
+some_text = some_words.map(" ".join)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(some_text, some_text), min_size=1, max_size=12), some_text, st.randoms())
+def test_ranks_as_brute_force_bm25_whatever_the_order_of_lines(texts, query, random):
+    documents = [Document(f"{i:02}", *pair) for i, pair in enumerate(texts)]
+    best = ranking(bm25(documents, query))[:3]
+    random.shuffle(documents)
+    with tempfile.TemporaryDirectory() as folder:
+        assert ids(local_search(folder, documents), query) == [f"{i:02}" for i in best]
+
+
+# Building it
+
+
+def test_the_index_is_built_once(tmp_path, monkeypatch):
+    before = local_search(tmp_path, CITIES).search("capital")
+    monkeypatch.setattr(retrieval, "_write_index", None)  # a second build would now fail
+    assert local_search(tmp_path, CITIES).search("capital") == before
+
+
+def test_a_changed_corpus_is_indexed_again(tmp_path):
+    old = local_search(tmp_path, [Document("1", "cat", "grey")])
+    new = local_search(tmp_path, [Document("1", "dog", "grey")])  # the same number of bytes
+    assert ids(new, "cat") == []
+    assert ids(new, "dog") == ["1"]
+    assert ids(old, "cat") == ["1"]  # an engine already open is left alone
+
+
+def test_a_failed_build_leaves_nothing_behind(tmp_path):
+    path = write_corpus(tmp_path, CITIES)
+    good = path.read_text(encoding="utf-8")
+    path.write_text(good + "not json\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"corpus\.jsonl, line 5: "):
+        LocalSearch(path, tmp_path / "index")
+    assert indexes(tmp_path) == []
+    path.write_text(good, encoding="utf-8")
+    assert ids(LocalSearch(path, tmp_path / "index"), "France") == ["1"]
+
+
+def run_python(code, *arguments):
+    return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], cwd=os.getcwd())
+
+
+BUILD_AND_DIE = """
+import os, sys
+from jaxrl.envs import retrieval
+
+def read_then_die(path, read=retrieval.read_corpus):
+    documents = read(path)
+    yield next(documents)
+    os._exit(9)
+
+retrieval.read_corpus = read_then_die
+retrieval.LocalSearch(*sys.argv[1:])
+"""
+
+
+def test_a_killed_build_is_begun_afresh(tmp_path):
+    path = write_corpus(tmp_path, CITIES)
+    assert run_python(BUILD_AND_DIE, path, tmp_path / "index").wait(60) == 9
+    assert indexes(tmp_path) == ["building"]
+    assert ids(LocalSearch(path, tmp_path / "index"), "Germany") == ["2"]
+    assert "building" not in indexes(tmp_path)
+
+
+BUILD = """
+import sys
+from jaxrl.envs import retrieval
+
+found = retrieval.LocalSearch(*sys.argv[1:]).top_documents("word 499")
+assert found[0].id == "499", found
+"""
+
+
+def test_processes_that_start_at_once_share_one_index(tmp_path):
+    path = write_corpus(tmp_path, [Document(str(i), f"word {i}", "text") for i in range(500)])
+    processes = [run_python(BUILD, path, tmp_path / "index") for _ in range(3)]
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert len(indexes(tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        '"text"',
+        '{"id": "1", "text": "no title"}',
+        '{"title": "no id", "text": "x"}',
+        '{"id": "1", "title": null, "text": "x"}',
+        '{"id": null, "contents": "x"}',
+        '{"id": "1", "contents": ["x"]}',
+    ],
+)
+def test_a_malformed_line_is_named(tmp_path, line):
+    path = write_corpus(tmp_path, CITIES[:1])
+    path.write_text(path.read_text(encoding="utf-8") + "\n" + line, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"corpus\.jsonl, line 3: "):
+        LocalSearch(path, tmp_path / "index")
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_bytes(b'{"id": "1", "contents": "caf\xe9"}\n')
+    with pytest.raises(ValueError, match=r"corpus\.jsonl, line 1: "):
+        LocalSearch(path, tmp_path / "index")
+
+
+def test_an_empty_corpus_is_refused(tmp_path):
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("\n \n")
+    with pytest.raises(ValueError, match="has no documents"):
+        LocalSearch(path, tmp_path / "index")
+
+
+def test_a_missing_corpus_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"there is no corpus at .*corpus\.jsonl"):
+        LocalSearch(tmp_path / "corpus.jsonl", tmp_path / "index")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_topk_below_one_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="topk is 0"):
+        local_search(tmp_path, CITIES, topk=0)

@@ -1,0 +1,116 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl.envs.rewards import answer_reward, exact_match, format_reward, normalize_answer
+
+SEARCH = "<search>q</search>\n\n<information>i</information>\n\n"
+ANSWER = "<answer>A</answer>"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ANSWER,
+        "<answer></answer>",
+        "Let me see. " + SEARCH + "So " + ANSWER,
+        SEARCH + SEARCH + ANSWER,
+        f"<think>hm</think>{SEARCH}<think>so</think>{ANSWER}",
+        f"{ANSWER}<think>done</think>",
+        f"<think>maybe <answer>B</answer>?</think>{ANSWER}",
+        f"{ANSWER}\n<|im_end|>\n<|endoftext|> ",
+        f"{ANSWER}</s>",
+    ],
+)
+def test_good_format(text):
+    assert format_reward(text) == 0.5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "A",
+        "<answer>A",
+        "A</answer>",
+        "</answer>A<answer>",
+        ANSWER + ANSWER,
+        "<answer><answer>A</answer>",
+        f"{ANSWER} tail",
+        f"{ANSWER}<|im_end|> tail",
+        f"<search>q</search>{ANSWER}",
+        f"<information>i</information>{ANSWER}",
+        f"<information>i</information><search>q</search>{ANSWER}",
+        f"<search>q<information>i</information></search>{ANSWER}",
+        f"<search>q</search><search>q</search><information>i</information>{ANSWER}",
+        f"{SEARCH}<information>i</information>{ANSWER}",
+        f"<search>q{ANSWER}",
+        f"<answer>{SEARCH}A</answer>",
+        ANSWER + SEARCH,
+        f"<think>hm {ANSWER}",
+        f"hm</think>{ANSWER}",
+        f"<think>a<think>b</think>{ANSWER}",
+        "<think><answer>A</answer></think>",
+    ],
+)
+def test_bad_format(text):
+    assert format_reward(text) == -1.0
+
+
+def test_other_special_tokens():
+    assert format_reward(f"{ANSWER}[END]") == -1.0
+    assert format_reward(f"{ANSWER}[END]", special_tokens=["[END]"]) == 0.5
+    assert format_reward(f"{ANSWER}\n", special_tokens=[]) == 0.5
+
+
+@given(st.integers(0, 4), st.sampled_from(["", " some text ", "<think>hm</think>"]))
+def test_any_number_of_searches_is_good_until_one_tag_is_lost(num_searches, between):
+    text = between.join([SEARCH] * num_searches + [ANSWER])
+    assert format_reward(text) == 0.5
+    for tag in ("<search>", "</search>", "<information>", "</information>", "<answer>"):
+        if tag in text:
+            assert format_reward(text.replace(tag, "", 1)) == -1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "reward"),
+    [
+        ("Paris", "Paris", 2.0),
+        (" Paris\n", "Paris", 2.0),
+        ("paris ", "Paris", 1.0),
+        ("P a r i s", "Paris", 1.0),
+        ("London", "Paris", 0.0),
+        ("ab", "bc", 1.0),
+        # The longest common block is found first, which block depends on the order.
+        ("tide", "diet", 0.0),
+        ("diet", "tide", 1.0),
+        ("未找到相关内容", "Paris", 0.5),
+        ("未找到相关内容", "未找到相关内容", 2.0),
+        ("", "Paris", 0.0),
+        (" \n", "", 0.0),
+    ],
+)
+def test_answer_reward(answer, truth, reward):
+    assert answer_reward(answer, truth) == reward
+
+
+def test_long_answers_are_compared_without_the_junk_heuristic():
+    # SequenceMatcher would ignore letters that make up over 1% of 200 or more.
+    assert answer_reward("ab" * 150, "ab" * 120) == 1.0
+
+
+def test_normalize_answer():
+    assert normalize_answer("  The  U.S.A., an\tapple a day!") == "usa apple day"
+    assert normalize_answer("theatre") == "theatre"
+
+
+def test_exact_match():
+    assert exact_match("the Eiffel Tower.", ["Louvre", "Eiffel tower"]) == 1.0
+    assert exact_match("Paris, France", ["Paris"]) == 0.0
+    assert exact_match("Paris", "paris") == 1.0
+    assert exact_match("Paris", []) == 0.0
+
+
+def test_an_answer_that_normalises_to_nothing_matches_nothing():
+    assert exact_match("", [""]) == 0.0
+    assert exact_match("The!", ["a"]) == 0.0

@@ -1,0 +1,203 @@
+"""The quickstart's world: the same for a seed, honest about who is held out, easy to tokenize."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from examples import quickstart_world as world
+
+SMALL = ["--num_people=60", "--num_held_out=12", "--num_demonstrations=400"]
+FILES = ("questions_train", "questions_eval", "demonstrations", "demonstrations_perfect")
+
+
+def make(folder, seed):
+    world.main([f"--out={folder}", f"--seed={seed}", *SMALL])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("world"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def records(out):
+    return {name: read(out / f"{name}.jsonl") for name in ("corpus", *FILES)}
+
+
+@pytest.fixture(scope="module")
+def hf_tokenizer(out):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(out / "model")
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def contents(folder):
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def test_the_seed_decides_every_byte(out, tmp_path):
+    first = contents(out)
+    again, other = contents(make(tmp_path / "again", 0)), contents(make(tmp_path / "other", 1))
+    assert again == first
+    assert other.keys() == first.keys()
+    same = {name for name in first if first[name] == other[name]}
+    assert not same & {"corpus.jsonl", "model/model.safetensors", "demonstrations.jsonl"}
+
+
+def test_counts_and_fields(records):
+    assert {name: len(lines) for name, lines in records.items()} == {
+        "corpus": 60,
+        "questions_train": 48 * 4,
+        "questions_eval": 12,
+        "demonstrations": 400,
+        "demonstrations_perfect": 48 * 4,
+    }
+    assert [q["data_source"] for q in records["questions_eval"]].count("two_hop") == 6
+    for name, lines in records.items():
+        ids = [line.get("id") for line in lines]
+        assert name.startswith("demonstrations") or len(set(ids)) == len(ids)
+    assert records["corpus"][0].keys() == {"id", "title", "text"}
+
+
+def test_nothing_that_is_trained_on_names_a_held_out_person(out, records):
+    titles = {document["title"] for document in records["corpus"]}
+    trained = {q["metadata"]["titles"][0] for q in records["questions_train"]}
+    held_out = titles - trained
+    assert len(held_out) == 12
+    for question in records["questions_eval"]:
+        assert held_out.issuperset(question["metadata"]["titles"])
+    for name in ("questions_train", "demonstrations", "demonstrations_perfect"):
+        text = (out / f"{name}.jsonl").read_text(encoding="utf-8")
+        assert not [title for title in held_out if title in text]
+        assert any(title in text for title in trained)
+
+
+def test_a_leak_is_noticed(records):
+    person = world.Person(id="0", first="Lena", last="Okafor", facts={}, is_held_out=True)
+    files = {name: [] for name in FILES} | {"demonstrations": [{"content": "by Lena Okafor."}]}
+    with pytest.raises(AssertionError, match="Lena Okafor, who is held out"):
+        world.check_nothing_leaks({person.name: person}, files)
+
+
+def test_answers_stand_in_the_documents_that_metadata_names(records):
+    text_of = {document["title"]: document["text"] for document in records["corpus"]}
+    for question in records["questions_train"] + records["questions_eval"]:
+        *path, last = question["metadata"]["titles"]
+        assert (path or [last])[0] in question["question"]
+        assert f" {question['answers'][0]} " in text_of[last]
+        if path:
+            assert text_of[path[0]].endswith(f" taught by {last}.")
+
+
+def answer_of(chat):
+    return re.fullmatch(r"<answer> (\w+) </answer>", chat["messages"][-1]["content"])[1]
+
+
+def test_perfect_demonstrations_are_right(records):
+    gold = {question["id"]: question["answers"][0] for question in records["questions_train"]}
+    for chat in records["demonstrations_perfect"]:
+        assert answer_of(chat) == gold[chat["metadata"]["question_id"]]
+        assert chat["metadata"]["num_searches"] == {"one_hop": 1, "two_hop": 2}[chat["data_source"]]
+
+
+def test_mixed_demonstrations_are_partly_right(records):
+    chats = records["demonstrations"]
+    gold = {question["id"]: question["answers"][0] for question in records["questions_train"]}
+    is_right = [answer_of(chat) == gold[chat["metadata"]["question_id"]] for chat in chats]
+    assert is_right == [chat["metadata"]["is_correct"] for chat in chats]
+    assert 0.1 < np.mean(is_right) < 0.7
+    results = [m["content"] for chat in chats for m in chat["messages"] if m["role"] == "tool"]
+    assert "No information found" in results
+    assert 0.05 < np.mean([chat["metadata"]["num_searches"] == 0 for chat in chats]) < 0.15
+
+
+def test_chats_alternate_and_every_search_is_answered(records):
+    for chat in records["demonstrations"]:
+        roles = [message["role"] for message in chat["messages"]]
+        num_searches = chat["metadata"]["num_searches"]
+        assert roles == ["user", *["assistant", "tool"] * num_searches, "assistant"]
+        for message in chat["messages"][1:-1:2]:
+            assert re.fullmatch(
+                r"<think> find \w+ of \w+ \w+ </think><search> [\w ]+ </search>",
+                message["content"],
+            )
+
+
+def test_the_second_search_follows_what_the_first_one_found(records):
+    text_of = {document["title"]: document["text"] for document in records["corpus"]}
+    for chat in records["demonstrations"]:
+        if chat["metadata"]["num_searches"] == 2:
+            first_result, second_turn = (chat["messages"][i]["content"] for i in (2, 3))
+            sought = re.search(r" of (\w+ \w+) </think>", second_turn)[1]
+            assert any(
+                text_of[title].endswith(f" taught by {sought}.")
+                for title in world.shown_titles(first_result)
+            )
+
+
+def test_every_name_is_one_token_in_every_place(records, hf_tokenizer):
+    chats = records["demonstrations"] + records["demonstrations_perfect"]
+    for chat in chats:
+        text = world.render_chat(chat)
+        pieces = [hf_tokenizer.decode([id]) for id in hf_tokenizer(text)["input_ids"]]
+        assert "".join(pieces) == text
+        words = [word for word in re.findall(r"\w+", text) if word in world.POOL]
+        assert [piece[1:] for piece in pieces if piece[1:] in world.POOL] == words
+
+
+def test_a_split_word_is_noticed(out):
+    tokenizer = world.tokenizers.Tokenizer.from_file(str(out / "model" / "tokenizer.json"))
+    world.check_words_are_whole(tokenizer, ["by Lena Okafor."])
+    with pytest.raises(AssertionError, match="a split word"):
+        world.check_words_are_whole(tokenizer, ["Lena Okafor"])
+
+
+def test_the_template_renders_as_the_script_says(hf_tokenizer):
+    messages = [{"role": "user", "content": "Where was Lena Okafor born?"}]
+    text = hf_tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert text == world.render_prompt(messages[0]["content"])
+    assert len(hf_tokenizer(text)["input_ids"]) == 14
+    for tag in world.TAG_TOKENS + world.SPECIAL_TOKENS:
+        assert len(hf_tokenizer(tag)["input_ids"]) == 1
+    assert hf_tokenizer.eos_token == "<|im_end|>"
+
+
+def test_the_model_folder_is_a_qwen3(out, hf_tokenizer):
+    from transformers import AutoConfig, GenerationConfig
+
+    config = AutoConfig.from_pretrained(out / "model")
+    assert config.model_type == "qwen3"
+    assert config.tie_word_embeddings
+    assert config.rope_parameters["rope_theta"] == 10000.0
+    assert config.vocab_size % 64 == 0
+    assert config.vocab_size > len(hf_tokenizer)
+    generation = GenerationConfig.from_pretrained(out / "model")
+    assert generation.eos_token_id[0] == hf_tokenizer.eos_token_id == config.eos_token_id
+
+
+def test_weights_have_the_spread_they_should(out):
+    weights = load_file(out / "model" / "model.safetensors")
+    assert all(array.dtype == np.float32 for array in weights.values())
+    assert len(weights) == 2 * 11 + 2
+    assert np.all(weights["model.norm.weight"] == 1.0)
+    # 1 / sqrt(64); 1 / sqrt(192) halved, since 2 layers make 4 additions to the residual stream.
+    assert weights["model.embed_tokens.weight"].std() == pytest.approx(64**-0.5, rel=0.02)
+    down = weights["model.layers.1.mlp.down_proj.weight"]
+    assert down.shape == (64, 192)
+    assert down.std() == pytest.approx(192**-0.5 / 2, rel=0.03)
+
+
+@pytest.mark.parametrize("flag", ["--num_people=2305", "--num_held_out=1", "--num_held_out=59"])
+def test_impossible_sizes_are_refused(flag, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        world.main([f"--out={tmp_path}", *SMALL, flag])
+    assert flag.split("=")[0] in capsys.readouterr().err

@@ -1,0 +1,178 @@
+"""Our model against `transformers` on torch, both run here, on random shapes."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.hf_weights import config_fields, load_hf, save_hf
+from jaxrl.models.qwen import (
+    QwenConfig,
+    decode,
+    decode_weights,
+    extend,
+    hidden_states,
+    init_params,
+    unembed,
+)
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.torch
+
+
+def random_config(seed):
+    """A small model of either family with whatever that family allows."""
+    rng = np.random.default_rng(seed)
+    is_qwen3 = bool(seed % 2)
+    num_kv_heads = int(rng.integers(1, 4))
+    num_heads = num_kv_heads * int(rng.integers(1, 4))
+    # A Qwen2 config.json has no head_dim of its own: the heads share the width.
+    head_dim = 2 * int(rng.integers(2, 12))
+    has_bias = bool(rng.integers(2))
+    return QwenConfig(
+        vocab_size=int(rng.integers(50, 300)),
+        width=int(rng.integers(8, 70)) if is_qwen3 else num_heads * head_dim,
+        mlp_width=int(rng.integers(8, 90)),
+        num_layers=int(rng.integers(1, 5)),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope_theta=float(rng.choice([1e4, 1e6, 5e6])),
+        rms_norm_eps=float(rng.choice([1e-6, 1e-5])),
+        tie_embeddings=bool(rng.integers(2)),
+        qkv_bias=has_bias or not is_qwen3,
+        output_bias=has_bias and is_qwen3,
+        qk_norm=is_qwen3,
+        max_positions=4096,
+    )
+
+
+def random_params(config, seed):
+    """Weights at which every parameter matters: no zero biases, no norm scales of one."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(path, like):
+        name = path[-1].key
+        if name == "scale":
+            return jnp.asarray(rng.uniform(0.5, 1.5, like.shape), jnp.float32)
+        scale = {"bias": 0.5, "kernel": like.shape[-2] ** -0.5}.get(name, 1.0)
+        return jnp.asarray(rng.normal(0.0, scale, like.shape), jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, init_params(config, seed=0))
+
+
+def torch_model(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def logits_of(params, config, token_ids, offset=0):
+    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape) + offset
+    hidden = jax.jit(hidden_states, static_argnums=1)(
+        params, config, token_ids, positions, jnp.ones_like(positions)
+    )
+    return unembed(params, config, hidden, num_tokens=config.vocab_size)
+
+
+@partial(jax.jit, static_argnums=(1, 3))
+def greedy(params, config, prompts, num_tokens):
+    """The most likely continuation of `prompts` `[B, T]`, one token at a time."""
+    B, T = prompts.shape
+    weights = decode_weights(params, config, jnp.float32)
+
+    def choose(hidden):
+        return unembed(weights, config, hidden, num_tokens=config.vocab_size).argmax(axis=-1)
+
+    zeros = jnp.zeros((B, config.num_kv_heads, num_tokens, config.head_dim))
+    hidden, cache = extend(
+        weights, config, None, prompts, jnp.zeros(B, jnp.int32), jnp.full(B, T, jnp.int32)
+    )
+    cached = jnp.full(B, T, jnp.int32)
+
+    def step(carry, index):
+        token_ids, window = carry
+        hidden, window = decode(
+            weights, config, cache, cached, window, index, token_ids, cached + index
+        )
+        return (choose(hidden).astype(jnp.int32), window), token_ids
+
+    start = (choose(hidden).astype(jnp.int32), ((zeros, zeros),) * config.num_layers)
+    _, token_ids = jax.lax.scan(step, start, jnp.arange(num_tokens))
+    return token_ids.T
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_transformers_reads_our_export(tmp_path, seed):
+    config = random_config(seed)
+    params = random_params(config, seed)
+    save_hf(params, config, tmp_path / "hf", max_shard_size=10**9 if seed % 4 else 50_000)
+    assert QwenConfig.from_hf(tmp_path / "hf") == config
+    jax.tree.map(np.testing.assert_array_equal, load_hf(tmp_path / "hf"), params)
+
+    model = torch_model(tmp_path / "hf")
+    token_ids = np.random.default_rng(seed).integers(0, config.vocab_size, (2, 33))
+    with torch.no_grad():
+        wanted = model(torch.tensor(token_ids)).logits.numpy()
+    got = logits_of(params, config, jnp.asarray(token_ids))
+    np.testing.assert_allclose(got, wanted, atol=1e-4, rtol=0)
+
+    prompts = token_ids[:, :9]
+    generated = model.generate(
+        torch.tensor(prompts),
+        attention_mask=torch.ones(prompts.shape, dtype=torch.long),
+        max_new_tokens=64,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    ours = greedy(params, config, jnp.asarray(prompts), 64)
+    np.testing.assert_array_equal(ours, generated.numpy()[:, 9:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_folder_that_transformers_wrote(tmp_path, dtype):
+    # In, one step away from the source, out again, and read by transformers.
+    config = dataclasses.replace(random_config(5), tie_embeddings=False)
+    fields = {**config_fields(config), "dtype": dtype}
+    fields.pop("torch_dtype")
+    hf_config = transformers.Qwen3Config.from_dict(fields)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, dtype))
+    model.save_pretrained(tmp_path / "source", max_shard_size="40KB")
+    assert QwenConfig.from_hf(tmp_path / "source") == config
+
+    params = load_hf(tmp_path / "source")
+    token_ids = np.arange(40).reshape(2, 20)
+    with torch.no_grad():
+        wanted = model.float()(torch.tensor(token_ids)).logits.numpy()
+    np.testing.assert_allclose(
+        logits_of(params, config, jnp.asarray(token_ids)), wanted, atol=1e-4, rtol=0
+    )
+
+    trained = jax.tree.map(lambda leaf: 1.25 * leaf, params)
+    save_hf(trained, config, tmp_path / "export", source=tmp_path / "source")
+    exported = load_hf(tmp_path / "export")  # rounded to the source's dtype
+    with torch.no_grad():
+        wanted = torch_model(tmp_path / "export")(torch.tensor(token_ids)).logits.numpy()
+    np.testing.assert_allclose(
+        logits_of(exported, config, jnp.asarray(token_ids)), wanted, atol=1e-4, rtol=0
+    )
+    as_published = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    assert as_published.dtype == getattr(torch, dtype)
+
+
+def test_far_positions(tmp_path):
+    # Both round the angle to float32, which at position 3000 is 1e-4 of a turn at most.
+    config = random_config(3)
+    params = random_params(config, 3)
+    save_hf(params, config, tmp_path / "hf")
+    token_ids = np.random.default_rng(0).integers(0, config.vocab_size, (1, 40))
+    positions = torch.arange(3000, 3040)[None]
+    with torch.no_grad():
+        out = torch_model(tmp_path / "hf")(torch.tensor(token_ids), position_ids=positions)
+    got = logits_of(params, config, jnp.asarray(token_ids), offset=3000)
+    np.testing.assert_allclose(got, out.logits.numpy(), atol=2e-3, rtol=0)

@@ -1,0 +1,187 @@
+"""Our arithmetic against `transformers`: embeddings, first layer, logits of the stored models."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.attention import LOWEST
+from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.qwen import (
+    QwenConfig,
+    decode,
+    decode_weights,
+    extend,
+    hidden_states,
+    unembed,
+)
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NAMES = ["qwen2_old_spelling", "qwen2_tied", "qwen3_biased_bf16", "qwen3_untied"]
+
+
+@pytest.fixture(params=NAMES)
+def golden(request):
+    folder = GOLDEN / request.param
+    return QwenConfig.from_hf(folder), load_hf(folder), dict(np.load(folder / "golden.npz"))
+
+
+def packed(token_ids):
+    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+    return jnp.asarray(token_ids), positions, jnp.ones_like(positions)
+
+
+def test_embeddings_first_layer_then_logits(golden):
+    config, params, wanted = golden
+    token_ids, positions, segment_ids = packed(wanted["token_ids"])
+    embeddings = params["embed"]["embedding"][token_ids]
+    np.testing.assert_array_equal(embeddings, wanted["embeddings"])
+
+    # One layer and a final norm of scale 1: the reference's hidden state is from before the norm.
+    one_layer = {**params, "blocks": jax.tree.map(lambda leaf: leaf[:1], params["blocks"])}
+    one_layer["norm"] = {"scale": jnp.ones(config.width)}
+    first = hidden_states(one_layer, config, token_ids, positions, segment_ids)
+    x = wanted["first_layer"]
+    normed = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + config.rms_norm_eps)
+    np.testing.assert_allclose(first, normed, atol=1e-5)
+
+    hidden = hidden_states(params, config, token_ids, positions, segment_ids)
+    logits = unembed(params, config, hidden, num_tokens=config.vocab_size)
+    np.testing.assert_allclose(logits, wanted["logits"], atol=1e-4, rtol=0)
+    assert logits.dtype == jnp.float32
+
+
+def test_two_sequences_packed_in_one_row(golden):
+    config, params, wanted = golden
+    token_ids, positions, _ = packed(wanted["token_ids"])
+    segment_ids = jnp.array([[1], [2]]) * jnp.ones_like(token_ids)
+    row = (x.reshape(1, -1) for x in (token_ids, positions, segment_ids))
+    hidden = hidden_states(params, config, *row, remat=False)
+    logits = unembed(params, config, hidden, num_tokens=config.vocab_size)
+    np.testing.assert_allclose(
+        logits.reshape(wanted["logits"].shape), wanted["logits"], atol=1e-4, rtol=0
+    )
+
+
+def test_two_extends_then_decode(golden):
+    # 7 tokens, 5 more over their cache (padded to 8), and the last 8 one by one.
+    config, params, wanted = golden
+    token_ids = jnp.asarray(wanted["token_ids"])
+    B, T = token_ids.shape
+    weights = decode_weights(params, config, jnp.float32)
+
+    def check(hidden, position):
+        logits = unembed(weights, config, hidden, num_tokens=config.vocab_size)
+        np.testing.assert_allclose(logits, wanted["logits"][:, position], atol=1e-4, rtol=0)
+
+    def grown(old, new):
+        return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), old, new)
+
+    read_chunk = jax.jit(extend, static_argnums=1)
+    read_token = jax.jit(decode, static_argnums=1)
+    full = jnp.full(B, 7)
+    hidden, cache = read_chunk(
+        weights, config, None, token_ids[:, :7], jnp.zeros(B, jnp.int32), full
+    )
+    check(hidden, 6)
+    chunk = jnp.pad(token_ids[:, 7:12], ((0, 0), (0, 3)))
+    hidden, written = read_chunk(weights, config, cache, chunk, full, jnp.full(B, 5))
+    check(hidden, 11)
+
+    # The 3 positions of padding stay in the cache: `cached` keeps them out.
+    cache, cached = grown(cache, written), jnp.full(B, 12)
+    steps = T - 12
+    empty = jnp.zeros((B, config.num_kv_heads, steps, config.head_dim))
+    window = ((empty, empty),) * config.num_layers
+    for index in range(steps):
+        position = 12 + index
+        hidden, window = read_token(
+            weights,
+            config,
+            cache,
+            cached,
+            window,
+            jnp.int32(index),
+            token_ids[:, position],
+            jnp.full(B, position),
+        )
+        check(hidden, position)
+
+
+def test_padded_vocabulary_is_masked():
+    folder = GOLDEN / "qwen2_old_spelling"
+    config, params = QwenConfig.from_hf(folder), load_hf(folder)
+    wanted = np.load(folder / "golden.npz")
+    hidden = hidden_states(params, config, *packed(wanted["token_ids"]))
+    logits = unembed(params, config, hidden, num_tokens=300)
+    np.testing.assert_allclose(logits[..., :300], wanted["logits"][..., :300], atol=1e-4, rtol=0)
+    assert (logits[..., 300:] == LOWEST).all()
+
+
+def test_bfloat16_weights_are_computed_in_float32():
+    params = load_hf(GOLDEN / "qwen3_biased_bf16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.float32)}
+
+
+def fields_of(name, **changes):
+    fields = json.loads((GOLDEN / name / "config.json").read_text())
+    return {key: value for key, value in (fields | changes).items() if value is not None}
+
+
+def test_config_in_old_and_new_spelling():
+    old = fields_of("qwen2_old_spelling")
+    assert old["rope_theta"] == 50_000.0
+    assert "rope_parameters" not in old
+    new = fields_of(
+        "qwen2_old_spelling",
+        rope_theta=None,
+        torch_dtype=None,
+        dtype="float32",
+        rope_parameters={"rope_type": "default", "rope_theta": 50_000.0},
+    )
+    assert QwenConfig.from_dict(old) == QwenConfig.from_dict(new)
+    assert QwenConfig.from_dict(old).rope_theta == 50_000.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe'"),
+        ({"model_type": None}, "model_type None"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "RoPE scaling 'linear'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "RoPE by layer type"),
+        ({"use_sliding_window": True}, "sliding-window attention"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_refused_by_name(tmp_path, changes, named):
+    (tmp_path / "config.json").write_text(json.dumps(fields_of("qwen3_untied", **changes)))
+    with pytest.raises(ValueError, match=named) as error:
+        QwenConfig.from_hf(tmp_path)
+    assert str(tmp_path / "config.json") in str(error.value)
+
+
+def test_missing_folder():
+    with pytest.raises(FileNotFoundError, match="nowhere/model"):
+        QwenConfig.from_hf("nowhere/model")
+
+
+def test_missing_config(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no config\.json"):
+        QwenConfig.from_hf(tmp_path)
+
+
+@pytest.mark.parametrize("text", ['{"model_type": "qwen3",', "", "[]", "\x00"])
+def test_config_that_is_not_a_json_object(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json"):
+        QwenConfig.from_hf(tmp_path)

@@ -1,0 +1,87 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.objectives.kl import kl_estimate
+
+NAMES = [name + suffix for name in ("k1", "k2", "k3", "abs") for suffix in ("", "+")]
+LOGPROBS = np.array([[-1, -1, -1, -2]], np.float32)
+ANCHOR = np.array([[-1, -0.5, -2, -1]], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("k1", [0, -0.5, 1, -1]),
+        ("k2", [0, 0.125, 0.5, 0.5]),
+        ("k3", [0, 0.148721, 0.367879, 0.718282]),
+        ("abs", [0, 0.5, 1, 1]),
+    ],
+)
+def test_four_tokens_by_hand(name, expected):
+    for suffix in ("", "+"):
+        got = kl_estimate(LOGPROBS, ANCHOR, estimator=name + suffix)
+        np.testing.assert_allclose(got, [expected], atol=1e-6)
+
+
+def test_k3_is_the_default_and_ends_at_ten():
+    logprobs, anchor = np.array([[-10, -100]], np.float32), np.array([[-1, -1]], np.float32)
+    np.testing.assert_array_equal(kl_estimate(logprobs, anchor), [[10, 10]])
+
+
+def test_k3_on_samples_of_the_current_policy_estimates_kl_to_the_anchor():
+    old, new = np.log([0.7, 0.2, 0.1]), np.log([0.5, 0.3, 0.2])
+    k3 = kl_estimate(new[None].astype(np.float32), old[None].astype(np.float32))[0]
+    np.testing.assert_allclose(np.exp(new) @ k3, 0.092033, atol=1e-6)
+    np.testing.assert_allclose(np.exp(new) @ (new - old), 0.092033, atol=1e-6)
+    np.testing.assert_allclose(np.exp(old) @ k3, 0.078211, atol=1e-6)  # not KL(old || new)
+    np.testing.assert_allclose(np.exp(old) @ (old - new), 0.085123, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("k1", np.ones(4)),
+        ("k2", (LOGPROBS - ANCHOR)[0]),
+        ("k3", 1 - np.exp((ANCHOR - LOGPROBS)[0])),
+        ("abs", np.sign((LOGPROBS - ANCHOR)[0])),
+        ("k1+", (LOGPROBS - ANCHOR)[0]),
+        ("k2+", (LOGPROBS - ANCHOR)[0]),
+        ("k3+", (LOGPROBS - ANCHOR)[0]),
+        ("abs+", (LOGPROBS - ANCHOR)[0]),
+    ],
+)
+def test_gradients_by_hand(name, expected):
+    gradient = jax.grad(lambda x: kl_estimate(x, ANCHOR, estimator=name).sum())
+    np.testing.assert_allclose(gradient(jnp.array(LOGPROBS)), [expected], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])
+def test_gradient_is_the_slope(name):
+    x = LOGPROBS + np.float32(0.25)  # off the kink of abs
+    got = jax.grad(lambda x: kl_estimate(x, ANCHOR, estimator=name).sum())(jnp.array(x))
+    up, down = (kl_estimate(x + np.float32(s), ANCHOR, estimator=name) for s in (1e-3, -1e-3))
+    np.testing.assert_allclose(got, (up - down) / 2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("extreme", [-1e4, 1e4, -np.inf, np.inf, np.nan])
+def test_masked_tokens_are_inert_whatever_they_hold(name, extreme):
+    mask = np.array([[True, False, True, False]])
+    logprobs = jnp.where(mask, LOGPROBS, extreme)
+    for anchor in (ANCHOR, np.where(mask, ANCHOR, extreme).astype(np.float32)):
+        got = kl_estimate(logprobs, anchor, mask, estimator=name)
+        expected = np.where(mask, kl_estimate(LOGPROBS, ANCHOR, estimator=name), 0)
+        np.testing.assert_array_equal(got, expected)
+        gradient = jax.grad(
+            lambda x, anchor=anchor: kl_estimate(x, anchor, mask, estimator=name).sum()
+        )(logprobs)
+        assert (gradient[~mask] == 0).all()
+        assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", ["k4", "k3++", "+", "", "low_var_kl"])
+def test_an_unknown_name_lists_the_choices(name):
+    with pytest.raises(ValueError, match=r"k1, k2, k3, abs, k1\+, k2\+, k3\+, abs\+"):
+        kl_estimate(LOGPROBS, ANCHOR, estimator=name)

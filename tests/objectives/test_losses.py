@@ -1,0 +1,168 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.objectives.aggregation import token_weights
+from jaxrl.objectives.kl import kl_estimate
+from jaxrl.objectives.losses import clip_metrics, clipped_policy_loss, negative_log_likelihood
+
+DAPO_RANGE = {"clip_low": 0.2, "clip_high": 0.28}
+
+# Two trajectories with an anchor each; the second one's tool tokens and the padding are masked.
+LOGPROBS = np.array([[-1, -0.5, -2, 0], [-0.3, -1.2, -0.7, -0.9]], np.float32)
+OLD = np.array([[-1.1, -0.9, -2, 0], [-0.3, -1, -1.7, -0.9]], np.float32)
+REF = np.array([[-1, -0.7, -1.5, 0], [-0.4, -1.2, -0.6, -0.9]], np.float32)
+MASK = np.array([[1, 1, 0, 0], [1, 0, 1, 1]], bool)
+ADVANTAGES = np.array([[1] * 4, [-1] * 4], np.float32)
+
+
+def one_token(ratio, advantage):
+    return (
+        np.log(np.array([[ratio]], np.float32)),
+        np.zeros((1, 1), np.float32),
+        np.array([[advantage]], np.float32),
+        np.ones((1, 1), bool),
+    )
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "dual_clip", "expected"),
+    [
+        (1.5, 1, None, -1.28),
+        (1.25, 1, None, -1.25),
+        (0.5, 1, None, -0.5),
+        (0.5, -1, None, 0.8),
+        (1.5, -1, None, 1.5),
+        (5, -1, None, 5),
+        (5, -1, 3.0, 3),
+        (5, -1, 10.0, 5),
+        (12, -1, 10.0, 10),
+        (5, 1, 3.0, -1.28),
+    ],
+)
+def test_one_token_by_hand(ratio, advantage, dual_clip, expected):
+    got = clipped_policy_loss(*one_token(ratio, advantage), **DAPO_RANGE, dual_clip=dual_clip)
+    np.testing.assert_allclose(got, [[expected]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mode", "policy", "kl", "total"),
+    [
+        ("token-mean", 0.466622, 0.005748, 0.467197),
+        ("seq-mean-token-mean", 0.190088, 0.006351, 0.190723),
+    ],
+)
+def test_whole_loss_by_hand(mode, policy, kl, total):
+    ids = np.array([[1] * 4, [2] * 4])
+    weights = token_weights(MASK, ids, mode=mode, num_tokens=5, num_trajectories=2)
+    loss = clipped_policy_loss(LOGPROBS, OLD, ADVANTAGES, MASK, **DAPO_RANGE, dual_clip=3.0)
+    k3 = kl_estimate(LOGPROBS, REF, MASK)
+    got = [(weights * x).sum() for x in (loss, k3, loss + 0.1 * k3)]
+    np.testing.assert_allclose(got, [policy, kl, total], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "clipped", "dual_clipped"),
+    [
+        (1.5, 1, 1, 0),
+        (1.25, 1, 0, 0),
+        (0.5, 1, 0, 0),
+        (0.5, -1, 1, 0),
+        (5, -1, 0, 1),
+        (2, -1, 0, 0),
+    ],
+)
+def test_metrics_by_hand(ratio, advantage, clipped, dual_clipped):
+    got = clip_metrics(*one_token(ratio, advantage), **DAPO_RANGE, dual_clip=3.0)
+    assert got["pg_clipfrac"] == clipped
+    assert got["pg_clipfrac_lower"] == dual_clipped
+    np.testing.assert_allclose(got["ppo_kl"], [[-np.log(ratio)]], rtol=1e-6)
+
+
+def test_metrics_of_a_batch():
+    got = clip_metrics(LOGPROBS, OLD, ADVANTAGES, MASK, **DAPO_RANGE)
+    # Ratios e^.1, e^.4 with advantage 1; 1, e, 1 with advantage -1: one is over the ceiling.
+    np.testing.assert_array_equal(got["pg_clipfrac"], [[0, 1, 0, 0], [0, 0, 0, 0]])
+    assert not got["pg_clipfrac_lower"].any()
+    np.testing.assert_allclose(got["ppo_kl"], np.where(MASK, OLD - LOGPROBS, 0), rtol=1e-6)
+
+
+def test_likelihood_by_hand():
+    got = negative_log_likelihood(LOGPROBS, MASK)
+    np.testing.assert_allclose(got, [[1, 0.5, 0, 0], [0.3, 0, 0.7, 0.9]])
+
+
+def test_accepts_a_trajectory_a_row_under_jit():
+    run = jax.jit(lambda *arrays: clipped_policy_loss(*arrays, **DAPO_RANGE, dual_clip=3.0))
+    got = run(LOGPROBS, OLD, ADVANTAGES, MASK)
+    expected = clipped_policy_loss(LOGPROBS, OLD, ADVANTAGES, MASK, **DAPO_RANGE, dual_clip=3.0)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def losses_of(old, advantages, mask):
+    return {
+        "policy": lambda x: clipped_policy_loss(x, old, advantages, mask, **DAPO_RANGE),
+        "dual": lambda x: clipped_policy_loss(
+            x, old, advantages, mask, **DAPO_RANGE, dual_clip=3.0
+        ),
+        "likelihood": lambda x: negative_log_likelihood(x, mask),
+    }
+
+
+EXTREMES = [0.0, -1e4, 1e4, -np.inf, np.inf, np.nan]
+
+
+@pytest.mark.parametrize("name", ["policy", "dual", "likelihood"])
+@pytest.mark.parametrize("extreme", EXTREMES)
+@pytest.mark.parametrize("old_extreme", EXTREMES)
+def test_masked_tokens_are_inert_whatever_they_hold(name, extreme, old_extreme):
+    advantages = np.where(MASK, ADVANTAGES, extreme).astype(np.float32)
+    loss = losses_of(np.where(MASK, OLD, old_extreme).astype(np.float32), advantages, MASK)[name]
+    logprobs = jnp.where(MASK, LOGPROBS, extreme)
+    clean = losses_of(OLD, ADVANTAGES, MASK)[name]
+    np.testing.assert_array_equal(loss(logprobs), clean(LOGPROBS))
+    got = jax.grad(lambda x: loss(x).sum())(logprobs)
+    assert (got[~MASK] == 0).all()
+    np.testing.assert_array_equal(got, jax.grad(lambda x: clean(x).sum())(jnp.array(LOGPROBS)))
+
+
+@pytest.mark.parametrize("extreme", EXTREMES)
+def test_metrics_of_masked_tokens_are_zero(extreme):
+    x = np.full((1, 2), extreme, np.float32)
+    got = clip_metrics(x, -x, x, np.zeros((1, 2), bool), **DAPO_RANGE, dual_clip=3.0)
+    assert all((value == 0).all() for value in got.values())
+
+
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_an_unmasked_extreme_stays_finite(advantage):
+    old = np.zeros((1, 2), np.float32)
+    loss = losses_of(old, np.full((1, 2), advantage, np.float32), np.ones((1, 2), bool))["policy"]
+    value, gradient = jax.value_and_grad(lambda x: loss(x).sum())(jnp.array([[1e4, -1e4]]))
+    assert np.isfinite(value)
+    assert np.isfinite(gradient).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    offset=st.lists(st.floats(-1.5, 1.5), min_size=6, max_size=6),
+    advantages=st.lists(st.sampled_from([-2.0, -0.5, 0.0, 1.0]), min_size=6, max_size=6),
+)
+def test_gradient_is_the_slope_and_metrics_tell_where_it_is_zero(offset, advantages):
+    offset = np.array([offset], np.float32)
+    ratio = np.exp(offset)
+    # Stay off the kinks, where a slope is not defined.
+    smooth = np.abs(ratio[..., None] - [0.8, 1.28, 3.0]).min(-1) > 0.01
+    advantages = np.array([advantages], np.float32)
+    mask = np.ones((1, 6), bool)
+    loss = losses_of(np.zeros((1, 6), np.float32), advantages, mask)["dual"]
+
+    got = jax.grad(lambda x: loss(x).sum())(jnp.array(offset))
+    slope = (loss(offset + np.float32(1e-3)) - loss(offset - np.float32(1e-3))) / 2e-3
+    np.testing.assert_allclose(got[smooth], slope[smooth], atol=5e-3)
+
+    metrics = clip_metrics(offset, 0 * offset, advantages, mask, **DAPO_RANGE, dual_clip=3.0)
+    is_flat = (metrics["pg_clipfrac"] + metrics["pg_clipfrac_lower"] > 0) | (advantages == 0)
+    np.testing.assert_array_equal((np.asarray(got) == 0)[smooth], is_flat[smooth])

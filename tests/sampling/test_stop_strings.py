@@ -1,0 +1,141 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxrl.sampling.stop_strings import StopAutomaton
+
+TAGS = ("</search>", "</answer>")
+
+
+def read(automaton, ids):
+    """Runs the automaton; the index of the token that hits first, or None."""
+    state = 0
+    for index, token in enumerate(ids):
+        if automaton.is_hit[state, token]:
+            return index
+        state = automaton.next_state[state, token]
+    return None
+
+
+def search(vocab, stops, ids):
+    """The same by plain search in everything read so far."""
+    data = b""
+    for index, token in enumerate(ids):
+        data += vocab[token]
+        if any(data.find(stop.encode()) >= 0 for stop in stops):
+            return index
+    return None
+
+
+@pytest.mark.parametrize(
+    ("pieces", "hit"),
+    [
+        ([b"</search>"], 0),
+        ([b"what?", b"</", b"search", b">"], 3),
+        ([b"what", b"?</", b"search", b">\n\n"], 3),
+        ([b"x </sea", b"rch>.", b"</answer>"], 1),
+        ([b"<", b"</", b"answer", b"></search>"], 3),
+        ([b"</search", b"</search", b" >"], None),
+        ([b"</", b"", b"search", b">"], 3),
+    ],
+)
+def test_a_tag_is_found_however_it_is_split(pieces, hit):
+    automaton = StopAutomaton(pieces, TAGS)
+    assert read(automaton, range(len(pieces))) == hit
+
+
+def test_text_ends_at_the_stop_though_the_token_goes_on():
+    automaton = StopAutomaton([b""], TAGS)
+    assert automaton.cut([b"a</answer", b">\n\n<search>b</search>"]) == b"a</answer>"
+    assert automaton.cut([b"no ", b"tag"]) == b"no tag"
+    assert automaton.first_stop(b"xx</search>.</answer>") == len("xx</search>")
+    assert automaton.first_stop(b"</search") is None
+
+
+def test_two_tags_make_seventeen_states():
+    automaton = StopAutomaton([b"<", b">"], TAGS)
+    assert automaton.next_state.shape == automaton.is_hit.shape == (17, 2)
+    assert automaton.next_state.dtype == np.int8
+    assert automaton.is_hit.dtype == bool
+    assert automaton.is_hit.sum() == 2  # `>` after either tag, all but complete
+
+
+def test_one_stop_inside_another_and_beyond_ascii():
+    stops = ("abcd", "bc", "é!")
+    vocab = [b"a", b"b", b"c", b"d", "é".encode()[:1], "é".encode()[1:] + b"!?"]
+    automaton = StopAutomaton(vocab, stops)
+    assert read(automaton, [0, 1, 2, 3]) == 2
+    assert read(automaton, [0, 4, 5]) == 2
+    assert automaton.first_stop("a é!".encode()) == len("a é!".encode())
+
+
+def test_many_states_take_sixteen_bits():
+    automaton = StopAutomaton([b"a", b"b"], ["a" * 200])
+    assert automaton.next_state.dtype == np.int16
+    assert read(automaton, [1] + [0] * 250) == 200
+
+
+def test_without_stop_strings_nothing_hits():
+    automaton = StopAutomaton([b"a", b""], ())
+    assert not automaton.is_hit.any()
+    assert automaton.next_state.shape == (1, 2)
+    assert automaton.cut([b"a", b"b"]) == b"ab"
+
+
+def test_an_empty_stop_string_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        StopAutomaton([b"a"], ["</search>", ""])
+
+
+ODD_TOKENS = [
+    b"</",
+    b"search",
+    b">\n\n",
+    b">.",
+    b"?</",
+    b"</search>",
+    b"</search",
+    b"answer></",
+    b"",
+]
+
+
+@given(
+    vocab=st.lists(
+        st.sampled_from(ODD_TOKENS) | st.text("<>/aesrch?", max_size=4).map(str.encode),
+        min_size=1,
+        max_size=12,
+    ),
+    draws=st.lists(st.integers(0, 2**16), max_size=40),
+)
+def test_agrees_with_plain_search_on_tags(vocab, draws):
+    automaton = StopAutomaton(vocab, TAGS)
+    ids = [draw % len(vocab) for draw in draws]
+    assert read(automaton, ids) == search(vocab, TAGS, ids)
+
+
+@given(
+    vocab=st.lists(st.binary(max_size=2) | st.text("ab", max_size=3).map(str.encode), min_size=1),
+    stops=st.lists(st.text("abé", min_size=1, max_size=5), max_size=4),
+    draws=st.lists(st.integers(0, 2**16), max_size=30),
+)
+def test_agrees_with_plain_search_on_any_stop_strings(vocab, stops, draws):
+    automaton = StopAutomaton(vocab, stops)
+    assert automaton.next_state.min() >= 0
+    assert automaton.next_state.max() < len(automaton.next_state)
+    ids = [draw % len(vocab) for draw in draws]
+    hit = read(automaton, ids)
+    assert hit == search(vocab, stops, ids)
+
+    # The text ends inside the token that hit, at the first byte where a stop string is complete.
+    data = b"".join(vocab[id] for id in ids)
+    text = automaton.cut([vocab[id] for id in ids])
+    assert data.startswith(text)
+    if hit is None:
+        assert text == data
+    else:
+        before = b"".join(vocab[id] for id in ids[:hit])
+        assert len(before) < len(text) <= len(before) + len(vocab[ids[hit]])
+        assert any(text.endswith(stop.encode()) for stop in stops)
+        assert not any(stop.encode() in text[:-1] for stop in stops)

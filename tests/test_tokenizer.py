@@ -1,0 +1,182 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from jaxrl.tokenizer import Tokenizer
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TEXTS = ["where is the Eiffel tower?", "<search>tower</search>", "<answer>Paris</answer>", "塔，é"]
+
+
+def save(folder, *, special=("<|im_end|>", "<|im_start|>"), added=("<think>",), **config):
+    """Trains a small tokenizer and writes it the way a model's folder has it."""
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(TEXTS * 5, trainer)
+    backend.add_special_tokens(list(special))
+    backend.add_tokens(list(added))
+    # What the class must switch off: a token at the front, a limit on the length, padding.
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", backend.token_to_id(special[1]))]
+    )
+    backend.enable_truncation(5)
+    if "pad_token" in config:
+        backend.enable_padding(length=8, pad_token=config["pad_token"])
+    backend.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "chat_template": CHATML,
+    } | config
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.from_folder(save(tmp_path_factory.mktemp("tokenizer")))
+
+
+@given(text=st.text() | st.text("<>/searchanwer|im_end 塔é\n"))
+def test_bytes_survive_a_round_trip(tokenizer, text):
+    text = normalizers.NFC().normalize_str(text)
+    for ids in (tokenizer.encode(text), tokenizer.encode_plain(text)):
+        assert b"".join(tokenizer.vocab_bytes[id] for id in ids) == text.encode()
+        assert tokenizer.decode(ids) == text
+
+
+def test_single_bytes_are_the_alphabet(tokenizer):
+    alphabet = [token for token in tokenizer.vocab_bytes if len(token) == 1]
+    assert sorted(alphabet) == [bytes([byte]) for byte in range(256)]
+    assert len(tokenizer.vocab_bytes) == tokenizer.num_tokens
+
+
+def test_half_a_character_decodes_to_a_replacement(tokenizer):
+    half = tokenizer.vocab_bytes.index("é".encode()[:1])
+    assert tokenizer.decode([half, *tokenizer.encode("a")]) == "\N{REPLACEMENT CHARACTER}a"
+
+
+def test_special_tokens_are_parsed_and_none_added(tokenizer):
+    end = tokenizer.eos_ids[0]
+    assert tokenizer.encode("a<|im_end|>b") == [
+        *tokenizer.encode("a"),
+        end,
+        *tokenizer.encode("b"),
+    ]
+    assert tokenizer.vocab_bytes[end] == b"<|im_end|>"
+    assert len(tokenizer.encode("a" * 50)) > 5  # the file's own limit on the length is off
+
+
+@pytest.mark.parametrize("marker", ["<|im_end|>", "<|im_start|>", "<think>"])
+def test_text_from_outside_cannot_forge_a_token(tokenizer, marker):
+    (forged,) = tokenizer.encode(marker)
+    text = f"a{marker}b {marker}{marker}"
+    plain = tokenizer.encode_plain(text)
+    assert forged not in plain
+    assert tokenizer.decode(plain) == text
+    assert tokenizer.encode("plain words <search>") == tokenizer.encode_plain(
+        "plain words <search>"
+    )
+
+
+def test_prompt_is_the_template_as_transformers_encodes_it(tokenizer):
+    messages = [{"role": "system", "content": "Search."}, {"role": "user", "content": "Where?"}]
+    ids = tokenizer.render_prompt(messages)
+    assert tokenizer.decode(ids) == (
+        "<|im_start|>system\nSearch.<|im_end|>\n<|im_start|>user\nWhere?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert ids == tokenizer._hf_tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_end_tokens_come_from_both_files(tmp_path):
+    save(tmp_path)
+    one = Tokenizer.from_folder(tmp_path)
+    assert one.pad_id == one.eos_ids[0]
+    start, end = one.encode("<|im_start|>") + one.encode("<|im_end|>")
+    for value, expected in [(start, (end, start)), ([end, start], (end, start)), (None, (end,))]:
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+        assert Tokenizer.from_folder(tmp_path).eos_ids == expected
+
+
+def test_pad_token_of_its_own(tmp_path):
+    save(tmp_path, special=("<|im_end|>", "<|im_start|>", "<|pad|>"), pad_token="<|pad|>")
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.vocab_bytes[tokenizer.pad_id] == b"<|pad|>"
+    assert len(tokenizer.encode("a")) == len(tokenizer.encode_plain("a")) == 1
+
+
+def test_ids_that_the_vocabulary_skips_stand_for_nothing(tmp_path):
+    spec = json.loads((save(tmp_path) / "tokenizer.json").read_text())
+    spec["added_tokens"].append(spec["added_tokens"][-1] | {"id": 400, "content": "<late>"})
+    spec["model"]["vocab"]["<late>"] = 400
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.num_tokens == 401
+    assert tokenizer.vocab_bytes[399:] == [b"", b"<late>"]
+
+
+def test_a_missing_folder_is_no_name_on_a_hub():
+    with pytest.raises(FileNotFoundError, match=r"'Qwen/Qwen3-0.6B' is not a folder.*model\.path"):
+        Tokenizer.from_folder("Qwen/Qwen3-0.6B")
+
+
+def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_tokenizer_without_a_template_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no chat template"):
+        Tokenizer.from_folder(save(tmp_path, chat_template=None))
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="eos_token"):
+        Tokenizer.from_folder(save(tmp_path, eos_token=None))
+
+
+def test_a_special_token_that_merges_make_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="'search' is also"):
+        Tokenizer.from_folder(save(tmp_path, special=("<|im_end|>", "<|im_start|>", "search")))
+
+
+@pytest.mark.parametrize(
+    ("model", "pre_tokenizer"),
+    [
+        (models.WordLevel({"a": 0, "b": 1}, unk_token="a"), pre_tokenizers.Whitespace()),
+        (models.BPE({"a": 0, "▁": 1}, []), pre_tokenizers.Metaspace()),
+        (models.BPE({"a": 0, "▁": 1}, []), pre_tokenizers.ByteLevel()),
+    ],
+)
+def test_other_kinds_are_refused(tmp_path, model, pre_tokenizer):
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizer
+    save(tmp_path)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="expected byte-level BPE"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_loading_prints_nothing(tmp_path):
+    code = f"from jaxrl.tokenizer import Tokenizer; Tokenizer.from_folder({str(save(tmp_path))!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
