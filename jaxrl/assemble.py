@@ -1,5 +1,6 @@
-"""From a configuration to the objects of a run. Everything that can be refused is refused here,
-before any long work.
+"""From a configuration to the objects of a run.
+
+Everything that can be refused is refused here, before any long work.
 """
 
 from __future__ import annotations

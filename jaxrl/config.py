@@ -245,7 +245,7 @@ def _check_rules(config: ConfigDict) -> None:
         _refuse(
             "optimizer.num_minibatches",
             optimizer.num_minibatches,
-            f"a divisor of rollout.tasks_per_step={rollout.tasks_per_step}, since groups stay whole",
+            f"a divisor of rollout.tasks_per_step={rollout.tasks_per_step}; groups stay whole",
         )
     if rollout.max_prompt_tokens >= rollout.max_total_tokens:
         _refuse(

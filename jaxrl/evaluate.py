@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxrl.envs.base import Task
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Rollout, Seeds
-from jaxrl.envs.base import Task
 from jaxrl.types import Draw, Trajectory
 
 
@@ -69,7 +69,7 @@ def as_metrics(suite: str, summary: dict[str, dict[str, float]]) -> dict[str, fl
 
 
 def write_results(
-    path: Path, step: int, suites: dict[str, Sequence[Trajectory]]
+    path: Path, step: int, suites: Mapping[str, Sequence[Trajectory]]
 ) -> dict[str, dict[str, dict[str, float]]]:
     """Writes `eval/*.json`: means of each suite, and every question's answer.
 

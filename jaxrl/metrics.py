@@ -41,7 +41,7 @@ def _plain(value: Any) -> float | int | None:
 
 
 def write_trajectories(
-    path: Path, trajectories: Sequence[Trajectory], advantages: Sequence[float]
+    path: Path, trajectories: Sequence[Trajectory], advantages: np.ndarray
 ) -> None:
     """Writes trajectories as JSONL, each with its text, its turns and its token arrays."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
 def rollout_metrics(
     trajectories: Sequence[Trajectory], max_response_tokens: int
 ) -> dict[str, float]:
-    """Means over the trajectories the environment could score, under verl's names where it has one."""
+    """Means over the trajectories that could be scored, under verl's names where it has one."""
     scored = [t for t in trajectories if t.outcome != "environment_error"]
     count = max(len(scored), 1)
     lengths = [t.num_sampled for t in scored] or [0]

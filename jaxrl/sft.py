@@ -39,7 +39,7 @@ def read_demonstrations(
     """
 
     def parse(fields: dict[str, Any], place: str) -> Demonstration:
-        messages = fields.get("messages")
+        messages: Any = fields.get("messages")
         check_messages(messages, place)
         demonstration = encode_demonstration(
             messages, tokenizer, max_observation_tokens=max_observation_tokens, place=place

@@ -350,10 +350,10 @@ def add_logprobs(
 ) -> Batch:
     """Old and reference log-probabilities, where the update cannot take its own or needs none."""
     if not single:
-        batch = batch.replace(old_logprobs=score(params, batch, packed.num_micro))
+        batch = dataclasses.replace(batch, old_logprobs=score(params, batch, packed.num_micro))
     if ref_params is not None:
-        plain = batch.replace(old_logprobs=None)
-        batch = batch.replace(ref_logprobs=score(ref_params, plain, packed.num_micro))
+        plain = dataclasses.replace(batch, old_logprobs=None)
+        batch = dataclasses.replace(batch, ref_logprobs=score(ref_params, plain, packed.num_micro))
     return batch
 
 
@@ -387,7 +387,8 @@ def make_policy_loss(loss: ConfigDict, kl: ConfigDict) -> TokenLoss:
             ),
         }
         if kl_coef:
-            anchor = old if anchor_name == "old" else batch.ref_logprobs
+            anchor = batch.ref_logprobs if anchor_name == "ref" else old
+            assert anchor is not None
             divergence = kl_estimate(logprobs, anchor, batch.loss_mask, estimator=estimator)
             values = values + kl_coef * divergence
             metrics["actor/kl_loss"] = divergence

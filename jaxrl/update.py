@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,9 @@ from jaxrl.sharding import BATCH, param_shardings, replicated
 from jaxrl.types import Batch, Params, TrainState
 
 TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, jax.Array]]]
-"""Log-probabilities and entropies `[b, T]` and their micro-batch to per-token losses `[b, T]`, which
-`token_weights` adds up, and to per-token metrics `[b, T]`.
+"""Log-probabilities and entropies `[b, T]` and their micro-batch to losses and metrics `[b, T]`.
+
+`token_weights` adds the losses up.
 
 Metrics are averaged over the sampled tokens; of one whose name ends in `_max`, the largest counts;
 one that ends in `_loss` is added up like the loss.
@@ -141,7 +143,8 @@ def state_shardings(
         params,
         transform_non_params=lambda _: whole,
     )
-    return TrainState(params=params, opt_state=moments, num_updates=whole, num_skipped=whole)
+    counters: Any = whole
+    return TrainState(params=params, opt_state=moments, num_updates=counters, num_skipped=counters)
 
 
 def init_state(
@@ -174,7 +177,7 @@ def _micro(batch: Batch, index: jax.Array) -> Batch:
 
 
 def make_score_step(model: Model, *, temperature: float) -> CompiledFunction:
-    """`score(params, batch, num_micro) -> float32 [A, b, T]`, log-probabilities without gradient."""
+    """`score(params, batch, num_micro) -> float32 [A, b, T]`, the tokens' log-probabilities."""
 
     def score(params: Params, batch: Batch, num_micro: jax.Array) -> jax.Array:
         def body(index: jax.Array, logprobs: jax.Array) -> jax.Array:
@@ -215,7 +218,7 @@ def make_gradient(
         params: Params, batch: Batch, num_micro: jax.Array
     ) -> tuple[Params, dict[str, jax.Array]]:
         differentiate = jax.grad(micro_loss, has_aux=True)
-        abstract = jax.eval_shape(micro_loss, params, _micro(batch, 0))[1]
+        abstract = jax.eval_shape(micro_loss, params, _micro(batch, jnp.int32(0)))[1]
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, abstract))
         shardings = param_shardings(model.mesh, model.config)
 
@@ -274,14 +277,15 @@ def make_update_step(
 
         def apply(state: TrainState) -> TrainState:
             changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-            return state.replace(
+            return dataclasses.replace(
+                state,
                 params=optax.apply_updates(state.params, changes),
                 opt_state=opt_state,
                 num_updates=state.num_updates + 1,
             )
 
         def skip(state: TrainState) -> TrainState:
-            return state.replace(num_skipped=state.num_skipped + 1)
+            return dataclasses.replace(state, num_skipped=state.num_skipped + 1)
 
         state = jax.lax.cond(is_finite, apply, skip, state)
         state = jax.lax.with_sharding_constraint(state, shardings)

@@ -77,6 +77,7 @@ class Turn:
     tool_call: str | None = None
     observation: str | None = None  # as inserted, after any shortening
     latency_s: float = 0.0
+    error: str | None = None  # why the environment could not reply
 
 
 @dataclass(kw_only=True)

@@ -41,7 +41,7 @@ def _softmax_average(
     highest = parts[0][0].max(axis=-1, keepdims=True)
     for scores, _ in parts[1:]:
         highest = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
-    total, average = 0.0, 0.0
+    total = average = jnp.zeros(())
     for scores, values in parts:
         weights = jnp.exp(scores - highest)
         total = total + weights.sum(axis=-1, keepdims=True)

@@ -296,6 +296,8 @@ def save_hf(
         for name, place in places.items()
     }
     with _written_whole(Path(path), marker="config.json") as folder:
+        if jax.process_index() == 0:
+            _write_small_files(folder, config, source)
         for file, names in _split(sizes, max_shard_size).items():
             # One file's tensors are on the host at a time.
             tensors = {
@@ -304,12 +306,10 @@ def save_hf(
             }
             if jax.process_index() == 0:
                 save_file(tensors, folder / file, metadata={"format": "pt"})
+                # safetensors lets nobody but the owner read its files.
+                shutil.copymode(folder / "config.json", folder / file)
         if jax.process_index() == 0:
             _write_index(folder, sizes, max_shard_size)
-            if source is not None:
-                _copy_side_files(Path(source), folder)
-            else:
-                _write_json(folder / "config.json", config_fields(config))
 
 
 def _check_params(leaves: Mapping[str, Any], config: QwenConfig) -> None:
@@ -378,6 +378,13 @@ def _write_index(folder: Path, sizes: Mapping[str, int], max_shard_size: int) ->
         weight_map = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         _write_json(folder / INDEX_FILE, index)
+
+
+def _write_small_files(folder: Path, config: QwenConfig, source: str | Path | None) -> None:
+    if source is None:
+        _write_json(folder / "config.json", config_fields(config))
+    else:
+        _copy_side_files(Path(source), folder)
 
 
 def _write_json(file: Path, content: dict[str, Any]) -> None:

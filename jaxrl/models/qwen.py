@@ -266,14 +266,22 @@ def rms_norm(
     return (normed * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def rope(
-    x: Float[Array, "M heads H"], positions: Int[Array, " M"], theta: float
-) -> Float[Array, "M heads H"]:
+Angles = tuple[jax.Array, jax.Array]
+"""Cosines and sines of rotary angles, float32 `[M, 1, H / 2]`."""
+
+
+def rope_angles(positions: Int[Array, " M"], config: QwenConfig) -> Angles:
+    """The rotary angles of M positions, made once for all layers."""
+    half = config.head_dim // 2
+    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[:, None, None].astype(jnp.float32) * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def rope(x: Float[Array, "M heads H"], angles: Angles) -> Float[Array, "M heads H"]:
     """Rotary embedding (https://arxiv.org/abs/2104.09864), pairs (i, i + H/2) as Qwen has them."""
     half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[:, None, None].astype(jnp.float32) * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = angles
     first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x.dtype)
@@ -289,7 +297,7 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def _block(
-    layer: Params, config: QwenConfig, x: jax.Array, positions: jax.Array, attend: Attend
+    layer: Params, config: QwenConfig, x: jax.Array, angles: Angles, attend: Attend
 ) -> jax.Array:
     """One decoder layer over M tokens `[M, D]`, rows already merged.
 
@@ -304,7 +312,7 @@ def _block(
     if config.qk_norm:
         q = rms_norm(q, weights["q_norm"]["scale"], config.rms_norm_eps)
         k = rms_norm(k, weights["k_norm"]["scale"], config.rms_norm_eps)
-    q, k = rope(q, positions, config.rope_theta), rope(k, positions, config.rope_theta)
+    q, k = rope(q, angles), rope(k, angles)
     attended = attend(q, k, v).reshape(x.shape[0], config.num_heads * config.head_dim)
     x = x + _linear(weights["o"], attended)
     normed = rms_norm(x, layer["post_attention_norm"]["scale"], config.rms_norm_eps)
@@ -333,15 +341,15 @@ def hidden_states(
         remat: recompute each layer in the backward pass rather than keep its activations.
     """
     R, T = token_ids.shape
-    flat_positions = positions.reshape(-1)
+    angles = rope_angles(positions.reshape(-1), config)
     same_segment = attention.packed_mask(segment_ids)
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        rows = (x.reshape(R, T, *x.shape[1:]) for x in (q, k, v))
-        return attention.train(*rows, same_segment).reshape(R * T, *q.shape[1:])
+        q, k, v = (x.reshape(R, T, *x.shape[1:]) for x in (q, k, v))
+        return attention.train(q, k, v, same_segment).reshape(R * T, *q.shape[2:])
 
     def step(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-        return _block(layer, config, x, flat_positions, attend), None
+        return _block(layer, config, x, angles, attend), None
 
     x = params["embed"]["embedding"][token_ids.reshape(-1)]
     x, _ = jax.lax.scan(jax.checkpoint(step) if remat else step, x, params["blocks"])
@@ -389,7 +397,7 @@ def extend(
         `[R, K, C, H]` a layer, for the caller to write at `start`.
     """
     R, C = token_ids.shape
-    positions = (start[:, None] + jnp.arange(C)).reshape(-1)
+    angles = rope_angles((start[:, None] + jnp.arange(C)).reshape(-1), config)
     written = []
     x = weights["embed"]["embedding"][token_ids.reshape(-1)]
     for index, layer in enumerate(weights["blocks"]):
@@ -401,7 +409,7 @@ def extend(
             past = cache[index] if cache is not None else None
             return attention.extend(q, k, v, past, start).reshape(R * C, *q.shape[2:])
 
-        x = _block(layer, config, x, positions, attend)
+        x = _block(layer, config, x, angles, attend)
     last = x.reshape(R, C, -1)[jnp.arange(R), lengths - 1]
     return rms_norm(last, weights["norm"]["scale"], config.rms_norm_eps), tuple(written)
 
@@ -436,6 +444,7 @@ def decode(
         The normed hidden state after each token, and the chunk with this step written.
     """
     written = []
+    angles = rope_angles(positions, config)
     x = weights["embed"]["embedding"][token_ids]
     for layer_index, layer in enumerate(weights["blocks"]):
 
@@ -447,5 +456,5 @@ def decode(
             written.append((keys, values))
             return attention.decode(q, cache[at], cached, (keys, values), index)
 
-        x = _block(layer, config, x, positions, attend)
+        x = _block(layer, config, x, angles, attend)
     return rms_norm(x, weights["norm"]["scale"], config.rms_norm_eps), tuple(written)

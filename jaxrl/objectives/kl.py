@@ -14,7 +14,7 @@ def kl_estimate(
     loss_mask: Bool[Array, "R T"] | None = None,
     *,
     estimator: str = "k3",
-) -> Float[Array, "R T"]:
+) -> Float[jax.Array, "R T"]:
     """Per-token estimate of KL(current || anchor) on tokens the current policy sampled.
 
     http://joschu.net/blog/kl-approx.html. With `d = anchor_logprobs - logprobs`:
@@ -41,7 +41,7 @@ def kl_estimate(
             "Set `kl.estimator`."
         )
     # Masking the result alone would leave 0 * inf in the gradient.
-    d = anchor_logprobs - logprobs
+    d = jnp.asarray(anchor_logprobs - logprobs)
     if loss_mask is not None:
         d = jnp.where(loss_mask, d, 0.0)
     value = _ESTIMATORS[estimator.removesuffix("+")](d)
@@ -51,20 +51,20 @@ def kl_estimate(
     return value
 
 
-def _k1(d: Array) -> Array:
+def _k1(d: jax.Array) -> jax.Array:
     return -d
 
 
-def _k2(d: Array) -> Array:
+def _k2(d: jax.Array) -> jax.Array:
     return d**2 / 2
 
 
-def _k3(d: Array) -> Array:
+def _k3(d: jax.Array) -> jax.Array:
     d = jnp.clip(d, -20.0, 20.0)
     return jnp.clip(jnp.expm1(d) - d, -10.0, 10.0)
 
 
-def _abs(d: Array) -> Array:
+def _abs(d: jax.Array) -> jax.Array:
     return jnp.sign(d) * d  # the gradient of jnp.abs is 1 at 0, where every first update starts
 
 

@@ -17,7 +17,7 @@ def clipped_policy_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-) -> Float[Array, "R T"]:
+) -> Float[jax.Array, "R T"]:
     """Per-token clipped surrogate loss; zero outside `loss_mask`.
 
     PPO equation 7 (https://arxiv.org/abs/1707.06347) with the asymmetric range of
@@ -51,7 +51,7 @@ def clip_metrics(
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = None,
-) -> dict[str, Float[Array, "R T"]]:
+) -> dict[str, Float[jax.Array, "R T"]]:
     """What `clipped_policy_loss` of the same arguments did to each token; zero outside the mask.
 
     Their means over the sampled tokens are verl's metrics of these names.
@@ -74,7 +74,7 @@ def clip_metrics(
 
 def negative_log_likelihood(
     logprobs: Float[Array, "R T"], loss_mask: Bool[Array, "R T"]
-) -> Float[Array, "R T"]:
+) -> Float[jax.Array, "R T"]:
     """Per-token cross-entropy of supervised training, in nats; zero outside `loss_mask`."""
     return -jnp.where(loss_mask, logprobs, 0.0)
 
@@ -83,7 +83,7 @@ def _log_ratio(
     logprobs: Float[Array, "R T"],
     old_logprobs: Float[Array, "R T"],
     loss_mask: Bool[Array, "R T"],
-) -> Float[Array, "R T"]:
+) -> Float[jax.Array, "R T"]:
     # Mask before exp: an overflow at a masked token would turn its zero gradient into NaN.
     return jnp.clip(jnp.where(loss_mask, logprobs - old_logprobs, 0.0), -20.0, 20.0)
 

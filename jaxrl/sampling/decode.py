@@ -1,12 +1,13 @@
 """The sampler's device programs: prompts in, chunks of tokens out.
 
-All are pure functions of `Slots`, which the engine donates from call to call. What the host reads
-after a chunk is returned beside the slots, so that dispatching the next chunk does not take it away.
+All are pure functions of `Slots`, which the engine donates from call to call. What the host
+reads after a chunk is returned beside the slots: dispatching the next chunk must not take it away.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,9 @@ from jaxrl.models.qwen import Cache, QwenConfig
 from jaxrl.sampling import next_token
 from jaxrl.sharding import batch_sharding, cache_sharding, replicated
 from jaxrl.types import Params
+
+Array = Any
+"""A device array, or its host copy."""
 
 RUNNING, STOP_STRING, END_OF_TURN, OUT_OF_BUDGET = 0, 1, 2, 3
 """Why a row stopped: not at all, a stop string, an end-of-turn id, no tokens left."""
@@ -40,9 +44,9 @@ class Slots:
 class Report:
     """What a chunk of N steps sampled, for r rows."""
 
-    token_ids: jax.Array  # int32 [r, N]; -1 where nothing was sampled
-    logprobs: jax.Array  # float32 [r, N], nats
-    entropies: jax.Array  # float32 [r, N], nats
+    token_ids: Array  # int32 [r, N]; -1 where nothing was sampled
+    logprobs: Array  # float32 [r, N], nats
+    entropies: Array  # float32 [r, N], nats
     status: jax.Array  # int32 [r], RUNNING or why the row stopped
 
 
@@ -50,9 +54,9 @@ class Report:
 class StopTables:
     """The stop automaton over token ids and the end-of-turn ids, on the device."""
 
-    next_state: jax.Array  # [states, V]
-    is_hit: jax.Array  # bool [states, V]
-    is_end: jax.Array  # bool [V]
+    next_state: Array  # [states, V]
+    is_hit: Array  # bool [states, V]
+    is_end: Array  # bool [V]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,10 +96,11 @@ class Sampler:
         """Slots and heads stay split over the mesh, whatever the compiler would prefer."""
         by_slot = batch_sharding(self.mesh)
         small = jax.tree.map(
-            lambda x: jax.lax.with_sharding_constraint(x, by_slot), slots.replace(cache=())
+            lambda x: jax.lax.with_sharding_constraint(x, by_slot),
+            dataclasses.replace(slots, cache=()),
         )
         constrain = lambda x: jax.lax.with_sharding_constraint(x, cache_sharding(self.mesh))  # noqa: E731
-        return small.replace(cache=jax.tree.map(constrain, slots.cache))
+        return dataclasses.replace(small, cache=jax.tree.map(constrain, slots.cache))
 
     def prefill(
         self, weights: Params, token_ids: jax.Array, lengths: jax.Array
@@ -190,7 +195,9 @@ class Sampler:
         host after each turn of it; rows that stop early are masked.
         """
         past = jax.tree.map(lambda x: kv_cache.take_rows(x, rows), slots.cache)
-        small = jax.tree.map(lambda x: kv_cache.take_rows(x, rows), slots.replace(cache=()))
+        small = jax.tree.map(
+            lambda x: kv_cache.take_rows(x, rows), dataclasses.replace(slots, cache=())
+        )
         cached, num_rows = small.length, small.length.shape[0]
         written = kv_cache.allocate(self.config, num_rows, self.num_steps, self.dtype)
         report = Report(
@@ -219,7 +226,8 @@ class Sampler:
             hidden, written = qwen.decode(
                 weights, self.config, past, cached, written, index, token, small.length
             )
-            small = small.replace(
+            small = dataclasses.replace(
+                small,
                 hidden=jnp.where(running[:, None], hidden, small.hidden),
                 length=small.length + running,
                 active=running,
@@ -235,7 +243,8 @@ class Sampler:
         cache = jax.tree.map(
             lambda old, x: kv_cache.write_window(old, rows, cached, x), slots.cache, written
         )
-        slots = jax.tree.map(put, slots.replace(cache=()), small).replace(cache=cache)
+        updated = jax.tree.map(put, dataclasses.replace(slots, cache=()), small)
+        slots = dataclasses.replace(updated, cache=cache)
         by_row = Report(
             token_ids=report.token_ids.T,
             logprobs=report.logprobs.T,

@@ -298,7 +298,8 @@ class Engine:
             for shard, members in enumerate(batch):
                 for index, (request, tokens, allowed) in enumerate(members):
                     slot = self._slot_of[request]
-                    row = self._rows[slot]
+                    row = self._row(slot)
+                    assert row.pending is not None, f"request {request} has not stopped"
                     new = [row.pending, *tokens]
                     rows[shard, index] = slot % self._slots_per_shard
                     token_ids[shard, index, : len(new)] = new
@@ -357,20 +358,25 @@ class Engine:
         return sorted(events, key=lambda event: event.request)
 
     def _event(self, slot: int, report: decode.Report, index: int) -> Event:
-        row = self._rows[slot]
+        row = self._row(slot)
         num_sampled = int((report.token_ids[index] >= 0).sum())
         status = int(report.status[index])
-        token_ids = report.token_ids[index, :num_sampled].copy()
+        token_ids = np.array(report.token_ids[index, :num_sampled])
         if status != decode.RUNNING:
             row.is_waiting, row.pending = True, int(token_ids[-1])
         self.counts.sampled += num_sampled
         return Event(
             request=row.request,
             token_ids=token_ids,
-            logprobs=report.logprobs[index, :num_sampled].copy(),
-            entropies=report.entropies[index, :num_sampled].copy(),
+            logprobs=np.array(report.logprobs[index, :num_sampled]),
+            entropies=np.array(report.entropies[index, :num_sampled]),
             status=status,
         )
+
+    def _row(self, slot: int) -> _Row:
+        row = self._rows[slot]
+        assert row is not None, f"slot {slot} is free"
+        return row
 
     def _admit(self) -> None:
         """Moves requests from the queue to free slots, reading each new prompt once."""

@@ -6,8 +6,10 @@ encoded again. What the environment says is encoded once, when it is appended.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -154,9 +156,7 @@ class Rollout:
             group_id = index // group_size
             prompt = prompts[group_id]
             budget = self._budget(len(prompt), num_sampled=0)
-            requests.append(
-                Request(prompt_ids=tuple(prompt), sample_key=key, budget=budget)
-            )
+            requests.append(Request(prompt_ids=tuple(prompt), sample_key=key, budget=budget))
             sample = _Sample(
                 episode=Episode(task=tasks[group_id]),
                 group_id=group_id,
@@ -212,7 +212,12 @@ class Rollout:
         )
         resumed = []
         for (request, sample, text), result in zip(waiting, results, strict=True):
-            turn = Turn(text=text, tool_call=result.tool_call, latency_s=result.latency_s)
+            turn = Turn(
+                text=text,
+                tool_call=result.tool_call,
+                latency_s=result.latency_s,
+                error=result.error,
+            )
             if result.outcome is not None:
                 self._end(request, sample, turn, result.outcome)
                 continue
@@ -223,14 +228,7 @@ class Rollout:
                 self._end(request, sample, turn, Outcome.OUT_OF_BUDGET)
                 continue
             sample.append_observation(token_ids)
-            sample.episode.turns.append(
-                Turn(
-                    text=text,
-                    tool_call=result.tool_call,
-                    observation=shown,
-                    latency_s=result.latency_s,
-                )
-            )
+            sample.episode.turns.append(dataclasses.replace(turn, observation=shown))
             resumed.append((request, token_ids, budget))
         self._engine.resume(resumed)
 
@@ -268,7 +266,7 @@ class Rollout:
 
 def _trajectory(sample: _Sample, reward: Reward | None, policy_version: int) -> Trajectory:
     loss_mask = np.array(sample.loss_mask, bool)
-    scored = {}
+    scored: dict[str, Any] = {}
     if reward is not None:
         scored = {
             "reward": reward.total,

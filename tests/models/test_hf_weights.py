@@ -119,6 +119,8 @@ def test_import_then_export_is_bit_exact(tmp_path, name, max_shard_size):
             stored = load_file(file)
             assert len(stored) == 1 or sum(x.nbytes for x in stored.values()) <= max_shard_size
 
+    assert {file.stat().st_mode for file in files} == {(path / "config.json").stat().st_mode}
+
     # And what was written in pieces reads like the original.
     again = load_hf(path)
     jax.tree.map(np.testing.assert_array_equal, again, load_hf(source))

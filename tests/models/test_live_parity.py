@@ -23,6 +23,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.torch
+torch.set_num_threads(1)  # the models are too small to share
 
 
 def random_config(seed):
@@ -105,7 +106,7 @@ def greedy(params, config, prompts, num_tokens):
     return token_ids.T
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_transformers_reads_our_export(tmp_path, seed):
     config = random_config(seed)
     params = random_params(config, seed)
@@ -166,8 +167,8 @@ def test_folder_that_transformers_wrote(tmp_path, dtype):
 
 
 def test_far_positions(tmp_path):
-    # Both round the angle to float32, which at position 3000 is 1e-4 of a turn at most.
-    config = random_config(3)
+    # Both round frequencies and angles to float32, which shows from some thousand tokens on.
+    config = dataclasses.replace(random_config(3), head_dim=64)
     params = random_params(config, 3)
     save_hf(params, config, tmp_path / "hf")
     token_ids = np.random.default_rng(0).integers(0, config.vocab_size, (1, 40))

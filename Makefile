@@ -1,0 +1,55 @@
+# Two commands do everything from a bare clone: `make quickstart` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: setup quickstart perfect-start test test-slow parity check bench clean
+
+setup: $(STAMP)
+
+# Runs again only when the dependencies change.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
+	  { echo "error: $$($(PYTHON) --version) found; jaxrl needs Python 3.11 to 3.13. Set PYTHON=..."; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || \
+	  { echo "error: no venv module; on Debian or Ubuntu: apt install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
+	@touch $(STAMP)
+
+data/quickstart/questions_eval.jsonl: $(STAMP) examples/quickstart_world.py
+	$(BIN)/python -m examples.quickstart_world --out=data/quickstart --seed=0
+
+quickstart: data/quickstart/questions_eval.jsonl
+	$(BIN)/python -m jaxrl.launch --config=configs/quickstart.py --workdir=runs/quickstart
+
+# What a warm start on perfect demonstrations alone would score; see README.
+perfect-start: data/quickstart/questions_eval.jsonl
+	$(BIN)/python -m jaxrl.launch --config=configs/quickstart.py --workdir=runs/perfect_start \
+	  --config.stages="('sft', 'evaluate')" \
+	  --config.sft.source=data/quickstart/demonstrations_perfect.jsonl
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not torch"
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+# Live comparison with transformers on torch; installs torch, which nothing else here needs.
+parity: $(STAMP)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pytest -m torch
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -m "not slow and not torch and not minutes" -x
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.rollout
+	$(BIN)/python -m benchmarks.update
+
+clean:
+	rm -rf $(VENV) runs data/quickstart .pytest_cache .mypy_cache .ruff_cache
