@@ -2,6 +2,8 @@
 
 python -m examples.quickstart_world --out=data/quickstart
 python -m jaxrl.launch --config=configs/quickstart.py --workdir=runs/quickstart
+
+Another world's folder may follow the file's name: --config=configs/quickstart.py:data/other
 """
 
 from ml_collections import ConfigDict
@@ -9,9 +11,8 @@ from ml_collections import ConfigDict
 from jaxrl.config import default_config
 
 
-def get_config() -> ConfigDict:
+def get_config(world: str = "data/quickstart") -> ConfigDict:
     config = default_config().lock()
-    world = "data/quickstart"
     config.stages = ("sft", "train", "evaluate")
     config.num_steps = 60
     config.model.path = f"{world}/model"

@@ -7,6 +7,9 @@ for the city or the job, two-hop questions for those of the mentor, so that the 
 what the first one found. Some people are held out: their documents are in the corpus, but no
 training question and no demonstration, search results included, names one of them.
 
+Demonstrations come from other worlds: other people, made of the same words, and other documents.
+Nothing in them is worth remembering, so what they teach is to read.
+
 Most demonstrations are poor on purpose. They guess, search a surname alone or stop after one hop,
 and so leave reinforcement learning something to select; after perfect demonstrations, which are
 written to a file of their own, it would find nothing left to do.
@@ -24,7 +27,7 @@ import json
 import random
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,12 +131,15 @@ SURNAME_HABIT = Habits(guess=0.10, good_query=0.35, second_search=0.80)
 PERFECT = Habits(guess=0.0, good_query=1.0, second_search=1.0)
 
 
-def make_people(num_people: int, num_held_out: int, rng: random.Random) -> People:
-    """People with distinct names; mentors are of the same side of the split.
+def make_people(
+    num_people: int, num_held_out: int, rng: random.Random, excluded: Collection[str] = ()
+) -> People:
+    """People with distinct names, none of the `excluded`; mentors are of one side of the split.
 
     The held-out ones are spread over the ids, by which a search ranks equally good documents.
     """
-    names = rng.sample(list(itertools.product(FIRST_NAMES, LAST_NAMES)), num_people)
+    possible = itertools.product(FIRST_NAMES, LAST_NAMES)
+    names = rng.sample([name for name in possible if " ".join(name) not in excluded], num_people)
     held_out = set(rng.sample(range(num_people), num_held_out))
     sides = [[i for i in range(num_people) if (i in held_out) == side] for side in (False, True)]
     people = {}
@@ -207,7 +213,8 @@ class Demonstrator:
             "messages": messages,
             "data_source": question["data_source"],
             "metadata": {
-                "question_id": question["id"],
+                "question": question["question"],
+                "answers": question["answers"],
                 "num_searches": sum(message["role"] == "tool" for message in messages),
                 "is_correct": answer in question["answers"],
             },
@@ -243,6 +250,20 @@ class Demonstrator:
 def shown_titles(result: str) -> list[str]:
     """Titles of the documents in a search result, best first."""
     return re.findall(r"^Doc \d+\(Title: (.*?)\)", result, flags=re.MULTILINE)
+
+
+def demonstrations(
+    people: People, num_mixed: int, num_perfect: int, *, topk: int, rng: random.Random
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Of mixed quality and perfect ones, about the people of one world."""
+    questions = train_questions(people, rng)
+    with opened_engine(people.values(), topk=topk) as engine:
+        mixed = Demonstrator(people, engine, SURNAME_HABIT, rng)
+        perfect = Demonstrator(people, engine, PERFECT, rng)
+        return (
+            [mixed.demonstrate(question) for question in drawn(questions, num_mixed, rng)],
+            [perfect.demonstrate(question) for question in drawn(questions, num_perfect, rng)],
+        )
 
 
 def drawn(questions: Sequence[dict[str, Any]], num: int, rng: random.Random) -> Iterator[Any]:
@@ -509,6 +530,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num_people", type=int, default=1200)
     parser.add_argument("--num_held_out", type=int, default=200, help="of them, for evaluation")
     parser.add_argument("--num_demonstrations", type=int, default=20_000, help="of mixed quality")
+    parser.add_argument("--num_worlds", type=int, default=20, help="that demonstrations come from")
     parser.add_argument("--topk", type=int, default=3, help="documents in a search result")
     args = parser.parse_args(argv)
     most = len(FIRST_NAMES) * len(LAST_NAMES)
@@ -524,20 +546,24 @@ def main(argv: Sequence[str] | None = None) -> None:
     rngs = {part: random.Random(f"{args.seed} {part}") for part in ("people", "order", "demos")}
     people = make_people(args.num_people, args.num_held_out, rngs["people"])
     train, evaluation = train_questions(people, rngs["order"]), eval_questions(people)
-    seen = [person for person in people.values() if not person.is_held_out]
-    with opened_engine(seen, topk=args.topk) as engine:
-        mixed = Demonstrator(people, engine, SURNAME_HABIT, rngs["demos"])
-        perfect = Demonstrator(people, engine, PERFECT, rngs["demos"])
-        files = {
-            "corpus": list(documents(people.values())),
-            "questions_train": train,
-            "questions_eval": evaluation,
-            "demonstrations": [
-                mixed.demonstrate(question)
-                for question in drawn(train, args.num_demonstrations, rngs["demos"])
-            ],
-            "demonstrations_perfect": [perfect.demonstrate(question) for question in train],
-        }
+    held_out = [person.name for person in people.values() if person.is_held_out]
+    pairs = [
+        demonstrations(
+            make_people(args.num_people - len(held_out), 0, rngs["demos"], excluded=held_out),
+            args.num_demonstrations // args.num_worlds,
+            args.num_demonstrations // args.num_worlds,
+            topk=args.topk,
+            rng=rngs["demos"],
+        )
+        for _ in range(args.num_worlds)
+    ]
+    files = {
+        "corpus": list(documents(people.values())),
+        "questions_train": train,
+        "questions_eval": evaluation,
+        "demonstrations": [chat for mixed, _ in pairs for chat in mixed],
+        "demonstrations_perfect": [chat for _, perfect in pairs for chat in perfect],
+    }
     tokenizer = train_tokenizer(training_texts(files["demonstrations"]))
     texts = rendered(files)
     check_nothing_leaks(people, files)

@@ -192,7 +192,7 @@ class Engine:
             config=config, mesh=mesh, num_tokens=num_tokens, num_steps=chunk_tokens, dtype=dtype
         )
         self.row_sizes = sorted({-(-self._slots_per_shard // 4), self._slots_per_shard})
-        self.read_sizes = _powers(16, max(max_total_tokens, 16), 4)
+        self.read_sizes = _powers(16, max(max_total_tokens, 16), 2)
         self.prompt_sizes = _powers(16, max(max_prompt_tokens, 16), 2)
         self._compile(config, dtype)
         self._stops = _stop_tables(automaton, config.vocab_size, eos_ids, mesh)

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 
 from examples import quickstart_world as world
 
-SMALL = ["--num_people=60", "--num_held_out=12", "--num_demonstrations=400"]
+SMALL = ["--num_people=60", "--num_held_out=12", "--num_demonstrations=400", "--num_worlds=4"]
 FILES = ("questions_train", "questions_eval", "demonstrations", "demonstrations_perfect")
 
 
@@ -59,7 +59,7 @@ def test_counts_and_fields(records):
         "questions_train": 48 * 4,
         "questions_eval": 12,
         "demonstrations": 400,
-        "demonstrations_perfect": 48 * 4,
+        "demonstrations_perfect": 400,
     }
     assert [q["data_source"] for q in records["questions_eval"]].count("two_hop") == 6
     for name, lines in records.items():
@@ -79,6 +79,15 @@ def test_nothing_that_is_trained_on_names_a_held_out_person(out, records):
         text = (out / f"{name}.jsonl").read_text(encoding="utf-8")
         assert not [title for title in held_out if title in text]
         assert any(title in text for title in trained)
+
+
+def test_demonstrations_are_of_several_worlds(records):
+    facts = {}
+    for chat in records["demonstrations"]:
+        for message in chat["messages"]:
+            for name, text in re.findall(r"\(Title: (.*?)\) (.*?\.)", message["content"]):
+                facts.setdefault(name, set()).add(text)
+    assert max(len(texts) for texts in facts.values()) > 1
 
 
 def test_a_leak_is_noticed(records):
@@ -103,16 +112,16 @@ def answer_of(chat):
 
 
 def test_perfect_demonstrations_are_right(records):
-    gold = {question["id"]: question["answers"][0] for question in records["questions_train"]}
     for chat in records["demonstrations_perfect"]:
-        assert answer_of(chat) == gold[chat["metadata"]["question_id"]]
+        [gold] = chat["metadata"]["answers"]
+        assert answer_of(chat) == gold
+        assert f" {gold} " in chat["messages"][-2]["content"]
         assert chat["metadata"]["num_searches"] == {"one_hop": 1, "two_hop": 2}[chat["data_source"]]
 
 
 def test_mixed_demonstrations_are_partly_right(records):
     chats = records["demonstrations"]
-    gold = {question["id"]: question["answers"][0] for question in records["questions_train"]}
-    is_right = [answer_of(chat) == gold[chat["metadata"]["question_id"]] for chat in chats]
+    is_right = [answer_of(chat) in chat["metadata"]["answers"] for chat in chats]
     assert is_right == [chat["metadata"]["is_correct"] for chat in chats]
     # Among so few people a surname alone often suffices; in a full world 3 in 10 are right.
     assert 0.1 < np.mean(is_right) < 0.9
@@ -134,15 +143,11 @@ def test_chats_alternate_and_every_search_is_answered(records):
 
 
 def test_the_second_search_follows_what_the_first_one_found(records):
-    text_of = {document["title"]: document["text"] for document in records["corpus"]}
     for chat in records["demonstrations"]:
         if chat["metadata"]["num_searches"] == 2:
             first_result, second_turn = (chat["messages"][i]["content"] for i in (2, 3))
             sought = re.search(r" of (\w+ \w+) </think>", second_turn)[1]
-            assert any(
-                text_of[title].endswith(f" taught by {sought}.")
-                for title in world.shown_titles(first_result)
-            )
+            assert f" taught by {sought}." in first_result
 
 
 def test_every_name_is_one_token_in_every_place(records, hf_tokenizer):
