@@ -41,7 +41,7 @@ class CompiledFunction:
 
         self._called: set[Hashable] = set()
         self._variant: Hashable = ()
-        self._function = function
+        self.function = function
         self._jitted = jax.jit(traced, donate_argnums=donate_argnums)
 
     def __call__(self, *args: Any, variant: Hashable = ()) -> Any:
@@ -61,4 +61,4 @@ class CompiledFunction:
 
     def lower(self, *args: Any) -> Any:
         """The function lowered for these (possibly abstract) arguments, for inspection."""
-        return jax.jit(self._function).lower(*args)
+        return jax.jit(self.function).lower(*args)

@@ -86,6 +86,7 @@ def run(config: ConfigDict, workdir: Path, parts: Parts, display: Display) -> No
     for stage in config.stages:
         params = {"sft": run_sft, "train": run_train, "evaluate": run_evaluate}[stage](this, params)
     checkpointer.close()
+    display.say(f"done; {workdir} holds metrics.jsonl, eval/, trajectories/, checkpoints/, export/")
 
 
 def begin_stage(this: Run, stage: str, num_steps: int) -> bool:

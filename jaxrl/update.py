@@ -272,7 +272,7 @@ def make_update_step(
         state: TrainState, batch: Batch, num_micro: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         gradients, metrics = gradient(state.params, batch, num_micro)
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         is_finite = jnp.isfinite(norm)
 
         def apply(state: TrainState) -> TrainState:

@@ -1,0 +1,81 @@
+"""The device programs lower for accelerators, checked without one."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import export
+
+from jaxrl import sharding, train, update
+from jaxrl.config import default_config
+from jaxrl.models import qwen
+from jaxrl.sampling.decode import Sampler, StopTables
+from jaxrl.types import Batch
+
+CONFIG = qwen.QwenConfig(
+    vocab_size=64,
+    width=32,
+    mlp_width=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    tie_embeddings=True,
+    qkv_bias=False,
+    output_bias=False,
+    qk_norm=True,
+    max_positions=128,
+)
+
+
+def shape(dimensions, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(dimensions, dtype)
+
+
+def programs():
+    """Each program with abstract arguments, in bfloat16 as accelerators run it."""
+    device = jax.devices()[:1]
+    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1, devices=device)
+    sampler = Sampler(config=CONFIG, mesh=mesh, num_tokens=60, num_steps=4, dtype=jnp.bfloat16)
+    slots = jax.eval_shape(lambda: sampler.empty_slots(8, 64))
+    params = qwen.abstract_params(CONFIG)
+    weights = jax.eval_shape(lambda p: qwen.decode_weights(p, CONFIG, jnp.bfloat16), params)
+    stops = StopTables(
+        next_state=shape((5, 64), jnp.int8),
+        is_hit=shape((5, 64), jnp.bool_),
+        is_end=shape((64,), jnp.bool_),
+    )
+    rows, counts = shape((1, 8)), shape((8,))
+    model = update.Model(CONFIG, mesh, num_tokens=60, dtype=jnp.bfloat16)
+    optimizer = optax.adamw(1e-3)
+    config = default_config()
+    step = update.make_update_step(
+        model, train.make_policy_loss(config.loss, config.kl), optimizer, temperature=1.0
+    )
+    state = jax.eval_shape(lambda p: update.init_state(p, mesh, CONFIG, optimizer), params)
+    whole, real = shape((2, 4, 16)), shape((2, 4, 16), jnp.float32)
+    batch = Batch(
+        token_ids=whole,
+        segment_ids=whole,
+        positions=whole,
+        loss_mask=shape((2, 4, 16), jnp.bool_),
+        token_weights=real,
+        advantages=real,
+        rollout_logprobs=real,
+    )
+    return {
+        "decode": (sampler.decode_chunk, (weights, slots, rows, stops, shape((), jnp.float32))),
+        "extend": (sampler.extend, (weights, slots, rows, shape((8, 16)), counts, counts)),
+        "update": (step.function, (state, batch, shape(()))),
+    }
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("name", ["decode", "extend", "update"])
+def test_lowers_for(name, platform):
+    function, arguments = programs()[name]
+    exported = export.export(jax.jit(function), platforms=[platform])(*arguments)
+    assert exported.platforms == (platform,)
+    assert "dot_general" in exported.mlir_module()
