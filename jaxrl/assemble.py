@@ -20,7 +20,7 @@ from jaxrl.data import read_tasks
 from jaxrl.envs.base import Task
 from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine
 from jaxrl.envs.search import SearchEnv
-from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.hf_weights import load_hf, open_tensors
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Limits, Rollout
@@ -64,6 +64,7 @@ def assemble(config: ConfigDict) -> Parts:
             f"the tokenizer in {config.model.path!r} knows {tokenizer.num_tokens} ids, the model "
             f"{model_config.vocab_size} (vocab_size in config.json); they belong to two models."
         )
+    open_tensors(Path(config.model.path))  # only headers: a damaged file is told before long work
     dtype = jnp.dtype(config.model.dtype)
     automaton = StopAutomaton(tokenizer.vocab_bytes, SearchEnv.stop_strings)
     tasks, eval_tasks, demonstrations = _read_data(config, tokenizer)
@@ -122,7 +123,7 @@ def _read_data(
     eval_tasks: list[Task] = []
     demonstrations: list[sft.Demonstration] = []
     if "train" in config.stages:
-        tasks = read_tasks(config.tasks.train.source)
+        tasks = read_tasks(config.tasks.train.source, "config.tasks.train.source")
     if {"train", "evaluate"} & set(config.stages):
         eval_tasks = read_tasks(config.tasks.eval.source, "config.tasks.eval.source")
         eval_tasks = eval_tasks[: config.eval.max_tasks or None]

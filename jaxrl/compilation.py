@@ -25,6 +25,7 @@ class CompiledFunction:
         name: str,
         variants: Iterable[Hashable] = ((),),
         donate_argnums: tuple[int, ...] = (),
+        static_argnums: tuple[int, ...] = (),
     ):
         self.name = name
         self.variants = frozenset(variants)
@@ -42,7 +43,9 @@ class CompiledFunction:
         self._called: set[Hashable] = set()
         self._variant: Hashable = ()
         self.function = function
-        self._jitted = jax.jit(traced, donate_argnums=donate_argnums)
+        self._jitted = jax.jit(
+            traced, donate_argnums=donate_argnums, static_argnums=static_argnums
+        )
 
     def __call__(self, *args: Any, variant: Hashable = ()) -> Any:
         """Calls the function.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ AGGREGATIONS = (
     "seq-mean-token-sum",
     "seq-mean-token-sum-norm",
 )
+KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
+SCHEDULES = ("constant", "linear", "cosine")
 
 
 def _optimizer() -> ConfigDict:
@@ -132,16 +137,54 @@ def load_values(config: ConfigDict, path: str) -> None:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not a mapping.
-        KeyError: it names a key that does not exist.
+        ValueError: it is not YAML, not a mapping, or names a key that does not exist.
     """
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(f"--values={path!r} is not a file; expected YAML or JSON.")
-    values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid YAML or JSON: {error}") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; expected keys and values.")
-    config.update_from_flattened_dict(dict(_flatten(values)))
+    flat = dict(_flatten(values))
+    check_keys(flat, source=f"{path}: ")
+    defaults = flatten(default_config())
+    for key, value in flat.items():
+        # YAML takes a number without a point, such as 1e-6, for text.
+        if isinstance(defaults[key], float) and isinstance(value, str) and _is_number(value):
+            value = flat[key] = float(value)
+        _check_type(f"{path}: {key}", value, defaults[key])
+    config.update_from_flattened_dict(flat)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def check_keys(keys: Iterable[str], *, source: str = "") -> None:
+    """Refuses keys, with their sections and dots, that do not exist.
+
+    Raises:
+        ValueError: names the key, and the nearest one that there is.
+    """
+    known = flatten(default_config())
+    for key in keys:
+        if key in known:
+            continue
+        inside = [name for name in known if name.startswith(f"{key}.")]
+        if inside:
+            raise ValueError(f"{source}config.{key} is a section; set its keys, as {inside[0]}.")
+        last = key.rpartition(".")[2]
+        near = [name for name in known if name.rpartition(".")[2] == last]
+        near = near or difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {' or '.join(near)}?" if near else "jaxrl/config.py has all keys."
+        raise ValueError(f"{source}there is no key config.{key}; {hint}")
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
@@ -150,7 +193,7 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         if isinstance(value, dict):
             flat += _flatten(value, f"{prefix}{key}.")
         else:
-            flat.append((prefix + key, tuple(value) if isinstance(value, list) else value))
+            flat.append((f"{prefix}{key}", tuple(value) if isinstance(value, list) else value))
     return flat
 
 
@@ -165,6 +208,10 @@ def validate(config: ConfigDict) -> None:
     Raises:
         ValueError: names the key, what it holds and what is expected.
     """
+    defaults = flatten(default_config())
+    check_keys(flatten(config))
+    for key, value in flatten(config).items():
+        _check_type(key, value, defaults[key])
     _check_choices(config)
     _check_ranges(config)
     _check_rules(config)
@@ -174,6 +221,16 @@ def _refuse(key: str, value: Any, expected: str) -> None:
     raise ValueError(f"config.{key} is {value!r}; expected {expected}.")
 
 
+def _check_type(key: str, value: Any, default: Any) -> None:
+    """Beyond what ml_collections checks: it takes None for anything and a bool for a number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, float):
+        if not is_number or not math.isfinite(value):
+            _refuse(key, value, "a finite number")
+    elif type(value) is not type(default):
+        _refuse(key, value, f"a value of type {type(default).__name__}, as {default!r}")
+
+
 def _check_choices(config: ConfigDict) -> None:
     choices: dict[str, tuple[Any, tuple[str, ...]]] = {
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
@@ -181,9 +238,10 @@ def _check_choices(config: ConfigDict) -> None:
         "advantage.name": (config.advantage.name, ("grpo",)),
         "loss.name": (config.loss.name, ("clip",)),
         "loss.aggregation": (config.loss.aggregation, AGGREGATIONS),
+        "kl.estimator": (config.kl.estimator, KL_ESTIMATORS),
         "kl.anchor": (config.kl.anchor, ("ref", "old")),
-        "optimizer.schedule": (config.optimizer.schedule, ("constant", "linear", "cosine")),
-        "sft.optimizer.schedule": (config.sft.optimizer.schedule, ("constant", "linear", "cosine")),
+        "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
+        "sft.optimizer.schedule": (config.sft.optimizer.schedule, SCHEDULES),
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:
@@ -194,7 +252,7 @@ def _check_choices(config: ConfigDict) -> None:
         "eval.final_suites": (config.eval.final_suites, SUITES),
     }
     for key, (values, allowed) in lists.items():
-        if not isinstance(values, tuple) or not set(values) <= set(allowed):
+        if not set(values) <= set(allowed):
             _refuse(key, values, f"a tuple out of {allowed}")
     if tuple(sorted(set(config.stages), key=STAGES.index)) != config.stages:
         _refuse("stages", config.stages, f"each at most once, in the order of {STAGES}")
@@ -215,6 +273,11 @@ def _check_ranges(config: ConfigDict) -> None:
         "sft.optimizer.lr", "sft.optimizer.warmup_steps", "sft.optimizer.weight_decay",
         "sft.optimizer.grad_clip", "eval.every_steps", "eval.max_tasks", "seed",
     ]  # fmt: skip
+    shares = [
+        f"{section}.{key}"
+        for section in ("optimizer", "sft.optimizer")
+        for key in ("final_lr_fraction", "beta1", "beta2")
+    ]
     flat = flatten(config)
     for key in positive:
         if not flat[key] > 0:
@@ -222,6 +285,11 @@ def _check_ranges(config: ConfigDict) -> None:
     for key in not_negative:
         if not flat[key] >= 0:
             _refuse(key, flat[key], "a number of at least 0")
+    for key in shares:
+        if not 0 <= flat[key] <= 1:
+            _refuse(key, flat[key], "a number from 0 to 1")
+    if config.log.trajectories < -1:
+        _refuse("log.trajectories", config.log.trajectories, "0 or more, or -1 for all")
     if config.loss.dual_clip and config.loss.dual_clip <= 1:
         _refuse("loss.dual_clip", config.loss.dual_clip, "a number above 1, or 0 for no bound")
     if config.advantage.ddof not in (0, 1):
@@ -255,6 +323,9 @@ def _check_rules(config: ConfigDict) -> None:
         )
     if "{question}" not in config.prompt.template:
         _refuse("prompt.template", config.prompt.template, "text that contains {question}")
+    for message in config.prompt.examples:
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            _refuse("prompt.examples", message, "messages with 'role' and 'content'")
     if not any(config.reward.weights.to_dict().values()):
         _refuse("reward.weights", config.reward.weights.to_dict(), "at least one that is not 0")
     needed = {

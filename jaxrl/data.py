@@ -37,15 +37,15 @@ def read_jsonl(
             f"{str(path)!r} is not a file; set {key} to a JSONL file, one object a line."
         )
     items = []
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             place = f"{file}:{number}"
             try:
-                fields = json.loads(line)
+                fields = json.loads(line.decode("utf-8-sig"))
             except ValueError as error:
-                raise ValueError(f"{place} is not valid JSON: {error}") from error
+                raise ValueError(f"{place} is not valid JSON in UTF-8: {error}") from error
             if not isinstance(fields, dict):
                 raise ValueError(
                     f"{place} holds a {type(fields).__name__}; expected a JSON object."
@@ -76,18 +76,21 @@ def parse_task(fields: dict[str, Any], place: str) -> Task:
         check_messages(messages, place)
     found = next((fields[name] for name in ANSWER_KEYS if name in fields), None)
     answers = [found] if isinstance(found, str) else found
-    if not isinstance(answers, list) or not all(isinstance(answer, str) for answer in answers):
+    if not (answers and isinstance(answers, list) and all(isinstance(x, str) for x in answers)):
         raise ValueError(
-            f"{place}: expected 'answers', a list of texts; found {_names(fields)} with the "
-            f"answers {found!r}."
+            f"{place}: expected 'answers', a list of at least one text; found {_names(fields)} "
+            f"with the answers {found!r}."
         )
+    metadata = fields.get("metadata") or {}
+    if not isinstance(metadata, dict):
+        raise ValueError(f"{place}: 'metadata' is {metadata!r}; expected an object.")
     return Task(
         id=str(fields.get("id", place)),
         question=question,
         messages=tuple(messages) if messages is not None else None,
         answers=tuple(answers),
         data_source=str(fields.get("data_source", "default")),
-        metadata=fields.get("metadata") or {},
+        metadata=metadata,
     )
 
 
@@ -109,7 +112,7 @@ def _names(fields: dict[str, Any]) -> str:
     return "the fields " + (", ".join(map(repr, fields)) or "none")
 
 
-def read_tasks(path: str | Path, key: str = "config.tasks.train.source") -> list[Task]:
+def read_tasks(path: str | Path, key: str) -> list[Task]:
     """All tasks of a JSONL file; see `parse_task` and `read_jsonl`."""
     return read_jsonl(path, parse_task, key)
 

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from jaxrl.envs.base import Task
+from jaxrl.metrics import mean, plain_number
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Rollout, Seeds
 from jaxrl.types import Draw, Trajectory
@@ -31,22 +30,18 @@ def evaluate(
 def summarize(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
     """Means by data set, and over all questions under `all`.
 
-    Environment errors are left out of the means and counted.
+    Environment errors are left out of the means and counted; with nothing else a mean is NaN.
     """
     by_set: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
-        by_set["all"].append(trajectory)
-        by_set[trajectory.task.data_source].append(trajectory)
+        for name in dict.fromkeys(("all", trajectory.task.data_source)):
+            by_set[name].append(trajectory)
     return {name: _means(members) for name, members in by_set.items()}
 
 
 def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     scored = [t for t in trajectories if t.outcome != "environment_error"]
     parts = sorted({name for t in scored for name in t.reward_parts})
-
-    def mean(values: list[float]) -> float:
-        return float(np.mean(values)) if values else 0.0
-
     return {
         **{name: mean([t.reward_parts[name] for t in scored]) for name in parts},
         "searches": mean([t.num_tool_calls for t in scored]),
@@ -81,7 +76,14 @@ def write_results(
         suite: [_question(trajectory) for trajectory in trajectories]
         for suite, trajectories in suites.items()
     }
-    content = {"step": step, "summary": summaries, "questions": questions}
+    plain = {
+        suite: {
+            name: {key: plain_number(value) for key, value in means.items()}
+            for name, means in summary.items()
+        }
+        for suite, summary in summaries.items()
+    }
+    content = {"step": step, "summary": plain, "questions": questions}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return summaries

@@ -1,23 +1,30 @@
 """The command: `python -m jaxrl.launch --config=configs/X.py --workdir=runs/X [--config.a.b=v]`.
 
 Runs the stages that the configuration names, in order. Run again on the same workdir, it goes on
-from the newest checkpoint.
+from the newest checkpoint. Values come from the config file, then from `--values`, then from the
+command line; the later ones win.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import re
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from absl import app, flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
+
+from jaxrl import config as configuration
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; it is made.")
 _VALUES = flags.DEFINE_string("values", None, "YAML or JSON file of keys to set.")
-_TRACEBACK = flags.DEFINE_bool("traceback", False, "Show where an error of the input was found.")
+flags.DEFINE_bool("traceback", False, "Show where an error of the input was found.")
 
 INPUT_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OSError, flags.Error)
 
@@ -26,8 +33,6 @@ def main(argv: Sequence[str]) -> None:
     """Checks everything, then runs."""
     try:
         config, workdir = _read(argv)
-        from jaxrl import config as configuration
-
         configuration.validate(config)
         logging.getLogger("absl").setLevel(logging.WARNING)
         # Imported late: a mistake in the configuration is told at once, without loading JAX.
@@ -38,42 +43,80 @@ def main(argv: Sequence[str]) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         (workdir / "config.json").write_text(configuration.to_json(config), encoding="utf-8")
     except INPUT_ERRORS as error:
-        if _TRACEBACK.value:
-            raise
-        sys.exit(f"error: {_message(error)}")
+        _refuse(error)
     from jaxrl.train import run
 
     run(config, workdir, parts, Display())
 
 
-def _read(argv: Sequence[str]):  # type: ignore[no-untyped-def]
-    """The configuration with `--values` applied, and the workdir."""
+def parse_flags(argv: Sequence[str]) -> list[str]:
+    """Flags, and the config file that they name."""
+    try:
+        _check_config_flags(argv)
+        return flags.FLAGS(list(argv))
+    except Exception as error:  # a config file is a program: anything may go wrong in it
+        _refuse(error)
+
+
+def _check_config_flags(argv: Sequence[str]) -> None:
+    """Refuses what ml_collections would not tell clearly: a missing file, a misspelt key."""
+    file = _config_file(argv)
+    if file is not None and not Path(file).is_file():
+        raise FileNotFoundError(
+            f"--config={file} is not a file; expected one such as configs/quickstart.py."
+        )
+    names = [argument.partition("=")[0] for argument in argv]
+    overrides = [re.fullmatch(r"--?(?:no)?config\.(.+)", name) for name in names]
+    configuration.check_keys([match[1] for match in overrides if match])
+
+
+def _config_file(argv: Sequence[str]) -> str | None:
+    """The file that `--config=file:argument` or `--config file:argument` names."""
+    for argument, following in itertools.pairwise([*argv, ""]):
+        name, equals, value = argument.partition("=")
+        if name in ("-config", "--config"):
+            return (value if equals else following).partition(":")[0]
+    return None
+
+
+def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
+    """The configuration with all its values, and the workdir."""
     if len(argv) > 1:
         raise ValueError(f"unexpected arguments {list(argv[1:])}; settings are --config.key=value.")
     if _CONFIG.value is None or _WORKDIR.value is None:
         raise ValueError("--config=configs/X.py and --workdir=runs/X are both needed.")
     config = _CONFIG.value
     if _VALUES.value is not None:
-        from jaxrl.config import load_values
-
-        load_values(config, _VALUES.value)
+        configuration.load_values(config, _VALUES.value)
+        overrides = config_flags.get_override_values(flags.FLAGS["config"])
+        config.update_from_flattened_dict(overrides)
     return config, Path(_WORKDIR.value)
 
 
+def _refuse(error: Exception) -> NoReturn:
+    """Ends the process with an error of the input, told in one line."""
+    if {"-traceback", "--traceback"} & set(sys.argv):
+        raise error
+    sys.exit(f"error: {_message(error)}")
+
+
 def _message(error: Exception) -> str:
-    """An error's text; a KeyError would quote it."""
-    return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-
-
-def _parse(argv: Sequence[str]) -> list[str]:
-    """Flags, a mistake in them told in one line."""
-    try:
-        return flags.FLAGS(list(argv))
-    except INPUT_ERRORS as error:
-        if "--traceback" in argv:
-            raise
-        sys.exit(f"error: {_message(error)}")
+    """An error in one line, with its place where it happened in the config file."""
+    place = ""
+    origin: BaseException = error
+    cause: BaseException | None = error
+    while cause is not None:
+        for frame in traceback.extract_tb(cause.__traceback__):
+            if frame.filename == _config_file(sys.argv):
+                place, origin = f"{frame.filename}:{frame.lineno}: {type(cause).__name__}: ", cause
+        cause = cause.__cause__ or cause.__context__
+    while origin.args and isinstance(origin.args[0], Exception):  # ml_collections wraps its own
+        origin = origin.args[0]
+    # A KeyError would quote its text; ml_collections lists all keys beside the one it suggests.
+    text = str(origin.args[0]) if isinstance(origin, KeyError) and origin.args else str(origin)
+    text = re.sub(r' Other fields present: "\{.*\}"', "", text, flags=re.DOTALL)
+    return place + " ".join(text.split())
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse)
+    app.run(main, flags_parser=parse_flags)

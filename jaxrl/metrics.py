@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from jaxrl.types import Trajectory
 
@@ -24,18 +25,21 @@ class MetricsLog:
         """Opens the log, cut back to its first `num_records` records."""
         self._path = path
         kept = path.read_text(encoding="utf-8").splitlines()[:num_records] if path.exists() else []
-        path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        cut = path.with_suffix(".tmp")
+        cut.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        cut.replace(path)  # all at once: a kill in between loses nothing
         self.num_records = len(kept)
 
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Appends a record; numbers that are not finite become null, as JSON has no others."""
-        plain = {name: _plain(value) for name, value in metrics.items()}
+        plain = {name: plain_number(value) for name, value in metrics.items()}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "stage": stage, **plain}) + "\n")
         self.num_records += 1
 
 
-def _plain(value: Any) -> float | int | None:
+def plain_number(value: Any) -> float | int | None:
+    """A number as JSON has it; None for one that is not finite."""
     value = np.asarray(value).item()
     return value if math.isfinite(value) else None
 
@@ -79,32 +83,35 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
 def rollout_metrics(
     trajectories: Sequence[Trajectory], max_response_tokens: int
 ) -> dict[str, float]:
-    """Means over the trajectories that could be scored, under verl's names where it has one."""
+    """Means over the trajectories that could be scored, under verl's names where it has one.
+
+    Where none could, they are NaN: an environment error is no reward of 0.
+    """
     scored = [t for t in trajectories if t.outcome != "environment_error"]
-    count = max(len(scored), 1)
-    lengths = [t.num_sampled for t in scored] or [0]
-    rewards = [t.reward for t in scored] or [0.0]
+    lengths = [t.num_sampled for t in scored]
+    rewards = [t.reward for t in scored]
     outcomes = [str(t.outcome) for t in trajectories]
     parts = sorted({name for t in scored for name in t.reward_parts})
-    searches = [t.num_tool_calls for t in scored]
     return {
-        "critic/rewards/mean": float(np.mean(rewards)),
-        "critic/rewards/max": float(np.max(rewards)),
-        "critic/rewards/min": float(np.min(rewards)),
-        **{
-            f"reward/{name}/mean": float(np.mean([t.reward_parts[name] for t in scored]))
-            for name in parts
-        },
-        "response_length/mean": float(np.mean(lengths)),
-        "response_length/max": float(np.max(lengths)),
-        "response_length/clip_ratio": sum(n >= max_response_tokens for n in lengths) / count,
-        "num_turns/mean": sum(len(t.turns) for t in scored) / count,
-        "num_searches/mean": sum(searches) / count,
+        "critic/rewards/mean": mean(rewards),
+        "critic/rewards/max": max(rewards, default=math.nan),
+        "critic/rewards/min": min(rewards, default=math.nan),
+        **{f"reward/{name}/mean": mean([t.reward_parts[name] for t in scored]) for name in parts},
+        "response_length/mean": mean(lengths),
+        "response_length/max": max(lengths, default=math.nan),
+        "response_length/clip_ratio": mean([n >= max_response_tokens for n in lengths]),
+        "num_turns/mean": mean([len(t.turns) for t in scored]),
+        "num_searches/mean": mean([t.num_tool_calls for t in scored]),
         **{
             f"outcome/{name}": outcomes.count(name) / max(len(outcomes), 1)
             for name in ("answered", "malformed", "out_of_budget", "environment_error")
         },
     }
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; NaN, without a warning, of nothing."""
+    return float(np.mean(values)) if values else math.nan
 
 
 class Display:
@@ -129,10 +136,11 @@ class Display:
         self._started, self._last = time.monotonic(), -math.inf
         if self.console.is_terminal:
             self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.completed}/{task.total} {task.fields[numbers]}"),
-                TimeRemainingColumn(),
+                TextColumn("{task.description} {task.completed}/{task.total}"),
+                *([BarColumn()] if self.console.width >= 140 else []),
+                # Where there is little room, the numbers go on below rather than the time be cut.
+                TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),
+                TimeRemainingColumn(compact=True),
                 console=self.console,
             )
             self._progress.start()
@@ -142,7 +150,7 @@ class Display:
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Shows the state after step number `step` of the stage."""
-        text = "  ".join(f"{name} {value:.4g}" for name, value in numbers.items())
+        text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
         if self._progress is not None:
             self._progress.update(self._bar, completed=step, numbers=text)
             return
@@ -152,10 +160,21 @@ class Display:
         self._last = now
         done = max(step - self._first_step, 1)
         left = (now - self._started) / done * (self._num_steps - step)
-        self.say(f"{self._stage} {step}/{self._num_steps}  {text}  {left:.0f} s left")
+        self.say(f"{self._stage} {step}/{self._num_steps}  {text}  {_duration(left)} left")
 
     def stop(self) -> None:
         """Ends the stage."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+def _short(value: float) -> str:
+    """Three digits, or a whole number with its thousands apart."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -85,6 +85,8 @@ def encode_demonstration(
             )
     token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in pieces])
     loss_mask = np.concatenate([np.full(len(ids), sampled) for ids, sampled in pieces])
+    if not loss_mask.any():
+        raise ValueError(f"{place}: the assistant's messages are all empty; there is no example.")
     return Demonstration(
         token_ids=token_ids,
         loss_mask=loss_mask,

@@ -6,6 +6,7 @@ mesh axes `data`, `fsdp` and `tensor`. Everything with a batch axis is split ove
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -36,11 +37,11 @@ def make_mesh(*, data: int, fsdp: int, tensor: int, devices: list[Any] | None = 
     devices = jax.devices() if devices is None else devices
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
     free = [name for name, size in sizes.items() if size == -1]
-    known = 1
-    for size in sizes.values():
-        known *= size if size != -1 else 1
+    given = [size for size in sizes.values() if size != -1]
+    known = math.prod(given)
     shape = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    if len(free) > 1 or known < 1 or len(devices) % known or (not free and known != len(devices)):
+    is_valid = len(free) <= 1 and min(given) >= 1 and len(devices) % known == 0
+    if not is_valid or (not free and known != len(devices)):
         raise ValueError(
             f"config.mesh ({shape}) does not divide the {len(devices)} devices; the sizes must be "
             "positive and multiply to the number of devices, one of them may be -1 (what is left)."
@@ -83,6 +84,11 @@ def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
 def cache_sharding(mesh: Mesh) -> NamedSharding:
     """KV caches `[slots, K, S, H]`: slots over data and fsdp, heads over tensor."""
     return NamedSharding(mesh, P(BATCH, "tensor", None, None))
+
+
+def prefix_sharding(mesh: Mesh) -> NamedSharding:
+    """Caches of prompts `[prompts, K, C, H]`, which any slot may copy: heads over tensor."""
+    return NamedSharding(mesh, P(None, "tensor", None, None))
 
 
 def param_shardings(mesh: Mesh, config: QwenConfig, *, for_decode: bool = False) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from jaxrl.models.hf_weights import save_hf
 from jaxrl.objectives.advantages import grpo
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import clip_metrics, clipped_policy_loss
+from jaxrl.sampling.engine import Counts, Engine
 from jaxrl.sampling.rollout import Seeds
 from jaxrl.sharding import param_shardings
 from jaxrl.types import Batch, Draw, Params, TrainState, Trajectory
@@ -39,6 +41,14 @@ from jaxrl.update import (
     put_batch,
     state_shardings,
 )
+
+SHOWN = {
+    "reward": "critic/rewards/mean",
+    "exact match": "reward/exact_match/mean",
+    "searches": "num_searches/mean",
+    "tokens/s": "perf/throughput",
+}
+"""What the display shows of a training step, and the metric it is."""
 
 
 @dataclasses.dataclass
@@ -82,10 +92,14 @@ def run(config: ConfigDict, workdir: Path, parts: Parts, display: Display) -> No
     display.say(f"sampler shapes: {parts.engine.shapes()}")
     if saved:
         display.say(f"resuming after step {position.step} ({position.stage} {position.stage_step})")
-    params = parts.params
-    for stage in config.stages:
-        params = {"sft": run_sft, "train": run_train, "evaluate": run_evaluate}[stage](this, params)
-    checkpointer.close()
+    params = saved_params(this) if saved else parts.params
+    run_stage = {"sft": run_sft, "train": run_train, "evaluate": run_evaluate}
+    try:
+        for stage in config.stages:
+            params = run_stage[stage](this, params)
+    finally:
+        display.stop()
+        checkpointer.close()
     display.say(f"done; {workdir} holds metrics.jsonl, eval/, trajectories/, checkpoints/, export/")
 
 
@@ -126,7 +140,7 @@ def run_sft(this: Run, params: Params) -> Params:
     config, parts, position = this.config, this.parts, this.position
     num_steps, batch_size = config.sft.num_steps, config.sft.batch_size
     if not begin_stage(this, "sft", num_steps):
-        return saved_params(this)
+        return params
     optimizer = make_optimizer(config.sft.optimizer, num_steps)
     state = start_state(this, params, optimizer)
     update_step = make_update_step(parts.model, sft.supervised_loss, optimizer)
@@ -158,12 +172,13 @@ def run_sft(this: Run, params: Params) -> Params:
             position.stage_step,
             {"loss": record["sft/loss"], "tokens/s": record["perf/throughput"]},
         )
-        if position.stage_step % config.checkpoint.every_steps == 0 or (
-            position.stage_step == num_steps
+        if position.stage_step % config.checkpoint.every_steps == 0 and (
+            position.stage_step < num_steps
         ):
             this.save(state)
     this.display.stop()
-    export(this, state.params)
+    export(this, state.params)  # before the checkpoint that tells a restart the stage is done
+    this.save(state)
     return state.params
 
 
@@ -172,7 +187,7 @@ def run_train(this: Run, params: Params) -> Params:
     config, parts, position = this.config, this.parts, this.position
     num_steps, rollout = config.num_steps, config.rollout
     if not begin_stage(this, "train", num_steps):
-        return saved_params(this)
+        return params
     single = config.optimizer.num_minibatches * config.optimizer.num_epochs == 1
     updates_per_step = config.optimizer.num_minibatches * config.optimizer.num_epochs
     optimizer = make_optimizer(config.optimizer, num_steps * updates_per_step)
@@ -202,6 +217,7 @@ def run_train(this: Run, params: Params) -> Params:
             for index, task in enumerate(tasks)
         ]
         seeds = Seeds(seed=config.seed, stage=STAGES.index("train"), step=position.step)
+        counts_before = dataclasses.replace(parts.engine.counts)
         trajectories = parts.rollout(
             draws,
             group_size=rollout.group_size,
@@ -235,7 +251,7 @@ def run_train(this: Run, params: Params) -> Params:
             "actor/num_skipped": int(state.num_skipped),
             "rollout/informative_share": float(np.mean(advantages != 0)),
             "rollout/padding": float(np.mean([m.padding for m in minibatches])),
-            **engine_metrics(this),
+            **engine_metrics(parts.engine, counts_before),
             "perf/num_compilations/update": update_step.num_traces,
             "timing_s/gen": sampled - started,
             "timing_s/update_actor": updated - sampled,
@@ -253,19 +269,15 @@ def run_train(this: Run, params: Params) -> Params:
         )
         this.display.step(
             position.stage_step,
-            {
-                "reward": record["critic/rewards/mean"],
-                "exact match": record["reward/exact_match/mean"],
-                "searches": record["num_searches/mean"],
-                "tokens/s": record["perf/throughput"],
-            },
+            {name: record[key] for name, key in SHOWN.items() if key in record},
         )
-        if position.stage_step % config.checkpoint.every_steps == 0 or (
-            position.stage_step == num_steps
+        if position.stage_step % config.checkpoint.every_steps == 0 and (
+            position.stage_step < num_steps
         ):
             this.save(state, ref_params)
     this.display.stop()
-    export(this, state.params)
+    export(this, state.params)  # before the checkpoint that tells a restart the stage is done
+    this.save(state, ref_params)
     return state.params
 
 
@@ -412,15 +424,16 @@ def merge(measured: Sequence[dict[str, Any]]) -> dict[str, float]:
     return merged
 
 
-def engine_metrics(this: Run) -> dict[str, float]:
-    """The sampler's counters since the start of the process."""
-    counts = this.parts.engine.counts
+def engine_metrics(engine: Engine, before: Counts) -> dict[str, float]:
+    """What the sampler did since its counters stood at `before`."""
+    now = engine.counts
     return {
-        "rollout/slot_occupancy": counts.sampled / max(counts.slot_steps, 1),
-        "rollout/prefilled_prompt_tokens": counts.prefilled_prompt,
-        "rollout/prefilled_resume_tokens": counts.prefilled_resume,
-        "rollout/sampled_tokens": counts.sampled,
-        "perf/num_compilations/sampler": this.parts.engine.num_compilations,
+        "rollout/slot_occupancy": (now.sampled - before.sampled)
+        / max(now.slot_steps - before.slot_steps, 1),
+        "rollout/prefilled_prompt_tokens": now.prefilled_prompt - before.prefilled_prompt,
+        "rollout/prefilled_resume_tokens": now.prefilled_resume - before.prefilled_resume,
+        "rollout/sampled_tokens": now.sampled - before.sampled,
+        "perf/num_compilations/sampler": engine.num_compilations,
     }
 
 
@@ -452,7 +465,8 @@ def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]
     metrics: dict[str, float] = {}
     for suite, summary in summaries.items():
         metrics |= evaluate.as_metrics(suite, summary)
-        by_set = ", ".join(f"{name} {m.get('exact_match', 0):.3f}" for name, m in summary.items())
+        scores = {name: m.get("exact_match", math.nan) for name, m in summary.items()}
+        by_set = ", ".join(f"{name} {score:.3f}" for name, score in scores.items())
         searches = summary["all"]["searches"]
         this.display.say(f"{stage} {step} {suite}: exact match {by_set}; searches {searches:.2f}")
     return metrics

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.compilation import CompiledFunction
 from jaxrl.models import qwen
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.sharding import BATCH, param_shardings, replicated
+from jaxrl.sharding import BATCH, batch_sharding, param_shardings, replicated
 from jaxrl.types import Batch, Params, TrainState
 
 TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, jax.Array]]]
@@ -75,7 +75,7 @@ class Model:
         Returns:
             Log-probabilities and entropies, float32 [b, T], nats.
         """
-        params = qwen.cast(params, self.dtype)
+        params = self._gather_tables(qwen.cast(params, self.dtype))
         hidden = qwen.hidden_states(
             params,
             self.config,
@@ -84,15 +84,21 @@ class Model:
             batch.segment_ids,
             remat=self.remat,
         )
+        # Rows stay split over data and fsdp: left alone, the compiler splits the width of
+        # activations over fsdp instead, and sums partial activations and logits across devices.
+        hidden = jax.lax.with_sharding_constraint(hidden, batch_sharding(self.mesh))
         previous = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
         b, T = batch.token_ids.shape
         width = chunk_width(b, T, self.logits_chunk_tokens)
 
-        @jax.checkpoint
         def chunk(_: None, xs: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
             hidden, targets = xs
             logits = qwen.unembed(params, self.config, hidden, num_tokens=self.num_tokens)
             return None, _logprobs_and_entropies(logits / temperature, targets, entropy_gradient)
+
+        if width < T:
+            # Keeping the logits of all chunks for the backward pass would undo the chunks.
+            chunk = jax.checkpoint(chunk)
 
         def by_chunk(x: jax.Array) -> jax.Array:
             return x.reshape(b, T // width, width, *x.shape[2:]).swapaxes(0, 1)
@@ -103,6 +109,15 @@ class Model:
             jnp.where(has_past, x.swapaxes(0, 1).reshape(b, T), 0.0) for x in results
         )
         return logprobs, entropies
+
+    def _gather_tables(self, params: Params) -> Params:
+        """Embedding and output layer whole along the width, as reading rows of tokens wants it."""
+        whole = param_shardings(self.mesh, self.config, for_decode=True)
+        names = [name for name in params if name != "blocks"]
+        tables = {
+            name: jax.lax.with_sharding_constraint(params[name], whole[name]) for name in names
+        }
+        return {**params, **tables}
 
 
 def chunk_width(num_rows: int, row_tokens: int, max_tokens: int) -> int:
@@ -115,18 +130,15 @@ def _logprobs_and_entropies(
     logits: jax.Array, targets: jax.Array, entropy_gradient: bool
 ) -> tuple[jax.Array, jax.Array]:
     """Of `[b, c, V]` logits; masked ids carry a huge negative logit and add exactly nothing."""
-    highest = jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
-    centred = logits - highest
+    centred = logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
     weights = jnp.exp(centred)
     total = weights.sum(axis=-1)
     # A sum over one-hot rather than a gather: it splits over a sharded vocabulary.
     is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
     logprobs = jnp.where(is_target, centred, 0.0).sum(axis=-1) - jnp.log(total)
-    for_entropy = centred if entropy_gradient else jax.lax.stop_gradient(centred)
-    weights = jnp.exp(for_entropy)
-    total = weights.sum(axis=-1)
-    products = jnp.where(weights > 0, weights * for_entropy, 0.0)
-    return logprobs, jnp.log(total) - products.sum(axis=-1) / total
+    products = jnp.where(weights > 0, weights * centred, 0.0)
+    entropies = jnp.log(total) - products.sum(axis=-1) / total
+    return logprobs, entropies if entropy_gradient else jax.lax.stop_gradient(entropies)
 
 
 def state_shardings(

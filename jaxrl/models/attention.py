@@ -30,8 +30,19 @@ def train(
     v: Float[Array, "R T K H"],
     mask: Bool[Array, "R 1 T T"],
 ) -> Float[Array, "R T N H"]:
-    """Attention within the segments of packed rows."""
-    return jax.nn.dot_product_attention(q, k, v, mask=mask)
+    """Attention within the segments of packed rows.
+
+    The query heads of a key head are merged with the tokens, so that each product is one matrix
+    by another for every row and key head; `jax.nn.dot_product_attention` is half as fast on a CPU.
+    """
+    R, T, N, H = q.shape
+    K = k.shape[2]
+    merged = q.reshape(R, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(R, K, -1, H)
+    k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    product = jnp.einsum("rkth,rksh->rkts", merged, k, preferred_element_type=jnp.float32)
+    scores = jnp.where(jnp.tile(mask, (1, 1, N // K, 1)), product * H**-0.5, LOWEST)
+    out = _softmax_average([(scores, v)], q.dtype, "rkts,rksh->rkth")
+    return out.reshape(R, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(R, T, N, H)
 
 
 def _softmax_average(
@@ -41,6 +52,7 @@ def _softmax_average(
     highest = parts[0][0].max(axis=-1, keepdims=True)
     for scores, _ in parts[1:]:
         highest = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
+    highest = jax.lax.stop_gradient(highest)
     total = average = jnp.zeros(())
     for scores, values in parts:
         weights = jnp.exp(scores - highest)
@@ -79,22 +91,14 @@ def extend(
 
 def decode(
     q: Float[Array, "B N H"],
-    past: KeyValue,
-    cached: Int[Array, " B"],
-    chunk: KeyValue,
-    index: Int[Array, ""],
+    keys: Float[Array, "B K H W"],
+    values: Float[Array, "B K W H"],
+    valid: Bool[Array, "B W"],
 ) -> Float[Array, "B N H"]:
-    """One query a row over its first `cached` tokens and the chunk's steps up to `index`."""
+    """One query a row over the `valid` tokens of a window (`kv_cache.open_window`)."""
     B, N, H = q.shape
-    K = past[0].shape[1]
+    K = keys.shape[1]
     grouped = q.reshape(B, K, N // K, H)
-    scale = H**-0.5
-
-    def scores(keys: jax.Array, valid: jax.Array) -> jax.Array:
-        product = jnp.einsum("bkgh,bksh->bkgs", grouped, keys, preferred_element_type=jnp.float32)
-        return jnp.where(valid[:, None, None], product * scale, LOWEST)
-
-    is_past = jnp.arange(past[0].shape[2]) < cached[:, None]
-    is_written = jnp.broadcast_to(jnp.arange(chunk[0].shape[2]) <= index, (B, chunk[0].shape[2]))
-    parts = [(scores(past[0], is_past), past[1]), (scores(chunk[0], is_written), chunk[1])]
-    return _softmax_average(parts, q.dtype, "bkgs,bksh->bkgh").reshape(B, N, H)
+    product = jnp.einsum("bkgh,bkhw->bkgw", grouped, keys, preferred_element_type=jnp.float32)
+    scores = jnp.where(valid[:, None, None], product * H**-0.5, LOWEST)
+    return _softmax_average([(scores, values)], q.dtype, "bkgs,bksh->bkgh").reshape(B, N, H)

@@ -30,6 +30,40 @@ def take_rows(values: jax.Array, rows: jax.Array) -> jax.Array:
     return picked.reshape(-1, *values.shape[1:])
 
 
+def open_window(cache: Cache, rows: jax.Array, length: int, room: int) -> Cache:
+    """A copy of some rows for a chunk of decoding steps, which write into it.
+
+    Its first `length` positions are the cache's; `room` follows for what the chunk adds, at an
+    index that all rows share: so a step writes one slice and scatters nothing. The keys are
+    transposed once here rather than at every step, which reads them along the positions.
+
+    Args:
+        cache: of all slots.
+        rows: `[shards, r]`, see the module.
+        length: positions to copy; no row may hold more tokens.
+        room: positions to add.
+
+    Returns:
+        For each layer keys `[shards * r, K, H, length + room]` and values
+        `[shards * r, K, length + room, H]`.
+    """
+
+    def take(values: jax.Array) -> jax.Array:
+        shards = values.reshape(rows.shape[0], -1, *values.shape[1:])
+        pick = lambda shard, index: shard.at[index, :, :length].get(mode="clip")  # noqa: E731
+        picked = jax.vmap(pick)(shards, rows).reshape(-1, values.shape[1], length, values.shape[3])
+        return jnp.pad(picked, ((0, 0), (0, 0), (0, room), (0, 0)))
+
+    return tuple((take(keys).swapaxes(2, 3), take(values)) for keys, values in cache)
+
+
+def window_tail(window: Cache, room: int) -> Cache:
+    """What a chunk added to a window, `[shards * r, K, room, H]`, for `write_window`."""
+    return tuple(
+        (keys[..., -room:].swapaxes(2, 3), values[:, :, -room:]) for keys, values in window
+    )
+
+
 def put_rows(values: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
     """The slot array with `new` `[shards * r, ...]` written to `rows`."""
     shards = values.reshape(rows.shape[0], -1, *values.shape[1:])

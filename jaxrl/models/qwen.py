@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.models import attention
 from jaxrl.types import Params
@@ -248,13 +248,21 @@ def cast(params: Params, dtype: DTypeLike) -> Params:
 
 
 def decode_weights(params: Params, config: QwenConfig, dtype: DTypeLike) -> Params:
-    """Weights as `extend` and `decode` read them: cast, `blocks` a tuple of layers."""
+    """Weights as `extend` and `decode` read them: cast, `blocks` a tuple of layers.
+
+    On a CPU a tied model gets an `lm_head` too.
+    """
     params = cast(params, dtype)
     layers = tuple(
         jax.tree.map(lambda leaf, index=index: leaf[index], params["blocks"])
         for index in range(config.num_layers)
     )
-    return {**params, "blocks": layers}
+    weights = {**params, "blocks": layers}
+    if config.tie_embeddings and jax.default_backend() == "cpu":
+        # A product with a transposed matrix takes a CPU up to twice as long. Elsewhere it costs
+        # nothing, and the copy would cost memory.
+        weights["lm_head"] = {"kernel": params["embed"]["embedding"].T}
+    return weights
 
 
 def rms_norm(
@@ -267,7 +275,10 @@ def rms_norm(
 
 
 Angles = tuple[jax.Array, jax.Array]
-"""Cosines and sines of rotary angles, float32 `[M, 1, H / 2]`."""
+"""Cosines `[M, 1, 1, H / 2]` and sines `[M, 1, 2, H / 2]` of rotary angles, float32.
+
+The sines that turn the first half are negative.
+"""
 
 
 def rope_angles(positions: Int[Array, " M"], config: QwenConfig) -> Angles:
@@ -275,16 +286,17 @@ def rope_angles(positions: Int[Array, " M"], config: QwenConfig) -> Angles:
     half = config.head_dim // 2
     frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = positions[:, None, None].astype(jnp.float32) * frequency
-    return jnp.cos(angle), jnp.sin(angle)
+    sin = jnp.sin(angle)
+    return jnp.cos(angle)[:, :, None], jnp.stack([-sin, sin], axis=2)
 
 
 def rope(x: Float[Array, "M heads H"], angles: Angles) -> Float[Array, "M heads H"]:
     """Rotary embedding (https://arxiv.org/abs/2104.09864), pairs (i, i + H/2) as Qwen has them."""
-    half = x.shape[-1] // 2
     cos, sin = angles
-    first, second = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    halves = x.reshape(*x.shape[:-1], 2, -1).astype(jnp.float32)
+    # The halves are swapped by reversing an axis, which a CPU does faster than joining slices.
+    rotated = halves * cos + halves[..., ::-1, :] * sin
+    return rotated.reshape(x.shape).astype(x.dtype)
 
 
 def _linear(layer: Params, x: jax.Array) -> jax.Array:
@@ -364,10 +376,8 @@ def unembed(
     Checkpoints pad their vocabulary. Masking those ids here, in sampler and trainer alike, keeps
     both on one distribution.
     """
-    if config.tie_embeddings:
-        kernel = params["embed"]["embedding"].T
-    else:
-        kernel = params["lm_head"]["kernel"]
+    is_tied = "lm_head" not in params
+    kernel = params["embed"]["embedding"].T if is_tied else params["lm_head"]["kernel"]
     logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
     if num_tokens >= config.vocab_size:
         return logits
@@ -417,44 +427,43 @@ def extend(
 def decode(
     weights: Params,
     config: QwenConfig,
-    cache: Cache,
-    cached: Int[Array, " B"],
-    chunk: Cache,
+    window: Cache,
+    valid: Bool[Array, "B W"],
     index: Int[Array, ""],
     token_ids: Int[Array, " B"],
     positions: Int[Array, " B"],
 ) -> tuple[Float[Array, "B D"], Cache]:
     """Reads one token a row.
 
-    What was there before the chunk of decoding steps stays untouched in `cache`; what the chunk
-    writes goes to a small second cache at an index shared by all rows, so that a step writes one
-    slice rather than scattering.
-
     Args:
         weights: of `decode_weights`.
         config: of the model.
-        cache: keys and values from before this chunk, `[B, K, S, H]` a layer.
-        cached: tokens of each row in `cache`.
-        chunk: keys and values of this chunk of steps, `[B, K, num_steps, H]` a layer.
-        index: which step of the chunk this is.
+        window: of `kv_cache.open_window`: keys `[B, K, H, W]` and values `[B, K, W, H]` a layer.
+        valid: what each row may attend to, `index` included.
+        index: where in the window all rows write this token.
         token_ids: the tokens to read.
         positions: their positions.
 
     Returns:
-        The normed hidden state after each token, and the chunk with this step written.
+        The normed hidden state after each token, and the window with this step written.
     """
     written = []
     angles = rope_angles(positions, config)
     x = weights["embed"]["embedding"][token_ids]
-    for layer_index, layer in enumerate(weights["blocks"]):
+    put = jax.lax.dynamic_update_slice_in_dim
+    for layer, (old_keys, old_values) in zip(weights["blocks"], window, strict=True):
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, at: int = layer_index) -> jax.Array:
-            keys, values = (
-                jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None], index, axis=2)
-                for old, new in zip(chunk[at], (k, v), strict=True)
-            )
+        def attend(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            old_keys: jax.Array = old_keys,
+            old_values: jax.Array = old_values,
+        ) -> jax.Array:
+            keys = put(old_keys, k[..., None], index, axis=3)
+            values = put(old_values, v[:, :, None], index, axis=2)
             written.append((keys, values))
-            return attention.decode(q, cache[at], cached, (keys, values), index)
+            return attention.decode(q, keys, values, valid)
 
         x = _block(layer, config, x, angles, attend)
     return rms_norm(x, weights["norm"]["scale"], config.rms_norm_eps), tuple(written)

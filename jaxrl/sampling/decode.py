@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxrl.models import kv_cache, qwen
 from jaxrl.models.qwen import Cache, QwenConfig
 from jaxrl.sampling import next_token
-from jaxrl.sharding import batch_sharding, cache_sharding, replicated
+from jaxrl.sharding import batch_sharding, cache_sharding, prefix_sharding, replicated
 from jaxrl.types import Params
 
 Array = Any
@@ -110,8 +110,9 @@ class Sampler:
         token_ids = jax.lax.with_sharding_constraint(token_ids, by_row)
         start = jnp.zeros(token_ids.shape[0], jnp.int32)
         hidden, prefix = qwen.extend(weights, self.config, None, token_ids, start, lengths)
-        everywhere = replicated(self.mesh)
-        return jax.lax.with_sharding_constraint((hidden, prefix), everywhere)
+        shardings = (replicated(self.mesh), prefix_sharding(self.mesh))
+        hidden, prefix = jax.lax.with_sharding_constraint((hidden, prefix), shardings)
+        return hidden, prefix
 
     def place(
         self,
@@ -188,18 +189,27 @@ class Sampler:
         rows: jax.Array,
         stops: StopTables,
         temperature: jax.Array,
+        length: int | None = None,
     ) -> tuple[Slots, Report]:
         """Samples up to `num_steps` tokens in `rows`; other slots are left alone.
+
+        `length` is static: none of the rows holds more tokens, so no more of the cache is read;
+        None stands for its capacity.
 
         The number of steps is static, because a GPU runs a loop of known length without asking the
         host after each turn of it; rows that stop early are masked.
         """
-        past = jax.tree.map(lambda x: kv_cache.take_rows(x, rows), slots.cache)
+        length = slots.cache[0][0].shape[2] if length is None else length
+        window = kv_cache.open_window(slots.cache, rows, length, self.num_steps)
         small = jax.tree.map(
             lambda x: kv_cache.take_rows(x, rows), dataclasses.replace(slots, cache=())
         )
         cached, num_rows = small.length, small.length.shape[0]
-        written = kv_cache.allocate(self.config, num_rows, self.num_steps, self.dtype)
+        place = jnp.arange(length + self.num_steps)
+        is_past = (place < length) & (place < cached[:, None])
+        # While a row runs, its step i draws the token at position cached + i.
+        draws = cached + jnp.arange(self.num_steps)[:, None]
+        uniforms = jax.vmap(next_token.uniforms, in_axes=(None, 0))(small.key, draws)
         report = Report(
             token_ids=jnp.full((self.num_steps, num_rows), -1, jnp.int32),
             logprobs=jnp.zeros((self.num_steps, num_rows), jnp.float32),
@@ -210,10 +220,9 @@ class Sampler:
         def step(
             index: jax.Array, carry: tuple[Slots, Cache, Report]
         ) -> tuple[Slots, Cache, Report]:
-            small, written, report = carry
+            small, window, report = carry
             logits = qwen.unembed(weights, self.config, small.hidden, num_tokens=self.num_tokens)
-            uniform = next_token.uniforms(small.key, small.length)
-            token, logprob, entropy = next_token.sample(logits, uniform, temperature)
+            token, logprob, entropy = next_token.sample(logits, uniforms[index], temperature)
             budget = small.budget - small.active
             status = _status(stops, small.stop_state, token, budget)
             running = small.active & (status == RUNNING)
@@ -223,8 +232,9 @@ class Sampler:
                 entropies=report.entropies.at[index].set(jnp.where(small.active, entropy, 0.0)),
                 status=jnp.where(small.active, status, report.status),
             )
-            hidden, written = qwen.decode(
-                weights, self.config, past, cached, written, index, token, small.length
+            valid = is_past | ((place >= length) & (place <= length + index))
+            hidden, window = qwen.decode(
+                weights, self.config, window, valid, length + index, token, small.length
             )
             small = dataclasses.replace(
                 small,
@@ -234,14 +244,14 @@ class Sampler:
                 budget=budget,
                 stop_state=stops.next_state[small.stop_state, token].astype(jnp.int32),
             )
-            return small, written, report
+            return small, window, report
 
-        small, written, report = jax.lax.fori_loop(
-            0, self.num_steps, step, (small, written, report)
-        )
+        small, window, report = jax.lax.fori_loop(0, self.num_steps, step, (small, window, report))
         put = lambda old, x: kv_cache.put_rows(old, rows, x)  # noqa: E731
         cache = jax.tree.map(
-            lambda old, x: kv_cache.write_window(old, rows, cached, x), slots.cache, written
+            lambda old, x: kv_cache.write_window(old, rows, cached, x),
+            slots.cache,
+            kv_cache.window_tail(window, self.num_steps),
         )
         updated = jax.tree.map(put, dataclasses.replace(slots, cache=()), small)
         slots = dataclasses.replace(updated, cache=cache)

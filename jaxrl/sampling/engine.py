@@ -8,6 +8,7 @@ read once for all its samples.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -72,6 +73,7 @@ class _Row:
     """A request in a slot."""
 
     request: int
+    length: int  # tokens in the cache
     is_waiting: bool = False  # stopped; neither resumed nor finished yet
     pending: int | None = None  # sampled but not read into the cache
 
@@ -135,6 +137,12 @@ def _powers(lowest: int, highest: int, factor: int) -> list[int]:
 
 
 def _fit(size: int, sizes: Sequence[int]) -> int:
+    """The smallest of the increasing `sizes` that holds `size`."""
+    if size > sizes[-1]:
+        raise ValueError(
+            f"{size} rows or tokens do not fit the engine's sizes {list(sizes)}. This is a bug in "
+            "jaxrl: prompts and observations are cut or refused before they come here."
+        )
     return next(bound for bound in sizes if bound >= size)
 
 
@@ -194,6 +202,7 @@ class Engine:
         self.row_sizes = sorted({-(-self._slots_per_shard // 4), self._slots_per_shard})
         self.read_sizes = _powers(16, max(max_total_tokens, 16), 2)
         self.prompt_sizes = _powers(16, max(max_prompt_tokens, 16), 2)
+        self.length_sizes = _powers(min(64, max_total_tokens), max_total_tokens, 2)
         self._compile(config, dtype)
         self._stops = _stop_tables(automaton, config.vocab_size, eos_ids, mesh)
         self._empty_slots = jax.jit(self.sampler.empty_slots, static_argnums=(0, 1))
@@ -209,16 +218,18 @@ class Engine:
 
     def _compile(self, config: QwenConfig, dtype: Any) -> None:
         extends = [(rows, size) for rows in self.row_sizes for size in self.read_sizes]
-        shardings = param_shardings(self._mesh, config, for_decode=True)
+        untied = dataclasses.replace(config, tie_embeddings=False)
+        shardings = param_shardings(self._mesh, untied, for_decode=True)
         blocks = shardings["blocks"]
         layer = jax.tree.map(
             lambda s: jax.sharding.NamedSharding(s.mesh, jax.sharding.PartitionSpec(*s.spec[1:])),
             blocks,
         )
         by_layer = {**shardings, "blocks": (layer,) * config.num_layers}
-        self._prepare = jax.jit(
-            lambda params: qwen.decode_weights(params, config, dtype), out_shardings=by_layer
-        )
+        prepare = lambda params: qwen.decode_weights(params, config, dtype)  # noqa: E731
+        names = jax.eval_shape(prepare, qwen.abstract_params(config))
+        self._prepare = jax.jit(prepare, out_shardings={name: by_layer[name] for name in names})
+        decodes = [(rows, length) for rows in self.row_sizes for length in self.length_sizes]
         sampler = self.sampler
         self.functions = (
             CompiledFunction(sampler.prefill, name="prefill", variants=self.prompt_sizes),
@@ -227,7 +238,11 @@ class Engine:
             ),
             CompiledFunction(sampler.extend, name="extend", variants=extends, donate_argnums=(1,)),
             CompiledFunction(
-                sampler.decode_chunk, name="decode", variants=self.row_sizes, donate_argnums=(1,)
+                sampler.decode_chunk,
+                name="decode",
+                variants=decodes,
+                donate_argnums=(1,),
+                static_argnums=(5,),
             ),
         )
         self._prefill, self._place, self._extend, self._decode = self.functions
@@ -236,7 +251,8 @@ class Engine:
         """The set of shapes that may be compiled, for people."""
         rows = [size * self.num_shards for size in self.row_sizes]
         return (
-            f"decode {self.sampler.num_steps} steps of {rows} rows; read {self.read_sizes} tokens "
+            f"decode {self.sampler.num_steps} steps of {rows} rows over {self.length_sizes} "
+            f"tokens; read {self.read_sizes} tokens "
             f"of {rows} rows; prompts {self._num_prompts} x {self.prompt_sizes}; "
             f"cache {len(self._rows)} slots x {self.capacity} tokens"
         )
@@ -258,6 +274,9 @@ class Engine:
 
     def submit(self, requests: Sequence[Request]) -> list[int]:
         """Queues requests; the numbers by which events name them."""
+        if self.is_idle:
+            # What came before, an evaluation say, may not show: a restart would not have had it.
+            self._prompts = _Prompts()
         numbers = list(range(self._next_request, self._next_request + len(requests)))
         self._next_request += len(requests)
         self._queue.extend(zip(numbers, requests, strict=True))
@@ -306,6 +325,7 @@ class Engine:
                     lengths[shard, index] = len(new)
                     budget[shard, index] = allowed
                     row.is_waiting, row.pending = False, None
+                    row.length += len(new)
                     self.counts.prefilled_resume += len(new)
             self._slots = self._extend(
                 self._weights,
@@ -339,13 +359,16 @@ class Engine:
         rows = np.full((self.num_shards, num_rows), self._slots_per_shard, np.int32)
         for shard, slots in enumerate(running):
             rows[shard, : len(slots)] = [slot % self._slots_per_shard for slot in slots]
+        lengths = [self._row(slot).length for slots in running for slot in slots]
+        length = _fit(max(lengths, default=0), self.length_sizes)
         self._slots, report = self._decode(
             self._weights,
             self._slots,
             rows,
             self._stops,
             np.float32(self.temperature),
-            variant=num_rows,
+            length,
+            variant=(num_rows, length),
         )
         report = jax.device_get(report)
         events = []
@@ -364,6 +387,7 @@ class Engine:
         token_ids = np.array(report.token_ids[index, :num_sampled])
         if status != decode.RUNNING:
             row.is_waiting, row.pending = True, int(token_ids[-1])
+        row.length += num_sampled - row.is_waiting
         self.counts.sampled += num_sampled
         return Event(
             request=row.request,
@@ -439,7 +463,7 @@ class Engine:
             source[slot] = self._prompts.index[request.prompt_ids]
             budget[slot] = request.budget
             key[slot] = request.sample_key
-            self._rows[slot] = _Row(request=number)
+            self._rows[slot] = _Row(request=number, length=len(request.prompt_ids))
             self._slot_of[number] = slot
         self._slots = self._place(
             self._slots,

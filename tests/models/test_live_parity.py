@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.models.hf_weights import config_fields, load_hf, save_hf
+from jaxrl.models.kv_cache import open_window
 from jaxrl.models.qwen import (
     QwenConfig,
     decode,
@@ -88,20 +89,26 @@ def greedy(params, config, prompts, num_tokens):
     def choose(hidden):
         return unembed(weights, config, hidden, num_tokens=config.vocab_size).argmax(axis=-1)
 
-    zeros = jnp.zeros((B, config.num_kv_heads, num_tokens, config.head_dim))
     hidden, cache = extend(
         weights, config, None, prompts, jnp.zeros(B, jnp.int32), jnp.full(B, T, jnp.int32)
     )
-    cached = jnp.full(B, T, jnp.int32)
+    place = jnp.arange(T + num_tokens)
 
     def step(carry, index):
         token_ids, window = carry
         hidden, window = decode(
-            weights, config, cache, cached, window, index, token_ids, cached + index
+            weights,
+            config,
+            window,
+            jnp.broadcast_to(place <= T + index, (B, T + num_tokens)),
+            T + index,
+            token_ids,
+            jnp.full(B, T + index),
         )
         return (choose(hidden).astype(jnp.int32), window), token_ids
 
-    start = (choose(hidden).astype(jnp.int32), ((zeros, zeros),) * config.num_layers)
+    window = open_window(cache, jnp.arange(B)[None], length=T, room=num_tokens)
+    start = (choose(hidden).astype(jnp.int32), window)
     _, token_ids = jax.lax.scan(step, start, jnp.arange(num_tokens))
     return token_ids.T
 

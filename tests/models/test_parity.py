@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl.models.attention import LOWEST
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.kv_cache import open_window
 from jaxrl.models.qwen import (
     QwenConfig,
     decode,
@@ -91,20 +92,19 @@ def test_two_extends_then_decode(golden):
     hidden, written = read_chunk(weights, config, cache, chunk, full, jnp.full(B, 5))
     check(hidden, 11)
 
-    # The 3 positions of padding stay in the cache: `cached` keeps them out.
-    cache, cached = grown(cache, written), jnp.full(B, 12)
+    # 15 positions in the cache; the last 3 of them are padding, which `valid` keeps out.
     steps = T - 12
-    empty = jnp.zeros((B, config.num_kv_heads, steps, config.head_dim))
-    window = ((empty, empty),) * config.num_layers
+    window = open_window(grown(cache, written), jnp.arange(B)[None], length=15, room=steps)
+    place = jnp.arange(15 + steps)
     for index in range(steps):
         position = 12 + index
+        valid = (place < 12) | ((place >= 15) & (place <= 15 + index))
         hidden, window = read_token(
             weights,
             config,
-            cache,
-            cached,
             window,
-            jnp.int32(index),
+            jnp.broadcast_to(valid, (B, 15 + steps)),
+            jnp.int32(15 + index),
             token_ids[:, position],
             jnp.full(B, position),
         )

@@ -1,0 +1,321 @@
+"""What the benchmarks share: sizes and their presets, floors, timing, and the record of a run.
+
+Both run on the first device. Weights are random and made there; no checkpoint is read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxrl.models import qwen
+from jaxrl.models.qwen import QwenConfig
+from jaxrl.sharding import make_mesh
+from jaxrl.types import Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSizes:
+    """A Qwen3 model with tied embeddings; every field is a flag."""
+
+    num_layers: int
+    width: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    mlp_width: int
+    vocab_size: int
+    dtype: str  # of activations, matrix products and caches
+
+    @property
+    def config(self) -> QwenConfig:
+        """The model's configuration."""
+        sizes = dataclasses.asdict(self)
+        del sizes["dtype"]
+        return QwenConfig(
+            **sizes,
+            rope_theta=1e6,
+            rms_norm_eps=1e-6,
+            tie_embeddings=True,
+            qkv_bias=False,
+            output_bias=False,
+            qk_norm=True,
+            max_positions=32_768,
+        )
+
+    @property
+    def product_params(self) -> int:
+        """Weights that every token is multiplied with: the layers' and the head's."""
+        heads, kv_heads = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        layer = 2 * self.width * (heads + kv_heads) + 3 * self.width * self.mlp_width
+        return self.num_layers * layer + self.vocab_size * self.width
+
+    @property
+    def bytes_per_value(self) -> int:
+        """Of a weight while it is used, and of a cached number."""
+        return jnp.dtype(self.dtype).itemsize
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Keys and values of all layers."""
+        numbers = 2 * self.num_layers * self.num_kv_heads * self.head_dim
+        return numbers * self.bytes_per_value
+
+    @property
+    def attention_flops_per_token(self) -> int:
+        """Scores and averages over one earlier token, in all layers."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
+
+MODELS = {
+    "cpu": ModelSizes(
+        num_layers=4, width=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_width=768,
+        vocab_size=4096, dtype="float32",
+    ),
+    "qwen3-0.6b": ModelSizes(
+        num_layers=28, width=1024, num_heads=16, num_kv_heads=8, head_dim=128, mlp_width=3072,
+        vocab_size=151_936, dtype="bfloat16",
+    ),
+    "qwen3-4b": ModelSizes(
+        num_layers=36, width=2560, num_heads=32, num_kv_heads=8, head_dim=128, mlp_width=9728,
+        vocab_size=151_936, dtype="bfloat16",
+    ),
+}  # fmt: skip
+"""The model of each preset."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """What floors are computed for; None where nobody said, and then there are none."""
+
+    bandwidth: float | None  # bytes/s between memory and arithmetic units
+    flops: float | None  # operations/s that matrix products reach at best
+
+
+H200 = Hardware(bandwidth=4.3e12, flops=790e12)
+"""What one H200 sustains in bfloat16: 4.3 TB/s, and 80% of its nominal 989 TFLOP/s."""
+
+
+def decode_floor_s(
+    model: ModelSizes, hardware: Hardware, *, num_rows: int, context: float
+) -> float | None:
+    """The least time of a decoding step: weights and cache read once, logits written and read.
+
+    Args:
+        model: sizes.
+        hardware: see `Hardware`.
+        num_rows: rows decoded side by side.
+        context: mean tokens a row attends to.
+    """
+    bandwidth, flops = hardware.bandwidth, hardware.flops
+    if bandwidth is None or flops is None:
+        return None
+    weights = model.product_params
+    products = max(weights * model.bytes_per_value / bandwidth, 2 * weights * num_rows / flops)
+    tokens = num_rows * context
+    attention = max(
+        tokens * model.cache_bytes_per_token / bandwidth,
+        tokens * model.attention_flops_per_token / flops,
+    )
+    return products + attention + 2 * num_rows * model.vocab_size * 4 / bandwidth
+
+
+def train_flops_per_token(model: ModelSizes, context: float) -> float:
+    """Forward and backward, nothing recomputed; `context` is the length of a sequence."""
+    causal = model.attention_flops_per_token * context / 2
+    return 3 * (2 * model.product_params + causal)
+
+
+def train_floor_tokens_per_s(
+    model: ModelSizes, hardware: Hardware, *, context: float
+) -> float | None:
+    """The highest rate of the update: all its operations at the peak rate."""
+    if hardware.flops is None:
+        return None
+    return hardware.flops / train_flops_per_token(model, context)
+
+
+class Compilations:
+    """Counts what XLA compiles in this process, and the time that took."""
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, seconds: float, **_: Any) -> None:
+        if event.startswith("/jax/core/compile/"):
+            self.seconds += seconds
+            self.num += event.endswith("backend_compile_duration")
+
+
+def peak_bytes() -> tuple[int, str]:
+    """The most memory used so far, and whose: the device's, or else the whole process's."""
+    stats = jax.devices()[0].memory_stats() or {}
+    if "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"], "device"
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return resident * (1 if sys.platform == "darwin" else 1024), "process"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """What repetitions took, and what compiling did."""
+
+    seconds: list[float]  # of each repetition
+    cpu_seconds: list[float]  # of processor time, by all threads
+    compile_s: float  # before the first timed repetition
+    num_recompilations: int  # after it; 0 if all is well
+
+    def figures(self, num_tokens: int) -> dict[str, Any]:
+        """Rates of `num_tokens` a repetition.
+
+        On one thread, tokens per second of processor time are the tokens per second of an
+        otherwise idle core, also where the core is shared.
+        """
+        on_cpu = jax.default_backend() == "cpu"
+        per_cpu = spread([num_tokens / seconds for seconds in self.cpu_seconds])
+        return {
+            "tokens_per_s": spread([num_tokens / seconds for seconds in self.seconds]),
+            "tokens_per_cpu_s": per_cpu if on_cpu else None,
+            "compile_s": self.compile_s,
+            "num_recompilations": self.num_recompilations,
+        }
+
+
+def repeat(run: Callable[[int], Any], *, warm_up: int, repetitions: int) -> Timing:
+    """Times `run(number)` after the warm-up."""
+    compilations = Compilations()
+    for number in range(warm_up):
+        run(number)
+    compile_s, num = compilations.seconds, compilations.num
+    times, cpu_times = [], []
+    for number in range(warm_up, warm_up + repetitions):
+        started, cpu_started = time.perf_counter(), time.process_time()
+        run(number)
+        times.append(time.perf_counter() - started)
+        cpu_times.append(time.process_time() - cpu_started)
+    return Timing(
+        seconds=times,
+        cpu_seconds=cpu_times,
+        compile_s=compile_s,
+        num_recompilations=compilations.num - num,
+    )
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Minimum, median and maximum."""
+    return {"min": min(values), "median": statistics.median(values), "max": max(values)}
+
+
+def one_device() -> Mesh:
+    """A mesh over the first device."""
+    return make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+
+
+def random_params(model: ModelSizes) -> Params:
+    """Random float32 weights, made on the device."""
+    return jax.jit(lambda: qwen.init_params(model.config, 0))()
+
+
+def read_flags(
+    description: str, work: dict[str, Any], argv: Sequence[str] | None
+) -> tuple[argparse.Namespace, ModelSizes, Any, Hardware]:
+    """The command line: a preset, and flags that change single sizes of it.
+
+    Args:
+        description: of the benchmark.
+        work: preset to a dataclass of the benchmark's own sizes; each field becomes a flag.
+        argv: arguments; None for the process's own.
+
+    Returns:
+        The general flags, the model, the work and the hardware.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--preset", choices=sorted(MODELS), default="cpu")
+    parser.add_argument("--repetitions", type=int, default=5, help="timed runs")
+    parser.add_argument("--warm_up", type=int, default=2, help="runs before those")
+    parser.add_argument("--json", type=Path, help="record (default: under runs/bench)")
+    parser.add_argument("--bandwidth", type=float, help="bytes/s, for floors (GPU: an H200's)")
+    parser.add_argument("--flops", type=float, help="operations/s, for floors (GPU: an H200's)")
+    for sizes in (MODELS["cpu"], work["cpu"]):
+        for name, kind in get_type_hints(type(sizes)).items():
+            parser.add_argument(f"--{name}", type=_flag_types[kind])
+    flags = parser.parse_args(argv)
+
+    def with_flags(sizes: Any) -> Any:
+        names = [field.name for field in dataclasses.fields(sizes)]
+        given = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
+        return dataclasses.replace(sizes, **given)
+
+    known = H200 if jax.default_backend() == "gpu" else Hardware(bandwidth=None, flops=None)
+    hardware = Hardware(
+        bandwidth=flags.bandwidth or known.bandwidth, flops=flags.flops or known.flops
+    )
+    return flags, with_flags(MODELS[flags.preset]), with_flags(work[flags.preset]), hardware
+
+
+def _bool(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected true or false")
+    return text.lower() == "true"
+
+
+_flag_types: dict[type, Callable[[str], Any]] = {int: int, str: str, float: float, bool: _bool}
+
+
+def finish(
+    name: str,
+    flags: argparse.Namespace,
+    model: ModelSizes,
+    work: Any,
+    hardware: Hardware,
+    figures: dict[str, Any],
+) -> dict[str, Any]:
+    """Prints the table, writes the JSON record and returns it."""
+    peak, whose = peak_bytes()
+    device = jax.devices()[0]
+    record = {
+        "benchmark": name,
+        "preset": flags.preset,
+        "device": f"{device.platform}: {device.device_kind}",
+        "jax": jax.__version__,
+        "model": dataclasses.asdict(model),
+        "work": dataclasses.asdict(work),
+        "hardware": dataclasses.asdict(hardware),
+        **figures,
+        "peak_bytes": peak,
+        "peak_bytes_of": whose,
+    }
+    path = flags.json or Path("runs/bench") / f"{name}_{flags.preset}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    print(f"{name}, preset {flags.preset}, {record['device']}, jax {jax.__version__}")
+    for label, value in figures.items():
+        print(f"  {label:<28}{_shown(value)}")
+    print(f"  {'peak_bytes':<28}{_shown(peak)} of the {whose}")
+    print(f"  written to {path}")
+    return record
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "  ".join(f"{name} {_shown(x)}" for name, x in value.items())
+    if value is None:
+        return "unknown"
+    return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}"

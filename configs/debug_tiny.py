@@ -1,0 +1,48 @@
+"""Warm start, reinforcement learning and evaluation in seconds, to see that everything works.
+
+python -m examples.quickstart_world --out=data/debug --num_people=40 --num_held_out=8 \
+    --num_demonstrations=400
+python -m jaxrl.launch --config=configs/debug_tiny.py --workdir=runs/debug
+
+Another world's folder may follow the file's name: --config=configs/debug_tiny.py:data/other
+"""
+
+from ml_collections import ConfigDict
+
+from jaxrl.config import default_config
+
+
+def get_config(world: str = "data/debug") -> ConfigDict:
+    config = default_config().lock()
+    config.stages = ("sft", "train", "evaluate")
+    config.num_steps = 4
+    config.model.path = f"{world}/model"
+    config.tasks.train.source = f"{world}/questions_train.jsonl"
+    config.tasks.eval.source = f"{world}/questions_eval.jsonl"
+    config.search.corpus = f"{world}/corpus.jsonl"
+    config.search.max_observation_tokens = 72
+
+    config.sft.source = f"{world}/demonstrations.jsonl"
+    config.reward.weights.format = 0.5  # so that there is something to learn from the start
+
+    config.sft.num_steps = 60
+    config.sft.batch_size = 8
+    config.sft.optimizer.lr = 1e-2
+    config.sft.optimizer.beta2 = 0.98
+    config.sft.optimizer.micro_rows = 4
+
+    config.rollout.tasks_per_step = 4
+    config.rollout.group_size = 4
+    config.rollout.max_prompt_tokens = 32
+    config.rollout.max_response_tokens = 64
+    config.rollout.max_total_tokens = 192
+    config.rollout.max_turns = 2
+    config.rollout.num_slots = 16
+    config.rollout.chunk_tokens = 8
+
+    config.advantage.normalize_std = False
+    config.optimizer.lr = 1e-3
+    config.optimizer.micro_rows = 4
+
+    config.checkpoint.every_steps = 2
+    return config

@@ -1,0 +1,47 @@
+"""Trajectories made by hand."""
+
+import numpy as np
+
+from jaxrl.envs.base import Outcome, Task, Turn
+from jaxrl.types import Trajectory
+
+SEARCH = Turn(text="<search>q</search>", tool_call="q", observation="\n\nfound\n\n", latency_s=0.5)
+ANSWER = Turn(text="<answer>x</answer>")
+FAILED = Turn(text="<search>q</search>", tool_call="q", error="the server is down")
+
+
+def make_trajectory(
+    *,
+    reward=0.0,
+    group_id=0,
+    sample_index=0,
+    outcome=Outcome.ANSWERED,
+    length=6,
+    parts=None,
+    turns=(SEARCH, ANSWER),
+    data_source="nq",
+):
+    """Two prompt tokens, then sampled ones."""
+    rng = np.random.default_rng([group_id, sample_index])
+    mask = np.arange(length) >= 2
+    return Trajectory(
+        token_ids=rng.integers(1, 50, length).astype(np.int32),
+        loss_mask=mask,
+        rollout_logprobs=np.where(mask, -1.0, 0.0).astype(np.float32),
+        rollout_entropies=np.where(mask, 0.5, 0.0).astype(np.float32),
+        policy_versions=np.where(mask, 3, -1).astype(np.int32),
+        prompt_length=2,
+        group_id=group_id,
+        sample_index=sample_index,
+        task=Task(id=f"t{group_id}", question="Où ?", answers=("x",), data_source=data_source),
+        turns=turns,
+        outcome=outcome,
+        reward=reward,
+        reward_parts=parts or {},
+        final_answer="x" if outcome == Outcome.ANSWERED else "",
+    )
+
+
+def make_failure(**fields):
+    """An environment error, which has no reward."""
+    return make_trajectory(outcome=Outcome.ENVIRONMENT_ERROR, turns=(FAILED,), **fields)

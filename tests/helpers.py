@@ -1,0 +1,173 @@
+"""A tiny model, random sequences and plain arithmetic to compare with."""
+
+from __future__ import annotations
+
+import re
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.batching import pack
+from jaxrl.config import default_config
+from jaxrl.models import qwen
+from jaxrl.models.qwen import QwenConfig, init_params
+from jaxrl.train import make_policy_loss
+
+# 127 is prime and divides no other dimension: an array runs over the vocabulary exactly when 127
+# divides its number of elements, also where the vocabulary is halved or merged with other axes.
+TINY = QwenConfig(
+    vocab_size=254,
+    width=64,
+    mlp_width=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope_theta=10_000.0,
+    rms_norm_eps=1e-6,
+    tie_embeddings=False,
+    qkv_bias=True,
+    output_bias=False,
+    qk_norm=True,
+    max_positions=512,
+)
+NUM_TOKENS = 250  # ids the tokenizer knows; the last four pad the vocabulary
+
+
+def tiny_params(config=TINY, seed=0):
+    """Random numpy parameters whose distributions are far from uniform."""
+    rng = np.random.default_rng(seed)
+
+    def rough(path, leaf):
+        name = jax.tree_util.keystr(path)
+        if "bias" in name or "scale" in name:
+            return np.asarray(leaf) + 0.1 * rng.standard_normal(leaf.shape, np.float32)
+        return np.asarray(leaf) * (2 if "lm_head" in name or "embed" in name else 1)
+
+    return jax.tree_util.tree_map_with_path(rough, init_params(config, seed))
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """A trajectory, as packing and the losses see it."""
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    rollout_logprobs: np.ndarray
+    advantage: float = 1.0
+    old_logprobs: np.ndarray | None = None
+    ref_logprobs: np.ndarray | None = None
+
+
+def random_sequences(lengths, *, seed=0, num_tokens=NUM_TOKENS):
+    """A prompt, then sampled tokens and observations in turn."""
+    rng = np.random.default_rng(seed)
+    sequences = []
+    for length in lengths:
+        mask = np.arange(length) % 7 > 1
+        mask[: max(length // 4, 1)] = False
+        noise = rng.standard_normal((3, length)).astype(np.float32)
+        sequences.append(
+            Sequence(
+                token_ids=rng.integers(0, num_tokens, length).astype(np.int32),
+                loss_mask=mask,
+                rollout_logprobs=np.where(mask, noise[0] - 5, 0).astype(np.float32),
+                advantage=float(rng.standard_normal()),
+                old_logprobs=noise[1] - 5,
+                ref_logprobs=noise[2] - 5,
+            )
+        )
+    return sequences
+
+
+def pack_all(sequences, shape, *, aggregation="token-mean", **settings):
+    """Packs sequences together with the old and reference logprobs that they carry."""
+    advantages = np.array([sequence.advantage for sequence in sequences], np.float32)
+    packed = pack(sequences, advantages, shape, aggregation=aggregation, **settings)
+    extra = {}
+    for name in ("old_logprobs", "ref_logprobs"):
+        values = [getattr(sequence, name) for sequence in sequences]
+        if all(value is not None for value in values):
+            extra[name] = scatter(packed.batch, values)
+    return replace(packed, batch=replace(packed.batch, **extra))
+
+
+def scatter(batch, values):
+    """One array a sequence to `[A, b, T]`, where packing put the sequence."""
+    out = np.zeros(batch.token_ids.shape, np.float32)
+    for index, value in enumerate(values):
+        out[batch.segment_ids == index + 1] = value
+    return out
+
+
+def gather(batch, values, index):
+    """The values `[A, b, T]` of the tokens of sequence number `index`, in order."""
+    return np.asarray(values)[np.asarray(batch.segment_ids) == index + 1]
+
+
+def dense_table(params, config, token_ids, *, num_tokens=NUM_TOKENS, temperature=1.0):
+    """The log-softmax of all logits of one sequence `[L, V]`; row t is about token t + 1."""
+    token_ids = jnp.asarray(token_ids)
+    positions = jnp.arange(len(token_ids))
+    row = (token_ids[None], positions[None], jnp.ones((1, len(token_ids)), jnp.int32))
+    hidden = qwen.hidden_states(params, config, *row, remat=False)[0]
+    head = params["embed"]["embedding"].T if config.tie_embeddings else params["lm_head"]["kernel"]
+    return jax.nn.log_softmax((hidden @ head)[:, :num_tokens] / temperature)
+
+
+def dense_logprobs(params, config, token_ids, **settings):
+    """Logprobs and entropies of one sequence `[L]`, from all its logits; 0 for its first."""
+    table = dense_table(params, config, token_ids, **settings)[:-1]
+    logprobs = table[jnp.arange(len(table)), jnp.asarray(token_ids)[1:]]
+    entropies = -(jnp.exp(table) * table).sum(axis=-1)
+    return jnp.pad(logprobs, (1, 0)), jnp.pad(entropies, (1, 0))
+
+
+def policy_loss(*, loss=None, kl=None):
+    """The loss of the train stage with some settings changed."""
+    config = default_config()
+    config.loss.update(loss or {})
+    config.kl.update(kl or {})
+    return make_policy_loss(config.loss, config.kl)
+
+
+def relative_distance(got, wanted):
+    """Norm of the difference of two trees over the norm of the second."""
+    got, wanted = (
+        np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
+        for tree in (got, wanted)
+    )
+    return np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
+
+
+@contextmanager
+def compilations():
+    """Collects an entry for every program that XLA compiles meanwhile, traced anew or not."""
+    seen = []
+
+    def listen(event, duration_s, **_):
+        if event.endswith("backend_compile_duration"):
+            seen.append(duration_s)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def program_text(function, *args):
+    """XLA's text of the program that a `CompiledFunction` runs for these arguments.
+
+    After a call with the same shapes this compiles nothing.
+    """
+    return function._jitted.lower(*args).compile().as_text()
+
+
+def shapes_in(text):
+    """All array shapes in a program's text."""
+    found = re.findall(r"\b(?:pred|bf16|[fsu]\d+)\[([\d,]*)\]", text)
+    return {tuple(int(size) for size in sizes.split(",") if size) for sizes in found}

@@ -1,0 +1,321 @@
+"""Measures sampler and update on meshes of eight virtual devices, for `test_sharding.py`.
+
+    python -m tests.mesh_worker REPORT
+
+One process for all meshes; it writes what it measured as JSON and judges nothing.
+"""
+
+import json
+import math
+import re
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxrl.batching import BatchShape
+from jaxrl.sampling import next_token
+from jaxrl.sampling.engine import Engine, Request, sample_keys
+from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.sharding import make_mesh, param_shardings
+from jaxrl.update import Model, init_state, make_score_step, make_update_step, put_batch
+from tests.helpers import (
+    NUM_TOKENS,
+    TINY,
+    Sequence,
+    compilations,
+    dense_table,
+    gather,
+    pack_all,
+    policy_loss,
+    program_text,
+    random_sequences,
+    relative_distance,
+    shapes_in,
+    tiny_params,
+)
+
+MESHES = {
+    "data 8": {"data": 8, "fsdp": 1, "tensor": 1},
+    "data 2, fsdp 4": {"data": 2, "fsdp": 4, "tensor": 1},
+    "data 2, fsdp 2, tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+NUM_SLOTS = 16
+GROUP_SIZE = 4
+BUDGET = 8  # tokens a turn
+CHUNK_TOKENS = 16
+# 11 divides no dimension but the length of a row: an array holds tokens' activations exactly when
+# 11 divides its number of elements.
+SHAPE = BatchShape(num_micro=3, micro_rows=8, row_tokens=44)
+COLLECTIVE = re.compile(
+    r"= (\(.*?\)|\S+) (all-gather|all-to-all|all-reduce|reduce-scatter|collective-permute"
+    r"|collective-broadcast)(?:-start)?\("
+)
+ARRAY = re.compile(r"\w+\[([\d,]*)\]")
+
+
+def collectives(text):
+    """Operation and number of elements of all that a program moves between devices."""
+    moved = []
+    for arrays, operation in COLLECTIVE.findall(text):
+        for sizes in ARRAY.findall(arrays):
+            size = math.prod(int(size) for size in sizes.split(",") if size)
+            moved.append([operation, size])
+    return moved
+
+
+def requests():
+    """Six prompts of four samples each, on keys that know nothing of slots or meshes."""
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(0, NUM_TOKENS, rng.integers(4, 16)).tolist()) for _ in range(6)]
+    number = np.arange(len(prompts) * GROUP_SIZE)
+    group, sample = number // GROUP_SIZE, number % GROUP_SIZE
+    keys = sample_keys(0, 1, 0, group, sample, np.zeros_like(number))
+    return [
+        Request(prompt_ids=prompts[g], sample_key=key, budget=BUDGET)
+        for g, key in zip(group, keys, strict=True)
+    ]
+
+
+def cache_layout(engine):
+    """How the cache lies: the spec, and the shapes and number of different parts on devices."""
+    leaves = jax.tree.leaves(engine._slots.cache)
+    assert all(leaf.sharding == engine.cache_sharding for leaf in leaves)
+    shards = [shard for leaf in leaves for shard in leaf.addressable_shards]
+    return {
+        "spec": list(engine.cache_sharding.spec),
+        "shapes": sorted({shard.data.shape for shard in shards}),
+        "num_parts": len({str(shard.index) for shard in shards}),
+    }
+
+
+def sample(mesh, params):
+    """Two turns of every request, with an observation between, through the engine."""
+    automaton = StopAutomaton([bytes([i]) for i in range(NUM_TOKENS)], [*"ABCDEFGH"])
+    engine = Engine(
+        TINY,
+        mesh,
+        automaton,
+        num_tokens=NUM_TOKENS,
+        eos_ids=[3],
+        num_slots=NUM_SLOTS,
+        max_prompt_tokens=16,
+        max_total_tokens=64,
+        chunk_tokens=4,
+        prompts_per_prefill=8,
+    )
+    engine.row_sizes = engine.row_sizes[-1:]  # one size will do: a compilation is seconds
+    before = cache_layout(engine)
+    engine.set_weights(params)
+    todo = requests()
+    rows = [{"token_ids": list(r.prompt_ids), "logprobs": [0.0] * len(r.prompt_ids)} for r in todo]
+    for row in rows:
+        row["mask"] = [False] * len(row["token_ids"])
+    engine.submit(todo)
+    num_turns = [0] * len(todo)
+    with compilations() as compiled:
+        while not engine.is_idle:
+            resumed = []
+            for event in engine.step():
+                row = rows[event.request]
+                row["token_ids"] += event.token_ids.tolist()
+                row["logprobs"] += event.logprobs.tolist()
+                row["mask"] += [True] * len(event.token_ids)
+                if event.status == 0:
+                    continue
+                num_turns[event.request] += 1
+                if num_turns[event.request] == 2:
+                    engine.finish(event.request)
+                    continue
+                observation = list(range(5, 10 + event.request % 5))
+                row["token_ids"] += observation
+                row["logprobs"] += [0.0] * len(observation)
+                row["mask"] += [False] * len(observation)
+                resumed.append((event.request, observation, BUDGET))
+            engine.resume(resumed)
+    report = {
+        "cache_before": before,
+        "cache_after": cache_layout(engine),
+        "num_traces": {function.name: function.num_traces for function in engine.functions},
+        "num_compilations": len(compiled),
+        "collectives": sampler_collectives(engine),
+    }
+    return rows, report
+
+
+def sampler_collectives(engine):
+    """What the programs that touch the cache move between devices."""
+    num_rows = engine.row_sizes[-1]
+    rows = np.zeros((engine.num_shards, num_rows), np.int32)
+    counts = np.ones(rows.size, np.int32)
+    prompts = engine._prompts
+    by_slot = np.zeros(NUM_SLOTS, np.int32)
+    arguments = {
+        "decode": (
+            engine._weights,
+            engine._slots,
+            rows,
+            engine._stops,
+            np.float32(1),
+            engine.length_sizes[-1],
+        ),
+        "extend": (
+            engine._weights,
+            engine._slots,
+            rows,
+            np.zeros((rows.size, 16), np.int32),
+            counts,
+            counts,
+        ),
+        "place": (
+            engine._slots,
+            prompts.hidden,
+            prompts.prefix,
+            prompts.lengths,
+            by_slot,
+            by_slot,
+            np.zeros((NUM_SLOTS, 2), np.uint32),
+        ),
+    }
+    return {
+        function.name: collectives(program_text(function, *arguments[function.name]))
+        for function in engine.functions
+        if function.name in arguments
+    }
+
+
+def as_sequences(rows):
+    return [
+        Sequence(
+            token_ids=np.array(row["token_ids"], np.int32),
+            loss_mask=np.array(row["mask"]),
+            rollout_logprobs=np.array(row["logprobs"], np.float32),
+        )
+        for row in rows
+    ]
+
+
+def logits_tokens(text):
+    """Tokens of the largest array of logits that one device holds, its vocabulary whole or halved.
+
+    Arrays of the width are weights, and cannot be logits of so many tokens.
+    """
+    shapes = [shape for shape in shapes_in(text) if math.prod(shape) % 127 == 0]
+    vocab = [next(size for size in shape if size % 127 == 0) for shape in shapes]
+    tokens = {math.prod(shape) // size for shape, size in zip(shapes, vocab, strict=True)}
+    return max(tokens - {TINY.width, TINY.width // 2, TINY.width // 4})
+
+
+def share_on_first_device(tree):
+    """Of the bytes of a tree of arrays, how many the first device holds."""
+    leaves = jax.tree.leaves(tree)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves)
+    return held / sum(leaf.nbytes for leaf in leaves)
+
+
+def train(mesh, params):
+    """Scores and updates twice; the report and the first gradient."""
+    model = Model(TINY, mesh, num_tokens=NUM_TOKENS, logits_chunk_tokens=CHUNK_TOKENS)
+    optimizer = optax.adamw(1e-3)
+    loss = policy_loss(
+        loss={"entropy_coef": 0.01, "clip_high": 0.3}, kl={"coef": 0.1, "anchor": "ref"}
+    )
+    step = make_update_step(model, loss, optimizer, entropy_gradient=True)
+    score = make_score_step(model, temperature=1.0)
+    packed = pack_all(random_sequences([13, 44, 24, 24, 7, 40] * 3), SHAPE)
+    batch = put_batch(mesh, packed.batch)
+    logprobs = score(params, batch, packed.num_micro)
+    state = init_state(params, mesh, TINY, optimizer)
+    wanted = jax.tree.map(lambda leaf: leaf.sharding, state)
+    with compilations() as compiled:
+        state, metrics = step(state, batch, packed.num_micro)
+        # Adam's first moment starts at zero, so it now holds the gradient itself.
+        mu = optax.tree_utils.tree_get(state.opt_state, "mu")
+        gradient = jax.tree.map(lambda leaf: np.asarray(leaf) / 0.1, mu)
+        for _ in range(2):
+            state, _ = step(state, batch, packed.num_micro)
+    text = program_text(step, state, batch, packed.num_micro)
+    kept = jax.tree.map(lambda leaf, s: leaf.sharding.is_equivalent_to(s, leaf.ndim), state, wanted)
+    report = {
+        "logprobs_spec": list(logprobs.sharding.spec),
+        "params_share": share_on_first_device(state.params),
+        "moments_share": share_on_first_device(
+            [optax.tree_utils.tree_get(state.opt_state, name) for name in ("mu", "nu")]
+        ),
+        "shardings_kept": all(jax.tree.leaves(kept)),
+        "logits_tokens": logits_tokens(text),
+        "activations_moved": [size for _, size in collectives(text) if size % 11 == 0],
+        "num_traces": step.num_traces,
+        "num_compilations": len(compiled),
+        "num_updates": int(state.num_updates),
+        "metrics": {name: float(value) for name, value in metrics.items()},
+    }
+    return report, gradient, np.asarray(logprobs)
+
+
+def farthest_draw(params, rows):
+    """How far the uniform of any draw lies outside its token's part of [0, 1), by one device."""
+    token_ids = np.zeros((len(rows), 64), np.int32)
+    for index, row in enumerate(rows):
+        token_ids[index, : len(row["token_ids"])] = row["token_ids"]
+    tables = jax.jit(jax.vmap(lambda ids: dense_table(params, TINY, ids)))(token_ids)
+    probabilities = np.exp(np.asarray(tables, np.float64))
+    farthest = -1.0
+    for index, (row, request) in enumerate(zip(rows, requests(), strict=True)):
+        places = np.flatnonzero(row["mask"])
+        keys = np.broadcast_to(request.sample_key, (64, 2))
+        uniforms = np.asarray(next_token.uniforms(keys, jnp.arange(64)), np.float64)[places]
+        drawn = probabilities[index, places - 1]
+        sampled = (np.arange(len(places)), token_ids[index, places])
+        end = np.cumsum(drawn, axis=-1)[sampled]
+        farthest = max(farthest, (uniforms - end).max(), (end - drawn[sampled] - uniforms).max())
+    return float(farthest)
+
+
+def main(path):
+    params = tiny_params()
+    one = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+    on_one = jax.device_put(params, param_shardings(one, TINY))
+    one_rows, _ = sample(one, on_one)
+    one_report, one_gradient, one_logprobs = train(one, on_one)
+    score = make_score_step(Model(TINY, one, num_tokens=NUM_TOKENS), temperature=1.0)
+    report = {
+        "num_sampled": sum(sum(row["mask"]) for row in one_rows),
+        "farthest_draw": farthest_draw(on_one, one_rows),
+        "meshes": {},
+    }
+    for name, sizes in MESHES.items():
+        mesh = make_mesh(**sizes)
+        placed = jax.device_put(params, param_shardings(mesh, TINY))
+        rows, sampled = sample(mesh, placed)
+        trained, gradient, logprobs = train(mesh, placed)
+
+        # The tokens that the mesh sampled, forced on one device.
+        packed = pack_all(as_sequences(rows), BatchShape(num_micro=3, micro_rows=8, row_tokens=64))
+        forced = score(on_one, put_batch(one, packed.batch), packed.num_micro)
+        gaps = [
+            np.abs(gather(packed.batch, forced, index) - row["logprobs"])[row["mask"]].max()
+            for index, row in enumerate(rows)
+        ]
+        same = [a["token_ids"] == b["token_ids"] for a, b in zip(one_rows, rows, strict=True)]
+        report["meshes"][name] = {
+            "sampler": sampled,
+            "update": trained,
+            "sampled_logprob_gap": float(max(gaps)),
+            "num_differing": same.count(False),
+            "farthest_draw": farthest_draw(on_one, rows),
+            "scored_logprob_gap": float(np.abs(logprobs - one_logprobs).max()),
+            "gradient_distance": float(relative_distance(gradient, one_gradient)),
+            "metric_gap": max(
+                abs(value - one_report["metrics"][metric])
+                for metric, value in trained["metrics"].items()
+            ),
+        }
+    with open(path, "w") as file:
+        json.dump(report, file, indent=1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

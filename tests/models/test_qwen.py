@@ -1,0 +1,222 @@
+"""Properties of the decoder on random parameters; `test_parity` has the numbers to agree with."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models import kv_cache, qwen
+from jaxrl.models.attention import LOWEST
+from tests.helpers import TINY, tiny_params
+
+PARAMS = tiny_params()
+WEIGHTS = qwen.decode_weights(PARAMS, TINY, jnp.float32)
+GARBAGE = 1e3  # what must not be read: large enough to show, finite as in a real cache
+
+hidden_states = jax.jit(qwen.hidden_states, static_argnums=1, static_argnames="remat")
+extend = jax.jit(qwen.extend, static_argnums=1)
+decode = jax.jit(qwen.decode, static_argnums=1)
+
+
+def full(token_ids, positions=None, segment_ids=None, *, remat=False):
+    """Hidden states of up to three rows of up to 20 tokens, padded to that: one compilation."""
+    R, T = token_ids.shape
+    positions = np.arange(T) if positions is None else positions
+    segment_ids = 1 if segment_ids is None else segment_ids
+    padded = np.zeros((3, 3, 20), np.int32)
+    padded[0, :R, :T], padded[1, :R, :T], padded[2, :R, :T] = token_ids, positions, segment_ids
+    return np.asarray(hidden_states(PARAMS, TINY, *padded, remat=remat))[:R, :T]
+
+
+def random_ids(*shape, seed=0):
+    return np.random.default_rng(seed).integers(0, 250, shape).astype(np.int32)
+
+
+def assert_close(got, wanted):
+    np.testing.assert_allclose(got, wanted, atol=2e-5, rtol=0)
+
+
+def test_rows_at_different_places_read_and_decode_as_the_full_pass():
+    # Three slots, of which rows 2 and 0 are read: prompts of 3, 9 and 6 tokens, then 4, 2 and 5
+    # tokens of an observation, then three single tokens. Padding and stale caches are garbage.
+    token_ids = random_ids(3, 17)
+    wanted = full(token_ids)
+    prompt, chunk, steps = np.array([3, 9, 6]), np.array([4, 2, 5]), 3
+    slots, capacity = jnp.arange(3)[None], 20
+    empty = kv_cache.allocate(TINY, 3, capacity, jnp.float32)
+    cache = jax.tree.map(lambda x: jnp.full_like(x, GARBAGE), empty)
+
+    def window(start, lengths, width):
+        taken = np.full((3, width), 7, np.int32)  # the padding is a token like any other
+        for row in range(3):
+            taken[row, : lengths[row]] = token_ids[row, start[row] : start[row] + lengths[row]]
+        return jnp.asarray(taken)
+
+    def check(hidden, read):
+        assert_close(hidden, wanted[np.arange(3), read - 1])
+
+    start = np.zeros(3, np.int32)
+    hidden, prefix = extend(WEIGHTS, TINY, None, window(start, prompt, 10), start, prompt)
+    check(hidden, prompt)
+    place = lambda old, new: kv_cache.place_prefix(old, new, jnp.array([0, 1, 2]))  # noqa: E731
+    cache = jax.tree.map(place, cache, prefix)
+
+    hidden, written = extend(WEIGHTS, TINY, cache, window(prompt, chunk, 6), prompt, chunk)
+    cached = prompt + chunk
+    check(hidden, cached)
+    write = lambda old, new: kv_cache.write_window(old, slots, jnp.array(prompt), new)  # noqa: E731
+    cache = jax.tree.map(write, cache, written)
+
+    rows = jnp.array([[2, 0]])
+    length = int(cached.max())
+    opened = kv_cache.open_window(cache, rows, length, steps)
+    place = np.arange(length + steps)
+    for step in range(steps):
+        at = cached[[2, 0]] + step
+        is_past = (place < cached[[2, 0]][:, None]) & (place < length)
+        is_new = (place >= length) & (place <= length + step)
+        hidden, opened = decode(
+            WEIGHTS,
+            TINY,
+            opened,
+            jnp.asarray(is_past | is_new),
+            jnp.int32(length + step),
+            jnp.asarray(token_ids[[2, 0], at]),
+            jnp.asarray(at),
+        )
+        assert_close(hidden, wanted[[2, 0], at])
+
+    # What the steps added is what reading the same tokens at once adds.
+    tail = kv_cache.window_tail(opened, steps)
+    more = window(cached, np.full(3, steps), steps)
+    _, at_once = extend(WEIGHTS, TINY, cache, more, cached, np.full(3, steps))
+    for got, new in zip(jax.tree.leaves(tail), jax.tree.leaves(at_once), strict=True):
+        assert_close(got, np.asarray(new)[[2, 0]])
+
+
+def test_a_token_reads_what_is_before_it_in_its_segment_and_nothing_else():
+    token_ids = random_ids(1, 12)
+    alone = full(token_ids)
+    changed = token_ids.copy()
+    changed[0, 8] += 1
+    got = full(changed)
+    np.testing.assert_array_equal(got[0, :8], alone[0, :8])
+    assert (np.abs(got[0, 8:] - alone[0, 8:]).max(axis=-1) > 1e-3).all()
+
+    # Behind another sequence and before padding.
+    other = random_ids(1, 5, seed=1)
+    row = np.concatenate([other, token_ids, np.zeros((1, 3), np.int32)], axis=1)
+    positions = np.concatenate([np.arange(5), np.arange(12), np.zeros(3, int)])[None]
+    segment_ids = np.repeat([2, 1, 0], [5, 12, 3])[None]
+    packed = full(row, positions, segment_ids)
+    assert_close(packed[:, 5:17], alone)
+    assert_close(packed[:, :5], full(other))
+    assert np.isfinite(packed).all()
+
+
+def test_only_distances_between_positions_count():
+    token_ids = random_ids(2, 12)
+    positions = np.broadcast_to(np.arange(12), (2, 12))
+    assert_close(full(token_ids, positions + 40), full(token_ids))
+    apart = full(token_ids, positions * 3)
+    assert np.abs(apart - full(token_ids)).max() > 1e-2
+
+
+def test_rematerialisation_changes_nothing():
+    token_ids = random_ids(2, 12)
+    assert_close(full(token_ids, remat=True), full(token_ids))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ids_that_no_tokenizer_knows_get_the_lowest_logit(tied):
+    config = dataclasses.replace(TINY, tie_embeddings=tied)
+    params = tiny_params(config)
+    hidden = jnp.asarray(np.random.default_rng(0).normal(size=(3, TINY.width)), jnp.float32)
+    kernel = params["embed"]["embedding"].T if tied else params["lm_head"]["kernel"]
+    whole = qwen.unembed(params, config, hidden, num_tokens=254)
+    assert_close(whole, np.asarray(hidden) @ np.asarray(kernel))
+    masked = np.asarray(qwen.unembed(params, config, hidden, num_tokens=250))
+    np.testing.assert_array_equal(masked[:, :250], whole[:, :250])
+    np.testing.assert_array_equal(masked[:, 250:], np.float32(LOWEST))
+    # The sampler's weights give the same.
+    weights = qwen.decode_weights(params, config, jnp.float32)
+    assert_close(qwen.unembed(weights, config, hidden, num_tokens=250)[:, :250], masked[:, :250])
+
+
+def test_logits_are_float32_whatever_the_weights_are():
+    weights = qwen.decode_weights(PARAMS, TINY, jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(jnp.bfloat16)}
+    token_ids, zero = jnp.asarray(random_ids(2, 5)), jnp.zeros(2, jnp.int32)
+    hidden, cache = extend(weights, TINY, None, token_ids, zero, jnp.full(2, 5))
+    assert hidden.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.dtype(jnp.bfloat16)}
+    assert qwen.unembed(weights, TINY, hidden, num_tokens=250).dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"tie_embeddings": True},
+        {"qk_norm": False},
+        {"qkv_bias": False, "output_bias": True, "num_layers": 3},
+    ],
+)
+def test_every_parameter_is_declared_with_its_axes(settings):
+    config = dataclasses.replace(TINY, **settings)
+    params, abstract = qwen.init_params(config, 0), qwen.abstract_params(config)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda x: x.shape, abstract)
+    axes = qwen.logical_axes(config)
+    ranks = jax.tree.map(len, axes, is_leaf=lambda x: isinstance(x, tuple))
+    assert ranks == jax.tree.map(jnp.ndim, params)
+
+    sizes = {
+        "layer": config.num_layers,
+        "vocab": config.vocab_size,
+        "width": config.width,
+        "mlp": config.mlp_width,
+    }
+
+    def agrees(names, leaf):
+        for name, size in zip(names, leaf.shape, strict=True):
+            assert name in (None, "heads") or sizes[name] == size
+
+    jax.tree.map(agrees, axes, params, is_leaf=lambda x: isinstance(x, tuple))
+    layers = qwen.decode_weights(params, config, jnp.float32)["blocks"]
+    assert len(layers) == config.num_layers
+    for index, layer in enumerate(layers):
+        jax.tree.map(
+            lambda got, stacked, index=index: np.testing.assert_array_equal(got, stacked[index]),
+            layer,
+            params["blocks"],
+        )
+
+
+def test_parameters_depend_on_the_seed():
+    first, again, other = (qwen.init_params(TINY, seed)["embed"]["embedding"] for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert np.abs(np.asarray(first) - np.asarray(other)).max() > 0.01
+
+
+def test_rms_norm_by_hand():
+    # The root mean square of 3, 4 is sqrt(12.5).
+    x = jnp.array([3.0, 4.0])
+    got = qwen.rms_norm(x, jnp.array([1.0, 2.0]), 0.0)
+    np.testing.assert_allclose(got, np.array([3.0, 8.0]) / np.sqrt(12.5), rtol=1e-6)
+    # In bfloat16 the square of 300 and the sum would lose digits; the norm is taken in float32.
+    half = jnp.full(256, 300.0, jnp.bfloat16)
+    assert qwen.rms_norm(half, jnp.ones(256, jnp.bfloat16), 1e-6).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(qwen.rms_norm(half, jnp.ones(256, jnp.bfloat16), 1e-6), 1.0)
+
+
+def test_rope_by_hand():
+    # One pair of dimensions at base 1 turns by one radian a position.
+    config = dataclasses.replace(TINY, head_dim=2, rope_theta=1.0)
+    positions = jnp.arange(3)
+    turned = qwen.rope(
+        jnp.ones((3, 1, 1)) * jnp.array([1.0, 0.0]), qwen.rope_angles(positions, config)
+    )
+    wanted = np.stack([np.cos(positions), np.sin(positions)], axis=-1)[:, None]
+    np.testing.assert_allclose(turned, wanted, atol=1e-6)

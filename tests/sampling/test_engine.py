@@ -1,0 +1,332 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.batching import BatchShape, pack
+from jaxrl.envs.base import Observation, Outcome, StepResult
+from jaxrl.sampling import decode
+from jaxrl.sampling.engine import Engine, Request, sample_keys
+from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.update import Model
+from tests.helpers import tiny_params
+from tests.toys import (
+    ROOMY,
+    SMALL,
+    Player,
+    ScriptedEnv,
+    chain,
+    count_compilations,
+    one_device_mesh,
+    script,
+    toy_tokenizer,
+)
+
+TOKENIZER = toy_tokenizer(*chain("</search>"), *chain("in"))
+STOPS = tuple("abcdefghijklmnop")  # a random policy stops about every tenth token
+NEW, OLD = tiny_params(SMALL, seed=1), tiny_params(SMALL, seed=0)
+QUESTIONS = ["where?", "who was it?", "when", "why", "how?"]
+
+
+def note(body):
+    return StepResult(observation=Observation(prefix="[", body=body, suffix="]"), tool_call=body)
+
+
+def noting_env(body="ok"):
+    """An observation, a turn without one, another observation, the end."""
+    over = StepResult(outcome=Outcome.ANSWERED)
+    return ScriptedEnv(STOPS, script(note(body), StepResult(), note(body + "!"), over))
+
+
+@functools.cache
+def player(num_slots):
+    """Compiling is slow, so engines are shared; each test sets weights and temperature."""
+    other = {"chunk_tokens": 5, "prompts_per_prefill": 7, "max_total_tokens": 128}
+    settings = other if num_slots == 64 else {}
+    return Player(SMALL, TOKENIZER, STOPS, num_slots=num_slots, **settings)
+
+
+def play(num_slots, *args, params=OLD, temperature=1.0, group_size=3, **kwargs):
+    played = player(num_slots)
+    played.engine.set_weights(params)
+    played.engine.temperature = temperature
+    return played.play(*args, group_size=group_size, **kwargs)
+
+
+@jax.jit
+def score(params, micro, temperature):
+    model = Model(SMALL, one_device_mesh(), num_tokens=TOKENIZER.num_tokens, remat=False)
+    return model.token_logprobs(params, micro, temperature=temperature)
+
+
+def assert_scores_agree(trajectories, params, *, temperature):
+    """The trainer, which reads the trajectories packed in rows, has the sampler's numbers."""
+    shape = BatchShape(num_micro=1, micro_rows=16, row_tokens=128)
+    packed = pack(trajectories, np.zeros(len(trajectories)), shape, aggregation="token-mean")
+    micro = jax.tree.map(lambda x: x[0], packed.batch)
+    logprobs, entropies = (np.asarray(x) for x in score(params, micro, temperature))
+    for index, trajectory in enumerate(trajectories):
+        own = micro.segment_ids == index + 1
+        for got, wanted in [
+            (trajectory.rollout_logprobs, logprobs[own]),
+            (trajectory.rollout_entropies, entropies[own]),
+        ]:
+            wanted = np.where(trajectory.loss_mask, wanted, 0)
+            np.testing.assert_allclose(got, wanted, atol=1e-4, rtol=0)
+
+
+def same_samples(first, second, *, tolerance=0.0):
+    """The trajectories agree in their tokens; where they do, their logprobs must too."""
+    for a, b in zip(first, second, strict=True):
+        if a.full_input_ids != b.full_input_ids:
+            return False
+        np.testing.assert_array_equal(a.loss_mask, b.loss_mask)
+        np.testing.assert_allclose(a.rollout_logprobs, b.rollout_logprobs, atol=tolerance, rtol=0)
+    return True
+
+
+def completions(trajectories):
+    return [tuple(t.full_input_ids[t.prompt_length :]) for t in trajectories]
+
+
+LONG = dataclasses.replace(ROOMY, max_response_tokens=100, max_total_tokens=128)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "temperature", "limits"), [(16, 0.7, ROOMY), (64, 1.0, LONG)]
+)
+def test_sampler_and_trainer_agree_also_after_tool_turns(num_slots, temperature, limits):
+    got = play(num_slots, noting_env(), QUESTIONS, temperature=temperature, limits=limits)
+    turns = [len(trajectory.turns) for trajectory in got]
+    assert max(turns) == 4
+    assert_scores_agree(got, OLD, temperature=temperature)
+    # The vocabulary is padded; what the tokenizer does not know is never drawn.
+    assert max(t.token_ids.max() for t in got) < TOKENIZER.num_tokens < SMALL.vocab_size
+
+
+def test_ids_trained_on_are_the_ids_sampled(monkeypatch):
+    engine = player(16).engine
+    events, step = [], engine.step
+    first_request = engine._next_request
+
+    def recorded():
+        new = step()
+        events.extend(new)
+        return new
+
+    monkeypatch.setattr(engine, "step", recorded)
+    env = noting_env()
+    got = play(16, env, QUESTIONS)
+    for index, trajectory in enumerate(got):
+        own = [event for event in events if event.request == first_request + index]
+        mask = trajectory.loss_mask
+        for name, values in [
+            ("token_ids", trajectory.token_ids),
+            ("logprobs", trajectory.rollout_logprobs),
+            ("entropies", trajectory.rollout_entropies),
+        ]:
+            sampled = np.concatenate([getattr(event, name) for event in own])
+            np.testing.assert_array_equal(values[mask], sampled)
+        assert not trajectory.rollout_logprobs[~mask].any()
+
+        # Prompt and observations are what is not sampled, each appended once and in its place.
+        prompt = TOKENIZER.render_prompt(env.start([trajectory.task])[0])
+        shown = "".join(turn.observation or "" for turn in trajectory.turns)
+        assert trajectory.prompt_length == len(prompt)
+        assert trajectory.token_ids[~mask].tolist() == prompt + TOKENIZER.encode(shown)
+        text = TOKENIZER.decode(trajectory.token_ids[len(prompt) :])
+        assert text.count("[ok]") == sum(t.observation == "[ok]" for t in trajectory.turns)
+
+
+@pytest.mark.parametrize("num_slots", [4, 16])
+def test_every_token_is_read_once(num_slots):
+    engine = player(num_slots).engine
+    before = vars(engine.counts).copy()
+    got = play(num_slots, noting_env(), QUESTIONS)
+    counts = {name: value - before[name] for name, value in vars(engine.counts).items()}
+
+    assert counts["prefilled_prompt"] == sum(t.prompt_length for t in got if t.sample_index == 0)
+    observed = sum((~t.loss_mask[t.prompt_length :]).sum() for t in got)
+    num_resumed = sum(len(t.turns) - 1 for t in got)  # each with the token that ended its turn
+    assert counts["prefilled_resume"] == observed + num_resumed
+    assert counts["sampled"] == sum(t.num_sampled for t in got)
+    assert counts["sampled"] <= counts["busy_slot_steps"] <= counts["slot_steps"]
+    assert engine.is_idle
+    assert engine.num_running == 0
+
+
+def test_budgets_are_never_exceeded():
+    limits = dataclasses.replace(
+        ROOMY, max_response_tokens=20, max_total_tokens=56, max_observation_tokens=8
+    )
+    never_over = ScriptedEnv(STOPS, script(note("a rather long observation")))
+    got = play(16, never_over, QUESTIONS, limits=limits)
+    for trajectory in got:
+        assert trajectory.num_sampled <= 20
+        assert len(trajectory.token_ids) <= 56
+        assert trajectory.outcome == Outcome.OUT_OF_BUDGET
+        shown = [turn.observation for turn in trajectory.turns if turn.observation is not None]
+        assert all(text.startswith("[") and text.endswith("]") for text in shown)
+        assert all(len(TOKENIZER.encode(text)) <= 10 for text in shown)
+    # Either limit ends some of them.
+    assert {t.num_sampled == 20 for t in got} == {True, False}
+    assert_scores_agree(got, OLD, temperature=1.0)
+
+
+def test_new_weights_forget_the_prompts_of_the_old():
+    env = noting_env()
+    first = play(16, env, QUESTIONS, params=OLD)
+    assert_scores_agree(first, OLD, temperature=1.0)
+    # The last prompt of the first rollout comes again, then prompts of the same length.
+    others = [QUESTIONS[-1], "is he?", "was it"]
+    second = play(16, env, others, params=NEW)
+    for trajectory in second:
+        prompt = TOKENIZER.render_prompt(env.start([trajectory.task])[0])
+        assert trajectory.full_input_ids[: trajectory.prompt_length] == prompt
+    assert [t.task.question for t in second] == [q for q in others for _ in range(3)]
+    assert_scores_agree(second, NEW, temperature=1.0)
+
+
+def test_weights_are_the_engines_own():
+    # The update donates the parameters it is given; the engine must not have kept them.
+    wanted = play(16, noting_env(), QUESTIONS[:2])
+    engine = player(16).engine
+    own = jax.tree.map(jnp.array, OLD)
+    engine.set_weights(own)
+    jax.tree.map(lambda x: x.delete(), own)
+    assert same_samples(wanted, player(16).play(noting_env(), QUESTIONS[:2], group_size=3))
+
+
+def test_nothing_is_compiled_after_the_warm_up():
+    engine = player(4).engine
+    for seed in range(3):
+        for body in ("ok", "a note of twenty char"):
+            play(4, noting_env(body), QUESTIONS, seed=seed)
+    before = engine.num_compilations
+    assert before > 0
+    with count_compilations() as compiled:
+        play(4, noting_env("other"), [question + "?" for question in QUESTIONS], seed=9)
+        tight = dataclasses.replace(
+            ROOMY, max_response_tokens=31, max_total_tokens=50, max_observation_tokens=12
+        )
+        play(4, noting_env("a much longer note"), QUESTIONS[::-1], seed=10, limits=tight)
+    assert engine.num_compilations == before
+    assert compiled == []
+
+
+def request(length, budget=4):
+    key = sample_keys(0, 0, 0, np.arange(1), np.arange(1), np.arange(1))[0]
+    return Request(prompt_ids=tuple(range(length)), sample_key=key, budget=budget)
+
+
+def test_shapes_outside_the_set_are_errors():
+    engine = player(4).engine
+    engine.set_weights(OLD)
+    assert engine.prompt_sizes == [16, 32]
+    assert engine.row_sizes == [1, 4]
+    for sizes in (engine.read_sizes, engine.length_sizes):
+        assert sizes == sorted(set(sizes))
+        assert sizes[-1] == 64
+    for part in ("8 steps of [1, 4] rows", "2 x [16, 32]", "4 slots x 72 tokens"):
+        assert part in engine.shapes()
+
+    with pytest.raises(RuntimeError, match=r"prefill was called for the shapes 40, outside"):
+        engine._prefill(None, None, None, variant=40)
+    engine.submit([request(33)])
+    with pytest.raises(ValueError, match=r"33 rows or tokens do not fit .*\[16, 32\]"):
+        engine.step()
+    assert engine.is_idle
+
+
+def test_a_request_step_by_step():
+    engine = player(4).engine
+    engine.set_weights(OLD)
+    first, second = engine.submit([request(5, budget=3), request(6, budget=20)])
+    assert not engine.is_idle
+    assert engine.num_running == 0
+    stopped = {}
+    for _ in range(4):  # chunks of 8 tokens: enough for either
+        for event in engine.step():
+            assert event.request not in stopped
+            assert 0 < len(event.token_ids) == len(event.logprobs) == len(event.entropies) <= 8
+            if event.status != decode.RUNNING:
+                stopped[event.request] = event
+    # Who has stopped waits, until granted more or finished.
+    assert stopped.keys() == {first, second}
+    assert len(stopped[first].token_ids) <= 3
+    assert engine.num_running == 0
+    assert not engine.is_idle
+    engine.resume([(first, [1, 2, 3], 2)])
+    engine.finish(second)
+    assert engine.num_running == 1
+    (event,) = engine.step()
+    assert event.request == first
+    assert 0 < len(event.token_ids) <= 2
+    assert event.status != decode.RUNNING
+    engine.finish(first)
+    assert engine.is_idle
+
+
+def test_slots_and_schedule_do_not_change_samples():
+    few, some, many = (play(num_slots, noting_env(), QUESTIONS) for num_slots in (4, 16, 64))
+    assert len({len(t.turns) for t in some}) > 1
+    assert same_samples(few, some, tolerance=5e-5)
+    assert same_samples(few, many, tolerance=5e-5)
+    assert len(set(completions(few))) == len(few)
+
+
+def test_samples_depend_on_seed_step_position_and_index():
+    tasks = QUESTIONS[:2]
+    base = play(16, noting_env(), tasks)
+    assert same_samples(base, play(16, noting_env(), tasks))  # bit for bit
+    assert len(set(completions(base))) == 6
+    for changed in ({"seed": 1}, {"step": 1}, {"positions": [2, 3]}):
+        other = play(16, noting_env(), tasks, **changed)
+        assert not set(completions(base)) & set(completions(other)), changed
+    # A task's samples depend on its place in the stream, not on what is drawn beside it.
+    (alone,) = [play(16, noting_env(), [tasks[1]], positions=[1])]
+    assert completions(alone) == completions(base)[3:]
+
+
+def test_a_task_drawn_twice_in_a_step_is_drawn_anew():
+    got = play(16, noting_env(), ["where?", "where?"], positions=[4, 5])
+    assert [t.group_id for t in got] == [0, 0, 0, 1, 1, 1]
+    assert len(set(completions(got))) == 6
+
+
+def test_keys_tell_everything_apart():
+    positions, samples, attempts = (
+        x.ravel().astype(np.int32)
+        for x in np.meshgrid([0, 1, 2**31 - 1], [0, 1, 7], [0, 1], indexing="ij")
+    )
+    keys = [
+        sample_keys(seed, stage, step, positions, samples, attempts)
+        for seed in (0, 1)
+        for stage in (0, 1)
+        for step in (0, 1, 1000)
+    ]
+    keys = np.concatenate(keys)
+    assert keys.dtype == np.uint32
+    assert len(np.unique(keys, axis=0)) == len(keys)
+    part = sample_keys(0, 0, 0, positions[3:5], samples[3:5], attempts[3:5])
+    np.testing.assert_array_equal(part, keys[3:5])
+
+
+def test_slots_must_divide_over_the_devices():
+    mesh = jax.sharding.AbstractMesh((2, 2, 1), ("data", "fsdp", "tensor"))
+    with pytest.raises(ValueError, match=r"num_slots=6 is not a multiple of data \* fsdp = 4"):
+        Engine(
+            SMALL,
+            mesh,
+            StopAutomaton(TOKENIZER.vocab_bytes, STOPS),
+            num_tokens=TOKENIZER.num_tokens,
+            eos_ids=TOKENIZER.eos_ids,
+            num_slots=6,
+            max_prompt_tokens=32,
+            max_total_tokens=64,
+            chunk_tokens=8,
+            prompts_per_prefill=1,
+        )

@@ -1,0 +1,179 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs import debug_tiny, quickstart
+from jaxrl import config as configuration
+from jaxrl.config import default_config, flatten, load_values, to_json, validate
+
+ROOT = Path(configuration.__file__).parent
+
+
+@pytest.fixture
+def config():
+    """One that is valid."""
+    return debug_tiny.get_config()
+
+
+@pytest.mark.parametrize("name", [debug_tiny, quickstart])
+def test_shipped_configs_are_valid(name):
+    validate(name.get_config())
+    assert name.get_config("data/other").model.path == "data/other/model"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("model.dtype", "float16", "one of float32, bfloat16"),
+        ("search.engine", "google", "one of local, empty"),
+        ("advantage.name", "gae", "one of grpo"),
+        ("loss.name", "reinforce", "one of clip"),
+        ("loss.aggregation", "mean", "one of token-mean, seq-mean-token-mean"),
+        ("kl.anchor", "start", "one of ref, old"),
+        ("kl.estimator", "k4", "one of k1, k2, k3, abs"),
+        ("optimizer.schedule", "step", "one of constant, linear, cosine"),
+        ("sft.optimizer.schedule", "step", "one of constant, linear, cosine"),
+        ("stages", ("train", "test"), "a tuple out of ('sft', 'train', 'evaluate')"),
+        ("stages", ("train", "sft"), "each at most once, in the order of"),
+        ("stages", ("train", "train"), "each at most once, in the order of"),
+        ("eval.suites", ("beam",), "a tuple out of ('sampled', 'greedy', 'empty_search')"),
+        ("num_steps", 0, "a number above 0"),
+        ("rollout.temperature", 0.0, "a number above 0"),
+        ("rollout.max_turns", -1, "a number of at least 0"),
+        ("loss.clip_low", -0.1, "a number of at least 0"),
+        ("loss.dual_clip", 0.5, "a number above 1, or 0 for no bound"),
+        ("advantage.ddof", 2, "0 (population) or 1 (sample)"),
+        ("optimizer.beta2", 1.5, "a number from 0 to 1"),
+        ("sft.optimizer.final_lr_fraction", -0.1, "a number from 0 to 1"),
+        ("log.trajectories", -2, "0 or more, or -1 for all"),
+        ("rollout.group_size", 1, "at least 2, since the estimator 'grpo' compares"),
+        ("optimizer.num_minibatches", 3, "a divisor of rollout.tasks_per_step=4"),
+        ("rollout.max_prompt_tokens", 192, "less than rollout.max_total_tokens=192"),
+        ("prompt.template", "Question:", "text that contains {question}"),
+        ("prompt.examples", ({"role": "user"},), "messages with 'role' and 'content'"),
+        ("model.path", "", "a path"),
+        ("tasks.train.source", "", "a path"),
+        ("tasks.eval.source", "", "a path"),
+        ("sft.source", "", "a path"),
+        ("search.corpus", "", "a path"),
+        # What ml_collections lets through.
+        ("seed", None, "a value of type int, as 0"),
+        ("seed", True, "a value of type int, as 0"),
+        ("stages", None, "a value of type tuple, as ('train', 'evaluate')"),
+        ("optimizer.lr", float("nan"), "a finite number"),
+        ("loss.entropy_coef", float("inf"), "a finite number"),
+    ],
+)
+def test_rules(config, key, value, expected):
+    config.update_from_flattened_dict({key: value})
+    shown = value if key != "prompt.examples" else value[0]
+    message = f"config.{key} is {shown!r}; expected {expected}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        validate(config)
+
+
+def test_no_reward(config):
+    config.reward.weights.update({"format": 0.0, "exact_match": 0.0})
+    with pytest.raises(ValueError, match=r"reward.weights is .*; expected at least one that is"):
+        validate(config)
+
+
+def test_what_a_stage_does_not_need_may_be_missing(config):
+    config.stages = ("evaluate",)
+    config.update_from_flattened_dict({"tasks.train.source": "", "sft.source": ""})
+    config.rollout.group_size = 1
+    config.search.update({"engine": "empty", "corpus": ""})
+    validate(config)
+
+
+def test_a_key_added_by_a_config_file(config):
+    with config.unlocked():
+        config.reward.weights.exactmatch = 1.0
+    with pytest.raises(ValueError, match=r"no key config\.reward\.weights\.exactmatch; did you"):
+        validate(config)
+
+
+@pytest.mark.parametrize("extension", ["yaml", "json"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"rollout": {"group_size": 3}, "optimizer": {"lr": 1e-4}, "stages": ["train"]},
+        {"rollout.group_size": 3, "optimizer.lr": 1e-4, "stages": ["train"]},
+    ],
+)
+def test_values_nested_and_dotted(config, tmp_path, extension, values):
+    file = tmp_path / f"my.{extension}"
+    file.write_text(json.dumps(values) if extension == "json" else yaml.safe_dump(values))
+    load_values(config, str(file))
+    assert (config.rollout.group_size, config.optimizer.lr) == (3, 1e-4)
+    assert config.stages == ("train",)
+    validate(config)
+
+
+def test_a_whole_number_for_a_float_and_an_exponent_without_a_point(config, tmp_path):
+    file = tmp_path / "my.yaml"
+    file.write_text("optimizer: {lr: 1e-6, grad_clip: 1}\n")
+    load_values(config, str(file))
+    assert (config.optimizer.lr, config.optimizer.grad_clip) == (1e-6, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("rollout: {group_size: many}", "rollout.group_size is 'many'; expected a value of type"),
+        ("rollout: {group_size: 2.0}", "rollout.group_size is 2.0; expected a value of type int"),
+        ("optimizer.lr: fast", "optimizer.lr is 'fast'; expected a finite number"),
+        ("model.remat: 1", "model.remat is 1; expected a value of type bool"),
+        ("stages: train", "stages is 'train'; expected a value of type tuple"),
+        ("rollout: 3", "config.rollout is a section; set its keys"),
+        ("lr: 1.0", "no key config.lr; did you mean optimizer.lr or sft.optimizer.lr?"),
+        ("xyzzy: 1", "no key config.xyzzy; jaxrl/config.py has all keys."),
+        ("- 1", "holds a list; expected keys and values"),
+        ("", "holds a NoneType; expected keys and values"),
+        ("a: [", "is not valid YAML or JSON"),
+    ],
+)
+def test_bad_values(config, tmp_path, text, message):
+    file = tmp_path / "my.yaml"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        load_values(config, str(file))
+    assert str(file) in str(raised.value)
+
+
+def test_json_round_trip(config, tmp_path):
+    config.prompt.examples = ({"role": "user", "content": "Où ?"},)
+    config.optimizer.lr = 1e-7
+    file = tmp_path / "config.json"
+    file.write_text(to_json(config), encoding="utf-8")
+    other = default_config().lock()
+    load_values(other, str(file))
+    assert other == config
+    assert to_json(other) == to_json(config)
+
+
+def test_every_key_is_read():
+    wholesale = {  # passed on by section
+        *("mesh.data", "mesh.fsdp", "mesh.tensor"),
+        *(f"reward.weights.{part}" for part in ("format", "answer", "exact_match")),
+    }
+    one_choice = {"advantage.name", "loss.name"}  # so far; `validate` sees to it
+    sources = [path for path in ROOT.rglob("*.py") if path.name != "config.py"]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sources)
+    unread = []
+    for key in flatten(default_config()).keys() - wholesale - one_choice:
+        section, _, name = key.rpartition(".")
+        # Functions that serve two sections call what they are given `settings`.
+        owners = f"(?:{section.rpartition('.')[2] or 'config'}|settings)"
+        if not re.search(rf"\b{owners}\.{name}\b", text):
+            unread.append(key)
+    assert unread == []
+
+
+def test_every_key_is_explained():
+    source = (ROOT / "config.py").read_text(encoding="utf-8")
+    names = {key.rpartition(".")[2] for key in flatten(default_config())}
+    assert all(re.search(rf'\b{name}(\b|": )', source) for name in names)

@@ -1,0 +1,111 @@
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.data import Stream, read_tasks
+
+KEY = "config.tasks.train.source"
+
+
+def write(path, *records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "tasks.jsonl"
+
+
+def test_a_whole_record(file):
+    record = {"id": 7, "question": "Où ?", "answers": ["a", "b"], "data_source": "nq"}
+    [task] = read_tasks(write(file, {**record, "metadata": {"hops": 2}, "other": 1}), KEY)
+    assert (task.id, task.question, task.answers) == ("7", "Où ?", ("a", "b"))
+    assert (task.data_source, task.metadata, task.messages) == ("nq", {"hops": 2}, None)
+
+
+@pytest.mark.parametrize("answers", [{"golden_answers": ["a"]}, {"answer": "a"}, {"answers": "a"}])
+def test_the_least_record(file, answers):
+    [task] = read_tasks(write(file, {"question": "?", **answers}), KEY)
+    assert task.answers == ("a",)
+    assert (task.id, task.data_source, task.metadata) == (f"{file}:1", "default", {})
+
+
+def test_messages_instead_of_a_question(file):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "?"}]
+    [task] = read_tasks(write(file, {"messages": messages, "answers": ["a"]}), KEY)
+    assert (task.question, list(task.messages)) == (None, messages)
+
+
+def test_blank_lines_a_byte_order_mark_and_other_line_ends(file):
+    text = '\ufeff{"question": "1", "answer": "a"}\r\n\n  \n{"question": "\u2028", "answer": "b"}'
+    file.write_text(text, encoding="utf-8", newline="")
+    tasks = read_tasks(file, KEY)
+    assert [task.question for task in tasks] == ["1", "\u2028"]
+    assert [task.id for task in tasks] == [f"{file}:1", f"{file}:4"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"question": "x"', "is not valid JSON in UTF-8: "),
+        (b'{"question": "\xff"}', "is not valid JSON in UTF-8: "),
+        ("[1]", "holds a list; expected a JSON object"),
+        ("{}", "expected either 'question' or 'messages', found the fields none"),
+        (
+            '{"question": "x", "messages": []}',
+            "expected either 'question' or 'messages', found the fields 'question', 'messages'",
+        ),
+        ('{"question": 3, "answer": "a"}', "'question' is 3; expected text"),
+        ('{"messages": [], "answer": "a"}', "'messages' must be a list of objects"),
+        ('{"messages": [{"role": "user"}], "answer": "a"}', "'messages' must be a list of objects"),
+        ('{"question": "x"}', "expected 'answers', a list of at least one text; found"),
+        ('{"question": "x", "answers": []}', "expected 'answers', a list of at least one text"),
+        ('{"question": "x", "answers": [1]}', "with the answers [1]"),
+        ('{"question": "x", "answer": "a", "metadata": 1}', "'metadata' is 1; expected an object"),
+    ],
+)
+def test_a_malformed_line(file, line, message):
+    good = b'{"question": "x", "answer": "a"}'
+    file.write_bytes(b"\n".join([good, b"", line if isinstance(line, bytes) else line.encode()]))
+    with pytest.raises(ValueError, match=re.escape(message)) as raised:
+        read_tasks(file, KEY)
+    assert str(raised.value).startswith(f"{file}:3")
+
+
+def test_no_line_and_no_file(file):
+    with pytest.raises(FileNotFoundError, match=r"is not a file; set config.tasks.train.source to"):
+        read_tasks(file, KEY)
+    file.write_text("\n")
+    with pytest.raises(ValueError, match=r"holds no line; config.tasks.train.source must name"):
+        read_tasks(file, KEY)
+
+
+@settings(max_examples=20, deadline=None)
+@given(size=st.integers(1, 30), seed=st.integers(0, 1000), epochs=st.integers(1, 3))
+def test_an_epoch_has_each_item_once(size, seed, epochs):
+    stream = Stream(range(size), seed=seed)
+    taken = stream.take(0, size * epochs)
+    for epoch in range(epochs):
+        assert sorted(taken[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+@settings(max_examples=20, deadline=None)
+@given(position=st.integers(0, 50), counts=st.lists(st.integers(0, 10), max_size=5))
+def test_the_order_depends_on_the_position_alone(position, counts):
+    whole = Stream(range(7), seed=3).take(position, sum(counts))
+    parts, at = [], position
+    for count in counts:
+        parts += Stream(range(7), seed=3).take(at, count)
+        at += count
+    assert parts == whole
+
+
+def test_epochs_and_seeds_differ_in_order():
+    first, second = (Stream(range(50), seed=0).take(start, 50) for start in (0, 50))
+    assert first != second
+    assert first != Stream(range(50), seed=1).take(0, 50)
+    assert first != list(range(50))

@@ -1,0 +1,268 @@
+"""Bad input is told in one line, at once, and without the network."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+from jaxrl import launch
+
+CONFIG = "configs/debug_tiny.py"
+
+# Runs the command where every look-up on the network ends the process with a code of its own.
+OFFLINE = """
+import os, runpy, sys
+def guard(event, args):
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto"):
+        print("network:", event, args, file=sys.stderr, flush=True)
+        os._exit(99)
+sys.addaudithook(guard)
+try:
+    runpy.run_module("jaxrl.launch", run_name="__main__", alter_sys=True)
+finally:
+    print("jax" in sys.modules)
+"""
+
+
+@pytest.fixture
+def refusal(monkeypatch, capfd, tmp_path, tiny_world):
+    """Gives the command's arguments, on the tiny world unless told otherwise; returns the error."""
+
+    def refuse(*arguments, config=f"{CONFIG}:{tiny_world}"):
+        workdir = tmp_path / "workdir"
+        argv = ["launch", f"--config={config}", f"--workdir={workdir}", *arguments]
+        monkeypatch.setattr(sys, "argv", argv)
+        monkeypatch.setattr("jaxrl.train.run", lambda *_: pytest.fail("the run was begun"))
+        for name in ("socket.connect", "getaddrinfo"):
+            monkeypatch.setattr(f"socket.{name}", lambda *_, **__: pytest.fail("network"))
+        with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
+            launch.main(launch.parse_flags(argv))
+        assert not workdir.exists()
+        assert capfd.readouterr() == ("", "")
+        message = ended.value.code
+        assert message.startswith("error: ")
+        assert "\n" not in message
+        assert "Traceback" not in message
+        return message.removeprefix("error: ")
+
+    return refuse
+
+
+@pytest.fixture
+def model(tiny_world, tmp_path):
+    """A copy of the model's folder, to be damaged."""
+    return shutil.copytree(tiny_world / "model", tmp_path / "model")
+
+
+def write(path, *lines):
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def write_config(path, *lines):
+    body = ["config = default_config().lock()", *lines, "return config"]
+    head = ["from jaxrl.config import default_config", "def get_config():"]
+    return write(path, *head, *(f"    {line}" for line in body))
+
+
+class TestProcess:
+    """The command itself, in a process that may not reach the network."""
+
+    def run(self, tmp_path, *arguments):
+        # Nothing is set that would keep transformers or the hub's client quiet or offline.
+        names = ("HF_HUB_OFFLINE", "TRANSFORMERS_VERBOSITY", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
+        environment = {name: value for name, value in os.environ.items() if name not in names}
+        command = [sys.executable, "-c", OFFLINE, f"--workdir={tmp_path / 'workdir'}", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+    def refused(self, tmp_path, *arguments):
+        done = self.run(tmp_path, *arguments)
+        assert done.returncode == 1, done.stderr
+        [line] = done.stderr.splitlines()
+        assert line.startswith("error: ")
+        assert not (tmp_path / "workdir").exists()
+        return line.removeprefix("error: "), done.stdout.strip() == "True"
+
+    def test_misspelt_key(self, tmp_path):
+        got = self.refused(tmp_path, f"--config={CONFIG}", "--config.rollout.grup_size=4")
+        wanted = "there is no key config.rollout.grup_size; did you mean rollout.group_size?"
+        assert got == (wanted, False)  # JAX was not even imported
+
+    def test_missing_model_folder(self, tmp_path):
+        arguments = [f"--config={CONFIG}:{tmp_path}", "--config.model.path=Qwen/Qwen3-0.6B"]
+        message, _ = self.refused(tmp_path, *arguments)
+        assert message.startswith("model folder 'Qwen/Qwen3-0.6B' does not exist; set config.model")
+
+    def test_tokenizer_without_chat_template(self, tmp_path, tiny_world, model):
+        file = model / "tokenizer_config.json"
+        fields = json.loads(file.read_text())
+        del fields["chat_template"]
+        file.write_text(json.dumps(fields))
+        arguments = [f"--config={CONFIG}:{tiny_world}", f"--config.model.path={model}"]
+        message, _ = self.refused(tmp_path, *arguments)
+        assert message.startswith(f"the tokenizer in {model} has no chat template; expected")
+
+    def test_malformed_corpus(self, tmp_path, tiny_world):
+        good = (tiny_world / "corpus.jsonl").read_text().splitlines()[0]
+        corpus = write(tmp_path / "corpus.jsonl", good, '{"id": "1", "title": "x"')
+        arguments = [f"--config={CONFIG}:{tiny_world}", f"--config.search.corpus={corpus}"]
+        message, _ = self.refused(tmp_path, *arguments)
+        assert message.startswith(f"{corpus}, line 2: ")
+
+
+class TestFlags:
+    def test_missing_workdir(self, monkeypatch, capfd):
+        argv = ["launch", f"--config={CONFIG}"]
+        monkeypatch.setattr(sys, "argv", argv)
+        with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
+            launch.main(launch.parse_flags(argv))
+        wanted = "--config=configs/X.py and --workdir=runs/X are both needed."
+        assert ended.value.code == f"error: {wanted}"
+
+    def test_missing_config_file(self, refusal):
+        expected = "expected one such as configs/quickstart.py."
+        wanted = f"--config=configs/nope.py is not a file; {expected}"
+        assert refusal(config="configs/nope.py") == wanted
+        assert refusal("--config.seed=1", config="configs/nope.py:argument") == wanted
+
+    def test_unknown_flag(self, refusal):
+        assert refusal("--wrkdir=x").startswith("Unknown command line flag 'wrkdir'. Did you mean")
+
+    def test_argument_that_is_no_flag(self, refusal):
+        assert refusal("train").startswith("unexpected arguments ['train']")
+
+    @pytest.mark.parametrize(
+        ("override", "wanted"),
+        [
+            ("--config.rollout.group_size=many", "invalid literal for int() with base 10: 'many'"),
+            ("--config.rollout.group_size=2.5", "invalid literal for int() with base 10: '2.5'"),
+            ("--config.optimizer.lr=fast", "could not convert string to float: 'fast'"),
+        ],
+    )
+    def test_wrong_type(self, refusal, override, wanted):
+        assert refusal(override) == f"flag {override}: {wanted}"
+
+    def test_section(self, refusal):
+        assert refusal("--config.model=x").startswith("config.model is a section; set its keys")
+
+    def test_switching_off_a_key_that_does_not_exist(self, refusal):
+        wanted = "there is no key config.model.remt; did you mean model.remat?"
+        assert refusal("--noconfig.model.remt") == wanted
+
+    def test_traceback_on_demand(self, monkeypatch, tmp_path):
+        argv = ["launch", f"--config={CONFIG}", "--workdir=x", "--config.sed=1", "--traceback"]
+        monkeypatch.setattr(sys, "argv", argv)
+        with flagsaver.flagsaver(), pytest.raises(ValueError, match=r"config\.sed; did you mean"):
+            launch.parse_flags(argv)
+
+
+class TestConfigFile:
+    @pytest.mark.parametrize(
+        ("line", "wanted"),
+        [
+            ("config.rollout.grup_size = 4", 'Did you mean "group_size" instead of "grup_size"?'),
+            ("config.lss.name = 'clip'", 'Did you mean "loss" instead of "lss"?'),
+            ("config.rollout.group_size = 'many'", "many is of original type <class 'str'>"),
+            ("config.seed = sed", "name 'sed' is not defined"),
+            ("open('nothing')", "No such file or directory: 'nothing'"),
+        ],
+    )
+    def test_mistake_in_a_line(self, refusal, tmp_path, line, wanted):
+        file = write_config(tmp_path / "bad.py", "config.seed = 1", line)
+        message = refusal(config=str(file))
+        assert message.startswith(f"{file}:5: ")
+        assert wanted in message
+        assert "Other fields" not in message
+        assert message == refusal("--config.seed=2", config=str(file))
+
+    def test_syntax(self, refusal, tmp_path):
+        file = write(tmp_path / "bad.py", "def get_config(:")
+        assert refusal(config=str(file)) == "invalid syntax (bad.py, line 1)"
+
+    def test_unknown_reward_part(self, refusal, tmp_path):
+        lines = ["config.unlock()", "config.reward.weights.exactmatch = 1.0"]
+        message = refusal(config=str(write_config(tmp_path / "bad.py", *lines)))
+        assert message.startswith("there is no key config.reward.weights.exactmatch; did you mean")
+        assert "reward.weights.exact_match" in message
+
+    def test_group_of_one(self, refusal):
+        message = refusal("--config.rollout.group_size=1")
+        assert message.startswith("config.rollout.group_size is 1; expected at least 2")
+
+
+class TestValues:
+    def test_misspelt_key(self, refusal, tmp_path):
+        file = write(tmp_path / "my.yaml", "rollout:", "  grup_size: 4")
+        message = refusal(f"--values={file}")
+        wanted = "there is no key config.rollout.grup_size; did you mean rollout.group_size?"
+        assert message == f"{file}: {wanted}"
+
+    def test_missing(self, refusal):
+        assert refusal("--values=my.yaml").startswith("--values='my.yaml' is not a file")
+
+    def test_the_command_line_wins(self, monkeypatch, tmp_path):
+        lines = ["seed: 5", "rollout.group_size: 3", "optimizer:", "  lr: 1e-6"]
+        values = write(tmp_path / "my.yaml", *lines)
+        argv = ["launch", f"--config={CONFIG}", f"--workdir={tmp_path}", f"--values={values}"]
+        argv += ["--config.seed=7", "--config.stages=('train',)", "--noconfig.model.remat"]
+        monkeypatch.setattr(sys, "argv", argv)
+        with flagsaver.flagsaver():
+            config, workdir = launch._read(launch.parse_flags(argv))
+        assert (config.seed, config.rollout.group_size, config.optimizer.lr) == (7, 3, 1e-6)
+        assert (config.stages, config.model.remat) == (("train",), False)
+        assert workdir == tmp_path
+
+
+class TestFiles:
+    def test_truncated_weights(self, refusal, model):
+        file = model / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:-1000])
+        message = refusal(f"--config.model.path={model}")
+        size = file.stat().st_size
+        assert message.startswith(f"{file} ({size} bytes) is not a whole safetensors file")
+
+    def test_missing_weights(self, refusal, model):
+        (model / "model.safetensors").unlink()
+        assert "holds neither model.safetensors nor" in refusal(f"--config.model.path={model}")
+
+    @pytest.mark.parametrize(
+        ("key", "name"),
+        [
+            ("tasks.train.source", "questions_train"),
+            ("tasks.eval.source", "questions_eval"),
+            ("sft.source", "demonstrations"),
+        ],
+    )
+    def test_malformed_line(self, refusal, tiny_world, tmp_path, key, name):
+        good = (tiny_world / f"{name}.jsonl").read_text().splitlines()[0]
+        file = write(tmp_path / "bad.jsonl", good, good, good[:-1])
+        message = refusal(f"--config.{key}={file}")
+        assert message.startswith(f"{file}:3 is not valid JSON")
+        message = refusal(f"--config.{key}={tmp_path / 'no'}")
+        assert message.startswith(f"'{tmp_path / 'no'}' is not a file; set config.{key} to a JSONL")
+
+    def test_empty_corpus(self, refusal, tmp_path):
+        corpus = write(tmp_path / "corpus.jsonl")
+        message = refusal(f"--config.search.corpus={corpus}")
+        assert message.startswith(f"the corpus {corpus} has no documents")
+
+    def test_missing_corpus(self, refusal, tmp_path):
+        assert refusal(f"--config.search.corpus={tmp_path / 'no'}").startswith("there is no corpus")
+
+    def test_prompt_that_does_not_fit(self, refusal):
+        message = refusal("--config.rollout.max_prompt_tokens=4")
+        assert "tokens; expected 1 to 4. Raise config.rollout.max_prompt_tokens" in message
+
+
+def test_mesh_that_does_not_divide_the_devices(refusal):
+    message = refusal("--config.mesh.data=3")
+    assert message.startswith("config.mesh (data=3, fsdp=1, tensor=1) does not divide the ")
+
+
+def test_flags_of_other_tests_are_gone():
+    assert not [name for name in flags.FLAGS if name.startswith("config.")]

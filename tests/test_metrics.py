@@ -1,0 +1,177 @@
+import io
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jaxrl.envs.base import Outcome
+from jaxrl.metrics import Display, MetricsLog, mean, rollout_metrics, write_trajectories
+from tests.episodes import ANSWER, make_failure, make_trajectory
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class TestLog:
+    def test_numbers_of_any_kind(self, path):
+        log = MetricsLog(path, 0)
+        values = {"a": 1, "b": np.float32(0.5), "c": jnp.int32(3), "d": math.nan, "e": -math.inf}
+        log.write(7, "train", values)
+        [record] = read(path)
+        assert list(record) == ["step", "stage", "a", "b", "c", "d", "e"]
+        assert list(record.values()) == [7, "train", 1, 0.5, 3, None, None]
+        assert "NaN" not in path.read_text()
+
+    def test_is_cut_back(self, path):
+        log = MetricsLog(path, 0)
+        for step in range(5):
+            log.write(step, "train", {})
+        assert log.num_records == 5
+        with path.open("a") as file:
+            file.write('{"step": 5, "sta')  # killed while it wrote
+        log = MetricsLog(path, 3)
+        assert log.num_records == 3
+        log.write(3, "train", {"again": 1})
+        assert [record["step"] for record in read(path)] == [0, 1, 2, 3]
+        assert list(path.parent.iterdir()) == [path]
+
+    def test_a_new_run_begins_anew(self, path):
+        path.write_text('{"step": 1}\n')
+        assert MetricsLog(path, 0).num_records == 0
+        assert path.read_text() == ""
+
+    def test_missing_records_are_not_counted(self, path):
+        assert MetricsLog(path, 9).num_records == 0
+
+
+def test_trajectories_as_json(tmp_path):
+    members = [make_trajectory(reward=1.0, parts={"exact_match": 1.0}), make_failure()]
+    file = tmp_path / "trajectories" / "step_000001.jsonl"
+    write_trajectories(file, members, np.array([0.25, 0.0], np.float32))
+    good, failed = read(file)
+    assert (good["question"], good["answers"], good["advantage"]) == ("Où ?", ["x"], 0.25)
+    assert (good["outcome"], failed["outcome"]) == ("answered", "environment_error")
+    assert good["token_ids"] == members[0].token_ids.tolist()
+    assert good["loss_mask"] == [0, 0, 1, 1, 1, 1]
+    assert good["policy_versions"] == [-1, -1, 3, 3, 3, 3]
+    assert good["generated_text"] == "<search>q</search>\n\nfound\n\n<answer>x</answer>"
+    assert [turn["tool_call"] for turn in good["turns"]] == ["q", None]
+    assert failed["turns"][0]["error"] == "the server is down"
+    assert "Où" in file.read_text(encoding="utf-8")
+
+
+class TestRolloutMetrics:
+    def test_by_hand(self):
+        members = [
+            make_trajectory(reward=1.0, length=6, parts={"exact_match": 1.0}),
+            make_trajectory(reward=0.0, length=10, turns=(ANSWER,), parts={"exact_match": 0.0}),
+            make_trajectory(
+                reward=-1.0, length=7, outcome=Outcome.MALFORMED, parts={"exact_match": 0.0}
+            ),
+            make_failure(length=50),
+        ]
+        got = rollout_metrics(members, max_response_tokens=8)
+        assert got == {
+            "critic/rewards/mean": 0.0,
+            "critic/rewards/max": 1.0,
+            "critic/rewards/min": -1.0,
+            "reward/exact_match/mean": pytest.approx(1 / 3),
+            "response_length/mean": pytest.approx((4 + 8 + 5) / 3),
+            "response_length/max": 8,
+            "response_length/clip_ratio": pytest.approx(1 / 3),
+            "num_turns/mean": pytest.approx(5 / 3),
+            "num_searches/mean": pytest.approx(2 / 3),
+            "outcome/answered": 0.5,
+            "outcome/malformed": 0.25,
+            "outcome/out_of_budget": 0.0,
+            "outcome/environment_error": 0.25,
+        }
+
+    @pytest.mark.filterwarnings("error")
+    def test_environment_errors_are_no_reward_of_zero(self):
+        got = rollout_metrics([make_failure(), make_failure()], max_response_tokens=8)
+        assert got["outcome/environment_error"] == 1.0
+        numbers = {name: x for name, x in got.items() if not name.startswith("outcome/")}
+        assert all(math.isnan(value) for value in numbers.values())
+
+    def test_mean_of_nothing(self):
+        assert math.isnan(mean([]))
+        assert mean([True, False]) == 0.5
+
+
+NUMBERS = {"reward": 0.123456, "exact match": 0.25, "searches": 1.5, "tokens/s": 16_759.3}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def shown(*, width=80, terminal=False, **settings):
+    """A display that writes to memory."""
+    display = Display(**settings)
+    display.console = Console(
+        file=io.StringIO(), width=width, force_terminal=terminal, highlight=False
+    )
+    return display
+
+
+class TestDisplay:
+    def test_lines_now_and_then(self, clock):
+        display = shown(every_s=5)
+        display.start("train", 10, 70)
+        for step in range(11, 71):
+            clock[0] += 2
+            display.step(step, NUMBERS)
+        display.stop()
+        lines = display.console.file.getvalue().splitlines()
+        numbers = "reward 0.123  exact match 0.25  searches 1.5  tokens/s 16,759"
+        assert lines[0] == f"train 11/70  {numbers}  1:58 left"
+        assert lines[1] == f"train 14/70  {numbers}  1:52 left"
+        assert lines[-1] == f"train 70/70  {numbers}  0:00 left"
+        assert len(lines) == 1 + 19 + 1
+
+    def test_hours(self, clock):
+        display = shown()
+        display.start("sft", 0, 101)
+        clock[0] += 60
+        display.step(1, {"loss": math.nan})
+        assert display.console.file.getvalue() == "sft 1/101  loss nan  1:40:00 left\n"
+
+    def test_text_is_not_markup(self):
+        display = shown(width=20)
+        display.say("decode 8 steps of [4, 16] rows; [red]")
+        assert display.console.file.getvalue() == "decode 8 steps of [4, 16] rows; [red]\n"
+
+    @pytest.mark.parametrize("width", [80, 120, 200])
+    def test_a_terminal_shows_everything(self, width):
+        display = shown(width=width, terminal=True)
+        display.start("train", 0, 600)
+        display.step(100, NUMBERS)
+        display.say("train 100 greedy: exact match all 0.250")
+        display.stop()
+        text = display.console.file.getvalue()
+        assert "train 100/600" in text
+        numbers = "reward 0.123 exact match 0.25 searches 1.5 tokens/s 16,759"
+        assert all(word in text for word in numbers.split())
+        assert "train 100 greedy: exact match all 0.250" in text
+        assert "\x1b[?25h" in text  # the cursor is back
+        assert "…" not in text
+
+    def test_stopping_twice_is_harmless(self):
+        display = shown(terminal=True)
+        display.stop()
+        display.start("train", 0, 6)
+        display.stop()
+        display.stop()

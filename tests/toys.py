@@ -1,0 +1,179 @@
+"""Tokenizers, policies and environments small enough to know everything about."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from jaxrl.envs.base import Env, Reward, Task
+from jaxrl.models.qwen import QwenConfig, hidden_states
+from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.rollout import Limits, Rollout, Seeds
+from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.sharding import make_mesh
+from jaxrl.tokenizer import Tokenizer
+from jaxrl.types import Draw
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{% endif %}"
+)
+ROOMY = Limits(
+    max_prompt_tokens=32, max_response_tokens=64, max_total_tokens=64, max_observation_tokens=64
+)
+
+# More ids than any toy tokenizer knows, as in padded checkpoints.
+SMALL = QwenConfig(
+    vocab_size=320,
+    width=32,
+    mlp_width=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=10_000.0,
+    rms_norm_eps=1e-6,
+    tie_embeddings=False,
+    qkv_bias=True,
+    output_bias=False,
+    qk_norm=True,
+    max_positions=512,
+)
+
+
+def chain(text):
+    """The merges that make one token of `text`, from left to right."""
+    return [(text[:end], text[end]) for end in range(1, len(text))]
+
+
+def toy_tokenizer(*merges):
+    """Byte-level BPE of all bytes and these merges, with ChatML's special tokens."""
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    spell = lambda text: by_bytes.pre_tokenize_str(text)[0][0]  # noqa: E731
+    merges = list(dict.fromkeys((spell(left), spell(right)) for left, right in merges))
+    words = sorted(by_bytes.alphabet()) + [left + right for left, right in merges]
+    vocab = {word: index for index, word in enumerate(dict.fromkeys(words))}
+    backend = tokenizers.Tokenizer(models.BPE(vocab, merges))
+    backend.pre_tokenizer = by_bytes
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_end|>", "<|im_start|>"])
+    return Tokenizer(
+        PreTrainedTokenizerFast(
+            tokenizer_object=backend, eos_token="<|im_end|>", chat_template=CHATML
+        )
+    )
+
+
+class ScriptedEnv(Env):
+    """Asks each task's question, replies by a function of the turn's number, keeps what it saw."""
+
+    def __init__(self, stop_strings, reply):
+        self.stop_strings = tuple(stop_strings)
+        self._reply = reply
+        self.texts = []
+
+    def start(self, tasks):
+        return [[{"role": "user", "content": task.question}] for task in tasks]
+
+    def step(self, episodes, texts):
+        self.texts.extend(texts)
+        return [self._reply(len(episode.turns)) for episode in episodes]
+
+    def score(self, group):
+        return [Reward(total=len(e.turns), parts={}, final_answer="") for e in group]
+
+
+def script(*replies):
+    """A reply for each turn; the last one again for all that follow."""
+    return lambda turn: replies[min(turn, len(replies) - 1)]
+
+
+def one_device_mesh():
+    return make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+
+
+class Player:
+    """An engine with its tokenizer; plays tasks in any environment with the same stop strings."""
+
+    def __init__(self, config, tokenizer, stop_strings, **settings):
+        self.tokenizer = tokenizer
+        self.automaton = StopAutomaton(tokenizer.vocab_bytes, stop_strings)
+        defaults = {
+            "chunk_tokens": 8,
+            "prompts_per_prefill": 2,
+            "max_prompt_tokens": ROOMY.max_prompt_tokens,
+            "max_total_tokens": ROOMY.max_total_tokens,
+        }
+        self.engine = Engine(
+            config,
+            one_device_mesh(),
+            self.automaton,
+            num_tokens=tokenizer.num_tokens,
+            eos_ids=tokenizer.eos_ids,
+            **{**defaults, **settings},
+        )
+
+    def play(
+        self, env, questions, *, limits=ROOMY, group_size=1, seed=0, step=0, positions=None,
+        answers=("Paris",),
+    ):  # fmt: skip
+        """Trajectories of questions drawn one after another."""
+        positions = range(len(questions)) if positions is None else positions
+        draws = [
+            Draw(task=Task(id=f"task {p}", question=q, answers=answers), position=p)
+            for p, q in zip(positions, questions, strict=True)
+        ]
+        rollout = Rollout(self.engine, env, self.tokenizer, self.automaton, limits)
+        return rollout(
+            draws,
+            group_size=group_size,
+            seeds=Seeds(seed=seed, stage=0, step=step),
+            policy_version=step,
+        )
+
+
+def taught(params, config, token_ids, *, start):
+    """Parameters under which the policy goes on after `token_ids[:start]` as `token_ids` does.
+
+    The blocks stay random and tell each place of the sequence from every other; the output layer
+    is solved for, so that the next token's logit is 30 above all others.
+    """
+    token_ids = np.asarray(token_ids)
+    padded = np.zeros((1, 160), np.int32)
+    padded[0, : len(token_ids)] = token_ids
+    hidden = _features(params, config, padded)[0, start - 1 : len(token_ids) - 1]
+    wanted = np.zeros((len(hidden), config.vocab_size))
+    wanted[np.arange(len(hidden)), token_ids[start:]] = 30.0
+    kernel, *_ = np.linalg.lstsq(np.asarray(hidden, np.float64), wanted)
+    return {**params, "lm_head": {"kernel": jnp.asarray(kernel, jnp.float32)}}
+
+
+@jax.jit(static_argnums=1)
+def _features(params, config, token_ids):
+    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+    return hidden_states(params, config, token_ids, positions, jnp.ones_like(positions))
+
+
+_active_counts = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, *_, **__: [
+        count.append(event)
+        for count in _active_counts
+        if event == "/jax/core/compile/backend_compile_duration"
+    ]
+)
+
+
+@contextlib.contextmanager
+def count_compilations():
+    """A list that grows by one with every program XLA compiles, traced anew or not."""
+    count = []
+    _active_counts.append(count)
+    try:
+        yield count
+    finally:
+        _active_counts.remove(count)
