@@ -1,8 +1,11 @@
-"""Warm start, reinforcement learning and evaluation in seconds, to see that everything works.
+r"""Warm start, reinforcement learning and evaluation in half a minute, to see that it works.
 
 python -m examples.quickstart_world --out=data/debug --num_people=40 --num_held_out=8 \
     --num_demonstrations=400
 python -m jaxrl.launch --config=configs/debug_tiny.py --workdir=runs/debug
+
+Expect the loss of the warm start to fall from 7.3 to about 1.3, four steps of reinforcement
+learning with rewards around 0.2, and hardly a right answer: nothing is trained for long enough.
 
 Another world's folder may follow the file's name: --config=configs/debug_tiny.py:data/other
 """
@@ -21,10 +24,9 @@ def get_config(world: str = "data/debug") -> ConfigDict:
     config.tasks.eval.source = f"{world}/questions_eval.jsonl"
     config.search.corpus = f"{world}/corpus.jsonl"
     config.search.max_observation_tokens = 72
-
-    config.sft.source = f"{world}/demonstrations.jsonl"
     config.reward.weights.format = 0.5  # so that there is something to learn from the start
 
+    config.sft.source = f"{world}/demonstrations.jsonl"
     config.sft.num_steps = 60
     config.sft.batch_size = 8
     config.sft.optimizer.lr = 1e-2

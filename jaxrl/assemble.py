@@ -20,14 +20,13 @@ from jaxrl.data import read_tasks
 from jaxrl.envs.base import Task
 from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine
 from jaxrl.envs.search import SearchEnv
-from jaxrl.models.hf_weights import load_hf, open_tensors
+from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Limits, Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sharding import check_model_fits, make_mesh, num_batch_shards
 from jaxrl.tokenizer import Tokenizer
-from jaxrl.types import Params
 from jaxrl.update import Model
 
 
@@ -38,7 +37,6 @@ class Parts:
     mesh: Mesh
     model_config: QwenConfig
     model: Model
-    params: Params  # of config.model.path
     tokenizer: Tokenizer
     tasks: list[Task]
     eval_tasks: list[Task]
@@ -64,7 +62,7 @@ def assemble(config: ConfigDict) -> Parts:
             f"the tokenizer in {config.model.path!r} knows {tokenizer.num_tokens} ids, the model "
             f"{model_config.vocab_size} (vocab_size in config.json); they belong to two models."
         )
-    open_tensors(Path(config.model.path))  # only headers: a damaged file is told before long work
+    check_hf(config.model.path)
     dtype = jnp.dtype(config.model.dtype)
     automaton = StopAutomaton(tokenizer.vocab_bytes, SearchEnv.stop_strings)
     tasks, eval_tasks, demonstrations = _read_data(config, tokenizer)
@@ -90,7 +88,6 @@ def assemble(config: ConfigDict) -> Parts:
             remat=config.model.remat,
             logits_chunk_tokens=config.model.logits_chunk_tokens,
         ),
-        params=load_hf(config.model.path, mesh),
         tokenizer=tokenizer,
         tasks=tasks,
         eval_tasks=eval_tasks,

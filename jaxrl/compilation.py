@@ -32,26 +32,25 @@ class CompiledFunction:
         self.num_traces = 0
 
         def traced(*args: Any) -> Any:
-            self.num_traces += 1
-            if self.num_traces > len(self._called):
+            if self._variant in self._compiled:
                 raise RuntimeError(
                     f"{name} was compiled again for the variant {self._variant}; its arguments "
-                    "changed in shape, dtype or sharding between calls. This is a bug in jaxrl."
+                    "changed in shape or dtype between calls. This is a bug in jaxrl."
                 )
-            return function(*args)
+            result = function(*args)
+            self.num_traces += 1
+            return result
 
-        self._called: set[Hashable] = set()
+        self._compiled: set[Hashable] = set()
         self._variant: Hashable = ()
         self.function = function
-        self._jitted = jax.jit(
-            traced, donate_argnums=donate_argnums, static_argnums=static_argnums
-        )
+        self._jitted = jax.jit(traced, donate_argnums=donate_argnums, static_argnums=static_argnums)
 
     def __call__(self, *args: Any, variant: Hashable = ()) -> Any:
         """Calls the function.
 
         Raises:
-            RuntimeError: `variant` is outside the set, or was compiled before with other shapes.
+            RuntimeError: `variant` is outside the set, or was compiled before for other shapes.
         """
         if variant not in self.variants:
             raise RuntimeError(
@@ -59,8 +58,9 @@ class CompiledFunction:
                 f"{sorted(self.variants, key=repr)}. This is a bug in jaxrl."
             )
         self._variant = variant
-        self._called.add(variant)
-        return self._jitted(*args)
+        result = self._jitted(*args)
+        self._compiled.add(variant)
+        return result
 
     def lower(self, *args: Any) -> Any:
         """The function lowered for these (possibly abstract) arguments, for inspection."""

@@ -121,9 +121,8 @@ class Display:
         """A line at least every `every_s` seconds where the output is no terminal."""
         self.console = Console(highlight=False)
         self._every_s = every_s
-        self._last = 0.0
-        self._started = time.monotonic()
-        self._first_step = 0
+        self._last = -math.inf
+        self._first: tuple[int, float] | None = None  # a stage's first step and when it ended
         self._progress: Progress | None = None
 
     def say(self, text: str) -> None:
@@ -132,8 +131,8 @@ class Display:
 
     def start(self, stage: str, first_step: int, num_steps: int) -> None:
         """Begins a stage of `num_steps` steps, of which `first_step` are done."""
-        self._stage, self._num_steps, self._first_step = stage, num_steps, first_step
-        self._started, self._last = time.monotonic(), -math.inf
+        self._stage, self._num_steps = stage, num_steps
+        self._first, self._last = None, -math.inf
         if self.console.is_terminal:
             self._progress = Progress(
                 TextColumn("{task.description} {task.completed}/{task.total}"),
@@ -142,6 +141,7 @@ class Display:
                 TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),
                 TimeRemainingColumn(compact=True),
                 console=self.console,
+                speed_estimate_period=3600,  # of half a minute by default, too short for one step
             )
             self._progress.start()
             self._bar = self._progress.add_task(
@@ -155,12 +155,16 @@ class Display:
             self._progress.update(self._bar, completed=step, numbers=text)
             return
         now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)  # speeds count from here on: the first step compiles
         if now - self._last < self._every_s and step < self._num_steps:
             return
         self._last = now
-        done = max(step - self._first_step, 1)
-        left = (now - self._started) / done * (self._num_steps - step)
-        self.say(f"{self._stage} {step}/{self._num_steps}  {text}  {_duration(left)} left")
+        first_step, started = self._first
+        left = "--:--"
+        if step > first_step:
+            left = _duration((now - started) / (step - first_step) * (self._num_steps - step))
+        self.say(f"{self._stage} {step}/{self._num_steps}  {text}  {left} left")
 
     def stop(self) -> None:
         """Ends the stage."""

@@ -22,10 +22,10 @@ from jaxrl.checkpoint import Checkpointer, abstract
 from jaxrl.compilation import CompiledFunction
 from jaxrl.config import STAGES
 from jaxrl.data import Stream
-from jaxrl.envs.base import Outcome
+from jaxrl.envs.base import Outcome, Task
 from jaxrl.metrics import Display, MetricsLog, rollout_metrics, write_trajectories
 from jaxrl.models import qwen
-from jaxrl.models.hf_weights import save_hf
+from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.objectives.advantages import grpo
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import clip_metrics, clipped_policy_loss
@@ -92,7 +92,7 @@ def run(config: ConfigDict, workdir: Path, parts: Parts, display: Display) -> No
     display.say(f"sampler shapes: {parts.engine.shapes()}")
     if saved:
         display.say(f"resuming after step {position.step} ({position.stage} {position.stage_step})")
-    params = saved_params(this) if saved else parts.params
+    params = saved_params(this) if saved else load_hf(config.model.path, parts.mesh)
     run_stage = {"sft": run_sft, "train": run_train, "evaluate": run_evaluate}
     try:
         for stage in config.stages:
@@ -172,9 +172,7 @@ def run_sft(this: Run, params: Params) -> Params:
             position.stage_step,
             {"loss": record["sft/loss"], "tokens/s": record["perf/throughput"]},
         )
-        if position.stage_step % config.checkpoint.every_steps == 0 and (
-            position.stage_step < num_steps
-        ):
+        if is_checkpoint_due(this, num_steps):
             this.save(state)
     this.display.stop()
     export(this, state.params)  # before the checkpoint that tells a restart the stage is done
@@ -211,17 +209,11 @@ def run_train(this: Run, params: Params) -> Params:
     this.display.start("train", position.stage_step, num_steps)
     while position.stage_step < num_steps:
         started = time.perf_counter()
-        tasks = stream.take(position.items_taken, rollout.tasks_per_step)
-        draws = [
-            Draw(task=task, position=position.items_taken + index)
-            for index, task in enumerate(tasks)
-        ]
-        seeds = Seeds(seed=config.seed, stage=STAGES.index("train"), step=position.step)
         counts_before = dataclasses.replace(parts.engine.counts)
         trajectories = parts.rollout(
-            draws,
+            draw(stream, position.items_taken, rollout.tasks_per_step),
             group_size=rollout.group_size,
-            seeds=seeds,
+            seeds=Seeds(seed=config.seed, stage=STAGES.index("train"), step=position.step),
             policy_version=int(state.num_updates),
         )
         sampled = time.perf_counter()
@@ -236,6 +228,7 @@ def run_train(this: Run, params: Params) -> Params:
             for minibatch, batch in zip(minibatches, batches, strict=True):
                 if minibatch.num_counted == 0:
                     continue  # only environment errors: there is nothing to learn from
+                # Without any signal left the optimizer still steps: as if all had been kept.
                 state, metrics = update_step(state, batch, minibatch.num_micro)
                 measured.append(metrics)
         metrics = merge(jax.device_get(measured))
@@ -243,7 +236,6 @@ def run_train(this: Run, params: Params) -> Params:
         updated = time.perf_counter()
         position.step, position.stage_step = position.step + 1, position.stage_step + 1
         position.items_taken += rollout.tasks_per_step
-        num_tokens = sum(len(t.token_ids) for t in trajectories)
         record = {
             **rollout_metrics(trajectories, rollout.max_response_tokens),
             **metrics,
@@ -256,29 +248,41 @@ def run_train(this: Run, params: Params) -> Params:
             "timing_s/gen": sampled - started,
             "timing_s/update_actor": updated - sampled,
             "timing_s/step": updated - started,
-            "perf/throughput": num_tokens / (updated - started),
+            "perf/throughput": sum(len(t.token_ids) for t in trajectories) / (updated - started),
+            **periodic_evaluation(this, num_steps),
         }
-        record = {**record, **periodic_evaluation(this, num_steps)}
         this.log.write(position.step, "train", record)
-        write_trajectories(
-            this.workdir / "trajectories" / f"step_{position.step:06d}.jsonl",
-            trajectories[: config.log.trajectories]
-            if config.log.trajectories >= 0
-            else trajectories,
-            advantages[: config.log.trajectories] if config.log.trajectories >= 0 else advantages,
-        )
+        log_trajectories(this, trajectories, advantages)
         this.display.step(
             position.stage_step,
             {name: record[key] for name, key in SHOWN.items() if key in record},
         )
-        if position.stage_step % config.checkpoint.every_steps == 0 and (
-            position.stage_step < num_steps
-        ):
+        if is_checkpoint_due(this, num_steps):
             this.save(state, ref_params)
     this.display.stop()
     export(this, state.params)  # before the checkpoint that tells a restart the stage is done
     this.save(state, ref_params)
     return state.params
+
+
+def draw(stream: Stream[Task], position: int, count: int) -> list[Draw]:
+    """The next tasks of the stream, each with its place in it."""
+    tasks = stream.take(position, count)
+    return [Draw(task=task, position=position + index) for index, task in enumerate(tasks)]
+
+
+def is_checkpoint_due(this: Run, num_steps: int) -> bool:
+    """True every so many steps, but for the stage's last one, which ends with a checkpoint."""
+    stage_step = this.position.stage_step
+    return stage_step % this.config.checkpoint.every_steps == 0 and stage_step < num_steps
+
+
+def log_trajectories(this: Run, trajectories: Sequence[Trajectory], advantages: np.ndarray) -> None:
+    """Writes the step's first trajectories to its file, as many as the configuration asks for."""
+    count = this.config.log.trajectories
+    count = len(trajectories) if count < 0 else count
+    file = this.workdir / "trajectories" / f"step_{this.position.step:06d}.jsonl"
+    write_trajectories(file, trajectories[:count], advantages[:count])
 
 
 def run_evaluate(this: Run, params: Params) -> Params:
@@ -413,12 +417,16 @@ def make_policy_loss(loss: ConfigDict, kl: ConfigDict) -> TokenLoss:
 
 
 def merge(measured: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of a step from those of its updates: the largest of maxima, else the mean."""
+    """Metrics of a step from those of its updates: the largest of maxima, else the mean.
+
+    An update in which nothing was measured is left out.
+    """
     if not measured:
         return {}
     merged = {}
     for name in measured[0]:
         values = [float(metrics[name]) for metrics in measured]
+        values = [value for value in values if not math.isnan(value)] or [math.nan]
         reduced = max(values) if name.endswith("_max") else float(np.mean(values))
         merged[name if "/" in name else f"actor/{name}"] = reduced
     return merged

@@ -162,7 +162,7 @@ def state_shardings(
 def init_state(
     params: Params, mesh: Mesh, config: QwenConfig, optimizer: optax.GradientTransformation
 ) -> TrainState:
-    """A fresh optimizer around parameters, which become the state's own (updates donate them)."""
+    """A fresh optimizer around parameters, which are donated: there is one master copy."""
 
     def init(params: Params) -> TrainState:
         zero = jnp.zeros((), jnp.int32)
@@ -171,7 +171,7 @@ def init_state(
         )
 
     shardings = state_shardings(mesh, config, optimizer)
-    return jax.jit(init, out_shardings=shardings)(params)
+    return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
 
 
 def batch_shardings(mesh: Mesh, batch: Batch) -> Batch:
@@ -244,13 +244,13 @@ def make_gradient(
 
         gradients, sums = jax.lax.fori_loop(0, num_micro, body, zeros)
         num_tokens = sums.pop("num_tokens")
-        averaged = {
-            name: value
-            if name.endswith(("_max", "_loss"))
-            else value / jnp.maximum(num_tokens, 1.0)
-            for name, value in sums.items()
+        # Of no token at all there is no mean: not a number, rather than a dip to 0 in a curve.
+        counts = {
+            name: jnp.where(num_tokens > 0, 1.0, jnp.nan) if name.endswith("_max") else num_tokens
+            for name in sums
+            if not name.endswith("_loss")
         }
-        return gradients, averaged
+        return gradients, {name: value / counts.get(name, 1.0) for name, value in sums.items()}
 
     return gradient
 

@@ -227,7 +227,8 @@ def train(mesh, params):
     packed = pack_all(random_sequences([13, 44, 24, 24, 7, 40] * 3), SHAPE)
     batch = put_batch(mesh, packed.batch)
     logprobs = score(params, batch, packed.num_micro)
-    state = init_state(params, mesh, TINY, optimizer)
+    copies = jax.device_put(jax.tree.map(np.array, params), param_shardings(mesh, TINY))
+    state = init_state(copies, mesh, TINY, optimizer)  # which donates them
     wanted = jax.tree.map(lambda leaf: leaf.sharding, state)
     with compilations() as compiled:
         state, metrics = step(state, batch, packed.num_micro)

@@ -1,5 +1,4 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -7,9 +6,8 @@ import pytest
 from jaxrl.checkpoint import Checkpointer, abstract
 from jaxrl.models.qwen import abstract_params
 from jaxrl.sharding import make_mesh, param_shardings
-from jaxrl.types import TrainState
 from jaxrl.update import init_state, state_shardings
-from tests.helpers import TINY, tiny_params
+from tests.helpers import TINY
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
@@ -19,23 +17,26 @@ def mesh():
     return make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
 
 
-def make_state(mesh, seed):
-    """A state whose moments and counters are not zero."""
-    state = init_state(tiny_params(seed=seed), mesh, TINY, OPTIMIZER)
-    noise = lambda x: x + seed if x.dtype == jnp.int32 else x + 0.1 * (seed + 1)  # noqa: E731
-    return TrainState(
-        params=state.params,
-        opt_state=jax.tree.map(noise, state.opt_state),
-        num_updates=jnp.int32(10 + seed),
-        num_skipped=jnp.int32(seed),
-    )
-
-
 def abstract_state(mesh):
     shapes = jax.eval_shape(
         lambda params: init_state(params, mesh, TINY, OPTIMIZER), abstract_params(TINY)
     )
     return abstract(shapes, state_shardings(mesh, TINY, OPTIMIZER))
+
+
+def filled(shapes, seed):
+    """Arrays of these shapes, none of them zero."""
+    rng = np.random.default_rng(seed)
+
+    def fill(leaf):
+        values = np.asarray(1 + 5 * rng.random(leaf.shape)).astype(leaf.dtype)
+        return jax.device_put(values, leaf.sharding)
+
+    return jax.tree.map(fill, shapes)
+
+
+def make_state(mesh, seed):
+    return filled(abstract_state(mesh), seed)
 
 
 def assert_equal(got, wanted):
@@ -57,15 +58,16 @@ def test_nothing_yet(checkpointer):
 
 
 def test_a_round_trip_is_exact(checkpointer, mesh, tmp_path):
-    state, reference = make_state(mesh, 1), tiny_params(seed=5)
+    state = make_state(mesh, 1)
+    shardings = param_shardings(mesh, TINY)
+    shapes = abstract(abstract_params(TINY), shardings)
+    reference = filled(shapes, 5)
     position = {"step": 4, "stage": "train", "stage_step": 1, "items_taken": 32, "num_records": 5}
     checkpointer.save(4, state, position, reference)
     # As after a restart, by another object.
     other = Checkpointer(tmp_path / "checkpoints", keep=2)
     assert other.latest_position() == position
     assert_equal(other.restore(abstract_state(mesh)), state)
-    shardings = param_shardings(mesh, TINY)
-    shapes = abstract(abstract_params(TINY), shardings)
     assert_equal(other.restore_params(shapes), state.params)
     assert_equal(other.restore_ref_params(shapes), reference)
     restored = other.restore_params(shapes)

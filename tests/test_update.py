@@ -74,8 +74,9 @@ def place(params):
 
 
 def fresh_state(params):
-    """A state whose parameters an update may take for its own."""
-    return init_state(place(jax.device_get(params)), MESH, TINY, OPTIMIZER)
+    """A state around a copy of the parameters, since the state and its updates donate theirs."""
+    copies = place(jax.tree.map(np.array, params))
+    return init_state(copies, MESH, TINY, OPTIMIZER)
 
 
 def equal(one, other):

@@ -144,9 +144,7 @@ def load_hf(
         FileNotFoundError: the folder, its `config.json` or a weights file is not there.
         ValueError: a file is damaged, or its tensors are not those of the config.
     """
-    config = QwenConfig.from_hf(path)
-    stored = open_tensors(Path(path))
-    _check_tensors(stored, config, Path(path))
+    config, stored = check_hf(path)
     shapes = flatten_dict(abstract_params(config), sep="/")
     if mesh is None:
         layouts = dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
@@ -166,6 +164,18 @@ def load_hf(
         return jax.make_array_from_callback(shapes[param].shape, layouts[param], read)
 
     return unflatten_dict({param: load_leaf(param) for param in shapes}, sep="/")
+
+
+def check_hf(path: str | Path) -> tuple[QwenConfig, dict[str, StoredTensor]]:
+    """The config and the tensors of an HF folder, checked by their headers without reading them.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_hf` does.
+    """
+    config = QwenConfig.from_hf(path)
+    stored = open_tensors(Path(path))
+    _check_tensors(stored, config, Path(path))
+    return config, stored
 
 
 def _read_part(tensor: StoredTensor, param: str, index: tuple[slice, ...]) -> np.ndarray:

@@ -420,7 +420,7 @@ def extend(
             return attention.extend(q, k, v, past, start).reshape(R * C, *q.shape[2:])
 
         x = _block(layer, config, x, angles, attend)
-    last = x.reshape(R, C, -1)[jnp.arange(R), lengths - 1]
+    last = jnp.take_along_axis(x.reshape(R, C, -1), (lengths - 1)[:, None, None], axis=1)[:, 0]
     return rms_norm(last, weights["norm"]["scale"], config.rms_norm_eps), tuple(written)
 
 

@@ -49,18 +49,22 @@ def sample(
     total = block_ends[:, -1]
     target = uniform * total
     chosen_block = _first_beyond(block_weights, block_ends, target)
-    start = jnp.where(
-        chosen_block > 0, block_ends[jnp.arange(B), jnp.maximum(chosen_block - 1, 0)], 0.0
-    )
-    inside = blocks[jnp.arange(B), chosen_block]
+    before = _pick(block_ends, jnp.maximum(chosen_block - 1, 0))
+    start = jnp.where(chosen_block > 0, before, 0.0)
+    inside = jnp.take_along_axis(blocks, chosen_block[:, None, None], axis=1)[:, 0]
     inside_ends = jnp.cumsum(inside, axis=-1)
     chosen = chosen_block * block + _first_beyond(inside, inside_ends, target - start)
     # The first of the largest: on a CPU several times faster than argmax.
-    likeliest = jnp.where(centred == 0.0, jnp.arange(V), V).min(axis=-1)
+    likeliest = jnp.where(centred == 0.0, jnp.arange(V), V).min(axis=-1, initial=V - 1)
     token = jnp.where(greedy, likeliest, chosen).astype(jnp.int32)
     log_total = jnp.log(total)
     entropy = log_total - jnp.where(weights > 0, weights * centred, 0.0).sum(axis=-1) / total
-    return token, centred[jnp.arange(B), token] - log_total, entropy
+    return token, _pick(centred, token) - log_total, entropy
+
+
+def _pick(values: Float[Array, "B n"], index: Int[Array, " B"]) -> Float[Array, " B"]:
+    """One value of each row; unlike indexing with row numbers it stays on the row's device."""
+    return jnp.take_along_axis(values, index[:, None], axis=1)[:, 0]
 
 
 def _first_beyond(

@@ -12,7 +12,9 @@ SLOTS, CAPACITY, ROOM = 6, 20, 3
 
 def filled_cache():
     def fill(path, leaf):
-        return jax.random.normal(jax.random.key(len(str(path)) + int(path[0].idx) * 2 + int(path[1].idx)), leaf.shape)
+        return jax.random.normal(
+            jax.random.key(len(str(path)) + int(path[0].idx) * 2 + int(path[1].idx)), leaf.shape
+        )
 
     empty = kv_cache.allocate(TINY, SLOTS, CAPACITY, jnp.float32)
     return jax.tree_util.tree_map_with_path(fill, empty)

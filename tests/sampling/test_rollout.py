@@ -34,6 +34,7 @@ SPLIT = [
     *chain("information"),
     *chain(">\n\n"),
     *chain(">."),
+    (">", "</"),
 ]
 FOUND = "at Paris"
 END = "<|im_end|>"
@@ -99,6 +100,7 @@ def test_the_two_tokenizers_differ_as_meant(players):
     assert pieces("whole", "r?</search>\n\n") == ["r", "?", "</search>", "\n", "\n"]
     assert pieces("split", "r?</search>\n\n") == ["r", "?</", "search", ">\n\n"]
     assert pieces("split", "</answer>.") == ["</", "answer", ">."]
+    assert pieces("split", "</search></") == ["</", "search", "></"]
 
 
 @pytest.mark.parametrize("query", ["the tower", "the tower?"])
@@ -127,16 +129,15 @@ def test_stops_are_found_however_they_are_tokenized(players, query, ends):
         assert got.generated_text == first + found.text + last
 
 
-def test_an_observation_that_spells_a_stop_string_does_not_stop(player):
-    # The automaton starts afresh each turn: half a tag at the end of an observation is not the
-    # beginning of the policy's.
-    half = Observation(prefix="\n", body="so", suffix="</sear")
+def test_each_turn_starts_afresh(player):
+    # Neither what follows a stop in its token nor the end of an observation begins a tag.
+    half = Observation(prefix="\n", body="so", suffix="</")
     env = ScriptedEnv(
         STOP_STRINGS, script(StepResult(observation=half), StepResult(outcome=Outcome.ANSWERED))
     )
-    ids, _ = teach(player, "<search>tower</search>", half, "ch> and on</answer>")
+    ids, _ = teach(player, "<search>tower</search></", half, "search> and on</answer>")
     got = play_one(player, env)
-    assert env.texts == ["<search>tower</search>", "ch> and on</answer>"]
+    assert env.texts == ["<search>tower</search>", "search> and on</answer>"]
     assert got.full_input_ids == ids
 
 

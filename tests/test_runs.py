@@ -1,0 +1,297 @@
+"""Whole runs on a tiny world: what they leave on disk, and that a restart changes nothing."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zlib
+
+import jax
+import numpy as np
+import pytest
+
+from configs import debug_tiny
+from jaxrl import assemble, train
+from jaxrl.envs.base import Outcome
+from jaxrl.envs.retrieval import SearchEngine, SearchError
+from jaxrl.metrics import Display
+from jaxrl.models.hf_weights import load_hf
+
+pytestmark = pytest.mark.minutes
+
+CHECKPOINTS = {"checkpoint.every_steps": 3, "checkpoint.keep": 100}
+BASE = {**CHECKPOINTS, "sft.num_steps": 40, "eval.every_steps": 3, "log.trajectories": -1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """All runs here compile the same programs; the cache makes that quick."""
+    folder = str(tmp_path_factory.mktemp("cache"))
+    settings = {
+        "jax_compilation_cache_dir": folder,
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield {name.upper(): str(value) for name, value in settings.items()}
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def base(tiny_world, tmp_path_factory, compilation_cache):
+    """The workdir of a whole run, made by the command in a process of its own."""
+    workdir = tmp_path_factory.mktemp("runs") / "base"
+    command = [
+        *(sys.executable, "-m", "jaxrl.launch"),
+        *(f"--config=configs/debug_tiny.py:{tiny_world}", f"--workdir={workdir}"),
+        *(f"--config.{key}={value}" for key, value in BASE.items()),
+    ]
+    environment = os.environ | compilation_cache
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    (workdir / "stdout").write_text(done.stdout)
+    return workdir
+
+
+def settings(tiny_world, **changes):
+    config = debug_tiny.get_config(str(tiny_world))
+    config.update_from_flattened_dict({"log.trajectories": -1, **changes})
+    return config
+
+
+def play(config, workdir, **parts):
+    """Runs in this process, with some of the parts replaced."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    made = assemble.assemble(config)
+    train.run(config, workdir, dataclasses.replace(made, **parts), Display())
+    return made
+
+
+def records(workdir):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def lasting(workdir):
+    """Records without what depends on the clock or on what this process compiled."""
+    clocks = ("timing_s/", "perf/")
+    return [
+        {name: value for name, value in record.items() if not name.startswith(clocks)}
+        for record in records(workdir)
+    ]
+
+
+def trajectories(workdir, step):
+    lines = (workdir / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def assert_same_weights(folder, other):
+    jax.tree.map(np.testing.assert_array_equal, load_hf(folder), load_hf(other))
+
+
+def restarted(workdir, tmp_path, *, after):
+    """A copy of a run as it stood when it was killed some time after a checkpoint."""
+    copy = tmp_path / "restarted"
+    shutil.copytree(workdir, copy)
+    shutil.rmtree(copy / "export")
+    for checkpoint in (copy / "checkpoints").iterdir():
+        if checkpoint.name.isdigit() and int(checkpoint.name) > after:
+            shutil.rmtree(checkpoint)
+    return copy
+
+
+def test_a_run_leaves_what_it_promises(base):
+    config = json.loads((base / "config.json").read_text())
+    assert config["sft"]["num_steps"] == 40
+    found = records(base)
+    assert [(r["stage"], r["step"]) for r in found] == [
+        *(("sft", step) for step in range(1, 41)),
+        *(("train", step) for step in range(40, 45)),
+    ]
+    first, *steps = found[40:]
+    assert "val-core/all/exact_match/mean@1" in first
+    assert "val-core/two_hop/exact_match/greedy" in first
+    for record in steps:
+        assert record.keys() >= {
+            *("critic/rewards/mean", "reward/exact_match/mean", "response_length/mean"),
+            *("actor/pg_loss", "actor/grad_norm", "actor/entropy", "actor/pg_clipfrac"),
+            *("num_turns/mean", "num_searches/mean", "outcome/environment_error"),
+            *("timing_s/gen", "timing_s/update_actor", "timing_s/step", "perf/throughput"),
+        }
+    assert sorted(path.name for path in (base / "eval").iterdir()) == sorted(
+        ["train_40.json", "train_43.json", "train_44.json", "evaluate_44.json"]
+    )
+    final = json.loads((base / "eval" / "evaluate_44.json").read_text())
+    assert final["summary"].keys() == {"sampled", "greedy", "empty_search"}
+    assert len(final["questions"]["greedy"]) == 8
+    written = [trajectories(base, step) for step in range(41, 45)]
+    assert [len(lines) for lines in written] == [16] * 4
+    for step, lines in zip(steps, written, strict=True):
+        rewards = [line["reward"] for line in lines]
+        assert step["critic/rewards/mean"] == pytest.approx(np.mean(rewards))
+
+
+def test_the_export_is_the_last_checkpoint(base, tiny_world):
+    checkpointer = train.Checkpointer(base / "checkpoints", keep=100)
+    exported = load_hf(base / "export")
+    saved = checkpointer.restore_params(jax.tree.map(np.zeros_like, exported))
+    jax.tree.map(np.testing.assert_array_equal, exported, saved)
+    source, copy = tiny_world / "model" / "config.json", base / "export" / "config.json"
+    assert copy.read_bytes() == source.read_bytes()
+    checkpointer.close()
+
+
+def test_progress_is_told_line_by_line(base):
+    lines = (base / "stdout").read_text().splitlines()
+    [last] = [line for line in lines if line.startswith("train 4/4 ")]
+    for name in ("reward ", "exact match ", "searches ", "tokens/s ", " left"):
+        assert name in last
+    assert all(len(line) < 250 and "\x1b" not in line for line in lines)
+
+
+def test_training_works(base):
+    found = records(base)
+    assert found[39]["sft/loss"] < 0.4 * found[0]["sft/loss"]
+    assert all(record["actor/num_skipped"] == 0 for record in found[41:])
+    assert found[-1]["actor/num_updates"] == 4
+    assert any(record["rollout/informative_share"] > 0 for record in found[41:])
+
+
+def test_sampler_and_trainer_agree(base):
+    gaps = [r["rollout_corr/logprob_diff_max"] for r in records(base)[41:]]
+    gaps = [gap for gap in gaps if gap is not None]  # a step without signal measures nothing
+    assert max(gaps) < 1e-4
+    assert max(gaps) > 0  # it was measured
+
+
+def test_each_program_is_compiled_once(base):
+    found = records(base)
+    assert {r["perf/num_compilations/update"] for r in found[:40]} == {1}
+    assert {r["perf/num_compilations/update"] for r in found[41:]} == {1}
+    counts = [r["perf/num_compilations/sampler"] for r in found[41:]]
+    assert counts[-2] == counts[-1]
+
+
+@pytest.mark.parametrize(("after", "stage"), [(39, "sft"), (40, "sft"), (43, "train")])
+def test_a_restart_changes_nothing(base, tiny_world, tmp_path, capsys, after, stage):
+    workdir = restarted(base, tmp_path, after=after)
+    play(settings(tiny_world, **BASE), workdir)
+    assert f"resuming after step {after} ({stage} " in capsys.readouterr().out
+    assert lasting(workdir) == lasting(base)
+    assert_same_weights(workdir / "export", base / "export")
+    last = "evaluate_44.json"
+    assert (workdir / "eval" / last).read_text() == (base / "eval" / last).read_text()
+
+
+def test_a_finished_run_only_evaluates_again(base, tiny_world, tmp_path):
+    workdir = tmp_path / "again"
+    shutil.copytree(base, workdir)
+    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    play(settings(tiny_world, **BASE), workdir)
+    assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
+
+
+def test_evaluating_takes_the_newest_checkpoint(base, tiny_world, tmp_path):
+    workdir = tmp_path / "evaluated"
+    shutil.copytree(base, workdir)
+    (workdir / "eval" / "evaluate_44.json").unlink()
+    play(settings(tiny_world, **BASE, stages=("evaluate",)), workdir)
+    got = json.loads((workdir / "eval" / "evaluate_44.json").read_text())
+    wanted = json.loads((base / "eval" / "evaluate_44.json").read_text())
+    assert got == wanted
+
+
+def continued(base, tiny_world, **changes):
+    """Reinforcement learning alone, from the weights that the base run ended with."""
+    export = str(base / "export")
+    usual = {"model.path": export, "stages": ("train",), "eval.suites": ("sampled",)}
+    return settings(tiny_world, **usual, **changes)
+
+
+def test_a_restart_with_a_reference_policy_changes_nothing(base, tiny_world, tmp_path):
+    # The same four tasks at every step and in every evaluation: had the sampler kept anything of
+    # an evaluation's prompts, the run that was not stopped would differ.
+    tasks = tmp_path / "tasks.jsonl"
+    lines = (tiny_world / "questions_train.jsonl").read_text().splitlines()
+    tasks.write_text("\n".join(lines[:4]) + "\n")
+    config = continued(
+        base,
+        tiny_world,
+        **{"tasks.train.source": str(tasks), "tasks.eval.source": str(tasks)},
+        **{"kl.coef": 0.05, "kl.anchor": "ref", "num_steps": 3, "eval.every_steps": 1},
+        **{"optimizer.num_epochs": 2, "optimizer.num_minibatches": 2},
+        **{"checkpoint.every_steps": 2, "checkpoint.keep": 100},
+    )
+    whole = tmp_path / "whole"
+    play(config, whole)
+    found = records(whole)
+    assert [record.get("actor/num_updates") for record in found] == [None, 4, 8, 12]
+    assert found[1]["actor/kl_loss"] >= 0
+    assert found[3]["actor/kl_loss"] > 1e-6
+    assert max(r["rollout_corr/logprob_diff_max"] for r in found[1:]) < 1e-4
+    assert {record["perf/num_compilations/update"] for record in found[1:]} == {1}
+    workdir = restarted(whole, tmp_path, after=2)
+    play(config, workdir)
+    assert lasting(workdir) == lasting(whole)
+    assert_same_weights(workdir / "export", whole / "export")
+
+
+class Flaky(SearchEngine):
+    """Fails for every other query."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def search(self, query):
+        if zlib.crc32(query.encode()) % 2:
+            raise SearchError(f"no answer to {query!r}")
+        return self._engine.search(query)
+
+
+def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatch):
+    make_search = assemble._make_search
+    monkeypatch.setattr(assemble, "_make_search", lambda config: Flaky(make_search(config)))
+    play(continued(base, tiny_world, num_steps=2), tmp_path)
+    for record in records(tmp_path)[1:]:
+        lines = trajectories(tmp_path, record["step"])
+        failed = [line for line in lines if line["outcome"] == "environment_error"]
+        scored = [line for line in lines if line["outcome"] != "environment_error"]
+        assert 0 < len(failed) < len(lines)
+        assert record["outcome/environment_error"] == len(failed) / len(lines)
+        assert record["critic/rewards/mean"] == pytest.approx(
+            np.mean([line["reward"] for line in scored])
+        )
+        assert all(line["advantage"] == 0 for line in failed)
+        assert all("no answer to" in line["turns"][-1]["error"] for line in failed)
+        for group in {line["group_id"] for line in scored}:
+            members = [line for line in scored if line["group_id"] == group]
+            mean = np.mean([line["reward"] for line in members])
+            for line in members:
+                assert line["advantage"] == pytest.approx(line["reward"] - mean, abs=1e-6)
+    summary = json.loads((tmp_path / "eval" / "train_2.json").read_text())["summary"]
+    means = summary["sampled"]["all"]
+    assert 0 < means["environment_errors"] < means["num_questions"]
+
+
+def test_a_step_of_only_environment_errors_changes_nothing(base, tiny_world, tmp_path):
+    config = continued(base, tiny_world, num_steps=2, **{"optimizer.weight_decay": 0.1})
+    rollout = assemble.assemble(config).rollout
+
+    def all_failed(*args, **kwargs):
+        made = rollout(*args, **kwargs)
+        lost = {"outcome": Outcome.ENVIRONMENT_ERROR, "reward": 0.0, "reward_parts": {}}
+        return [dataclasses.replace(trajectory, **lost) for trajectory in made]
+
+    engine = rollout._engine
+    play(config, tmp_path, rollout=all_failed, engine=engine)
+    for record in records(tmp_path)[1:]:
+        assert record["outcome/environment_error"] == 1
+        assert record["actor/num_updates"] == 0
+        assert record["critic/rewards/mean"] is None
+    assert_same_weights(tmp_path / "export", base / "export")
