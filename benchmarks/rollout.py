@@ -1,4 +1,4 @@
-"""Sampling speed: prompts to finished samples through the engine, nothing left out.
+r"""Sampling speed: prompts to finished samples through the engine, nothing left out.
 
     python -m benchmarks.rollout --preset=cpu|qwen3-0.6b|qwen3-4b [--num_layers=... --width=...]
 
@@ -6,7 +6,7 @@ Every sample has exactly `new_tokens` tokens: no stop string can occur and there
 id. The first repetitions compile and are not counted. For figures that can be compared between
 machines, one thread on a core that has nothing else to do:
 
-    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false taskset -c 0 \\
+    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false taskset -c 0 \
       python -m benchmarks.rollout --repetitions=15
 
 The `floor` figures say what the device's memory bandwidth and arithmetic allow (see

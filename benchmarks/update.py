@@ -1,4 +1,4 @@
-"""Training speed: one optimizer step over a packed batch, through the trainer's own update.
+r"""Training speed: one optimizer step over a packed batch, through the trainer's own update.
 
     python -m benchmarks.update --preset=cpu|qwen3-0.6b|qwen3-4b [--num_layers=... --width=...]
 
@@ -6,7 +6,7 @@ The loss is the default configuration's policy loss, the optimizer its AdamW. Th
 repetitions compile and are not counted. For figures that can be compared between machines, one
 thread on a core that has nothing else to do:
 
-    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false taskset -c 0 \\
+    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false taskset -c 0 \
       python -m benchmarks.update --repetitions=15
 
 The `floor` figure is the rate at which the device's arithmetic could do what forward and backward

@@ -62,6 +62,17 @@ def assemble(config: ConfigDict) -> Parts:
             f"the tokenizer in {config.model.path!r} knows {tokenizer.num_tokens} ids, the model "
             f"{model_config.vocab_size} (vocab_size in config.json); they belong to two models."
         )
+    foreign = [token for token in tokenizer.eos_ids if not 0 <= token < tokenizer.num_tokens]
+    if foreign:
+        raise ValueError(
+            f"{config.model.path}/generation_config.json: eos_token_id names {foreign}, which the "
+            f"tokenizer's {tokenizer.num_tokens} ids do not hold."
+        )
+    if config.rollout.max_total_tokens > model_config.max_positions:
+        raise ValueError(
+            f"config.rollout.max_total_tokens={config.rollout.max_total_tokens} is beyond the "
+            f"model's {model_config.max_positions} positions (max_position_embeddings)."
+        )
     check_hf(config.model.path)
     dtype = jnp.dtype(config.model.dtype)
     automaton = StopAutomaton(tokenizer.vocab_bytes, SearchEnv.stop_strings)

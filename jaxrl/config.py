@@ -110,6 +110,9 @@ def default_config() -> ConfigDict:
     config.optimizer = _optimizer()
     config.optimizer.num_minibatches = 1  # optimizer steps per batch and epoch; whole groups each
     config.optimizer.num_epochs = 1  # times each batch is gone through
+    # Leave trajectories without a gradient out of the update. The step is the same and quicker;
+    # actor/* and rollout_corr/* metrics then cover only the trajectories that are left.
+    config.optimizer.skip_signal_free = True
 
     config.sft = sft = ConfigDict()
     sft.source = ""  # JSONL of chats: {"messages": [user, assistant, tool, assistant, …]}
@@ -197,6 +200,11 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     return flat
 
 
+def flat_json(path: Path) -> dict[str, Any]:
+    """The keys of a workdir's `config.json`, with their sections, joined by dots."""
+    return dict(_flatten(json.loads(path.read_text(encoding="utf-8"))))
+
+
 def to_json(config: ConfigDict) -> str:
     """The configuration as JSON, for `config.json` of the workdir."""
     return json.dumps(config.to_dict(), indent=2, ensure_ascii=False) + "\n"
@@ -254,7 +262,7 @@ def _check_choices(config: ConfigDict) -> None:
     for key, (values, allowed) in lists.items():
         if not set(values) <= set(allowed):
             _refuse(key, values, f"a tuple out of {allowed}")
-    if tuple(sorted(set(config.stages), key=STAGES.index)) != config.stages:
+    if not config.stages or (tuple(sorted(set(config.stages), key=STAGES.index)) != config.stages):
         _refuse("stages", config.stages, f"each at most once, in the order of {STAGES}")
 
 
@@ -266,6 +274,7 @@ def _check_ranges(config: ConfigDict) -> None:
         "optimizer.num_epochs", "sft.num_steps", "sft.batch_size", "sft.optimizer.micro_rows",
         "search.topk", "search.max_observation_tokens", "checkpoint.every_steps",
         "checkpoint.keep", "model.logits_chunk_tokens", "rollout.temperature",
+        "optimizer.epsilon", "sft.optimizer.epsilon",
     ]  # fmt: skip
     not_negative = [
         "rollout.max_turns", "advantage.epsilon", "loss.clip_low", "loss.clip_high", "kl.coef",
@@ -273,6 +282,8 @@ def _check_ranges(config: ConfigDict) -> None:
         "sft.optimizer.lr", "sft.optimizer.warmup_steps", "sft.optimizer.weight_decay",
         "sft.optimizer.grad_clip", "eval.every_steps", "eval.max_tasks", "seed",
     ]  # fmt: skip
+    if config.seed >= 2**31:
+        _refuse("seed", config.seed, "a number below 2**31")
     shares = [
         f"{section}.{key}"
         for section in ("optimizer", "sft.optimizer")
@@ -288,6 +299,8 @@ def _check_ranges(config: ConfigDict) -> None:
     for key in shares:
         if not 0 <= flat[key] <= 1:
             _refuse(key, flat[key], "a number from 0 to 1")
+        if flat[key] == 1 and "beta" in key:
+            _refuse(key, flat[key], "a number below 1: the moment would never move")
     if config.log.trajectories < -1:
         _refuse("log.trajectories", config.log.trajectories, "0 or more, or -1 for all")
     if config.loss.dual_clip and config.loss.dual_clip <= 1:

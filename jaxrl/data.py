@@ -70,8 +70,8 @@ def parse_task(fields: dict[str, Any], place: str) -> Task:
         raise ValueError(
             f"{place}: expected either 'question' or 'messages', found {_names(fields)}."
         )
-    if question is not None and not isinstance(question, str):
-        raise ValueError(f"{place}: 'question' is {question!r}; expected text.")
+    if question is not None and not (isinstance(question, str) and question.strip()):
+        raise ValueError(f"{place}: 'question' is {question!r}; expected text that is not blank.")
     if messages is not None:
         check_messages(messages, place)
     found = next((fields[name] for name in ANSWER_KEYS if name in fields), None)
@@ -81,6 +81,8 @@ def parse_task(fields: dict[str, Any], place: str) -> Task:
             f"{place}: expected 'answers', a list of at least one text; found {_names(fields)} "
             f"with the answers {found!r}."
         )
+    if not all(answer.strip() for answer in answers):
+        raise ValueError(f"{place}: an answer is blank, which nothing can match; leave it out.")
     metadata = fields.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise ValueError(f"{place}: 'metadata' is {metadata!r}; expected an object.")

@@ -39,14 +39,37 @@ def main(argv: Sequence[str]) -> None:
         from jaxrl.assemble import assemble
         from jaxrl.metrics import Display
 
+        _check_workdir(config, workdir)
         parts = assemble(config)
         workdir.mkdir(parents=True, exist_ok=True)
-        (workdir / "config.json").write_text(configuration.to_json(config), encoding="utf-8")
+        if set(config.stages) != {"evaluate"} or not (workdir / "config.json").exists():
+            (workdir / "config.json").write_text(configuration.to_json(config), encoding="utf-8")
     except INPUT_ERRORS as error:
         _refuse(error)
     from jaxrl.train import run
 
     run(config, workdir, parts, Display())
+
+
+def _check_workdir(config: ConfigDict, workdir: Path) -> None:
+    """Refuses to go on with what another configuration began."""
+    if (workdir / "export").resolve() == Path(config.model.path).resolve():
+        raise ValueError(
+            f"config.model.path={config.model.path!r} is where --workdir={workdir} exports to; "
+            "set --workdir to another folder."
+        )
+    file = workdir / "config.json"
+    if not file.exists() or not (workdir / "checkpoints").exists():
+        return
+    began = configuration.flat_json(file)
+    now = configuration.flatten(config)
+    fixed = ("model.path", "seed", "kl.coef", "kl.anchor") if "train" in config.stages else ()
+    for key in fixed:
+        if began.get(key, now[key]) != now[key]:
+            raise ValueError(
+                f"config.{key} is {now[key]!r}, but {workdir} began with {began[key]!r}; set it "
+                "back to go on, or set --workdir to another folder to begin anew."
+            )
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:

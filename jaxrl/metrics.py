@@ -66,7 +66,7 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "sample_index": trajectory.sample_index,
         "attempt": trajectory.attempt,
         "outcome": str(trajectory.outcome),
-        "reward": trajectory.reward,
+        "reward": None if trajectory.outcome == "environment_error" else trajectory.reward,
         "reward_parts": dict(trajectory.reward_parts),
         "final_answer": trajectory.final_answer,
         "generated_text": trajectory.generated_text,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +84,7 @@ def encode_demonstration(
                 f"{place}: role {message['role']!r} after the first assistant message; expected "
                 "'assistant' or 'tool'."
             )
+    _check_turns(messages[start:], place)
     token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in pieces])
     loss_mask = np.concatenate([np.full(len(ids), sampled) for ids, sampled in pieces])
     if not loss_mask.any():
@@ -92,6 +94,18 @@ def encode_demonstration(
         loss_mask=loss_mask,
         rollout_logprobs=np.zeros(len(token_ids), np.float32),
     )
+
+
+def _check_turns(messages: list[dict[str, str]], place: str) -> None:
+    """Refuses what no rollout could have written: a result that nobody searched for."""
+    for before, message in itertools.pairwise(messages):
+        if message["role"] == "tool" and not (
+            before["role"] == "assistant" and before["content"].endswith("</search>")
+        ):
+            raise ValueError(
+                f"{place}: a message of the role 'tool' follows {before['content'][-40:]!r}; "
+                "expected an assistant message that ends with '</search>'."
+            )
 
 
 def supervised_loss(

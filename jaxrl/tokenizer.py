@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import tokenizers
 
 from jaxrl.envs.base import Message
@@ -84,9 +85,15 @@ class Tokenizer:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import AutoTokenizer
 
-        hf_tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        try:
+            hf_tokenizer = AutoTokenizer.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # whatever transformers makes of a damaged file
+            raise ValueError(
+                f"the tokenizer in {folder} cannot be loaded (tokenizer.json, "
+                f"tokenizer_config.json, config.json): {type(error).__name__}: {error}"
+            ) from error
         if not hf_tokenizer.chat_template:
             raise ValueError(
                 f"the tokenizer in {folder} has no chat template; expected `chat_template` in "
@@ -108,9 +115,15 @@ class Tokenizer:
 
     def render_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a chat up to where the model's next message begins."""
-        text = self._hf_tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-        )
+        try:
+            text = self._hf_tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            )
+        except jinja2.TemplateError as error:
+            roles = [message["role"] for message in messages]
+            raise ValueError(
+                f"the tokenizer's chat template refuses a chat of the roles {roles}: {error}"
+            ) from error
         return self.encode(text)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -123,7 +136,13 @@ def _generation_eos_ids(folder: Path) -> list[int]:
     file = folder / "generation_config.json"
     if not file.is_file():
         return []
-    ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{file} holds a {type(fields).__name__}; expected a JSON object.")
+    ids = fields.get("eos_token_id")
     if ids is None:
         return []
     return [ids] if isinstance(ids, int) else list(ids)

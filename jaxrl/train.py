@@ -92,6 +92,8 @@ def run(config: ConfigDict, workdir: Path, parts: Parts, display: Display) -> No
     display.say(f"sampler shapes: {parts.engine.shapes()}")
     if saved:
         display.say(f"resuming after step {position.step} ({position.stage} {position.stage_step})")
+    else:
+        display.say(f"no checkpoint in {workdir}: starting from {config.model.path}")
     params = saved_params(this) if saved else load_hf(config.model.path, parts.mesh)
     run_stage = {"sft": run_sft, "train": run_train, "evaluate": run_evaluate}
     try:
@@ -100,7 +102,8 @@ def run(config: ConfigDict, workdir: Path, parts: Parts, display: Display) -> No
     finally:
         display.stop()
         checkpointer.close()
-    display.say(f"done; {workdir} holds metrics.jsonl, eval/, trajectories/, checkpoints/, export/")
+    names = sorted(path.name + "/" * path.is_dir() for path in workdir.iterdir())
+    display.say(f"done; {workdir} holds {', '.join(names)}")
 
 
 def begin_stage(this: Run, stage: str, num_steps: int) -> bool:
@@ -288,7 +291,8 @@ def log_trajectories(this: Run, trajectories: Sequence[Trajectory], advantages: 
 def run_evaluate(this: Run, params: Params) -> Params:
     """Evaluates parameters with all final suites."""
     this.parts.engine.set_weights(params)
-    run_suites(this, "evaluate", this.config.eval.final_suites)
+    metrics = run_suites(this, "evaluate", this.config.eval.final_suites)
+    this.log.write(this.position.step, "evaluate", metrics)
     return params
 
 
@@ -329,11 +333,13 @@ def make_minibatches(
 ) -> list[Packed]:
     """Whole groups in task order to mini-batches, each packed alone.
 
-    Environment errors are left out. Trajectories without an advantage are too, where neither a KL
-    nor an entropy term gives them a gradient; they still count in the loss's denominator.
+    Environment errors are left out. Trajectories without an advantage may be too
+    (`optimizer.skip_signal_free`), where neither a KL nor an entropy term gives them a gradient;
+    they still count in the loss's denominator.
     """
     num_minibatches = config.optimizer.num_minibatches
-    needs_all = config.kl.coef != 0 or config.loss.entropy_coef != 0
+    has_other_terms = config.kl.coef != 0 or config.loss.entropy_coef != 0
+    needs_all = has_other_terms or not config.optimizer.skip_signal_free
     groups = config.rollout.tasks_per_step // num_minibatches
     minibatches = []
     for index in range(num_minibatches):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,16 @@ class Draw:
 
     task: Task
     position: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenStep:
+    """One sampled token."""
+
+    token_id: int
+    token_text: str
+    log_prob: float  # nats
+    position: int  # in the trajectory's ids, observations counted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +73,24 @@ class Trajectory:
     def generated_text(self) -> str:
         """Everything after the prompt, inserted observations included."""
         return "".join(turn.text + (turn.observation or "") for turn in self.turns)
+
+    def token_steps(self, token_text: Callable[[int], str]) -> list[TokenStep]:
+        """Every sampled token by itself.
+
+        The last token of a turn is whole here; `generated_text` ends at the stop string within it.
+
+        Args:
+            token_text: the text of one id.
+        """
+        return [
+            TokenStep(
+                token_id=int(self.token_ids[position]),
+                token_text=token_text(int(self.token_ids[position])),
+                log_prob=float(self.rollout_logprobs[position]),
+                position=position,
+            )
+            for position in self.generated_positions
+        ]
 
     @property
     def full_input_ids(self) -> list[int]:

@@ -41,10 +41,10 @@ def test_messages_instead_of_a_question(file):
 
 
 def test_blank_lines_a_byte_order_mark_and_other_line_ends(file):
-    text = '\ufeff{"question": "1", "answer": "a"}\r\n\n  \n{"question": "\u2028", "answer": "b"}'
+    text = '\ufeff{"question": "1", "answer": "a"}\r\n\n  \n{"question": "1\u20282", "answer": "b"}'
     file.write_text(text, encoding="utf-8", newline="")
     tasks = read_tasks(file, KEY)
-    assert [task.question for task in tasks] == ["1", "\u2028"]
+    assert [task.question for task in tasks] == ["1", "1\u20282"]
     assert [task.id for task in tasks] == [f"{file}:1", f"{file}:4"]
 
 
@@ -54,6 +54,8 @@ def test_blank_lines_a_byte_order_mark_and_other_line_ends(file):
         ('{"question": "x"', "is not valid JSON in UTF-8: "),
         (b'{"question": "\xff"}', "is not valid JSON in UTF-8: "),
         ("[1]", "holds a list; expected a JSON object"),
+        ('{"question": " ", "answer": "a"}', "'question' is ' '; expected text that is not blank"),
+        ('{"question": "x", "answers": ["a", " "]}', "an answer is blank"),
         ("{}", "expected either 'question' or 'messages', found the fields none"),
         (
             '{"question": "x", "messages": []}',

@@ -10,7 +10,9 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
+from configs import debug_tiny
 from jaxrl import launch
+from jaxrl.config import to_json
 
 CONFIG = "configs/debug_tiny.py"
 
@@ -254,9 +256,67 @@ class TestFiles:
     def test_missing_corpus(self, refusal, tmp_path):
         assert refusal(f"--config.search.corpus={tmp_path / 'no'}").startswith("there is no corpus")
 
+    @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+    def test_damaged_tokenizer_files(self, refusal, model, name):
+        (model / name).write_text("[]")
+        message = refusal(f"--config.model.path={model}")
+        assert str(model) in message
+        assert name in message
+
+    def test_an_end_of_turn_that_no_tokenizer_knows(self, refusal, model):
+        (model / "generation_config.json").write_text('{"eos_token_id": [1, 99999]}')
+        message = refusal(f"--config.model.path={model}")
+        assert "eos_token_id names [99999], which the tokenizer's" in message
+
+    def test_a_template_that_refuses_system_messages(self, refusal, model):
+        file = model / "tokenizer_config.json"
+        template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}"
+        fields = json.loads(file.read_text()) | {"chat_template": template + "{% endif %}x"}
+        file.write_text(json.dumps(fields))
+        message = refusal(f"--config.model.path={model}", "--config.prompt.system=Search.")
+        wanted = "the tokenizer's chat template refuses a chat of the roles ['system', 'user']"
+        assert message == f"{wanted}: no system"
+
+    def test_more_tokens_than_the_model_has_positions(self, refusal):
+        message = refusal("--config.rollout.max_total_tokens=2048")
+        assert "max_total_tokens=2048 is beyond the model's 1024 positions" in message
+
     def test_prompt_that_does_not_fit(self, refusal):
         message = refusal("--config.rollout.max_prompt_tokens=4")
         assert "tokens; expected 1 to 4. Raise config.rollout.max_prompt_tokens" in message
+
+
+class TestWorkdir:
+    """What a run began with stays."""
+
+    def check(self, tmp_path, **changes):
+        config = debug_tiny.get_config(str(tmp_path / "world"))
+        config.update_from_flattened_dict(changes)
+        launch._check_workdir(config, tmp_path)
+
+    def begin(self, tmp_path):
+        config = debug_tiny.get_config(str(tmp_path / "world"))
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "config.json").write_text(to_json(config))
+
+    def test_going_on(self, tmp_path):
+        self.check(tmp_path)
+        self.begin(tmp_path)
+        self.check(tmp_path)
+        self.check(tmp_path, num_steps=500)
+        self.check(tmp_path, **{"seed": 7, "stages": ("evaluate",)})
+
+    @pytest.mark.parametrize(
+        ("key", "value"), [("seed", 7), ("kl.coef", 0.5), ("model.path", "other")]
+    )
+    def test_what_cannot_change(self, tmp_path, key, value):
+        self.begin(tmp_path)
+        with pytest.raises(ValueError, match=f"config.{key} is {value!r}, but .* began with"):
+            self.check(tmp_path, **{key: value})
+
+    def test_exporting_onto_the_source(self, tmp_path):
+        with pytest.raises(ValueError, match=r"is where --workdir=.* exports to"):
+            self.check(tmp_path, **{"model.path": str(tmp_path / "export")})
 
 
 def test_mesh_that_does_not_divide_the_devices(refusal):

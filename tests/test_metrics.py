@@ -176,3 +176,20 @@ class TestDisplay:
         display.start("train", 0, 6)
         display.stop()
         display.stop()
+
+
+def test_token_steps_are_the_sampled_tokens():
+    trajectory = make_trajectory(length=5)
+    steps = trajectory.token_steps(lambda token: f"<{token}>")
+    assert [step.position for step in steps] == [2, 3, 4] == trajectory.generated_positions
+    ids = trajectory.full_input_ids
+    assert [step.token_id for step in steps] == ids[2:]
+    assert [step.token_text for step in steps] == [f"<{token}>" for token in ids[2:]]
+    assert [step.log_prob for step in steps] == [-1.0] * 3
+
+
+def test_an_environment_error_has_no_reward_in_the_log(tmp_path):
+    file = tmp_path / "trajectories" / "step_000001.jsonl"
+    write_trajectories(file, [make_failure(), make_trajectory(reward=0.5)], np.zeros(2))
+    rewards = [json.loads(line)["reward"] for line in file.read_text().splitlines()]
+    assert rewards == [None, 0.5]

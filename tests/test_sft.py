@@ -132,6 +132,7 @@ def test_reading(tmp_path, tokenizer):
         (["user"], "expected a prompt and then an assistant message, found ['user']"),
         (["assistant"], "expected a prompt and then an assistant message, found ['assistant']"),
         (["user", "assistant", "user"], "role 'user' after the first assistant message"),
+        (["user", "assistant", "tool"], "expected an assistant message that ends with '</search>'"),
         ([], "'messages' must be a list of objects"),
     ],
 )
