@@ -1,0 +1,153 @@
+"""The documents against the code: links, commands, configuration keys, code, no leftovers."""
+
+import ast
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxrl.config import default_config, flatten, validate
+from jaxrl.envs.base import Episode, Outcome, Task, Turn
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+SOURCES = [
+    path
+    for folder in ("jaxrl", "configs", "examples", "benchmarks", "launch", "tests", "docs")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in (".py", ".sh", ".md")
+]
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+KEY = re.compile(r"(?<![\w./])(?:--)?config\.([a-z]\w*(?:\.\w+)*)")
+ROW = re.compile(r"^\| `([\w.]+)` \| `(.*?)` \|", re.MULTILINE)
+REPOSITORY_PATH = re.compile(
+    r"(?<![\w./])((?:configs|examples|benchmarks|launch|tests)/[\w./-]*\w)"
+)
+MODULE = re.compile(r"python -m ([\w.]+\w)")
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def text(page):
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page, language):
+    return [code for found, code in BLOCK.findall(text(page)) if found == language]
+
+
+def readme_config():
+    [code] = [code for code in blocks(ROOT / "README.md", "python") if "get_config" in code]
+    names = {}
+    exec(code, names)
+    return names["get_config"]()
+
+
+def environment():
+    [code] = blocks(ROOT / "docs" / "environments.md", "python")
+    names = {}
+    exec(code, names)
+    return names
+
+
+@pages
+def test_relative_links_resolve(page):
+    for target in LINK.findall(BLOCK.sub("", text(page))):
+        path = target.partition("#")[0]
+        if path and "://" not in path:
+            assert (page.parent / path).exists(), f"{target} leads nowhere"
+
+
+@pages
+def test_configuration_keys_exist(page):
+    flat = flatten(default_config())
+    known = {key.rsplit(".", n)[0] for key in flat for n in range(key.count(".") + 1)}
+    named = {key for key in KEY.findall(text(page)) if key not in ("json", "py")}
+    assert named <= known
+
+
+@pages
+def test_named_files_modules_and_targets_exist(page):
+    makefile = text(ROOT / "Makefile")
+    for path in REPOSITORY_PATH.findall(text(page)):
+        assert (ROOT / path).exists(), f"{path} does not exist"
+    for module in MODULE.findall(text(page)):
+        assert importlib.util.find_spec(module), f"there is no module {module}"
+    commands = [line for code in blocks(page, "sh") for line in code.splitlines()]
+    commands += re.findall(r"`([^`\n]+)`", text(page))
+    for target in [
+        m[1] for m in map(re.compile(r"(?:PYTHON=\S+ )?make ([\w-]+)$").match, commands) if m
+    ]:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"there is no make {target}"
+
+
+@pages
+def test_python_blocks_parse(page):
+    for code in blocks(page, "python"):
+        ast.parse(code)
+
+
+@pages
+def test_every_field_is_filled(page):
+    assert not re.findall(r"@@\w+@@", text(page))
+
+
+def test_nothing_refers_outside_the_repository():
+    outside = ".." + "/shared"
+    assert not [path for path in [*PAGES, *SOURCES] if outside in text(path)]
+
+
+def test_the_table_of_keys_is_complete_and_true():
+    table = dict(ROW.findall(text(ROOT / "docs" / "configuration.md")))
+    assert table == {key: repr(value) for key, value in flatten(default_config()).items()}
+
+
+def test_the_readme_lists_every_module():
+    listed = text(ROOT / "README.md")
+    modules = [path.name for path in (ROOT / "jaxrl").rglob("*.py") if path.name != "__init__.py"]
+    assert [name for name in modules if name not in listed] == []
+
+
+def test_the_readme_example_is_a_valid_configuration():
+    config = readme_config()
+    validate(config)
+    shards = config.mesh.data * config.mesh.fsdp
+    assert shards * config.mesh.tensor == 8
+    assert config.rollout.num_slots % shards == config.optimizer.micro_rows % shards == 0
+
+
+def test_the_example_environment_plays_an_episode():
+    names = environment()
+    env, task = names["CalculatorEnv"](), Task(id="1", question="What is 3*(4+5)?", answers=("27",))
+    [[message]] = env.start([task])
+    assert message["role"] == "user"
+    assert message["content"].endswith("What is 3*(4+5)?")
+    episode = Episode(task=task)
+
+    [asked] = env.step([episode], ["Let me see: <calc> 3*(4+5) </calc>"])
+    assert asked.outcome is None
+    assert asked.observation.text == "<result>27</result>"
+    turn = Turn(
+        text="<calc> 3*(4+5) </calc>",
+        tool_call=asked.tool_call,
+        observation=asked.observation.text,
+    )
+    episode.turns.append(turn)
+
+    [ended] = env.step([episode], ["<answer> 27 </answer>"])
+    assert ended.outcome == Outcome.ANSWERED
+    episode.turns.append(Turn(text="<answer> 27 </answer>"))
+    episode.outcome = ended.outcome
+    [reward] = env.score([episode])
+    assert (reward.total, reward.final_answer) == (1.0, "27")
+
+
+def test_the_example_environment_survives_what_a_model_writes():
+    names = environment()
+    calculate, env = names["calculate"], names["CalculatorEnv"]()
+    for expression in ("", "2**9", "__import__('os')", "1 +", "(" * 500, "\0", "3.5*2"):
+        assert calculate(expression).startswith("error: ")
+    [malformed] = env.step([Episode(task=Task(id="1"))], ["I give up"])
+    assert malformed.outcome == Outcome.MALFORMED
