@@ -75,7 +75,9 @@ def default_config() -> ConfigDict:
     search.max_observation_tokens = 500  # of one result; the rest is cut off inside its tags
 
     config.reward = ConfigDict()
-    config.reward.weights = ConfigDict({"format": 0.0, "answer": 0.0, "exact_match": 1.0})
+    config.reward.weights = ConfigDict(
+        {"format": 0.0, "answer": 0.0, "exact_match": 1.0, "f1": 0.0}
+    )
 
     config.rollout = rollout = ConfigDict()
     rollout.tasks_per_step = 16  # tasks drawn a step

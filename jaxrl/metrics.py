@@ -104,7 +104,7 @@ def rollout_metrics(
         "num_searches/mean": mean([t.num_tool_calls for t in scored]),
         **{
             f"outcome/{name}": outcomes.count(name) / max(len(outcomes), 1)
-            for name in ("answered", "malformed", "out_of_budget", "environment_error")
+            for name in ("answered", "abstained", "malformed", "out_of_budget", "environment_error")
         },
     }
 

@@ -162,7 +162,7 @@ def test_json_round_trip(config, tmp_path):
 def test_every_key_is_read():
     wholesale = {  # passed on by section
         *("mesh.data", "mesh.fsdp", "mesh.tensor"),
-        *(f"reward.weights.{part}" for part in ("format", "answer", "exact_match")),
+        *(f"reward.weights.{part}" for part in ("format", "answer", "exact_match", "f1")),
     }
     one_choice = {"advantage.name", "loss.name"}  # so far; `validate` sees to it
     sources = [path for path in ROOT.rglob("*.py") if path.name != "config.py"]

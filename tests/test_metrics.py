@@ -91,6 +91,7 @@ class TestRolloutMetrics:
             "num_turns/mean": pytest.approx(5 / 3),
             "num_searches/mean": pytest.approx(2 / 3),
             "outcome/answered": 0.5,
+            "outcome/abstained": 0.0,
             "outcome/malformed": 0.25,
             "outcome/out_of_budget": 0.0,
             "outcome/environment_error": 0.25,

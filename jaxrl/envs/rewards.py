@@ -1,9 +1,10 @@
-"""Rewards computed from text: Search-R1's format and answer rewards, and exact match."""
+"""Rewards computed from text: Search-R1's format and answer rewards, exact match and F1."""
 
 from __future__ import annotations
 
 import re
 import string
+from collections import Counter
 from collections.abc import Sequence
 from difflib import SequenceMatcher
 
@@ -17,6 +18,7 @@ _THINK_BLOCK = re.compile(r"<think>(?:(?!<think>).)*?</think>", re.DOTALL)
 _TAG = re.compile(r"</?(?:think|search|information|answer)>")
 _GOOD_TAGS = re.compile(r"(?:<search></search><information></information>)*<answer></answer>")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_VERDICTS = frozenset({"yes", "no", "noanswer"})
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -84,3 +86,26 @@ def exact_match(answer: str, truths: str | Sequence[str]) -> float:
     truths = (truths,) if isinstance(truths, str) else truths
     normalized = normalize_answer(answer)
     return float(normalized != "" and any(normalized == normalize_answer(t) for t in truths))
+
+
+def f1(answer: str, truths: str | Sequence[str]) -> float:
+    """Harmonic mean of the precision and recall of the answer's words; the best of the truths.
+
+    SQuAD's measure (https://arxiv.org/abs/1606.05250): both texts are normalised, their words are
+    bags, and a word shared several times counts several times. As in HotpotQA
+    (https://arxiv.org/abs/1809.09600), `yes`, `no` and `noanswer` are right or wrong as a whole: a
+    text that merely contains one of them shares nothing with it. An answer that normalises to
+    nothing earns 0, as it matches nothing.
+    """
+    truths = (truths,) if isinstance(truths, str) else truths
+    normalized = normalize_answer(answer)
+    return max((_overlap(normalized, normalize_answer(truth)) for truth in truths), default=0.0)
+
+
+def _overlap(answer: str, truth: str) -> float:
+    """F1 of two normalised texts; 2PR / (P + R) is twice the shared words over all of them."""
+    if answer != truth and {answer, truth} & _VERDICTS:
+        return 0.0
+    words, wanted = Counter(answer.split()), Counter(truth.split())
+    shared = (words & wanted).total()
+    return 2 * shared / (words.total() + wanted.total()) if shared else 0.0

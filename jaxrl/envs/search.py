@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from jaxrl.envs import protocol
 from jaxrl.envs.base import Env, Episode, Message, Outcome, Reward, StepResult, Task
 from jaxrl.envs.retrieval import MAX_WORKERS, NO_INFORMATION, SearchEngine, SearchError
-from jaxrl.envs.rewards import answer_reward, exact_match, format_reward
+from jaxrl.envs.rewards import answer_reward, exact_match, f1, format_reward
 
-REWARD_PARTS = ("format", "answer", "exact_match")
+REWARD_PARTS = ("format", "answer", "exact_match", "f1")
 
 
 class SearchEnv(Env):
@@ -136,6 +136,7 @@ class SearchEnv(Env):
             "format": format_reward(response),
             "answer": max(answer_reward(answer, truth) for truth in task.answers),
             "exact_match": exact_match(answer, task.answers),
+            "f1": f1(answer, task.answers),
         }
         total = sum(weight * parts[name] for name, weight in self._reward_weights.items())
         return Reward(total=total, parts=parts, final_answer=answer)

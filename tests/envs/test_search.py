@@ -195,27 +195,28 @@ def test_score_of_a_perfect_episode():
     episode = play(env, TASK, ["<search>France</search>", "<answer>Paris</answer>"])
     [reward] = env.score([episode])
     assert reward.total == 2.5
-    assert reward.parts == {"format": 0.5, "answer": 2.0, "exact_match": 1.0}
+    assert reward.parts == {"format": 0.5, "answer": 2.0, "exact_match": 1.0, "f1": 1.0}
     assert reward.final_answer == "Paris"
 
 
 @pytest.mark.parametrize(
     ("texts", "parts"),
     [
-        (["<answer>City of Paris</answer>"], (0.5, 2.0, 1.0)),  # the second accepted answer
-        (["<answer>the paris</answer>"], (0.5, 1.0, 1.0)),
-        (["<answer>Rome</answer>"], (0.5, 0.0, 0.0)),
-        (["I say <answer>Paris"], (-1.0, 2.0, 1.0)),  # cut off: the partial answer counts
-        (["Paris"], (-1.0, 0.0, 0.0)),
-        (["<search>q</search>", "<answer>Paris</answer>"], (0.5, 2.0, 1.0)),
-        (["oops</search>", "<answer>Paris</answer>"], (-1.0, 2.0, 1.0)),
+        (["<answer>City of Paris</answer>"], (0.5, 2.0, 1.0, 1.0)),  # the second accepted answer
+        (["<answer>the paris</answer>"], (0.5, 1.0, 1.0, 1.0)),
+        (["<answer>Old City of Paris</answer>"], (0.5, 1.0, 0.0, 6 / 7)),
+        (["<answer>Rome</answer>"], (0.5, 0.0, 0.0, 0.0)),
+        (["I say <answer>Paris"], (-1.0, 2.0, 1.0, 1.0)),  # cut off: the partial answer counts
+        (["Paris"], (-1.0, 0.0, 0.0, 0.0)),
+        (["<search>q</search>", "<answer>Paris</answer>"], (0.5, 2.0, 1.0, 1.0)),
+        (["oops</search>", "<answer>Paris</answer>"], (-1.0, 2.0, 1.0, 1.0)),
     ],
 )
 def test_score(texts, parts):
-    env = make_env(reward_weights={"exact_match": 3.0, "format": 0.1})
+    env = make_env(reward_weights={"exact_match": 3.0, "format": 0.1, "f1": 0.5})
     [reward] = env.score([play(env, TASK, texts)])
-    assert tuple(reward.parts[name] for name in ("format", "answer", "exact_match")) == parts
-    assert reward.total == pytest.approx(3.0 * parts[2] + 0.1 * parts[0])
+    assert tuple(reward.parts[name] for name in ("format", "answer", "exact_match", "f1")) == parts
+    assert reward.total == pytest.approx(3.0 * parts[2] + 0.1 * parts[0] + 0.5 * parts[3])
 
 
 def test_score_needs_an_accepted_answer():
