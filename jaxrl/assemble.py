@@ -20,6 +20,7 @@ from jaxrl.data import read_tasks
 from jaxrl.envs.base import Task
 from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine
 from jaxrl.envs.search import SearchEnv
+from jaxrl.evaluate import check_data_sources
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.sampling.engine import Engine
@@ -134,6 +135,7 @@ def _read_data(
         tasks = read_tasks(config.tasks.train.source, "config.tasks.train.source")
     if {"train", "evaluate"} & set(config.stages):
         eval_tasks = read_tasks(config.tasks.eval.source, "config.tasks.eval.source")
+        check_data_sources(eval_tasks, "config.tasks.eval.source")
         eval_tasks = eval_tasks[: config.eval.max_tasks or None]
     if "sft" in config.stages:
         demonstrations = sft.read_demonstrations(

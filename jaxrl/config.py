@@ -126,6 +126,10 @@ def default_config() -> ConfigDict:
     evaluation.every_steps = 0  # steps between evaluations while training; 0: before and after
     evaluation.suites = ("sampled", "greedy")  # out of sampled, greedy, empty_search
     evaluation.final_suites = ("sampled", "greedy", "empty_search")  # of the evaluate stage
+    evaluation.samples = 1  # of each question in sampled and empty_search; greedy has one
+    evaluation.temperature = 1.0  # of these samples
+    evaluation.ks = ()  # of pass@k and maj@k; (): powers of two below samples, and samples
+    evaluation.resamples = 1000  # bootstrap resamples of the questions, for the intervals
     evaluation.max_tasks = 0  # the first so many of the held-out tasks; 0: all
 
     config.checkpoint = checkpoint = ConfigDict()
@@ -276,7 +280,8 @@ def _check_ranges(config: ConfigDict) -> None:
         "optimizer.num_epochs", "sft.num_steps", "sft.batch_size", "sft.optimizer.micro_rows",
         "search.topk", "search.max_observation_tokens", "checkpoint.every_steps",
         "checkpoint.keep", "model.logits_chunk_tokens", "rollout.temperature",
-        "optimizer.epsilon", "sft.optimizer.epsilon",
+        "optimizer.epsilon", "sft.optimizer.epsilon", "eval.samples", "eval.temperature",
+        "eval.resamples",
     ]  # fmt: skip
     not_negative = [
         "rollout.max_turns", "advantage.epsilon", "loss.clip_low", "loss.clip_high", "kl.coef",
@@ -307,6 +312,12 @@ def _check_ranges(config: ConfigDict) -> None:
         _refuse("log.trajectories", config.log.trajectories, "0 or more, or -1 for all")
     if config.loss.dual_clip and config.loss.dual_clip <= 1:
         _refuse("loss.dual_clip", config.loss.dual_clip, "a number above 1, or 0 for no bound")
+    # A vote among more would overflow float64.
+    if config.eval.samples > 1024:
+        _refuse("eval.samples", config.eval.samples, "at most 1024")
+    if not all(type(k) is int and 1 <= k <= config.eval.samples for k in config.eval.ks):
+        expected = f"a tuple of whole numbers from 1 to eval.samples={config.eval.samples}"
+        _refuse("eval.ks", config.eval.ks, expected)
     if config.advantage.ddof not in (0, 1):
         _refuse("advantage.ddof", config.advantage.ddof, "0 (population) or 1 (sample)")
 

@@ -1,103 +1,375 @@
-"""Scores a policy on held-out tasks."""
+"""Scores a policy on held-out tasks: roll out, summarise, write.
+
+`docs/evaluation.md` says what every number is. Rolling out needs the engine; the rest reads
+trajectories alone, so they may come from anywhere as long as they are in the order of the tasks.
+"""
 
 from __future__ import annotations
 
+import io
 import json
-from collections import defaultdict
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl.envs.base import Task
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxrl.envs.base import Outcome, Task
+from jaxrl.envs.rewards import normalize_answer
 from jaxrl.metrics import mean, plain_number
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Rollout, Seeds
+from jaxrl.statistics import (
+    bootstrap_means,
+    column_means,
+    majority_at_k,
+    pass_at_k,
+    percentile_interval,
+)
 from jaxrl.types import Draw, Trajectory
 
+RESERVED = ("all", "mean")
+"""Names of summaries over data sets, which no data set may have."""
 
-def evaluate(
-    engine: Engine, rollout: Rollout, tasks: Sequence[Task], *, temperature: float, seeds: Seeds
+COUNTS = ("num_questions", "unscored_questions", "environment_errors")
+"""What is counted rather than averaged, and has no interval."""
+
+OUTCOMES = tuple(outcome for outcome in Outcome if outcome != Outcome.ENVIRONMENT_ERROR)
+
+Question = Sequence[Trajectory]
+"""All samples of one question."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What one suite measured, by data set and measure.
+
+    The data set `all` is every question; `mean`, there with several data sets, is the mean of
+    their means.
+
+    Attributes:
+        num_samples: of each question.
+        means: means over questions; NaN where there is nothing to average.
+        intervals: 95% bootstrap intervals of the means; None in place of NaN.
+    """
+
+    num_samples: int
+    means: dict[str, dict[str, float]]
+    intervals: dict[str, dict[str, tuple[float, float] | None]]
+
+
+def check_data_sources(tasks: Sequence[Task], key: str) -> None:
+    """Refuses a data set with the name of a summary over data sets.
+
+    Raises:
+        ValueError: names the task and the configuration key of its file.
+    """
+    for task in tasks:
+        if task.data_source in RESERVED:
+            raise ValueError(
+                f"{key}: the data_source of task {task.id!r} is {task.data_source!r}, which is "
+                "what the evaluation calls its summary over data sets; rename it in that file."
+            )
+
+
+def roll_out(
+    engine: Engine,
+    rollout: Rollout,
+    draws: Sequence[Draw],
+    *,
+    num_samples: int,
+    temperature: float,
+    seeds: Seeds,
 ) -> list[Trajectory]:
-    """One trajectory of each task under the engine's weights; temperature 0 is greedy."""
+    """Trajectories of each task under the engine's weights, in task order.
+
+    Args:
+        engine: the one that `rollout` plays through.
+        rollout: plays the episodes.
+        draws: tasks, each with its place among all held-out tasks, on which its samples depend.
+        num_samples: trajectories of each task.
+        temperature: 0 is greedy.
+        seeds: of the samples.
+    """
     usual = engine.temperature
     engine.temperature = temperature
-    draws = [Draw(task=task, position=index) for index, task in enumerate(tasks)]
-    trajectories = rollout(draws, group_size=1, seeds=seeds, policy_version=0)
+    trajectories = rollout(draws, group_size=num_samples, seeds=seeds, policy_version=0)
     engine.temperature = usual
     return trajectories
 
 
-def summarize(trajectories: Sequence[Trajectory]) -> dict[str, dict[str, float]]:
-    """Means by data set, and over all questions under `all`.
+def summarize(
+    trajectories: Sequence[Trajectory],
+    *,
+    num_samples: int,
+    ks: Sequence[int] = (),
+    num_resamples: int,
+    seed: int,
+) -> Summary:
+    """Means over questions with their intervals, by data set.
 
-    Environment errors are left out of the means and counted; with nothing else a mean is NaN.
+    Environment errors are left out and counted: a sample that had one out of its question, a
+    question without any other sample out of the means, and one with fewer than k others out of
+    pass@k and maj@k.
+
+    Args:
+        trajectories: in task order, the samples of a task side by side.
+        num_samples: of each task.
+        ks: see `subset_sizes`.
+        num_resamples: of the bootstrap.
+        seed: of the bootstrap.
     """
-    by_set: dict[str, list[Trajectory]] = defaultdict(list)
-    for trajectory in trajectories:
-        for name in dict.fromkeys(("all", trajectory.task.data_source)):
-            by_set[name].append(trajectory)
-    return {name: _means(members) for name, members in by_set.items()}
+    questions = _by_question(trajectories, num_samples)
+    ks = subset_sizes(num_samples, ks)
+    measured = [_measures(question, ks) for question in questions]
+    names = list(dict.fromkeys(name for measures in measured for name in measures))
+    values = np.array([[m.get(name, math.nan) for name in names] for m in measured])
+    sources = [question[0].task.data_source for question in questions]
+    sets = {
+        source: [row for row, own in enumerate(sources) if own == source]
+        for source in dict.fromkeys(sources)
+    }
+    everything = {"all": list(range(len(questions)))} | sets
+    rng = np.random.default_rng(seed)
+    means = {name: column_means(values[rows]) for name, rows in everything.items()}
+    resampled = {
+        name: bootstrap_means(values[rows], num_resamples=num_resamples, rng=rng)
+        for name, rows in everything.items()
+    }
+    counts = {name: _counts([questions[row] for row in rows]) for name, rows in everything.items()}
+    if len(sets) > 1:
+        means["mean"] = np.mean([means[name] for name in sets], axis=0)
+        resampled["mean"] = np.mean([resampled[name] for name in sets], axis=0)
+        counts["mean"] = counts["all"]
+    return Summary(
+        num_samples=num_samples,
+        means={
+            name: dict(zip(names, map(float, row), strict=True)) | counts[name]
+            for name, row in means.items()
+        },
+        intervals={
+            name: dict(zip(names, map(percentile_interval, columns.T), strict=True))
+            for name, columns in resampled.items()
+        },
+    )
 
 
-def _means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    scored = [t for t in trajectories if t.outcome != "environment_error"]
+def subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
+    """The k of pass@k and maj@k; of one sample none.
+
+    Without `ks` they are verl's: the powers of two below the number of samples, and that number.
+    """
+    if num_samples == 1:
+        return ()
+    powers = (2**exponent for exponent in range(1, num_samples.bit_length()))
+    return tuple(ks) or (*(power for power in powers if power < num_samples), num_samples)
+
+
+def _by_question(trajectories: Sequence[Trajectory], num_samples: int) -> list[Question]:
+    questions = [
+        trajectories[start : start + num_samples]
+        for start in range(0, len(trajectories), num_samples)
+    ]
+    for question in questions:
+        if len({t.task_id for t in question}) > 1 or len(question) != num_samples:
+            raise ValueError(
+                f"{len(trajectories)} trajectories are not {num_samples} of each task side by "
+                f"side: found the tasks {[t.task_id for t in question]} together."
+            )
+    return questions
+
+
+def _scored(question: Question) -> list[Trajectory]:
+    return [t for t in question if t.outcome != Outcome.ENVIRONMENT_ERROR]
+
+
+def _measures(question: Question, ks: Sequence[int]) -> dict[str, float]:
+    """What the samples of one question say; NaN where there are too few of them."""
+    scored = _scored(question)
     parts = sorted({name for t in scored for name in t.reward_parts})
+    formats = [t.reward_parts["format"] for t in scored if "format" in t.reward_parts]
+    right = [t.reward_parts.get("exact_match") == 1.0 for t in scored]
+    answers = [normalize_answer(t.final_answer) for t in scored]
+    possible = [k for k in ks if k <= len(scored)] if "exact_match" in parts else []
     return {
         **{name: mean([t.reward_parts[name] for t in scored]) for name in parts},
+        **({"format_rate": mean([value > 0 for value in formats])} if formats else {}),
         "searches": mean([t.num_tool_calls for t in scored]),
         "sampled_tokens": mean([t.num_sampled for t in scored]),
-        "answered": mean([float(t.outcome == "answered") for t in scored]),
-        "num_questions": len(trajectories),
-        "environment_errors": len(trajectories) - len(scored),
+        **{str(name): mean([t.outcome == name for t in scored]) for name in OUTCOMES},
+        **dict.fromkeys((f"{name}@{k}" for name in ("pass", "maj") for k in ks), math.nan),
+        **{f"pass@{k}": pass_at_k(len(right), sum(right), k) for k in possible},
+        **{f"maj@{k}": majority_at_k(answers, right, k) for k in possible},
     }
 
 
-def as_metrics(suite: str, summary: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The summary under verl's validation names; sampled accuracy is its `mean@1`."""
-    names = {"exact_match": f"exact_match/{'mean@1' if suite == 'sampled' else suite}"}
+def _counts(questions: Sequence[Question]) -> dict[str, int]:
+    num_scored = [len(_scored(question)) for question in questions]
+    num_samples = sum(len(question) for question in questions)
+    counts = (len(questions), num_scored.count(0), num_samples - sum(num_scored))
+    return dict(zip(COUNTS, counts, strict=True))
+
+
+def as_metrics(suite: str, summary: Summary) -> dict[str, float]:
+    """The means under verl's validation names: `mean@N`, `best@K/mean`, `maj@K/mean`."""
+    is_sampled = suite == "sampled"
+    core = "exact_match" if is_sampled else f"exact_match/{suite}"
     metrics = {}
-    for data_set, means in summary.items():
+    for data_set, means in summary.means.items():
         for name, value in means.items():
-            kind = "val-core" if name in names else "val-aux"
-            metrics[f"{kind}/{data_set}/{names.get(name, f'{name}/{suite}')}"] = value
+            if name == "exact_match":
+                key = f"val-core/{data_set}/{core}"
+                key += f"/mean@{summary.num_samples}" if is_sampled else ""
+            elif name.startswith(("pass@", "maj@")):
+                key = f"val-core/{data_set}/{core}/{name.replace('pass@', 'best@')}/mean"
+            else:
+                key = f"val-aux/{data_set}/{name}/{suite}"
+            metrics[key] = value
     return metrics
 
 
-def write_results(
-    path: Path, step: int, suites: Mapping[str, Sequence[Trajectory]]
-) -> dict[str, dict[str, dict[str, float]]]:
-    """Writes `eval/*.json`: means of each suite, and every question's answer.
+def as_record(
+    step: int,
+    stage: str,
+    settings: Mapping[str, Any],
+    suites: Mapping[str, Sequence[Trajectory]],
+    summaries: Mapping[str, Summary],
+) -> dict[str, Any]:
+    """An evaluation as JSON: summaries, and every answer to every question.
 
-    Returns:
-        The means, by suite and data set.
+    Args:
+        step: of the run.
+        stage: that evaluates.
+        settings: how it was measured.
+        suites: the trajectories of each suite.
+        summaries: of the same suites.
     """
-    summaries = {suite: summarize(trajectories) for suite, trajectories in suites.items()}
-    questions = {
-        suite: [_question(trajectory) for trajectory in trajectories]
-        for suite, trajectories in suites.items()
+    return {
+        "step": step,
+        "stage": stage,
+        "settings": dict(settings),
+        "summary": {
+            suite: {
+                name: {measure: plain_number(value) for measure, value in means.items()}
+                for name, means in summary.means.items()
+            }
+            for suite, summary in summaries.items()
+        },
+        "intervals": {suite: summary.intervals for suite, summary in summaries.items()},
+        "questions": {
+            suite: [_question(trajectory) for trajectory in trajectories]
+            for suite, trajectories in suites.items()
+        },
     }
-    plain = {
-        suite: {
-            name: {key: plain_number(value) for key, value in means.items()}
-            for name, means in summary.items()
-        }
-        for suite, summary in summaries.items()
-    }
-    content = {"step": step, "summary": plain, "questions": questions}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return summaries
 
 
 def _question(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "task_id": trajectory.task_id,
+        "sample_index": trajectory.sample_index,
         "data_source": trajectory.task.data_source,
         "question": trajectory.task.question,
         "answers": list(trajectory.task.answers),
         "final_answer": trajectory.final_answer,
         "outcome": str(trajectory.outcome),
         "searches": [t.tool_call for t in trajectory.turns if t.tool_call is not None],
+        "num_sampled": trajectory.num_sampled,
         "response": trajectory.generated_text,
         **trajectory.reward_parts,
     }
+
+
+def write(path: Path, record: Mapping[str, Any], text: str) -> None:
+    """Writes the record to `path` and the text beside it as `.txt`, each all at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
+    for file, written in ((path.with_suffix(".txt"), text), (path, content)):
+        partial = file.with_name(file.name + ".tmp")
+        partial.write_text(written + "\n", encoding="utf-8")
+        partial.replace(file)
+
+
+def one_line(suite: str, summary: Summary) -> str:
+    """The scores of a suite in one line."""
+    scores = {name: m.get("exact_match", math.nan) for name, m in summary.means.items()}
+    by_set = ", ".join(f"{name} {score:.3f}" for name, score in scores.items())
+    return f"{suite}: exact match {by_set}; searches {summary.means['all']['searches']:.2f}"
+
+
+def as_text(step: int, stage: str, summaries: Mapping[str, Summary]) -> str:
+    """Tables of all suites for people, 80 columns wide."""
+    title = f"{stage}, step {step}: means over questions [95% bootstrap interval]"
+    return "\n\n".join([title, *(_suite_text(*item) for item in summaries.items())])
+
+
+SCORES = {"exact_match": "exact match", "f1": "F1", "format_rate": "format"}
+BEHAVIOUR = {
+    **{str(name): str(name).replace("out_of_", "out of\n") for name in OUTCOMES},
+    "searches": "searches",
+    "sampled_tokens": "tokens",
+    "environment_errors": "errors",
+}
+
+
+def _suite_text(suite: str, summary: Summary) -> str:
+    # Of a single data set, `all` says everything.
+    names = list(summary.means) if "mean" in summary.means else ["all"]
+    scores = {measure: head for measure, head in SCORES.items() if measure in summary.means["all"]}
+    ks = [measure[5:] for measure in summary.means["all"] if measure.startswith("pass@")]
+
+    def score(name: str, measure: str) -> str:
+        return _with_interval(summary.means[name][measure], summary.intervals[name][measure])
+
+    def plain(name: str, measure: str) -> str:
+        value = summary.means[name][measure]
+        digits = {"searches": 2, "sampled_tokens": 1, "environment_errors": 0}.get(measure, 3)
+        return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+    tables = [
+        _table(
+            ("", "questions", *scores.values()),
+            [
+                (
+                    name,
+                    str(summary.means[name]["num_questions"]),
+                    # The third interval has no room.
+                    *(plain(name, m) if m == "format_rate" else score(name, m) for m in scores),
+                )
+                for name in names
+            ],
+        ),
+        _table(
+            ("", *BEHAVIOUR.values()),
+            [(name, *(plain(name, measure) for measure in BEHAVIOUR)) for name in names],
+        ),
+    ]
+    if ks:
+        rows = [
+            (name, k, score(name, f"pass@{k}"), score(name, f"maj@{k}"))
+            for name in names
+            for k in ks
+        ]
+        tables.append(_table(("", "k", "pass@k", "maj@k"), rows))
+    samples = f"{summary.num_samples} sample{'s' * (summary.num_samples > 1)} a question"
+    return f"{suite}, {samples}\n" + "\n\n".join(tables)
+
+
+def _with_interval(value: float, interval: tuple[float, float] | None) -> str:
+    return "-" if interval is None else f"{value:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    table.add_column(heads[0], overflow="fold")
+    for head in heads[1:]:
+        table.add_column(Text(head), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    out = io.StringIO()
+    Console(file=out, width=80, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -460,30 +460,42 @@ def periodic_evaluation(this: Run, num_steps: int) -> dict[str, float]:
 
 
 def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]:
-    """Evaluates the engine's weights and writes `eval/<stage>_<step>.json`."""
-    parts, step = this.parts, this.position.step
-    settings: dict[str, tuple[Any, float]] = {
-        "sampled": (parts.rollout, 1.0),
-        "greedy": (parts.rollout, 0.0),
-        "empty_search": (parts.rollout_without_search, 1.0),
-    }
+    """Evaluates the engine's weights and writes `eval/<stage>_<step>.json` and `.txt`."""
+    parts, step, settings = this.parts, this.position.step, this.config.eval
     seeds = Seeds(seed=this.config.seed, stage=STAGES.index("evaluate"), step=step)
-    results = {}
+    draws = [Draw(task=task, position=index) for index, task in enumerate(parts.eval_tasks)]
+    played, summaries = {}, {}
     for suite in suites:
-        rollout, temperature = settings[suite]
-        results[suite] = evaluate.evaluate(
-            parts.engine, rollout, parts.eval_tasks, temperature=temperature, seeds=seeds
+        is_greedy = suite == "greedy"
+        num_samples = 1 if is_greedy else settings.samples
+        played[suite] = evaluate.roll_out(
+            parts.engine,
+            parts.rollout_without_search if suite == "empty_search" else parts.rollout,
+            draws,
+            num_samples=num_samples,
+            temperature=0.0 if is_greedy else settings.temperature,
+            seeds=seeds,
         )
-    path = this.workdir / "eval" / f"{stage}_{step}.json"
-    summaries = evaluate.write_results(path, step, results)
-    metrics: dict[str, float] = {}
-    for suite, summary in summaries.items():
-        metrics |= evaluate.as_metrics(suite, summary)
-        scores = {name: m.get("exact_match", math.nan) for name, m in summary.items()}
-        by_set = ", ".join(f"{name} {score:.3f}" for name, score in scores.items())
-        searches = summary["all"]["searches"]
-        this.display.say(f"{stage} {step} {suite}: exact match {by_set}; searches {searches:.2f}")
-    return metrics
+        summaries[suite] = evaluate.summarize(
+            played[suite],
+            num_samples=num_samples,
+            ks=settings.ks,
+            num_resamples=settings.resamples,
+            seed=this.config.seed,
+        )
+    record = evaluate.as_record(step, stage, settings.to_dict(), played, summaries)
+    text = evaluate.as_text(step, stage, summaries)
+    evaluate.write(this.workdir / "eval" / f"{stage}_{step}.json", record, text)
+    if stage == "evaluate":
+        this.display.say(text)
+    else:
+        for suite, summary in summaries.items():
+            this.display.say(f"{stage} {step} {evaluate.one_line(suite, summary)}")
+    return {
+        name: value
+        for suite, summary in summaries.items()
+        for name, value in evaluate.as_metrics(suite, summary).items()
+    }
 
 
 def export(this: Run, params: Params) -> None:

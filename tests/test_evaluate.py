@@ -1,17 +1,32 @@
+import dataclasses
 import json
+import math
 
+import numpy as np
 import pytest
 
 from jaxrl.envs.base import Outcome, Task
-from jaxrl.evaluate import as_metrics, evaluate, summarize, write_results
+from jaxrl.evaluate import (
+    as_metrics,
+    as_record,
+    as_text,
+    check_data_sources,
+    one_line,
+    roll_out,
+    subset_sizes,
+    summarize,
+    write,
+)
 from jaxrl.sampling.rollout import Seeds
+from jaxrl.types import Draw
 from tests.episodes import ANSWER, make_failure, make_trajectory
 
-RIGHT = {"exact_match": 1.0, "format": 0.5}
-WRONG = {"exact_match": 0.0, "format": -1.0}
+RIGHT = {"exact_match": 1.0, "f1": 1.0, "format": 0.5}
+WRONG = {"exact_match": 0.0, "f1": 0.5, "format": -1.0}
 
 
 def members():
+    """Four questions of two data sets, one sample each."""
     return [
         make_trajectory(parts=RIGHT, data_source="nq"),
         make_trajectory(parts=WRONG, data_source="nq", turns=(ANSWER,), length=12),
@@ -20,83 +35,308 @@ def members():
     ]
 
 
+def sample(question, index, parts, answer, **fields):
+    made = make_trajectory(group_id=question, sample_index=index, parts=parts, **fields)
+    return dataclasses.replace(made, final_answer=answer)
+
+
+def four_samples():
+    """Three questions with four samples each; environment errors in two of them."""
+    return [
+        sample(0, 0, RIGHT, "The Tower!"),
+        sample(0, 1, WRONG, "bridge"),
+        sample(0, 2, RIGHT, "tower"),
+        sample(0, 3, WRONG, "palace"),
+        sample(1, 0, RIGHT, "Oslo", data_source="hotpot"),
+        make_failure(group_id=1, sample_index=1, data_source="hotpot"),
+        make_failure(group_id=1, sample_index=2, data_source="hotpot"),
+        sample(1, 3, WRONG, "", data_source="hotpot", outcome=Outcome.MALFORMED),
+        *(make_failure(group_id=2, sample_index=i, data_source="hotpot") for i in range(4)),
+    ]
+
+
+def summary(trajectories, *, num_samples=1, ks=(), num_resamples=200, seed=0):
+    return summarize(
+        trajectories, num_samples=num_samples, ks=ks, num_resamples=num_resamples, seed=seed
+    )
+
+
 def test_means_by_hand():
-    got = summarize(members())
+    got = summary(members()).means
     assert got["nq"] == {
         "exact_match": 0.5,
+        "f1": 0.75,
         "format": -0.25,
+        "format_rate": 0.5,
         "searches": 0.5,
         "sampled_tokens": 7.0,
         "answered": 1.0,
+        "abstained": 0.0,
+        "malformed": 0.0,
+        "out_of_budget": 0.0,
         "num_questions": 2,
+        "unscored_questions": 0,
         "environment_errors": 0,
     }
     assert got["hotpot"]["exact_match"] == 0.0
-    assert (got["hotpot"]["num_questions"], got["hotpot"]["environment_errors"]) == (2, 1)
+    assert got["hotpot"]["out_of_budget"] == 1.0
+    assert [got["hotpot"][name] for name in ("num_questions", "unscored_questions")] == [2, 1]
+    assert got["hotpot"]["environment_errors"] == 1
     assert got["all"]["exact_match"] == pytest.approx(1 / 3)
     assert got["all"]["sampled_tokens"] == pytest.approx((4 + 10 + 4) / 3)
-    assert list(got) == ["all", "nq", "hotpot"]
+    assert got["mean"]["exact_match"] == 0.25
+    assert got["mean"]["sampled_tokens"] == (7 + 4) / 2
+    assert got["mean"]["num_questions"] == 4
+    assert list(got) == ["all", "nq", "hotpot", "mean"]
 
 
-def test_a_set_that_is_called_all():
-    got = summarize([make_trajectory(parts=RIGHT, data_source="all")])
-    assert got["all"]["num_questions"] == 1
+def test_several_samples_by_hand():
+    got = summary(four_samples(), num_samples=4, ks=(1, 2, 4)).means
+    tower, half, everything = got["nq"], got["hotpot"], got["all"]
+    assert [tower[f"pass@{k}"] for k in (1, 2, 4)] == [0.5, pytest.approx(5 / 6), 1.0]
+    # Of the six pairs one is all tower, one has none, and four are tied. Of all four it wins.
+    assert [tower[f"maj@{k}"] for k in (1, 2, 4)] == [0.5, pytest.approx(0.5), 1.0]
+    # Of this question two samples are left: of a right answer and of none, the one that votes wins.
+    assert (half["exact_match"], half["pass@2"], half["maj@2"]) == (0.5, 1.0, 1.0)
+    assert (half["answered"], half["malformed"]) == (0.5, 0.5)
+    assert math.isnan(half["pass@4"])
+    assert math.isnan(half["maj@4"])
+    assert [half[name] for name in ("num_questions", "unscored_questions")] == [2, 1]
+    assert half["environment_errors"] == 6
+    # A question counts once, however many of its samples could be scored.
+    assert everything["exact_match"] == 0.5
+    assert everything["pass@2"] == pytest.approx((5 / 6 + 1) / 2)
+    assert everything["pass@4"] == 1.0
+    assert math.isnan(got["mean"]["pass@4"])
+
+
+def test_one_data_set_needs_no_mean_over_sets():
+    got = summary(members()[:2])
+    assert list(got.means) == list(got.intervals) == ["all", "nq"]
+    assert got.means["all"] == got.means["nq"]
+
+
+def test_subset_sizes():
+    assert subset_sizes(1, ()) == subset_sizes(1, (1,)) == ()
+    assert subset_sizes(8, ()) == (2, 4, 8)
+    assert subset_sizes(5, ()) == (2, 4, 5)
+    assert subset_sizes(8, (1, 3)) == (1, 3)
+
+
+def test_samples_that_are_not_side_by_side():
+    with pytest.raises(ValueError, match=r"12 trajectories are not 4 of .*'t0', 't0', 't1', 't1'"):
+        summary(four_samples()[::2] + four_samples()[1::2], num_samples=4)
+    with pytest.raises(ValueError, match="3 trajectories are not 2 of each task"):
+        summary(four_samples()[:3], num_samples=2)
+
+
+def many(num_questions, *, share, data_source="nq", seed=0):
+    """Questions with two samples, both right or both wrong."""
+    right = np.random.default_rng(seed).random(num_questions) < share
+    return [
+        sample(index, i, RIGHT if right[index] else WRONG, "x", data_source=data_source)
+        for index in range(num_questions)
+        for i in range(2)
+    ]
+
+
+def test_questions_are_resampled_and_not_samples():
+    twice = summary(many(200, share=0.3), num_samples=2, num_resamples=4000)
+    once = summary(many(200, share=0.3)[::2], num_resamples=4000)
+    share = once.means["all"]["exact_match"]
+    low, high = twice.intervals["all"]["exact_match"]
+    # Two samples that always agree are worth one: the width of 200 questions, not of 400.
+    width = 2 * 1.96 * math.sqrt(share * (1 - share) / 200)
+    assert high - low == pytest.approx(width, rel=0.1)
+    assert once.intervals["all"]["exact_match"] == (low, high)
+    assert low < share < high
+
+
+def test_intervals():
+    trajectories = many(40, share=0.5) + many(10, share=0.5, data_source="hotpot", seed=1)
+    got = summary(trajectories, num_samples=2)
+    again = summary(trajectories, num_samples=2)
+    assert got == again
+    assert got.intervals != summary(trajectories, num_samples=2, seed=1).intervals
+    for name, means in got.means.items():
+        for measure, (low, high) in got.intervals[name].items():
+            assert low <= means[measure] <= high
+        assert got.intervals[name]["answered"] == (1.0, 1.0)
+        assert not got.intervals[name].keys() & {"num_questions", "environment_errors"}
+    widths = {name: np.ptp(got.intervals[name]["exact_match"]) for name in got.means}
+    # The macro-mean weighs ten questions as much as forty, so it is less sure than their mean.
+    assert widths["nq"] < widths["hotpot"]
+    assert widths["all"] < widths["mean"] < widths["hotpot"]
+
+
+def test_data_sets_are_resampled_independently():
+    # Equal data sets resampled by the same draws would leave the macro-mean as unsure as one set.
+    trajectories = [t for name in "abcd" for t in many(100, share=0.5, data_source=name)]
+    got = summary(trajectories, num_samples=2, num_resamples=2000).intervals
+    ratio = np.ptp(got["mean"]["exact_match"]) / np.ptp(got["a"]["exact_match"])
+    assert ratio == pytest.approx(0.5, rel=0.15)
 
 
 def test_names_in_the_metrics():
-    summary = summarize(members())
-    sampled, greedy = (as_metrics(suite, summary) for suite in ("sampled", "greedy"))
+    made = summary(members())
+    sampled, greedy = (as_metrics(suite, made) for suite in ("sampled", "greedy"))
     assert sampled["val-core/nq/exact_match/mean@1"] == 0.5
     assert greedy["val-core/nq/exact_match/greedy"] == 0.5
+    assert sampled["val-core/mean/exact_match/mean@1"] == 0.25
     assert sampled["val-aux/hotpot/environment_errors/sampled"] == 1
+    assert sampled["val-aux/nq/f1/sampled"] == 0.75
     assert not sampled.keys() & greedy.keys()
     assert all(name.startswith(("val-core/", "val-aux/")) for name in sampled)
+
+
+def test_names_of_several_samples():
+    made = summary(four_samples(), num_samples=4)
+    got = as_metrics("sampled", made)
+    assert {name for name in got if name.startswith("val-core/all/")} == {
+        "val-core/all/exact_match/mean@4",
+        "val-core/all/exact_match/best@2/mean",
+        "val-core/all/exact_match/best@4/mean",
+        "val-core/all/exact_match/maj@2/mean",
+        "val-core/all/exact_match/maj@4/mean",
+    }
+    assert got["val-core/nq/exact_match/best@2/mean"] == pytest.approx(5 / 6)
+    control = as_metrics("empty_search", made)
+    assert control["val-core/all/exact_match/empty_search"] == 0.5
+    assert control["val-core/nq/exact_match/empty_search/maj@4/mean"] == 1.0
+    assert not got.keys() & control.keys()
 
 
 @pytest.mark.filterwarnings("error")
 def test_results_on_disk(tmp_path):
     suites = {"sampled": members(), "greedy": [make_failure()]}
+    summaries = {suite: summary(trajectories) for suite, trajectories in suites.items()}
     path = tmp_path / "eval" / "train_3.json"
-    summaries = write_results(path, 3, suites)
+    record = as_record(3, "train", {"samples": 1}, suites, summaries)
+    write(path, record, as_text(3, "train", summaries))
     text = path.read_text(encoding="utf-8")
     assert "NaN" not in text
     content = json.loads(text)
-    assert content["step"] == 3
-    assert content["summary"]["sampled"] == summaries["sampled"]
+    assert (content["step"], content["stage"], content["settings"]) == (3, "train", {"samples": 1})
+    assert content["summary"]["sampled"] == summaries["sampled"].means
+    assert content["intervals"]["sampled"]["nq"]["exact_match"] == [0.0, 1.0]
     # Nothing could be scored: that is not an exact match of 0.
     down = content["summary"]["greedy"]["all"]
     assert "exact_match" not in down
     assert (down["searches"], down["environment_errors"]) == (None, 1)
+    assert content["intervals"]["greedy"]["all"]["searches"] is None
     assert content["questions"]["sampled"][0] == {
         "task_id": "t0",
+        "sample_index": 0,
         "data_source": "nq",
         "question": "Où ?",
         "answers": ["x"],
         "final_answer": "x",
         "outcome": "answered",
         "searches": ["q"],
+        "num_sampled": 4,
         "response": "<search>q</search>\n\nfound\n\n<answer>x</answer>",
         "exact_match": 1.0,
+        "f1": 1.0,
         "format": 0.5,
     }
+    assert sorted(file.name for file in path.parent.iterdir()) == ["train_3.json", "train_3.txt"]
+
+
+def test_a_write_that_fails_leaves_what_there_was(tmp_path):
+    path = tmp_path / "train_3.json"
+    write(path, {"step": 3}, "before")
+    with pytest.raises(ValueError, match="JSON"):
+        write(path, {"step": math.nan}, "after")
+    assert json.loads(path.read_text()) == {"step": 3}
+    assert path.with_suffix(".txt").read_text() == "before\n"
+
+
+TABLES = """\
+evaluate, step 960: means over questions [95% bootstrap interval]
+
+sampled, 4 samples a question
+        questions           exact match                    F1  format
+all             3  0.500 [0.500, 0.500]  0.750 [0.750, 0.750]   0.500
+nq              1  0.500 [0.500, 0.500]  0.750 [0.750, 0.750]   0.500
+hotpot          2  0.500 [0.500, 0.500]  0.750 [0.750, 0.750]   0.500
+mean            3  0.500 [0.500, 0.500]  0.750 [0.750, 0.750]   0.500
+
+                                        out of
+        answered  abstained  malformed  budget  searches  tokens  errors
+all        0.750      0.000      0.250   0.000      1.00     4.0       6
+nq         1.000      0.000      0.000   0.000      1.00     4.0       0
+hotpot     0.500      0.000      0.500   0.000      1.00     4.0       6
+mean       0.750      0.000      0.250   0.000      1.00     4.0       6
+
+        k                pass@k                 maj@k
+all     4  1.000 [1.000, 1.000]  1.000 [1.000, 1.000]
+nq      4  1.000 [1.000, 1.000]  1.000 [1.000, 1.000]
+hotpot  4                     -                     -
+mean    4                     -                     -
+
+greedy, 1 sample a question
+     questions
+all          2
+
+                                     out of
+     answered  abstained  malformed  budget  searches  tokens  errors
+all         -          -          -       -         -       -       2"""
+
+
+def test_tables():
+    summaries = {
+        "sampled": summary(four_samples(), num_samples=4, ks=(4,)),
+        "greedy": summary([make_failure(), make_failure()]),
+    }
+    assert as_text(960, "evaluate", summaries) == TABLES
+
+
+def test_tables_fit_a_terminal():
+    names = ["a", "musique [red]", "a data set with an uncommonly long name", "2wiki"]
+    trajectories = [t for name in names for t in many(3, share=0.5, data_source=name)]
+    made = summary(trajectories, num_samples=2, num_resamples=5)
+    made.means["all"].update(sampled_tokens=12_345.6, searches=12.34, environment_errors=98_760)
+    made.means["all"]["num_questions"] = 49_380
+    text = as_text(100_000, "evaluate", {"empty_search": made})
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert "musique [red]" in text
+    for number in ("12345.6", "12.34", "98760", "49380"):
+        assert number in text
+    assert "…" not in text
+
+
+def test_one_line():
+    assert one_line("greedy", summary(members())) == (
+        "greedy: exact match all 0.333, nq 0.500, hotpot 0.000, mean 0.250; searches 0.67"
+    )
+    assert one_line("greedy", summary([make_failure()])).startswith("greedy: exact match all nan")
 
 
 class Engine:
     temperature = 0.7
 
 
-def test_each_question_is_asked_once_at_the_given_temperature():
+def test_each_question_is_asked_at_the_given_temperature():
     engine, calls = Engine(), []
 
     def rollout(draws, **settings):
         calls.append((draws, settings, engine.temperature))
         return ["played"]
 
-    tasks = [Task(id=name, question=name, answers=("x",)) for name in "ab"]
+    draws = [Draw(task=Task(id=name, question=name), position=i) for i, name in enumerate("ab")]
     seeds = Seeds(seed=1, stage=2, step=3)
-    assert evaluate(engine, rollout, tasks, temperature=0.0, seeds=seeds) == ["played"]
-    [(draws, settings, temperature)] = calls
-    assert [(draw.task.id, draw.position) for draw in draws] == [("a", 0), ("b", 1)]
-    assert settings == {"group_size": 1, "seeds": seeds, "policy_version": 0}
-    assert temperature == 0.0
+    got = roll_out(engine, rollout, draws, num_samples=4, temperature=0.0, seeds=seeds)
+    assert got == ["played"]
+    settings = {"group_size": 4, "seeds": seeds, "policy_version": 0}
+    assert calls == [(draws, settings, 0.0)]
     assert engine.temperature == 0.7
+
+
+@pytest.mark.parametrize("name", ["all", "mean"])
+def test_a_data_set_called_as_a_summary_is_refused(name):
+    tasks = [Task(id="a", question="?"), Task(id="b", question="?", data_source=name)]
+    with pytest.raises(
+        ValueError, match=f"tasks.eval.source: the data_source of task 'b' is '{name}'"
+    ):
+        check_data_sources(tasks, "config.tasks.eval.source")
+    check_data_sources(tasks[:1], "config.tasks.eval.source")

@@ -126,8 +126,9 @@ def test_a_run_leaves_what_it_promises(base):
             *("num_turns/mean", "num_searches/mean", "outcome/environment_error"),
             *("timing_s/gen", "timing_s/update_actor", "timing_s/step", "perf/throughput"),
         }
+    evaluations = ["train_40", "train_43", "train_44", "evaluate_44"]
     assert sorted(path.name for path in (base / "eval").iterdir()) == sorted(
-        ["train_40.json", "train_43.json", "train_44.json", "evaluate_44.json"]
+        name + ending for name in evaluations for ending in (".json", ".txt")
     )
     final = json.loads((base / "eval" / "evaluate_44.json").read_text())
     assert final["summary"].keys() == {"sampled", "greedy", "empty_search"}
@@ -155,6 +156,7 @@ def test_progress_is_told_line_by_line(base):
     for name in ("reward ", "exact match ", "searches ", "tokens/s ", " left"):
         assert name in last
     assert all(len(line) < 250 and "\x1b" not in line for line in lines)
+    assert (base / "eval" / "evaluate_44.txt").read_text() in (base / "stdout").read_text()
 
 
 def test_training_works(base):
@@ -208,6 +210,34 @@ def test_evaluating_takes_the_newest_checkpoint(base, tiny_world, tmp_path):
     got = json.loads((workdir / "eval" / "evaluate_44.json").read_text())
     wanted = json.loads((base / "eval" / "evaluate_44.json").read_text())
     assert got == wanted
+
+
+def test_several_samples_of_a_question(base, tiny_world, tmp_path):
+    workdir = tmp_path / "samples"
+    shutil.copytree(base, workdir)
+    several = {"eval.samples": 3, "eval.ks": (1, 3), "stages": ("evaluate",)}
+    play(settings(tiny_world, **BASE, **several), workdir)
+    got = json.loads((workdir / "eval" / "evaluate_44.json").read_text())
+    before = json.loads((base / "eval" / "evaluate_44.json").read_text())
+    assert got["questions"]["greedy"] == before["questions"]["greedy"]
+    for suite in ("sampled", "empty_search"):
+        questions = got["questions"][suite]
+        assert [q["sample_index"] for q in questions] == [0, 1, 2] * 8
+        assert len({q["response"] for q in questions[:3]}) > 1
+        # The first sample is the one there was without the others. Another number of rows may round
+        # otherwise, which changes a draw that was all but a tie.
+        alone = before["questions"][suite]
+        assert sum(q == old for q, old in zip(questions[::3], alone, strict=True)) >= 7
+        means = got["summary"][suite]["all"]
+        right = np.array([q["exact_match"] for q in questions]).reshape(8, 3)
+        assert means["exact_match"] == pytest.approx(right.mean())
+        assert means["pass@1"] == means["maj@1"] == pytest.approx(right.mean())
+        assert means["pass@3"] == right.any(axis=1).mean()
+    last = records(workdir)[-1]
+    assert (
+        last["val-core/all/exact_match/best@3/mean"] == got["summary"]["sampled"]["all"]["pass@3"]
+    )
+    assert "val-core/two_hop/exact_match/mean@3" in last
 
 
 def continued(base, tiny_world, **changes):
@@ -280,6 +310,7 @@ def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatc
     summary = json.loads((tmp_path / "eval" / "train_2.json").read_text())["summary"]
     means = summary["sampled"]["all"]
     assert 0 < means["environment_errors"] < means["num_questions"]
+    assert means["unscored_questions"] == means["environment_errors"]
 
 
 def test_a_step_of_only_environment_errors_changes_nothing(base, tiny_world, tmp_path):
