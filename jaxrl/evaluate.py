@@ -314,43 +314,32 @@ BEHAVIOUR = {
     "sampled_tokens": "tokens",
     "environment_errors": "errors",
 }
+"""Measures in the tables, and their heads."""
+
+DIGITS = {"searches": 2, "sampled_tokens": 1, **dict.fromkeys(COUNTS, 0)}
+"""Decimals of measures that are no shares."""
 
 
 def _suite_text(suite: str, summary: Summary) -> str:
     # Of a single data set, `all` says everything.
     names = list(summary.means) if "mean" in summary.means else ["all"]
-    scores = {measure: head for measure, head in SCORES.items() if measure in summary.means["all"]}
-    ks = [measure[5:] for measure in summary.means["all"] if measure.startswith("pass@")]
-
-    def score(name: str, measure: str) -> str:
-        return _with_interval(summary.means[name][measure], summary.intervals[name][measure])
-
-    def plain(name: str, measure: str) -> str:
-        value = summary.means[name][measure]
-        digits = {"searches": 2, "sampled_tokens": 1, "environment_errors": 0}.get(measure, 3)
-        return "-" if math.isnan(value) else f"{value:.{digits}f}"
-
+    measured = summary.means["all"]
+    scores = {measure: head for measure, head in SCORES.items() if measure in measured}
+    ks = [measure.removeprefix("pass@") for measure in measured if measure.startswith("pass@")]
+    columns = ("num_questions", *scores)
     tables = [
         _table(
             ("", "questions", *scores.values()),
-            [
-                (
-                    name,
-                    str(summary.means[name]["num_questions"]),
-                    # The third interval has no room.
-                    *(plain(name, m) if m == "format_rate" else score(name, m) for m in scores),
-                )
-                for name in names
-            ],
+            [(name, *(_cell(summary, name, measure) for measure in columns)) for name in names],
         ),
         _table(
             ("", *BEHAVIOUR.values()),
-            [(name, *(plain(name, measure) for measure in BEHAVIOUR)) for name in names],
+            [(name, *(_cell(summary, name, measure) for measure in BEHAVIOUR)) for name in names],
         ),
     ]
     if ks:
         rows = [
-            (name, k, score(name, f"pass@{k}"), score(name, f"maj@{k}"))
+            (name, k, *(_cell(summary, name, f"{measure}@{k}") for measure in ("pass", "maj")))
             for name in names
             for k in ks
         ]
@@ -359,8 +348,16 @@ def _suite_text(suite: str, summary: Summary) -> str:
     return f"{suite}, {samples}\n" + "\n\n".join(tables)
 
 
-def _with_interval(value: float, interval: tuple[float, float] | None) -> str:
-    return "-" if interval is None else f"{value:.3f} [{interval[0]:.3f}, {interval[1]:.3f}]"
+def _cell(summary: Summary, name: str, measure: str) -> str:
+    """A number, with its interval where the tables have room for one."""
+    value = summary.means[name][measure]
+    if math.isnan(value):
+        return "-"
+    text = f"{value:.{DIGITS.get(measure, 3)}f}"
+    interval = summary.intervals[name].get(measure)
+    if interval and measure.startswith(("exact_match", "f1", "pass@", "maj@")):
+        text += f" [{interval[0]:.3f}, {interval[1]:.3f}]"
+    return text
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
