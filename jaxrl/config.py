@@ -138,6 +138,7 @@ def default_config() -> ConfigDict:
 
     config.log = log = ConfigDict()
     log.trajectories = 32  # a step's first trajectories written to trajectories/; -1: all
+    log.wandb_project = ""  # project on Weights & Biases that metrics also go to; none when empty
     return config
 
 

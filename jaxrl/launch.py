@@ -37,9 +37,10 @@ def main(argv: Sequence[str]) -> None:
         logging.getLogger("absl").setLevel(logging.WARNING)
         # Imported late: a mistake in the configuration is told at once, without loading JAX.
         from jaxrl.assemble import assemble
-        from jaxrl.metrics import Display
+        from jaxrl.metrics import Display, check_mirrors
 
         _check_workdir(config, workdir)
+        check_mirrors(config.log.wandb_project)
         parts = assemble(config)
         workdir.mkdir(parents=True, exist_ok=True)
         if set(config.stages) != {"evaluate"} or not (workdir / "config.json").exists():

@@ -1,21 +1,43 @@
-"""What a run reports: `metrics.jsonl`, trajectories, and the display on the terminal."""
+"""What a run reports: `metrics.jsonl` and its mirrors, trajectories, the terminal's display."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
+import shutil
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+from ml_collections import ConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
+from tensorboardX import FileWriter
+from tensorboardX.proto.summary_pb2 import Summary
 
 from jaxrl.types import Trajectory
+
+Record = Mapping[str, Any]
+"""A line of `metrics.jsonl`: `step`, `stage`, and numbers, None for those that are not finite."""
+
+
+class Mirror(Protocol):
+    """Another place where records are shown; `metrics.jsonl` stays the truth."""
+
+    def write(self, index: int, record: Record) -> None:
+        """Shows record number `index` of the run."""
+        ...
+
+    def close(self) -> None:
+        """Ends it, with all that was written safe."""
+        ...
 
 
 class MetricsLog:
@@ -29,13 +51,142 @@ class MetricsLog:
         cut.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         cut.replace(path)  # all at once: a kill in between loses nothing
         self.num_records = len(kept)
+        self.mirrors: list[Mirror] = []
+        self._carried: defaultdict[str, float] = defaultdict(float)
+        self._last = time.perf_counter()
+
+    def records(self) -> list[Record]:
+        """What the log holds."""
+        return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
+
+    def carry(self, name: str, value: float) -> None:
+        """Adds to a metric of the next record, for what happens between two of them."""
+        self._carried[name] += value
 
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
-        """Appends a record; numbers that are not finite become null, as JSON has no others."""
+        """Appends a record; numbers that are not finite become null, as JSON has no others.
+
+        `timing_s/wall` is the time since the record before it, or since the log was opened.
+        """
+        now = time.perf_counter()
+        metrics = {**metrics, **self._carried, "timing_s/wall": now - self._last}
+        self._last = now
+        self._carried.clear()
         plain = {name: plain_number(value) for name, value in metrics.items()}
+        record = {"step": step, "stage": stage, **plain}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "stage": stage, **plain}) + "\n")
+            file.write(json.dumps(record) + "\n")
+        for mirror in self.mirrors:
+            mirror.write(self.num_records, record)
         self.num_records += 1
+
+    def close(self) -> None:
+        """Closes the mirrors."""
+        for mirror in self.mirrors:
+            mirror.close()
+
+
+def open_log(
+    workdir: Path, num_records: int, config: ConfigDict, say: Callable[[str], None]
+) -> MetricsLog:
+    """The workdir's log, cut back to `num_records` records, with its mirrors."""
+    log = MetricsLog(workdir / "metrics.jsonl", num_records)
+    log.mirrors.append(TensorBoard(workdir / "tensorboard", log.records()))
+    if config.log.wandb_project:
+        log.mirrors.append(WandB(workdir, config.log.wandb_project, config.to_dict(), say))
+    return log
+
+
+class TensorBoard:
+    """Event files, made afresh from the kept records, so that no step beyond them lingers."""
+
+    def __init__(self, folder: Path, records: Iterable[Record]):
+        """Replaces the folder by one that shows `records`."""
+        shutil.rmtree(folder, ignore_errors=True)
+        self._writer = FileWriter(str(folder), flush_secs=10)
+        for index, record in enumerate(records):
+            self.write(index, record)
+
+    def write(self, index: int, record: Record) -> None:
+        """Appends one event that holds the record's numbers."""
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in record.items()
+            if name not in ("step", "stage") and value is not None
+        ]
+        self._writer.add_summary(Summary(value=values), record["step"])
+
+    def close(self) -> None:
+        """Writes what is still in memory."""
+        self._writer.close()
+
+
+class WandB:
+    """A run on Weights & Biases; started again on the same workdir, it is the same run.
+
+    Its step is the record's number, since stages meet at a global step; `step` is the charts'
+    axis. W&B keeps what it has: records repeated after a restart are the same ones and not sent.
+    """
+
+    def __init__(
+        self, workdir: Path, project: str, config: Mapping[str, Any], say: Callable[[str], None]
+    ):
+        """Starts or continues the run whose id the workdir keeps.
+
+        Raises:
+            RuntimeError: W&B refuses, for instance without a key.
+        """
+        import wandb  # an extra: only who asks for it has it
+
+        id_file = workdir / "wandb" / "run_id"
+        if not id_file.exists():
+            id_file.parent.mkdir(parents=True, exist_ok=True)
+            id_file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+        try:
+            self._run = wandb.init(
+                project=project,
+                id=id_file.read_text(encoding="utf-8"),
+                resume="allow",
+                name=workdir.name,
+                dir=str(workdir),
+                config=dict(config),
+            )
+            self._run.define_metric("*", step_metric="step")
+        except Exception as error:
+            raise RuntimeError(
+                f"W&B did not start: {error}. Set WANDB_API_KEY, or WANDB_MODE=offline, in the "
+                "environment, or config.log.wandb_project='' to do without."
+            ) from error
+        self._sent = self._run.step
+        self._say = say
+        self._is_alive = True
+
+    def write(self, index: int, record: Record) -> None:
+        """Sends a record, unless W&B has it; a failure ends the mirror, not the run."""
+        if index >= self._sent:
+            self._try(lambda: self._run.log(dict(record), step=index))
+
+    def close(self) -> None:
+        """Waits until what was logged is sent or, offline, written."""
+        self._try(self._run.finish)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        if not self._is_alive:
+            return
+        try:
+            action()
+        except Exception as error:  # training goes on, whatever fails here
+            self._is_alive = False
+            self._say(f"warning: W&B failed and is left out from here on: {error!r}")
+
+
+def check_mirrors(project: str) -> None:
+    """Refuses a W&B project where there is no package to write to it."""
+    if project and importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"config.log.wandb_project is {project!r}, but wandb is not installed; "
+            "run pip install -e '.[wandb]', or set it to ''."
+        )
 
 
 def plain_number(value: Any) -> float | int | None:

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from jaxrl import evaluate, sft
+from jaxrl import evaluate, report, sft
 from jaxrl.assemble import Parts, make_optimizer, sft_shape, train_shape
 from jaxrl.batching import BatchShape, Packed, pack
 from jaxrl.checkpoint import Checkpointer, abstract
@@ -23,7 +23,7 @@ from jaxrl.compilation import CompiledFunction
 from jaxrl.config import STAGES
 from jaxrl.data import Stream
 from jaxrl.envs.base import Outcome, Task
-from jaxrl.metrics import Display, MetricsLog, rollout_metrics, write_trajectories
+from jaxrl.metrics import Display, MetricsLog, open_log, rollout_metrics, write_trajectories
 from jaxrl.models import qwen
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.objectives.advantages import grpo
@@ -41,6 +41,7 @@ from jaxrl.update import (
     put_batch,
     state_shardings,
 )
+from jaxrl.versions import write_environment
 
 SHOWN = {
     "reward": "critic/rewards/mean",
@@ -76,10 +77,12 @@ class Run:
 
     def save(self, state: TrainState, ref_params: Params | None = None) -> None:
         """Checkpoints the state and the position."""
+        started = time.perf_counter()
         self.position.num_records = self.log.num_records
         self.checkpointer.save(
             self.position.step, state, dataclasses.asdict(self.position), ref_params
         )
+        self.log.carry("timing_s/save_checkpoint", time.perf_counter() - started)
 
 
 def run(config: ConfigDict, workdir: Path, parts: Parts, display: Display) -> None:
@@ -87,7 +90,8 @@ def run(config: ConfigDict, workdir: Path, parts: Parts, display: Display) -> No
     checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep)
     saved = checkpointer.latest_position()
     position = Position(**saved) if saved else Position()
-    log = MetricsLog(workdir / "metrics.jsonl", position.num_records)
+    log = open_log(workdir, position.num_records, config, display.say)
+    write_environment(workdir / "environment.json", position.step, parts)
     this = Run(config, workdir, parts, checkpointer, log, display, position)
     display.say(f"sampler shapes: {parts.engine.shapes()}")
     if saved:
@@ -101,7 +105,9 @@ def run(config: ConfigDict, workdir: Path, parts: Parts, display: Display) -> No
             params = run_stage[stage](this, params)
     finally:
         display.stop()
+        log.close()
         checkpointer.close()
+    report.write_or_warn(workdir, display.say)
     names = sorted(path.name + "/" * path.is_dir() for path in workdir.iterdir())
     display.say(f"done; {workdir} holds {', '.join(names)}")
 
@@ -463,6 +469,7 @@ def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]
     """Evaluates the engine's weights and writes `eval/<stage>_<step>.json` and `.txt`."""
     parts, step, settings = this.parts, this.position.step, this.config.eval
     seeds = Seeds(seed=this.config.seed, stage=STAGES.index("evaluate"), step=step)
+    started = time.perf_counter()
     draws = [Draw(task=task, position=index) for index, task in enumerate(parts.eval_tasks)]
     played, summaries = {}, {}
     for suite in suites:
@@ -491,11 +498,10 @@ def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]
     else:
         for suite, summary in summaries.items():
             this.display.say(f"{stage} {step} {evaluate.one_line(suite, summary)}")
-    return {
-        name: value
-        for suite, summary in summaries.items()
-        for name, value in evaluate.as_metrics(suite, summary).items()
-    }
+    metrics = {"timing_s/testing": time.perf_counter() - started}
+    for suite, summary in summaries.items():
+        metrics |= evaluate.as_metrics(suite, summary)
+    return metrics
 
 
 def export(this: Run, params: Params) -> None:

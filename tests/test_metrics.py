@@ -1,14 +1,26 @@
 import io
 import json
 import math
+import struct
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from rich.console import Console
+from tensorboardX.proto.event_pb2 import Event
 
+from jaxrl.config import default_config
 from jaxrl.envs.base import Outcome
-from jaxrl.metrics import Display, MetricsLog, mean, rollout_metrics, write_trajectories
+from jaxrl.metrics import (
+    Display,
+    MetricsLog,
+    WandB,
+    check_mirrors,
+    mean,
+    open_log,
+    rollout_metrics,
+    write_trajectories,
+)
 from tests.episodes import ANSWER, make_failure, make_trajectory
 
 
@@ -27,6 +39,7 @@ class TestLog:
         values = {"a": 1, "b": np.float32(0.5), "c": jnp.int32(3), "d": math.nan, "e": -math.inf}
         log.write(7, "train", values)
         [record] = read(path)
+        assert record.pop("timing_s/wall") >= 0
         assert list(record) == ["step", "stage", "a", "b", "c", "d", "e"]
         assert list(record.values()) == [7, "train", 1, 0.5, 3, None, None]
         assert "NaN" not in path.read_text()
@@ -67,6 +80,108 @@ def test_trajectories_as_json(tmp_path):
     assert [turn["tool_call"] for turn in good["turns"]] == ["q", None]
     assert failed["turns"][0]["error"] == "the server is down"
     assert "Où" in file.read_text(encoding="utf-8")
+
+    def test_what_happens_between_records_is_in_the_next(self, path):
+        log = MetricsLog(path, 0)
+        log.carry("timing_s/save_checkpoint", 0.5)
+        log.carry("timing_s/save_checkpoint", 0.25)
+        log.write(1, "train", {})
+        log.write(2, "train", {})
+        first, second = read(path)
+        assert first["timing_s/save_checkpoint"] == 0.75
+        assert "timing_s/save_checkpoint" not in second
+
+
+def events(folder):
+    """Steps and values as another reader of the format finds them.
+
+    A record is its length (8 bytes), a checksum (4), the event, a checksum (4).
+    """
+    found = []
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            [size] = struct.unpack("<Q", data[:8])
+            event = Event.FromString(data[12 : 12 + size])
+            values = {v.tag: v.simple_value for v in event.summary.value}
+            found += [(event.step, values)] if values else []
+            data = data[16 + size :]
+    return found
+
+
+class TestTensorBoard:
+    def write(self, workdir, num_records, steps):
+        log = open_log(workdir, num_records, default_config(), print)
+        for step in steps:
+            log.write(step, "train", {"actor/entropy": step / 2, "nothing": math.nan})
+        log.close()
+
+    def test_holds_every_record(self, tmp_path):
+        self.write(tmp_path, 0, [1, 2, 2])
+        found = events(tmp_path / "tensorboard")
+        assert [(step, values["actor/entropy"]) for step, values in found] == [
+            (1, 0.5),
+            (2, 1.0),
+            (2, 1.0),
+        ]
+        assert set(found[0][1]) == {"actor/entropy", "timing_s/wall"}
+
+    def test_forgets_what_a_restart_takes_back(self, tmp_path):
+        self.write(tmp_path, 0, [1, 2, 3, 4])
+        self.write(tmp_path, 2, [3])
+        assert [step for step, _ in events(tmp_path / "tensorboard")] == [1, 2, 3]
+
+
+class Failing:
+    """A W&B run whose connection breaks at a record."""
+
+    def __init__(self, *, step, breaks_at):
+        self.step, self.breaks_at, self.sent, self.is_finished = step, breaks_at, [], False
+
+    def log(self, record, step):
+        if step == self.breaks_at:
+            raise ConnectionError("gone")
+        self.sent.append(step)
+
+    def finish(self):
+        self.is_finished = True
+
+
+class TestWandB:
+    def mirror(self, run, said):
+        mirror = WandB.__new__(WandB)
+        mirror._run, mirror._sent, mirror._say, mirror._is_alive = run, run.step, said.append, True
+        return mirror
+
+    def test_a_broken_connection_ends_the_mirror_and_not_the_run(self):
+        run, said = Failing(step=1, breaks_at=3), []
+        mirror = self.mirror(run, said)
+        for index in range(6):
+            mirror.write(index, {"step": index})
+        mirror.close()
+        assert run.sent == [1, 2]  # W&B had the first
+        assert said == ["warning: W&B failed and is left out from here on: ConnectionError('gone')"]
+
+    def test_without_the_package(self, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        check_mirrors("")
+        with pytest.raises(ValueError, match=r"pip install -e '\.\[wandb\]'"):
+            check_mirrors("project")
+
+    @pytest.mark.minutes
+    def test_offline(self, tmp_path, monkeypatch):
+        pytest.importorskip("wandb")
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        config = default_config()
+        config.log.wandb_project = "project"
+        for num_records in (0, 1):
+            log = open_log(tmp_path, num_records, config, print)
+            log.write(num_records, "train", {"actor/entropy": 0.5})
+            log.close()
+        folders = list((tmp_path / "wandb").glob("offline-run-*"))
+        run_id = (tmp_path / "wandb" / "run_id").read_text()
+        assert len(folders) == 2
+        assert all(folder.name.endswith(run_id) for folder in folders)  # the same run
 
 
 class TestRolloutMetrics:

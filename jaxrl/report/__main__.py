@@ -1,0 +1,37 @@
+"""The command: `python -m jaxrl.report RUN [RUN ...] [--out=FILE] [--ignore=KEY,KEY]`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxrl.report import write_report
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Writes a report of the runs that are named."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl.report",
+        description="Writes a page about a run, or one that compares several.",
+    )
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's workdir")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: report.html in the run")
+    parser.add_argument(
+        "--ignore",
+        default="",
+        metavar="KEY,KEY",
+        help="keys or sections of the configuration that may differ among the seeds of one curve, "
+        "such as model,tasks",
+    )
+    arguments = parser.parse_args(argv)
+    ignore = [key for key in arguments.ignore.split(",") if key]
+    try:
+        print(write_report(arguments.runs, out=arguments.out, ignore=ignore))
+    except OSError as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,419 @@
+"""From runs to charts as plain data: which curves, over which steps, with which bands."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jaxrl.config import default_config, flatten
+from jaxrl.report.facts import SUITES, Evaluation, Facts
+
+MAX_POINTS = 400  # of a curve; beyond, neighbouring steps are put together
+SMOOTH_FROM = 40  # points from which on a running mean is drawn over the steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve in one stage. Steps are global; `low` and `high` bound a band or error bars."""
+
+    label: str
+    stage: str
+    color: int
+    dash: int
+    is_points: bool  # evaluations: markers and error bars; else a line and its band
+    steps: np.ndarray
+    values: np.ndarray
+    low: np.ndarray | None = None
+    high: np.ndarray | None = None
+    smooth: np.ndarray | None = None  # running mean of the values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Curves that share their axes; every stage gets a panel of its own."""
+
+    name: str  # of the file in plots/
+    title: str
+    unit: str
+    note: str
+    scale: str  # rate: 0 to 1; zero: from 0 on; log; free
+    series: list[Series]
+
+    @property
+    def stages(self) -> list[str]:
+        """The stages that have a panel, in the order of the run."""
+        return [name for name in ("sft", "train") if any(s.stage == name for s in self.series)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Runs that differ in nothing but the seed, and what they have of the keys that differ."""
+
+    label: str
+    runs: list[Facts]
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Spec:
+    name: str
+    title: str
+    unit: str
+    scale: str
+    note: str
+    lines: dict[str, tuple[str, ...]]  # label: the metric, under its name in each stage
+
+
+SPECS = (
+    _Spec(
+        name="reward",
+        title="Reward",
+        unit="mean reward",
+        scale="free",
+        note="Of the trajectories sampled for training.",
+        lines={"reward": ("critic/rewards/mean",)},
+    ),
+    _Spec(
+        name="searches",
+        title="Searches per question",
+        unit="searches",
+        scale="zero",
+        note="Of the trajectories sampled for training.",
+        lines={"searches": ("num_searches/mean",)},
+    ),
+    _Spec(
+        name="response_length",
+        title="Response length",
+        unit="sampled tokens",
+        scale="zero",
+        note="Tokens the model wrote, search results not counted.",
+        lines={"mean": ("response_length/mean",), "longest": ("response_length/max",)},
+    ),
+    _Spec(
+        name="outcomes",
+        title="How episodes ended",
+        unit="share of trajectories",
+        scale="rate",
+        note="Of the trajectories sampled for training.",
+        lines={
+            "answered": ("outcome/answered",),
+            "malformed": ("outcome/malformed",),
+            "out of budget": ("outcome/out_of_budget",),
+            "environment error": ("outcome/environment_error",),
+        },
+    ),
+    _Spec(
+        name="signal",
+        title="Trajectories with a signal",
+        unit="share of trajectories",
+        scale="rate",
+        note="A group whose trajectories all earn the same teaches nothing.",
+        lines={"advantage not 0": ("rollout/informative_share",)},
+    ),
+    _Spec(
+        name="entropy",
+        title="Entropy",
+        unit="nats per token",
+        scale="zero",
+        note="How undecided the model is; 0 is certain.",
+        lines={"entropy": ("actor/entropy", "sft/entropy")},
+    ),
+    _Spec(
+        name="kl",
+        title="KL divergence",
+        unit="nats per token",
+        scale="free",
+        note="How far the policy has moved.",
+        lines={
+            "from the start of the stage": ("actor/kl_loss",),
+            "from before the update": ("actor/ppo_kl",),
+        },
+    ),
+    _Spec(
+        name="gap",
+        title="Sampler–trainer gap",
+        unit="nats, log scale",
+        scale="log",
+        note="Log-probabilities of the same tokens by sampler and trainer: rounding in float32.",
+        lines={
+            "largest": ("rollout_corr/logprob_diff_max",),
+            "mean": ("rollout_corr/logprob_diff_mean",),
+        },
+    ),
+    _Spec(
+        name="loss",
+        title="Warm-start loss",
+        unit="nats per token",
+        scale="zero",
+        note="Cross-entropy on the demonstrations.",
+        lines={"loss": ("sft/loss",)},
+    ),
+    _Spec(
+        name="grad_norm",
+        title="Gradient norm",
+        unit="before clipping",
+        scale="zero",
+        note="Global norm over all weights.",
+        lines={"gradient": ("actor/grad_norm", "sft/grad_norm")},
+    ),
+    _Spec(
+        name="throughput",
+        title="Throughput",
+        unit="tokens per second",
+        scale="zero",
+        note="Warm start: tokens trained on. Reinforcement learning: tokens of the "
+        "trajectories over sampling and update.",
+        lines={"throughput": ("perf/throughput",)},
+    ),
+)
+
+
+def group_runs(runs: Sequence[Facts], ignore: Sequence[str] = ()) -> list[Group]:
+    """Runs with the same configuration but the seed, together; in the order they came.
+
+    Args:
+        runs: in the order of the command line.
+        ignore: keys or sections that may differ within a group, besides the seed.
+    """
+
+    def counts(key: str) -> bool:
+        return not any(key == name or key.startswith(f"{name}.") for name in ("seed", *ignore))
+
+    def kept(run: Facts) -> dict[str, Any]:
+        # A key younger than the run has its default: what the run did without it.
+        config = {**defaults, **run.files.config} if run.files.config else {}
+        return {key: value for key, value in config.items() if counts(key)}
+
+    defaults = flatten(default_config())
+
+    found: dict[str, list[Facts]] = {}
+    for run in runs:
+        identity = json.dumps(kept(run), sort_keys=True, default=str)
+        found.setdefault(identity, []).append(run)
+    configs = [kept(members[0]) for members in found.values()]
+    keys = list(dict.fromkeys(key for config in configs for key in config))
+    differ = [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
+    return [
+        Group(
+            label=_label(members),
+            runs=members,
+            config={key: config.get(key) for key in differ},
+        )
+        for members, config in zip(found.values(), configs, strict=True)
+    ]
+
+
+def _label(members: Sequence[Facts]) -> str:
+    names = [run.name for run in members]
+    if len(names) == 1:
+        return names[0]
+    return f"{', '.join(names)}" if len(names) <= 3 else f"{names[0]} … {names[-1]}"
+
+
+def charts_of(groups: Sequence[Group]) -> tuple[list[Chart], list[str]]:
+    """Charts with something to see, and the titles of those that are 0 throughout."""
+    candidates = [_exact_match(groups), _by_data_set(groups)]
+    candidates += [_chart(spec, groups) for spec in SPECS]
+    charts = [
+        chart for chart in candidates if chart and any(len(s.steps) > 1 for s in chart.series)
+    ]
+    zero = [
+        chart.title
+        for chart in charts
+        if not any(s.is_points or np.any(s.values) for s in chart.series)
+    ]
+    return [chart for chart in charts if chart.title not in zero], zero
+
+
+def _chart(spec: _Spec, groups: Sequence[Group]) -> Chart:
+    series = []
+    lines, title = list(spec.lines.items()), spec.title
+    if len(groups) > 1 and len(lines) > 1:  # a colour is a group then
+        lines, title = lines[:1], f"{title}: {lines[0][0]}"
+    for color, group in enumerate(groups):
+        for index, (label, metrics) in enumerate(lines):
+            for stage in ("sft", "train"):
+                curves = [_metric(run, stage, metrics) for run in group.runs]
+                made = _over_runs(
+                    curves,
+                    label=group.label if len(groups) > 1 else label,
+                    stage=stage,
+                    color=color if len(groups) > 1 else index,
+                    dash=color if len(groups) > 1 else index,
+                )
+                if made is not None:
+                    series.append(made)
+    note = spec.note
+    zero = [s.label for s in series if not np.any(s.values)]
+    if 0 < len(zero) < len(series):
+        note += f" 0 throughout: {', '.join(zero)}."
+        series = [s for s in series if np.any(s.values)]
+    scale = spec.scale
+    if scale == "free" and series and all(_within(s, 0, 1) for s in series):
+        scale = "rate"
+    elif scale == "log" and any(np.any(s.values <= 0) for s in series):
+        scale = "zero"
+    unit = spec.unit.replace(", log scale", "") if scale != "log" else spec.unit
+    return Chart(name=spec.name, title=title, unit=unit, note=note, scale=scale, series=series)
+
+
+def _within(series: Series, low: float, high: float) -> bool:
+    return bool(np.all((series.values >= low) & (series.values <= high)))
+
+
+def _metric(run: Facts, stage: str, names: Sequence[str]) -> dict[int, tuple[float, None, None]]:
+    """A metric of a run by global step, where it was measured."""
+    values = {}
+    for record in run.files.records:
+        if record["stage"] == stage:
+            numbers = [record[name] for name in names if isinstance(record.get(name), int | float)]
+            if numbers and math.isfinite(numbers[0]):
+                values[record["step"]] = (float(numbers[0]), None, None)
+    return values
+
+
+Curve = dict[int, tuple[float, float | None, float | None]]
+"""Value, low and high by global step."""
+
+
+def _over_runs(curves: Sequence[Any], *, is_points: bool = False, **place: Any) -> Series | None:
+    """One run's curve; of several the mean, between the smallest and the largest.
+
+    Steps that not every run has are left out: a mean over fewer runs would jump.
+    """
+    steps = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+    if not steps:
+        return None
+    values = np.array([[curve[step][0] for step in steps] for curve in curves])
+    low = high = smooth = None
+    if len(curves) > 1:
+        low, high = values.min(0), values.max(0)
+    elif all(curves[0][step][1] is not None for step in steps):
+        low = np.array([curves[0][step][1] for step in steps], float)
+        high = np.array([curves[0][step][2] for step in steps], float)
+    series = Series(
+        steps=np.array(steps, float),
+        values=values.mean(0),
+        low=low,
+        high=high,
+        is_points=is_points,
+        **place,
+    )
+    if is_points:
+        return series
+    series = thin(series)
+    if len(series.values) >= SMOOTH_FROM and len(curves) == 1:
+        smooth = running_mean(series.values, max(5, len(series.values) // 20))
+    return replace(series, smooth=smooth)
+
+
+def thin(series: Series) -> Series:
+    """At most `MAX_POINTS` points: means of neighbours, in the widest of their bands."""
+    size = math.ceil(len(series.steps) / MAX_POINTS)
+    if size == 1:
+        return series
+    starts = np.arange(0, len(series.steps), size)
+    counts = np.diff([*starts, len(series.steps)])
+
+    def averaged(values: np.ndarray) -> np.ndarray:
+        return np.asarray(np.add.reduceat(values, starts) / counts)
+
+    return replace(
+        series,
+        steps=averaged(series.steps),
+        values=averaged(series.values),
+        low=None if series.low is None else np.minimum.reduceat(series.low, starts),
+        high=None if series.high is None else np.maximum.reduceat(series.high, starts),
+    )
+
+
+def running_mean(values: np.ndarray, size: int) -> np.ndarray:
+    """The mean of up to `size` values around each.
+
+    The first ones take as many on each side as they have before them: a steep start stays steep.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    index = np.arange(len(values))
+    before = np.minimum(size // 2, index)
+    after = np.minimum(before, index[::-1])
+    return np.asarray((sums[index + after + 1] - sums[index - before]) / (before + after + 1))
+
+
+def _exact_match(groups: Sequence[Group]) -> Chart:
+    series = []
+    for color, group in enumerate(groups):
+        for index, (suite, (label, _)) in enumerate(SUITES.items()):
+            made = _over_runs(
+                [_scores(run.evaluations, suite, "all") for run in group.runs],
+                label=f"{group.label}: {label}" if len(groups) > 1 else label,
+                stage="train",
+                color=color if len(groups) > 1 else index,
+                dash=index,
+                is_points=True,
+            )
+            if made is not None:
+                series.append(made)
+    return Chart(
+        name="exact_match",
+        title="Exact match on held-out questions",
+        unit="share of questions",
+        note="Bars: 95% interval." if _is_single(groups) else "",
+        scale="rate",
+        series=series,
+    )
+
+
+def _by_data_set(groups: Sequence[Group]) -> Chart | None:
+    """Sampled exact match of each data set, for one group with several of them."""
+    [first, *others] = groups
+    sets = [row.data_set for row in first.runs[0].rows if row.suite == "sampled"]
+    sets = [name for name in dict.fromkeys(sets) if name not in ("all", "mean")]
+    if others or not 1 < len(sets) <= 6:
+        return None
+    series = [
+        _over_runs(
+            [_scores(run.evaluations, "sampled", name) for run in first.runs],
+            label=name,
+            stage="train",
+            color=index,
+            dash=index,
+            is_points=True,
+        )
+        for index, name in enumerate(sets)
+    ]
+    return Chart(
+        name="exact_match_by_set",
+        title="Exact match by data set, sampled",
+        unit="share of questions",
+        note="Bars: 95% interval." if _is_single(groups) else "",
+        scale="rate",
+        series=[s for s in series if s is not None],
+    )
+
+
+def _is_single(groups: Sequence[Group]) -> bool:
+    return all(len(group.runs) == 1 for group in groups)
+
+
+def _scores(evaluations: Sequence[Evaluation], suite: str, data_set: str) -> Curve:
+    """Scores by step; the later of two at the same step, which are of the same weights."""
+    curve: Curve = {}
+    for evaluation in evaluations:
+        score = evaluation.scores.get(suite, {}).get(data_set)
+        if score is not None:
+            curve[evaluation.step] = (score.value, score.low, score.high)
+    return curve
+
+
+def spread(runs: Sequence[Facts], pick: Callable[[Facts], float | None]) -> str:
+    """The mean of a number over runs and its sample standard deviation, as text."""
+    values = [value for value in map(pick, runs) if value is not None]
+    if not values:
+        return ""
+    text = f"{np.mean(values):.3f}"
+    return f"{text} ± {np.std(values, ddof=1):.3f}" if len(values) > 1 else text

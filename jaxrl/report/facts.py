@@ -1,0 +1,450 @@
+"""What a report says of one run: pure functions from the files' contents to plain data."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl.config import default_config, flatten
+from jaxrl.envs.protocol import TAGS
+from jaxrl.envs.rewards import normalize_answer
+from jaxrl.report.reading import RunFiles, place
+
+SUITES = {
+    "sampled": ("sampled", "drawn at temperature 1"),
+    "greedy": ("greedy", "the most likely token each time"),
+    "empty_search": ("search finds nothing", "a control: only guessing and memory are left"),
+}
+"""Evaluation suites: what the report calls them, and what they are."""
+
+STAGES = {"sft": "warm start", "train": "reinforcement learning", "evaluate": "evaluation"}
+
+PARTS = {
+    "generation": ("timing_s/gen",),
+    "update": ("timing_s/update_actor",),
+    "evaluation": ("timing_s/testing",),
+    "checkpoint": ("timing_s/save_checkpoint",),
+}
+"""Where the time goes, and the metrics that tell."""
+
+KINDS = {
+    "found": ("Wrong, though found", "a search returned an accepted answer; another was given"),
+    "not_found": ("Wrong, not found", "no search returned an accepted answer"),
+    "no_search": ("Wrong, no search", "answered without asking"),
+    "abstained": ("Abstained", "declined to answer"),
+    "malformed": ("Malformed", "ended its turn with neither a search nor an answer"),
+    "out_of_budget": ("Out of budget", "no tokens or searches left before the answer was whole"),
+    "environment_error": ("Environment error", "the search failed; left out of the scores"),
+}
+"""Kinds of failure, and what they mean."""
+
+_SCORE = re.compile(r"val-core/(.+)/exact_match/(mean@\d+|greedy|empty_search)")
+_TAG_NAMES = "|".join(TAGS)
+_SEGMENT = re.compile(rf"<({_TAG_NAMES})>(.*?)(?:</\1>|(?=<(?:{_TAG_NAMES})>)|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Exact match on some questions, with a 95% interval where there is one."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    num_questions: int | None = None  # that could be scored
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Exact match by suite and data set, at one place of the run."""
+
+    stage: str
+    step: int
+    scores: dict[str, dict[str, Score]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A suite's exact match on one data set in the first and in the last evaluation that has it."""
+
+    suite: str
+    data_set: str
+    before: Score | None  # None where there is only one such evaluation
+    after: Score
+    steps: tuple[int, int]  # of the two
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """One question before and after."""
+
+    change: str
+    before: dict[str, Any] | None
+    after: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failures:
+    """One kind of failure in the last evaluation."""
+
+    kind: str
+    counts: dict[str, int]  # by suite
+    example: dict[str, Any] | None  # of the suite that the report shows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Where a stage's time went, in seconds."""
+
+    stage: str
+    num_steps: int
+    parts: dict[str, float]
+    throughput: float | None  # tokens per second, over the stage's steps
+
+    @property
+    def total(self) -> float:
+        """All of it, in seconds."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """A piece of a response: text between tags, or text outside of any."""
+
+    kind: str  # a tag, `text`, or `forged` for a result that the model wrote itself
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """All that is said of one run."""
+
+    files: RunFiles
+    evaluations: list[Evaluation]
+    rows: list[Row]
+    changes: dict[str, int]  # questions by how their correctness changed
+    pairs: list[Pair]
+    pair_places: tuple[str, str] | None  # the two evaluations that pairs compare
+    suite: str | None  # the one that pairs and failures show
+    failures: list[Failures]
+    num_evaluated: dict[str, int]  # questions of the last evaluation, by suite
+    timings: list[Timing]
+    changed_config: list[tuple[str, Any, Any]]  # key, value, default
+    stages: list[tuple[str, int, int | None]]  # stage, steps done, steps planned
+
+    @property
+    def name(self) -> str:
+        """The workdir's name."""
+        return self.files.name
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every configured stage has come to its end."""
+        return bool(self.stages) and all(
+            planned is not None and done >= planned for _, done, planned in self.stages
+        )
+
+
+def facts_of(run: RunFiles) -> Facts:
+    """Everything the report says of a run."""
+    evaluations = evaluations_of(run)
+    asked = [found for found in run.evaluations if _questions(found)]
+    suite = _shown_suite(asked)
+    with_suite = [found for found in asked if suite in _questions(found)]
+    pairs, changes = compare_questions(with_suite, suite) if suite else ([], {})
+    last = asked[-1] if asked else {}
+    return Facts(
+        files=run,
+        evaluations=evaluations,
+        rows=first_and_last(evaluations),
+        changes=changes,
+        pairs=pairs,
+        pair_places=(_where(with_suite[0]), _where(with_suite[-1])) if with_suite else None,
+        suite=suite,
+        failures=group_failures(_questions(last), suite),
+        num_evaluated={name: len(records) for name, records in _questions(last).items()},
+        timings=timings_of(run.records),
+        changed_config=changed_config(run.config),
+        stages=progress_of(run),
+    )
+
+
+def _where(found: dict[str, Any]) -> str:
+    return f"{STAGES.get(found['stage'], found['stage'])}, step {found['step']}"
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and math.isfinite(value) else None
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share of `count` independent questions.
+
+    Wilson 1927, as in https://doi.org/10.1214/ss/1009213286.
+    """
+    z = 1.959964
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    spread = math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
+    half = z * spread / (1 + z * z / count)
+    return max(middle - half, 0.0), min(middle + half, 1.0)
+
+
+def evaluations_of(run: RunFiles) -> list[Evaluation]:
+    """Scores from the records; from the files of `eval/`, what the records lack and intervals."""
+    scores: dict[tuple[int, str], dict[str, dict[str, Score]]] = {}
+    for record in run.records:
+        for key, value in record.items():
+            match, number = _SCORE.fullmatch(key), _number(value)
+            if match and number is not None:
+                data_set, suite = match[1], "sampled" if "@" in match[2] else match[2]
+                names = ("num_questions", "unscored_questions", "environment_errors")
+                count = _scored({n: record.get(f"val-aux/{data_set}/{n}/{suite}") for n in names})
+                at = scores.setdefault((record["step"], record["stage"]), {})
+                at.setdefault(suite, {})[data_set] = _score(number, None, count)
+    for found in run.evaluations:
+        at = scores.setdefault((found["step"], found["stage"]), {})
+        for suite, by_set in _mapping(found.get("summary")).items():
+            for data_set, means in _mapping(by_set).items():
+                number = _number(_mapping(means).get("exact_match"))
+                if number is not None:
+                    interval: Any = found.get("intervals")
+                    for key in (suite, data_set, "exact_match"):
+                        interval = _mapping(interval).get(key)
+                    count = _scored(means)
+                    at.setdefault(suite, {})[data_set] = _score(number, interval, count)
+    ordered = sorted(scores, key=lambda key: place({"step": key[0], "stage": key[1]}))
+    return [
+        Evaluation(stage=stage, step=step, scores=scores[step, stage])
+        for step, stage in ordered
+        if scores[step, stage]
+    ]
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _scored(counts: dict[str, Any]) -> int | None:
+    """Questions that could be scored; older evaluations had one sample of each, and its error."""
+    count, unscored = _number(counts.get("num_questions")), counts.get("unscored_questions")
+    unscored = counts.get("environment_errors") if unscored is None else unscored
+    return None if count is None else int(count - (_number(unscored) or 0))
+
+
+def _score(value: float, interval: Any, count: int | None) -> Score:
+    low = high = None
+    if isinstance(interval, list) and [_number(x) is not None for x in interval] == [True, True]:
+        low, high = interval
+    elif count and 0 <= value <= 1:
+        low, high = wilson(value, count)
+    return Score(value=value, low=low, high=high, num_questions=count)
+
+
+def first_and_last(evaluations: Sequence[Evaluation]) -> list[Row]:
+    """Each suite's and data set's first and last score; the suites in their usual order."""
+    found: dict[tuple[str, str], list[tuple[int, Score]]] = {}
+    for evaluation in evaluations:
+        for suite, by_set in evaluation.scores.items():
+            for data_set, score in by_set.items():
+                found.setdefault((suite, data_set), []).append((evaluation.step, score))
+    order = [*SUITES, *dict.fromkeys(suite for suite, _ in found if suite not in SUITES)]
+    return [
+        Row(
+            suite=suite,
+            data_set=data_set,
+            before=scores[0][1] if len(scores) > 1 else None,
+            after=scores[-1][1],
+            steps=(scores[0][0], scores[-1][0]),
+        )
+        for (suite, data_set), scores in sorted(
+            found.items(), key=lambda item: (item[0][1] != "all", order.index(item[0][0]))
+        )
+    ]
+
+
+def _questions(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """An evaluation's questions by suite, without what is not one."""
+    by_suite = {
+        suite: [record for record in records if isinstance(record, dict)]
+        for suite, records in _mapping(found.get("questions")).items()
+        if isinstance(records, list)
+    }
+    return {suite: records for suite, records in by_suite.items() if records}
+
+
+def _shown_suite(asked: Sequence[dict[str, Any]]) -> str | None:
+    """The suite whose answers are shown: of the last evaluation, sampled where there is that."""
+    suites = list(_questions(asked[-1])) if asked else []
+    return min(suites, key=lambda s: [*SUITES, s].index(s), default=None)
+
+
+def is_right(record: dict[str, Any]) -> bool | None:
+    """Whether a question was answered right; None where it could not be scored."""
+    score = _number(record.get("exact_match"))
+    failed = record.get("outcome") == "environment_error"
+    return None if failed or score is None else score >= 1
+
+
+def compare_questions(
+    evaluations: Sequence[dict[str, Any]], suite: str
+) -> tuple[list[Pair], dict[str, int]]:
+    """The same questions in the first and the last evaluation: some of them, and how many changed.
+
+    Shown are two that became right, of two data sets where there are two, and one of each other
+    kind: always the first ones, so that nothing is picked by hand.
+    """
+
+    def by_id(found: dict[str, Any]) -> dict[Any, dict[str, Any]]:
+        records = _questions(found).get(suite, [])
+        return {(str(r.get("task_id")), r.get("sample_index", 0)): r for r in records}
+
+    first, last = by_id(evaluations[0]), by_id(evaluations[-1])
+    names: dict[tuple[bool | None, bool | None], str] = {
+        (False, True): "became right",
+        (True, True): "right both times",
+        (True, False): "became wrong",
+        (False, False): "wrong both times",
+    }
+    if len(evaluations) == 1:
+        first, names = {}, {(None, True): "right", (None, False): "wrong"}
+    pairs: dict[str, list[Pair]] = {name: [] for name in names.values()}
+    for key, after in last.items():
+        before = first.get(key)
+        change = names.get((is_right(before) if before else None, is_right(after)))
+        if change:
+            pairs[change].append(Pair(change=change, before=before, after=after))
+    best, *others = pairs
+    other_set = [p for p in pairs[best] if _source(p) != _source(pairs[best][0])]
+    shown = [*pairs[best][:1], *(other_set or pairs[best][1:])[:1]]
+    shown += [pair for name in others for pair in pairs[name][:1]]
+    return shown, {name: len(found) for name, found in pairs.items()}
+
+
+def _source(pair: Pair) -> Any:
+    return pair.after.get("data_source")
+
+
+def group_failures(questions: dict[str, list[dict[str, Any]]], suite: str | None) -> list[Failures]:
+    """Failures of one evaluation by kind, most frequent in the shown suite first."""
+    kinds = {name: [failure_kind(r) for r in records] for name, records in questions.items()}
+    counts = {name: Counter(k for k in found if k) for name, found in kinds.items()}
+    example: dict[str, dict[str, Any]] = {}
+    shown = suite or ""
+    for record, kind in zip(questions.get(shown, []), kinds.get(shown, []), strict=True):
+        if kind:
+            example.setdefault(kind, record)
+    present = [kind for kind in KINDS if any(c[kind] for c in counts.values())]
+    present.sort(key=lambda kind: -counts[suite][kind] if suite in counts else 0)
+    return [
+        Failures(
+            kind=kind,
+            counts={name: c[kind] for name, c in counts.items()},
+            example=example.get(kind),
+        )
+        for kind in present
+    ]
+
+
+def failure_kind(record: dict[str, Any]) -> str | None:
+    """Which of `KINDS` a question's record is; None for a right answer or one without a score."""
+    outcome = record.get("outcome")
+    if outcome == "environment_error":
+        return "environment_error"
+    if is_right(record) is not False:
+        return None
+    if outcome in KINDS:
+        return str(outcome)
+    found = [s.text for s in segments(str(record.get("response", ""))) if s.kind == "information"]
+    if not found and not record.get("searches"):
+        return "no_search"
+    # Whole words: "Ann" is not found in "Annapolis".
+    text = f" {normalize_answer(' '.join(found))} "
+    answers = [normalize_answer(str(answer)) for answer in record.get("answers") or []]
+    return "found" if any(a and f" {a} " in text for a in answers) else "not_found"
+
+
+def segments(response: str) -> list[Segment]:
+    """A response in pieces by its tags, in order; a piece never closed ends at the next tag.
+
+    A result stands where the environment puts it, right behind a search. Text that the model put
+    between the same tags elsewhere is told apart.
+    """
+    pieces, end = [], 0
+    for match in _SEGMENT.finditer(response):
+        before = response[end : match.start()]
+        pieces.append(Segment(kind="text", text=before))
+        kind = match[1]
+        after_search = response[: match.start()].rstrip("\n").endswith("</search>")
+        if kind == "information" and not after_search:
+            kind = "forged"
+        pieces.append(Segment(kind=kind, text=match[2].strip()))
+        end = match.end()
+    pieces.append(Segment(kind="text", text=response[end:]))
+    return [piece for piece in pieces if piece.kind != "text" or piece.text.strip()]
+
+
+def timings_of(records: Sequence[dict[str, Any]]) -> list[Timing]:
+    """Where the time of each stage went.
+
+    What lies between two records, such as a checkpoint, counts with the later one.
+    """
+    timings = []
+    for stage in dict.fromkeys(record["stage"] for record in records):
+        own = [record for record in records if record["stage"] == stage]
+
+        def total(*names: str, own: list[dict[str, Any]] = own) -> float:
+            return sum(_number(record.get(name)) or 0.0 for record in own for name in names)
+
+        parts = {part: total(*names) for part, names in PARTS.items()}
+        steps = [record for record in own if "timing_s/step" in record]
+        step_s = total("timing_s/step")
+        if not total("timing_s/update_actor"):  # a supervised step is nothing but its update
+            parts["update"] = step_s - parts["generation"]
+        known = sum(parts.values())
+        parts["other"] = max(total("timing_s/wall") - known, step_s - known, 0.0)
+        tokens = sum(
+            (_number(record.get("perf/throughput")) or 0.0)
+            * (_number(record.get("timing_s/step")) or 0.0)
+            for record in steps
+        )
+        if sum(parts.values()) > 0:
+            timings.append(
+                Timing(
+                    stage=stage,
+                    num_steps=len(steps),
+                    parts={part: seconds for part, seconds in parts.items() if seconds > 0},
+                    throughput=tokens / step_s if tokens and step_s else None,
+                )
+            )
+    return timings
+
+
+def changed_config(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Keys that differ from the defaults: key, value, default (None for a key of another time)."""
+    defaults = flatten(default_config())
+    return [
+        (key, value, defaults.get(key))
+        for key, value in config.items()
+        if key not in defaults or defaults[key] != value
+    ]
+
+
+def progress_of(run: RunFiles) -> list[tuple[str, int, int | None]]:
+    """Each stage's steps done and planned; an evaluation counts as one step."""
+    planned = {"sft": run.config.get("sft.num_steps"), "train": run.config.get("num_steps")}
+    seen = dict.fromkeys(record["stage"] for record in run.records)
+    stages = run.config.get("stages", ())
+    names = [name for name in STAGES if name in stages or name in seen]
+    progress: list[tuple[str, int, int | None]] = []
+    for stage in names:
+        own = [record for record in run.records if record["stage"] == stage]
+        if stage == "evaluate":
+            progress.append((stage, min(len(own), 1), 1))
+        else:
+            done = sum("timing_s/step" in record for record in own)
+            progress.append((stage, done, planned.get(stage)))
+    return progress

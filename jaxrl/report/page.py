@@ -1,0 +1,156 @@
+"""Facts and charts to one self-contained page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from jaxrl.report.curves import MAX_POINTS, Chart, Group, spread
+from jaxrl.report.drawing import legend_of, svg
+from jaxrl.report.facts import KINDS, PARTS, STAGES, SUITES, Facts, Row, Score, segments
+
+MAX_SEGMENT = 3000  # characters shown of one piece of a response
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+
+
+def page(groups: Sequence[Group], charts: Sequence[Chart], zero: Sequence[str], at: Path) -> str:
+    """The page as HTML, for a file in the folder `at`."""
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.ChainableUndefined,  # records of other times lack fields
+    )
+    templates.filters |= {
+        "score": score,
+        "interval": interval,
+        "change": change,
+        "duration": duration,
+        "value": value,
+        "visible": visible,
+        "pieces": pieces,
+    }
+    runs = [run for group in groups for run in group.runs]
+    return templates.get_template("page.html").render(
+        title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
+        runs=runs,
+        max_points=MAX_POINTS,
+        groups=groups,
+        charts=[(chart, Markup(svg(chart)), legend_of(chart)) for chart in charts],
+        zero=zero,
+        kinds=KINDS,
+        suites=SUITES,
+        stages=STAGES,
+        part_names=[*PARTS, "other"],
+        sentence=sentence,
+        all_rows=lambda run: [row for row in run.rows if row.data_set == "all"],
+        other_rows=lambda run: [row for row in run.rows if row.data_set != "all"],
+        common_suites=[s for s in SUITES if any(find(r, s) for r in runs)],
+        find=find,
+        spread_of=spread_of,
+        plots=(at / "plots").name,
+    )
+
+
+def find(run: Facts, suite: str) -> Row | None:
+    """A suite's row over all questions."""
+    rows = [row for row in run.rows if (row.suite, row.data_set) == (suite, "all")]
+    return rows[0] if rows else None
+
+
+def spread_of(runs: Sequence[Facts], suite: str, when: str) -> str:
+    """Mean and deviation over runs of a suite's score `before` or `after`."""
+
+    def pick(run: Facts) -> float | None:
+        found = getattr(find(run, suite), when, None)
+        return found.value if isinstance(found, Score) else None
+
+    return spread(runs, pick)
+
+
+def sentence(run: Facts) -> str:
+    """What was trained, on what, how: one or two sentences for a stranger."""
+    config, start = run.files.config, (run.files.starts or [{}])[-1]
+    model, steps = start.get("model", {}), {stage: done for stage, done, _ in run.stages}
+    name = _ending(config.get("model.path")) or "A model"
+    if model:
+        weights = f"{model['parameters'] / 1e6:,.1f} million weights"
+        name = f"{name} ({model['layers']} layers, {weights})"
+    did = []
+    if "sft" in steps:
+        did.append(f"a warm start on demonstrations ({steps['sft']:,} steps)")
+    if "train" in steps:
+        algorithm = str(config.get("advantage.name", "")).upper()
+        parts = [
+            key.removeprefix("reward.weights.").replace("_", " ")
+            for key, value in config.items()
+            if key.startswith("reward.weights.") and value
+        ]
+        paid = f"; reward: {' and '.join(parts)}" if parts else ""
+        did.append(f"reinforcement learning ({algorithm}, {steps['train']:,} steps{paid})")
+    text = f"{name} went through {' and then '.join(did)}. " if did else f"{name} was evaluated. "
+    corpus = _ending(config.get("search.corpus"))
+    if corpus:
+        documents = config.get("search.topk")
+        text += f"It answers questions by searching {corpus}, {documents} documents a result. "
+    counts = [row.after.num_questions for row in run.rows if row.data_set == "all"]
+    if counts and counts[0]:
+        text += f"Scores are of {counts[0]:,} held-out questions."
+    return text
+
+
+def _ending(path: Any) -> str:
+    """A path's last two names: what tells it apart, without where it lies."""
+    return "/".join(Path(str(path or "")).parts[-2:])
+
+
+def score(found: Score | None) -> str:
+    """A share with three digits."""
+    return "–" if found is None else f"{found.value:.3f}"
+
+
+def interval(found: Score | None) -> str:
+    """The 95% interval of a score."""
+    if found is None or found.low is None or found.high is None:
+        return ""
+    return f"{found.low:.3f} to {found.high:.3f}"
+
+
+def change(row: Row) -> str:
+    """By how much a score changed, with its sign."""
+    return "" if row.before is None else f"{row.after.value - row.before.value:+.3f}"
+
+
+def duration(seconds: float) -> str:
+    """A time, short: 12.3 s, 4 min 05 s, 2 h 10 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02} s"
+    return f"{minutes // 60} h {minutes % 60:02} min"
+
+
+def value(setting: Any) -> str:
+    """A setting as the configuration would have it."""
+    return repr(setting)
+
+
+def visible(text: Any) -> str:
+    """Foreign text with control characters as replacement characters, cut where it is endless."""
+    text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(text))
+    left = len(text) - MAX_SEGMENT
+    return f"{text[:MAX_SEGMENT]} … ({left:,} more characters)" if left > 0 else text
+
+
+def pieces(record: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """A record's response in pieces: kind, what to call it, text."""
+    names = {"information": "found", "forged": "forged result", "text": "untagged"}
+    found = segments(str(record.get("response") or ""))
+    return [(piece.kind, names.get(piece.kind, piece.kind), piece.text) for piece in found]

@@ -1,0 +1,494 @@
+"""Reports of runs made by hand: facts worked out on paper, hostile text, files that are missing."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from scipy.stats import binomtest
+
+from jaxrl.config import default_config, to_json
+from jaxrl.report import write_or_warn, write_report
+from jaxrl.report.__main__ import main
+from jaxrl.report.curves import MAX_POINTS, Series, charts_of, group_runs, running_mean, thin
+from jaxrl.report.facts import Segment, facts_of, failure_kind, segments, wilson
+from jaxrl.report.page import duration, page, visible
+from jaxrl.report.reading import read_run
+
+FOUND = "<search> q </search>\n\n<information>Doc 1(Title: X) born in Tarvik.</information>\n\n"
+HOSTILE = (
+    "</div></script><script>alert(1)</script><img src=x onerror=alert(2)>\" onmouseover='alert(3)'"
+    "{{ 7 * 7 }}{% raw %}<!-- \x00\ud800\u202e &lt; ]]>"
+)
+
+
+def question(task_id, *, right=0.0, outcome="answered", response="", data_source="one", **fields):
+    return {
+        "task_id": task_id,
+        "data_source": data_source,
+        "question": f"Where is {task_id}?",
+        "answers": ["The Tarvik"],
+        "final_answer": "Tarvik" if right else "Oslo",
+        "outcome": outcome,
+        "searches": ["q"] if "<search>" in response else [],
+        "response": response,
+        "exact_match": right,
+        **fields,
+    }
+
+
+FIRST = [
+    question("a", response="<answer> Oslo </answer>"),
+    question("b", right=1.0, response=FOUND),
+    question("c", response=FOUND),
+    question("d", response=FOUND),
+]
+LAST = [
+    question("a", right=1.0, response=FOUND + "<answer> Tarvik </answer>"),
+    question("b", right=1.0, response=FOUND),
+    question("c", right=1.0, response=FOUND, data_source="two"),
+    question("d", response=FOUND + "<answer> Oslo </answer>", data_source="two"),
+]
+
+
+def scored(suite, questions):
+    name = "mean@1" if suite == "sampled" else suite
+    return {
+        f"val-core/all/exact_match/{name}": np.mean([q["exact_match"] for q in questions]),
+        f"val-aux/all/num_questions/{suite}": len(questions),
+        f"val-aux/all/environment_errors/{suite}": 0,
+    }
+
+
+def write_evaluation(workdir, stage, step, questions, **fields):
+    (workdir / "eval").mkdir(exist_ok=True)
+    content = {"step": step, "questions": questions, **fields}
+    (workdir / "eval" / f"{stage}_{step}.json").write_text(json.dumps(content))
+
+
+def make_run(workdir, *, first=FIRST, last=LAST, rewards=(0.25, 0.5, 0.75), **settings):
+    """Two steps of warm start, three of reinforcement learning, an evaluation."""
+    workdir.mkdir(parents=True)
+    config = default_config()
+    config.stages = ("sft", "train", "evaluate")
+    config.num_steps, config.sft.num_steps = 3, 2
+    config.model.path = "data/tiny/model"
+    config.update_from_flattened_dict(settings)
+    (workdir / "config.json").write_text(to_json(config))
+    step_s = {"timing_s/step": 2.0, "timing_s/wall": 3.0, "perf/throughput": 100.0}
+    records = [
+        {"step": 1, "stage": "sft", "sft/loss": 4.0, "sft/entropy": 3.0, **step_s},
+        {"step": 2, "stage": "sft", "sft/loss": 2.0, "sft/entropy": 1.0, **step_s},
+        {"step": 2, "stage": "train", **scored("sampled", first), "timing_s/testing": 4.0},
+    ]
+    for step, reward in enumerate(rewards, 3):
+        records.append(
+            {
+                "step": step,
+                "stage": "train",
+                "critic/rewards/mean": reward,
+                "actor/ppo_kl": 0.0,
+                "actor/entropy": 0.5,
+                "outcome/answered": 1.0,
+                "outcome/malformed": 0.0,
+                "response_length/mean": None,
+                **step_s,
+                "timing_s/gen": 0.5,
+                "timing_s/update_actor": 1.5,
+                "timing_s/save_checkpoint": 0.25,
+            }
+        )
+    end = {**scored("sampled", last), **scored("empty_search", first)}
+    records.append({"step": 5, "stage": "evaluate", **end})
+    (workdir / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    write_evaluation(workdir, "train", 2, {"sampled": first})
+    write_evaluation(workdir, "evaluate", 5, {"sampled": last, "empty_search": first})
+    return workdir
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "run")
+
+
+class Page(HTMLParser):
+    """What a browser would see: elements, attributes, text."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tags, self.attributes, self.text = [], [], ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        self.text += " " * (tag in ("td", "th", "p", "div", "small", "li", "summary"))
+
+    def handle_data(self, data):
+        self.text += data
+
+    @property
+    def words(self):
+        return " ".join(self.text.split())
+
+
+def told(*workdirs):
+    """The words of a report; its charts are made but not drawn, which takes most of the time."""
+    groups = group_runs([_facts(workdir) for workdir in workdirs])
+    _, zero = charts_of(groups)
+    return Page(page(groups, [], zero, workdirs[0])).words
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A report with everything: page and plots."""
+    return write_report([make_run(tmp_path_factory.mktemp("written") / "run")])
+
+
+class TestFacts:
+    def test_scores_before_and_after(self, run):
+        rows = {(r.suite, r.data_set): r for r in facts_of(read_run(run)).rows}
+        sampled = rows["sampled", "all"]
+        assert (sampled.before.value, sampled.after.value, sampled.steps) == (0.25, 0.75, (2, 5))
+        assert sampled.after.num_questions == 4
+        control = rows["empty_search", "all"]
+        assert (control.before, control.after.value) == (None, 0.25)
+
+    @pytest.mark.parametrize(("right", "count"), [(0, 4), (3, 4), (200, 200), (48, 200)])
+    def test_intervals_are_wilsons(self, right, count):
+        expected = binomtest(right, count).proportion_ci(method="wilson")
+        np.testing.assert_allclose(wilson(right / count, count), expected, atol=1e-6)
+
+    def test_intervals_of_the_evaluation_win(self, run):
+        summary = {"sampled": {"all": {"exact_match": 0.75, "num_questions": 4}}}
+        intervals = {"sampled": {"all": {"exact_match": [0.7, 0.8]}}}
+        write_evaluation(
+            run, "evaluate", 5, {"sampled": LAST}, summary=summary, intervals=intervals
+        )
+        score = facts_of(read_run(run)).rows[0].after
+        assert (score.low, score.high) == (0.7, 0.8)
+
+    def test_questions_that_changed(self, run):
+        facts = facts_of(read_run(run))
+        assert facts.changes == {
+            "became right": 2,
+            "right both times": 1,
+            "became wrong": 0,
+            "wrong both times": 1,
+        }
+        shown = [(pair.change, pair.after["task_id"]) for pair in facts.pairs]
+        # The first that became right, then the first of another data set.
+        assert shown == [
+            ("became right", "a"),
+            ("became right", "c"),
+            ("right both times", "b"),
+            ("wrong both times", "d"),
+        ]
+        assert facts.pair_places == ("reinforcement learning, step 2", "evaluation, step 5")
+
+    @pytest.mark.parametrize(
+        ("kind", "fields"),
+        [
+            (None, {"right": 1.0}),
+            (None, {"right": 1.0, "outcome": "out_of_budget"}),
+            ("environment_error", {"right": 1.0, "outcome": "environment_error"}),
+            ("malformed", {"outcome": "malformed"}),
+            ("out_of_budget", {"outcome": "out_of_budget", "response": FOUND}),
+            ("abstained", {"outcome": "abstained"}),
+            ("no_search", {"response": "<answer> Oslo </answer>"}),
+            ("found", {"response": FOUND}),
+            ("not_found", {"response": FOUND, "answers": ["Oslo"]}),
+            ("not_found", {"response": FOUND, "answers": ["Tar"]}),  # only part of a word
+            ("not_found", {"response": FOUND, "answers": ["the"]}),  # nothing is left of it
+            # Only what the environment inserted was found.
+            ("no_search", {"response": "<information>Tarvik</information>"}),
+        ],
+    )
+    def test_kinds_of_failure(self, kind, fields):
+        assert failure_kind(question("a", **fields)) == kind
+
+    def test_failures_by_kind_and_suite(self, run):
+        got = [(f.kind, f.counts) for f in facts_of(read_run(run)).failures]
+        assert got == [
+            ("found", {"sampled": 1, "empty_search": 2}),
+            ("no_search", {"sampled": 0, "empty_search": 1}),
+        ]
+
+    def test_time(self, run):
+        sft, train = facts_of(read_run(run)).timings
+        assert sft.parts == {"update": 4.0, "other": 2.0}
+        assert train.parts == {
+            "generation": 1.5,
+            "update": 4.5,
+            "evaluation": 4.0,
+            "checkpoint": 0.75,
+        }
+        assert (train.num_steps, train.throughput) == (3, 100.0)
+
+    def test_what_differs_from_the_defaults(self, run):
+        changed = {key: (value, default) for key, value, default in _facts(run).changed_config}
+        assert changed["num_steps"] == (3, 100)
+        assert changed["model.path"] == ("data/tiny/model", "")
+        assert set(changed) == {"stages", "num_steps", "sft.num_steps", "model.path"}
+
+    def test_progress(self, run):
+        facts = facts_of(read_run(run))
+        assert facts.stages == [("sft", 2, 2), ("train", 3, 3), ("evaluate", 1, 1)]
+        assert facts.is_finished
+
+
+def _facts(run):
+    return facts_of(read_run(run))
+
+
+class TestSegments:
+    def test_an_episode(self):
+        text = "<think> t </think>" + FOUND + "so <answer> x </answer>"
+        assert segments(text) == [
+            Segment(kind="think", text="t"),
+            Segment(kind="search", text="q"),
+            Segment(kind="information", text="Doc 1(Title: X) born in Tarvik."),
+            Segment(kind="text", text="\n\nso "),
+            Segment(kind="answer", text="x"),
+        ]
+
+    def test_a_piece_never_closed_ends_at_the_next_tag(self):
+        kinds = [(s.kind, s.text) for s in segments("<think> a <search> b </search> c")]
+        assert kinds == [("think", "a"), ("search", "b"), ("text", " c")]
+
+    def test_a_result_the_model_wrote_itself(self):
+        assert [s.kind for s in segments("<information>x</information>")] == ["forged"]
+
+
+class TestCurves:
+    def test_by_stage_on_the_global_axis(self, run):
+        charts, zero = charts_of(group_runs([_facts(run)]))
+        found = {chart.name: chart for chart in charts}
+        assert zero == ["KL divergence"]
+        entropy = found["entropy"]
+        assert entropy.stages == ["sft", "train"]
+        steps = {s.stage: s.steps.tolist() for s in entropy.series}
+        assert steps == {"sft": [1, 2], "train": [3, 4, 5]}
+        [reward] = found["reward"].series
+        assert reward.values.tolist() == [0.25, 0.5, 0.75]
+        assert found["reward"].scale == "rate"
+        sampled, control = found["exact_match"].series
+        assert (sampled.steps.tolist(), sampled.values.tolist()) == ([2, 5], [0.25, 0.75])
+        assert control.steps.tolist() == [5]
+        assert "0 throughout: malformed" in found["outcomes"].note
+        assert "response_length" not in found  # never measured
+
+    def test_seeds_are_one_curve(self, tmp_path):
+        seeds = {0: (0.0, 0.5, 1.0), 1: (0.5, 0.5, 0.5), 2: (1.0, 0.5)}  # one was killed
+        runs = [
+            _facts(make_run(tmp_path / f"seed{seed}", seed=seed, rewards=rewards))
+            for seed, rewards in seeds.items()
+        ]
+        [group] = group_runs(runs)
+        assert group.label == "seed0, seed1, seed2"
+        charts, _ = charts_of([group])
+        [reward] = next(chart for chart in charts if chart.name == "reward").series
+        assert reward.steps.tolist() == [3, 4]
+        assert reward.values.tolist() == [0.5, 0.5]
+        assert reward.low.tolist() == [0.0, 0.5]
+        assert reward.high.tolist() == [1.0, 0.5]
+
+    def test_configurations_apart_with_what_differs(self, tmp_path):
+        runs = [
+            _facts(make_run(tmp_path / "a", seed=1)),
+            _facts(make_run(tmp_path / "b", **{"kl.coef": 0.1})),
+            _facts(make_run(tmp_path / "c", seed=2)),
+        ]
+        groups = group_runs(runs)
+        assert [(g.label, g.config) for g in groups] == [
+            ("a, c", {"kl.coef": 0.0}),
+            ("b", {"kl.coef": 0.1}),
+        ]
+        charts, _ = charts_of(groups)
+        reward = next(chart for chart in charts if chart.name == "reward")
+        assert [s.label for s in reward.series] == ["a, c", "b"]
+        assert len(group_runs(runs, ["kl"])) == 1
+        assert len(group_runs(runs, ["kl.coe"])) == 2
+
+    def test_thinning_keeps_means_and_extremes(self):
+        values = np.arange(2 * MAX_POINTS + 1, dtype=float)
+        place = {"label": "", "stage": "train", "color": 0, "dash": 0, "is_points": False}
+        got = thin(Series(steps=values, values=values, low=values, high=values, **place))
+        assert len(got.values) <= MAX_POINTS
+        assert got.values[:2].tolist() == got.steps[:2].tolist() == [1.0, 4.0]
+        assert (got.low[0], got.high[0], got.high[-1]) == (0.0, 2.0, 800.0)
+
+    def test_running_mean(self):
+        got = running_mean(np.array([4.0, 1.0, 1.0, 1.0, 6.0]), 3)
+        np.testing.assert_allclose(got, [4.0, 2.0, 1.0, 8 / 3, 3.5])
+
+
+class TestPage:
+    def test_tells_the_run(self, run):
+        words = told(run)
+        assert "tiny/model went through a warm start on demonstrations (2 steps)" in words
+        assert "reinforcement learning (GRPO, 3 steps; reward: exact match)" in words
+        assert "Scores are of 4 held-out questions" in words
+        assert "0.250 → 0.750" in words
+        assert "2 became right, 1 right both times, 0 became wrong, 1 wrong both times." in words
+        assert "Configuration: 4 of" in words
+
+    def test_is_self_contained(self, written):
+        text = written.read_text(encoding="utf-8")
+        page = Page(text)
+        assert page.tags.count("figure") == 6
+        assert not {"script", "img", "iframe", "object", "embed"} & set(page.tags)
+        links = [value for name, value in page.attributes if name in ("href", "src", "action")]
+        assert all(link.startswith(("#", "data:")) for link in links)
+        assert not re.findall(r"@import|url\((?!#)", text)
+        assert set(re.findall(r"https?://[^\s\"'<]+", text)) <= {"http://www.w3.org/2000/svg"}
+        assert "0 throughout, not drawn: KL divergence" in page.words
+        ids = [value for name, value in page.attributes if name == "id"]
+        assert len(ids) == len(set(ids))
+
+    def test_plots(self, written):
+        plots = sorted((written.parent / "plots").iterdir())
+        assert [path.stem for path in plots] == [
+            "entropy",
+            "exact_match",
+            "loss",
+            "outcomes",
+            "reward",
+            "throughput",
+        ]
+        assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots)
+        assert written == written.parent.resolve() / "report.html"
+
+    def test_several_runs(self, tmp_path):
+        runs = [make_run(tmp_path / "runs" / f"s{seed}", seed=seed) for seed in (0, 1)]
+        other = make_run(tmp_path / "runs" / "warm", **{"optimizer.lr": 3e-4})
+        words = told(*runs, other)
+        assert "2 configurations, 3 runs" in words
+        assert "mean ± standard deviation over 2 seeds" in words
+        assert "0.250 ± 0.000 → 0.750 ± 0.000" in words
+        assert "What differs key s0, s1 warm optimizer.lr 1e-06 0.0003" in words
+
+    def test_numbers_for_people(self):
+        assert [duration(s) for s in (1.25, 245, 7800)] == ["1.2 s", "4 min 05 s", "2 h 10 min"]
+        assert visible("a\x00b") == "a�b"
+        assert visible("x" * 4000).endswith(" … (1,000 more characters)")
+
+
+def make_hostile(workdir):
+    """Everything a model, a data set or a name can hold, everywhere it can stand."""
+    fields = {"question": HOSTILE, "answers": [HOSTILE], "final_answer": HOSTILE}
+    response = f"<think>{HOSTILE}</think>{HOSTILE}<search>{HOSTILE}</search>\n\n<information>"
+    response += f"{HOSTILE}</information>\n\n<answer>{HOSTILE}</answer>"
+    bad = [question(HOSTILE, response=response, data_source=HOSTILE, **fields)]
+    run = make_run(workdir, first=bad, last=bad, **{"prompt.system": HOSTILE[:-20]})
+    sets = {name: {"exact_match": 0.5, "num_questions": 4} for name in ("all", HOSTILE, "$x_$^")}
+    for stage, step in (("train", 2), ("evaluate", 5)):
+        summary = {"sampled": sets, HOSTILE: sets}
+        write_evaluation(run, stage, step, {"sampled": bad, HOSTILE: bad}, summary=summary)
+    start = {name: HOSTILE for name in ("started", "commit", "num_tasks")}
+    start |= {"versions": {HOSTILE: HOSTILE}, "machine": {HOSTILE: HOSTILE}, "model": {}}
+    (run / "environment.json").write_text(json.dumps([{"step": HOSTILE, **start}]))
+    return run
+
+
+class TestForeignText:
+    def test_shows_as_text(self, tmp_path):
+        path = write_report([make_hostile(tmp_path / "<b>$run")])
+        page = Page(path.read_text(encoding="utf-8"))
+        assert not {"script", "img"} & set(page.tags)
+        assert "<b>$run" in page.text
+        assert not [name for name, _ in page.attributes if name.startswith("on")]
+        assert "<script>alert(1)</script>" in page.text
+        assert "{{ 7 * 7 }}{% raw %}" in page.text
+        assert "49" not in page.text.replace("0.49", "")
+
+    @pytest.mark.minutes
+    @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+    def test_runs_nothing_in_a_browser(self, tmp_path):
+        path = write_report([make_hostile(tmp_path / "run")])
+        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+        command += ["--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}"]
+        done = subprocess.run([*command, path.as_uri()], capture_output=True, timeout=120)
+        document = HTMLParser()
+        tags = []
+        document.handle_starttag = lambda tag, attrs: tags.append(tag)
+        document.feed(done.stdout.decode())
+        assert "h1" in tags
+        assert not {"script", "img"} & set(tags)
+
+
+class TestTolerance:
+    @pytest.mark.parametrize("missing", ["metrics.jsonl", "config.json", "eval"])
+    def test_missing_files(self, run, missing):
+        path = run / missing
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        words = told(run)
+        assert (f"{missing} is missing" in words) == (missing != "eval")
+        assert "environment.json is missing" in words
+
+    def test_a_line_cut_in_two(self, run):
+        file = run / "metrics.jsonl"
+        file.write_bytes(file.read_bytes()[:-30] + b"\xc3")
+        words = told(run)
+        assert "1 of 7 lines of metrics.jsonl are cut or damaged" in words
+        assert "not finished" in words
+
+    def test_damaged_files(self, run):
+        for path in (run / "config.json", *(run / "eval").iterdir(), run / "environment.json"):
+            path.write_text('{"step": [')
+        assert "could not be read" in told(run)
+
+    @pytest.mark.parametrize("content", ["[]", "3", "{}", '{"questions": {"sampled": [1, {}]}}'])
+    def test_files_that_hold_something_else(self, run, content):
+        for path in (run / "config.json", *(run / "eval").iterdir(), run / "environment.json"):
+            path.write_text(content)
+        (run / "metrics.jsonl").write_text('[]\n{"step": "x"}\n{"step": 1}\n')
+        assert "2 of 3 lines of metrics.jsonl" in told(run)
+
+    @pytest.mark.parametrize("stage", ["sft", "train", "evaluate"])
+    def test_one_stage_alone(self, run, stage):
+        file = run / "metrics.jsonl"
+        lines = [line for line in file.read_text().splitlines() if f'"stage": "{stage}"' in line]
+        file.write_text("\n".join(lines))
+        for path in (run / "eval").glob("*"):
+            if not path.name.startswith(stage):
+                path.unlink()
+        words = told(run)
+        assert ("No evaluation with its questions" in words) == (stage == "sft")
+
+    def test_only_begun(self, tmp_path):
+        run = make_run(tmp_path / "run")
+        shutil.rmtree(run / "eval")
+        (run / "metrics.jsonl").write_text("")
+        assert "reinforcement learning 0 of 3 steps · evaluation to come" in told(run)
+        path = write_report([run])
+        assert "Nothing to draw yet" in Page(path.read_text()).words
+
+    def test_what_a_killed_run_left_behind_is_not_its_own(self, run):
+        write_evaluation(run, "train", 9, {"sampled": LAST})
+        assert [e["step"] for e in read_run(run).evaluations] == [2, 5]
+
+
+class TestCommand:
+    def test_writes_where_it_is_told(self, run, tmp_path, capsys):
+        main([str(run), f"--out={tmp_path / 'x' / 'page.html'}"])
+        assert capsys.readouterr().out.strip() == str(tmp_path / "x" / "page.html")
+        assert (tmp_path / "x" / "page.html").exists()
+        assert (tmp_path / "x" / "plots" / "reward.png").exists()
+
+    @pytest.mark.parametrize(("name", "wanted"), [("no", "there is no run"), ("", "is no run")])
+    def test_no_such_run(self, tmp_path, name, wanted):
+        with pytest.raises(SystemExit, match=f"^error: .*{wanted}"):
+            main([str(tmp_path / name)])
+
+    def test_a_mistake_spoils_no_run(self, tmp_path):
+        said = []
+        write_or_warn(tmp_path / "none", said.append)
+        [line] = said
+        assert line.startswith("warning: no report: FileNotFoundError")
+        assert f"python -m jaxrl.report {tmp_path / 'none'} tries again" in line
