@@ -173,6 +173,19 @@ class TestFacts:
         score = facts_of(read_run(run)).rows[0].after
         assert (score.low, score.high) == (0.7, 0.8)
 
+    @pytest.mark.parametrize(
+        ("counts", "wanted"),
+        [
+            ({"num_questions": 9, "environment_errors": 2}, 7),  # one sample of each
+            ({"num_questions": 9, "unscored_questions": 1, "environment_errors": 6}, 8),
+            ({}, None),
+        ],
+    )
+    def test_questions_that_were_scored(self, run, counts, wanted):
+        summary = {"sampled": {"all": {"exact_match": 0.75, **counts}}}
+        write_evaluation(run, "evaluate", 5, {"sampled": LAST}, summary=summary)
+        assert _facts(run).rows[0].after.num_questions == wanted
+
     def test_questions_that_changed(self, run):
         facts = facts_of(read_run(run))
         assert facts.changes == {

@@ -15,7 +15,7 @@ from jaxrl.envs.rewards import normalize_answer
 from jaxrl.report.reading import RunFiles, place
 
 SUITES = {
-    "sampled": ("sampled", "drawn at temperature 1"),
+    "sampled": ("sampled", "drawn at random"),
     "greedy": ("greedy", "the most likely token each time"),
     "empty_search": ("search finds nothing", "a control: only guessing and memory are left"),
 }
