@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
@@ -17,6 +18,7 @@ from ml_collections import ConfigDict
 from jaxrl import sft
 from jaxrl.batching import BatchShape
 from jaxrl.data import read_tasks
+from jaxrl.distributed import RolloutFunction, shared
 from jaxrl.envs.base import Task
 from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine
 from jaxrl.envs.search import SearchEnv
@@ -26,7 +28,7 @@ from jaxrl.models.qwen import QwenConfig
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Limits, Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.sharding import check_model_fits, make_mesh, num_batch_shards
+from jaxrl.sharding import check_model_fits, local_mesh, make_mesh, num_batch_shards
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.update import Model
 
@@ -43,8 +45,8 @@ class Parts:
     eval_tasks: list[Task]
     demonstrations: list[sft.Demonstration]
     engine: Engine
-    rollout: Rollout
-    rollout_without_search: Rollout  # the control: the engine finds nothing
+    rollout: RolloutFunction
+    rollout_without_search: RolloutFunction  # the control: the engine finds nothing
 
 
 def assemble(config: ConfigDict) -> Parts:
@@ -105,8 +107,8 @@ def assemble(config: ConfigDict) -> Parts:
         eval_tasks=eval_tasks,
         demonstrations=demonstrations,
         engine=engine,
-        rollout=rollouts[0],
-        rollout_without_search=rollouts[1],
+        rollout=shared(rollouts[0]),
+        rollout_without_search=shared(rollouts[1]),
     )
 
 
@@ -175,18 +177,20 @@ def _make_engine(
     dtype: Any,
 ) -> Engine:
     rollout = config.rollout
+    num_slots = rollout.num_slots // jax.process_count()
     return Engine(
         model_config,
-        mesh,
+        local_mesh(mesh),
         automaton,
         num_tokens=tokenizer.num_tokens,
         eos_ids=tokenizer.eos_ids,
-        num_slots=rollout.num_slots,
+        num_slots=num_slots,
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_total_tokens=rollout.max_total_tokens,
         chunk_tokens=rollout.chunk_tokens,
-        prompts_per_prefill=max(rollout.num_slots // rollout.group_size, 1),
+        prompts_per_prefill=max(num_slots // rollout.group_size, 1),
         dtype=dtype,
+        train_mesh=mesh,
     )
 
 

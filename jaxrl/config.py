@@ -87,7 +87,7 @@ def default_config() -> ConfigDict:
     rollout.max_response_tokens = 512  # sampled tokens of a trajectory, over all turns
     rollout.max_total_tokens = 2048  # prompt, sampled tokens and observations of a trajectory
     rollout.max_turns = 4  # turns that search; asking once more ends the episode
-    rollout.num_slots = 64  # rows decoded side by side; a multiple of data * fsdp
+    rollout.num_slots = 64  # rows decoded side by side, over all devices; multiple of data * fsdp
     rollout.chunk_tokens = 16  # decoding steps between two looks of the host
 
     config.advantage = advantage = ConfigDict()

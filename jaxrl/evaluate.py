@@ -19,11 +19,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxrl.distributed import RolloutFunction
 from jaxrl.envs.base import Outcome, Task
 from jaxrl.envs.rewards import normalize_answer
 from jaxrl.metrics import mean, plain_number
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.rollout import Rollout, Seeds
+from jaxrl.sampling.rollout import Seeds
 from jaxrl.statistics import (
     bootstrap_means,
     column_means,
@@ -79,7 +80,7 @@ def check_data_sources(tasks: Sequence[Task], key: str) -> None:
 
 def roll_out(
     engine: Engine,
-    rollout: Rollout,
+    rollout: RolloutFunction,
     draws: Sequence[Draw],
     *,
     num_samples: int,

@@ -7,6 +7,7 @@ command line; the later ones win.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import re
@@ -25,6 +26,15 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.",
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; it is made.")
 _VALUES = flags.DEFINE_string("values", None, "YAML or JSON file of keys to set.")
 flags.DEFINE_bool("traceback", False, "Show where an error of the input was found.")
+_CLUSTER = flags.DEFINE_enum(
+    "cluster", None, ["slurm", "tpu"], "Where this process finds its place among several."
+)
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0 of several.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Processes of the job.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.")
+_PEER_DEADLINE_S = flags.DEFINE_float(
+    "peer_deadline_s", 120.0, "Seconds after which a silent process counts as lost.", lower_bound=5
+)
 
 INPUT_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OSError, flags.Error)
 
@@ -36,20 +46,40 @@ def main(argv: Sequence[str]) -> None:
         configuration.validate(config)
         logging.getLogger("absl").setLevel(logging.WARNING)
         # Imported late: a mistake in the configuration is told at once, without loading JAX.
-        from jaxrl.assemble import assemble
-        from jaxrl.metrics import Display, check_mirrors
+        from jaxrl import distributed
 
+        job = distributed.find_job(
+            coordinator=_COORDINATOR.value,
+            num_processes=_NUM_PROCESSES.value,
+            process_id=_PROCESS_ID.value,
+            cluster=_CLUSTER.value,
+        )
+    except INPUT_ERRORS as error:
+        _refuse(error)
+    joined = distributed.join(job, deadline_s=_PEER_DEADLINE_S.value) if job else None
+    with joined or contextlib.nullcontext():
+        _run(config, workdir)
+
+
+def _run(config: ConfigDict, workdir: Path) -> None:
+    """Assembles the parts, which refuses what is wrong, and runs the stages."""
+    from jaxrl import distributed
+    from jaxrl.assemble import assemble
+    from jaxrl.metrics import Display, check_mirrors
+
+    try:
         _check_workdir(config, workdir)
         check_mirrors(config.log.wandb_project)
         parts = assemble(config)
         workdir.mkdir(parents=True, exist_ok=True)
-        if set(config.stages) != {"evaluate"} or not (workdir / "config.json").exists():
+        is_new = set(config.stages) != {"evaluate"} or not (workdir / "config.json").exists()
+        if is_new and distributed.is_main():
             (workdir / "config.json").write_text(configuration.to_json(config), encoding="utf-8")
     except INPUT_ERRORS as error:
         _refuse(error)
     from jaxrl.train import run
 
-    run(config, workdir, parts, Display())
+    run(config, workdir, parts, Display(is_shown=distributed.is_main()))
 
 
 def _check_workdir(config: ConfigDict, workdir: Path) -> None:

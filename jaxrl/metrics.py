@@ -43,20 +43,28 @@ class Mirror(Protocol):
 class MetricsLog:
     """`metrics.jsonl`: one object a record, `step` and `stage` first."""
 
-    def __init__(self, path: Path, num_records: int):
-        """Opens the log, cut back to its first `num_records` records."""
+    def __init__(self, path: Path | None, num_records: int):
+        """Opens the log, cut back to its first `num_records` records.
+
+        Of several processes one writes; in the others, without a path, the log only counts.
+        """
         self._path = path
+        self.num_records = num_records
+        self.mirrors: list[Mirror] = []
+        self._carried: defaultdict[str, float] = defaultdict(float)
+        self._last = time.perf_counter()
+        if path is None:
+            return
         kept = path.read_text(encoding="utf-8").splitlines()[:num_records] if path.exists() else []
         cut = path.with_suffix(".tmp")
         cut.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         cut.replace(path)  # all at once: a kill in between loses nothing
         self.num_records = len(kept)
-        self.mirrors: list[Mirror] = []
-        self._carried: defaultdict[str, float] = defaultdict(float)
-        self._last = time.perf_counter()
 
     def records(self) -> list[Record]:
         """What the log holds."""
+        if self._path is None:
+            return []
         return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]
 
     def carry(self, name: str, value: float) -> None:
@@ -74,8 +82,9 @@ class MetricsLog:
         self._carried.clear()
         plain = {name: plain_number(value) for name, value in metrics.items()}
         record = {"step": step, "stage": stage, **plain}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(record) + "\n")
         for mirror in self.mirrors:
             mirror.write(self.num_records, record)
         self.num_records += 1
@@ -87,9 +96,16 @@ class MetricsLog:
 
 
 def open_log(
-    workdir: Path, num_records: int, config: ConfigDict, say: Callable[[str], None]
+    workdir: Path,
+    num_records: int,
+    config: ConfigDict,
+    say: Callable[[str], None],
+    *,
+    is_written: bool,
 ) -> MetricsLog:
     """The workdir's log, cut back to `num_records` records, with its mirrors."""
+    if not is_written:
+        return MetricsLog(None, num_records)
     log = MetricsLog(workdir / "metrics.jsonl", num_records)
     log.mirrors.append(TensorBoard(workdir / "tensorboard", log.records()))
     if config.log.wandb_project:
@@ -268,9 +284,9 @@ def mean(values: Sequence[float]) -> float:
 class Display:
     """Progress on the terminal: a live line where there is one, else a line now and then."""
 
-    def __init__(self, *, every_s: float = 5.0):
+    def __init__(self, *, every_s: float = 5.0, is_shown: bool = True):
         """A line at least every `every_s` seconds where the output is no terminal."""
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, quiet=not is_shown)
         self._every_s = every_s
         self._last = -math.inf
         self._first: tuple[int, float] | None = None  # a stage's first step and when it ended
@@ -284,7 +300,7 @@ class Display:
         """Begins a stage of `num_steps` steps, of which `first_step` are done."""
         self._stage, self._num_steps = stage, num_steps
         self._first, self._last = None, -math.inf
-        if self.console.is_terminal:
+        if self.console.is_terminal and not self.console.quiet:
             self._progress = Progress(
                 TextColumn("{task.description} {task.completed}/{task.total}"),
                 *([BarColumn()] if self.console.width >= 140 else []),

@@ -6,10 +6,12 @@ mesh axes `data`, `fsdp` and `tensor`. Everything with a batch axis is split ove
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -48,9 +50,39 @@ def make_mesh(*, data: int, fsdp: int, tensor: int, devices: list[Any] | None = 
         )
     if free:
         sizes[free[0]] = len(devices) // known
-    return jax.make_mesh(
+    mesh = jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 3, devices=devices
     )
+    for row in mesh.devices.reshape(-1, sizes["tensor"]):
+        if len({device.process_index for device in row}) > 1:
+            raise ValueError(
+                f"config.mesh.tensor={sizes['tensor']} would span several processes, each of which "
+                f"samples on its own {jax.local_device_count()} devices; set it to a divisor."
+            )
+    return mesh
+
+
+def local_mesh(mesh: Mesh) -> Mesh:
+    """The part of the mesh on this process's devices, its rows all along `data`.
+
+    The sampler works on it, so that no process waits for another between two updates. With one
+    process it is the mesh itself.
+    """
+    if jax.process_count() == 1:
+        return mesh
+    rows = mesh.devices.reshape(-1, mesh.shape["tensor"])
+    own = [row for row in rows if row[0].process_index == jax.process_index()]
+    devices = np.array(own).reshape(len(own), 1, -1)
+    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def on_local_mesh(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+    """An array of the mesh of all devices as one of this process's, of the same shape.
+
+    Its parts on this process's devices must be what `sharding` puts there; nothing is moved.
+    """
+    parts = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 
 def check_model_fits(mesh: Mesh, config: QwenConfig) -> None:
@@ -111,3 +143,11 @@ def param_shardings(mesh: Mesh, config: QwenConfig, *, for_decode: bool = False)
     return jax.tree.map(
         leaf, logical_axes(config), abstract_params(config), is_leaf=lambda x: isinstance(x, tuple)
     )
+
+
+def decode_shardings(mesh: Mesh, config: QwenConfig) -> dict[str, Any]:
+    """A sharding for every weight of `models.qwen.decode_weights`, and for an `lm_head`."""
+    untied = dataclasses.replace(config, tie_embeddings=False)
+    shardings = param_shardings(mesh, untied, for_decode=True)
+    layer = jax.tree.map(lambda s: NamedSharding(mesh, P(*s.spec[1:])), shardings["blocks"])
+    return {**shardings, "blocks": (layer,) * config.num_layers}

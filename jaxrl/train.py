@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from jaxrl import evaluate, report, sft
+from jaxrl import distributed, evaluate, report, sft
 from jaxrl.assemble import Parts, make_optimizer, sft_shape, train_shape
 from jaxrl.batching import BatchShape, Packed, pack
 from jaxrl.checkpoint import Checkpointer, abstract
@@ -90,8 +90,10 @@ def run(config: ConfigDict, workdir: Path, parts: Parts, display: Display) -> No
     checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep)
     saved = checkpointer.latest_position()
     position = Position(**saved) if saved else Position()
-    log = open_log(workdir, position.num_records, config, display.say)
-    write_environment(workdir / "environment.json", position.step, parts)
+    is_main = distributed.is_main()
+    log = open_log(workdir, position.num_records, config, display.say, is_written=is_main)
+    if is_main:
+        write_environment(workdir / "environment.json", position.step, parts)
     this = Run(config, workdir, parts, checkpointer, log, display, position)
     display.say(f"sampler shapes: {parts.engine.shapes()}")
     if saved:
@@ -107,7 +109,8 @@ def run(config: ConfigDict, workdir: Path, parts: Parts, display: Display) -> No
         display.stop()
         log.close()
         checkpointer.close()
-    report.write_or_warn(workdir, display.say)
+    if distributed.is_main():
+        report.write_or_warn(workdir, display.say)
     names = sorted(path.name + "/" * path.is_dir() for path in workdir.iterdir())
     display.say(f"done; {workdir} holds {', '.join(names)}")
 
@@ -288,6 +291,8 @@ def is_checkpoint_due(this: Run, num_steps: int) -> bool:
 
 def log_trajectories(this: Run, trajectories: Sequence[Trajectory], advantages: np.ndarray) -> None:
     """Writes the step's first trajectories to its file, as many as the configuration asks for."""
+    if not distributed.is_main():
+        return
     count = this.config.log.trajectories
     count = len(trajectories) if count < 0 else count
     file = this.workdir / "trajectories" / f"step_{this.position.step:06d}.jsonl"
@@ -445,14 +450,15 @@ def merge(measured: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def engine_metrics(engine: Engine, before: Counts) -> dict[str, float]:
-    """What the sampler did since its counters stood at `before`."""
-    now = engine.counts
+    """What the samplers of all processes did since this one's counters stood at `before`."""
+    now, past = dataclasses.asdict(engine.counts), dataclasses.asdict(before)
+    parts = distributed.gather({name: now[name] - past[name] for name in now})
+    done = {name: sum(part[name] for part in parts) for name in now}
     return {
-        "rollout/slot_occupancy": (now.sampled - before.sampled)
-        / max(now.slot_steps - before.slot_steps, 1),
-        "rollout/prefilled_prompt_tokens": now.prefilled_prompt - before.prefilled_prompt,
-        "rollout/prefilled_resume_tokens": now.prefilled_resume - before.prefilled_resume,
-        "rollout/sampled_tokens": now.sampled - before.sampled,
+        "rollout/slot_occupancy": done["sampled"] / max(done["slot_steps"], 1),
+        "rollout/prefilled_prompt_tokens": done["prefilled_prompt"],
+        "rollout/prefilled_resume_tokens": done["prefilled_resume"],
+        "rollout/sampled_tokens": done["sampled"],
         "perf/num_compilations/sampler": engine.num_compilations,
     }
 
@@ -492,7 +498,8 @@ def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]
         )
     record = evaluate.as_record(step, stage, settings.to_dict(), played, summaries)
     text = evaluate.as_text(step, stage, summaries)
-    evaluate.write(this.workdir / "eval" / f"{stage}_{step}.json", record, text)
+    if distributed.is_main():
+        evaluate.write(this.workdir / "eval" / f"{stage}_{step}.json", record, text)
     if stage == "evaluate":
         this.display.say(text)
     else:

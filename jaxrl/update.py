@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -180,8 +181,12 @@ def batch_shardings(mesh: Mesh, batch: Batch) -> Batch:
 
 
 def put_batch(mesh: Mesh, batch: Batch) -> Batch:
-    """A host batch on the mesh."""
-    return jax.device_put(batch, batch_shardings(mesh, batch))
+    """A host batch on the mesh; every process holds the whole and gives its own devices' part."""
+
+    def put(array: np.ndarray, sharding: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+
+    return jax.tree.map(put, batch, batch_shardings(mesh, batch))
 
 
 def _micro(batch: Batch, index: jax.Array) -> Batch:

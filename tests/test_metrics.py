@@ -111,7 +111,7 @@ def events(folder):
 
 class TestTensorBoard:
     def write(self, workdir, num_records, steps):
-        log = open_log(workdir, num_records, default_config(), print)
+        log = open_log(workdir, num_records, default_config(), print, is_written=True)
         for step in steps:
             log.write(step, "train", {"actor/entropy": step / 2, "nothing": math.nan})
         log.close()
@@ -175,7 +175,7 @@ class TestWandB:
         config = default_config()
         config.log.wandb_project = "project"
         for num_records in (0, 1):
-            log = open_log(tmp_path, num_records, config, print)
+            log = open_log(tmp_path, num_records, config, print, is_written=True)
             log.write(num_records, "train", {"actor/entropy": 0.5})
             log.close()
         folders = list((tmp_path / "wandb").glob("offline-run-*"))

@@ -8,7 +8,6 @@ read once for all its samples.
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from jaxrl.models.qwen import QwenConfig
 from jaxrl.sampling import decode
 from jaxrl.sampling.decode import Sampler, StopTables
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.sharding import num_batch_shards, param_shardings, replicated
+from jaxrl.sharding import decode_shardings, num_batch_shards, on_local_mesh, replicated
 from jaxrl.types import Params
 
 
@@ -167,12 +166,13 @@ class Engine:
         chunk_tokens: int,
         prompts_per_prefill: int,
         dtype: Any = jnp.float32,
+        train_mesh: Mesh | None = None,
     ):
         """Allocates the cache.
 
         Args:
             config: of the model.
-            mesh: slots are split over its data and fsdp axes.
+            mesh: of this process's devices; slots are split over its data and fsdp axes.
             automaton: ends a turn.
             num_tokens: ids the tokenizer knows.
             eos_ids: end a turn too.
@@ -182,6 +182,7 @@ class Engine:
             chunk_tokens: decoding steps between two looks of the host.
             prompts_per_prefill: prompts read side by side.
             dtype: of weights, activations and cache.
+            train_mesh: on which `set_weights` finds the parameters; `mesh` by default.
 
         Raises:
             ValueError: `num_slots` is not a multiple of data * fsdp.
@@ -193,6 +194,7 @@ class Engine:
                 f"{self.num_shards}; every device needs the same number of slots."
             )
         self._mesh = mesh
+        self._train_mesh = mesh if train_mesh is None else train_mesh
         self._slots_per_shard = num_slots // self.num_shards
         self._num_prompts = -(-prompts_per_prefill // self.num_shards) * self.num_shards
         self.capacity = max_total_tokens + chunk_tokens
@@ -218,17 +220,12 @@ class Engine:
 
     def _compile(self, config: QwenConfig, dtype: Any) -> None:
         extends = [(rows, size) for rows in self.row_sizes for size in self.read_sizes]
-        untied = dataclasses.replace(config, tie_embeddings=False)
-        shardings = param_shardings(self._mesh, untied, for_decode=True)
-        blocks = shardings["blocks"]
-        layer = jax.tree.map(
-            lambda s: jax.sharding.NamedSharding(s.mesh, jax.sharding.PartitionSpec(*s.spec[1:])),
-            blocks,
-        )
-        by_layer = {**shardings, "blocks": (layer,) * config.num_layers}
         prepare = lambda params: qwen.decode_weights(params, config, dtype)  # noqa: E731
         names = jax.eval_shape(prepare, qwen.abstract_params(config))
-        self._prepare = jax.jit(prepare, out_shardings={name: by_layer[name] for name in names})
+        layouts = decode_shardings(self._train_mesh, config)
+        self._prepare = jax.jit(prepare, out_shardings={name: layouts[name] for name in names})
+        layouts = decode_shardings(self._mesh, config)
+        self._layouts = {name: layouts[name] for name in names}
         decodes = [(rows, length) for rows in self.row_sizes for length in self.length_sizes]
         sampler = self.sampler
         self.functions = (
@@ -269,7 +266,10 @@ class Engine:
 
     def set_weights(self, params: Params) -> None:
         """Casts and reshards the trainer's parameters for decoding, once an update."""
-        self._weights = self._prepare(params)
+        weights = self._prepare(params)
+        if self._train_mesh != self._mesh:
+            weights = jax.tree.map(on_local_mesh, weights, self._layouts)
+        self._weights = weights
         self._prompts = _Prompts()  # what the old weights made of them is of no use
 
     def submit(self, requests: Sequence[Request]) -> list[int]:

@@ -1,0 +1,314 @@
+"""Several processes as one job: joining, exchanging host values, and noticing who is lost.
+
+One process a host. Rollouts run on each process's own devices at its own pace (`sharding`'s local
+mesh); updates run on the mesh of all devices. Between the two, `gather` brings together what the
+processes sampled, in their order, so that everything decided for the whole batch is computed from
+the same values everywhere.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import queue
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxrl import monitor
+from jaxrl.types import Draw, Trajectory
+
+Value = TypeVar("Value")
+
+EXIT_LOST = 76
+"""Exit code of a process that ended because another one was lost (EX_PROTOCOL of sysexits.h)."""
+
+CLUSTERS = ("slurm", "tpu")
+"""Environments that tell a process its place in the job."""
+
+_BLOCK = 1 << 20  # bytes a process contributes to one collective call: one compiled shape for all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Where this process stands in its job.
+
+    Attributes:
+        coordinator: host and port at which process 0 listens; None where JAX finds out by itself.
+        num_processes: of the job; None likewise.
+        process_id: of this process, from 0; None likewise.
+    """
+
+    coordinator: str | None
+    num_processes: int | None
+    process_id: int | None
+
+
+def find_job(
+    *,
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    cluster: str | None,
+) -> Job | None:
+    """The job this process belongs to; None if it is on its own.
+
+    Args:
+        coordinator: `--coordinator`.
+        num_processes: `--num_processes`.
+        process_id: `--process_id`.
+        cluster: `--cluster`, one of `CLUSTERS`.
+
+    Raises:
+        ValueError: the flags are incomplete or contradict each other, or the environment lacks what
+            the cluster should have set.
+    """
+    flags = {
+        "--coordinator": coordinator,
+        "--num_processes": num_processes,
+        "--process_id": process_id,
+    }
+    given = [name for name, value in flags.items() if value is not None]
+    if cluster is not None and given:
+        raise ValueError(f"--cluster={cluster} and {given[0]} were both set; expected either.")
+    if cluster == "slurm":
+        return _slurm_job()
+    if cluster == "tpu":
+        return Job(coordinator=None, num_processes=None, process_id=None)
+    if not given:
+        return None
+    if len(given) < len(flags):
+        missing = [name for name in flags if name not in given]
+        raise ValueError(f"{', '.join(given)} came without {', '.join(missing)}; set all three.")
+    assert coordinator is not None
+    assert num_processes is not None
+    assert process_id is not None
+    host, colon, port = coordinator.rpartition(":")
+    if not (host and colon and port.isdigit()):
+        raise ValueError(f"--coordinator={coordinator!r}; expected host:port of process 0.")
+    if not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"--process_id={process_id} with --num_processes={num_processes}; expected 0 to "
+            f"{num_processes - 1}."
+        )
+    return Job(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
+
+
+def _slurm_job() -> Job:
+    """The place in a Slurm job step: first host of the step, a port made of the job's number."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"--cluster=slurm, but the environment lacks {', '.join(missing)}; start the command "
+            "with srun, as launch/slurm.sh does."
+        )
+    job, nodes, count, index = (os.environ[name] for name in names)
+    port = os.environ.get("JAX_COORDINATOR_PORT") or 61_440 + int(job) % 4096
+    return Job(
+        coordinator=f"{first_host(nodes)}:{port}", num_processes=int(count), process_id=int(index)
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `a12` of `a[12-15,20],b3`."""
+    head, bracket, rest = nodes.partition("[")
+    if not bracket or "," in head:
+        return nodes.partition(",")[0]
+    first = rest.partition("]")[0].replace(",", "-").partition("-")[0]
+    suffix = rest.partition("]")[2].partition(",")[0]
+    return head + first + suffix
+
+
+class Peers:
+    """This process's side of its monitor; a context around its work."""
+
+    def __init__(self, deadline_s: float):
+        """Starts the monitors of all processes; every process of the job calls this.
+
+        Args:
+            deadline_s: seconds without a sign of life after which a process counts as lost.
+        """
+        listener = socket.socket()
+        listener.bind(("", 0))
+        listener.listen(jax.process_count())
+        listener.set_inheritable(True)
+        is_hub = jax.process_index() == 0
+        address, host = _address(), socket.gethostname()
+        me = (f"{host}, pid {os.getpid()}", address, listener.getsockname()[1], _token())
+        everyone = gather(me)
+        _, hub_address, hub_port, token = everyone[0]
+        settings = {
+            "index": jax.process_index(),
+            "pid": os.getpid(),
+            "names": [name for name, *_ in everyone],
+            "hub": (hub_address, hub_port),
+            "hub_fd": listener.fileno() if is_hub else -1,
+            "token": token,
+            "deadline_s": deadline_s,
+        }
+        # A session of its own: a signal to the process group must not reach the monitor.
+        self._process = subprocess.Popen(
+            [sys.executable, monitor.__file__, json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[listener.fileno()] if is_hub else [],
+            start_new_session=True,
+        )
+        listener.close()
+        self._verdict: queue.Queue[int] = queue.Queue()
+        self._is_failing = False
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        for work in (self._beat, self._listen):
+            threading.Thread(target=work, daemon=True, name="jaxrl-peers").start()
+
+    def _write(self, **line: Any) -> None:
+        assert self._process.stdin is not None
+        with self._lock:
+            try:
+                self._process.stdin.write(json.dumps(line).encode() + b"\n")
+                self._process.stdin.flush()
+            except OSError:
+                self._is_over.set()  # the monitor is gone: there is nobody to tell
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(monitor.BEAT_S):
+            self._write(alive=True)
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._verdict.put(json.loads(line)["index"])
+            if not self._is_failing:
+                os._exit(EXIT_LOST)  # the main thread may wait in a collective that never ends
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Tells the job how this process ends; a failure ends it here."""
+        is_told = isinstance(error, SystemExit)  # and its message is meant for the user
+        if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
+            self._is_over.set()
+            self._write(finished=True)
+            return
+        self._is_failing = True
+        reason = str(error) if is_told else "".join(traceback.format_exception_only(error)).strip()
+        self._write(failed=reason)
+        try:
+            lost = self._verdict.get(timeout=monitor.FAILURE_WAIT_S + 2 * monitor.GRACE_S)
+        except queue.Empty:
+            lost = jax.process_index()
+        if lost == jax.process_index() or not is_told:
+            sys.stderr.write(f"{reason}\n" if is_told else traceback.format_exc())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Leaving in the usual way would wait for processes that are not there any more.
+        os._exit(1 if lost == jax.process_index() else EXIT_LOST)
+
+
+def join(job: Job, *, deadline_s: float) -> Peers | None:
+    """Joins the job; before anything that touches a device. None where it has one process.
+
+    Raises:
+        RuntimeError: not all processes came.
+    """
+    known: dict[str, Any] = {}
+    if job.coordinator is not None:
+        known = {
+            "coordinator_address": job.coordinator,
+            "num_processes": job.num_processes,
+            "process_id": job.process_id,
+            # All devices of the host are this process's; JAX would take one a process under Slurm.
+            "cluster_detection_method": "deactivate",
+        }
+    # JAX ends processes without a name when it notices a loss; the monitors should be first.
+    jax.distributed.initialize(**known, heartbeat_timeout_seconds=int(2 * deadline_s + 60))
+    return Peers(deadline_s) if jax.process_count() > 1 else None
+
+
+def _token() -> str:
+    return secrets.token_hex(16)
+
+
+def _address() -> str:
+    """The address at which other hosts of the job reach this one."""
+    from jax._src.distributed import global_state
+
+    coordinator = global_state.coordinator_address or "8.8.8.8:80"
+    host, _, port = coordinator.rpartition(":")
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.connect((host.strip("[]"), int(port)))  # sends nothing, picks an interface
+                return probe.getsockname()[0]
+            except OSError:
+                continue
+    return socket.gethostbyname(socket.gethostname())
+
+
+def is_main() -> bool:
+    """True in the process that writes files and talks: the first one."""
+    return jax.process_index() == 0
+
+
+def share(count: int) -> slice:
+    """Which of `count` items, in order, are this process's."""
+    index, size = jax.process_index(), jax.process_count()
+    return slice(count * index // size, count * (index + 1) // size)
+
+
+def gather(value: Value) -> list[Value]:
+    """Every process's value, in their order; all processes call this.
+
+    The values travel as bytes over the devices' own network, in blocks of one fixed shape.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    data = pickle.dumps(value)
+    sizes = multihost_utils.process_allgather(np.int64(len(data)))
+    columns: list[Any] = []
+    for start in range(0, int(max(sizes)), _BLOCK):
+        block = np.zeros(_BLOCK, np.uint8)
+        part = np.frombuffer(data[start : start + _BLOCK], np.uint8)
+        block[: len(part)] = part
+        columns.append(multihost_utils.process_allgather(block))
+    rows = np.concatenate(columns, axis=1)
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def from_main(value: Value) -> Value:
+    """The first process's value; all processes call this."""
+    return gather(value)[0]
+
+
+RolloutFunction = Callable[..., list[Trajectory]]
+"""Called as `sampling.rollout.Rollout` is."""
+
+
+def shared(rollout: RolloutFunction) -> RolloutFunction:
+    """The rollout of all processes: each samples whole groups of its share of the tasks.
+
+    Every process gets the trajectories of all, in task order.
+    """
+
+    def everywhere(draws: Sequence[Draw], **settings: Any) -> list[Trajectory]:
+        mine = share(len(draws))
+        own = [
+            replace(t, group_id=t.group_id + mine.start) for t in rollout(draws[mine], **settings)
+        ]
+        return [trajectory for part in gather(own) for trajectory in part]
+
+    return everywhere
