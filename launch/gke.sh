@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Starts a job on a TPU slice of Google Kubernetes Engine, one pod a host.
+#
+#   IMAGE=… CLAIM=… launch/gke.sh --config=configs/my.py --workdir=/shared/runs/my
+#
+#   IMAGE           container image with this repository in /jaxrl and its packages installed
+#   CLAIM           persistent volume claim, mounted at /shared in every pod (ReadWriteMany)
+#   NAME            of the job (jaxrl)
+#   ACCELERATOR     node label cloud.google.com/gke-tpu-accelerator (tpu-v5-lite-podslice)
+#   TOPOLOGY        node label cloud.google.com/gke-tpu-topology (4x4)
+#   NUM_HOSTS       hosts of the slice (4)
+#   CHIPS_PER_HOST  (4)
+#
+# A pod that ends with an error starts again, and the run goes on from its newest checkpoint; since
+# the others end too when one is lost, they come together again. DRY_RUN=1 only shows the manifest.
+set -euo pipefail
+: "${IMAGE:?set IMAGE to the container image}" "${CLAIM:?set CLAIM to the volume claim}"
+NAME=${NAME:-jaxrl}
+ACCELERATOR=${ACCELERATOR:-tpu-v5-lite-podslice}
+TOPOLOGY=${TOPOLOGY:-4x4}
+NUM_HOSTS=${NUM_HOSTS:-4}
+CHIPS_PER_HOST=${CHIPS_PER_HOST:-4}
+
+# Every argument as a YAML text in single quotes.
+arguments=$(for argument in "$@"; do printf "            - '%s'\n" "${argument//\'/\'\'}"; done)
+
+manifest=$(
+  cat <<YAML
+apiVersion: v1
+kind: Service
+metadata:
+  name: $NAME
+spec:
+  clusterIP: None
+  selector:
+    job-name: $NAME
+---
+apiVersion: batch/v1
+kind: Job
+metadata:
+  name: $NAME
+spec:
+  completionMode: Indexed
+  completions: $NUM_HOSTS
+  parallelism: $NUM_HOSTS
+  backoffLimit: 100
+  template:
+    spec:
+      subdomain: $NAME
+      restartPolicy: OnFailure
+      # On SIGTERM the run saves; a kill follows after this time.
+      terminationGracePeriodSeconds: 300
+      nodeSelector:
+        cloud.google.com/gke-tpu-accelerator: $ACCELERATOR
+        cloud.google.com/gke-tpu-topology: $TOPOLOGY
+      containers:
+        - name: jaxrl
+          image: $IMAGE
+          command: [/jaxrl/launch/tpu_pod.sh]
+          args:
+$arguments
+          ports:
+            - containerPort: 8482
+          resources:
+            limits:
+              google.com/tpu: $CHIPS_PER_HOST
+          volumeMounts:
+            - name: shared
+              mountPath: /shared
+      volumes:
+        - name: shared
+          persistentVolumeClaim:
+            claimName: $CLAIM
+YAML
+)
+
+if [[ ${DRY_RUN:-0} == 1 ]]; then
+  printf '%s\n' "$manifest"
+else
+  kubectl apply --filename=- <<<"$manifest"
+fi

@@ -1,0 +1,80 @@
+"""The shell scripts of `launch/`: clean, and what they would run."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+LAUNCH = Path(__file__).parents[1] / "launch"
+SHELLCHECK = Path(sys.executable).parent / "shellcheck"
+SCRIPTS = sorted(LAUNCH.glob("*.sh"))
+ARGUMENTS = ["--config=configs/my.py", "--workdir=runs/my run", "--config.stages=('train',)"]
+
+
+def show(script, **environment):
+    """What a script prints with DRY_RUN=1, started from another folder."""
+    done = subprocess.run(
+        [LAUNCH / script, *ARGUMENTS],
+        capture_output=True,
+        text=True,
+        cwd="/",
+        env=os.environ | {"DRY_RUN": "1", "PYTHON": "/bin/python3"} | environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_shellcheck_finds_nothing(script):
+    done = subprocess.run(
+        [SHELLCHECK, "-x", script], capture_output=True, text=True, cwd=LAUNCH.parent
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [
+        ("one_host.sh", "exec /bin/python3 -m jaxrl.launch"),
+        ("tpu_pod.sh", "exec /bin/python3 -m jaxrl.launch --cluster=tpu"),
+        ("slurm.sh", "srun --kill-on-bad-exit=1 /bin/python3 -m jaxrl.launch --cluster=slurm"),
+    ],
+)
+def test_arguments_arrive_whole(script, command):
+    assert shlex.split(show(script)) == [*command.split(), *ARGUMENTS]
+
+
+def test_a_slurm_job_that_was_stopped_is_queued_again(tmp_path):
+    for name, code in {"srun": 75, "scontrol": 0}.items():
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\nexit {code}\n')
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(
+        [LAUNCH / "slurm.sh"],
+        capture_output=True,
+        text=True,
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "12", "PYTHON": "p"},
+    )
+    assert done.returncode == 75
+    assert done.stdout.splitlines()[-1] == "scontrol requeue 12"
+
+
+def test_the_gke_manifest():
+    shown = show("gke.sh", IMAGE="registry/jaxrl:1", CLAIM="disk", NUM_HOSTS="8")
+    service, job = yaml.safe_load_all(shown)
+    assert service["spec"]["clusterIP"] == "None"
+    assert (job["spec"]["completions"], job["spec"]["parallelism"]) == (8, 8)
+    pod = job["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert container["args"] == ARGUMENTS
+    assert container["command"] == ["/jaxrl/launch/tpu_pod.sh"]
+    assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "disk"}
+
+
+def test_gke_needs_an_image():
+    done = subprocess.run([LAUNCH / "gke.sh"], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "set IMAGE" in done.stderr
