@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
+from jaxrl.files import written_whole
 from jaxrl.types import Trajectory
 
 
@@ -24,32 +25,37 @@ class MetricsLog:
     def __init__(self, path: Path, num_records: int):
         """Opens the log, cut back to its first `num_records` records."""
         self._path = path
-        kept = path.read_text(encoding="utf-8").splitlines()[:num_records] if path.exists() else []
-        cut = path.with_suffix(".tmp")
-        cut.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        cut.replace(path)  # all at once: a kill in between loses nothing
+        # A killed process may have left a last line that is not whole.
+        whole = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+        kept = whole[:num_records]
+        with written_whole(path) as file:
+            file.writelines(line + "\n" for line in kept)
         self.num_records = len(kept)
 
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Appends a record; numbers that are not finite become null, as JSON has no others."""
-        plain = {name: plain_number(value) for name, value in metrics.items()}
+        record = {"step": step, "stage": stage, **plain_numbers(metrics)}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "stage": stage, **plain}) + "\n")
+            file.write(json.dumps(record) + "\n")
         self.num_records += 1
 
 
+def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float | int | None]:
+    """Metrics as JSON has them; see `plain_number`."""
+    return {name: plain_number(value) for name, value in metrics.items()}
+
+
 def plain_number(value: Any) -> float | int | None:
-    """A number as JSON has it; None for one that is not finite."""
+    """A number as JSON has it; None for one that is not finite, and for None."""
     value = np.asarray(value).item()
-    return value if math.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None
 
 
 def write_trajectories(
     path: Path, trajectories: Sequence[Trajectory], advantages: np.ndarray
 ) -> None:
     """Writes trajectories as JSONL, each with its text, its turns and its token arrays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    with written_whole(path) as file:
         for trajectory, advantage in zip(trajectories, advantages, strict=True):
             record = trajectory_record(trajectory) | {"advantage": float(advantage)}
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
