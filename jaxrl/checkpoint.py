@@ -30,6 +30,10 @@ from jaxrl.types import Params, TrainState
 MANIFEST = "manifest.json"
 
 
+class CheckpointError(ValueError):
+    """There are checkpoints, but none of them can be read."""
+
+
 class Checkpointer:
     """Saves and restores `TrainState`, frozen reference parameters and the run's position.
 
@@ -137,7 +141,7 @@ class Checkpointer:
                 shardings wanted: `params`, `optimizer` (see `optimizer_items`), `ref_params`.
 
         Raises:
-            ValueError: there are checkpoints, but none can be read. They stay where they are.
+            CheckpointError: there are some, but none can be read. They stay where they are.
         """
         steps = sorted(steps_in(self._folder), reverse=True)
         found = self._restore_first(steps, targets)
@@ -180,7 +184,7 @@ class Checkpointer:
         if rejected:
             # Nothing is moved: what failed for all may have a cause outside, as a changed key.
             lines = "; ".join(f"checkpoint {step}: {what}" for step, what in rejected.items())
-            raise ValueError(
+            raise CheckpointError(
                 f"no checkpoint in {self._folder} can be read: {lines}. Bring one back from a "
                 "copy, undo what was changed since, or name another --workdir to begin anew."
             )

@@ -48,6 +48,7 @@ def main(argv: Sequence[str]) -> None:
                 file.write(configuration.to_json(config))
     except INPUT_ERRORS as error:
         _refuse(error)
+    from jaxrl.checkpoint import CheckpointError
     from jaxrl.sampling.rollout import Interrupted
     from jaxrl.stopping import EXIT_TRY_AGAIN, stop_on_signals
     from jaxrl.train import run
@@ -57,6 +58,8 @@ def main(argv: Sequence[str]) -> None:
             run(config, workdir, parts, Display(), should_stop)
     except Interrupted:
         sys.exit(EXIT_TRY_AGAIN)
+    except CheckpointError as error:
+        _refuse(error)
 
 
 def _check_workdir(config: ConfigDict, workdir: Path) -> None:

@@ -120,7 +120,7 @@ def run(
 
     Raises:
         Interrupted: `should_stop` was true. The steps that were done are saved.
-        ValueError: there are checkpoints, but none can be read.
+        CheckpointError: there are checkpoints, but none can be read.
     """
     checkpointer = Checkpointer(
         workdir / "checkpoints",
@@ -221,7 +221,7 @@ def remove_later_files(workdir: Path, step: int) -> None:
     if jax.process_index() != 0:
         return
     for path in [*workdir.glob("trajectories/*"), *workdir.glob("eval/*")]:
-        name = re.fullmatch(r"(?:step|sft|train|evaluate)_(\d+)\.jsonl?", path.name)
+        name = re.fullmatch(r"(?:step|sft|train|evaluate)_(\d+)\.\w+", path.name)
         if path.name.endswith(".unfinished") or (name and int(name[1]) > step):
             path.unlink()
 

@@ -360,7 +360,7 @@ def test_damage_is_never_loaded_silently(three_checkpoints, folder, seed):
     said = []
     opened = Checkpointer(folder, keep=3, say=said.append)
     if num_damaged == 3:
-        with pytest.raises(ValueError, match="no checkpoint in .* can be read: ") as refusal:
+        with pytest.raises(ValueError, match=r"no checkpoint in .* can be read: ") as refusal:
             opened.restore_newest(targets_for(SMALL_STATE))
         for step, file in damaged.items():
             assert f"checkpoint {step}: {file}: " in str(refusal.value)
@@ -421,7 +421,7 @@ def test_where_no_checkpoint_fits_nothing_is_moved(three_checkpoints, folder):
     shutil.copytree(three_checkpoints, folder)
     other = dataclasses.replace(SMALL_STATE, opt_state={"nu": SMALL_STATE.params})
     opened = Checkpointer(folder, keep=3)
-    with pytest.raises(ValueError, match="checkpoint 3: restoring failed: .*checkpoint 1: "):
+    with pytest.raises(ValueError, match=r"checkpoint 3: restoring failed: .*checkpoint 1: "):
         opened.restore_newest(targets_for(other))
     opened.close()
     assert {path.name for path in folder.iterdir()} == {"1", "2", "3"}
