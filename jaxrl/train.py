@@ -153,7 +153,8 @@ def run(
         if position.stage_step > 0 and position != this.saved:
             this.save()
         checkpointer.wait()
-        display.say(f"stopped; step {position.step} is saved. The same command goes on from there")
+        what = f"step {position.step} is saved" if this.saved else "there was nothing to save yet"
+        display.say(f"stopped; {what}. The same command goes on from there")
         raise
     finally:
         display.stop()
@@ -277,6 +278,7 @@ def end_stage(this: Run, state: TrainState) -> Params:
     this.state = state
     export(this, state.params)
     this.save()
+    this.state = None  # the next stage needs the room
     return state.params
 
 

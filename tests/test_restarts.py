@@ -1,7 +1,6 @@
 """Runs that are stopped, killed, moved to another mesh or ended early; on a tiny world."""
 
 import functools
-import itertools
 import json
 import os
 import random
@@ -89,10 +88,10 @@ def assert_same_run(workdir, base):
         assert plain_trajectories(workdir, step) == plain_trajectories(base, step)
     kept = (workdir / "checkpoints").iterdir()
     assert all(path.name.isdecimal() for path in kept), "nothing half done stays"
-    assert files(workdir, ".") == files(base, ".")
-    [best] = [train.Best(**position(base, LAST)["best"])]
-    assert train.Best(**position(workdir, LAST)["best"]) == best
-    assert {best.step, LAST} <= set(steps_in(workdir / "checkpoints"))
+    assert {*files(workdir, "."), "config.json"} == {*files(base, ".")}
+    best = position(base, LAST)["best"]
+    assert position(workdir, LAST)["best"] == best
+    assert {best["step"], LAST} <= set(steps_in(workdir / "checkpoints"))
 
 
 def position(workdir, step):
@@ -109,58 +108,62 @@ def as_of(base, workdir, step):
     return workdir
 
 
-class StopAfter:
-    """Says that it is time to stop from the n-th question on."""
-
-    def __init__(self, count):
-        self.count = count
-
-    def __call__(self):
-        self.count -= 1
-        return self.count < 0
-
-
-def play(config, workdir, count):
-    """Runs in this process; True when it was not stopped at the `count`-th opportunity."""
+def play(config, workdir, should_stop=lambda: False):
+    """Runs in this process; True when it was not stopped."""
     workdir.mkdir(exist_ok=True, parents=True)
     try:
-        train.run(config, workdir, assemble.assemble(config), Display(), StopAfter(count))
+        train.run(config, workdir, assemble.assemble(config), Display(), should_stop)
     except Interrupted:
         return False
     return True
 
 
+def after_records(workdir, count):
+    """Time to stop: so many records are written, and another step or evaluation has begun."""
+    return lambda: num_lines(workdir) == count
+
+
+def evaluating(workdir, step):
+    """Time to stop: a step is done, its evaluation has begun."""
+    return (workdir / "trajectories" / f"step_{step:06d}.jsonl").exists
+
+
+def num_lines(workdir):
+    file = workdir / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
 def test_a_run_stopped_again_and_again_is_as_if_it_had_not_been(base, tiny_world, tmp_path, capsys):
-    # Between sft steps, in rollouts, in evaluations: wherever the count happens to run out. It
-    # grows, so that a whole rollout and evaluation fit in sooner or later.
     config, workdir = settings(tiny_world), tmp_path / "run"
-    rng = random.Random(1)
-    pending = []
-    for attempt in range(40):
-        if play(config, workdir, rng.randrange(18, 30) + attempt):
-            break
-        [newest] = steps_in(workdir / "checkpoints")[-1:] or [0]
-        pending.append(newest > 0 and position(workdir, newest)["record"] is not None)
-    else:
-        pytest.fail("it never ended")
-    assert len(pending) >= 4
-    assert any(pending), "no stop hit an evaluation"
+    stops = [
+        (after_records(workdir, 9), 9),  # in the supervised stage
+        (after_records(workdir, NUM_SFT), NUM_SFT),  # in the evaluation before the first step
+        (after_records(workdir, NUM_SFT + 2), NUM_SFT + 1),  # in a rollout; nothing is due
+        (evaluating(workdir, NUM_SFT + 2), NUM_SFT + 2),  # in an evaluation
+        (after_records(workdir, NUM_SFT + 5), NUM_SFT + 4),  # in a rollout right after a checkpoint
+        (after_records(workdir, LAST + 1), LAST),  # in the evaluate stage
+    ]
+    for should_stop, step in stops:
+        assert not play(config, workdir, should_stop)
+        assert f"stopped; step {step} is saved." in capsys.readouterr().out
+        assert steps_in(workdir / "checkpoints")[-1] == step
+        pending = position(workdir, step)["record"]
+        assert (pending is not None) == (step == NUM_SFT + 2)
+    assert play(config, workdir)
     out = capsys.readouterr().out
-    assert "damaged" not in out
+    assert f"resuming after step {LAST} (train {NUM_TRAIN})" in out
     assert_same_run(workdir, base)
 
 
 def test_a_stop_in_the_last_evaluation(base, tiny_world, tmp_path):
-    # Its step is saved, its record is not written: all of that is made up for.
+    # Its step is saved, its record is not written: all of that is made up for, export included.
     workdir = as_of(base, tmp_path / "run", LAST - 2)
     config = settings(tiny_world)
-    for count in itertools.count(17):
-        assert not play(config, workdir, count)
-        if steps_in(workdir / "checkpoints")[-1] == LAST:
-            break
+    assert not play(config, workdir, evaluating(workdir, LAST))
     assert position(workdir, LAST)["record"]["critic/rewards/mean"] is not None
-    assert len(records(workdir)) == NUM_SFT + 1 + NUM_TRAIN - 1
-    assert play(config, workdir, 10_000)
+    assert num_lines(workdir) == NUM_SFT + 1 + NUM_TRAIN - 1
+    assert not (workdir / "export").exists()
+    assert play(config, workdir)
     assert_same_run(workdir, base)
 
 
@@ -186,11 +189,6 @@ def wait_for(condition, process, *, seconds=300):
     return True
 
 
-def num_lines(workdir):
-    file = workdir / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_says_try_again(base, tiny_world, tmp_path, compilation_cache, number):
     environment = os.environ | compilation_cache
@@ -209,7 +207,7 @@ def test_a_signal_saves_and_says_try_again(base, tiny_world, tmp_path, compilati
     newest = steps_in(workdir / "checkpoints")[-1]
     assert f"stopped; step {newest} is saved." in log
     assert newest >= NUM_SFT + 3
-    assert play(settings(tiny_world), workdir, 10_000)
+    assert play(settings(tiny_world), workdir)
     assert_same_run(workdir, base)
 
 
@@ -270,7 +268,7 @@ def kill_and_compare(base, tiny_world, tmp_path, compilation_cache, wanted, *, s
             if kill_in(each, tiny_world, workdir, environment, rng, output):
                 seen.append(each if each == "start" else phase(workdir))
         # And what is left, in this process.
-    assert play(settings(tiny_world), workdir, 10_000)
+    assert play(settings(tiny_world), workdir)
     assert "Traceback" not in (tmp_path / "log").read_text()
     assert_same_run(workdir, base)
     print("killed during", seen)
@@ -317,7 +315,7 @@ def test_a_damaged_checkpoint_costs_its_steps_only(base, tiny_world, tmp_path, c
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    assert play(settings(tiny_world), workdir, 10_000)
+    assert play(settings(tiny_world), workdir)
     out = capsys.readouterr().out
     name = file.relative_to(newest)
     assert f"warning: checkpoint {newest.name} is damaged ({name}: its hash differs" in out
@@ -332,7 +330,7 @@ def test_only_damaged_checkpoints_are_refused(base, tiny_world, tmp_path):
         (workdir / "checkpoints" / str(step) / MANIFEST).unlink()
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match=rf"checkpoint {NUM_SFT}: {MANIFEST}: missing; "):
-        play(settings(tiny_world), workdir, 10_000)
+        play(settings(tiny_world), workdir)
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
 
 
@@ -378,7 +376,7 @@ def saved_params(workdir, step):
 def test_early_stopping_ends_with_the_best(base, tiny_world, tmp_path, capsys, scripted_scores):
     # Steps 2 and 3 improve, 4 equals, 5 is worse: two without improvement, so 6 is never reached.
     config, workdir = with_eval(early(base, tiny_world), 1), tmp_path / "run"
-    assert play(config, workdir, 10_000)
+    assert play(config, workdir)
     out = capsys.readouterr().out
     assert "did not improve by more than 0.0 in 2 evaluations; ending with the checkpoint" in out
     steps = [(r["stage"], r["step"]) for r in records(workdir)]
@@ -391,14 +389,14 @@ def test_early_stopping_ends_with_the_best(base, tiny_world, tmp_path, capsys, s
         jax.tree.map(np.testing.assert_array_equal, exported, saved_params(workdir, step))
     # A restart evaluates, and trains no further.
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
-    assert play(config, workdir, 10_000)
+    assert play(config, workdir)
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
-    # A run that was stopped in between ends in the same way.
+    # A run that was stopped in between ends in the same way: while the best was evaluated, while
+    # patience ran out, and when all was over but the evaluate stage.
     other = tmp_path / "other"
-    rng = random.Random(3)
-    for attempt in range(40):
-        if play(config, other, rng.randrange(18, 34) + attempt):
-            break
+    for should_stop in (evaluating(other, 3), evaluating(other, 5), after_records(other, 6)):
+        assert not play(config, other, should_stop)
+    assert play(config, other)
     assert lasting(other) == lasting(workdir)
     assert_same_weights(other / "export", workdir / "export")
     assert steps_in(other / "checkpoints") == [3, 5]
@@ -409,7 +407,7 @@ def test_without_patience_the_last_weights_are_exported(
 ):
     changes = {"eval.patience": 0, "num_steps": 5, "stages": ("train",)}
     config, workdir = with_eval(early(base, tiny_world, **changes), 1), tmp_path / "run"
-    assert play(config, workdir, 10_000)
+    assert play(config, workdir)
     assert steps_in(workdir / "checkpoints") == [3, 5]  # the best, and the newest
     assert position(workdir, 5)["best"] == {"value": 0.5, "step": 3, "mark": 0.5, "num_stale": 2}
     exported = load_hf(workdir / "export")
@@ -423,7 +421,7 @@ def test_a_best_metric_that_is_not_there(base, tiny_world, tmp_path):
     config = early(base, tiny_world, **{"eval.best_metric": "val-core/nq/exact_match/mean@1"})
     wanted = r"eval.best_metric is 'val-core/nq/.*; expected one of .*val-core/all/exact_match/mean"
     with pytest.raises(ValueError, match=wanted):
-        play(config, tmp_path / "run", 10_000)
+        play(config, tmp_path / "run")
 
 
 def test_a_run_goes_on_on_other_meshes(base, tiny_world, tmp_path, compilation_cache):
