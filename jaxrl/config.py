@@ -131,10 +131,15 @@ def default_config() -> ConfigDict:
     evaluation.ks = ()  # of pass@k and maj@k; (): powers of two below samples, and samples
     evaluation.resamples = 1000  # bootstrap resamples of the questions, for the intervals
     evaluation.max_tasks = 0  # the first so many of the held-out tasks; 0: all
+    # A name in metrics.jsonl, higher is better: what checkpoint.keep_best and patience go by.
+    evaluation.best_metric = "val-core/all/exact_match/mean@1"
+    evaluation.patience = 0  # evaluations without improvement that end the train stage; 0: off
+    evaluation.min_delta = 0.0  # improvement of best_metric that counts for patience; above this
 
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every_steps = 20  # steps between checkpoints; stages end with one
     checkpoint.keep = 2  # newest ones kept
+    checkpoint.keep_best = 0  # kept beside them: the best evaluated ones, by eval.best_metric
 
     config.log = log = ConfigDict()
     log.trajectories = 32  # a step's first trajectories written to trajectories/; -1: all
@@ -289,6 +294,7 @@ def _check_ranges(config: ConfigDict) -> None:
         "optimizer.lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.grad_clip",
         "sft.optimizer.lr", "sft.optimizer.warmup_steps", "sft.optimizer.weight_decay",
         "sft.optimizer.grad_clip", "eval.every_steps", "eval.max_tasks", "seed",
+        "eval.patience", "eval.min_delta", "checkpoint.keep_best",
     ]  # fmt: skip
     if config.seed >= 2**31:
         _refuse("seed", config.seed, "a number below 2**31")
@@ -355,6 +361,13 @@ def _check_rules(config: ConfigDict) -> None:
             _refuse("prompt.examples", message, "messages with 'role' and 'content'")
     if not any(config.reward.weights.to_dict().values()):
         _refuse("reward.weights", config.reward.weights.to_dict(), "at least one that is not 0")
+    if config.eval.patience and not (config.checkpoint.keep_best and config.eval.every_steps):
+        _refuse(
+            "eval.patience",
+            config.eval.patience,
+            "0, unless checkpoint.keep_best and eval.every_steps are above 0: the stage ends with "
+            "the best checkpoint, and only evaluations while training can find one",
+        )
     needed = {
         "model.path": (config.model.path, True),
         "tasks.train.source": (config.tasks.train.source, "train" in config.stages),

@@ -8,6 +8,7 @@ the same values everywhere.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -27,6 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxrl import monitor
+from jaxrl.sampling.rollout import Interrupted
 from jaxrl.types import Draw, Trajectory
 
 Value = TypeVar("Value")
@@ -289,6 +291,16 @@ def gather(value: Value) -> list[Value]:
     return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
+def meet() -> None:
+    """Waits for all processes, so that what they did to the disk is done."""
+    gather(None)
+
+
+def anywhere(flag: bool) -> bool:
+    """True in all processes if `flag` is true in any; all processes call this."""
+    return any(gather(flag))
+
+
 def from_main(value: Value) -> Value:
     """The first process's value; all processes call this."""
     return gather(value)[0]
@@ -301,14 +313,18 @@ RolloutFunction = Callable[..., list[Trajectory]]
 def shared(rollout: RolloutFunction) -> RolloutFunction:
     """The rollout of all processes: each samples whole groups of its share of the tasks.
 
-    Every process gets the trajectories of all, in task order.
+    Every process gets the trajectories of all, in task order; if one is interrupted, all are.
     """
 
     def everywhere(draws: Sequence[Draw], **settings: Any) -> list[Trajectory]:
         mine = share(len(draws))
-        own = [
-            replace(t, group_id=t.group_id + mine.start) for t in rollout(draws[mine], **settings)
-        ]
-        return [trajectory for part in gather(own) for trajectory in part]
+        own: list[Trajectory] | None = None
+        with contextlib.suppress(Interrupted):
+            sampled = rollout(draws[mine], **settings)
+            own = [replace(t, group_id=t.group_id + mine.start) for t in sampled]
+        parts = gather(own)
+        if any(part is None for part in parts):
+            raise Interrupted("a rollout was asked to stop")
+        return [trajectory for part in parts for trajectory in part or ()]
 
     return everywhere

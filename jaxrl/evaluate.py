@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rich.text import Text
 from jaxrl.distributed import RolloutFunction
 from jaxrl.envs.base import Outcome, Task
 from jaxrl.envs.rewards import normalize_answer
+from jaxrl.files import written_whole
 from jaxrl.metrics import mean, plain_number
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Seeds
@@ -86,6 +87,7 @@ def roll_out(
     num_samples: int,
     temperature: float,
     seeds: Seeds,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> list[Trajectory]:
     """Trajectories of each task under the engine's weights, in task order.
 
@@ -96,10 +98,13 @@ def roll_out(
         num_samples: trajectories of each task.
         temperature: 0 is greedy.
         seeds: of the samples.
+        should_stop: see `Rollout`.
     """
     usual = engine.temperature
     engine.temperature = temperature
-    trajectories = rollout(draws, group_size=num_samples, seeds=seeds, policy_version=0)
+    trajectories = rollout(
+        draws, group_size=num_samples, seeds=seeds, policy_version=0, should_stop=should_stop
+    )
     engine.temperature = usual
     return trajectories
 
@@ -287,12 +292,10 @@ def _question(trajectory: Trajectory) -> dict[str, Any]:
 
 def write(path: Path, record: Mapping[str, Any], text: str) -> None:
     """Writes the record to `path` and the text beside it as `.txt`, each all at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     content = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False)
-    for file, written in ((path.with_suffix(".txt"), text), (path, content)):
-        partial = file.with_name(file.name + ".tmp")
-        partial.write_text(written + "\n", encoding="utf-8")
-        partial.replace(file)
+    for name, written in ((path.with_suffix(".txt"), text), (path, content)):
+        with written_whole(name) as file:
+            file.write(written + "\n")
 
 
 def one_line(suite: str, summary: Summary) -> str:

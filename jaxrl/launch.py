@@ -1,8 +1,8 @@
 """The command: `python -m jaxrl.launch --config=configs/X.py --workdir=runs/X [--config.a.b=v]`.
 
 Runs the stages that the configuration names, in order. Run again on the same workdir, it goes on
-from the newest checkpoint. Values come from the config file, then from `--values`, then from the
-command line; the later ones win.
+from the newest checkpoint. On SIGTERM or SIGINT it saves and exits with code 75. Values come from
+the config file, then from `--values`, then from the command line; the later ones win.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
+from jaxrl.files import written_whole
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; it is made.")
@@ -74,12 +75,23 @@ def _run(config: ConfigDict, workdir: Path) -> None:
         workdir.mkdir(parents=True, exist_ok=True)
         is_new = set(config.stages) != {"evaluate"} or not (workdir / "config.json").exists()
         if is_new and distributed.is_main():
-            (workdir / "config.json").write_text(configuration.to_json(config), encoding="utf-8")
+            with written_whole(workdir / "config.json") as file:
+                file.write(configuration.to_json(config))
     except INPUT_ERRORS as error:
         _refuse(error)
+    from jaxrl.checkpoint import CheckpointError
+    from jaxrl.sampling.rollout import Interrupted
+    from jaxrl.stopping import EXIT_TRY_AGAIN, stop_on_signals
     from jaxrl.train import run
 
-    run(config, workdir, parts, Display(is_shown=distributed.is_main()))
+    display = Display(is_shown=distributed.is_main())
+    try:
+        with stop_on_signals() as should_stop:
+            run(config, workdir, parts, display, should_stop)
+    except Interrupted:
+        sys.exit(EXIT_TRY_AGAIN)
+    except CheckpointError as error:
+        _refuse(error)
 
 
 def _check_workdir(config: ConfigDict, workdir: Path) -> None:

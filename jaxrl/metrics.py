@@ -22,6 +22,7 @@ from rich.table import Column
 from tensorboardX import FileWriter
 from tensorboardX.proto.summary_pb2 import Summary
 
+from jaxrl.files import written_whole
 from jaxrl.types import Trajectory
 
 Record = Mapping[str, Any]
@@ -55,10 +56,11 @@ class MetricsLog:
         self._last = time.perf_counter()
         if path is None:
             return
-        kept = path.read_text(encoding="utf-8").splitlines()[:num_records] if path.exists() else []
-        cut = path.with_suffix(".tmp")
-        cut.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        cut.replace(path)  # all at once: a kill in between loses nothing
+        # A killed process may have left a last line that is not whole.
+        whole = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+        kept = whole[:num_records]
+        with written_whole(path) as file:
+            file.writelines(line + "\n" for line in kept)
         self.num_records = len(kept)
 
     def records(self) -> list[Record]:
@@ -80,8 +82,7 @@ class MetricsLog:
         metrics = {**metrics, **self._carried, "timing_s/wall": now - self._last}
         self._last = now
         self._carried.clear()
-        plain = {name: plain_number(value) for name, value in metrics.items()}
-        record = {"step": step, "stage": stage, **plain}
+        record = {"step": step, "stage": stage, **plain_numbers(metrics)}
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
@@ -205,18 +206,22 @@ def check_mirrors(project: str) -> None:
         )
 
 
+def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float | int | None]:
+    """Metrics as JSON has them; see `plain_number`."""
+    return {name: plain_number(value) for name, value in metrics.items()}
+
+
 def plain_number(value: Any) -> float | int | None:
-    """A number as JSON has it; None for one that is not finite."""
+    """A number as JSON has it; None for one that is not finite, and for None."""
     value = np.asarray(value).item()
-    return value if math.isfinite(value) else None
+    return value if value is not None and math.isfinite(value) else None
 
 
 def write_trajectories(
     path: Path, trajectories: Sequence[Trajectory], advantages: np.ndarray
 ) -> None:
     """Writes trajectories as JSONL, each with its text, its turns and its token arrays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as file:
+    with written_whole(path) as file:
         for trajectory, advantage in zip(trajectories, advantages, strict=True):
             record = trajectory_record(trajectory) | {"advantage": float(advantage)}
             file.write(json.dumps(record, ensure_ascii=False) + "\n")

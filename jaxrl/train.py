@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,28 @@ from ml_collections import ConfigDict
 from jaxrl import distributed, evaluate, report, sft
 from jaxrl.assemble import Parts, make_optimizer, sft_shape, train_shape
 from jaxrl.batching import BatchShape, Packed, pack
-from jaxrl.checkpoint import Checkpointer, abstract
+from jaxrl.checkpoint import Checkpointer, abstract, optimizer_items
 from jaxrl.compilation import CompiledFunction
 from jaxrl.config import STAGES
 from jaxrl.data import Stream
 from jaxrl.envs.base import Outcome, Task
-from jaxrl.metrics import Display, MetricsLog, open_log, rollout_metrics, write_trajectories
+from jaxrl.metrics import (
+    Display,
+    MetricsLog,
+    open_log,
+    plain_numbers,
+    rollout_metrics,
+    write_trajectories,
+)
 from jaxrl.models import qwen
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.objectives.advantages import grpo
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import clip_metrics, clipped_policy_loss
 from jaxrl.sampling.engine import Counts, Engine
-from jaxrl.sampling.rollout import Seeds
+from jaxrl.sampling.rollout import Interrupted, Seeds
 from jaxrl.sharding import param_shardings
+from jaxrl.stopping import Best, update_best
 from jaxrl.types import Batch, Draw, Params, TrainState, Trajectory
 from jaxrl.update import (
     TokenLoss,
@@ -61,6 +70,15 @@ class Position:
     stage_step: int = 0  # its steps done
     items_taken: int = 0  # of its stream of tasks or demonstrations
     num_records: int = 0  # in metrics.jsonl
+    record: dict[str, Any] | None = None  # of the last step, while its evaluation is to be done
+    value: float | None = None  # of eval.best_metric after this very step
+    best: Best = dataclasses.field(default_factory=Best)  # of the stage
+    stopped_early: bool = False  # the stage ended for want of improvement
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any]) -> Position:
+        """The inverse of `dataclasses.asdict`."""
+        return cls(**{**saved, "best": Best(**saved["best"])})
 
 
 @dataclasses.dataclass
@@ -74,37 +92,77 @@ class Run:
     log: MetricsLog
     display: Display
     position: Position
+    restored: dict[str, Any]  # by the checkpoint that the run began with; each stage takes its own
+    should_stop: Callable[[], bool]
+    state: TrainState | None = None  # at the position, in the middle of a stage that trains
+    ref_params: Params | None = None
+    saved: Position | None = None  # where the newest checkpoint stands
 
-    def save(self, state: TrainState, ref_params: Params | None = None) -> None:
-        """Checkpoints the state and the position."""
+    def save(self) -> None:
+        """Checkpoints the state at the position."""
+        assert self.state is not None
         started = time.perf_counter()
         self.position.num_records = self.log.num_records
+        self.saved = dataclasses.replace(self.position)
+        position = dataclasses.asdict(self.position)
+        if self.position.record is not None:
+            position["record"] = plain_numbers(self.position.record)
         self.checkpointer.save(
-            self.position.step, state, dataclasses.asdict(self.position), ref_params
+            self.position.step, self.state, position, self.ref_params, value=self.position.value
         )
         self.log.carry("timing_s/save_checkpoint", time.perf_counter() - started)
 
 
-def run(config: ConfigDict, workdir: Path, parts: Parts, display: Display) -> None:
-    """Runs the configured stages, from where the workdir's newest checkpoint stands."""
-    checkpointer = Checkpointer(workdir / "checkpoints", keep=config.checkpoint.keep)
-    saved = checkpointer.latest_position()
-    position = Position(**saved) if saved else Position()
+def run(
+    config: ConfigDict,
+    workdir: Path,
+    parts: Parts,
+    display: Display,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> None:
+    """Runs the configured stages, from where the workdir's newest checkpoint stands.
+
+    Raises:
+        Interrupted: `should_stop` was true. The steps that were done are saved.
+        CheckpointError: there are checkpoints, but none can be read.
+    """
+    checkpointer = Checkpointer(
+        workdir / "checkpoints",
+        keep=config.checkpoint.keep,
+        keep_best=config.checkpoint.keep_best,
+        say=display.say,
+    )
+    found = checkpointer.restore_newest(
+        lambda saved: restore_targets(config, parts, Position.from_json(saved))
+    )
+    position, restored = (Position.from_json(found[0]), found[1]) if found else (Position(), {})
     is_main = distributed.is_main()
+    if is_main and (found or set(config.stages) != {"evaluate"}):
+        remove_later_files(workdir, position.step)
     log = open_log(workdir, position.num_records, config, display.say, is_written=is_main)
     if is_main:
         write_environment(workdir / "environment.json", position.step, parts)
-    this = Run(config, workdir, parts, checkpointer, log, display, position)
+    this = Run(config, workdir, parts, checkpointer, log, display, position, restored, should_stop)
     display.say(f"sampler shapes: {parts.engine.shapes()}")
-    if saved:
+    if found:
+        this.saved = dataclasses.replace(position)
         display.say(f"resuming after step {position.step} ({position.stage} {position.stage_step})")
+        params = restored.pop("params")
     else:
         display.say(f"no checkpoint in {workdir}: starting from {config.model.path}")
-    params = saved_params(this) if saved else load_hf(config.model.path, parts.mesh)
+        params = load_hf(config.model.path, parts.mesh)
     run_stage = {"sft": run_sft, "train": run_train, "evaluate": run_evaluate}
     try:
         for stage in config.stages:
             params = run_stage[stage](this, params)
+    except Interrupted:
+        display.stop()
+        if position.stage_step > 0 and position != this.saved:
+            this.save()
+        checkpointer.wait()
+        what = f"step {position.step} is saved" if this.saved else "there was nothing to save yet"
+        display.say(f"stopped; {what}. The same command goes on from there")
+        raise
     finally:
         display.stop()
         log.close()
@@ -115,56 +173,89 @@ def run(config: ConfigDict, workdir: Path, parts: Parts, display: Display) -> No
     display.say(f"done; {workdir} holds {', '.join(names)}")
 
 
-def begin_stage(this: Run, stage: str, num_steps: int) -> bool:
+def begin_stage(this: Run, stage: str) -> bool:
     """Moves the position to a stage; False when the checkpoint says it is done."""
     position = this.position
     if position.stage and STAGES.index(position.stage) > STAGES.index(stage):
         return False
     if position.stage == stage:
-        return position.stage_step < num_steps
+        return is_under_way(this.config, position)
     position.stage, position.stage_step, position.items_taken = stage, 0, 0
+    position.value, position.best = None, Best()
     return True
+
+
+def is_under_way(config: ConfigDict, position: Position) -> bool:
+    """True in the middle of a stage that trains: its steps are not all done and recorded."""
+    if position.stage not in config.stages or position.stage_step == 0 or position.stopped_early:
+        return False
+    return position.record is not None or position.stage_step < num_stage_steps(config, position)
+
+
+def num_stage_steps(config: ConfigDict, position: Position) -> int:
+    """How many steps the position's stage has."""
+    return config.num_steps if position.stage == "train" else config.sft.num_steps
+
+
+def stage_optimizer(config: ConfigDict, stage: str) -> optax.GradientTransformation:
+    """The optimizer of a stage."""
+    if stage == "sft":
+        return make_optimizer(config.sft.optimizer, config.sft.num_steps)
+    updates_per_step = config.optimizer.num_minibatches * config.optimizer.num_epochs
+    return make_optimizer(config.optimizer, config.num_steps * updates_per_step)
+
+
+def restore_targets(config: ConfigDict, parts: Parts, position: Position) -> dict[str, Any]:
+    """What of a checkpoint at this position the run goes on with, abstract."""
+    shapes = qwen.abstract_params(parts.model_config)
+    params = abstract(shapes, param_shardings(parts.mesh, parts.model_config))
+    if not is_under_way(config, position):
+        return {"params": params}
+    optimizer = stage_optimizer(config, position.stage)
+    fresh = jax.eval_shape(
+        lambda params: init_state(params, parts.mesh, parts.model_config, optimizer), shapes
+    )
+    state = abstract(fresh, state_shardings(parts.mesh, parts.model_config, optimizer))
+    targets = {"params": params, "optimizer": optimizer_items(state)}
+    return targets | ({"ref_params": params} if has_reference(config, position.stage) else {})
 
 
 def start_state(this: Run, params: Params, optimizer: optax.GradientTransformation) -> TrainState:
     """A fresh state at the start of a stage, the checkpoint's in its middle."""
-    parts = this.parts
-    if this.position.stage_step == 0:
-        return init_state(params, parts.mesh, parts.model_config, optimizer)
-    fresh = jax.eval_shape(
-        lambda params: init_state(params, parts.mesh, parts.model_config, optimizer),
-        qwen.abstract_params(parts.model_config),
-    )
-    shardings = state_shardings(parts.mesh, parts.model_config, optimizer)
-    return this.checkpointer.restore(abstract(fresh, shardings))
+    if this.position.stage_step > 0:
+        return TrainState(params=params, **this.restored.pop("optimizer"))
+    return init_state(params, this.parts.mesh, this.parts.model_config, optimizer)
 
 
-def saved_params(this: Run) -> Params:
-    """The newest checkpoint's parameters."""
-    shardings = param_shardings(this.parts.mesh, this.parts.model_config)
-    return this.checkpointer.restore_params(
-        abstract(qwen.abstract_params(this.parts.model_config), shardings)
-    )
+def remove_later_files(workdir: Path, step: int) -> None:
+    """Removes what a killed run wrote after the step it is resumed from."""
+    for path in [*workdir.glob("trajectories/*"), *workdir.glob("eval/*")]:
+        name = re.fullmatch(r"(?:step|sft|train|evaluate)_(\d+)\.\w+", path.name)
+        if path.name.endswith(".unfinished") or (name and int(name[1]) > step):
+            path.unlink()
 
 
 def run_sft(this: Run, params: Params) -> Params:
     """Supervised warm start on demonstrations; returns the trained parameters."""
     config, parts, position = this.config, this.parts, this.position
     num_steps, batch_size = config.sft.num_steps, config.sft.batch_size
-    if not begin_stage(this, "sft", num_steps):
+    if not begin_stage(this, "sft"):
         return params
-    optimizer = make_optimizer(config.sft.optimizer, num_steps)
-    state = start_state(this, params, optimizer)
+    optimizer = stage_optimizer(config, "sft")
+    state = this.state = start_state(this, params, optimizer)
     update_step = make_update_step(parts.model, sft.supervised_loss, optimizer)
     stream = Stream(parts.demonstrations, seed=config.seed)
     shape = sft_shape(config)
     this.display.start("sft", position.stage_step, num_steps)
     while position.stage_step < num_steps:
+        if distributed.anywhere(this.should_stop()):
+            raise Interrupted
         started = time.perf_counter()
         demonstrations = stream.take(position.items_taken, batch_size)
         packed = pack(demonstrations, np.ones(batch_size), shape, aggregation="token-mean")
         batch = put_batch(parts.mesh, packed.batch)
         state, metrics = update_step(state, batch, packed.num_micro)
+        this.state = state
         metrics = {name: float(value) for name, value in metrics.items()}
         step_s = time.perf_counter() - started
         position.step, position.stage_step = position.step + 1, position.stage_step + 1
@@ -185,10 +276,17 @@ def run_sft(this: Run, params: Params) -> Params:
             {"loss": record["sft/loss"], "tokens/s": record["perf/throughput"]},
         )
         if is_checkpoint_due(this, num_steps):
-            this.save(state)
+            this.save()
+    return end_stage(this, state)
+
+
+def end_stage(this: Run, state: TrainState) -> Params:
+    """Exports the parameters, then checkpoints: that tells a restart that the stage is done."""
     this.display.stop()
-    export(this, state.params)  # before the checkpoint that tells a restart the stage is done
-    this.save(state)
+    this.state = state
+    export(this, state.params)
+    this.save()
+    this.state = None  # the next stage needs the room
     return state.params
 
 
@@ -196,14 +294,13 @@ def run_train(this: Run, params: Params) -> Params:
     """Reinforcement learning; returns the trained parameters."""
     config, parts, position = this.config, this.parts, this.position
     num_steps, rollout = config.num_steps, config.rollout
-    if not begin_stage(this, "train", num_steps):
+    if not begin_stage(this, "train"):
         return params
     single = config.optimizer.num_minibatches * config.optimizer.num_epochs == 1
-    updates_per_step = config.optimizer.num_minibatches * config.optimizer.num_epochs
-    optimizer = make_optimizer(config.optimizer, num_steps * updates_per_step)
+    optimizer = stage_optimizer(config, "train")
     resumed = position.stage_step > 0
-    ref_params = _reference(this, params, resumed)
-    state = start_state(this, params, optimizer)
+    ref_params = this.ref_params = _reference(this, params)
+    state = this.state = start_state(this, params, optimizer)
     update_step = make_update_step(
         parts.model,
         make_policy_loss(config.loss, config.kl),
@@ -217,9 +314,13 @@ def run_train(this: Run, params: Params) -> Params:
     parts.engine.temperature = rollout.temperature
     parts.engine.set_weights(state.params)
     if not resumed:
-        this.log.write(position.step, "train", run_suites(this, "train", config.eval.suites))
+        before = run_suites(this, "train", config.eval.suites)
+        best_metric(config, before)  # refused now where it is missing
+        this.log.write(position.step, "train", before)
     this.display.start("train", position.stage_step, num_steps)
-    while position.stage_step < num_steps:
+    if position.record is not None:
+        finish_step(this)  # the run was stopped while it evaluated
+    while position.stage_step < num_steps and not is_out_of_patience(config, position):
         started = time.perf_counter()
         counts_before = dataclasses.replace(parts.engine.counts)
         trajectories = parts.rollout(
@@ -227,6 +328,7 @@ def run_train(this: Run, params: Params) -> Params:
             group_size=rollout.group_size,
             seeds=Seeds(seed=config.seed, stage=STAGES.index("train"), step=position.step),
             policy_version=int(state.num_updates),
+            should_stop=this.should_stop,
         )
         sampled = time.perf_counter()
         advantages = estimate(trajectories, config.advantage)
@@ -243,12 +345,14 @@ def run_train(this: Run, params: Params) -> Params:
                 # Without any signal left the optimizer still steps: as if all had been kept.
                 state, metrics = update_step(state, batch, minibatch.num_micro)
                 measured.append(metrics)
+        this.state = state
         metrics = merge(jax.device_get(measured))
         parts.engine.set_weights(state.params)
         updated = time.perf_counter()
         position.step, position.stage_step = position.step + 1, position.stage_step + 1
         position.items_taken += rollout.tasks_per_step
-        record = {
+        position.value = None
+        position.record = {
             **rollout_metrics(trajectories, rollout.max_response_tokens),
             **metrics,
             "actor/num_updates": int(state.num_updates),
@@ -261,20 +365,71 @@ def run_train(this: Run, params: Params) -> Params:
             "timing_s/update_actor": updated - sampled,
             "timing_s/step": updated - started,
             "perf/throughput": sum(len(t.token_ids) for t in trajectories) / (updated - started),
-            **periodic_evaluation(this, num_steps),
         }
-        this.log.write(position.step, "train", record)
         log_trajectories(this, trajectories, advantages)
-        this.display.step(
-            position.stage_step,
-            {name: record[key] for name, key in SHOWN.items() if key in record},
+        finish_step(this)
+    if position.stage_step < num_steps:
+        state = take_best(this, state)
+    return end_stage(this, state)
+
+
+def finish_step(this: Run) -> None:
+    """What follows an update: an evaluation, the record and a checkpoint, each where it is due."""
+    config, position = this.config, this.position
+    evaluated = periodic_evaluation(this, config.num_steps)
+    assert position.record is not None
+    record, position.record = position.record | evaluated, None
+    this.log.write(position.step, "train", record)
+    shown = {name: record[key] for name, key in SHOWN.items() if record.get(key) is not None}
+    this.display.step(position.stage_step, shown)
+    position.value = best_metric(config, evaluated)
+    if position.value is not None:
+        position.best = update_best(
+            position.best, position.step, position.value, min_delta=config.eval.min_delta
         )
-        if is_checkpoint_due(this, num_steps):
-            this.save(state, ref_params)
-    this.display.stop()
-    export(this, state.params)  # before the checkpoint that tells a restart the stage is done
-    this.save(state, ref_params)
-    return state.params
+    is_best = position.value is not None and position.best.step == position.step
+    is_last = position.stage_step == config.num_steps or is_out_of_patience(config, position)
+    if not is_last and (is_best or is_checkpoint_due(this, config.num_steps)):
+        this.save()
+
+
+def best_metric(config: ConfigDict, evaluated: dict[str, float]) -> float | None:
+    """The value that tells the best checkpoint; None where nothing was evaluated or scored.
+
+    Raises:
+        ValueError: the evaluation has no metric of that name.
+    """
+    if config.checkpoint.keep_best == 0 or not evaluated:
+        return None
+    name = config.eval.best_metric
+    if name not in evaluated:
+        raise ValueError(
+            f"config.eval.best_metric is {name!r}; expected one of the metrics of "
+            f"config.eval.suites: {', '.join(evaluated)}."
+        )
+    return float(evaluated[name]) if math.isfinite(evaluated[name]) else None
+
+
+def is_out_of_patience(config: ConfigDict, position: Position) -> bool:
+    """True when so many evaluations have not improved that the stage ends."""
+    return 0 < config.eval.patience <= position.best.num_stale
+
+
+def take_best(this: Run, state: TrainState) -> TrainState:
+    """The state of the best checkpoint in place of the last one, which is freed."""
+    config, position = this.config, this.position
+    wanted = abstract(state, jax.tree.map(lambda leaf: leaf.sharding, state))
+    this.checkpointer.wait()
+    this.state = None
+    jax.tree.map(lambda leaf: leaf.delete(), state)  # the device has no room for two
+    step, best = this.checkpointer.restore_best(wanted)
+    position.stopped_early = True
+    this.display.say(
+        f"train {position.stage_step}: {config.eval.best_metric} did not improve by more than "
+        f"{config.eval.min_delta} in {config.eval.patience} evaluations; ending with the "
+        f"checkpoint of step {step}, the best"
+    )
+    return best
 
 
 def draw(stream: Stream[Task], position: int, count: int) -> list[Draw]:
@@ -307,16 +462,18 @@ def run_evaluate(this: Run, params: Params) -> Params:
     return params
 
 
-def _reference(this: Run, params: Params, resumed: bool) -> Params | None:
+def has_reference(config: ConfigDict, stage: str) -> bool:
+    """True where a KL term needs the policy as it was at the start of the stage."""
+    return stage == "train" and config.kl.coef != 0 and config.kl.anchor == "ref"
+
+
+def _reference(this: Run, params: Params) -> Params | None:
     """A frozen copy of the policy at the start of the stage, where a KL term needs it."""
-    if this.config.kl.coef == 0 or this.config.kl.anchor != "ref":
+    if not has_reference(this.config, "train"):
         return None
-    if not resumed:
-        return jax.tree.map(jnp.copy, params)
-    shardings = param_shardings(this.parts.mesh, this.parts.model_config)
-    return this.checkpointer.restore_ref_params(
-        abstract(qwen.abstract_params(this.parts.model_config), shardings)
-    )
+    if this.position.stage_step > 0:
+        return this.restored.pop("ref_params")
+    return jax.tree.map(jnp.copy, params)
 
 
 def estimate(trajectories: Sequence[Trajectory], settings: ConfigDict) -> np.ndarray:
@@ -488,6 +645,7 @@ def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]
             num_samples=num_samples,
             temperature=0.0 if is_greedy else settings.temperature,
             seeds=seeds,
+            should_stop=this.should_stop,
         )
         summaries[suite] = evaluate.summarize(
             played[suite],

@@ -20,3 +20,9 @@ def tiny_world(tmp_path_factory):
     sizes = ["--num_people=40", "--num_held_out=8", "--num_demonstrations=400"]
     quickstart_world.main([f"--out={folder}", *sizes])
     return folder
+
+
+@pytest.fixture(scope="session")
+def cache_folder(tmp_path_factory):
+    """For compiled programs, which all whole runs share."""
+    return tmp_path_factory.mktemp("cache")

@@ -325,9 +325,10 @@ def test_each_question_is_asked_at_the_given_temperature():
 
     draws = [Draw(task=Task(id=name, question=name), position=i) for i, name in enumerate("ab")]
     seeds = Seeds(seed=1, stage=2, step=3)
-    got = roll_out(engine, rollout, draws, num_samples=4, temperature=0.0, seeds=seeds)
+    given = {"seeds": seeds, "should_stop": bool}
+    got = roll_out(engine, rollout, draws, num_samples=4, temperature=0.0, **given)
     assert got == ["played"]
-    settings = {"group_size": 4, "seeds": seeds, "policy_version": 0}
+    settings = {"group_size": 4, "policy_version": 0, **given}
     assert calls == [(draws, settings, 0.0)]
     assert engine.temperature == 0.7
 

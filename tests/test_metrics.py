@@ -57,6 +57,11 @@ class TestLog:
         assert [record["step"] for record in read(path)] == [0, 1, 2, 3]
         assert list(path.parent.iterdir()) == [path]
 
+    def test_a_last_line_that_is_not_whole_is_no_record(self, path):
+        path.write_text('{"step": 1}\n{"step": 2')
+        assert MetricsLog(path, 2).num_records == 1
+        assert path.read_text() == '{"step": 1}\n'
+
     def test_a_new_run_begins_anew(self, path):
         path.write_text('{"step": 1}\n')
         assert MetricsLog(path, 0).num_records == 0

@@ -119,7 +119,7 @@ class Player:
 
     def play(
         self, env, questions, *, limits=ROOMY, group_size=1, seed=0, step=0, positions=None,
-        answers=("Paris",),
+        answers=("Paris",), should_stop=lambda: False,
     ):  # fmt: skip
         """Trajectories of questions drawn one after another."""
         positions = range(len(questions)) if positions is None else positions
@@ -133,6 +133,7 @@ class Player:
             group_size=group_size,
             seeds=Seeds(seed=seed, stage=0, step=step),
             policy_version=step,
+            should_stop=should_stop,
         )
 
 

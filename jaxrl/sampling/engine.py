@@ -286,6 +286,12 @@ class Engine:
         """Frees the slot of a stopped request."""
         self._rows[self._slot_of.pop(request)] = None
 
+    def clear(self) -> None:
+        """Forgets all requests, whether they are queued, running or waiting."""
+        self._queue.clear()
+        self._slot_of.clear()
+        self._rows = [None] * len(self._rows)
+
     @property
     def num_running(self) -> int:
         """Rows that decode in the next step."""

@@ -7,7 +7,7 @@ encoded again. What the environment says is encoded once, when it is appended.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +46,10 @@ class Seeds:
     seed: int
     stage: int
     step: int
+
+
+class Interrupted(Exception):  # noqa: N818, it is no error
+    """A rollout was given up because `should_stop` said so."""
 
 
 @dataclass(kw_only=True)
@@ -122,15 +126,25 @@ class Rollout:
         self._limits = limits
 
     def __call__(
-        self, draws: Sequence[Draw], *, group_size: int, seeds: Seeds, policy_version: int
+        self,
+        draws: Sequence[Draw],
+        *,
+        group_size: int,
+        seeds: Seeds,
+        policy_version: int,
+        should_stop: Callable[[], bool] = lambda: False,
     ) -> list[Trajectory]:
         """Samples `group_size` trajectories of every task, scored, in task order.
 
         Raises:
             ValueError: a prompt leaves no room for an answer.
+            Interrupted: `should_stop` was true between two chunks; nothing is left under way.
         """
         samples = self._submit(draws, group_size, seeds)
         while not self._engine.is_idle:
+            if should_stop():
+                self._engine.clear()
+                raise Interrupted
             stopped = []
             for event in self._engine.step():
                 sample = samples[event.request]

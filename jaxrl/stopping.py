@@ -1,0 +1,69 @@
+"""Ending before the last step: on a signal, or when evaluations no longer improve."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+EXIT_TRY_AGAIN = 75
+"""Exit code of a run that a signal ended early; EX_TEMPFAIL of sysexits.h."""
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """Gives a function that tells whether SIGTERM or SIGINT has arrived.
+
+    The first signal only asks; a second one ends the process at once, as if nothing had been set.
+    """
+    signals = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in signals}
+    asked = False
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        restore()
+        # Not print: the signal may have come while another print held the buffer.
+        os.write(2, f"{signal.Signals(number).name}: saving; once more to end at once\n".encode())
+
+    for number in signals:
+        signal.signal(number, ask)
+    try:
+        yield lambda: asked
+    finally:
+        restore()
+
+
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The best evaluation of a stage so far; higher is better."""
+
+    value: float | None = None  # None: there was none yet
+    step: int = 0  # after which it was made
+    mark: float | None = None  # the value since which patience counts
+    num_stale: int = 0  # evaluations since then
+
+
+def update_best(best: Best, step: int, value: float, *, min_delta: float) -> Best:
+    """The best evaluation after one more.
+
+    Any higher value is the new best. Patience begins anew when the value is more than `min_delta`
+    above the one at which it last did, so that many small improvements add up to one. An
+    evaluation that could not be scored (NaN) changes nothing.
+    """
+    if math.isnan(value):
+        return best
+    if best.value is None or value > best.value:
+        best = dataclasses.replace(best, value=value, step=step)
+    if best.mark is None or value > best.mark + min_delta:
+        return dataclasses.replace(best, mark=value, num_stale=0)
+    return dataclasses.replace(best, num_stale=best.num_stale + 1)

@@ -1,0 +1,473 @@
+"""Runs that are stopped, killed, moved to another mesh or ended early; on a tiny world."""
+
+import functools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl import assemble, train
+from jaxrl.checkpoint import MANIFEST, steps_in
+from jaxrl.metrics import Display
+from jaxrl.models.hf_weights import load_hf
+from jaxrl.sampling.rollout import Interrupted
+from jaxrl.stopping import EXIT_TRY_AGAIN
+from tests import test_runs
+from tests.test_runs import assert_same_weights, lasting, records, trajectories
+
+pytestmark = pytest.mark.minutes
+compilation_cache = test_runs.compilation_cache
+
+NUM_SFT, NUM_TRAIN = 24, 6
+SETTINGS = {
+    "sft.num_steps": NUM_SFT,
+    "num_steps": NUM_TRAIN,
+    "checkpoint.every_steps": 2,
+    "checkpoint.keep_best": 1,
+    "eval.every_steps": 2,
+    "eval.suites": ("sampled",),
+    "eval.final_suites": ("sampled",),
+    "log.trajectories": -1,
+}
+LAST = NUM_SFT + NUM_TRAIN
+
+
+def settings(tiny_world, **changes):
+    return test_runs.settings(tiny_world, **SETTINGS, **changes)
+
+
+def command(tiny_world, workdir, **changes):
+    return [
+        *(sys.executable, "-m", "jaxrl.launch"),
+        *(f"--config=configs/debug_tiny.py:{tiny_world}", f"--workdir={workdir}"),
+        *(f"--config.{key}={value}" for key, value in {**SETTINGS, **changes}.items()),
+    ]
+
+
+@pytest.fixture(scope="module")
+def base(tiny_world, tmp_path_factory, compilation_cache):
+    """The workdir of a run that nothing disturbed."""
+    workdir = tmp_path_factory.mktemp("runs") / "base"
+    environment = os.environ | compilation_cache
+    arguments = command(tiny_world, workdir, **{"checkpoint.keep": 100})
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    return workdir
+
+
+def plain_trajectories(workdir, step):
+    lines = trajectories(workdir, step)
+    for line in lines:
+        for turn in line["turns"]:
+            del turn["latency_s"]
+    return lines
+
+
+def files(workdir, folder):
+    return sorted(path.name for path in (workdir / folder).iterdir())
+
+
+def assert_same_run(workdir, base):
+    """All that a run leaves is as if nothing had happened, but for clocks."""
+    assert lasting(workdir) == lasting(base)
+    assert_same_weights(workdir / "export", base / "export")
+    for folder in ("eval", "trajectories"):
+        assert files(workdir, folder) == files(base, folder)
+    for name in files(base, "eval"):
+        assert (workdir / "eval" / name).read_text() == (base / "eval" / name).read_text()
+    for step in range(NUM_SFT + 1, LAST + 1):
+        assert plain_trajectories(workdir, step) == plain_trajectories(base, step)
+    kept = (workdir / "checkpoints").iterdir()
+    assert all(path.name.isdecimal() for path in kept), "nothing half done stays"
+    assert {*files(workdir, "."), "config.json"} == {*files(base, ".")}
+    best = position(base, LAST)["best"]
+    assert position(workdir, LAST)["best"] == best
+    assert {best["step"], LAST} <= set(steps_in(workdir / "checkpoints"))
+
+
+def position(workdir, step):
+    return json.loads((workdir / "checkpoints" / str(step) / "position" / "metadata").read_text())
+
+
+def as_of(base, workdir, step):
+    """A copy of a run as it stood right after the checkpoint of a step."""
+    shutil.copytree(base, workdir)
+    shutil.rmtree(workdir / "export")
+    for other in steps_in(workdir / "checkpoints"):
+        if other > step:
+            shutil.rmtree(workdir / "checkpoints" / str(other))
+    return workdir
+
+
+def play(config, workdir, should_stop=lambda: False):
+    """Runs in this process; True when it was not stopped."""
+    workdir.mkdir(exist_ok=True, parents=True)
+    try:
+        train.run(config, workdir, assemble.assemble(config), Display(), should_stop)
+    except Interrupted:
+        return False
+    return True
+
+
+def after_records(workdir, count):
+    """Time to stop: so many records are written, and another step or evaluation has begun."""
+    return lambda: num_lines(workdir) == count
+
+
+def evaluating(workdir, step):
+    """Time to stop: a step is done, its evaluation has begun."""
+    return (workdir / "trajectories" / f"step_{step:06d}.jsonl").exists
+
+
+def num_lines(workdir):
+    file = workdir / "metrics.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def test_a_run_stopped_again_and_again_is_as_if_it_had_not_been(base, tiny_world, tmp_path, capsys):
+    config, workdir = settings(tiny_world), tmp_path / "run"
+    stops = [
+        (after_records(workdir, 9), 9),  # in the supervised stage
+        (after_records(workdir, NUM_SFT), NUM_SFT),  # in the evaluation before the first step
+        (after_records(workdir, NUM_SFT + 2), NUM_SFT + 1),  # in a rollout; nothing is due
+        (evaluating(workdir, NUM_SFT + 2), NUM_SFT + 2),  # in an evaluation
+        (after_records(workdir, NUM_SFT + 5), NUM_SFT + 4),  # in a rollout right after a checkpoint
+        (after_records(workdir, LAST + 1), LAST),  # in the evaluate stage
+    ]
+    for should_stop, step in stops:
+        assert not play(config, workdir, should_stop)
+        assert f"stopped; step {step} is saved." in capsys.readouterr().out
+        assert steps_in(workdir / "checkpoints")[-1] == step
+        pending = position(workdir, step)["record"]
+        assert (pending is not None) == (step == NUM_SFT + 2)
+    assert play(config, workdir)
+    out = capsys.readouterr().out
+    assert f"resuming after step {LAST} (train {NUM_TRAIN})" in out
+    assert_same_run(workdir, base)
+
+
+def test_a_stop_in_the_last_evaluation(base, tiny_world, tmp_path):
+    # Its step is saved, its record is not written: all of that is made up for, export included.
+    workdir = as_of(base, tmp_path / "run", LAST - 2)
+    config = settings(tiny_world)
+    assert not play(config, workdir, evaluating(workdir, LAST))
+    assert position(workdir, LAST)["record"]["critic/rewards/mean"] is not None
+    assert num_lines(workdir) == NUM_SFT + 1 + NUM_TRAIN - 1
+    assert not (workdir / "export").exists()
+    assert play(config, workdir)
+    assert_same_run(workdir, base)
+
+
+def launch(tiny_world, workdir, environment, output, **changes):
+    """Starts the command as the leader of a process group of its own."""
+    return subprocess.Popen(
+        command(tiny_world, workdir, **changes),
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+    )
+
+
+def wait_for(condition, process, *, seconds=300):
+    """Waits until it holds; False when the process ended before."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None:
+            return False
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_says_try_again(base, tiny_world, tmp_path, compilation_cache, number):
+    environment = os.environ | compilation_cache
+    workdir = as_of(base, tmp_path / "run", NUM_SFT + 2)
+    assert num_lines(workdir) > NUM_SFT + 4
+    with (tmp_path / "log").open("w") as output:
+        process = launch(tiny_world, workdir, environment, output)
+        # Resumed (the log is cut back), then one step on, whose checkpoint is not due.
+        assert wait_for(lambda: num_lines(workdir) == NUM_SFT + 3, process)
+        assert wait_for(lambda: num_lines(workdir) == NUM_SFT + 4, process)
+        process.send_signal(number)
+        assert process.wait(timeout=120) == EXIT_TRY_AGAIN == 75
+    log = (tmp_path / "log").read_text()
+    assert f"{number.name}: saving; once more to end at once" in log
+    assert "Traceback" not in log
+    newest = steps_in(workdir / "checkpoints")[-1]
+    assert f"stopped; step {newest} is saved." in log
+    assert newest >= NUM_SFT + 3
+    assert play(settings(tiny_world), workdir)
+    assert_same_run(workdir, base)
+
+
+def phase(workdir):
+    """What a run is doing, as far as its files tell."""
+    checkpoints = workdir / "checkpoints"
+    if (checkpoints / "saving").exists() or any(checkpoints.glob("*.orbax-checkpoint-tmp")):
+        return "save"
+    file = workdir / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    if not lines or len(lines) < NUM_SFT:
+        return "sft"
+    steps = [
+        int(re.sub(r"\D", "", path.name)) for path in workdir.glob("trajectories/step_*.jsonl")
+    ]
+    done = len(lines) + (len(lines) == NUM_SFT) - 1  # the record before the first step is no step
+    if max(steps, default=0) > done:
+        return "evaluation"
+    return "export" if done >= LAST else "rollout or update"
+
+
+def kill_in(wanted, tiny_world, workdir, environment, rng, output):
+    """Runs until the files show a phase, kills all of it at some moment then; False: it ended."""
+    process = launch(tiny_world, workdir, environment, output)
+    try:
+        if wanted == "start":
+            time.sleep(rng.uniform(0, 6))
+        else:
+            lines = num_lines(workdir)
+            wait_for(lambda: num_lines(workdir) != lines, process)  # it cuts the log, then goes on
+            if not wait_for(lambda: phase(workdir) == wanted, process):
+                return False
+            if wanted == "rollout or update":
+                # The share of the time from one record to the next trajectories.
+                steps = [
+                    r for r in records(workdir) if "timing_s/step" in r and r["stage"] == "train"
+                ]
+                time.sleep(rng.random() * (steps[-1]["timing_s/step"] if steps else 0.5))
+            else:
+                time.sleep(rng.uniform(0, 0.01))
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return True
+
+
+def kill_and_compare(base, tiny_world, tmp_path, compilation_cache, wanted, *, seed, step):
+    """A run that begins after a step's checkpoint and is killed in one phase after the other."""
+    environment = os.environ | compilation_cache
+    rng = random.Random(seed)
+    workdir = tmp_path / "run"
+    if step:
+        as_of(base, workdir, step)
+    seen = []
+    with (tmp_path / "log").open("w") as output:
+        for each in wanted:
+            if kill_in(each, tiny_world, workdir, environment, rng, output):
+                seen.append(each if each == "start" else phase(workdir))
+        # And what is left, in this process.
+    assert play(settings(tiny_world), workdir)
+    assert "Traceback" not in (tmp_path / "log").read_text()
+    assert_same_run(workdir, base)
+    print("killed during", seen)
+    return seen
+
+
+def test_a_run_killed_in_every_phase(base, tiny_world, tmp_path, compilation_cache):
+    seen = kill_and_compare(
+        *(base, tiny_world, tmp_path, compilation_cache),
+        ["evaluation", "save", "rollout or update"],
+        seed=0,
+        step=NUM_SFT,
+    )
+    assert set(seen) == {"evaluation", "save", "rollout or update"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_runs_killed_at_twenty_moments(base, tiny_world, tmp_path, compilation_cache, seed):
+    phases = ["sft", "rollout or update", "save", "evaluation", "rollout or update", "start"]
+    phases = [*phases, "rollout or update", "save", "evaluation", "save"]
+    wanted = [phases[(seed * 4 + index) % len(phases)] for index in range(4)]
+    start = 0 if "sft" in wanted else NUM_SFT
+    arguments = (base, tiny_world, tmp_path, compilation_cache, wanted)
+    assert len(kill_and_compare(*arguments, seed=seed, step=start)) >= 3
+
+
+def test_files_beyond_the_checkpoint_are_removed(tmp_path):
+    kept = ["trajectories/step_000004.jsonl", "eval/train_4.json", "eval/evaluate_4.json"]
+    kept += ["eval/notes.json", "trajectories/step_x.jsonl", "eval/mine_9.json", "train_9.json"]
+    gone = ["trajectories/step_000005.jsonl", "eval/train_6.json", "eval/evaluate_9.txt"]
+    gone += ["eval/.train_4.json.unfinished", "trajectories/.step_000004.jsonl.unfinished"]
+    for name in [*kept, *gone]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    train.remove_later_files(tmp_path, 4)
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == set(kept)
+
+
+def test_a_damaged_checkpoint_costs_its_steps_only(base, tiny_world, tmp_path, capsys):
+    workdir = as_of(base, tmp_path / "run", NUM_SFT + 4)
+    newest = workdir / "checkpoints" / str(NUM_SFT + 4)
+    file = max((newest / "params").rglob("*"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    assert play(settings(tiny_world), workdir)
+    out = capsys.readouterr().out
+    name = file.relative_to(newest)
+    assert f"warning: checkpoint {newest.name} is damaged ({name}: its hash differs" in out
+    assert f"resuming after step {NUM_SFT + 2} (train 2)" in out
+    shutil.rmtree(workdir / "checkpoints" / "damaged")
+    assert_same_run(workdir, base)
+
+
+def test_only_damaged_checkpoints_are_refused(base, tiny_world, tmp_path):
+    workdir = as_of(base, tmp_path / "run", NUM_SFT)
+    for step in steps_in(workdir / "checkpoints"):
+        (workdir / "checkpoints" / str(step) / MANIFEST).unlink()
+    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match=rf"checkpoint {NUM_SFT}: {MANIFEST}: missing; "):
+        play(settings(tiny_world), workdir)
+    assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
+
+
+SCORES = {2: 0.25, 3: 0.5, 4: 0.5, 5: 0.375, 6: 1.0}
+"""What the evaluations after these steps are made to say."""
+
+
+@pytest.fixture
+def scripted_scores(monkeypatch):
+    run_suites = train.run_suites
+
+    def scripted(this, stage, suites):
+        metrics = run_suites(this, stage, suites)
+        score = SCORES.get(this.position.stage_step, 0.0)
+        return metrics | {"val-core/all/exact_match/mean@1": score}
+
+    monkeypatch.setattr(train, "run_suites", scripted)
+
+
+def early(base, tiny_world, **changes):
+    return settings(
+        tiny_world,
+        **{
+            **{"stages": ("train", "evaluate"), "model.path": str(base / "export")},
+            **{"eval.patience": 2, "optimizer.lr": 1e-2},
+            **changes,
+        },
+    )
+
+
+def with_eval(config, every):
+    config.eval.every_steps = every
+    config.checkpoint.every_steps = 100
+    config.checkpoint.keep = 1
+    return config
+
+
+def saved_params(workdir, step):
+    checkpointer = train.Checkpointer(workdir / "checkpoints", keep=100)
+    shapes = jax.tree.map(np.zeros_like, load_hf(workdir / "export"))
+    found = checkpointer._restore_first([step], lambda _: {"params": shapes})
+    checkpointer.close()
+    return found[2]["params"]
+
+
+def test_early_stopping_ends_with_the_best(base, tiny_world, tmp_path, capsys, scripted_scores):
+    # Steps 2 and 3 improve, 4 equals, 5 is worse: two without improvement, so 6 is never reached.
+    config, workdir = with_eval(early(base, tiny_world), 1), tmp_path / "run"
+    assert play(config, workdir)
+    out = capsys.readouterr().out
+    assert "did not improve by more than 0.0 in 2 evaluations; ending with the checkpoint" in out
+    steps = [(r["stage"], r["step"]) for r in records(workdir)]
+    assert steps == [*(("train", step) for step in range(6)), ("evaluate", 5)]
+    assert steps_in(workdir / "checkpoints") == [3, 5]
+    end = position(workdir, 5)
+    assert (end["stopped_early"], end["best"]["step"], end["stage_step"]) == (True, 3, 5)
+    exported = load_hf(workdir / "export")
+    for step in (3, 5):
+        jax.tree.map(np.testing.assert_array_equal, exported, saved_params(workdir, step))
+    # A restart evaluates, and trains no further.
+    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    assert play(config, workdir)
+    assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
+    # A run that was stopped in between ends in the same way: while the best was evaluated, while
+    # patience ran out, and when all was over but the evaluate stage.
+    other = tmp_path / "other"
+    for should_stop in (evaluating(other, 3), evaluating(other, 5), after_records(other, 6)):
+        assert not play(config, other, should_stop)
+    assert play(config, other)
+    assert lasting(other) == lasting(workdir)
+    assert_same_weights(other / "export", workdir / "export")
+    assert steps_in(other / "checkpoints") == [3, 5]
+
+
+def test_without_patience_the_last_weights_are_exported(
+    base, tiny_world, tmp_path, scripted_scores
+):
+    changes = {"eval.patience": 0, "num_steps": 5, "stages": ("train",)}
+    config, workdir = with_eval(early(base, tiny_world, **changes), 1), tmp_path / "run"
+    assert play(config, workdir)
+    assert steps_in(workdir / "checkpoints") == [3, 5]  # the best, and the newest
+    assert position(workdir, 5)["best"] == {"value": 0.5, "step": 3, "mark": 0.5, "num_stale": 2}
+    exported = load_hf(workdir / "export")
+    jax.tree.map(np.testing.assert_array_equal, exported, saved_params(workdir, 5))
+    best = saved_params(workdir, 3)
+    with pytest.raises(AssertionError):
+        jax.tree.map(np.testing.assert_array_equal, exported, best)
+
+
+def test_a_best_metric_that_is_not_there(base, tiny_world, tmp_path):
+    config = early(base, tiny_world, **{"eval.best_metric": "val-core/nq/exact_match/mean@1"})
+    wanted = r"eval.best_metric is 'val-core/nq/.*; expected one of .*val-core/all/exact_match/mean"
+    with pytest.raises(ValueError, match=wanted):
+        play(config, tmp_path / "run")
+
+
+def test_a_run_goes_on_on_other_meshes(base, tiny_world, tmp_path, compilation_cache):
+    # Devices, their mesh, and how many records there are when the run is told to go elsewhere: in
+    # the middle of the supervised stage, then in the middle of reinforcement learning.
+    places = (
+        (2, {"data": 1, "fsdp": 2}, 9),
+        (1, {"data": 1, "fsdp": 1}, NUM_SFT + 2),
+        (4, {"data": 2, "fsdp": 2}, None),
+    )
+    workdir, changes = tmp_path / "run", {"stages": "('sft', 'train')", "num_steps": 2}
+    for num_devices, mesh, num_records in places:
+        environment = os.environ | compilation_cache
+        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices}"
+        sizes = {f"mesh.{name}": size for name, size in mesh.items()}
+        with (tmp_path / "log").open("a") as output:
+            process = launch(tiny_world, workdir, environment, output, **changes, **sizes)
+            if num_records is not None:
+                enough = functools.partial(has_lines, workdir, num_records)
+                assert wait_for(enough, process)
+                process.send_signal(signal.SIGTERM)
+            process.wait()
+        log = (tmp_path / "log").read_text()
+        assert process.returncode == (0 if num_records is None else EXIT_TRY_AGAIN), log
+        assert "damaged" not in log
+    got, wanted = records(workdir), records(base)[: NUM_SFT + 3]
+    assert [(r["stage"], r["step"]) for r in got] == [(r["stage"], r["step"]) for r in wanted]
+    for one, other in zip(got[:NUM_SFT], wanted, strict=False):
+        assert one["sft/loss"] == pytest.approx(other["sft/loss"], rel=1e-5)
+        assert one["sft/grad_norm"] == pytest.approx(other["sft/grad_norm"], rel=1e-4)
+    # A draw may differ where it is as close as rounding, and so does all that comes after it.
+    drawn = [
+        (one, other)
+        for step in (NUM_SFT + 1, NUM_SFT + 2)
+        for one, other in zip(trajectories(workdir, step), trajectories(base, step), strict=True)
+    ]
+    same = [(one, other) for one, other in drawn if one["token_ids"] == other["token_ids"]]
+    assert len(same) >= 3 / 4 * len(drawn)
+    for one, other in same:
+        np.testing.assert_allclose(one["rollout_logprobs"], other["rollout_logprobs"], atol=0.01)
+    assert [record["actor/num_updates"] for record in got[NUM_SFT + 1 :]] == [1, 2]
+    assert max(r["rollout_corr/logprob_diff_max"] for r in got[NUM_SFT + 1 :]) < 1e-4
+
+
+def has_lines(workdir, count):
+    return num_lines(workdir) >= count
