@@ -219,6 +219,7 @@ def run_train(this: Run, params: Params) -> Params:
             seeds=Seeds(seed=config.seed, stage=STAGES.index("train"), step=position.step),
             policy_version=int(state.num_updates),
         )
+        parts.engine.release()  # its memory is the update's
         sampled = time.perf_counter()
         advantages = estimate(trajectories, config.advantage)
         minibatches = make_minibatches(trajectories, advantages, shape, config)
@@ -263,6 +264,7 @@ def run_train(this: Run, params: Params) -> Params:
         if is_checkpoint_due(this, num_steps):
             this.save(state, ref_params)
     this.display.stop()
+    parts.engine.release()
     export(this, state.params)  # before the checkpoint that tells a restart the stage is done
     this.save(state, ref_params)
     return state.params
@@ -292,6 +294,7 @@ def run_evaluate(this: Run, params: Params) -> Params:
     """Evaluates parameters with all final suites."""
     this.parts.engine.set_weights(params)
     metrics = run_suites(this, "evaluate", this.config.eval.final_suites)
+    this.parts.engine.release()
     this.log.write(this.position.step, "evaluate", metrics)
     return params
 
