@@ -4,7 +4,7 @@ What the policy sampled stays as the ids it sampled; it is decoded for the envir
 encoded again. What the environment says is encoded once, when it is appended.
 
 The environment is called from threads, one call for all rows that stopped in a chunk, and the
-device decodes other rows meanwhile. When its replies enter decides `Schedule`.
+device decodes other rows meanwhile. `Schedule` says when its replies enter.
 """
 
 from __future__ import annotations

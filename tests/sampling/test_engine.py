@@ -334,3 +334,24 @@ def test_slots_must_divide_over_the_devices():
             chunk_tokens=8,
             prompts_per_prefill=1,
         )
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "message"), [(2, "num_rows=2 is not a multiple"), (8, "more")]
+)
+def test_rows_must_divide_over_the_devices_and_have_slots(num_rows, message):
+    mesh = jax.sharding.AbstractMesh((4, 1, 1), ("data", "fsdp", "tensor"))
+    with pytest.raises(ValueError, match=message):
+        Engine(
+            SMALL,
+            mesh,
+            StopAutomaton(TOKENIZER.vocab_bytes, STOPS),
+            num_tokens=TOKENIZER.num_tokens,
+            eos_ids=TOKENIZER.eos_ids,
+            num_slots=4,
+            num_rows=num_rows,
+            max_prompt_tokens=32,
+            max_total_tokens=64,
+            chunk_tokens=8,
+            prompts_per_prefill=1,
+        )
