@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl.envs.base import Observation, Outcome, StepResult
+from jaxrl.sampling.engine import Request, sample_keys
 from jaxrl.sampling.rollout import Interrupted, Schedule
 from tests.helpers import tiny_params
 from tests.toys import SMALL, Player, ScriptedEnv, script, toy_tokenizer
@@ -146,6 +147,42 @@ def test_calls_do_not_wait_for_one_another(player, wanted, schedule):
             return super().step(episodes, texts)
 
     assert_same(play(player, Waiting(), schedule=schedule), wanted, tolerance=5e-5)
+
+
+def requests(budgets):
+    count = np.arange(len(budgets), dtype=np.int32)
+    keys = sample_keys(0, 0, 0, count, count, count)
+    return [
+        Request(prompt_ids=(1, 2, 3), sample_key=key, budget=budget)
+        for key, budget in zip(keys, budgets, strict=True)
+    ]
+
+
+def test_the_oldest_rows_are_decoded_and_the_others_keep_their_slots(player):
+    engine = player.engine
+    engine.set_weights(PARAMS)
+    numbers = engine.submit(requests([20] * 8))
+    events = engine.step()
+    assert [event.request for event in events] == numbers[:NUM_ROWS]
+    stopped = {event.request for event in events if event.status}
+    assert 0 < len(stopped) < NUM_ROWS
+    running = [number for number in numbers[:NUM_SLOTS] if number not in stopped]
+    assert [event.request for event in engine.step()] == running[:NUM_ROWS]
+    assert len(engine._slot_of) == NUM_SLOTS
+    engine.clear()
+    assert engine.is_idle
+
+
+def test_no_chunk_is_spent_on_rows_whose_budget_has_ended(player):
+    engine = player.engine
+    engine.set_weights(PARAMS)
+    before = engine.counts.chunks
+    engine.submit(requests([1, 4, 3]))  # a chunk has four tokens
+    while not engine.is_idle:
+        for event in engine.step(ahead=1):
+            assert event.status
+            engine.finish(event.request)
+    assert engine.counts.chunks - before == 1
 
 
 def test_one_call_serves_all_rows_that_stopped_in_a_chunk(player, monkeypatch):
