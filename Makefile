@@ -49,6 +49,7 @@ check: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.rollout
+	$(BIN)/python -m benchmarks.refill
 	$(BIN)/python -m benchmarks.update
 
 clean:

@@ -94,7 +94,7 @@ def sample_all(engine: Engine, requests: Sequence[Request]) -> list[float]:
     chunk_times = []
     while not engine.is_idle:
         read, started = engine.counts.prefilled_prompt, time.perf_counter()
-        events = engine.step()
+        events = engine.step(ahead=1)
         if engine.counts.prefilled_prompt == read:
             chunk_times.append(time.perf_counter() - started)
         for event in events:

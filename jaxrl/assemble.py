@@ -26,7 +26,7 @@ from jaxrl.evaluate import check_data_sources
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.rollout import Limits, Rollout
+from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sharding import check_model_fits, local_mesh, make_mesh, num_batch_shards
 from jaxrl.tokenizer import Tokenizer
@@ -88,7 +88,11 @@ def assemble(config: ConfigDict) -> Parts:
         max_total_tokens=config.rollout.max_total_tokens,
         max_observation_tokens=config.search.max_observation_tokens,
     )
-    rollouts = [Rollout(engine, env, tokenizer, automaton, limits) for env in envs]
+    schedule = Schedule(
+        deterministic=config.rollout.deterministic,
+        lag_chunks=config.rollout.observation_lag_chunks,
+    )
+    rollouts = [Rollout(engine, env, tokenizer, automaton, limits, schedule) for env in envs]
     for task in [*tasks, *eval_tasks]:
         rollouts[0].check_prompt(task)
     return Parts(
@@ -118,6 +122,7 @@ def _check_rows(config: ConfigDict, mesh: Mesh) -> None:
         "optimizer.micro_rows": config.optimizer.micro_rows,
         "sft.optimizer.micro_rows": config.sft.optimizer.micro_rows,
         "rollout.num_slots": config.rollout.num_slots,
+        "rollout.num_rows": config.rollout.num_rows,
     }
     for key, value in rows.items():
         if value % shards:
@@ -185,6 +190,7 @@ def _make_engine(
         num_tokens=tokenizer.num_tokens,
         eos_ids=tokenizer.eos_ids,
         num_slots=num_slots,
+        num_rows=rollout.num_rows // jax.process_count(),
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_total_tokens=rollout.max_total_tokens,
         chunk_tokens=rollout.chunk_tokens,

@@ -87,8 +87,15 @@ def default_config() -> ConfigDict:
     rollout.max_response_tokens = 512  # sampled tokens of a trajectory, over all turns
     rollout.max_total_tokens = 2048  # prompt, sampled tokens and observations of a trajectory
     rollout.max_turns = 4  # turns that search; asking once more ends the episode
-    rollout.num_slots = 64  # rows decoded side by side, over all devices; multiple of data * fsdp
+    rollout.num_slots = 64  # trajectories with a cache at a time, in all; a multiple of data * fsdp
+    rollout.num_rows = 0  # of those, decoded side by side at most, likewise; 0: all of them
     rollout.chunk_tokens = 16  # decoding steps between two looks of the host
+    # True: replies of the environment enter after a fixed number of chunks, and a run repeats bit
+    # for bit. False: at the first chunk after they have arrived, for slow tools.
+    rollout.deterministic = True
+    # Chunks from the one in which a row stops to the one before which the reply enters. With 1
+    # the device waits for host and environment between chunks, with more it decodes meanwhile.
+    rollout.observation_lag_chunks = 2
 
     config.advantage = advantage = ConfigDict()
     advantage.name = "grpo"
@@ -282,7 +289,8 @@ def _check_ranges(config: ConfigDict) -> None:
     positive = [
         "num_steps", "rollout.tasks_per_step", "rollout.group_size", "rollout.max_prompt_tokens",
         "rollout.max_response_tokens", "rollout.max_total_tokens", "rollout.num_slots",
-        "rollout.chunk_tokens", "optimizer.micro_rows", "optimizer.num_minibatches",
+        "rollout.chunk_tokens", "rollout.observation_lag_chunks", "optimizer.micro_rows",
+        "optimizer.num_minibatches",
         "optimizer.num_epochs", "sft.num_steps", "sft.batch_size", "sft.optimizer.micro_rows",
         "search.topk", "search.max_observation_tokens", "checkpoint.every_steps",
         "checkpoint.keep", "model.logits_chunk_tokens", "rollout.temperature",
@@ -290,7 +298,8 @@ def _check_ranges(config: ConfigDict) -> None:
         "eval.resamples",
     ]  # fmt: skip
     not_negative = [
-        "rollout.max_turns", "advantage.epsilon", "loss.clip_low", "loss.clip_high", "kl.coef",
+        "rollout.max_turns", "rollout.num_rows", "advantage.epsilon", "loss.clip_low",
+        "loss.clip_high", "kl.coef",
         "optimizer.lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.grad_clip",
         "sft.optimizer.lr", "sft.optimizer.warmup_steps", "sft.optimizer.weight_decay",
         "sft.optimizer.grad_clip", "eval.every_steps", "eval.max_tasks", "seed",
@@ -353,6 +362,12 @@ def _check_rules(config: ConfigDict) -> None:
             "rollout.max_prompt_tokens",
             rollout.max_prompt_tokens,
             f"less than rollout.max_total_tokens={rollout.max_total_tokens}",
+        )
+    if rollout.num_rows > rollout.num_slots:
+        _refuse(
+            "rollout.num_rows",
+            rollout.num_rows,
+            f"at most rollout.num_slots={rollout.num_slots}; a row that is decoded needs a slot",
         )
     if "{question}" not in config.prompt.template:
         _refuse("prompt.template", config.prompt.template, "text that contains {question}")

@@ -283,6 +283,7 @@ def run_sft(this: Run, params: Params) -> Params:
 def end_stage(this: Run, state: TrainState) -> Params:
     """Exports the parameters, then checkpoints: that tells a restart that the stage is done."""
     this.display.stop()
+    this.parts.engine.release()
     this.state = state
     export(this, state.params)
     this.save()
@@ -330,6 +331,7 @@ def run_train(this: Run, params: Params) -> Params:
             policy_version=int(state.num_updates),
             should_stop=this.should_stop,
         )
+        parts.engine.release()  # its memory is the update's
         sampled = time.perf_counter()
         advantages = estimate(trajectories, config.advantage)
         minibatches = make_minibatches(trajectories, advantages, shape, config)
@@ -458,6 +460,7 @@ def run_evaluate(this: Run, params: Params) -> Params:
     """Evaluates parameters with all final suites."""
     this.parts.engine.set_weights(params)
     metrics = run_suites(this, "evaluate", this.config.eval.final_suites)
+    this.parts.engine.release()
     this.log.write(this.position.step, "evaluate", metrics)
     return params
 

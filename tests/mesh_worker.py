@@ -82,10 +82,11 @@ def requests():
 def cache_layout(engine):
     """How the cache lies: the spec, and the shapes and number of different parts on devices."""
     leaves = jax.tree.leaves(engine._slots.cache)
-    assert all(leaf.sharding == engine.cache_sharding for leaf in leaves)
+    sharding = leaves[0].sharding
+    assert all(leaf.sharding == sharding for leaf in leaves)
     shards = [shard for leaf in leaves for shard in leaf.addressable_shards]
     return {
-        "spec": list(engine.cache_sharding.spec),
+        "spec": list(sharding.spec),
         "shapes": sorted({shard.data.shape for shard in shards}),
         "num_parts": len({str(shard.index) for shard in shards}),
     }
@@ -107,18 +108,19 @@ def sample(mesh, params):
         prompts_per_prefill=8,
     )
     engine.row_sizes = engine.row_sizes[-1:]  # one size will do: a compilation is seconds
-    before = cache_layout(engine)
+    engine.resume_sizes = engine.resume_sizes[-1:]
     engine.set_weights(params)
     todo = requests()
     rows = [{"token_ids": list(r.prompt_ids), "logprobs": [0.0] * len(r.prompt_ids)} for r in todo]
     for row in rows:
         row["mask"] = [False] * len(row["token_ids"])
     engine.submit(todo)
+    before = cache_layout(engine)
     num_turns = [0] * len(todo)
     with compilations() as compiled:
         while not engine.is_idle:
             resumed = []
-            for event in engine.step():
+            for event in engine.step(ahead=1):
                 row = rows[event.request]
                 row["token_ids"] += event.token_ids.tolist()
                 row["logprobs"] += event.logprobs.tolist()

@@ -1,10 +1,10 @@
-"""Both benchmarks at a size of seconds, and what they record."""
+"""The benchmarks at a size of seconds, and what they record."""
 
 import json
 
 import pytest
 
-from benchmarks import common, rollout, update
+from benchmarks import common, refill, rollout, update
 
 TINY = [
     "--num_layers=2", "--width=32", "--num_heads=2", "--num_kv_heads=1", "--head_dim=16",
@@ -40,6 +40,35 @@ def test_records_what_it_measured(benchmark, tmp_path, capsys):
     assert record["compile_s"] > 0
     assert record["peak_bytes"] > 0
     assert "tokens_per_s" in capsys.readouterr().out
+
+
+def test_refilling_does_less_than_half_the_work_of_static_batches(tmp_path):
+    # Lengths as in the preset, 16 times shorter: median 4, a few of them long.
+    path = tmp_path / "record.json"
+    model = [flag for flag in TINY[:7] if "vocab" not in flag and "layers" not in flag]
+    record = refill.main(
+        [
+            *model, "--num_layers=1", "--vocab_size=300", "--warm_up=1", "--repetitions=1",
+            "--num_rows=4", "--chunk_tokens=1", "--prompt_tokens=5", "--num_samples=40",
+            "--median_tokens=4", "--max_tokens=59", "--num_episodes=8", "--num_turns=2",
+            "--turn_tokens=8", "--observation_tokens=4", "--latency_ms=1", f"--json={path}",
+        ]
+    )  # fmt: skip
+    assert record == json.loads(path.read_text())
+    share = {
+        name: record[f"lengths: {name}"]["slot_occupancy"]
+        for name in ("static_full", "static", "continuous")
+    }
+    assert share["continuous"] > 0.7
+    assert share["continuous"] > 2 * share["static_full"]
+    assert share["static"] > share["static_full"]
+    assert record["continuous over"].keys() == {"static_full", "static"}
+    for name in refill.SCHEDULES:
+        measured = record[f"latency: {name}"]
+        assert measured.keys() == {
+            "tokens_per_s", "tokens_per_cpu_s", "slot_occupancy", "without_latency", "loss"
+        }  # fmt: skip
+        assert measured["tokens_per_s"] > 0
 
 
 def test_no_floor_without_the_hardware(tmp_path):

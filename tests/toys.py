@@ -119,7 +119,7 @@ class Player:
 
     def play(
         self, env, questions, *, limits=ROOMY, group_size=1, seed=0, step=0, positions=None,
-        answers=("Paris",), should_stop=lambda: False,
+        answers=("Paris",), schedule=None, **settings,
     ):  # fmt: skip
         """Trajectories of questions drawn one after another."""
         positions = range(len(questions)) if positions is None else positions
@@ -127,13 +127,13 @@ class Player:
             Draw(task=Task(id=f"task {p}", question=q, answers=answers), position=p)
             for p, q in zip(positions, questions, strict=True)
         ]
-        rollout = Rollout(self.engine, env, self.tokenizer, self.automaton, limits)
+        rollout = Rollout(self.engine, env, self.tokenizer, self.automaton, limits, schedule)
         return rollout(
             draws,
             group_size=group_size,
             seeds=Seeds(seed=seed, stage=0, step=step),
             policy_version=step,
-            should_stop=should_stop,
+            **settings,
         )
 
 

@@ -113,7 +113,7 @@ class Reward:
 
 
 class Env(Protocol):
-    """A batched environment: one call serves all rows that wait."""
+    """A batched environment: one call serves all rows that stopped together."""
 
     stop_strings: tuple[str, ...]
     """The model's turn ends where one of these ends."""
@@ -124,6 +124,8 @@ class Env(Protocol):
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
         """Replies to one finished turn of each episode.
+
+        Called from threads, possibly from several at once; the episodes are not to be changed.
 
         `texts[i]` is the new turn of `episodes[i]` (not yet in its `turns`). It ends exactly at a
         stop string, or, where the model ended its turn by itself, without one.

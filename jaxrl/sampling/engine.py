@@ -4,10 +4,15 @@ Requests wait in a queue; free slots take them in order. A running row is decode
 it stops, then waits until the caller resumes it with the tokens of an observation or finishes it.
 Its cache stays where it is, so that of a resumed row only the new tokens are read, and a prompt is
 read once for all its samples.
+
+A chunk may be dispatched before the report of the one before it is read, so that the host works
+while the device decodes. Everything here is then decided from what the host knows at that moment,
+which depends on the state of the requests and never on the clock.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +27,7 @@ from jaxrl.compilation import CompiledFunction
 from jaxrl.models import qwen
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.sampling import decode
-from jaxrl.sampling.decode import Sampler, StopTables
+from jaxrl.sampling.decode import Sampler, Slots, StopTables
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sharding import decode_shardings, num_batch_shards, on_local_mesh, replicated
 from jaxrl.types import Params
@@ -49,6 +54,7 @@ class Event:
     """Tokens that a request sampled in one chunk; `status` as in `decode`."""
 
     request: int
+    chunk: int  # its number, counted since the engine was made
     token_ids: np.ndarray  # int32 [n]
     logprobs: np.ndarray  # float32 [n], nats
     entropies: np.ndarray  # float32 [n], nats
@@ -62,8 +68,7 @@ class Counts:
     prefilled_prompt: int = 0  # prompts, each read once for its group
     prefilled_resume: int = 0  # observations and the pending token of each resumed turn
     sampled: int = 0
-    chunks: int = 0
-    busy_slot_steps: int = 0  # sampled tokens a slot could have given while it was active
+    chunks: int = 0  # dispatched
     slot_steps: int = 0  # steps times the rows they were computed for
 
 
@@ -72,14 +77,35 @@ class _Row:
     """A request in a slot."""
 
     request: int
-    length: int  # tokens in the cache
+    length: int  # tokens in the cache, as far as reports were read
+    budget: int  # tokens it may still sample, likewise
+    in_flight: int = 0  # steps dispatched for it whose reports were not read
     is_waiting: bool = False  # stopped; neither resumed nor finished yet
     pending: int | None = None  # sampled but not read into the cache
+
+    @property
+    def may_run(self) -> bool:
+        """False where it has stopped, or must have when the chunks in flight are done."""
+        return not self.is_waiting and self.in_flight < self.budget
+
+    @property
+    def longest(self) -> int:
+        """The most tokens its cache can hold when the chunks in flight are done."""
+        return self.length + min(self.in_flight, self.budget)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A chunk whose report was not read yet."""
+
+    number: int
+    rows: list[tuple[int, int, int]]  # of each: request, slot, index in the report
+    report: decode.Report
 
 
 @dataclass
 class _Prompts:
-    """The prompts prefilled last; kept while samples of the last one still wait for a slot."""
+    """The prompts prefilled last; kept while samples of them still wait for a slot."""
 
     index: dict[tuple[int, ...], int] = field(default_factory=dict)  # prompt to row
     hidden: Any = None
@@ -148,8 +174,12 @@ def _fit(size: int, sizes: Sequence[int]) -> int:
 class Engine:
     """Decodes requests in a fixed number of slots.
 
-    All its compiled shapes come from small sets: rows in `row_sizes` a shard, chunks of tokens to
-    read in `read_sizes`, prompts in `prompt_sizes`; `shapes` prints them.
+    All its compiled shapes come from small sets: rows of a shard to decode in `row_sizes`, to read
+    tokens into in `resume_sizes`, chunks of tokens to read in `read_sizes`, prompts in
+    `prompt_sizes`, live lengths in `length_sizes`; `shapes` prints them.
+
+    It holds memory only while it works: weights from `set_weights`, a cache from the next `submit`
+    on, both until `release`.
     """
 
     def __init__(
@@ -161,6 +191,7 @@ class Engine:
         num_tokens: int,
         eos_ids: Sequence[int],
         num_slots: int,
+        num_rows: int = 0,
         max_prompt_tokens: int,
         max_total_tokens: int,
         chunk_tokens: int,
@@ -168,15 +199,18 @@ class Engine:
         dtype: Any = jnp.float32,
         train_mesh: Mesh | None = None,
     ):
-        """Allocates the cache.
+        """Declares the programs; allocates nothing but the stop tables.
 
         Args:
             config: of the model.
-            mesh: of this process's devices; slots are split over its data and fsdp axes.
+            mesh: of this process's devices, and only these are used; slots are split over its data
+                and fsdp axes.
             automaton: ends a turn.
             num_tokens: ids the tokenizer knows.
             eos_ids: end a turn too.
-            num_slots: rows decoded side by side; a multiple of data * fsdp.
+            num_slots: rows with a cache; a multiple of data * fsdp.
+            num_rows: rows decoded side by side at most, a multiple of data * fsdp; 0: all. Slots
+                beyond it hold rows that wait.
             max_prompt_tokens: of any prompt.
             max_total_tokens: prompt, samples and observations together.
             chunk_tokens: decoding steps between two looks of the host.
@@ -185,41 +219,54 @@ class Engine:
             train_mesh: on which `set_weights` finds the parameters; `mesh` by default.
 
         Raises:
-            ValueError: `num_slots` is not a multiple of data * fsdp.
+            ValueError: `num_slots` or `num_rows` is not a multiple of data * fsdp, or there are
+                more rows than slots.
         """
+        num_rows = num_rows or num_slots
         self.num_shards = num_batch_shards(mesh)
-        if num_slots % self.num_shards:
+        for name, value in {"num_slots": num_slots, "num_rows": num_rows}.items():
+            if value % self.num_shards:
+                raise ValueError(
+                    f"config.rollout.{name}={value} is not a multiple of data * fsdp = "
+                    f"{self.num_shards}; every device needs the same number."
+                )
+        if num_rows > num_slots:
             raise ValueError(
-                f"config.rollout.num_slots={num_slots} is not a multiple of data * fsdp = "
-                f"{self.num_shards}; every device needs the same number of slots."
+                f"config.rollout.num_rows={num_rows} is more than num_slots={num_slots}; a row "
+                "that is decoded needs a slot."
             )
+        self.num_slots = num_slots
+        self.capacity = max_total_tokens + chunk_tokens
         self._mesh = mesh
         self._train_mesh = mesh if train_mesh is None else train_mesh
         self._slots_per_shard = num_slots // self.num_shards
         self._num_prompts = -(-prompts_per_prefill // self.num_shards) * self.num_shards
-        self.capacity = max_total_tokens + chunk_tokens
+        self._max_prompt_tokens = max_prompt_tokens
         self.sampler = Sampler(
             config=config, mesh=mesh, num_tokens=num_tokens, num_steps=chunk_tokens, dtype=dtype
         )
-        self.row_sizes = sorted({-(-self._slots_per_shard // 4), self._slots_per_shard})
+        rows = num_rows // self.num_shards
+        self.row_sizes = sorted({-(-rows // part) for part in (1, 2, 4, 16)})
+        self.resume_sizes = sorted({-(-rows // part) for part in (1, 4, 16)})
         self.read_sizes = _powers(16, max(max_total_tokens, 16), 2)
         self.prompt_sizes = _powers(16, max(max_prompt_tokens, 16), 2)
         self.length_sizes = _powers(min(64, max_total_tokens), max_total_tokens, 2)
         self._compile(config, dtype)
         self._stops = _stop_tables(automaton, config.vocab_size, eos_ids, mesh)
         self._empty_slots = jax.jit(self.sampler.empty_slots, static_argnums=(0, 1))
-        self._slots = self._empty_slots(num_slots, self.capacity)
+        self._slots: Slots | None = None
         self._weights: Params | None = None
         self._rows: list[_Row | None] = [None] * num_slots
         self._slot_of: dict[int, int] = {}
         self._queue: deque[tuple[int, Request]] = deque()
+        self._in_flight: deque[_Chunk] = deque()
         self._prompts = _Prompts()
         self._next_request = 0
         self.temperature = 1.0
         self.counts = Counts()
 
     def _compile(self, config: QwenConfig, dtype: Any) -> None:
-        extends = [(rows, size) for rows in self.row_sizes for size in self.read_sizes]
+        extends = [(rows, size) for rows in self.resume_sizes for size in self.read_sizes]
         prepare = lambda params: qwen.decode_weights(params, config, dtype)  # noqa: E731
         names = jax.eval_shape(prepare, qwen.abstract_params(config))
         layouts = decode_shardings(self._train_mesh, config)
@@ -246,11 +293,14 @@ class Engine:
 
     def shapes(self) -> str:
         """The set of shapes that may be compiled, for people."""
-        rows = [size * self.num_shards for size in self.row_sizes]
+        rows, resumed = (
+            [size * self.num_shards for size in sizes]
+            for sizes in (self.row_sizes, self.resume_sizes)
+        )
         return (
             f"decode {self.sampler.num_steps} steps of {rows} rows over {self.length_sizes} "
             f"tokens; read {self.read_sizes} tokens "
-            f"of {rows} rows; prompts {self._num_prompts} x {self.prompt_sizes}; "
+            f"of {resumed} rows; prompts {self._num_prompts} x {self.prompt_sizes}; "
             f"cache {len(self._rows)} slots x {self.capacity} tokens"
         )
 
@@ -259,24 +309,61 @@ class Engine:
         """Compilations of the programs so far."""
         return sum(function.num_traces for function in self.functions)
 
-    @property
-    def cache_sharding(self) -> jax.sharding.Sharding:
-        """How the key-value cache lies on the mesh."""
-        return self._slots.cache[0][0].sharding
-
     def set_weights(self, params: Params) -> None:
-        """Casts and reshards the trainer's parameters for decoding, once an update."""
+        """Casts and reshards the trainer's parameters for decoding, once an update.
+
+        The weights are copies: what becomes of `params` afterwards does not touch them.
+        """
+        self._drop_weights()
         weights = self._prepare(params)
         if self._train_mesh != self._mesh:
             weights = jax.tree.map(on_local_mesh, weights, self._layouts)
         self._weights = weights
+
+    def release(self) -> None:
+        """Gives back the memory of cache and weights, before an update say.
+
+        `set_weights` makes the weights anew, the next `submit` the cache.
+
+        Raises:
+            RuntimeError: there are requests; `clear` forgets them.
+        """
+        if not self.is_idle:
+            raise RuntimeError("the engine still has requests; finish or clear them first.")
+        self.clear()
+        self._drop_weights()
+
+    def _drop_weights(self) -> None:
+        _delete(self._weights)
+        self._weights = None
         self._prompts = _Prompts()  # what the old weights made of them is of no use
 
+    def clear(self) -> None:
+        """Forgets every request, running ones too, and gives back the cache's memory."""
+        self._queue.clear()
+        self._slot_of.clear()
+        self._in_flight.clear()
+        self._rows = [None] * self.num_slots
+        self._prompts = _Prompts()
+        _delete(self._slots)
+        self._slots = None
+
     def submit(self, requests: Sequence[Request]) -> list[int]:
-        """Queues requests; the numbers by which events name them."""
+        """Queues requests; the numbers by which events name them.
+
+        Raises:
+            RuntimeError: there are no weights.
+            ValueError: a prompt is too long; then none is queued.
+        """
+        if self._weights is None:
+            raise RuntimeError("the engine has no weights; call set_weights first.")
+        for request in requests:
+            _fit(len(request.prompt_ids), self.prompt_sizes)
         if self.is_idle:
             # What came before, an evaluation say, may not show: a restart would not have had it.
             self._prompts = _Prompts()
+        if self._slots is None:
+            self._slots = self._empty_slots(self.num_slots, self.capacity)
         numbers = list(range(self._next_request, self._next_request + len(requests)))
         self._next_request += len(requests)
         self._queue.extend(zip(numbers, requests, strict=True))
@@ -285,22 +372,24 @@ class Engine:
     def finish(self, request: int) -> None:
         """Frees the slot of a stopped request."""
         self._rows[self._slot_of.pop(request)] = None
-
-    def clear(self) -> None:
-        """Forgets all requests, whether they are queued, running or waiting."""
-        self._queue.clear()
-        self._slot_of.clear()
-        self._rows = [None] * len(self._rows)
+        if self.is_idle:
+            self._in_flight.clear()  # in which every row had stopped before
 
     @property
     def num_running(self) -> int:
-        """Rows that decode in the next step."""
+        """Rows that have not stopped, as far as the host knows."""
         return sum(row is not None and not row.is_waiting for row in self._rows)
 
     @property
     def is_idle(self) -> bool:
         """Nothing runs, waits or is queued."""
         return not self._queue and not self._slot_of
+
+    @property
+    def is_stalled(self) -> bool:
+        """Nothing happens before the caller resumes or finishes a request."""
+        is_full = len(self._slot_of) == self.num_slots
+        return not self._in_flight and not self.num_running and (is_full or not self._queue)
 
     def resume(self, resumed: Sequence[tuple[int, Sequence[int], int]]) -> None:
         """Lets stopped requests go on.
@@ -313,7 +402,7 @@ class Engine:
         while remaining:
             batch = self._take_batch(remaining)
             size = max(len(rows) for rows in batch)
-            num_rows = _fit(size, self.row_sizes)
+            num_rows = _fit(size, self.resume_sizes)
             longest = max(len(tokens) + 1 for rows in batch for _, tokens, _ in rows)
             width = _fit(longest, self.read_sizes)
             rows = np.full((self.num_shards, num_rows), self._slots_per_shard, np.int32)
@@ -330,7 +419,7 @@ class Engine:
                     token_ids[shard, index, : len(new)] = new
                     lengths[shard, index] = len(new)
                     budget[shard, index] = allowed
-                    row.is_waiting, row.pending = False, None
+                    row.is_waiting, row.pending, row.budget = False, None, allowed
                     row.length += len(new)
                     self.counts.prefilled_resume += len(new)
             self._slots = self._extend(
@@ -350,23 +439,47 @@ class Engine:
         batch: list[list[tuple[int, Sequence[int], int]]] = [[] for _ in range(self.num_shards)]
         width = _fit(len(remaining[0][1]) + 1, self.read_sizes)
         for entry in [x for x in remaining if _fit(len(x[1]) + 1, self.read_sizes) == width]:
-            batch[self._slot_of[entry[0]] // self._slots_per_shard].append(entry)
-            remaining.remove(entry)
+            members = batch[self._slot_of[entry[0]] // self._slots_per_shard]
+            if len(members) < self.resume_sizes[-1]:
+                members.append(entry)
+                remaining.remove(entry)
         return batch
 
-    def step(self) -> list[Event]:
-        """Fills free slots from the queue, decodes one chunk, and tells what it sampled."""
+    def step(self, *, ahead: int = 0) -> list[Event]:
+        """Fills free slots, dispatches a chunk, and tells what an earlier one sampled.
+
+        Args:
+            ahead: chunks left in flight. With 0 the chunk just dispatched is read, which waits for
+                it; with 1 the one before it, so that the device has work meanwhile. Where nothing
+                is left to decode, the oldest chunk in flight is read.
+        """
         self._admit()
+        is_dispatched = self._dispatch()
+        if len(self._in_flight) <= (ahead if is_dispatched else 0):
+            return []
+        return self._collect(self._in_flight.popleft())
+
+    def _dispatch(self) -> bool:
+        """Starts a chunk of the rows that may run, oldest requests first; False without any."""
         running: list[list[int]] = [[] for _ in range(self.num_shards)]
-        for slot, row in enumerate(self._rows):
-            if row is not None and not row.is_waiting:
-                running[slot // self._slots_per_shard].append(slot)
+        for _, slot in sorted(self._slot_of.items()):
+            shard = running[slot // self._slots_per_shard]
+            if self._row(slot).may_run and len(shard) < self.row_sizes[-1]:
+                shard.append(slot)
+        if not any(running):
+            return False
         num_rows = _fit(max(len(slots) for slots in running), self.row_sizes)
+        length = _fit(
+            max(self._row(slot).longest for slots in running for slot in slots), self.length_sizes
+        )
         rows = np.full((self.num_shards, num_rows), self._slots_per_shard, np.int32)
-        for shard, slots in enumerate(running):
-            rows[shard, : len(slots)] = [slot % self._slots_per_shard for slot in slots]
-        lengths = [self._row(slot).length for slots in running for slot in slots]
-        length = _fit(max(lengths, default=0), self.length_sizes)
+        members = []
+        for number, slots in enumerate(running):
+            rows[number, : len(slots)] = [slot % self._slots_per_shard for slot in slots]
+            for index, slot in enumerate(slots):
+                row = self._row(slot)
+                row.in_flight += self.sampler.num_steps
+                members.append((row.request, slot, number * num_rows + index))
         self._slots, report = self._decode(
             self._weights,
             self._slots,
@@ -376,30 +489,42 @@ class Engine:
             length,
             variant=(num_rows, length),
         )
-        report = jax.device_get(report)
-        events = []
-        for shard, slots in enumerate(running):
-            for index, slot in enumerate(slots):
-                events.append(self._event(slot, report, shard * num_rows + index))
+        jax.tree.map(lambda x: x.copy_to_host_async(), report)
+        self._in_flight.append(_Chunk(self.counts.chunks, members, report))
         self.counts.chunks += 1
-        self.counts.busy_slot_steps += len(events) * self.sampler.num_steps
         self.counts.slot_steps += rows.size * self.sampler.num_steps
-        return sorted(events, key=lambda event: event.request)
+        return True
 
-    def _event(self, slot: int, report: decode.Report, index: int) -> Event:
+    def _collect(self, chunk: _Chunk) -> list[Event]:
+        """Waits for a chunk and reads its report."""
+        report = jax.device_get(chunk.report)
+        num_sampled = (report.token_ids >= 0).sum(axis=1)
+        # A row that stopped in an earlier chunk has sampled nothing; its slot may be another's.
+        return [
+            self._event(chunk.number, request, slot, report, index, int(num_sampled[index]))
+            for request, slot, index in sorted(chunk.rows)
+            if num_sampled[index]
+        ]
+
+    def _event(
+        self, chunk: int, request: int, slot: int, report: decode.Report, index: int, count: int
+    ) -> Event:
         row = self._row(slot)
-        num_sampled = int((report.token_ids[index] >= 0).sum())
+        assert row.request == request, f"slot {slot} was taken from request {request}"
         status = int(report.status[index])
-        token_ids = np.array(report.token_ids[index, :num_sampled])
+        token_ids = np.array(report.token_ids[index, :count])
+        row.budget -= count
+        row.in_flight -= self.sampler.num_steps
         if status != decode.RUNNING:
-            row.is_waiting, row.pending = True, int(token_ids[-1])
-        row.length += num_sampled - row.is_waiting
-        self.counts.sampled += num_sampled
+            row.is_waiting, row.pending, row.in_flight = True, int(token_ids[-1]), 0
+        row.length += count - row.is_waiting
+        self.counts.sampled += count
         return Event(
-            request=row.request,
+            request=request,
+            chunk=chunk,
             token_ids=token_ids,
-            logprobs=np.array(report.logprobs[index, :num_sampled]),
-            entropies=np.array(report.entropies[index, :num_sampled]),
+            logprobs=np.array(report.logprobs[index, :count]),
+            entropies=np.array(report.entropies[index, :count]),
             status=status,
         )
 
@@ -410,26 +535,14 @@ class Engine:
 
     def _admit(self) -> None:
         """Moves requests from the queue to free slots, reading each new prompt once."""
-        while self._queue:
-            free = self._free_slots()
-            chosen: list[tuple[int, Request]] = []
-            new_prompts: list[tuple[int, ...]] = []
-            reuse = self._queue[0][1].prompt_ids in self._prompts.index
-            while self._queue and len(chosen) < len(free):
-                request = self._queue[0][1]
-                is_known = request.prompt_ids in self._prompts.index
-                if is_known != reuse:
-                    break
-                if not is_known and request.prompt_ids not in new_prompts:
-                    if len(new_prompts) == self._num_prompts:
-                        break
-                    new_prompts.append(request.prompt_ids)
-                chosen.append(self._queue.popleft())
-            if not chosen:
-                return
-            if not reuse:
-                self._read_prompts(new_prompts)
-            self._place_requests(chosen, free)
+        free = deque(self._free_slots())
+        while self._queue and free:
+            if self._queue[0][1].prompt_ids not in self._prompts.index:
+                self._read_prompts()
+            placed = []
+            while self._queue and free and self._queue[0][1].prompt_ids in self._prompts.index:
+                placed.append((free.popleft(), *self._queue.popleft()))
+            self._place_requests(placed)
 
     def _free_slots(self) -> list[int]:
         """Free slots, taken from the shards in turn so that their loads stay even."""
@@ -444,7 +557,14 @@ class Engine:
             load[shard] += 1
         return [slot for _, _, slot in sorted(ranks)]
 
-    def _read_prompts(self, prompts: Sequence[tuple[int, ...]]) -> None:
+    def _read_prompts(self) -> None:
+        """Reads the next prompts of the queue, as many as are read side by side.
+
+        Some are read before there is a slot for their samples: slots become free one by one, and
+        reading one prompt costs as much as reading them all.
+        """
+        queued = dict.fromkeys(request.prompt_ids for _, request in self._queue)
+        prompts = list(itertools.islice(queued, self._num_prompts))
         width = _fit(max(len(ids) for ids in prompts), self.prompt_sizes)
         token_ids = np.zeros((self._num_prompts, width), np.int32)
         lengths = np.ones(self._num_prompts, np.int32)
@@ -461,15 +581,18 @@ class Engine:
             width=width,
         )
 
-    def _place_requests(self, chosen: Sequence[tuple[int, Request]], free: Sequence[int]) -> None:
-        source = np.full(len(self._rows), -1, np.int32)
-        budget = np.zeros(len(self._rows), np.int32)
-        key = np.zeros((len(self._rows), 2), np.uint32)
-        for (number, request), slot in zip(chosen, free, strict=False):
+    def _place_requests(self, placed: Sequence[tuple[int, int, Request]]) -> None:
+        """Starts requests, each given as its slot, its number and itself."""
+        source = np.full(self.num_slots, -1, np.int32)
+        budget = np.zeros(self.num_slots, np.int32)
+        key = np.zeros((self.num_slots, 2), np.uint32)
+        for slot, number, request in placed:
             source[slot] = self._prompts.index[request.prompt_ids]
             budget[slot] = request.budget
             key[slot] = request.sample_key
-            self._rows[slot] = _Row(request=number, length=len(request.prompt_ids))
+            self._rows[slot] = _Row(
+                request=number, length=len(request.prompt_ids), budget=request.budget
+            )
             self._slot_of[number] = slot
         self._slots = self._place(
             self._slots,
@@ -481,6 +604,13 @@ class Engine:
             key,
             variant=self._prompts.width,
         )
+
+
+def _delete(arrays: Any) -> None:
+    """Frees device arrays at once, whoever still refers to them; donated ones are gone already."""
+    for array in jax.tree.leaves(arrays):
+        if not array.is_deleted():
+            array.delete()
 
 
 def _stop_tables(

@@ -2,18 +2,32 @@
 
 What the policy sampled stays as the ids it sampled; it is decoded for the environment and never
 encoded again. What the environment says is encoded once, when it is appended.
+
+The environment is called from threads, one call for all rows that stopped in a chunk, and the
+device decodes other rows meanwhile. `Schedule` says when its replies enter.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from jaxrl.envs.base import Env, Episode, Observation, Outcome, Reward, Task, Turn
+from jaxrl.envs.base import (
+    Env,
+    Episode,
+    Observation,
+    Outcome,
+    Reward,
+    StepResult,
+    Task,
+    Turn,
+)
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Event, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -40,16 +54,32 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """When the environment's replies enter.
+
+    Attributes:
+        deterministic: by the number of chunks, waiting for the environment where need be, so that
+            nothing depends on the clock; else at the first chunk after they have arrived.
+        lag_chunks: of the deterministic schedule. The replies to rows that stopped in a chunk
+            enter before the chunk so many after it. With 1 the device waits for host and
+            environment between chunks; with more it decodes meanwhile.
+    """
+
+    deterministic: bool = True
+    lag_chunks: int = 2
+
+
+class Interrupted(Exception):  # noqa: N818, nothing went wrong
+    """A rollout ended early because it was asked to; its engine is empty and can be used again."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Seeds:
     """What, beside task, sample and attempt, the draws depend on."""
 
     seed: int
     stage: int
     step: int
-
-
-class Interrupted(Exception):  # noqa: N818, it is no error
-    """A rollout was given up because `should_stop` said so."""
 
 
 @dataclass(kw_only=True)
@@ -91,6 +121,15 @@ class _Sample:
         return sum(self.loss_mask)
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _Call:
+    """A call of the environment, made or under way."""
+
+    due: int  # number of the chunk before which its replies enter
+    members: list[tuple[int, _Sample, str]]  # of each: request, sample, text of its turn
+    replies: Future[list[StepResult]]
+
+
 def encode_observation(
     tokenizer: Tokenizer, observation: Observation, *, max_body_tokens: int
 ) -> tuple[list[int], str]:
@@ -117,13 +156,15 @@ class Rollout:
         tokenizer: Tokenizer,
         automaton: StopAutomaton,
         limits: Limits,
+        schedule: Schedule | None = None,
     ):
-        """`automaton` must be the one the engine stops by."""
+        """`automaton` must be the one the engine stops by; `schedule` defaults to `Schedule()`."""
         self._engine = engine
         self._env = env
         self._tokenizer = tokenizer
         self._automaton = automaton
         self._limits = limits
+        self._schedule = schedule or Schedule()
 
     def __call__(
         self,
@@ -136,23 +177,80 @@ class Rollout:
     ) -> list[Trajectory]:
         """Samples `group_size` trajectories of every task, scored, in task order.
 
+        Whatever is raised here or in the environment leaves the engine empty, and no thread runs
+        on: calls of the environment that are under way are waited for.
+
+        Args:
+            draws: the tasks.
+            group_size: trajectories of each.
+            seeds: of the samples.
+            policy_version: recorded with every sampled token.
+            should_stop: asked before each chunk.
+
         Raises:
+            Interrupted: `should_stop` said so.
             ValueError: a prompt leaves no room for an answer.
-            Interrupted: `should_stop` was true between two chunks; nothing is left under way.
         """
         samples = self._submit(draws, group_size, seeds)
+        try:
+            # A call has a row at least, which keeps its slot: none waits for a thread.
+            with ThreadPoolExecutor(self._engine.num_slots, thread_name_prefix="env") as pool:
+                self._play(samples, pool, should_stop)
+        except BaseException:
+            self._engine.clear()
+            raise
+        return self._score(list(samples.values()), group_size, policy_version)
+
+    def _play(
+        self, samples: dict[int, _Sample], pool: Executor, should_stop: Callable[[], bool]
+    ) -> None:
+        """Decodes all samples to their ends."""
+        ahead = 0 if self._schedule.deterministic and self._schedule.lag_chunks == 1 else 1
+        calls: deque[_Call] = deque()  # in the order in which they were made
         while not self._engine.is_idle:
             if should_stop():
-                self._engine.clear()
-                raise Interrupted
-            stopped = []
-            for event in self._engine.step():
-                sample = samples[event.request]
-                sample.append_sampled(event)
-                if event.status != decode.RUNNING:
-                    stopped.append((event.request, sample, event.status))
-            self._advance(stopped)
-        return self._score(list(samples.values()), group_size, policy_version)
+                raise Interrupted("the rollout was asked to stop")
+            for call in self._take_due(calls):
+                self._advance(call)
+            events = self._engine.step(ahead=ahead)
+            members = self._append(samples, events)
+            if members:
+                episodes = [sample.episode for _, sample, _ in members]
+                texts = [text for _, _, text in members]
+                replies = pool.submit(self._env.step, episodes, texts)
+                due = events[0].chunk + self._schedule.lag_chunks
+                calls.append(_Call(due=due, members=members, replies=replies))
+
+    def _take_due(self, calls: deque[_Call]) -> list[_Call]:
+        """Takes the calls whose replies enter now; one of them, if nothing else is left to do."""
+        is_stalled = self._engine.is_stalled
+        if self._schedule.deterministic:
+            chunk = self._engine.counts.chunks
+            due = [call for call in calls if call.due <= chunk or (is_stalled and call is calls[0])]
+        else:
+            if is_stalled:
+                wait([call.replies for call in calls], return_when=FIRST_COMPLETED)
+            due = [call for call in calls if call.replies.done()]
+        for call in due:
+            calls.remove(call)
+        return due
+
+    def _append(
+        self, samples: dict[int, _Sample], events: Sequence[Event]
+    ) -> list[tuple[int, _Sample, str]]:
+        """Appends what was sampled; the samples that stopped and their turns' texts."""
+        members = []
+        for event in events:
+            sample = samples[event.request]
+            sample.append_sampled(event)
+            if event.status == decode.RUNNING:
+                continue
+            text = self._turn_text(sample, event.status)
+            if event.status == decode.OUT_OF_BUDGET:
+                self._end(event.request, sample, Turn(text=text), Outcome.OUT_OF_BUDGET)
+            else:
+                members.append((event.request, sample, text))
+        return members
 
     def _submit(self, draws: Sequence[Draw], group_size: int, seeds: Seeds) -> dict[int, _Sample]:
         tasks = [draw.task for draw in draws]
@@ -210,22 +308,11 @@ class Rollout:
         text = self._automaton.cut(data) if status == decode.STOP_STRING else b"".join(data)
         return text.decode("utf-8", errors="replace")
 
-    def _advance(self, stopped: Sequence[tuple[int, _Sample, int]]) -> None:
-        """Ends or resumes the samples that stopped; one environment call serves them all."""
-        waiting = []
-        for request, sample, status in stopped:
-            text = self._turn_text(sample, status)
-            if status == decode.OUT_OF_BUDGET:
-                self._end(request, sample, Turn(text=text), Outcome.OUT_OF_BUDGET)
-            else:
-                waiting.append((request, sample, text))
-        if not waiting:
-            return
-        results = self._env.step(
-            [sample.episode for _, sample, _ in waiting], [text for _, _, text in waiting]
-        )
+    def _advance(self, call: _Call) -> None:
+        """Ends or resumes the samples of a call, whose replies it waits for."""
         resumed = []
-        for (request, sample, text), result in zip(waiting, results, strict=True):
+        replies = call.replies.result()
+        for (request, sample, text), result in zip(call.members, replies, strict=True):
             turn = Turn(
                 text=text,
                 tool_call=result.tool_call,

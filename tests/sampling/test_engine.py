@@ -44,8 +44,11 @@ def noting_env(body="ok"):
 @functools.cache
 def player(num_slots):
     """Compiling is slow, so engines are shared; each test sets weights and temperature."""
-    other = {"chunk_tokens": 5, "prompts_per_prefill": 7, "max_total_tokens": 128}
-    settings = other if num_slots == 64 else {}
+    settings = {
+        4: {},
+        16: {"num_rows": 8},
+        64: {"chunk_tokens": 5, "prompts_per_prefill": 7, "max_total_tokens": 128},
+    }[num_slots]
     return Player(SMALL, TOKENIZER, STOPS, num_slots=num_slots, **settings)
 
 
@@ -112,8 +115,8 @@ def test_ids_trained_on_are_the_ids_sampled(monkeypatch):
     events, step = [], engine.step
     first_request = engine._next_request
 
-    def recorded():
-        new = step()
+    def recorded(**settings):
+        new = step(**settings)
         events.extend(new)
         return new
 
@@ -153,7 +156,7 @@ def test_every_token_is_read_once(num_slots):
     num_resumed = sum(len(t.turns) - 1 for t in got)  # each with the token that ended its turn
     assert counts["prefilled_resume"] == observed + num_resumed
     assert counts["sampled"] == sum(t.num_sampled for t in got)
-    assert counts["sampled"] <= counts["busy_slot_steps"] <= counts["slot_steps"]
+    assert counts["sampled"] <= counts["slot_steps"]
     assert engine.is_idle
     assert engine.num_running == 0
 
@@ -226,18 +229,19 @@ def test_shapes_outside_the_set_are_errors():
     engine = player(4).engine
     engine.set_weights(OLD)
     assert engine.prompt_sizes == [16, 32]
-    assert engine.row_sizes == [1, 4]
+    assert engine.row_sizes == [1, 2, 4]
+    assert engine.resume_sizes == [1, 4]
     for sizes in (engine.read_sizes, engine.length_sizes):
         assert sizes == sorted(set(sizes))
         assert sizes[-1] == 64
-    for part in ("8 steps of [1, 4] rows", "2 x [16, 32]", "4 slots x 72 tokens"):
+    parts = ("8 steps of [1, 2, 4] rows", "of [1, 4] rows", "2 x [16, 32]", "4 slots x 72 tokens")
+    for part in parts:
         assert part in engine.shapes()
 
     with pytest.raises(RuntimeError, match=r"prefill was called for the shapes 40, outside"):
         engine._prefill(None, None, None, variant=40)
-    engine.submit([request(33)])
     with pytest.raises(ValueError, match=r"33 rows or tokens do not fit .*\[16, 32\]"):
-        engine.step()
+        engine.submit([request(5), request(33)])
     assert engine.is_idle
 
 
@@ -325,6 +329,27 @@ def test_slots_must_divide_over_the_devices():
             num_tokens=TOKENIZER.num_tokens,
             eos_ids=TOKENIZER.eos_ids,
             num_slots=6,
+            max_prompt_tokens=32,
+            max_total_tokens=64,
+            chunk_tokens=8,
+            prompts_per_prefill=1,
+        )
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "message"), [(2, "num_rows=2 is not a multiple"), (8, "more")]
+)
+def test_rows_must_divide_over_the_devices_and_have_slots(num_rows, message):
+    mesh = jax.sharding.AbstractMesh((4, 1, 1), ("data", "fsdp", "tensor"))
+    with pytest.raises(ValueError, match=message):
+        Engine(
+            SMALL,
+            mesh,
+            StopAutomaton(TOKENIZER.vocab_bytes, STOPS),
+            num_tokens=TOKENIZER.num_tokens,
+            eos_ids=TOKENIZER.eos_ids,
+            num_slots=4,
+            num_rows=num_rows,
             max_prompt_tokens=32,
             max_total_tokens=64,
             chunk_tokens=8,

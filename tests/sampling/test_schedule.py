@@ -1,0 +1,307 @@
+"""When the environment's replies enter, and how a rollout ends before its time."""
+
+import gc
+import random
+import threading
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.envs.base import Observation, Outcome, StepResult
+from jaxrl.sampling.engine import Request, sample_keys
+from jaxrl.sampling.rollout import Interrupted, Schedule
+from tests.helpers import tiny_params
+from tests.toys import SMALL, Player, ScriptedEnv, script, toy_tokenizer
+
+STOPS = tuple("abcdefghijklmnop")  # a random policy stops about every tenth token
+QUESTIONS = ["where?", "who was it?", "when"]
+PARAMS = tiny_params(SMALL)
+LAGS = [1, 2, 3]
+ARRIVAL = Schedule(deterministic=False)
+NUM_SLOTS, NUM_ROWS = 6, 4
+
+
+@pytest.fixture(scope="module")
+def player():
+    """More slots than rows, more samples than slots."""
+    return Player(
+        SMALL, toy_tokenizer(), STOPS, num_slots=NUM_SLOTS, num_rows=NUM_ROWS, chunk_tokens=4
+    )
+
+
+class SlowEnv(ScriptedEnv):
+    """Two observations and the end; every call takes a while that chance decides."""
+
+    def __init__(self, longest_s=0.0, seed=0):
+        note = StepResult(observation=Observation(prefix="[", body="ok", suffix="]"))
+        super().__init__(STOPS, script(note, note, StepResult(outcome=Outcome.ANSWERED)))
+        self._random = random.Random(seed)
+        self._longest_s = longest_s
+
+    def step(self, episodes, texts):
+        time.sleep(self._random.uniform(0, self._longest_s))
+        return super().step(episodes, texts)
+
+
+def play(player, env, **settings):
+    player.engine.set_weights(PARAMS)
+    return player.play(env, QUESTIONS, group_size=3, **settings)
+
+
+@pytest.fixture(scope="module")
+def wanted(player):
+    """The samples, as one schedule draws them."""
+    got = play(player, SlowEnv(), schedule=Schedule(lag_chunks=1))
+    assert max(len(trajectory.turns) for trajectory in got) == 3
+    return got
+
+
+def assert_same(got, wanted, *, tolerance):
+    for a, b in zip(got, wanted, strict=True):
+        assert a.full_input_ids == b.full_input_ids
+        np.testing.assert_array_equal(a.loss_mask, b.loss_mask)
+        np.testing.assert_allclose(a.rollout_logprobs, b.rollout_logprobs, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("schedule", [*(Schedule(lag_chunks=lag) for lag in LAGS), ARRIVAL])
+def test_samples_do_not_depend_on_the_schedule(player, wanted, schedule):
+    for seed in range(2):
+        got = play(player, SlowEnv(0.02, seed), schedule=schedule)
+        assert_same(got, wanted, tolerance=5e-5)
+
+
+@pytest.mark.parametrize("lag", LAGS)
+def test_nothing_depends_on_the_clock(player, lag):
+    counts, samples = [], []
+    for longest_s in (0.0, 0.03):
+        before = vars(player.engine.counts).copy()
+        samples.append(play(player, SlowEnv(longest_s), schedule=Schedule(lag_chunks=lag)))
+        now = vars(player.engine.counts)
+        counts.append({name: now[name] - before[name] for name in now})
+    assert counts[0] == counts[1]
+    assert_same(*samples, tolerance=0)
+
+
+class Recorder:
+    """What happened to the engine, in order: chunks dispatched, rows that stopped or went on."""
+
+    def __init__(self, engine, monkeypatch):
+        self.engine, self.stopped, self.waits = engine, {}, []
+        self.in_flight = []  # chunks, at each call of the environment
+        step, resume = engine.step, engine.resume
+
+        def recorded_step(**settings):
+            events = step(**settings)
+            self.stopped |= {event.request: event.chunk for event in events if event.status}
+            return events
+
+        def recorded_resume(resumed):
+            for request, *_ in resumed:
+                waited = engine.counts.chunks - self.stopped[request]
+                self.waits.append((waited, engine.is_stalled))
+            resume(resumed)
+
+        monkeypatch.setattr(engine, "step", recorded_step)
+        monkeypatch.setattr(engine, "resume", recorded_resume)
+
+
+@pytest.mark.parametrize("lag", LAGS)
+def test_replies_enter_after_the_lag(player, monkeypatch, lag):
+    recorder = Recorder(player.engine, monkeypatch)
+    play(player, SlowEnv(0.01), schedule=Schedule(lag_chunks=lag))
+    assert len(recorder.waits) > 10
+    # Earlier only where there was nothing else to decode.
+    assert {waited for waited, is_stalled in recorder.waits if not is_stalled} == {lag}
+    assert all(waited <= lag for waited, _ in recorder.waits)
+
+
+@pytest.mark.parametrize("lag", LAGS)
+def test_the_device_has_a_chunk_while_the_environment_works(player, monkeypatch, lag):
+    env, in_flight = SlowEnv(), []
+    step = env.step
+
+    def recorded(episodes, texts):
+        in_flight.append(len(player.engine._in_flight))
+        return step(episodes, texts)
+
+    monkeypatch.setattr(env, "step", recorded)
+    play(player, env, schedule=Schedule(lag_chunks=lag))
+    assert max(in_flight) == (0 if lag == 1 else 1)
+
+
+@pytest.mark.parametrize("schedule", [Schedule(lag_chunks=3), ARRIVAL])
+def test_calls_do_not_wait_for_one_another(player, wanted, schedule):
+    # The first call returns when a second one has begun.
+    second = threading.Event()
+
+    class Waiting(SlowEnv):
+        num_calls = 0
+
+        def step(self, episodes, texts):
+            self.num_calls += 1
+            if self.num_calls == 1:
+                assert second.wait(timeout=60)
+            second.set()
+            return super().step(episodes, texts)
+
+    assert_same(play(player, Waiting(), schedule=schedule), wanted, tolerance=5e-5)
+
+
+def requests(budgets):
+    count = np.arange(len(budgets), dtype=np.int32)
+    keys = sample_keys(0, 0, 0, count, count, count)
+    return [
+        Request(prompt_ids=(1, 2, 3), sample_key=key, budget=budget)
+        for key, budget in zip(keys, budgets, strict=True)
+    ]
+
+
+def test_the_oldest_rows_are_decoded_and_the_others_keep_their_slots(player):
+    engine = player.engine
+    engine.set_weights(PARAMS)
+    numbers = engine.submit(requests([20] * 8))
+    events = engine.step()
+    assert [event.request for event in events] == numbers[:NUM_ROWS]
+    stopped = {event.request for event in events if event.status}
+    assert 0 < len(stopped) < NUM_ROWS
+    running = [number for number in numbers[:NUM_SLOTS] if number not in stopped]
+    assert [event.request for event in engine.step()] == running[:NUM_ROWS]
+    assert len(engine._slot_of) == NUM_SLOTS
+    engine.clear()
+    assert engine.is_idle
+
+
+def test_no_chunk_is_spent_on_rows_whose_budget_has_ended(player):
+    engine = player.engine
+    engine.set_weights(PARAMS)
+    before = engine.counts.chunks
+    engine.submit(requests([1, 4, 3]))  # a chunk has four tokens
+    while not engine.is_idle:
+        for event in engine.step(ahead=1):
+            assert event.status
+            engine.finish(event.request)
+    assert engine.counts.chunks - before == 1
+
+
+def test_one_call_serves_all_rows_that_stopped_in_a_chunk(player, monkeypatch):
+    recorder, sizes = Recorder(player.engine, monkeypatch), []
+    env = SlowEnv()
+    step = env.step
+    monkeypatch.setattr(env, "step", lambda e, texts: sizes.append(len(texts)) or step(e, texts))
+    play(player, env)
+    assert max(sizes) > 1
+    assert sum(sizes) == len(env.texts)
+    assert len(sizes) <= player.engine.counts.chunks
+    assert len(recorder.stopped) == 9
+
+
+def env_threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("env")]
+
+
+def assert_clean(player, wanted):
+    """No request, no thread and no cache is left, and the next rollout is as if nothing was."""
+    assert player.engine.is_idle
+    assert player.engine.num_running == 0
+    assert env_threads() == []
+    assert cache_bytes(player.engine) == 0
+    assert_same(play(player, SlowEnv()), wanted, tolerance=5e-5)
+
+
+ALL = [Schedule(lag_chunks=1), Schedule(lag_chunks=3), ARRIVAL]
+
+
+@pytest.mark.parametrize("schedule", ALL)
+@pytest.mark.parametrize("num_asked", [1, 4])
+def test_a_rollout_can_be_interrupted(player, wanted, schedule, num_asked):
+    answers = iter([False] * (num_asked - 1) + [True])
+    with pytest.raises(Interrupted):
+        play(player, SlowEnv(0.01), schedule=schedule, should_stop=lambda: next(answers))
+    assert_clean(player, wanted)
+
+
+class Broken(SlowEnv):
+    """Fails at its third call."""
+
+    num_calls = 0
+
+    def step(self, episodes, texts):
+        self.num_calls += 1
+        if self.num_calls == 3:
+            raise OSError("the disk is full")
+        return super().step(episodes, texts)
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_what_the_environment_raises_reaches_the_caller(player, wanted, schedule):
+    with pytest.raises(OSError, match="the disk is full"):
+        play(player, Broken(0.01), schedule=schedule)
+    assert_clean(player, wanted)
+
+
+def test_an_error_in_the_middle_of_a_chunk_leaves_the_engine_usable(player, wanted, monkeypatch):
+    engine, decode = player.engine, player.engine._decode
+    calls = iter(range(100))
+
+    def failing(*args, **settings):
+        result = decode(*args, **settings)  # which takes the cache that it is given
+        if next(calls) == 3:
+            raise MemoryError("no room")
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "_decode", failing)
+        with pytest.raises(MemoryError):
+            play(player, SlowEnv())
+    assert_clean(player, wanted)
+
+
+def live_bytes():
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def cache_bytes(engine):
+    return sum(array.nbytes for array in jax.tree.leaves(engine._slots))
+
+
+def test_who_holds_memory_in_each_phase(player):
+    engine = player.engine
+    engine.clear()
+    engine.release()
+    params = jax.tree.map(jax.numpy.array, PARAMS)
+    num_params = sum(array.size for array in jax.tree.leaves(params))
+    before = live_bytes()
+
+    engine.set_weights(params)
+    weights = live_bytes() - before
+    assert weights == 4 * num_params  # untied: exactly one copy
+    engine.set_weights(params)
+    assert live_bytes() - before == weights  # the old ones are gone
+
+    played = play(player, SlowEnv())
+    shape = NUM_SLOTS * SMALL.num_kv_heads * (64 + 4) * SMALL.head_dim
+    cache = 2 * SMALL.num_layers * shape * 4
+    assert cache_bytes(engine) > cache
+    assert live_bytes() - before >= weights + cache
+
+    engine.release()
+    assert live_bytes() == before
+    # The trainer's own are untouched, though they are float32 already and on one device.
+    jax.tree.map(np.testing.assert_array_equal, params, PARAMS)
+    with pytest.raises(RuntimeError, match="no weights; call set_weights"):
+        play_without_weights(player)
+    assert_same(play(player, SlowEnv()), played, tolerance=0)
+
+
+def play_without_weights(player):
+    player.play(SlowEnv(), QUESTIONS)
+
+
+def test_memory_is_not_taken_from_running_requests(player):
+    engine = player.engine
+    with pytest.raises(RuntimeError, match="still has requests"):
+        play(player, SlowEnv(), should_stop=engine.release)
+    assert engine.is_idle
