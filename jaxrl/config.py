@@ -36,7 +36,8 @@ def _optimizer() -> ConfigDict:
     optimizer.beta2 = 0.999
     optimizer.epsilon = 1e-8
     optimizer.grad_clip = 1.0  # global norm; 0 clips nothing
-    optimizer.micro_rows = 8  # packed rows of a micro-batch; a multiple of data * fsdp
+    # Packed rows of a micro-batch; a multiple of data * fsdp. 0: as many as the memory holds.
+    optimizer.micro_rows = 8
     return optimizer
 
 
@@ -229,8 +230,12 @@ def to_json(config: ConfigDict) -> str:
     return json.dumps(config.to_dict(), indent=2, ensure_ascii=False) + "\n"
 
 
-def validate(config: ConfigDict) -> None:
+def validate(config: ConfigDict, *, needs_data: bool = True) -> None:
     """Checks ranges and rules across keys, before any long work.
+
+    Args:
+        config: with all its values.
+        needs_data: ask for the files of the configured stages, which a plan does not read.
 
     Raises:
         ValueError: names the key, what it holds and what is expected.
@@ -242,6 +247,7 @@ def validate(config: ConfigDict) -> None:
     _check_choices(config)
     _check_ranges(config)
     _check_rules(config)
+    _check_paths(config, needs_data)
 
 
 def _refuse(key: str, value: Any, expected: str) -> None:
@@ -289,9 +295,8 @@ def _check_ranges(config: ConfigDict) -> None:
     positive = [
         "num_steps", "rollout.tasks_per_step", "rollout.group_size", "rollout.max_prompt_tokens",
         "rollout.max_response_tokens", "rollout.max_total_tokens", "rollout.num_slots",
-        "rollout.chunk_tokens", "rollout.observation_lag_chunks", "optimizer.micro_rows",
-        "optimizer.num_minibatches",
-        "optimizer.num_epochs", "sft.num_steps", "sft.batch_size", "sft.optimizer.micro_rows",
+        "rollout.chunk_tokens", "rollout.observation_lag_chunks", "optimizer.num_minibatches",
+        "optimizer.num_epochs", "sft.num_steps", "sft.batch_size",
         "search.topk", "search.max_observation_tokens", "checkpoint.every_steps",
         "checkpoint.keep", "model.logits_chunk_tokens", "rollout.temperature",
         "optimizer.epsilon", "sft.optimizer.epsilon", "eval.samples", "eval.temperature",
@@ -301,7 +306,8 @@ def _check_ranges(config: ConfigDict) -> None:
         "rollout.max_turns", "rollout.num_rows", "advantage.epsilon", "loss.clip_low",
         "loss.clip_high", "kl.coef",
         "optimizer.lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.grad_clip",
-        "sft.optimizer.lr", "sft.optimizer.warmup_steps", "sft.optimizer.weight_decay",
+        "optimizer.micro_rows", "sft.optimizer.micro_rows", "sft.optimizer.lr",
+        "sft.optimizer.warmup_steps", "sft.optimizer.weight_decay",
         "sft.optimizer.grad_clip", "eval.every_steps", "eval.max_tasks", "seed",
         "eval.patience", "eval.min_delta", "checkpoint.keep_best",
     ]  # fmt: skip
@@ -383,8 +389,11 @@ def _check_rules(config: ConfigDict) -> None:
             "0, unless checkpoint.keep_best and eval.every_steps are above 0: the stage ends with "
             "the best checkpoint, and only evaluations while training can find one",
         )
-    needed = {
-        "model.path": (config.model.path, True),
+
+
+def _check_paths(config: ConfigDict, needs_data: bool) -> None:
+    needed = {"model.path": (config.model.path, True)}
+    data = {
         "tasks.train.source": (config.tasks.train.source, "train" in config.stages),
         "tasks.eval.source": (
             config.tasks.eval.source,
@@ -393,6 +402,6 @@ def _check_rules(config: ConfigDict) -> None:
         "sft.source": (config.sft.source, "sft" in config.stages),
         "search.corpus": (config.search.corpus, config.search.engine == "local"),
     }
-    for key, (value, is_needed) in needed.items():
+    for key, (value, is_needed) in {**needed, **(data if needs_data else {})}.items():
         if is_needed and not value:
             _refuse(key, value, "a path")

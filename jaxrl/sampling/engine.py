@@ -153,7 +153,7 @@ def _sample_keys(
     return jax.vmap(one)(positions, samples, attempts)
 
 
-def _powers(lowest: int, highest: int, factor: int) -> list[int]:
+def powers(lowest: int, highest: int, factor: int) -> list[int]:
     """`lowest`, `lowest * factor`, … up to the first that reaches `highest`, cut to it."""
     sizes = [lowest]
     while sizes[-1] < highest:
@@ -248,9 +248,9 @@ class Engine:
         rows = num_rows // self.num_shards
         self.row_sizes = sorted({-(-rows // part) for part in (1, 2, 4, 16)})
         self.resume_sizes = sorted({-(-rows // part) for part in (1, 4, 16)})
-        self.read_sizes = _powers(16, max(max_total_tokens, 16), 2)
-        self.prompt_sizes = _powers(16, max(max_prompt_tokens, 16), 2)
-        self.length_sizes = _powers(min(64, max_total_tokens), max_total_tokens, 2)
+        self.read_sizes = powers(16, max(max_total_tokens, 16), 2)
+        self.prompt_sizes = powers(16, max(max_prompt_tokens, 16), 2)
+        self.length_sizes = powers(min(64, max_total_tokens), max_total_tokens, 2)
         self._compile(config, dtype)
         self._stops = _stop_tables(automaton, config.vocab_size, eos_ids, mesh)
         self._empty_slots = jax.jit(self.sampler.empty_slots, static_argnums=(0, 1))
