@@ -163,7 +163,7 @@ def _fit_memory(config: ConfigDict, workdir: Path) -> list[str]:
 
     A run that goes on keeps what it began with, which its workdir holds.
     """
-    from jaxrl import plan
+    from jaxrl import distributed, plan
     from jaxrl.models.qwen import QwenConfig
 
     began = configuration.flat_json(workdir / "config.json") if _has_begun(workdir) else {}
@@ -174,6 +174,9 @@ def _fit_memory(config: ConfigDict, workdir: Path) -> list[str]:
         settings.micro_rows = settings.micro_rows or began.get(key, 0)
     model, target = QwenConfig.from_hf(config.model.path), plan.host_target()
     said = plan.choose_micro_rows(config, model, target)
+    for settings in (config.optimizer, config.sft.optimizer):
+        # The hosts of a job may have different memory; they train with the same micro-batches.
+        settings.micro_rows = distributed.from_main(settings.micro_rows)
     if target.platform != "cpu":
         peak = plan.make_plan(config, model, target).peak
         # A warning only: the plan may err by more than what is missing.

@@ -246,7 +246,8 @@ def rollout_phase(config: ConfigDict, model: QwenConfig, target: Target) -> Phas
     count = _Counts.of(model, mesh)
     dtype = jnp.dtype(config.model.dtype)
     shards, tensor = num_batch_shards(mesh), mesh.shape["tensor"]
-    rows = rollout.num_slots // shards
+    slots = rollout.num_slots // shards
+    rows = (rollout.num_rows or rollout.num_slots) // shards
     capacity = rollout.max_total_tokens + rollout.chunk_tokens
     heads, mlp = model.num_heads // tensor, _split(model.mlp_width, tensor)
     one_layer = jax.eval_shape(
@@ -256,7 +257,8 @@ def rollout_phase(config: ConfigDict, model: QwenConfig, target: Target) -> Phas
     )
     split = cache_sharding(mesh).shard_shape(jax.tree.leaves(one_layer)[0].shape)
     cache = 2 * model.num_layers * math.prod(split) * dtype.itemsize
-    per_token = cache // (rows * capacity)  # of cache
+    per_token = cache // (slots * capacity)  # of cache
+    decoded = cache * rows // slots  # the caches of as many slots as are decoded
     num_prompts = -(-prompts_per_prefill(config) // shards) * shards
     prompt_tokens = _read_sizes(rollout.max_prompt_tokens)[-1]
     read_tokens = longest_read(config)
@@ -276,12 +278,12 @@ def rollout_phase(config: ConfigDict, model: QwenConfig, target: Target) -> Phas
     moments = {
         "decode": {
             # A CPU's compiler keeps parts of the window in float32 besides.
-            "cache window of a chunk": round(cache * (2.7 if is_upcast else 1)),
+            "cache window of a chunk": round(decoded * (2.7 if is_upcast else 1)),
             "logits": 3 * rows * vocab * 4,
         },
         # Scores are in float32; where they meet the values, a part is in the compute dtype too.
         "reading results": {
-            "caches of the rows": cache,
+            "caches of the rows": decoded,
             "attention scores": chunk * heads * (capacity + read_tokens) * 5,
             "activations": chunk * inner,
         },
@@ -422,7 +424,7 @@ def _shapes(config: ConfigDict, model: QwenConfig) -> dict[str, str]:
     if {"train", "evaluate"} & set(config.stages):
         capacity = rollout.max_total_tokens + rollout.chunk_tokens
         shapes["rollout"] = (
-            f"decode {rollout.chunk_tokens} steps of up to {rollout.num_slots} rows over up to "
+            f"decode {rollout.chunk_tokens} steps of up to {rollout.num_rows or rollout.num_slots} rows over up to "
             f"{rollout.max_total_tokens} tokens; read results of up to {longest_read(config)} "
             f"tokens, {prompts_per_prefill(config)} prompts of up to "
             f"{_read_sizes(rollout.max_prompt_tokens)[-1]}; cache {rollout.num_slots} slots x "
@@ -539,7 +541,9 @@ def devices_needed(config: ConfigDict, model: QwenConfig, target: Target) -> int
     return None
 
 
-_ROWS = ("optimizer.micro_rows", "sft.optimizer.micro_rows", "rollout.num_slots")
+_ROWS = (
+    "optimizer.micro_rows", "sft.optimizer.micro_rows", "rollout.num_slots", "rollout.num_rows",
+)  # fmt: skip
 
 
 def _options(
@@ -564,7 +568,12 @@ def _options(
     ]
     if not config.model.remat:
         yield [{"model.remat": True}]
-    yield [{"rollout.num_slots": slots} for slots in _halvings(flat["rollout.num_slots"], shards)]
+    rows = flat["rollout.num_rows"] or flat["rollout.num_slots"]
+    yield [{"rollout.num_rows": fewer} for fewer in _halvings(rows, shards)]
+    yield [
+        {"rollout.num_slots": slots, "rollout.num_rows": min(slots, flat["rollout.num_rows"])}
+        for slots in _halvings(flat["rollout.num_slots"], shards)
+    ]
     yield [
         {"mesh.data": 1, "mesh.fsdp": target.num_devices // tensor, "mesh.tensor": tensor}
         for tensor in _doublings(sizes["tensor"], math.gcd(model.num_kv_heads, target.num_devices))
