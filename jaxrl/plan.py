@@ -424,7 +424,8 @@ def _shapes(config: ConfigDict, model: QwenConfig) -> dict[str, str]:
     if {"train", "evaluate"} & set(config.stages):
         capacity = rollout.max_total_tokens + rollout.chunk_tokens
         shapes["rollout"] = (
-            f"decode {rollout.chunk_tokens} steps of up to {rollout.num_rows or rollout.num_slots} rows over up to "
+            f"decode {rollout.chunk_tokens} steps of up to "
+            f"{rollout.num_rows or rollout.num_slots} rows over up to "
             f"{rollout.max_total_tokens} tokens; read results of up to {longest_read(config)} "
             f"tokens, {prompts_per_prefill(config)} prompts of up to "
             f"{_read_sizes(rollout.max_prompt_tokens)[-1]}; cache {rollout.num_slots} slots x "

@@ -1,6 +1,7 @@
 """The quickstart learns, with every seed, and what it learned is to search."""
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -24,17 +25,36 @@ def check_run(workdir):
     assert {step["perf/num_compilations/update"] for step in steps} == {1}
 
 
+def run_quickstart(folder, seed, num_processes):
+    """The workdir of a quickstart in a world of its own, by one process or several."""
+    world, workdir = folder / "world", folder / "run"
+    make = [sys.executable, "-m", "examples.quickstart_world", f"--out={world}", f"--seed={seed}"]
+    subprocess.run(make, check=True)
+    train = [
+        *(sys.executable, "-m", "jaxrl.launch", f"--config=configs/quickstart.py:{world}"),
+        *(f"--config.seed={seed}", f"--workdir={workdir}"),
+    ]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    job = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={num_processes}"]
+    started = [
+        subprocess.Popen([*train, *([*job, f"--process_id={i}"] if num_processes > 1 else [])])
+        for i in range(num_processes)
+    ]
+    assert [process.wait() for process in started] == [0] * num_processes
+    return workdir
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_quickstart_reaches_its_figures(tmp_path, seed):
-    world, workdir = tmp_path / "world", tmp_path / "run"
-    make = ["examples.quickstart_world", f"--out={world}", f"--seed={seed}"]
-    train = [
-        "jaxrl.launch",
-        f"--config=configs/quickstart.py:{world}",
-        f"--config.seed={seed}",
-        f"--workdir={workdir}",
-    ]
-    for module, *arguments in (make, train):
-        subprocess.run([sys.executable, "-m", module, *arguments], check=True)
-    check_run(workdir)
+    check_run(run_quickstart(tmp_path, seed, num_processes=1))
+
+
+@pytest.mark.slow
+def test_two_processes_reach_what_one_does(tmp_path):
+    two = run_quickstart(tmp_path, 0, num_processes=2)
+    check_run(two)
+    # One process reaches 0.940 sampled and 1.000 greedy on this world's 200 questions.
+    assert exact_match(two, "evaluate_960", "sampled") == pytest.approx(0.94, abs=0.04)
+    assert exact_match(two, "evaluate_960", "greedy") == pytest.approx(1.0, abs=0.02)
