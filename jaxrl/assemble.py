@@ -58,7 +58,7 @@ def assemble(config: ConfigDict) -> Parts:
     mesh = make_mesh(**config.mesh)
     model_config = QwenConfig.from_hf(config.model.path)
     check_model_fits(mesh, model_config)
-    _check_rows(config, mesh)
+    check_rows(config, mesh)
     tokenizer = Tokenizer.from_folder(config.model.path)
     if tokenizer.num_tokens > model_config.vocab_size:
         raise ValueError(
@@ -112,7 +112,12 @@ def assemble(config: ConfigDict) -> Parts:
     )
 
 
-def _check_rows(config: ConfigDict, mesh: Mesh) -> None:
+def check_rows(config: ConfigDict, mesh: Mesh) -> None:
+    """Refuses numbers of rows that the mesh does not split evenly.
+
+    Raises:
+        ValueError: names the key.
+    """
     shards = num_batch_shards(mesh)
     rows = {
         "optimizer.micro_rows": config.optimizer.micro_rows,
@@ -188,10 +193,15 @@ def _make_engine(
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_total_tokens=rollout.max_total_tokens,
         chunk_tokens=rollout.chunk_tokens,
-        prompts_per_prefill=max(num_slots // rollout.group_size, 1),
+        prompts_per_prefill=prompts_per_prefill(num_slots, rollout.group_size),
         dtype=dtype,
         train_mesh=mesh,
     )
+
+
+def prompts_per_prefill(num_slots: int, group_size: int) -> int:
+    """Prompts that are read side by side: as many as fill the slots with their groups."""
+    return max(num_slots // group_size, 1)
 
 
 def row_tokens(config: ConfigDict) -> int:

@@ -36,7 +36,8 @@ def _optimizer() -> ConfigDict:
     optimizer.beta2 = 0.999
     optimizer.epsilon = 1e-8
     optimizer.grad_clip = 1.0  # global norm; 0 clips nothing
-    optimizer.micro_rows = 8  # packed rows of a micro-batch; a multiple of data * fsdp
+    # Packed rows of a micro-batch; a multiple of data * fsdp. 0: as many as the memory holds.
+    optimizer.micro_rows = 8
     return optimizer
 
 
@@ -217,8 +218,12 @@ def to_json(config: ConfigDict) -> str:
     return json.dumps(config.to_dict(), indent=2, ensure_ascii=False) + "\n"
 
 
-def validate(config: ConfigDict) -> None:
+def validate(config: ConfigDict, *, needs_data: bool = True) -> None:
     """Checks ranges and rules across keys, before any long work.
+
+    Args:
+        config: with all its values.
+        needs_data: ask for the files of the configured stages, which a plan does not read.
 
     Raises:
         ValueError: names the key, what it holds and what is expected.
@@ -230,6 +235,7 @@ def validate(config: ConfigDict) -> None:
     _check_choices(config)
     _check_ranges(config)
     _check_rules(config)
+    _check_paths(config, needs_data)
 
 
 def _refuse(key: str, value: Any, expected: str) -> None:
@@ -277,8 +283,8 @@ def _check_ranges(config: ConfigDict) -> None:
     positive = [
         "num_steps", "rollout.tasks_per_step", "rollout.group_size", "rollout.max_prompt_tokens",
         "rollout.max_response_tokens", "rollout.max_total_tokens", "rollout.num_slots",
-        "rollout.chunk_tokens", "optimizer.micro_rows", "optimizer.num_minibatches",
-        "optimizer.num_epochs", "sft.num_steps", "sft.batch_size", "sft.optimizer.micro_rows",
+        "rollout.chunk_tokens", "optimizer.num_minibatches",
+        "optimizer.num_epochs", "sft.num_steps", "sft.batch_size",
         "search.topk", "search.max_observation_tokens", "checkpoint.every_steps",
         "checkpoint.keep", "model.logits_chunk_tokens", "rollout.temperature",
         "optimizer.epsilon", "sft.optimizer.epsilon", "eval.samples", "eval.temperature",
@@ -287,7 +293,8 @@ def _check_ranges(config: ConfigDict) -> None:
     not_negative = [
         "rollout.max_turns", "advantage.epsilon", "loss.clip_low", "loss.clip_high", "kl.coef",
         "optimizer.lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.grad_clip",
-        "sft.optimizer.lr", "sft.optimizer.warmup_steps", "sft.optimizer.weight_decay",
+        "optimizer.micro_rows", "sft.optimizer.micro_rows", "sft.optimizer.lr",
+        "sft.optimizer.warmup_steps", "sft.optimizer.weight_decay",
         "sft.optimizer.grad_clip", "eval.every_steps", "eval.max_tasks", "seed",
     ]  # fmt: skip
     if config.seed >= 2**31:
@@ -355,8 +362,11 @@ def _check_rules(config: ConfigDict) -> None:
             _refuse("prompt.examples", message, "messages with 'role' and 'content'")
     if not any(config.reward.weights.to_dict().values()):
         _refuse("reward.weights", config.reward.weights.to_dict(), "at least one that is not 0")
-    needed = {
-        "model.path": (config.model.path, True),
+
+
+def _check_paths(config: ConfigDict, needs_data: bool) -> None:
+    needed = {"model.path": (config.model.path, True)}
+    data = {
         "tasks.train.source": (config.tasks.train.source, "train" in config.stages),
         "tasks.eval.source": (
             config.tasks.eval.source,
@@ -365,6 +375,6 @@ def _check_rules(config: ConfigDict) -> None:
         "sft.source": (config.sft.source, "sft" in config.stages),
         "search.corpus": (config.search.corpus, config.search.engine == "local"),
     }
-    for key, (value, is_needed) in needed.items():
+    for key, (value, is_needed) in {**needed, **(data if needs_data else {})}.items():
         if is_needed and not value:
             _refuse(key, value, "a path")

@@ -3,28 +3,43 @@
 Runs the stages that the configuration names, in order. Run again on the same workdir, it goes on
 from the newest checkpoint. Values come from the config file, then from `--values`, then from the
 command line; the later ones win.
+
+With `--plan` nothing runs: it shows what the configuration needs of each device's memory, from the
+model's config.json alone, and ends with 0 if it fits and 1 if it does not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import re
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
 
+if TYPE_CHECKING:
+    from jaxrl.plan import Target
+
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; it is made.")
 _VALUES = flags.DEFINE_string("values", None, "YAML or JSON file of keys to set.")
+_PLAN = flags.DEFINE_bool("plan", False, "Show the memory each device needs, and run nothing.")
+_PLAN_DEVICES = flags.DEFINE_integer("plan_devices", 0, "Devices to plan for; 0: this host's.")
+_PLAN_MEMORY = flags.DEFINE_float("plan_memory_gib", 0.0, "Memory of each; 0: as this host's.")
+_PLAN_PLATFORM = flags.DEFINE_enum(
+    "plan_platform", None, ["cpu", "gpu", "tpu"], "Their kind; default: gpu where memory is given."
+)
+_PLAN_JSON = flags.DEFINE_string("plan_json", None, "File for the plan as JSON.")
 flags.DEFINE_bool("traceback", False, "Show where an error of the input was found.")
 _CLUSTER = flags.DEFINE_enum(
     "cluster", None, ["slurm", "tpu"], "Where this process finds its place among several."
@@ -43,8 +58,10 @@ def main(argv: Sequence[str]) -> None:
     """Checks everything, then runs."""
     try:
         config, workdir = _read(argv)
-        configuration.validate(config)
+        configuration.validate(config, needs_data=not _PLAN.value)
         logging.getLogger("absl").setLevel(logging.WARNING)
+        if _PLAN.value:
+            sys.exit(_plan(config))
         # Imported late: a mistake in the configuration is told at once, without loading JAX.
         from jaxrl import distributed
 
@@ -70,6 +87,7 @@ def _run(config: ConfigDict, workdir: Path) -> None:
     try:
         _check_workdir(config, workdir)
         check_mirrors(config.log.wandb_project)
+        said = _fit_memory(config, workdir)
         parts = assemble(config)
         workdir.mkdir(parents=True, exist_ok=True)
         is_new = set(config.stages) != {"evaluate"} or not (workdir / "config.json").exists()
@@ -79,7 +97,87 @@ def _run(config: ConfigDict, workdir: Path) -> None:
         _refuse(error)
     from jaxrl.train import run
 
-    run(config, workdir, parts, Display(is_shown=distributed.is_main()))
+    display = Display(is_shown=distributed.is_main())
+    for line in said:
+        display.say(line)
+    run(config, workdir, parts, display)
+
+
+def _plan(config: ConfigDict) -> int:
+    """Shows the plan; the process's exit code, 0 where it fits."""
+    from rich.console import Console
+
+    from jaxrl import plan
+    from jaxrl.models.qwen import QwenConfig
+
+    target = _plan_target()
+    model = QwenConfig.from_hf(config.model.path)
+    said = plan.choose_micro_rows(config, model, target)
+    made = plan.make_plan(config, model, target)
+    advice = [] if made.fits else plan.advise(config, model, target)
+    unfit = not made.fits and not advice
+    num_needed = plan.devices_needed(config, model, target) if unfit else None
+    console = Console(highlight=False, soft_wrap=True)
+    for line in said:
+        console.print(line, markup=False)
+    console.print(plan.show(made, advice, num_needed))
+    if _PLAN_JSON.value is not None:
+        text = json.dumps(plan.as_json(made), indent=2) + "\n"
+        Path(_PLAN_JSON.value).write_text(text, encoding="utf-8")
+    return 0 if made.fits else 1
+
+
+def _plan_target() -> Target:
+    """The devices that the flags name; what they leave out is this host's."""
+    from jaxrl import plan
+
+    num_devices, memory_gib = _PLAN_DEVICES.value, _PLAN_MEMORY.value
+    if num_devices < 0 or memory_gib < 0:
+        raise ValueError(
+            f"--plan_devices={num_devices} and --plan_memory_gib={memory_gib}: expected numbers "
+            "above 0, or 0 for this host's."
+        )
+    given: dict[str, Any] = {}
+    if num_devices:
+        given["num_devices"] = num_devices
+    if memory_gib:
+        given |= {"memory_bytes": int(memory_gib * plan.GIB), "platform": "gpu"}
+    if _PLAN_PLATFORM.value:
+        given["platform"] = _PLAN_PLATFORM.value
+    return plan.Target(**given) if len(given) == 3 else replace(plan.host_target(), **given)
+
+
+def _fit_memory(config: ConfigDict, workdir: Path) -> list[str]:
+    """Chooses micro-batches that are left to the memory; says so, and where memory is short.
+
+    A run that goes on keeps what it began with, which its workdir holds.
+    """
+    from jaxrl import distributed, plan
+    from jaxrl.models.qwen import QwenConfig
+
+    began = configuration.flat_json(workdir / "config.json") if _has_begun(workdir) else {}
+    for settings, key in [
+        (config.optimizer, "optimizer.micro_rows"),
+        (config.sft.optimizer, "sft.optimizer.micro_rows"),
+    ]:
+        settings.micro_rows = settings.micro_rows or began.get(key, 0)
+    model, target = QwenConfig.from_hf(config.model.path), plan.host_target()
+    least = min(distributed.gather(target.memory_bytes))  # all processes must choose the same
+    target = replace(target, memory_bytes=least)
+    said = plan.choose_micro_rows(config, model, target)
+    if target.platform != "cpu":
+        peak = plan.make_plan(config, model, target).peak
+        # A warning only: the plan may err by more than what is missing.
+        if peak > target.memory_bytes:
+            said.append(
+                f"warning: the plan needs {plan.gib(peak)} on each device, which has "
+                f"{plan.gib(target.memory_bytes)}; --plan tells what to change"
+            )
+    return said
+
+
+def _has_begun(workdir: Path) -> bool:
+    return (workdir / "config.json").exists() and (workdir / "checkpoints").exists()
 
 
 def _check_workdir(config: ConfigDict, workdir: Path) -> None:
@@ -89,10 +187,9 @@ def _check_workdir(config: ConfigDict, workdir: Path) -> None:
             f"config.model.path={config.model.path!r} is where --workdir={workdir} exports to; "
             "set --workdir to another folder."
         )
-    file = workdir / "config.json"
-    if not file.exists() or not (workdir / "checkpoints").exists():
+    if not _has_begun(workdir):
         return
-    began = configuration.flat_json(file)
+    began = configuration.flat_json(workdir / "config.json")
     now = configuration.flatten(config)
     fixed = ("model.path", "seed", "kl.coef", "kl.anchor") if "train" in config.stages else ()
     for key in fixed:
@@ -137,14 +234,16 @@ def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
     """The configuration with all its values, and the workdir."""
     if len(argv) > 1:
         raise ValueError(f"unexpected arguments {list(argv[1:])}; settings are --config.key=value.")
-    if _CONFIG.value is None or _WORKDIR.value is None:
+    if _PLAN.value and _CONFIG.value is None:
+        raise ValueError("--config=configs/X.py is needed to plan.")
+    if not _PLAN.value and (_CONFIG.value is None or _WORKDIR.value is None):
         raise ValueError("--config=configs/X.py and --workdir=runs/X are both needed.")
     config = _CONFIG.value
     if _VALUES.value is not None:
         configuration.load_values(config, _VALUES.value)
         overrides = config_flags.get_override_values(flags.FLAGS["config"])
         config.update_from_flattened_dict(overrides)
-    return config, Path(_WORKDIR.value)
+    return config, Path(_WORKDIR.value or "")
 
 
 def _refuse(error: Exception) -> NoReturn:

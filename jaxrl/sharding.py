@@ -30,6 +30,28 @@ RULES: dict[str | None, str | None] = {
 }
 
 
+def mesh_sizes(num_devices: int, *, data: int, fsdp: int, tensor: int) -> dict[str, int]:
+    """The sizes of the mesh axes; one of them may be -1, which stands for the devices left.
+
+    Raises:
+        ValueError: the sizes do not multiply to the number of devices.
+    """
+    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    free = [name for name, size in sizes.items() if size == -1]
+    given = [size for size in sizes.values() if size != -1]
+    known = math.prod(given)
+    shape = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    is_valid = len(free) <= 1 and min(given) >= 1 and num_devices % known == 0
+    if not is_valid or (not free and known != num_devices):
+        raise ValueError(
+            f"config.mesh ({shape}) does not divide the {num_devices} devices; the sizes must be "
+            "positive and multiply to the number of devices, one of them may be -1 (what is left)."
+        )
+    if free:
+        sizes[free[0]] = num_devices // known
+    return sizes
+
+
 def make_mesh(*, data: int, fsdp: int, tensor: int, devices: list[Any] | None = None) -> Mesh:
     """A mesh over all devices; one axis may be -1, which stands for the devices left.
 
@@ -37,19 +59,7 @@ def make_mesh(*, data: int, fsdp: int, tensor: int, devices: list[Any] | None = 
         ValueError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
-    free = [name for name, size in sizes.items() if size == -1]
-    given = [size for size in sizes.values() if size != -1]
-    known = math.prod(given)
-    shape = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    is_valid = len(free) <= 1 and min(given) >= 1 and len(devices) % known == 0
-    if not is_valid or (not free and known != len(devices)):
-        raise ValueError(
-            f"config.mesh ({shape}) does not divide the {len(devices)} devices; the sizes must be "
-            "positive and multiply to the number of devices, one of them may be -1 (what is left)."
-        )
-    if free:
-        sizes[free[0]] = len(devices) // known
+    sizes = mesh_sizes(len(devices), data=data, fsdp=fsdp, tensor=tensor)
     mesh = jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 3, devices=devices
     )

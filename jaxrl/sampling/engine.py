@@ -127,7 +127,7 @@ def _sample_keys(
     return jax.vmap(one)(positions, samples, attempts)
 
 
-def _powers(lowest: int, highest: int, factor: int) -> list[int]:
+def powers(lowest: int, highest: int, factor: int) -> list[int]:
     """`lowest`, `lowest * factor`, … up to the first that reaches `highest`, cut to it."""
     sizes = [lowest]
     while sizes[-1] < highest:
@@ -202,9 +202,9 @@ class Engine:
             config=config, mesh=mesh, num_tokens=num_tokens, num_steps=chunk_tokens, dtype=dtype
         )
         self.row_sizes = sorted({-(-self._slots_per_shard // 4), self._slots_per_shard})
-        self.read_sizes = _powers(16, max(max_total_tokens, 16), 2)
-        self.prompt_sizes = _powers(16, max(max_prompt_tokens, 16), 2)
-        self.length_sizes = _powers(min(64, max_total_tokens), max_total_tokens, 2)
+        self.read_sizes = powers(16, max(max_total_tokens, 16), 2)
+        self.prompt_sizes = powers(16, max(max_prompt_tokens, 16), 2)
+        self.length_sizes = powers(min(64, max_total_tokens), max_total_tokens, 2)
         self._compile(config, dtype)
         self._stops = _stop_tables(automaton, config.vocab_size, eos_ids, mesh)
         self._empty_slots = jax.jit(self.sampler.empty_slots, static_argnums=(0, 1))

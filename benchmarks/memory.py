@@ -1,0 +1,226 @@
+r"""The plan's figures beside those of the compiler's memory analysis of the same programs.
+
+    python -m benchmarks.memory [--model=tiny,0.6b,...] [--mesh=1x1x1,2x2x2] [--dtype=float32]
+
+Nothing is allocated: the trainer's update program and the sampler's programs are compiled for
+shapes alone. Devices of a CPU are made up, as many as the largest mesh needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl import plan, sharding, train
+from jaxrl.assemble import make_optimizer, train_shape
+from jaxrl.config import default_config
+from jaxrl.models import qwen
+from jaxrl.models.qwen import QwenConfig
+from jaxrl.sampling.decode import Sampler, StopTables
+from jaxrl.types import Batch
+from jaxrl.update import Model, batch_shardings, init_state, make_update_step, state_shardings
+
+GIB = plan.GIB
+
+
+def qwen3(vocab_size: int, width: int, mlp_width: int, num_layers: int, heads: int) -> QwenConfig:
+    """A Qwen3 with tied embeddings, heads half as wide as in the larger ones where it is tiny."""
+    return QwenConfig(
+        vocab_size=vocab_size,
+        width=width,
+        mlp_width=mlp_width,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=heads // 2,
+        head_dim=128 if width >= 1024 else 32,
+        rope_theta=1e6,
+        rms_norm_eps=1e-6,
+        tie_embeddings=True,
+        qkv_bias=False,
+        output_bias=False,
+        qk_norm=True,
+        max_positions=32768,
+    )
+
+
+MODELS = {
+    "tiny": qwen3(4096, 256, 768, 4, 8),
+    "0.5b": dataclasses.replace(
+        qwen3(151_936, 896, 4864, 24, 14), num_kv_heads=2, head_dim=64, qk_norm=False, qkv_bias=True
+    ),
+    "0.6b": qwen3(151_936, 1024, 3072, 28, 16),
+    "1.7b": qwen3(151_936, 2048, 6144, 28, 16),
+}
+
+
+def small_run(data: int, fsdp: int, tensor: int) -> ConfigDict:
+    """The default configuration with a micro-batch that is whole on the mesh."""
+    config = default_config()
+    config.mesh.data, config.mesh.fsdp, config.mesh.tensor = data, fsdp, tensor
+    config.optimizer.micro_rows = 2 * data * fsdp
+    config.rollout.max_total_tokens = 1024
+    config.rollout.max_prompt_tokens = 256
+    config.rollout.num_slots = 16 * data * fsdp
+    return config
+
+
+def like(tree: Any, shardings: Any) -> Any:
+    """Abstract arrays with their shardings."""
+    return jax.tree.map(
+        lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), tree, shardings
+    )
+
+
+def update_program(config: ConfigDict, model: QwenConfig, mesh: Any) -> Any:
+    """The train stage's update, compiled."""
+    optimizer = make_optimizer(config.optimizer, 1)
+    policy = Model(
+        model,
+        mesh,
+        num_tokens=model.vocab_size,
+        dtype=jnp.dtype(config.model.dtype),
+        remat=config.model.remat,
+        logits_chunk_tokens=config.model.logits_chunk_tokens,
+    )
+    loss = train.make_policy_loss(config.loss, config.kl)
+    step = make_update_step(policy, loss, optimizer)
+    abstract = jax.eval_shape(
+        lambda p: init_state(p, mesh, model, optimizer), qwen.abstract_params(model)
+    )
+    state = like(abstract, state_shardings(mesh, model, optimizer))
+    shape = train_shape(config)
+    whole = (shape.num_micro, shape.micro_rows, shape.row_tokens)
+    ints, floats = (jax.ShapeDtypeStruct(whole, dtype) for dtype in (jnp.int32, jnp.float32))
+    batch = Batch(
+        token_ids=ints,
+        segment_ids=ints,
+        positions=ints,
+        loss_mask=jax.ShapeDtypeStruct(whole, jnp.bool_),
+        token_weights=floats,
+        advantages=floats,
+        rollout_logprobs=floats,
+    )
+    batch = like(batch, batch_shardings(mesh, batch))
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    return jax.jit(step.function, donate_argnums=0).lower(state, batch, count).compile()
+
+
+def sampler_programs(config: ConfigDict, model: QwenConfig, mesh: Any) -> dict[str, Any]:
+    """The sampler's chunk of decoding steps and its reading of results, in their largest shapes."""
+    rollout, dtype = config.rollout, jnp.dtype(config.model.dtype)
+    sampler = Sampler(
+        config=model,
+        mesh=mesh,
+        num_tokens=model.vocab_size,
+        num_steps=rollout.chunk_tokens,
+        dtype=dtype,
+    )
+    capacity = rollout.max_total_tokens + rollout.chunk_tokens
+    slots = jax.eval_shape(lambda: sampler.empty_slots(rollout.num_slots, capacity))
+    by_slot, by_head = sharding.batch_sharding(mesh), sharding.cache_sharding(mesh)
+    whole = sharding.replicated(mesh)
+    small = dataclasses.replace(slots, cache=())
+    slots = dataclasses.replace(
+        like(small, jax.tree.map(lambda _: by_slot, small)),
+        cache=like(slots.cache, jax.tree.map(lambda _: by_head, slots.cache)),
+    )
+    untied = dataclasses.replace(model, tie_embeddings=False)
+    shardings = sharding.param_shardings(mesh, untied, for_decode=True)
+    layer = jax.tree.map(lambda s: NamedSharding(mesh, P(*s.spec[1:])), shardings["blocks"])
+    shardings = {**shardings, "blocks": (layer,) * model.num_layers}
+    abstract = jax.eval_shape(
+        lambda p: qwen.decode_weights(p, model, dtype), qwen.abstract_params(model)
+    )
+    weights = like(abstract, {name: shardings[name] for name in abstract})
+
+    def on_all(dimensions: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dimensions, dtype, sharding=whole)
+
+    stops = StopTables(
+        next_state=on_all((40, model.vocab_size), jnp.int8),
+        is_hit=on_all((40, model.vocab_size), jnp.bool_),
+        is_end=on_all((model.vocab_size,), jnp.bool_),
+    )
+    shards = sharding.num_batch_shards(mesh)
+    rows, num_rows = on_all((shards, rollout.num_slots // shards)), rollout.num_slots
+    counts, read = on_all((num_rows,)), plan.longest_read(config)
+    decode = jax.jit(sampler.decode_chunk, donate_argnums=1, static_argnums=5)
+    extend = jax.jit(sampler.extend, donate_argnums=1)
+    temperature = on_all((), jnp.float32)
+    lengths = rollout.max_total_tokens
+    return {
+        "decode": decode.lower(weights, slots, rows, stops, temperature, lengths).compile(),
+        "resume": extend.lower(
+            weights, slots, rows, on_all((num_rows, read)), counts, counts
+        ).compile(),
+    }
+
+
+def compiled_bytes(program: Any) -> int:
+    """What a compiled program needs of one device, its arguments included."""
+    sizes = program.memory_analysis()
+    held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    return held + sizes.temp_size_in_bytes
+
+
+def compare(config: ConfigDict, model: QwenConfig, devices: Sequence[Any]) -> dict[str, Any]:
+    """For each program the planned and the compiled bytes of one device."""
+    target = plan.Target(
+        platform=devices[0].platform, num_devices=len(devices), memory_bytes=80 * GIB
+    )
+    mesh = sharding.make_mesh(**config.mesh, devices=list(devices))
+    update = plan.update_phase(config, model, target, "train")
+    rollout = plan.rollout_phase(config, model, target)
+    planned = {"update": update.peak}
+    held = sum(rollout.kept[name] for name in ("decode weights", "KV cache"))
+    for name in ("decode", "resume"):
+        planned[name] = held + sum(rollout.moments[name].values())
+    programs = {
+        "update": update_program(config, model, mesh),
+        **sampler_programs(config, model, mesh),
+    }
+    return {name: (planned[name], compiled_bytes(programs[name])) for name in programs}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="tiny,0.5b,0.6b", help=f"out of {', '.join(MODELS)}")
+    parser.add_argument("--mesh", default="1x1x1,2x2x2", help="data x fsdp x tensor")
+    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or both")
+    flags = parser.parse_args(argv)
+    meshes = [tuple(int(size) for size in mesh.split("x")) for mesh in flags.mesh.split(",")]
+    if jax.config.jax_platforms == "cpu":
+        jax.config.update("jax_num_cpu_devices", max(math.prod(mesh) for mesh in meshes))
+    columns = ("model", "mesh", "dtype", "program", "plan, GiB", "compiler, GiB", "ratio", "s")
+    table = Table(*columns)
+    for name, mesh, dtype in itertools.product(
+        flags.model.split(","), meshes, flags.dtype.split(",")
+    ):
+        config = small_run(*mesh)
+        config.model.dtype = dtype
+        started = time.perf_counter()
+        results = compare(config, MODELS[name], jax.devices()[: math.prod(mesh)])
+        seconds = time.perf_counter() - started
+        for program, (planned, compiled) in results.items():
+            sizes = [f"{planned / GIB:.3f}", f"{compiled / GIB:.3f}", f"{planned / compiled:.2f}"]
+            mesh_name = "x".join(str(size) for size in mesh)
+            table.add_row(name, mesh_name, dtype, program, *sizes, f"{seconds:.0f}")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

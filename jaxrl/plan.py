@@ -1,0 +1,611 @@
+"""Memory and shapes of a run on each device, from its configuration and the model's config.json.
+
+Nothing is allocated and no weights are read. What arrays will lie on a device follows from the
+shapes of parameters, optimizer state and caches and from how they are split; what a compiled
+program needs beside them is modelled term by term, and tests hold the sums to what XLA's memory
+analysis of the same programs says. `make_plan` computes, `advise` looks for settings that fit,
+`largest_micro_rows` for the largest micro-batch; `show` is the table for people.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+from ml_collections import ConfigDict
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxrl.assemble import (
+    check_rows,
+    make_optimizer,
+    prompts_per_prefill,
+    sft_shape,
+    train_shape,
+)
+from jaxrl.batching import BatchShape
+from jaxrl.config import flatten
+from jaxrl.models import qwen
+from jaxrl.models.qwen import QwenConfig
+from jaxrl.sampling.decode import Sampler
+from jaxrl.sampling.engine import powers
+from jaxrl.sharding import (
+    cache_sharding,
+    check_model_fits,
+    mesh_sizes,
+    num_batch_shards,
+    param_shardings,
+)
+from jaxrl.update import chunk_width, state_shardings
+
+USABLE = 0.9
+"""Share of a device's memory that a plan may fill: the rest is for what it does not see."""
+
+TAG_TOKENS = 32
+"""Room for the tags around a result and the token sampled last; it is read together with them."""
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The devices that a plan is made for.
+
+    Attributes:
+        platform: cpu, gpu or tpu. A CPU multiplies bfloat16 in float32, from copies.
+        num_devices: of all machines together.
+        memory_bytes: of one device.
+    """
+
+    platform: str
+    num_devices: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """What lies on one device in a phase, in bytes.
+
+    Attributes:
+        name: of the phase.
+        kept: what is there all the time.
+        moments: what comes on top of it at each of the moments that could be the peak.
+    """
+
+    name: str
+    kept: dict[str, int]
+    moments: dict[str, dict[str, int]]
+
+    @property
+    def peak(self) -> int:
+        """The most that is there at once."""
+        return sum(self.kept.values()) + max(sum(parts.values()) for parts in self.moments.values())
+
+    @property
+    def moment(self) -> str:
+        """The name of the moment of the peak."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run needs on each device, and what it computes."""
+
+    target: Target
+    mesh: dict[str, int]
+    phases: tuple[Phase, ...]
+    between: dict[str, int]  # what stays on a device from phase to phase
+    shapes: dict[str, str]
+    num_params: int
+    tokens_per_step: int  # at most: every trajectory as long as it may be
+    flops_per_step: int  # of these tokens, sampled and trained on, nothing recomputed
+
+    @property
+    def peak(self) -> int:
+        """Bytes of a device at the run's peak."""
+        return max(phase.peak for phase in self.phases)
+
+    @property
+    def usable(self) -> int:
+        """Bytes of a device that the plan may fill."""
+        return int(self.target.memory_bytes * USABLE)
+
+    @property
+    def fits(self) -> bool:
+        """The peak is within the usable memory."""
+        return self.peak <= self.usable
+
+
+def host_target() -> Target:
+    """The devices that JAX sees here, with the memory that it may use of each.
+
+    A CPU reports none; its devices share half of the machine's memory.
+    """
+    devices = jax.local_devices()
+    stats = [device.memory_stats() or {} for device in devices]
+    if all("bytes_limit" in one for one in stats):
+        memory_bytes = min(one["bytes_limit"] for one in stats)
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory_bytes = total // 2 // len(devices)
+    return Target(
+        platform=devices[0].platform, num_devices=jax.device_count(), memory_bytes=memory_bytes
+    )
+
+
+def make_plan(config: ConfigDict, model: QwenConfig, target: Target) -> Plan:
+    """Plans the configured stages.
+
+    Raises:
+        ValueError: the mesh does not divide the devices, the heads or the rows.
+    """
+    mesh = target_mesh(config, model, target)
+    check_rows(config, mesh)
+    phases = [
+        update_phase(config, model, target, stage)
+        for stage in ("sft", "train")
+        if stage in config.stages
+    ]
+    if {"train", "evaluate"} & set(config.stages):
+        phases.append(rollout_phase(config, model, target))
+    tokens = config.rollout.tasks_per_step * config.rollout.group_size
+    tokens *= config.rollout.max_total_tokens
+    return Plan(
+        target=target,
+        mesh=dict(mesh.shape),
+        phases=tuple(phases),
+        between=_state(config, model, mesh, config.stages[-1]),
+        shapes=_shapes(config, model),
+        num_params=_num_values(qwen.abstract_params(model)),
+        tokens_per_step=tokens,
+        flops_per_step=tokens * _flops_per_token(model, config.rollout.max_total_tokens),
+    )
+
+
+def target_mesh(config: ConfigDict, model: QwenConfig, target: Target) -> Any:
+    """The configured mesh over devices that need not exist.
+
+    Raises:
+        ValueError: it does not divide the devices or the model's heads.
+    """
+    sizes = mesh_sizes(target.num_devices, **config.mesh)
+    mesh: Any = AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+    check_model_fits(mesh, model)
+    return mesh
+
+
+def update_phase(config: ConfigDict, model: QwenConfig, target: Target, stage: str) -> Phase:
+    """Memory while a mini-batch of a stage, sft or train, is trained on."""
+    mesh = target_mesh(config, model, target)
+    shape = _shape(config, stage)
+    count = _Counts.of(model, mesh)
+    itemsize = jnp.dtype(config.model.dtype).itemsize
+    is_cast, is_cpu = itemsize < 4, target.platform == "cpu"
+    shards, tensor = num_batch_shards(mesh), mesh.shape["tensor"]
+    rows = shape.micro_rows // shards
+    tokens = rows * shape.row_tokens
+    heads, mlp = model.num_heads // tensor, _split(model.mlp_width, tensor)
+    width = chunk_width(shape.micro_rows, shape.row_tokens, config.model.logits_chunk_tokens)
+    scores = rows * heads * shape.row_tokens**2
+    inner = tokens * (4 * mlp + 4 * heads * model.head_dim + 4 * model.width)
+    saved = model.num_layers * tokens * model.width * itemsize
+    if not config.model.remat:
+        saved += model.num_layers * 5 * scores
+        inner_saved = 3 * mlp + 4 * heads * model.head_dim + 2 * model.width
+        saved += model.num_layers * tokens * inner_saved * itemsize
+    logits = rows * width * _split(model.vocab_size, tensor) * 4
+    gathers = mesh.shape["fsdp"] > 1
+    kept = {
+        **_state(config, model, mesh, stage),
+        "gradients": 4 * count.params,
+        "weights in the compute dtype": is_cast * itemsize * count.params,
+        "output and embedding gathered": gathers * itemsize * count.whole_tables,
+        "activations kept for the backward pass": saved,
+        "batch": _batch_bytes(config, shape, shards, stage),
+    }
+    new_gradients = itemsize * (count.params - count.tables)
+    operand = 4 if is_cpu else itemsize
+    moments = {
+        "layers": {
+            "a micro-batch's gradients": new_gradients,
+            "attention scores": scores * (9 + 4 * is_cast),
+            "activations of a layer": inner * operand,
+            "layers gathered": gathers * 2 * operand * count.whole_layer,
+            "gradients of output and embedding": itemsize * count.whole_tables,
+        },
+        "output": {
+            "a micro-batch's gradients": is_cpu * new_gradients,
+            "logits chunk": logits * (4 if is_cpu else 2),
+            "gradients of output and embedding": 4 * (1 + gathers) * count.whole_tables,
+        },
+    }
+    return Phase(name=f"{stage} update", kept=_nonzero(kept), moments=moments)
+
+
+def rollout_phase(config: ConfigDict, model: QwenConfig, target: Target) -> Phase:
+    """Memory while trajectories are sampled, in training and evaluation alike."""
+    mesh = target_mesh(config, model, target)
+    rollout = config.rollout
+    count = _Counts.of(model, mesh)
+    dtype = jnp.dtype(config.model.dtype)
+    shards, tensor = num_batch_shards(mesh), mesh.shape["tensor"]
+    rows = rollout.num_slots // shards
+    capacity = rollout.max_total_tokens + rollout.chunk_tokens
+    heads, mlp = model.num_heads // tensor, _split(model.mlp_width, tensor)
+    sampler = Sampler(
+        config=model,
+        mesh=mesh,
+        num_tokens=model.vocab_size,
+        num_steps=rollout.chunk_tokens,
+        dtype=dtype,
+    )
+    slots = jax.eval_shape(lambda: sampler.empty_slots(rollout.num_slots, capacity))
+    cache = sum(
+        math.prod(cache_sharding(mesh).shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(slots.cache)
+    )
+    per_token = cache // (rows * capacity)  # of cache
+    num_prompts = -(-prompts_per_prefill(config) // shards) * shards
+    prompt_tokens = _read_sizes(rollout.max_prompt_tokens)[-1]
+    read_tokens = longest_read(config)
+    prompts = num_prompts * prompt_tokens * per_token
+    has_head_copy = target.platform == "cpu" and model.tie_embeddings
+    weights = count.decode_params + has_head_copy * count.whole_tables
+    vocab = _split(model.vocab_size, tensor)
+    kept = {
+        **_state(config, model, mesh, "train" if "train" in config.stages else "evaluate"),
+        "decode weights": dtype.itemsize * weights,
+        "KV cache": cache,
+        "prompts' caches": prompts,
+    }
+    inner = 3 * mlp + 4 * heads * model.head_dim + 3 * model.width
+    moments = {
+        "decode": {
+            "cache window of a chunk": rows * capacity * per_token,
+            "logits": 3 * rows * vocab * 4,
+        },
+        "resume": {
+            "caches of the rows read into": rows * capacity * per_token,
+            "attention scores": rows * heads * read_tokens * (capacity + read_tokens) * 4,
+            "activations": rows * read_tokens * inner * dtype.itemsize,
+        },
+        "prompts": {
+            "new prompts' caches": prompts,
+            "attention scores": -(-num_prompts // shards) * heads * prompt_tokens**2 * 4,
+            "activations": -(-num_prompts // shards) * prompt_tokens * inner * dtype.itemsize,
+        },
+    }
+    return Phase(name="rollout", kept=_nonzero(kept), moments=moments)
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Numbers of parameters on one device."""
+
+    params: int  # split as in training
+    tables: int  # of these, outside the layers
+    decode_params: int  # split as in decoding, over tensor only
+    whole_tables: int  # of these, embedding and output layer
+    whole_layer: int  # of these, one layer
+
+    @classmethod
+    def of(cls, model: QwenConfig, mesh: Any) -> _Counts:
+        """Of a model on a mesh."""
+        params = qwen.abstract_params(model)
+        train, decode = param_shardings(mesh, model), param_shardings(mesh, model, for_decode=True)
+        layers = _num_values(params["blocks"], decode["blocks"])
+        total, whole = _num_values(params, train), _num_values(params, decode)
+        return cls(
+            params=total,
+            tables=total - _num_values(params["blocks"], train["blocks"]),
+            decode_params=whole,
+            whole_tables=whole - layers,
+            whole_layer=layers // model.num_layers,
+        )
+
+
+def _num_values(tree: Any, shardings: Any = None) -> int:
+    """Elements of a tree of abstract arrays, on one device where shardings are given."""
+    if shardings is None:
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+    shapes = jax.tree.map(lambda leaf, sharding: sharding.shard_shape(leaf.shape), tree, shardings)
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    return sum(math.prod(shape) for shape in jax.tree.leaves(shapes, is_leaf=is_shape))
+
+
+def _split(size: int, parts: int) -> int:
+    """A device's part of a dimension; one that does not divide is whole, as `sharding` has it."""
+    return size if size % parts else size // parts
+
+
+def _state(config: ConfigDict, model: QwenConfig, mesh: Any, stage: str) -> dict[str, int]:
+    """What lies on a device from step to step: weights, moments, and the reference policy."""
+    params = _Counts.of(model, mesh).params * 4
+    state = {"parameters": params}
+    if stage != "evaluate":
+        optimizer = make_optimizer(_settings(config, stage), 1)
+        moments = jax.eval_shape(optimizer.init, qwen.abstract_params(model))
+        shardings = state_shardings(mesh, model, optimizer).opt_state
+        state["optimizer state"] = 4 * _num_values(moments, shardings)
+    if stage == "train" and config.kl.coef and config.kl.anchor == "ref":
+        state["reference parameters"] = params
+    return state
+
+
+def _settings(config: ConfigDict, stage: str) -> ConfigDict:
+    return config.sft.optimizer if stage == "sft" else config.optimizer
+
+
+def _shape(config: ConfigDict, stage: str) -> BatchShape:
+    return sft_shape(config) if stage == "sft" else train_shape(config)
+
+
+def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str) -> int:
+    """All mini-batches of a step: six arrays of four bytes, a mask, and the logprobs they need."""
+    tokens = shape.num_micro * shape.micro_rows * shape.row_tokens // shards
+    if stage == "sft":
+        return 25 * tokens
+    updates = config.optimizer.num_minibatches * config.optimizer.num_epochs
+    num_scored = (updates > 1) + bool(config.kl.coef and config.kl.anchor == "ref")
+    return config.optimizer.num_minibatches * (25 + 4 * num_scored) * tokens
+
+
+def _nonzero(parts: dict[str, int]) -> dict[str, int]:
+    return {name: size for name, size in parts.items() if size}
+
+
+def _read_sizes(longest: int) -> list[int]:
+    """The sizes to which chunks of up to `longest` tokens are padded when they are read."""
+    return powers(16, max(longest, 16), 2)
+
+
+def longest_read(config: ConfigDict) -> int:
+    """The widest chunk in which a result is read: its body, its tags and the pending token."""
+    longest = config.search.max_observation_tokens + TAG_TOKENS
+    sizes = _read_sizes(config.rollout.max_total_tokens)
+    return next((size for size in sizes if size >= longest), sizes[-1])
+
+
+def _flops_per_token(model: QwenConfig, length: int) -> int:
+    """To sample a token once and train on it once, in a sequence of `length`, causal."""
+    tables = model.vocab_size * model.width
+    product_params = _num_values(qwen.abstract_params(model)["blocks"]) + tables
+    attention = 4 * model.num_layers * model.num_heads * model.head_dim * length // 2
+    return 4 * (2 * product_params + attention)
+
+
+def _shapes(config: ConfigDict, model: QwenConfig) -> dict[str, str]:
+    """The largest shapes of the programs, over all devices."""
+    rollout = config.rollout
+    shapes = {}
+    for stage in ("sft", "train"):
+        if stage in config.stages:
+            shape = _shape(config, stage)
+            b, T = shape.micro_rows, shape.row_tokens
+            width = chunk_width(b, T, config.model.logits_chunk_tokens)
+            shapes[f"{stage} update"] = (
+                f"{shape.num_micro} micro-batches of {b} rows x {T} tokens; logits of "
+                f"{b} x {width} x {model.vocab_size}"
+            )
+    if {"train", "evaluate"} & set(config.stages):
+        capacity = rollout.max_total_tokens + rollout.chunk_tokens
+        shapes["rollout"] = (
+            f"decode {rollout.chunk_tokens} steps of up to {rollout.num_slots} rows over up to "
+            f"{rollout.max_total_tokens} tokens; read results of up to {longest_read(config)} "
+            f"tokens, {prompts_per_prefill(config)} prompts of up to "
+            f"{_read_sizes(rollout.max_prompt_tokens)[-1]}; cache {rollout.num_slots} slots x "
+            f"{capacity} tokens"
+        )
+    return shapes
+
+
+def largest_micro_rows(
+    config: ConfigDict, model: QwenConfig, target: Target, stage: str
+) -> tuple[int, int]:
+    """The largest micro-batch of a stage whose update fits a device.
+
+    No larger than a mini-batch needs.
+
+    Returns:
+        Rows, a multiple of data * fsdp, and the bytes of a device at the peak.
+
+    Raises:
+        ValueError: not even one row on each device fits.
+    """
+    shards = num_batch_shards(target_mesh(config, model, target))
+
+    def peak(rows_each: int) -> int:
+        changed = _changed(config, {_MICRO_ROWS[stage]: rows_each * shards})
+        return update_phase(changed, model, target, stage).peak
+
+    needed = _shape(_changed(config, {_MICRO_ROWS[stage]: 1}), stage).num_micro
+    most = -(-needed // shards)
+    usable = int(target.memory_bytes * USABLE)
+    fitting = bisect.bisect_right(range(1, most + 1), usable, key=peak)
+    if fitting == 0:
+        raise ValueError(
+            f"config.{_MICRO_ROWS[stage]}=0 asks for the largest micro-batch that fits, but "
+            f"{shards} rows, one on each device, would need {gib(peak(1))} of the "
+            f"{gib(usable)} that may be used of each; --plan tells what to change."
+        )
+    return fitting * shards, peak(fitting)
+
+
+_MICRO_ROWS = {"sft": "sft.optimizer.micro_rows", "train": "optimizer.micro_rows"}
+
+
+def choose_micro_rows(config: ConfigDict, model: QwenConfig, target: Target) -> list[str]:
+    """Replaces a `micro_rows` of 0 by the largest that fits, in place; says what it chose."""
+    said = []
+    for stage, key in _MICRO_ROWS.items():
+        if stage in config.stages and _settings(config, stage).micro_rows == 0:
+            rows, peak = largest_micro_rows(config, model, target, stage)
+            _settings(config, stage).micro_rows = rows
+            said.append(f"config.{key}=0: {rows} rows, planned at {gib(peak)} on each device")
+    return said
+
+
+def _changed(config: ConfigDict, values: dict[str, Any]) -> ConfigDict:
+    """A copy with some keys, with their sections, set."""
+    changed = config.copy_and_resolve_references()
+    changed.update_from_flattened_dict(values)
+    return changed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Settings that make a plan fit, and the peak with them."""
+
+    settings: dict[str, Any]
+    peak: int
+
+
+def advise(config: ConfigDict, model: QwenConfig, target: Target) -> list[Advice]:
+    """What to change in a configuration that does not fit: every single key that is enough.
+
+    Where none is, keys are added up in the order of what they cost in speed, until it fits.
+    An empty list: nothing tried here helps.
+    """
+
+    def peak(settings: dict[str, Any]) -> int | None:
+        try:
+            return make_plan(_changed(config, settings), model, target).peak
+        except ValueError:
+            return None  # rows or heads that the mesh would not divide
+
+    usable = int(target.memory_bytes * USABLE)
+    single, together = [], Advice(settings={}, peak=make_plan(config, model, target).peak)
+    for options in _options(config, model, target):
+        peaks = [(settings, peak(settings)) for settings in options]
+        fitting = [Advice(settings=s, peak=p) for s, p in peaks if p is not None and p <= usable]
+        single += fitting[:1]
+        if together.peak > usable:
+            for settings in options:
+                joint = {**together.settings, **settings}
+                size = peak(joint)
+                if size is not None and size < together.peak:
+                    together = Advice(settings=joint, peak=size)
+                if together.peak <= usable:
+                    break
+    return single or ([together] if together.peak <= usable else [])
+
+
+def devices_needed(config: ConfigDict, model: QwenConfig, target: Target) -> int | None:
+    """The first doubling of the devices at which it fits, all new ones along fsdp; None: none."""
+    sizes = mesh_sizes(target.num_devices, **config.mesh)
+    for factor in (2**power for power in range(1, 11)):
+        larger = dataclasses.replace(target, num_devices=target.num_devices * factor)
+        mesh = {"mesh.data": sizes["data"], "mesh.fsdp": sizes["fsdp"] * factor}
+        rows = ("optimizer.micro_rows", "sft.optimizer.micro_rows", "rollout.num_slots")
+        flat = flatten(config)
+        shards = sizes["data"] * sizes["fsdp"] * factor
+        changed = {key: -(-flat[key] // shards) * shards for key in rows}
+        if make_plan(_changed(config, {**mesh, **changed}), model, larger).fits:
+            return larger.num_devices
+    return None
+
+
+def _options(
+    config: ConfigDict, model: QwenConfig, target: Target
+) -> Iterator[list[dict[str, Any]]]:
+    """For each key its values to try, the cheapest first; keys in the order of their cost."""
+    sizes = mesh_sizes(target.num_devices, **config.mesh)
+    shards = sizes["data"] * sizes["fsdp"]
+    if config.model.dtype == "float32":
+        yield [{"model.dtype": "bfloat16"}]
+    yield [
+        {"mesh.data": shards // fsdp, "mesh.fsdp": fsdp, "mesh.tensor": sizes["tensor"]}
+        for fsdp in _doublings(sizes["fsdp"], shards)
+    ]
+    flat = flatten(config)
+    for stage, key in _MICRO_ROWS.items():
+        if stage in config.stages:
+            yield [{key: rows} for rows in _halvings(flat[key], shards)]
+    yield [
+        {"model.logits_chunk_tokens": size}
+        for size in _halvings(flat["model.logits_chunk_tokens"], 128)
+    ]
+    if not config.model.remat:
+        yield [{"model.remat": True}]
+    yield [{"rollout.num_slots": slots} for slots in _halvings(flat["rollout.num_slots"], shards)]
+    yield [
+        {"mesh.data": 1, "mesh.fsdp": target.num_devices // tensor, "mesh.tensor": tensor}
+        for tensor in _doublings(sizes["tensor"], math.gcd(model.num_kv_heads, target.num_devices))
+    ]
+    shortest = config.rollout.max_prompt_tokens + 1
+    yield [
+        {"rollout.max_total_tokens": tokens}
+        for tokens in _halvings(config.rollout.max_total_tokens, shortest)
+    ]
+
+
+def _halvings(value: int, least: int) -> list[int]:
+    """Half the value, a quarter, … down to `least`."""
+    return [value >> power for power in range(1, 32) if value >> power >= least]
+
+
+def _doublings(value: int, most: int) -> list[int]:
+    """Twice the value, four times, … up to `most`."""
+    return [value << power for power in range(1, 32) if value << power <= most]
+
+
+def gib(size: int) -> str:
+    """A number of bytes for people."""
+    return f"{size / GIB:.2f} GiB"
+
+
+def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
+    """The plan for people; `advice` and `num_needed` count where it does not fit."""
+    target, sizes = plan.target, plan.mesh
+    mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    table = Table(title=f"one of {target.num_devices} {target.platform} devices ({mesh})")
+    table.add_column("part")
+    table.add_column("GiB", justify="right")
+    for phase in plan.phases:
+        table.add_row(f"[bold]{phase.name}[/bold]", f"[bold]{phase.peak / GIB:.2f}[/bold]")
+        for name, size in phase.kept.items():
+            table.add_row(f"  {name}", f"{size / GIB:.2f}")
+        for moment, parts in phase.moments.items():
+            mark = " (the peak)" if moment == phase.moment else ""
+            table.add_row(f"  while at: {moment}{mark}", f"{sum(parts.values()) / GIB:.2f}")
+            for name, size in parts.items():
+                if size:
+                    table.add_row(f"    {name}", f"{size / GIB:.2f}")
+        table.add_section()
+    table.add_row("[bold]between phases[/bold]", f"{sum(plan.between.values()) / GIB:.2f}")
+    tokens, flops = plan.tokens_per_step, plan.flops_per_step
+    lines = [
+        f"{plan.num_params:,} parameters; a step is at most {tokens:,} tokens and "
+        f"{flops:.2e} operations, {flops / target.num_devices:.2e} on each device",
+        *(f"{name}: {shape}" for name, shape in plan.shapes.items()),
+        f"{'fits' if plan.fits else 'does not fit'}: {gib(plan.peak)} at the peak, "
+        f"{gib(plan.usable)} may be used ({USABLE:.0%} of {gib(target.memory_bytes)})",
+    ]
+    for one in advice:
+        settings = " ".join(f"--config.{key}={value}" for key, value in one.settings.items())
+        lines.append(f"would fit with {settings}: {gib(one.peak)}")
+    if not plan.fits and not advice:
+        more = f"{num_needed} such devices would do" if num_needed else "more devices do not help"
+        lines.append(f"no change of settings on these devices makes it fit; {more}")
+    return Group(table, *(Text(line) for line in lines))
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data, sizes in bytes."""
+    phases = [
+        {**dataclasses.asdict(phase), "moment": phase.moment, "peak": phase.peak}
+        for phase in plan.phases
+    ]
+    totals = {"peak": plan.peak, "usable": plan.usable, "fits": plan.fits}
+    return {**dataclasses.asdict(plan), "phases": phases, **totals}
