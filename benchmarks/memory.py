@@ -163,7 +163,7 @@ def sampler_programs(config: ConfigDict, model: QwenConfig, mesh: Any) -> dict[s
     lengths = rollout.max_total_tokens
     return {
         "decode": decode.lower(weights, slots, rows, stops, temperature, lengths).compile(),
-        "resume": extend.lower(
+        "results": extend.lower(
             weights, slots, rows, on_all((num_rows, read)), counts, counts
         ).compile(),
     }
@@ -186,8 +186,9 @@ def compare(config: ConfigDict, model: QwenConfig, devices: Sequence[Any]) -> di
     rollout = plan.rollout_phase(config, model, target)
     planned = {"update": update.peak}
     held = sum(rollout.kept[name] for name in ("decode weights", "KV cache"))
-    for name in ("decode", "resume"):
-        planned[name] = held + sum(rollout.moments[name].values())
+    sums = {name: sum(parts.values()) for name, parts in rollout.moments.items()}
+    planned["decode"] = held + sums["decode"]
+    planned["results"] = held + max(sums[name] for name in sums if name.endswith("results"))
     programs = {
         "update": update_program(config, model, mesh),
         **sampler_programs(config, model, mesh),

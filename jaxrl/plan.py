@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -33,10 +34,9 @@ from jaxrl.assemble import (
     train_shape,
 )
 from jaxrl.batching import BatchShape
-from jaxrl.config import flatten
-from jaxrl.models import qwen
+from jaxrl.config import default_config, flatten
+from jaxrl.models import kv_cache, qwen
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.sampling.decode import Sampler
 from jaxrl.sampling.engine import powers
 from jaxrl.sharding import (
     cache_sharding,
@@ -165,7 +165,7 @@ def make_plan(config: ConfigDict, model: QwenConfig, target: Target) -> Plan:
         phases=tuple(phases),
         between=_state(config, model, mesh, config.stages[-1]),
         shapes=_shapes(config, model),
-        num_params=_num_values(qwen.abstract_params(model)),
+        num_params=_num_params(model),
         tokens_per_step=tokens,
         flops_per_step=tokens * _flops_per_token(model, config.rollout.max_total_tokens),
     )
@@ -206,28 +206,34 @@ def update_phase(config: ConfigDict, model: QwenConfig, target: Target, stage: s
         saved += model.num_layers * tokens * inner_saved * itemsize
     logits = rows * width * _split(model.vocab_size, tensor) * 4
     gathers = mesh.shape["fsdp"] > 1
+    layer_params = count.params - count.tables
+    gathered = gathers * itemsize * count.whole_tables
+    if is_cpu and model.tie_embeddings:
+        gathered *= 2  # the table and its transpose
     kept = {
         **_state(config, model, mesh, stage),
         "gradients": 4 * count.params,
         "weights in the compute dtype": is_cast * itemsize * count.params,
-        "output and embedding gathered": gathers * itemsize * count.whole_tables,
         "activations kept for the backward pass": saved,
+        "float32 copies of these": is_cpu * is_cast * (4 * layer_params + 2 * saved),
         "batch": _batch_bytes(config, shape, shards, stage),
     }
-    new_gradients = itemsize * (count.params - count.tables)
+    new_gradients = itemsize * layer_params
     operand = 4 if is_cpu else itemsize
     moments = {
         "layers": {
-            "a micro-batch's gradients": new_gradients,
-            "attention scores": scores * (9 + 4 * is_cast),
+            "a micro-batch's gradients": new_gradients + itemsize * count.whole_tables,
+            # Backwards: two arrays in float32, two in the compute dtype where it differs, a mask.
+            "attention scores": scores * (2 * 4 + is_cast * 2 * itemsize + 1),
             "activations of a layer": inner * operand,
             "layers gathered": gathers * 2 * operand * count.whole_layer,
-            "gradients of output and embedding": itemsize * count.whole_tables,
+            "embedding and output gathered": is_cpu * gathered,
         },
         "output": {
-            "a micro-batch's gradients": is_cpu * new_gradients,
+            "a micro-batch's gradients": is_cpu * new_gradients
+            + 4 * (1 + (gathers and is_cpu)) * count.whole_tables,
             "logits chunk": logits * (4 if is_cpu else 2),
-            "gradients of output and embedding": 4 * (1 + gathers) * count.whole_tables,
+            "embedding and output gathered": gathered,
         },
     }
     return Phase(name=f"{stage} update", kept=_nonzero(kept), moments=moments)
@@ -243,18 +249,13 @@ def rollout_phase(config: ConfigDict, model: QwenConfig, target: Target) -> Phas
     rows = rollout.num_slots // shards
     capacity = rollout.max_total_tokens + rollout.chunk_tokens
     heads, mlp = model.num_heads // tensor, _split(model.mlp_width, tensor)
-    sampler = Sampler(
-        config=model,
-        mesh=mesh,
-        num_tokens=model.vocab_size,
-        num_steps=rollout.chunk_tokens,
-        dtype=dtype,
+    one_layer = jax.eval_shape(
+        lambda: kv_cache.allocate(
+            dataclasses.replace(model, num_layers=1), rollout.num_slots, capacity, dtype
+        )
     )
-    slots = jax.eval_shape(lambda: sampler.empty_slots(rollout.num_slots, capacity))
-    cache = sum(
-        math.prod(cache_sharding(mesh).shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(slots.cache)
-    )
+    split = cache_sharding(mesh).shard_shape(jax.tree.leaves(one_layer)[0].shape)
+    cache = 2 * model.num_layers * math.prod(split) * dtype.itemsize
     per_token = cache // (rows * capacity)  # of cache
     num_prompts = -(-prompts_per_prefill(config) // shards) * shards
     prompt_tokens = _read_sizes(rollout.max_prompt_tokens)[-1]
@@ -269,23 +270,31 @@ def rollout_phase(config: ConfigDict, model: QwenConfig, target: Target) -> Phas
         "KV cache": cache,
         "prompts' caches": prompts,
     }
-    inner = 3 * mlp + 4 * heads * model.head_dim + 3 * model.width
+    inner = (mlp + 2 * heads * model.head_dim + 3 * model.width) * dtype.itemsize
+    chunk, new = rows * read_tokens, -(-num_prompts // shards) * prompt_tokens
+    is_upcast = target.platform == "cpu" and dtype.itemsize < 4
     moments = {
         "decode": {
-            "cache window of a chunk": rows * capacity * per_token,
+            # A CPU's compiler keeps parts of the window in float32 besides.
+            "cache window of a chunk": round(cache * (2.7 if is_upcast else 1)),
             "logits": 3 * rows * vocab * 4,
         },
-        "resume": {
-            "caches of the rows read into": rows * capacity * per_token,
-            "attention scores": rows * heads * read_tokens * (capacity + read_tokens) * 4,
-            "activations": rows * read_tokens * inner * dtype.itemsize,
+        # Scores are in float32; where they meet the values, a part is in the compute dtype too.
+        "reading results": {
+            "caches of the rows": cache,
+            "attention scores": chunk * heads * (capacity + read_tokens) * 5,
+            "activations": chunk * inner,
         },
-        "prompts": {
+        "reading prompts": {
             "new prompts' caches": prompts,
-            "attention scores": -(-num_prompts // shards) * heads * prompt_tokens**2 * 4,
-            "activations": -(-num_prompts // shards) * prompt_tokens * inner * dtype.itemsize,
+            "attention scores": new * heads * prompt_tokens * 5,
+            "activations": new * inner,
         },
     }
+    if target.platform == "cpu":
+        moments["writing results"] = {
+            "copies of the cache, float32": 2 * cache * 4 // dtype.itemsize
+        }
     return Phase(name="rollout", kept=_nonzero(kept), moments=moments)
 
 
@@ -300,6 +309,7 @@ class _Counts:
     whole_layer: int  # of these, one layer
 
     @classmethod
+    @functools.cache
     def of(cls, model: QwenConfig, mesh: Any) -> _Counts:
         """Of a model on a mesh."""
         params = qwen.abstract_params(model)
@@ -317,11 +327,16 @@ class _Counts:
 
 def _num_values(tree: Any, shardings: Any = None) -> int:
     """Elements of a tree of abstract arrays, on one device where shardings are given."""
+    leaves = jax.tree.leaves(tree)
     if shardings is None:
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
-    shapes = jax.tree.map(lambda leaf, sharding: sharding.shard_shape(leaf.shape), tree, shardings)
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    return sum(math.prod(shape) for shape in jax.tree.leaves(shapes, is_leaf=is_shape))
+        return sum(math.prod(leaf.shape) for leaf in leaves)
+    pairs = zip(leaves, jax.tree.leaves(shardings), strict=True)
+    return sum(math.prod(sharding.shard_shape(leaf.shape)) for leaf, sharding in pairs)
+
+
+@functools.cache
+def _num_params(model: QwenConfig) -> int:
+    return _num_values(qwen.abstract_params(model))
 
 
 def _split(size: int, parts: int) -> int:
@@ -334,13 +349,18 @@ def _state(config: ConfigDict, model: QwenConfig, mesh: Any, stage: str) -> dict
     params = _Counts.of(model, mesh).params * 4
     state = {"parameters": params}
     if stage != "evaluate":
-        optimizer = make_optimizer(_settings(config, stage), 1)
-        moments = jax.eval_shape(optimizer.init, qwen.abstract_params(model))
-        shardings = state_shardings(mesh, model, optimizer).opt_state
-        state["optimizer state"] = 4 * _num_values(moments, shardings)
+        state["optimizer state"] = 4 * _num_moments(model, mesh)
     if stage == "train" and config.kl.coef and config.kl.anchor == "ref":
         state["reference parameters"] = params
     return state
+
+
+@functools.cache
+def _num_moments(model: QwenConfig, mesh: Any) -> int:
+    """Values of the optimizer's state on one device; no setting changes how many there are."""
+    optimizer = make_optimizer(default_config().optimizer, 1)
+    moments = jax.eval_shape(optimizer.init, qwen.abstract_params(model))
+    return _num_values(moments, state_shardings(mesh, model, optimizer).opt_state)
 
 
 def _settings(config: ConfigDict, stage: str) -> ConfigDict:
@@ -380,7 +400,8 @@ def longest_read(config: ConfigDict) -> int:
 def _flops_per_token(model: QwenConfig, length: int) -> int:
     """To sample a token once and train on it once, in a sequence of `length`, causal."""
     tables = model.vocab_size * model.width
-    product_params = _num_values(qwen.abstract_params(model)["blocks"]) + tables
+    outside = tables * (1 if model.tie_embeddings else 2)
+    product_params = _num_params(model) - outside + tables
     attention = 4 * model.num_layers * model.num_heads * model.head_dim * length // 2
     return 4 * (2 * product_params + attention)
 
