@@ -1,6 +1,7 @@
 r"""The plan's figures beside those of the compiler's memory analysis of the same programs.
 
-    python -m benchmarks.memory [--model=tiny,0.6b,...] [--mesh=1x1x1,2x2x2] [--dtype=float32]
+    python -m benchmarks.memory [--model=tiny,0.5b,0.6b,1.7b] [--mesh=1x1x1,2x2x2]
+        [--dtype=float32,bfloat16] [--json=FILE]
 
 Nothing is allocated: the trainer's update program and the sampler's programs are compiled for
 shapes alone. Devices of a CPU are made up, as many as the largest mesh needs.
@@ -11,9 +12,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -201,11 +204,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="tiny,0.5b,0.6b", help=f"out of {', '.join(MODELS)}")
     parser.add_argument("--mesh", default="1x1x1,2x2x2", help="data x fsdp x tensor")
-    parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or both")
+    parser.add_argument("--dtype", default="float32", help="float32,bfloat16")
+    parser.add_argument("--json", help="file for the rows, sizes in bytes")
     flags = parser.parse_args(argv)
     meshes = [tuple(int(size) for size in mesh.split("x")) for mesh in flags.mesh.split(",")]
     if jax.config.jax_platforms == "cpu":
         jax.config.update("jax_num_cpu_devices", max(math.prod(mesh) for mesh in meshes))
+    rows = []
     columns = ("model", "mesh", "dtype", "program", "plan, GiB", "compiler, GiB", "ratio", "s")
     table = Table(*columns)
     for name, mesh, dtype in itertools.product(
@@ -218,9 +223,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds = time.perf_counter() - started
         for program, (planned, compiled) in results.items():
             sizes = [f"{planned / GIB:.3f}", f"{compiled / GIB:.3f}", f"{planned / compiled:.2f}"]
-            mesh_name = "x".join(str(size) for size in mesh)
-            table.add_row(name, mesh_name, dtype, program, *sizes, f"{seconds:.0f}")
-    Console().print(table)
+            labels = {"model": name, "mesh": "x".join(map(str, mesh)), "dtype": dtype}
+            rows.append({**labels, "program": program, "plan": planned, "compiler": compiled})
+            table.add_row(*labels.values(), program, *sizes, f"{seconds:.0f}")
+    Console(width=100).print(table)
+    if flags.json:
+        Path(flags.json).write_text(json.dumps(rows) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

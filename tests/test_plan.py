@@ -1,0 +1,247 @@
+"""The plan of memory: against arithmetic by hand, against the compiler, and as the command."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import memory
+from configs import debug_tiny
+from jaxrl import launch, plan
+from jaxrl.config import default_config, validate
+from jaxrl.models import qwen
+from jaxrl.models.qwen import QwenConfig
+
+ROOT = Path(__file__).parents[1]
+QWEN_7B = QwenConfig.from_hf(ROOT / "configs/models/qwen2.5-7b")
+QWEN_32B = QwenConfig.from_hf(ROOT / "configs/models/qwen3-32b")
+NODE = plan.Target(platform="gpu", num_devices=8, memory_bytes=80 * plan.GIB)
+
+
+def large_run(fsdp=8, tensor=1, **keys):
+    config = default_config()
+    config.stages = ("train",)
+    config.model.path = "configs/models/qwen2.5-7b"
+    config.model.dtype = "bfloat16"
+    config.mesh.fsdp, config.mesh.tensor = fsdp, tensor
+    config.update_from_flattened_dict(keys)
+    validate(config, needs_data=False)
+    return config
+
+
+def train_phase(config, model=QWEN_7B, target=NODE):
+    return plan.update_phase(config, model, target, "train")
+
+
+class TestByHand:
+    def test_7b_on_eight_devices(self):
+        # 28 layers of 3584 x (3584 + 2*512 + 3584) attention, 3 x 3584 x 18944 MLP, the biases and
+        # norms, and two tables of 152064 x 3584.
+        layer = 3584 * (2 * 3584 + 2 * 512) + 3 * 3584 * 18944 + 3584 + 2 * 512 + 2 * 3584
+        num_params = 28 * layer + 3584 + 2 * 152064 * 3584
+        made = plan.make_plan(large_run(), QWEN_7B, NODE)
+        assert made.num_params == num_params == 7_615_616_512
+        kept = made.phases[0].kept
+        # Norms and biases are whole on every device: less than a thousandth.
+        assert kept["parameters"] == pytest.approx(4 * num_params / 8, rel=1e-3)
+        assert kept["optimizer state"] == pytest.approx(8 * num_params / 8, rel=1e-3)
+        rollout = made.phases[1].kept
+        assert rollout["decode weights"] == 2 * num_params
+        # 8 of 64 slots, 28 layers, keys and values of 4 heads of 128, 2048 + 16 tokens.
+        assert rollout["KV cache"] == 8 * 28 * 2 * 4 * 128 * 2064 * 2
+        assert made.between == {name: kept[name] for name in ("parameters", "optimizer state")}
+        assert made.tokens_per_step == 16 * 8 * 2048
+
+    def test_parameters_are_what_the_model_makes(self):
+        model = memory.MODELS["tiny"]
+        params = qwen.init_params(model, 0)
+        target = plan.Target(platform="cpu", num_devices=1, memory_bytes=plan.GIB)
+        kept = train_phase(memory.small_run(1, 1, 1), model, target).kept
+        assert kept["parameters"] == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+    def test_a_reference_costs_a_copy_of_the_parameters(self):
+        kept = train_phase(large_run(**{"kl.coef": 0.01})).kept
+        assert kept["reference parameters"] == kept["parameters"]
+        assert (
+            "reference parameters"
+            not in train_phase(large_run(**{"kl.coef": 0.01, "kl.anchor": "old"})).kept
+        )
+
+    def test_remat_and_sharding_save_what_they_should(self):
+        peak = lambda **settings: train_phase(large_run(**settings)).peak  # noqa: E731
+        assert peak() < peak(**{"model.remat": False})
+        assert peak() < peak(fsdp=4)
+        assert peak() < peak(**{"optimizer.micro_rows": 16})
+        whole, halved = (train_phase(large_run(fsdp=4, tensor=t)).moments for t in (1, 2))
+        # On half as many shards twice the rows, each with half the heads.
+        assert whole["layers"]["attention scores"] == halved["layers"]["attention scores"]
+
+
+class TestAgainstTheCompiler:
+    """Argument, output and temporary bytes of the real programs, compiled for shapes alone."""
+
+    def check(self, results):
+        for program, (planned, compiled) in results.items():
+            assert planned == pytest.approx(compiled, rel=0.15), program
+
+    def test_one_device(self):
+        self.check(
+            memory.compare(memory.small_run(1, 1, 1), memory.MODELS["tiny"], jax.devices()[:1])
+        )
+
+    @pytest.mark.minutes
+    def test_eight_devices(self):
+        self.check(self.in_a_process("--model=tiny", "--mesh=2x2x2"))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("mesh", ["1x1x1", "1x4x1"])
+    def test_large_models(self, mesh):
+        self.check(self.in_a_process("--model=tiny,0.5b,0.6b", f"--mesh={mesh}"))
+
+    def in_a_process(self, *arguments):
+        command = [sys.executable, "-m", "benchmarks.memory", "--json=/dev/stdout", *arguments]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        rows = json.loads(done.stdout.splitlines()[-1])
+        return {
+            " ".join((row["model"], row["mesh"], row["program"])): (row["plan"], row["compiler"])
+            for row in rows
+        }
+
+
+class TestMicroRows:
+    def test_the_largest_that_fits(self):
+        config = large_run(**{"optimizer.micro_rows": 0})
+        rows, peak = plan.largest_micro_rows(config, QWEN_7B, NODE, "train")
+        usable = NODE.memory_bytes * plan.USABLE
+        assert rows % 8 == 0
+        assert peak <= usable
+        config.optimizer.micro_rows = rows
+        assert train_phase(config).peak == peak
+        config.optimizer.micro_rows = rows + 8
+        assert train_phase(config).peak > usable
+
+    def test_no_more_than_a_batch_needs(self):
+        endless = replace(NODE, memory_bytes=10**15)
+        config = large_run(**{"optimizer.micro_rows": 0, "optimizer.num_minibatches": 2})
+        assert plan.largest_micro_rows(config, QWEN_7B, endless, "train")[0] == 16 * 8 // 2
+
+    def test_where_nothing_fits(self):
+        small = replace(NODE, memory_bytes=16 * plan.GIB)
+        with pytest.raises(ValueError, match=r"config.optimizer.micro_rows=0 asks .* 8 rows, one"):
+            plan.choose_micro_rows(large_run(**{"optimizer.micro_rows": 0}), QWEN_7B, small)
+
+    def test_is_stored_and_kept_at_a_restart(self, tmp_path, monkeypatch, tiny_world):
+        config = debug_tiny.get_config(str(tiny_world))
+        config.optimizer.micro_rows = config.sft.optimizer.micro_rows = 0
+        roomy = plan.Target(platform="cpu", num_devices=1, memory_bytes=plan.GIB)
+        monkeypatch.setattr(plan, "host_target", lambda: roomy)
+        [sft, _] = launch._fit_memory(config, tmp_path)
+        assert config.sft.optimizer.micro_rows == 8  # the batch
+        assert config.optimizer.micro_rows == 16  # tasks_per_step * group_size
+        assert sft.startswith("config.sft.optimizer.micro_rows=0: 8 rows, planned at 0.")
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "config.json").write_text(json.dumps({"optimizer": {"micro_rows": 12}}))
+        config.optimizer.micro_rows = 0
+        assert launch._fit_memory(config, tmp_path) == []
+        assert config.optimizer.micro_rows == 12
+
+    def test_an_accelerator_that_is_too_small_is_warned_of(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(plan, "host_target", lambda: replace(NODE, memory_bytes=plan.GIB))
+        config = large_run()
+        config.model.path = str(ROOT / config.model.path)
+        [line] = launch._fit_memory(config, tmp_path)
+        assert line.startswith("warning: the plan needs ")
+
+
+class TestAdvice:
+    def test_every_advice_fits_and_is_the_least_change(self):
+        config = large_run(**{"optimizer.micro_rows": 128, "rollout.max_total_tokens": 4096})
+        assert not plan.make_plan(config, QWEN_7B, NODE).fits
+        advice = plan.advise(config, QWEN_7B, NODE)
+        assert {"optimizer.micro_rows": 32} in [one.settings for one in advice]
+        for one in advice:
+            changed = plan.make_plan(plan._changed(config, one.settings), QWEN_7B, NODE)
+            assert (changed.peak, changed.fits) == (one.peak, True)
+        assert not plan.make_plan(
+            plan._changed(config, {"optimizer.micro_rows": 64}), QWEN_7B, NODE
+        ).fits
+
+    def test_weights_copied_to_every_device_are_split(self):
+        advice = plan.advise(large_run(fsdp=1, **{"mesh.data": 8}), QWEN_7B, NODE)
+        assert {"mesh.data": 4, "mesh.fsdp": 2, "mesh.tensor": 1} in [a.settings for a in advice]
+
+    def test_more_devices_where_no_setting_helps(self):
+        config = large_run()
+        assert plan.advise(config, QWEN_32B, replace(NODE, memory_bytes=24 * plan.GIB)) == []
+        num_needed = plan.devices_needed(config, QWEN_32B, NODE)
+        assert num_needed is None or num_needed > 8
+
+
+class TestCommand:
+    @pytest.fixture
+    def run(self, tmp_path):
+        def run(*arguments):
+            body = "from jaxrl.config import default_config\nget_config = default_config\n"
+            (tmp_path / "plain.py").write_text(body)
+            command = [sys.executable, "-m", "jaxrl.launch", f"--config={tmp_path / 'plain.py'}"]
+            command += ["--plan", "--config.model.dtype=bfloat16", *arguments]
+            environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+            return subprocess.run(
+                command, capture_output=True, text=True, env=environment, cwd=tmp_path
+            )
+
+        return run
+
+    def test_fits(self, run, tmp_path):
+        done = run(
+            f"--config.model.path={ROOT}/configs/models/qwen2.5-7b",
+            "--config.mesh.fsdp=8",
+            "--plan_devices=8",
+            "--plan_memory_gib=80",
+            f"--plan_json={tmp_path / 'plan.json'}",
+        )
+        assert done.returncode == 0, done.stderr
+        assert "fits: " in done.stdout
+        made = json.loads((tmp_path / "plan.json").read_text())
+        assert (made["fits"], made["mesh"]) == (True, {"data": 1, "fsdp": 8, "tensor": 1})
+        assert made["peak"] == max(phase["peak"] for phase in made["phases"])
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["plain.py", "plan.json"]
+
+    def test_does_not_fit(self, run):
+        done = run(
+            f"--config.model.path={ROOT}/configs/models/qwen3-32b",
+            "--config.mesh.fsdp=64",
+            "--config.optimizer.micro_rows=64",
+            "--config.sft.optimizer.micro_rows=64",
+            "--plan_devices=64",
+            "--plan_memory_gib=80",
+        )
+        assert done.returncode == 1, done.stderr
+        # 65 GB of decode weights on every device: splitting heads is what helps.
+        assert "would fit with --config.mesh.data=1 --config.mesh.fsdp=" in done.stdout
+
+    @pytest.mark.parametrize(
+        ("arguments", "wanted"),
+        [
+            (["--config.mesh.fsdp=3", "--plan_devices=8"], "does not divide the 8 devices"),
+            (["--config.mesh.tensor=8", "--plan_devices=8"], "4 key-value heads"),
+            (["--config.optimizer.micro_rows=12", "--plan_devices=8"], "a multiple of data * fsdp"),
+            (["--plan_devices=-8"], "--plan_devices=-8"),
+            (["--config.model.path=nowhere"], "model folder 'nowhere' does not exist"),
+        ],
+    )
+    def test_refusals(self, run, arguments, wanted):
+        model = f"--config.model.path={ROOT}/configs/models/qwen2.5-7b"
+        done = run(model, "--plan_memory_gib=80", *arguments)
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: ")
+        assert wanted in done.stderr
+        assert np.char.count(done.stderr.strip(), "\n") == 0
