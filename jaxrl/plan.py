@@ -523,18 +523,23 @@ def advise(config: ConfigDict, model: QwenConfig, target: Target) -> list[Advice
 
 
 def devices_needed(config: ConfigDict, model: QwenConfig, target: Target) -> int | None:
-    """The first doubling of the devices at which it fits, all new ones along fsdp; None: none."""
-    sizes = mesh_sizes(target.num_devices, **config.mesh)
+    """The first doubling of the devices at which it fits, with settings as `advise` tries them.
+
+    The new devices are put along fsdp first. None: no number up to a thousandfold is enough.
+    """
+    sizes, flat = mesh_sizes(target.num_devices, **config.mesh), flatten(config)
     for factor in (2**power for power in range(1, 11)):
         larger = dataclasses.replace(target, num_devices=target.num_devices * factor)
-        mesh = {"mesh.data": sizes["data"], "mesh.fsdp": sizes["fsdp"] * factor}
-        rows = ("optimizer.micro_rows", "sft.optimizer.micro_rows", "rollout.num_slots")
-        flat = flatten(config)
         shards = sizes["data"] * sizes["fsdp"] * factor
-        changed = {key: -(-flat[key] // shards) * shards for key in rows}
-        if make_plan(_changed(config, {**mesh, **changed}), model, larger).fits:
+        rows = {key: -(-flat[key] // shards) * shards for key in _ROWS}
+        mesh = {"mesh.data": sizes["data"], "mesh.fsdp": sizes["fsdp"] * factor}
+        grown = _changed(config, {**rows, **mesh})
+        if make_plan(grown, model, larger).fits or advise(grown, model, larger):
             return larger.num_devices
     return None
+
+
+_ROWS = ("optimizer.micro_rows", "sft.optimizer.micro_rows", "rollout.num_slots")
 
 
 def _options(
@@ -617,7 +622,11 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
         settings = " ".join(f"--config.{key}={value}" for key, value in one.settings.items())
         lines.append(f"would fit with {settings}: {gib(one.peak)}")
     if not plan.fits and not advice:
-        more = f"{num_needed} such devices would do" if num_needed else "more devices do not help"
+        more = (
+            f"{num_needed} such devices would do (plan for them)"
+            if num_needed
+            else "more devices do not help"
+        )
         lines.append(f"no change of settings on these devices makes it fit; {more}")
     return Group(table, *(Text(line) for line in lines))
 

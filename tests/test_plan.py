@@ -118,15 +118,16 @@ class TestAgainstTheCompiler:
 
 class TestMicroRows:
     def test_the_largest_that_fits(self):
-        config = large_run(**{"optimizer.micro_rows": 0})
+        config = large_run(**{"optimizer.micro_rows": 0, "rollout.tasks_per_step": 64})
         rows, peak = plan.largest_micro_rows(config, QWEN_7B, NODE, "train")
         usable = NODE.memory_bytes * plan.USABLE
         assert rows % 8 == 0
         assert peak <= usable
         config.optimizer.micro_rows = rows
         assert train_phase(config).peak == peak
-        config.optimizer.micro_rows = rows + 8
-        assert train_phase(config).peak > usable
+        for more in (rows + 8, 2 * rows):
+            config.optimizer.micro_rows = more
+            assert train_phase(config).peak > usable
 
     def test_no_more_than_a_batch_needs(self):
         endless = replace(NODE, memory_bytes=10**15)
@@ -175,14 +176,15 @@ class TestAdvice:
         ).fits
 
     def test_weights_copied_to_every_device_are_split(self):
+        # 12 of state and 4 of gradients a parameter: 114 GiB on every device, 57 on halves.
         advice = plan.advise(large_run(fsdp=1, **{"mesh.data": 8}), QWEN_7B, NODE)
-        assert {"mesh.data": 4, "mesh.fsdp": 2, "mesh.tensor": 1} in [a.settings for a in advice]
+        assert {"mesh.data": 2, "mesh.fsdp": 4, "mesh.tensor": 1} in [a.settings for a in advice]
 
     def test_more_devices_where_no_setting_helps(self):
         config = large_run()
-        assert plan.advise(config, QWEN_32B, replace(NODE, memory_bytes=24 * plan.GIB)) == []
-        num_needed = plan.devices_needed(config, QWEN_32B, NODE)
-        assert num_needed is None or num_needed > 8
+        # 32.8e9 parameters of 16 bytes are 61 GiB on each of 8, without weights to multiply with.
+        assert plan.advise(config, QWEN_32B, NODE) == []
+        assert plan.devices_needed(config, QWEN_32B, NODE) == 16
 
 
 class TestCommand:
