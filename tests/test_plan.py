@@ -247,3 +247,16 @@ class TestCommand:
         assert done.stderr.startswith("error: ")
         assert wanted in done.stderr
         assert np.char.count(done.stderr.strip(), "\n") == 0
+
+
+@pytest.mark.minutes
+def test_a_run_that_leaves_the_micro_batch_to_the_memory_trains(tmp_path, tiny_world):
+    command = [sys.executable, "-m", "jaxrl.launch", f"--config=configs/debug_tiny.py:{tiny_world}"]
+    command += [f"--workdir={tmp_path / 'run'}", "--config.optimizer.micro_rows=0"]
+    command += ["--config.stages=('train',)", "--config.num_steps=1", "--config.eval.suites=()"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "config.optimizer.micro_rows=0: 16 rows, planned at" in done.stdout
+    stored = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert stored["optimizer"]["micro_rows"] == 16  # all trajectories of a step
