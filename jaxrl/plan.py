@@ -232,7 +232,8 @@ def update_phase(config: ConfigDict, model: QwenConfig, target: Target, stage: s
         "output": {
             "a micro-batch's gradients": is_cpu * new_gradients
             + 4 * (1 + (gathers and is_cpu)) * count.whole_tables,
-            "logits chunk": logits * (4 if is_cpu else 2),
+            # Logits and their gradient, further copies on a CPU; one less where nothing is chunked.
+            "logits chunk": logits * ((4 if is_cpu else 2) - (width == shape.row_tokens)),
             "embedding and output gathered": gathered,
         },
     }
