@@ -258,7 +258,7 @@ def rollout_phase(config: ConfigDict, model: QwenConfig, target: Target) -> Phas
     split = cache_sharding(mesh).shard_shape(jax.tree.leaves(one_layer)[0].shape)
     cache = 2 * model.num_layers * math.prod(split) * dtype.itemsize
     per_token = cache // (rows * capacity)  # of cache
-    num_prompts = -(-prompts_per_prefill(config) // shards) * shards
+    num_prompts = -(-prompts_per_prefill(rollout.num_slots, rollout.group_size) // shards) * shards
     prompt_tokens = _read_sizes(rollout.max_prompt_tokens)[-1]
     read_tokens = longest_read(config)
     prompts = num_prompts * prompt_tokens * per_token
@@ -422,10 +422,11 @@ def _shapes(config: ConfigDict, model: QwenConfig) -> dict[str, str]:
             )
     if {"train", "evaluate"} & set(config.stages):
         capacity = rollout.max_total_tokens + rollout.chunk_tokens
+        num_prompts = prompts_per_prefill(rollout.num_slots, rollout.group_size)
         shapes["rollout"] = (
             f"decode {rollout.chunk_tokens} steps of up to {rollout.num_slots} rows over up to "
             f"{rollout.max_total_tokens} tokens; read results of up to {longest_read(config)} "
-            f"tokens, {prompts_per_prefill(config)} prompts of up to "
+            f"tokens, {num_prompts} prompts of up to "
             f"{_read_sizes(rollout.max_prompt_tokens)[-1]}; cache {rollout.num_slots} slots x "
             f"{capacity} tokens"
         )
