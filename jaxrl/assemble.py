@@ -199,15 +199,15 @@ def _make_engine(
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_total_tokens=rollout.max_total_tokens,
         chunk_tokens=rollout.chunk_tokens,
-        prompts_per_prefill=max(prompts_per_prefill(config) // jax.process_count(), 1),
+        prompts_per_prefill=prompts_per_prefill(num_slots, rollout.group_size),
         dtype=dtype,
         train_mesh=mesh,
     )
 
 
-def prompts_per_prefill(config: ConfigDict) -> int:
+def prompts_per_prefill(num_slots: int, group_size: int) -> int:
     """Prompts that are read side by side: as many as fill the slots with their groups."""
-    return max(config.rollout.num_slots // config.rollout.group_size, 1)
+    return max(num_slots // group_size, 1)
 
 
 def row_tokens(config: ConfigDict) -> int:

@@ -31,6 +31,9 @@ from jaxrl.files import written_whole
 if TYPE_CHECKING:
     from jaxrl.plan import Target
 
+if TYPE_CHECKING:
+    from jaxrl.plan import Target
+
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; it is made.")
 _VALUES = flags.DEFINE_string("values", None, "YAML or JSON file of keys to set.")
@@ -173,10 +176,9 @@ def _fit_memory(config: ConfigDict, workdir: Path) -> list[str]:
     ]:
         settings.micro_rows = settings.micro_rows or began.get(key, 0)
     model, target = QwenConfig.from_hf(config.model.path), plan.host_target()
+    least = min(distributed.gather(target.memory_bytes))  # all processes must choose the same
+    target = replace(target, memory_bytes=least)
     said = plan.choose_micro_rows(config, model, target)
-    for settings in (config.optimizer, config.sft.optimizer):
-        # The hosts of a job may have different memory; they train with the same micro-batches.
-        settings.micro_rows = distributed.from_main(settings.micro_rows)
     if target.platform != "cpu":
         peak = plan.make_plan(config, model, target).peak
         # A warning only: the plan may err by more than what is missing.

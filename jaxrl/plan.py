@@ -232,7 +232,8 @@ def update_phase(config: ConfigDict, model: QwenConfig, target: Target, stage: s
         "output": {
             "a micro-batch's gradients": is_cpu * new_gradients
             + 4 * (1 + (gathers and is_cpu)) * count.whole_tables,
-            "logits chunk": logits * (4 if is_cpu else 2),
+            # Logits and their gradient, further copies on a CPU; one less where nothing is chunked.
+            "logits chunk": logits * ((4 if is_cpu else 2) - (width == shape.row_tokens)),
             "embedding and output gathered": gathered,
         },
     }
@@ -259,7 +260,7 @@ def rollout_phase(config: ConfigDict, model: QwenConfig, target: Target) -> Phas
     cache = 2 * model.num_layers * math.prod(split) * dtype.itemsize
     per_token = cache // (slots * capacity)  # of cache
     decoded = cache * rows // slots  # the caches of as many slots as are decoded
-    num_prompts = -(-prompts_per_prefill(config) // shards) * shards
+    num_prompts = -(-prompts_per_prefill(rollout.num_slots, rollout.group_size) // shards) * shards
     prompt_tokens = _read_sizes(rollout.max_prompt_tokens)[-1]
     read_tokens = longest_read(config)
     prompts = num_prompts * prompt_tokens * per_token
@@ -423,11 +424,12 @@ def _shapes(config: ConfigDict, model: QwenConfig) -> dict[str, str]:
             )
     if {"train", "evaluate"} & set(config.stages):
         capacity = rollout.max_total_tokens + rollout.chunk_tokens
+        num_prompts = prompts_per_prefill(rollout.num_slots, rollout.group_size)
         shapes["rollout"] = (
             f"decode {rollout.chunk_tokens} steps of up to "
             f"{rollout.num_rows or rollout.num_slots} rows over up to "
             f"{rollout.max_total_tokens} tokens; read results of up to {longest_read(config)} "
-            f"tokens, {prompts_per_prefill(config)} prompts of up to "
+            f"tokens, {num_prompts} prompts of up to "
             f"{_read_sizes(rollout.max_prompt_tokens)[-1]}; cache {rollout.num_slots} slots x "
             f"{capacity} tokens"
         )
