@@ -7,7 +7,7 @@ from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.envs.protocol import STOP_STRINGS, render_observation
 from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine, SearchError
 from jaxrl.envs.search import SearchEnv
-from jaxrl.sampling.rollout import Interrupted, encode_observation
+from jaxrl.sampling.rollout import encode_observation
 from tests.helpers import tiny_params
 from tests.toys import (
     ROOMY,
@@ -315,25 +315,6 @@ def test_environment_errors_leave_their_group_alone(player):
     for trajectory in got:
         answered = trajectory.outcome == Outcome.ANSWERED
         assert bool(trajectory.reward_parts) == answered
-
-
-def test_a_rollout_that_is_interrupted_leaves_nothing_behind(player):
-    teach(player, FIRST, render_observation(FOUND), LAST)
-    wanted = play_one(player, search_env(), seed=1)
-    asked = []
-
-    def should_stop():
-        asked.append(None)
-        return len(asked) > 2
-
-    # Two questions for one slot: one is running, the other still in the queue.
-    with pytest.raises(Interrupted):
-        player.play(search_env(), ["Where?", "Who?"], seed=1, should_stop=should_stop)
-    assert len(asked) == 3
-    assert player.engine.is_idle
-    got = play_one(player, search_env(), seed=1)
-    np.testing.assert_array_equal(got.token_ids, wanted.token_ids)
-    np.testing.assert_array_equal(got.rollout_logprobs, wanted.rollout_logprobs)
 
 
 def test_policy_versions_mark_sampled_tokens(player):
