@@ -60,8 +60,8 @@ class Work:
 
 WORK = {
     "cpu": Work(
-        num_rows=32, chunk_tokens=16, prompt_tokens=32, num_samples=96, median_tokens=64,
-        max_tokens=1024, num_episodes=96, num_turns=3, turn_tokens=32, observation_tokens=32,
+        num_rows=32, chunk_tokens=16, prompt_tokens=32, num_samples=192, median_tokens=64,
+        max_tokens=1024, num_episodes=192, num_turns=3, turn_tokens=32, observation_tokens=32,
         latency_ms=50.0,
     ),
     "qwen3-0.6b": Work(
@@ -177,8 +177,8 @@ def sample_all(engine: Engine, requests: Sequence[Request]) -> None:
 
 def measure(
     runs: dict[str, Callable[[int], Any]], counts: Counts, *, warm_up: int, repetitions: int
-) -> dict[str, dict[str, float]]:
-    """Medians of each way of running, one after the other in turn."""
+) -> dict[str, list[dict[str, float]]]:
+    """Figures of every repetition of each way of running; they take turns."""
     measured: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for number in range(warm_up + repetitions):
         for name, run in runs.items():
@@ -192,10 +192,12 @@ def measure(
                 if jax.default_backend() == "cpu":  # comparable also where the core is shared
                     figures["tokens_per_cpu_s"] = sampled / cpu_seconds
                 measured[name].append(figures)
-    return {
-        name: {key: statistics.median(f[key] for f in figures) for key in figures[0]}
-        for name, figures in measured.items()
-    }
+    return measured
+
+
+def medians(repetitions: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each figure, over repetitions."""
+    return {key: statistics.median(r[key] for r in repetitions) for key in repetitions[0]}
 
 
 def measure_lengths(
@@ -226,7 +228,8 @@ def measure_lengths(
         engine.row_sizes = row_sizes
 
     runs = {"static_full": static_full, "static": static, "continuous": continuous}
-    return measure(runs, engine.counts, warm_up=warm_up, repetitions=repetitions)
+    measured = measure(runs, engine.counts, warm_up=warm_up, repetitions=repetitions)
+    return {name: medians(repetitions) for name, repetitions in measured.items()}
 
 
 def measure_latency(
@@ -266,9 +269,17 @@ def measure_latency(
     measured = measure(runs, engine.counts, warm_up=warm_up, repetitions=repetitions)
     figures = {}
     for name in SCHEDULES:
-        without = measured[f"{name}_without"]["tokens_per_s"]
-        loss = 1 - measured[name]["tokens_per_s"] / without
-        figures[name] = {**measured[name], "without_latency": without, "loss": loss}
+        without, rates = (
+            [repetition["tokens_per_s"] for repetition in measured[key]]
+            for key in (f"{name}_without", name)
+        )
+        # Of runs that followed one another: on a shared machine the speed drifts.
+        losses = [1 - rate / other for rate, other in zip(rates, without, strict=True)]
+        figures[name] = {
+            **medians(measured[name]),
+            "without_latency": statistics.median(without),
+            "loss": statistics.median(losses),
+        }
     return figures
 
 

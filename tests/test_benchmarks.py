@@ -49,7 +49,7 @@ def test_refilling_does_less_than_half_the_work_of_static_batches(tmp_path):
     record = refill.main(
         [
             *model, "--num_layers=1", "--vocab_size=300", "--warm_up=1", "--repetitions=1",
-            "--num_rows=4", "--chunk_tokens=1", "--prompt_tokens=5", "--num_samples=40",
+            "--num_rows=8", "--chunk_tokens=1", "--prompt_tokens=5", "--num_samples=64",
             "--median_tokens=4", "--max_tokens=59", "--num_episodes=8", "--num_turns=2",
             "--turn_tokens=8", "--observation_tokens=4", "--latency_ms=1", f"--json={path}",
         ]
