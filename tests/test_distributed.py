@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl import distributed
+from jaxrl import distributed, stopping
 from jaxrl.distributed import Job, find_job, first_host
 from jaxrl.models.hf_weights import load_hf
 
@@ -228,8 +228,14 @@ def test_a_lost_process_ends_the_job_which_goes_on_when_restarted(
     runs, tiny_world, tmp_path, environment, sent, lost
 ):
     workdir = tmp_path / "run"
+    trajectories = workdir / "trajectories"
+    # First one of the two is asked to stop: both save and say so.
     job = Processes(tiny_world, workdir, environment)
-    wait_for(lambda: len(list((workdir / "trajectories").glob("*.jsonl"))) >= 3, job.all[0])
+    wait_for(lambda: len(list(trajectories.glob("*.jsonl"))) >= 1, job.all[0])
+    job.all[lost].terminate()
+    assert job.wait(60)[0] == [stopping.EXIT_TRY_AGAIN] * 2
+    job = Processes(tiny_world, workdir, environment)
+    wait_for(lambda: len(list(trajectories.glob("*.jsonl"))) >= 3, job.all[0])
     job.all[lost].send_signal(getattr(signal, sent))
     started = time.monotonic()
     codes, errors = job.wait(40)
@@ -237,7 +243,7 @@ def test_a_lost_process_ends_the_job_which_goes_on_when_restarted(
     assert codes[lost] == -signal.SIGKILL
     assert codes[1 - lost] == distributed.EXIT_LOST
     assert all(f"error: process {lost} of 2 (" in error for error in errors)
-    shutil.rmtree(workdir / "export")
+    shutil.rmtree(workdir / "export")  # of the sft stage
     codes, errors = Processes(tiny_world, workdir, environment).wait()
     assert codes == [0, 0], errors
     assert list(map(lasting, records(workdir))) == list(map(lasting, records(runs[1])))
