@@ -135,9 +135,9 @@ class Processes:
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory):
+def environment(cache_folder):
     return {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "JAX_COMPILATION_CACHE_DIR": str(cache_folder),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         "XLA_FLAGS": "",
