@@ -335,8 +335,8 @@ def _check_ranges(config: ConfigDict) -> None:
     if config.loss.dual_clip and config.loss.dual_clip <= 1:
         _refuse("loss.dual_clip", config.loss.dual_clip, "a number above 1, or 0 for no bound")
     # A vote among more would overflow float64.
-    if config.eval.samples > 1024:
-        _refuse("eval.samples", config.eval.samples, "at most 1024")
+    if config.eval.samples > 256:  # votes over all subsets of more take seconds a question
+        _refuse("eval.samples", config.eval.samples, "at most 256")
     if not all(type(k) is int and 1 <= k <= config.eval.samples for k in config.eval.ks):
         expected = f"a tuple of whole numbers from 1 to eval.samples={config.eval.samples}"
         _refuse("eval.ks", config.eval.ks, expected)
@@ -388,6 +388,31 @@ def _check_rules(config: ConfigDict) -> None:
             config.eval.patience,
             "0, unless checkpoint.keep_best and eval.every_steps are above 0: the stage ends with "
             "the best checkpoint, and only evaluations while training can find one",
+        )
+    if config.checkpoint.keep_best:
+        _check_best_metric(config)
+
+
+def _check_best_metric(config: ConfigDict) -> None:
+    """Refuses a name that no evaluation will write, as far as that is known beforehand."""
+    suites, samples = config.eval.suites, config.eval.samples
+    match config.eval.best_metric.split("/"):
+        case ["val-core", _, "exact_match", "greedy" | "empty_search" as suite, *_]:
+            is_written = suite in suites
+        case ["val-core", _, "exact_match", kind, *_]:
+            is_written = "sampled" in suites and (
+                kind == f"mean@{samples}" or kind.startswith(("best@", "maj@"))
+            )
+        case ["val-aux", _, *_, suite]:
+            is_written = suite in suites
+        case _:
+            is_written = False
+    if not is_written:
+        _refuse(
+            "eval.best_metric",
+            config.eval.best_metric,
+            f"what an evaluation with eval.suites={suites} and eval.samples={samples} writes, as "
+            f"val-core/all/exact_match/mean@{samples} or val-core/all/exact_match/greedy",
         )
 
 

@@ -46,6 +46,10 @@ def read_jsonl(
                 fields = json.loads(line.decode("utf-8-sig"))
             except ValueError as error:
                 raise ValueError(f"{place} is not valid JSON in UTF-8: {error}") from error
+            if b"\\u" in line and not _is_text(fields):
+                raise ValueError(
+                    f"{place} holds half of a surrogate pair (\\ud800 to \\udfff): no text."
+                )
             if not isinstance(fields, dict):
                 raise ValueError(
                     f"{place} holds a {type(fields).__name__}; expected a JSON object."
@@ -54,6 +58,15 @@ def read_jsonl(
     if not items:
         raise ValueError(f"{file} holds no line; {key} must name a file with at least one.")
     return items
+
+
+def _is_text(fields: Any) -> bool:
+    """False where JSON escapes have left characters that no file can hold."""
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def parse_task(fields: dict[str, Any], place: str) -> Task:

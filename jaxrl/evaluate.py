@@ -102,11 +102,12 @@ def roll_out(
     """
     usual = engine.temperature
     engine.temperature = temperature
-    trajectories = rollout(
-        draws, group_size=num_samples, seeds=seeds, policy_version=0, should_stop=should_stop
-    )
-    engine.temperature = usual
-    return trajectories
+    try:
+        return rollout(
+            draws, group_size=num_samples, seeds=seeds, policy_version=0, should_stop=should_stop
+        )
+    finally:
+        engine.temperature = usual
 
 
 def summarize(

@@ -422,6 +422,7 @@ def take_best(this: Run, state: TrainState) -> TrainState:
     config, position = this.config, this.position
     wanted = abstract(state, jax.tree.map(lambda leaf: leaf.sharding, state))
     this.checkpointer.wait()
+    this.parts.engine.release()
     this.state = None
     jax.tree.map(lambda leaf: leaf.delete(), state)  # the device has no room for two
     step, best = this.checkpointer.restore_best(wanted)
@@ -657,6 +658,7 @@ def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]
             num_resamples=settings.resamples,
             seed=this.config.seed,
         )
+    parts.engine.clear()  # the cache; the weights are the next rollout's
     record = evaluate.as_record(step, stage, settings.to_dict(), played, summaries)
     text = evaluate.as_text(step, stage, summaries)
     if distributed.is_main():

@@ -53,7 +53,7 @@ def test_shipped_configs_are_valid(name):
         ("rollout.temperature", 0.0, "a number above 0"),
         ("eval.temperature", 0.0, "a number above 0"),
         ("eval.samples", 0, "a number above 0"),
-        ("eval.samples", 1025, "at most 1024"),
+        ("eval.samples", 257, "at most 256"),
         ("eval.resamples", 0, "a number above 0"),
         ("eval.ks", (1, 2), "a tuple of whole numbers from 1 to eval.samples=1"),
         ("eval.ks", (0,), "a tuple of whole numbers from 1 to eval.samples=1"),
@@ -197,3 +197,28 @@ def test_every_key_is_explained():
     source = (ROOT / "config.py").read_text(encoding="utf-8")
     names = {key.rpartition(".")[2] for key in flatten(default_config())}
     assert all(re.search(rf'\b{name}(\b|": )', source) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "is_written"),
+    [
+        ("val-core/all/exact_match/mean@1", {}, True),
+        ("val-core/all/exact_match/greedy", {}, True),
+        ("val-aux/two_hop/f1/sampled", {}, True),
+        ("val-core/all/exact_match/mean@4", {"eval.samples": 4}, True),
+        ("val-core/all/exact_match/maj@4/mean", {"eval.samples": 4}, True),
+        ("val-core/all/exact_match/mean@1", {"eval.samples": 4}, False),
+        ("val-core/all/exact_match/mean@1", {"eval.suites": ("greedy",)}, False),
+        ("val-core/all/exact_match/empty_search", {}, False),
+        ("val-aux/all/f1/beam", {}, False),
+        ("reward", {}, False),
+    ],
+)
+def test_the_best_metric_is_one_that_is_written(config, name, changes, is_written):
+    changes = {"eval.best_metric": name, "checkpoint.keep_best": 1, **changes}
+    config.update_from_flattened_dict(changes)
+    if is_written:
+        validate(config)
+    else:
+        with pytest.raises(ValueError, match=r"config\.eval\.best_metric is .*; expected what an"):
+            validate(config)

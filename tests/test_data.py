@@ -111,3 +111,13 @@ def test_epochs_and_seeds_differ_in_order():
     assert first != second
     assert first != Stream(range(50), seed=1).take(0, 50)
     assert first != list(range(50))
+
+
+def test_half_a_surrogate_pair_is_refused(tmp_path):
+    file = tmp_path / "tasks.jsonl"
+    whole = r'{"question": "Who\ud83d\ude00?", "answers": ["Ada"]}'
+    file.write_text(whole + "\n")
+    assert read_tasks(file, "tasks.train.source")[0].question == "Who\U0001f600?"
+    file.write_text(whole + "\n" + r'{"question": "Who?", "answers": ["x\ud83d"]}' + "\n")
+    with pytest.raises(ValueError, match=r"tasks.jsonl:2 holds half of a surrogate pair"):
+        read_tasks(file, "tasks.train.source")

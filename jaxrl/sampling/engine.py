@@ -12,7 +12,6 @@ which depends on the state of the requests and never on the clock.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -353,12 +352,13 @@ class Engine:
 
         Raises:
             RuntimeError: there are no weights.
-            ValueError: a prompt is too long; then none is queued.
+            ValueError: a prompt is too long or a budget below 1; then none is queued.
         """
         if self._weights is None:
             raise RuntimeError("the engine has no weights; call set_weights first.")
         for request in requests:
             _fit(len(request.prompt_ids), self.prompt_sizes)
+            _check_budget(request.budget)
         if self.is_idle:
             # What came before, an evaluation say, may not show: a restart would not have had it.
             self._prompts = _Prompts()
@@ -397,7 +397,12 @@ class Engine:
         Args:
             resumed: of each: its number, the tokens to read after what it sampled (possibly
                 none), and the tokens it may sample from here.
+
+        Raises:
+            ValueError: a budget is below 1; then none goes on.
         """
+        for _, _, granted in resumed:
+            _check_budget(granted)
         remaining = deque(resumed)
         while remaining:
             batch = self._take_batch(remaining)
@@ -563,8 +568,13 @@ class Engine:
         Some are read before there is a slot for their samples: slots become free one by one, and
         reading one prompt costs as much as reading them all.
         """
-        queued = dict.fromkeys(request.prompt_ids for _, request in self._queue)
-        prompts = list(itertools.islice(queued, self._num_prompts))
+        # Only as far into the queue as needed: an evaluation's may be long.
+        found: dict[tuple[int, ...], None] = {}
+        for _, request in self._queue:
+            if request.prompt_ids not in found and len(found) == self._num_prompts:
+                break
+            found[request.prompt_ids] = None
+        prompts = list(found)
         width = _fit(max(len(ids) for ids in prompts), self.prompt_sizes)
         token_ids = np.zeros((self._num_prompts, width), np.int32)
         lengths = np.ones(self._num_prompts, np.int32)
@@ -604,6 +614,12 @@ class Engine:
             key,
             variant=self._prompts.width,
         )
+
+
+def _check_budget(budget: int) -> None:
+    """A row that may sample nothing would neither run nor stop."""
+    if budget < 1:
+        raise ValueError(f"a request may sample {budget} tokens; expected at least 1.")
 
 
 def _delete(arrays: Any) -> None:

@@ -312,6 +312,7 @@ class Rollout:
         """Ends or resumes the samples of a call, whose replies it waits for."""
         resumed = []
         replies = call.replies.result()
+        self._check_count("step", len(replies), len(call.members))
         for (request, sample, text), result in zip(call.members, replies, strict=True):
             turn = Turn(
                 text=text,
@@ -345,6 +346,13 @@ class Rollout:
         limit = max(min(self._limits.max_observation_tokens, room), 0)
         return encode_observation(self._tokenizer, observation, max_body_tokens=limit)
 
+    def _check_count(self, method: str, found: int, expected: int) -> None:
+        if found != expected:
+            raise ValueError(
+                f"{type(self._env).__name__}.{method} gave {found} results for {expected} "
+                "episodes; expected one for each, in their order."
+            )
+
     def _end(self, request: int, sample: _Sample, turn: Turn, outcome: Outcome) -> None:
         sample.episode.turns.append(turn)
         sample.episode.outcome = outcome
@@ -358,6 +366,7 @@ class Rollout:
             group = samples[start : start + group_size]
             scored = [s for s in group if s.episode.outcome != Outcome.ENVIRONMENT_ERROR]
             rewards = self._env.score([sample.episode for sample in scored]) if scored else []
+            self._check_count("score", len(rewards), len(scored))
             by_index = {s.sample_index: r for s, r in zip(scored, rewards, strict=True)}
             for sample in group:
                 reward = by_index.get(sample.sample_index)

@@ -334,3 +334,14 @@ def test_a_body_that_fits_is_shown_as_it_is_and_one_that_does_not_is_decoded():
     ids, text = encode_observation(tokenizer, observation, max_body_tokens=2)
     assert text == "<a\N{REPLACEMENT CHARACTER}>"
     assert len(ids) == 4
+
+
+@pytest.mark.parametrize("method", ["step", "score"])
+def test_an_environment_that_leaves_episodes_out_is_named(player, method):
+    teach(player, FIRST, render_observation(FOUND), LAST)
+    env = search_env()
+    whole = getattr(env, method)
+    setattr(env, method, lambda *args: whole(*args)[:-1])
+    with pytest.raises(ValueError, match=rf"SearchEnv\.{method} gave 0 results for 1 episodes"):
+        play_one(player, env)
+    assert player.engine.is_idle
