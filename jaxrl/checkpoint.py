@@ -32,7 +32,7 @@ MANIFEST = "manifest.json"
 
 
 class CheckpointError(ValueError):
-    """There are checkpoints, but none of them can be read."""
+    """There are checkpoints, but the one to go on with cannot be read."""
 
 
 class Checkpointer:
@@ -135,93 +135,82 @@ class Checkpointer:
     def restore_newest(
         self, targets: Callable[[dict[str, Any]], dict[str, Any]]
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Position and items of the newest checkpoint that can be read; None without any.
+        """Position and items of the newest checkpoint that is as it was written; None without any.
 
-        Newer ones that cannot be read are named and moved to `damaged/`.
+        Newer ones that are not are named and moved to `damaged/`.
 
         Args:
             targets: from a position to the items to restore, with the shapes, dtypes and
                 shardings wanted: `params`, `optimizer` (see `optimizer_items`), `ref_params`.
 
         Raises:
-            CheckpointError: there are some, but none can be read. They stay where they are.
+            CheckpointError: there are some, but all are damaged; or the one to use is whole and
+                cannot be restored, for want of memory or since the configuration was changed.
+                Nothing is moved then.
         """
-        found = self._restore_first(lambda: sorted(steps_in(self._folder), reverse=True), targets)
-        return found[1:] if found is not None else None
+        step = self._choose(lambda: sorted(steps_in(self._folder), reverse=True))
+        if step is None:
+            return None
+        position = self._restore(step, position=ocp.args.JsonRestore())["position"]
+        wanted = targets(position)
+        items = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
+        return position, self._restore(step, **items)
 
     def restore_best(self, state: TrainState) -> tuple[int, TrainState]:
         """The step with the highest value and its state, as arrays like those of `state`.
 
         Raises:
-            ValueError: no checkpoint with a value can be read.
+            CheckpointError: no checkpoint with a value can be read.
         """
         self.wait()
-        wanted = {"params": state.params, "optimizer": optimizer_items(state)}
-        found = self._restore_first(lambda: by_value(self._values()), lambda _: wanted)
-        if found is None:
-            raise ValueError(
+        step = self._choose(lambda: by_value(self._values()))
+        if step is None:
+            raise CheckpointError(
                 f"{self._folder} holds no checkpoint with an evaluation's value, so there is no "
                 "best one to end with."
             )
-        step, _, restored = found
+        wanted = {"params": state.params, "optimizer": optimizer_items(state)}
+        items = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
+        restored = self._restore(step, **items)
         return step, TrainState(params=restored["params"], **restored["optimizer"])
 
     def _values(self) -> dict[int, float | None]:
         return {step: read_value(self._folder / str(step)) for step in steps_in(self._folder)}
 
-    def _restore_first(
-        self,
-        steps: Callable[[], Sequence[int]],
-        targets: Callable[[dict[str, Any]], dict[str, Any]],
-    ) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-        """The first of `steps`, as the first process finds them on disk, that can be restored."""
-        rejected: dict[int, str] = {}
-        while True:
-            step = None
-            if distributed.is_main():
-                step = choose_step(self._folder, steps(), rejected)
-            step, rejected = distributed.from_main((step, rejected))
-            if step is None:
-                break
-            failure = None
-            try:
-                position = self._restore(step, position=ocp.args.JsonRestore())["position"]
-                wanted = targets(position)
-                items = {name: ocp.args.StandardRestore(tree) for name, tree in wanted.items()}
-                restored = self._restore(step, **items)
-            except Exception as error:  # Orbax raises whatever the damage led to
-                reason = " ".join(str(error).split())
-                failure = f"restoring failed: {type(error).__name__}: {reason[:500]}"
-            failures = [text for text in distributed.gather(failure) if text is not None]
-            if failures:
-                rejected[step] = failures[0]
-                continue
-            self._set_aside(rejected, step)
-            return step, position, restored
-        if rejected:
-            # Nothing is moved: what failed for all may have a cause outside, as a changed key.
-            lines = "; ".join(f"checkpoint {step}: {what}" for step, what in rejected.items())
+    def _choose(self, steps: Callable[[], Sequence[int]]) -> int | None:
+        """The first of `steps` that is not damaged, the same in all processes."""
+        damaged: dict[int, str] = {}
+        chosen = None
+        if distributed.is_main():
+            chosen = choose_step(self._folder, steps(), damaged)
+        chosen, damaged = distributed.from_main((chosen, damaged))
+        if chosen is None and damaged:
+            lines = "; ".join(f"checkpoint {step}: {what}" for step, what in damaged.items())
             raise CheckpointError(
                 f"no checkpoint in {self._folder} can be read: {lines}. Bring one back from a "
-                "copy, undo what was changed since, or name another --workdir to begin anew."
+                "copy, or name another --workdir to begin anew."
             )
-        return None
+        if damaged:
+            if distributed.is_main():
+                for step, what in damaged.items():
+                    moved = _set_aside(self._folder / str(step))
+                    self._say(f"warning: checkpoint {step} is damaged ({what}); moved to {moved}")
+                self._say(f"using checkpoint {chosen} instead")
+            distributed.meet()
+            self._manager.reload()
+        return chosen
 
     def _restore(self, step: int, **items: Any) -> dict[str, Any]:
-        restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        try:
+            restored = self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:  # Orbax raises whatever it comes upon
+            reason = " ".join(str(error).split())[:500]
+            raise CheckpointError(
+                f"checkpoint {step} in {self._folder} is as it was written, but restoring it "
+                f"failed: {type(error).__name__}: {reason}. Undo what was changed since it was "
+                "written, give the devices more memory, or name another --workdir."
+            ) from error
         return {name: restored[name] for name in items}
-
-    def _set_aside(self, rejected: Mapping[int, str], chosen: int) -> None:
-        """Moves what could not be read out of the way of later saves of the same steps."""
-        if not rejected:
-            return
-        if distributed.is_main():
-            for step, what in rejected.items():
-                moved = _set_aside(self._folder / str(step))
-                self._say(f"warning: checkpoint {step} is damaged ({what}); moved to {moved}")
-            self._say(f"using checkpoint {chosen} instead")
-        distributed.meet()
-        self._manager.reload()
 
     def close(self) -> None:
         """Waits for what is under way."""

@@ -117,6 +117,12 @@ def _slurm_job() -> Job:
             "with srun, as launch/slurm.sh does."
         )
     job, nodes, count, index = (os.environ[name] for name in names)
+    num_nodes = os.environ.get("SLURM_STEP_NUM_NODES", count)
+    if count != num_nodes:
+        raise ValueError(
+            f"SLURM_NTASKS={count} on {num_nodes} nodes; expected one task a node, which takes all "
+            "its devices: set --ntasks-per-node=1."
+        )
     port = os.environ.get("JAX_COORDINATOR_PORT") or 61_440 + int(job) % 4096
     return Job(
         coordinator=f"{first_host(nodes)}:{port}", num_processes=int(count), process_id=int(index)
@@ -142,37 +148,39 @@ class Peers:
         Args:
             deadline_s: seconds without a sign of life after which a process counts as lost.
         """
-        listener = socket.socket()
-        listener.bind(("", 0))
-        listener.listen(jax.process_count())
-        listener.set_inheritable(True)
+        is_dual = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if is_dual else socket.AF_INET
+        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual)
         is_hub = jax.process_index() == 0
-        address, host = _address(), socket.gethostname()
-        me = (f"{host}, pid {os.getpid()}", address, listener.getsockname()[1], _token())
-        everyone = gather(me)
-        _, hub_address, hub_port, token = everyone[0]
+        name = f"{socket.gethostname()}, pid {os.getpid()}"
+        everyone = gather((name, listener.getsockname()[1], secrets.token_hex(16)))
+        _, hub_port, token = everyone[0]
         settings = {
             "index": jax.process_index(),
             "pid": os.getpid(),
             "names": [name for name, *_ in everyone],
-            "hub": (hub_address, hub_port),
+            "hub": (_coordinator_host(), hub_port),
             "hub_fd": listener.fileno() if is_hub else -1,
             "token": token,
             "deadline_s": deadline_s,
         }
-        # A session of its own: a signal to the process group must not reach the monitor.
+        # A session of its own: a signal to the process group must not reach the monitor. Isolated:
+        # beside the script lies a `types.py`, which is not the standard library's.
         self._process = subprocess.Popen(
-            [sys.executable, monitor.__file__, json.dumps(settings)],
+            [sys.executable, "-I", monitor.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[listener.fileno()] if is_hub else [],
             start_new_session=True,
         )
         listener.close()
-        self._verdict: queue.Queue[int] = queue.Queue()
+        self._verdict: queue.Queue[monitor.Loss] = queue.Queue()
         self._is_failing = False
+        self._is_stopping = threading.Event()
+        self._should_stop: Callable[[], bool] = lambda: False
         self._is_over = threading.Event()
         self._lock = threading.Lock()
+        self._write(**settings)
         for work in (self._beat, self._listen):
             threading.Thread(target=work, daemon=True, name="jaxrl-peers").start()
 
@@ -187,14 +195,27 @@ class Peers:
 
     def _beat(self) -> None:
         while not self._is_over.wait(monitor.BEAT_S):
-            self._write(alive=True)
+            self._write(alive=True, **({"stop": True} if self._should_stop() else {}))
 
     def _listen(self) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._verdict.put(json.loads(line)["index"])
+        for line in map(json.loads, self._process.stdout):
+            if "stop" in line:
+                self._is_stopping.set()
+                continue
+            loss = monitor.Loss.from_line(line)
+            self._verdict.put(loss)
             if not self._is_failing:
-                os._exit(EXIT_LOST)  # the main thread may wait in a collective that never ends
+                # The main thread may wait in a collective that never ends.
+                os._exit(1 if loss.failed else EXIT_LOST)
+        if not (self._is_over.is_set() or self._is_failing):
+            os.write(2, b"error: the monitor of this process is gone; without it nothing is sure\n")
+            os._exit(EXIT_LOST)
+
+    def everywhere(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        """The same for the whole job: a process that is asked to stop asks all others."""
+        self._should_stop = should_stop
+        return lambda: should_stop() or self._is_stopping.is_set()
 
     def __enter__(self) -> Peers:
         return self
@@ -203,22 +224,24 @@ class Peers:
         """Tells the job how this process ends; a failure ends it here."""
         is_told = isinstance(error, SystemExit)  # and its message is meant for the user
         if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
+            jax.distributed.shutdown()  # waits for the others, while their loss is still noticed
             self._is_over.set()
             self._write(finished=True)
             return
         self._is_failing = True
         reason = str(error) if is_told else "".join(traceback.format_exception_only(error)).strip()
         self._write(failed=reason)
+        index = jax.process_index()
         try:
-            lost = self._verdict.get(timeout=monitor.FAILURE_WAIT_S + 2 * monitor.GRACE_S)
+            loss = self._verdict.get(timeout=monitor.FAILURE_WAIT_S + 2 * monitor.GRACE_S)
         except queue.Empty:
-            lost = jax.process_index()
-        if lost == jax.process_index() or not is_told:
+            loss = monitor.Loss(index=index, lost=reason, failed=True)
+        if loss.index == index or not is_told:
             sys.stderr.write(f"{reason}\n" if is_told else traceback.format_exc())
         sys.stdout.flush()
         sys.stderr.flush()
         # Leaving in the usual way would wait for processes that are not there any more.
-        os._exit(1 if lost == jax.process_index() else EXIT_LOST)
+        os._exit(1 if loss.failed else EXIT_LOST)
 
 
 def join(job: Job, *, deadline_s: float) -> Peers | None:
@@ -236,29 +259,19 @@ def join(job: Job, *, deadline_s: float) -> Peers | None:
             # All devices of the host are this process's; JAX would take one a process under Slurm.
             "cluster_detection_method": "deactivate",
         }
+    # Its handler would swallow SIGTERM, which `stopping` answers.
+    jax.config.update("jax_enable_preemption_service", False)
     # JAX ends processes without a name when it notices a loss; the monitors should be first.
     jax.distributed.initialize(**known, heartbeat_timeout_seconds=int(2 * deadline_s + 60))
     return Peers(deadline_s) if jax.process_count() > 1 else None
 
 
-def _token() -> str:
-    return secrets.token_hex(16)
+def _coordinator_host() -> str:
+    """The name or address by which every host reaches that of process 0."""
+    from jax._src.distributed import global_state  # JAX alone knows it where it found it itself
 
-
-def _address() -> str:
-    """The address at which other hosts of the job reach this one."""
-    from jax._src.distributed import global_state
-
-    coordinator = global_state.coordinator_address or "8.8.8.8:80"
-    host, _, port = coordinator.rpartition(":")
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect((host.strip("[]"), int(port)))  # sends nothing, picks an interface
-                return probe.getsockname()[0]
-            except OSError:
-                continue
-    return socket.gethostbyname(socket.gethostname())
+    assert global_state.coordinator_address is not None
+    return global_state.coordinator_address.rpartition(":")[0].strip("[]")
 
 
 def is_main() -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,3 +19,28 @@ def written_whole(path: Path) -> Iterator[TextIO]:
     with unfinished.open("w", encoding="utf-8") as file:
         yield file
     unfinished.replace(path)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Holds a folder for this process; the system lets go of it when the process ends.
+
+    Raises:
+        ValueError: another process holds it; it is named.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise ValueError(
+                f"{folder} is in use by {file.read().strip()}; wait for its end, or stop it, or "
+                "name another --workdir."
+            ) from None
+        except OSError:
+            pass  # a file system without locks: nobody watches over two runs in one folder
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}")
+        file.flush()
+        yield

@@ -17,7 +17,7 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -26,7 +26,7 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
-from jaxrl.files import written_whole
+from jaxrl.files import held, written_whole
 
 if TYPE_CHECKING:
     from jaxrl.plan import Target
@@ -77,44 +77,47 @@ def main(argv: Sequence[str]) -> None:
         )
     except INPUT_ERRORS as error:
         _refuse(error)
-    joined = distributed.join(job, deadline_s=_PEER_DEADLINE_S.value) if job else None
-    with joined or contextlib.nullcontext():
-        _run(config, workdir)
+    from jaxrl.stopping import stop_on_signals
+
+    with stop_on_signals() as should_stop:
+        peers = distributed.join(job, deadline_s=_PEER_DEADLINE_S.value) if job else None
+        with peers or contextlib.nullcontext():
+            _run(config, workdir, peers.everywhere(should_stop) if peers else should_stop)
 
 
-def _run(config: ConfigDict, workdir: Path) -> None:
-    """Assembles the parts, which refuses what is wrong, and runs the stages."""
+def _run(config: ConfigDict, workdir: Path, should_stop: Callable[[], bool]) -> None:
+    """Holds the workdir, assembles the parts, which refuses what is wrong, and runs the stages."""
     from jaxrl import distributed
     from jaxrl.assemble import assemble
-    from jaxrl.metrics import Display, check_mirrors
-
-    try:
-        _check_workdir(config, workdir)
-        check_mirrors(config.log.wandb_project)
-        said = _fit_memory(config, workdir)
-        parts = assemble(config)
-        workdir.mkdir(parents=True, exist_ok=True)
-        is_new = set(config.stages) != {"evaluate"} or not (workdir / "config.json").exists()
-        if is_new and distributed.is_main():
-            with written_whole(workdir / "config.json") as file:
-                file.write(configuration.to_json(config))
-    except INPUT_ERRORS as error:
-        _refuse(error)
     from jaxrl.checkpoint import CheckpointError
+    from jaxrl.metrics import Display, check_mirrors
     from jaxrl.sampling.rollout import Interrupted
-    from jaxrl.stopping import EXIT_TRY_AGAIN, stop_on_signals
+    from jaxrl.stopping import EXIT_TRY_AGAIN
     from jaxrl.train import run
 
-    display = Display(is_shown=distributed.is_main())
-    for line in said:
-        display.say(line)
-    try:
-        with stop_on_signals() as should_stop:
+    with contextlib.ExitStack() as stack:
+        try:
+            _check_workdir(config, workdir)
+            check_mirrors(config.log.wandb_project)
+            said = _fit_memory(config, workdir)
+            parts = assemble(config)
+            if distributed.is_main():
+                stack.enter_context(held(workdir))
+            is_new = set(config.stages) != {"evaluate"} or not (workdir / "config.json").exists()
+            if is_new and distributed.is_main():
+                with written_whole(workdir / "config.json") as file:
+                    file.write(configuration.to_json(config))
+        except INPUT_ERRORS as error:
+            _refuse(error)
+        display = Display(is_shown=distributed.is_main())
+        for line in said:
+            display.say(line)
+        try:
             run(config, workdir, parts, display, should_stop)
-    except Interrupted:
-        sys.exit(EXIT_TRY_AGAIN)
-    except CheckpointError as error:
-        _refuse(error)
+        except Interrupted:
+            sys.exit(EXIT_TRY_AGAIN)
+        except CheckpointError as error:
+            _refuse(error)
 
 
 def _plan(config: ConfigDict) -> int:
@@ -205,7 +208,11 @@ def _check_workdir(config: ConfigDict, workdir: Path) -> None:
         return
     began = configuration.flat_json(workdir / "config.json")
     now = configuration.flatten(config)
-    fixed = ("model.path", "seed", "kl.coef", "kl.anchor") if "train" in config.stages else ()
+    fixed: tuple[str, ...] = ()
+    if "train" in config.stages:
+        fixed = ("model.path", "seed", "kl.coef", "kl.anchor")
+        if config.checkpoint.keep_best:  # values of two metrics cannot be ranked together
+            fixed += ("eval.best_metric", "tasks.eval.source")
     for key in fixed:
         if began.get(key, now[key]) != now[key]:
             raise ValueError(

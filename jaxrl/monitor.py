@@ -6,8 +6,10 @@ that was killed, stopped, failed or cut off, is told to all: each monitor names 
 its process's standard error and ends its own process, which would otherwise wait in a collective
 operation for one that never comes. Neither JAX nor anything else of jaxrl is imported here.
 
-Lines are JSON objects: `alive`, `finished` and `failed` (why) from the process; `lost` (why) with
-the `index` of the process to it; all of these between monitors, after `hello` (the job's token).
+Lines are JSON objects. The first one on standard input holds the settings. Then come, from the
+process, `alive`, `finished`, `failed` (why) and `stop`, when it was asked to stop; to the process
+`stop` and `lost` (why, the `index` of the process, and whether it `failed` by itself); between
+monitors `hello` (the job's token), `alive`, `finished`, `stop` and `lost`.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import signal
 import socket
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 BEAT_S = 1.0
@@ -31,6 +33,8 @@ GRACE_S = 5.0
 
 FAILURE_WAIT_S = 2.0
 """Seconds in which a process that was killed is named rather than one that failed over it."""
+
+_LONGEST_LINE = 1 << 20  # bytes; only a stranger sends more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,28 @@ class Settings:
     deadline_s: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A process that does not take part any more.
+
+    Attributes:
+        index: of the process.
+        lost: why it is thought lost.
+        failed: it told an error of its own; others could not have prevented it.
+    """
+
+    index: int
+    lost: str
+    failed: bool = False
+
+    @classmethod
+    def from_line(cls, line: dict[str, Any]) -> Loss:
+        """The inverse of `asdict`."""
+        return cls(
+            index=int(line["index"]), lost=str(line["lost"]), failed=bool(line.get("failed"))
+        )
+
+
 @dataclass(kw_only=True)
 class _Link:
     """Another end that writes lines: the own process, the hub, or a monitor at the hub."""
@@ -69,18 +95,20 @@ class _Link:
     rest: bytes = b""
 
     def read(self) -> list[dict[str, Any]] | None:
-        """The lines that have come; None when the other end is gone."""
+        """The lines that have come; None when the other end is gone, or talks nonsense."""
         try:
             data = os.read(self.read_fd, 65536)
         except OSError:
             return None
-        if not data:
-            return None
         self.heard = time.monotonic()
         *lines, self.rest = (self.rest + data).split(b"\n")
-        with contextlib.suppress(ValueError):
-            return [dict(json.loads(line)) for line in lines]
-        return [] if self.is_known else None
+        if not data or len(self.rest) > _LONGEST_LINE:
+            return None
+        try:
+            read = [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+        return read if all(isinstance(line, dict) for line in read) else None
 
     def write(self, **line: Any) -> None:
         if self.connection is not None:
@@ -92,25 +120,37 @@ class Monitor:
     """One monitor: `run` returns once its process has finished or was ended."""
 
     def __init__(self, settings: Settings):
-        """Takes its links: the process on standard input, and the hub."""
+        """Takes its links: the process on standard input and output, and the hub."""
         self._settings = settings
         self._selector = selectors.DefaultSelector()
         self._own = _Link(index=settings.index, read_fd=0)
         self._links: list[_Link] = []
         self._add(self._own)
         self._listener: socket.socket | None = None
+        self._missing: set[int] = set()  # monitors that have not come yet
+        self._loss: Loss | None = None
         if settings.hub_fd >= 0:
             self._listener = socket.socket(fileno=settings.hub_fd)
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._missing = set(range(1, len(settings.names)))
         else:
-            connection = socket.create_connection(settings.hub, timeout=settings.deadline_s)
-            link = _Link(index=0, read_fd=connection.fileno(), connection=connection)
-            link.write(hello=settings.token, index=settings.index)
-            self._add(link)
-            self._missing = set()
+            self._join_hub()
         self._started = self._beat = time.monotonic()
-        self._failed: tuple[float, int, str] | None = None  # when, which and why, the first
+        self._failed: tuple[float, Loss] | None = None  # the first that told so, and when
+        self._is_stopping = False
+
+    def _join_hub(self) -> None:
+        settings = self._settings
+        try:
+            connection = socket.create_connection(settings.hub, timeout=settings.deadline_s)
+        except OSError as error:
+            host, port = settings.hub
+            why = f"process {settings.index} cannot reach its monitor at {host}:{port}: {error}"
+            self._loss = Loss(index=0, lost=why)
+            return
+        link = _Link(index=0, read_fd=connection.fileno(), connection=connection)
+        link.write(hello=settings.token, index=settings.index)
+        self._add(link)
 
     def _add(self, link: _Link) -> None:
         self._links.append(link)
@@ -123,7 +163,7 @@ class Monitor:
     def run(self) -> None:
         """Watches until the process has finished, or any process is lost."""
         while not self._own.is_finished:
-            loss = None
+            loss = self._loss
             for key, _ in self._selector.select(timeout=BEAT_S / 2):
                 if key.data is None:
                     self._accept()
@@ -131,7 +171,7 @@ class Monitor:
                     loss = loss or self._hear(key.data)
             loss = loss or self._overdue() or self._failure()
             if loss is not None:
-                return self._end(*loss)
+                return self._end(loss)
             if time.monotonic() - self._beat >= BEAT_S:
                 self._beat = time.monotonic()
                 self._tell(alive=True)
@@ -139,12 +179,13 @@ class Monitor:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        connection, _ = self._listener.accept()
-        self._add(
-            _Link(index=-1, read_fd=connection.fileno(), connection=connection, is_known=False)
-        )
+        with contextlib.suppress(OSError):
+            connection, _ = self._listener.accept()
+            self._add(
+                _Link(index=-1, read_fd=connection.fileno(), connection=connection, is_known=False)
+            )
 
-    def _hear(self, link: _Link) -> tuple[int, str] | None:
+    def _hear(self, link: _Link) -> Loss | None:
         """Reads a link; the loss it tells of, if any."""
         lines = link.read()
         if lines is None:
@@ -152,59 +193,78 @@ class Monitor:
             if link.is_finished or not link.is_known:
                 return None
             how = "it ended" if link is self._own else "its monitor ended"
-            return link.index, f"{how} without a word, as one that is killed does"
+            return Loss(index=link.index, lost=f"{how} without a word, as one that is killed does")
         for line in lines:
-            if not link.is_known:
-                if line.get("hello") != self._settings.token:
-                    self._drop(link)
-                    return None
-                link.index, link.is_known = int(line["index"]), True
-                self._missing.discard(link.index)
+            if not link.is_known and not self._greet(link, line):
+                return None
             if "lost" in line:
-                return int(line["index"]), str(line["lost"])
+                return Loss.from_line(line)
             if "failed" in line and self._failed is None:
-                self._failed = (time.monotonic(), link.index, f"it failed: {line['failed']}")
+                why = f"it failed: {line['failed']}"
+                loss = Loss(index=link.index, lost=why, failed=True)
+                self._failed = (time.monotonic(), loss)
+            if "stop" in line and not self._is_stopping:
+                self._is_stopping = True
+                self._tell(stop=True)
+                self._say(stop=True)
             if "finished" in line:
                 link.is_finished = True
         return None
 
-    def _overdue(self) -> tuple[int, str] | None:
+    def _greet(self, link: _Link, line: dict[str, Any]) -> bool:
+        """Whether the first line of a link shows that it belongs to the job."""
+        if line.get("hello") != self._settings.token:
+            self._drop(link)
+            return False
+        link.index, link.is_known = int(line["index"]), True
+        self._missing.discard(link.index)
+        return True
+
+    def _overdue(self) -> Loss | None:
         """A process that has been silent for too long."""
         deadline_s = self._settings.deadline_s
         now = time.monotonic()
         for link in self._links:
             if link.is_known and not link.is_finished and now - link.heard > deadline_s:
-                return link.index, f"it gave no sign of life for {deadline_s:g} s"
+                why = f"it gave no sign of life for {deadline_s:g} s"
+                return Loss(index=link.index, lost=why)
         if self._missing and now - self._started > deadline_s:
-            return min(self._missing), f"its monitor did not come within {deadline_s:g} s"
+            why = f"its monitor did not come within {deadline_s:g} s"
+            return Loss(index=min(self._missing), lost=why)
         return None
 
-    def _failure(self) -> tuple[int, str] | None:
+    def _failure(self) -> Loss | None:
         """A process that failed, once no other is known to have been lost before."""
         if self._failed is None or time.monotonic() - self._failed[0] < FAILURE_WAIT_S:
             return None
-        return self._failed[1:]
+        return self._failed[1]
 
     def _tell(self, **line: Any) -> None:
+        """Writes a line to the other monitors that this one knows."""
         for link in self._links:
             if link.is_known:
                 link.write(**line)
 
-    def _end(self, index: int, why: str) -> None:
+    def _say(self, **line: Any) -> None:
+        """Writes a line to the own process."""
+        with contextlib.suppress(OSError):
+            os.write(1, json.dumps(line).encode() + b"\n")
+
+    def _end(self, loss: Loss) -> None:
         """Names the lost process everywhere and ends the own one."""
         settings = self._settings
-        self._tell(lost=why, index=index)
-        if settings.hub_fd < 0 and index == settings.index:
+        self._tell(**asdict(loss))
+        if settings.hub_fd < 0 and loss.index == settings.index:
             # The first loss counts: that of another process may have caused this one.
-            index, why = self._verdict() or (index, why)
-        name = settings.names[index]
-        text = f"process {index} of {len(settings.names)} ({name}) was lost: {why}."
-        advice = "Start the job again: it goes on from the newest checkpoint."
-        print(f"error: {text} {advice}", file=sys.stderr, flush=True)
+            loss = self._verdict() or loss
+        name = settings.names[loss.index]
+        text = f"process {loss.index} of {len(settings.names)} ({name}) was lost: {loss.lost}."
+        advice = "" if loss.failed else " Start the job again: it goes on from its last checkpoint."
+        print(f"error: {text}{advice}", file=sys.stderr, flush=True)
         if self._own in self._links:
-            self._end_own(index, why)
+            self._end_own(loss)
 
-    def _verdict(self) -> tuple[int, str] | None:
+    def _verdict(self) -> Loss | None:
         """What the hub answers to a report, if it does."""
         hub = next((link for link in self._links if link is not self._own), None)
         until = time.monotonic() + GRACE_S
@@ -216,17 +276,18 @@ class Monitor:
                     hub = None if key.data is hub else hub
                 for line in lines or []:
                     if "lost" in line:
-                        return int(line["index"]), str(line["lost"])
+                        return Loss.from_line(line)
         return None
 
-    def _end_own(self, index: int, why: str) -> None:
+    def _end_own(self, loss: Loss) -> None:
         """Asks the own process to end; kills it if it does not, or cannot since it was stopped."""
         is_silent = time.monotonic() - self._own.heard > self._settings.deadline_s
         until = time.monotonic() + (0 if is_silent else GRACE_S)
-        with contextlib.suppress(OSError):
-            os.write(1, json.dumps({"lost": why, "index": index}).encode() + b"\n")
+        self._say(**asdict(loss))
         for link in [link for link in self._links if link is not self._own]:
             self._drop(link)
+        if self._listener is not None:
+            self._selector.unregister(self._listener)
         while time.monotonic() < until:
             for _ in self._selector.select(timeout=BEAT_S / 2):
                 if self._own.read() is None:
@@ -235,7 +296,17 @@ class Monitor:
             os.kill(self._settings.pid, signal.SIGKILL)
 
 
+def main() -> None:
+    """Reads the settings, then watches."""
+    line = b""
+    while not line.endswith(b"\n"):  # not a byte more: what follows is the monitor's to read
+        byte = os.read(0, 1)
+        if not byte:
+            return
+        line += byte
+    settings = json.loads(line)
+    Monitor(Settings(**{**settings, "hub": tuple(settings["hub"])})).run()
+
+
 if __name__ == "__main__":
-    values = json.loads(sys.argv[1])
-    values["hub"] = tuple(values["hub"])
-    Monitor(Settings(**values)).run()
+    main()

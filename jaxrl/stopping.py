@@ -6,9 +6,9 @@ import dataclasses
 import math
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 EXIT_TRY_AGAIN = 75
 """Exit code of a run that a signal ended early; EX_TEMPFAIL of sysexits.h."""
@@ -18,29 +18,38 @@ EXIT_TRY_AGAIN = 75
 def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """Gives a function that tells whether SIGTERM or SIGINT has arrived.
 
-    The first signal only asks; a second one ends the process at once, as if nothing had been set.
+    The first signal only asks; a second one ends the process at once. A thread answers them: the
+    main one may be in a compilation, or wait for other processes, when they come.
     """
-    signals = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.getsignal(number) for number in signals}
-    asked = False
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    asked = threading.Event()
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
 
-    def restore() -> None:
+    def listen() -> None:
+        while received := os.read(reading, 1):
+            if received[0] not in numbers:
+                continue
+            if asked.is_set():
+                os._exit(128 + received[0])
+            asked.set()
+            # Not print: the signal may have come while another print held the buffer.
+            name = signal.Signals(received[0]).name
+            os.write(2, f"{name}: saving; once more to end at once\n".encode())
+
+    before = {number: signal.signal(number, lambda *_: None) for number in numbers}
+    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    thread = threading.Thread(target=listen, daemon=True, name="signals")
+    thread.start()
+    try:
+        yield asked.is_set
+    finally:
+        signal.set_wakeup_fd(wakeup)
         for number, handler in before.items():
             signal.signal(number, handler)
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        nonlocal asked
-        asked = True
-        restore()
-        # Not print: the signal may have come while another print held the buffer.
-        os.write(2, f"{signal.Signals(number).name}: saving; once more to end at once\n".encode())
-
-    for number in signals:
-        signal.signal(number, ask)
-    try:
-        yield lambda: asked
-    finally:
-        restore()
+        os.close(writing)
+        thread.join()
+        os.close(reading)
 
 
 @dataclasses.dataclass(frozen=True)

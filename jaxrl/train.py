@@ -124,7 +124,7 @@ def run(
 
     Raises:
         Interrupted: `should_stop` was true. The steps that were done are saved.
-        CheckpointError: there are checkpoints, but none can be read.
+        CheckpointError: there are checkpoints, but the one to go on with cannot be read.
     """
     checkpointer = Checkpointer(
         workdir / "checkpoints",
@@ -169,7 +169,8 @@ def run(
         checkpointer.close()
     if distributed.is_main():
         report.write_or_warn(workdir, display.say)
-    names = sorted(path.name + "/" * path.is_dir() for path in workdir.iterdir())
+    paths = [path for path in workdir.iterdir() if not path.name.startswith(".")]
+    names = sorted(path.name + "/" * path.is_dir() for path in paths)
     display.say(f"done; {workdir} holds {', '.join(names)}")
 
 
@@ -427,6 +428,7 @@ def take_best(this: Run, state: TrainState) -> TrainState:
     jax.tree.map(lambda leaf: leaf.delete(), state)  # the device has no room for two
     step, best = this.checkpointer.restore_best(wanted)
     position.stopped_early = True
+    position.value = position.best.value
     this.display.say(
         f"train {position.stage_step}: {config.eval.best_metric} did not improve by more than "
         f"{config.eval.min_delta} in {config.eval.patience} evaluations; ending with the "

@@ -41,25 +41,30 @@ def test_shellcheck_finds_nothing(script):
     [
         ("one_host.sh", "exec /bin/python3 -m jaxrl.launch"),
         ("tpu_pod.sh", "exec /bin/python3 -m jaxrl.launch --cluster=tpu"),
-        ("slurm.sh", "srun --kill-on-bad-exit=1 /bin/python3 -m jaxrl.launch --cluster=slurm"),
+        ("slurm.sh", "srun --wait=60 /bin/python3 -m jaxrl.launch --cluster=slurm"),
     ],
 )
 def test_arguments_arrive_whole(script, command):
     assert shlex.split(show(script)) == [*command.split(), *ARGUMENTS]
 
 
-def test_a_slurm_job_that_was_stopped_is_queued_again(tmp_path):
-    for name, code in {"srun": 75, "scontrol": 0}.items():
-        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\nexit {code}\n')
+@pytest.mark.parametrize(
+    ("code", "restarts", "is_queued"),
+    [(75, 0, True), (76, 3, True), (137, 0, True), (75, 100, False), (1, 0, False), (0, 0, False)],
+)
+def test_which_slurm_jobs_are_queued_again(tmp_path, code, restarts, is_queued):
+    for name, exit_code in {"srun": code, "scontrol": 0}.items():
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"\nexit {exit_code}\n')
         (tmp_path / name).chmod(0o755)
-    done = subprocess.run(
-        [LAUNCH / "slurm.sh"],
-        capture_output=True,
-        text=True,
-        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "12", "PYTHON": "p"},
-    )
-    assert done.returncode == 75
-    assert done.stdout.splitlines()[-1] == "scontrol requeue 12"
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "12",
+        "SLURM_RESTART_COUNT": str(restarts),
+        "PYTHON": "p",
+    }
+    done = subprocess.run([LAUNCH / "slurm.sh"], capture_output=True, text=True, env=environment)
+    assert done.returncode == code
+    assert ("scontrol requeue 12" in done.stdout) == is_queued
 
 
 def test_the_gke_manifest():

@@ -30,7 +30,8 @@ class Worker:
             "deadline_s": DEADLINE_S,
         }
         self.monitor = subprocess.Popen(
-            [sys.executable, monitor.__file__, json.dumps(settings)],
+            # -S: no package's start-up file may be what makes it start.
+            [sys.executable, "-I", "-S", monitor.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -38,6 +39,8 @@ class Worker:
             text=True,
         )
         self._is_silent = threading.Event()
+        self.settings = settings
+        self.say(**settings)
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self):
@@ -127,7 +130,8 @@ def test_a_failure_over_a_killed_process_names_the_killed_one(job):
 def test_a_failure_is_told_with_its_reason(job):
     workers = job(2)
     workers[1].say(failed="ValueError: no such file")
-    assert workers[0].told() == {"index": 1, "lost": "it failed: ValueError: no such file"}
+    wanted = {"index": 1, "lost": "it failed: ValueError: no such file", "failed": True}
+    assert workers[0].told() == wanted
     assert workers[1].told()["index"] == 1
 
 
@@ -146,13 +150,40 @@ def test_finished_processes_alarm_nobody(job):
 
 def test_strangers_are_not_heard(job):
     workers = job(2)
-    settings = json.loads(workers[0].monitor.args[2])
-    with socket.create_connection(settings["hub"]) as stranger:
-        stranger.sendall(b'{"hello": "guess", "index": 1}\n{"lost": "nothing", "index": 1}\n')
-        assert stranger.recv(100) == b""
-    with socket.create_connection(settings["hub"]) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        assert stranger.recv(100) == b""
+    for said in (
+        b'{"hello": "guess", "index": 1}\n{"lost": "nothing", "index": 1}\n',
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"1\n",
+        b"[]\n",
+        b"null\n",
+        b"{}\n",
+        b"\xff\n",
+    ):
+        with socket.create_connection(workers[0].settings["hub"]) as stranger:
+            stranger.sendall(said)
+            assert stranger.recv(100) == b""
     for worker in workers:
         worker.finish()
         assert worker.report() == ""
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+def test_all_are_told_that_one_is_asked_to_stop(job, asked):
+    workers = job(3)
+    workers[asked].say(alive=True, stop=True)
+    workers[asked].say(alive=True, stop=True)
+    assert [json.loads(worker.monitor.stdout.readline()) for worker in workers] == [
+        {"stop": True}
+    ] * 3
+    for worker in workers:
+        worker.finish()
+    assert [worker.report() for worker in workers] == ["", "", ""]
+
+
+def test_a_hub_that_cannot_be_reached_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        worker = Worker(1, 2, listener)
+        worker.stop()
+        listener.close()
+    assert "cannot reach its monitor at 127.0.0.1:" in worker.monitor.communicate(timeout=20)[1]
+    worker.process.kill()

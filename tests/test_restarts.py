@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -379,11 +381,14 @@ def with_eval(config, every):
 
 
 def saved_params(workdir, step):
-    checkpointer = train.Checkpointer(workdir / "checkpoints", keep=100)
-    shapes = jax.tree.map(np.zeros_like, load_hf(workdir / "export"))
-    found = checkpointer._restore_first([step], lambda _: {"params": shapes})
-    checkpointer.close()
-    return found[2]["params"]
+    """The parameters of one checkpoint, in a copy of the run that has no newer one."""
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copytree(workdir / "checkpoints" / str(step), f"{folder}/{step}")
+        checkpointer = train.Checkpointer(Path(folder), keep=100)
+        shapes = jax.tree.map(np.zeros_like, load_hf(workdir / "export"))
+        _, found = checkpointer.restore_newest(lambda _: {"params": shapes})
+        checkpointer.close()
+    return found["params"]
 
 
 def test_early_stopping_ends_with_the_best(base, tiny_world, tmp_path, capsys, scripted_scores):

@@ -202,9 +202,17 @@ def test_a_restart_changes_nothing(base, tiny_world, tmp_path, capsys, after, st
 def test_a_finished_run_only_evaluates_again(base, tiny_world, tmp_path):
     workdir = tmp_path / "again"
     shutil.copytree(base, workdir)
-    before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    # The rest tells times, of this start too.
+    parts = ("checkpoints", "export", "trajectories", "eval", "config.json")
+
+    def contents():
+        files = [file for part in parts for file in [workdir / part, *(workdir / part).rglob("*")]]
+        return {file: file.read_bytes() for file in files if file.is_file()}
+
+    before = contents()
     play(settings(tiny_world, **BASE), workdir)
-    assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
+    assert contents() == before
+    assert lasting(workdir) == lasting(base)
 
 
 def test_evaluating_takes_the_newest_checkpoint(base, tiny_world, tmp_path):
@@ -294,6 +302,13 @@ def test_the_update_has_the_memory_for_itself(tiny_world, tmp_path, monkeypatch)
         measured.append(live_bytes() - before)
         return put_batch(*args)
 
+    save = train.Checkpointer.save
+
+    def save_and_wait(checkpointer, *args, **kwargs):
+        save(checkpointer, *args, **kwargs)
+        checkpointer.wait()  # on a CPU a save under way holds the very arrays that it writes
+
+    monkeypatch.setattr(train.Checkpointer, "save", save_and_wait)
     monkeypatch.setattr(train, "put_batch", measuring)
     train.run(config, tmp_path, made, Display())
     leaves = jax.tree.leaves(qwen.abstract_params(made.model_config))
@@ -344,15 +359,14 @@ def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatc
 
 def test_a_step_of_only_environment_errors_changes_nothing(base, tiny_world, tmp_path):
     config = continued(base, tiny_world, num_steps=2, **{"optimizer.weight_decay": 0.1})
-    rollout = assemble.assemble(config).rollout
+    parts = assemble.assemble(config)
 
     def all_failed(*args, **kwargs):
-        made = rollout(*args, **kwargs)
+        made = parts.rollout(*args, **kwargs)
         lost = {"outcome": Outcome.ENVIRONMENT_ERROR, "reward": 0.0, "reward_parts": {}}
         return [dataclasses.replace(trajectory, **lost) for trajectory in made]
 
-    engine = rollout._engine
-    play(config, tmp_path, rollout=all_failed, engine=engine)
+    play(config, tmp_path, rollout=all_failed, engine=parts.engine)
     for record in records(tmp_path)[1:]:
         assert record["outcome/environment_error"] == 1
         assert record["actor/num_updates"] == 0

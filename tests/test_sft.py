@@ -9,7 +9,7 @@ from jaxrl.envs.base import Task
 from jaxrl.envs.retrieval import NO_INFORMATION, KeywordSearch
 from jaxrl.envs.search import SearchEnv
 from jaxrl.sampling import decode
-from jaxrl.sampling.engine import Event
+from jaxrl.sampling.engine import Counts, Event
 from jaxrl.sampling.rollout import Limits, Rollout, Seeds
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sft import encode_demonstration, read_demonstrations, supervised_loss
@@ -29,9 +29,13 @@ TURNS += ["<answer> Paris </answer>"]
 class Replay:
     """An engine whose policy writes given turns, in chunks of three tokens."""
 
+    num_slots = 1
+    is_stalled = False
+
     def __init__(self, turns):
         self._turns = [list(turn) for turn in turns]
-        self._done = False
+        self.counts = Counts()
+        self.clear()
 
     @property
     def is_idle(self):
@@ -41,12 +45,26 @@ class Replay:
         self._turn = self._turns.pop(0)
         return [0]
 
-    def step(self):
+    def clear(self):
+        self._done = False
+
+    def step(self, *, ahead):
+        self.counts.chunks += 1
+        self.is_stalled = False
         new, self._turn = self._turn[:3], self._turn[3:]
         numbers = np.full(len(new), -1.0, np.float32)
         status = decode.RUNNING if self._turn else decode.STOP_STRING
-        ids = np.array(new, np.int32)
-        return [Event(request=0, token_ids=ids, logprobs=numbers, entropies=numbers, status=status)]
+        self.is_stalled = not self._turn
+        return [
+            Event(
+                request=0,
+                chunk=self.counts.chunks,
+                token_ids=np.array(new, np.int32),
+                logprobs=numbers,
+                entropies=numbers,
+                status=status,
+            )
+        ]
 
     def resume(self, resumed):
         if resumed:

@@ -1,0 +1,35 @@
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl.files import held, written_whole
+
+HOLD = "import sys, time\nfrom pathlib import Path\nfrom jaxrl.files import held\n" + (
+    "with held(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
+)
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "folder" / "file"
+    with written_whole(path) as file:
+        file.write("old")
+        assert not path.exists()
+    with pytest.raises(TypeError), written_whole(path) as file:
+        file.writelines(["new", None])
+    assert path.read_text() == "old"
+
+
+def test_a_folder_is_held_by_one_process_until_it_is_killed(tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match=rf"is in use by process {process.pid} on "), held(folder):
+        pass
+    process.kill()
+    process.wait()
+    with held(folder):
+        pass
+    with held(folder):
+        pass
