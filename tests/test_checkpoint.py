@@ -11,7 +11,13 @@ import pytest
 
 from jaxrl import checkpoint
 from jaxrl.batching import BatchShape
-from jaxrl.checkpoint import Checkpointer, abstract, kept_steps, optimizer_items
+from jaxrl.checkpoint import (
+    Checkpointer,
+    CheckpointError,
+    abstract,
+    kept_steps,
+    optimizer_items,
+)
 from jaxrl.models.qwen import abstract_params
 from jaxrl.sharding import make_mesh, param_shardings
 from jaxrl.types import TrainState
