@@ -21,8 +21,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
@@ -131,7 +129,7 @@ def sampler_programs(config: ConfigDict, model: QwenConfig, mesh: Any) -> dict[s
         num_steps=rollout.chunk_tokens,
         dtype=dtype,
     )
-    capacity = rollout.max_total_tokens + rollout.chunk_tokens
+    capacity = plan.cache_tokens(config)
     slots = jax.eval_shape(lambda: sampler.empty_slots(rollout.num_slots, capacity))
     by_slot, by_head = sharding.batch_sharding(mesh), sharding.cache_sharding(mesh)
     whole = sharding.replicated(mesh)
@@ -140,10 +138,7 @@ def sampler_programs(config: ConfigDict, model: QwenConfig, mesh: Any) -> dict[s
         like(small, jax.tree.map(lambda _: by_slot, small)),
         cache=like(slots.cache, jax.tree.map(lambda _: by_head, slots.cache)),
     )
-    untied = dataclasses.replace(model, tie_embeddings=False)
-    shardings = sharding.param_shardings(mesh, untied, for_decode=True)
-    layer = jax.tree.map(lambda s: NamedSharding(mesh, P(*s.spec[1:])), shardings["blocks"])
-    shardings = {**shardings, "blocks": (layer,) * model.num_layers}
+    shardings = sharding.decode_shardings(mesh, model)
     abstract = jax.eval_shape(
         lambda p: qwen.decode_weights(p, model, dtype), qwen.abstract_params(model)
     )

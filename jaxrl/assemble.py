@@ -59,6 +59,7 @@ def assemble(config: ConfigDict) -> Parts:
     model_config = QwenConfig.from_hf(config.model.path)
     check_model_fits(mesh, model_config)
     check_rows(config, mesh)
+    check_length(config, model_config)
     tokenizer = Tokenizer.from_folder(config.model.path)
     if tokenizer.num_tokens > model_config.vocab_size:
         raise ValueError(
@@ -70,11 +71,6 @@ def assemble(config: ConfigDict) -> Parts:
         raise ValueError(
             f"{config.model.path}/generation_config.json: eos_token_id names {foreign}, which the "
             f"tokenizer's {tokenizer.num_tokens} ids do not hold."
-        )
-    if config.rollout.max_total_tokens > model_config.max_positions:
-        raise ValueError(
-            f"config.rollout.max_total_tokens={config.rollout.max_total_tokens} is beyond the "
-            f"model's {model_config.max_positions} positions (max_position_embeddings)."
         )
     check_hf(config.model.path)
     dtype = jnp.dtype(config.model.dtype)
@@ -135,6 +131,19 @@ def check_rows(config: ConfigDict, mesh: Mesh) -> None:
                 f"config.{key} is {value}; expected a multiple of data * fsdp = {shards}, so that "
                 "every device gets the same number."
             )
+
+
+def check_length(config: ConfigDict, model: QwenConfig) -> None:
+    """Refuses trajectories longer than the model's positions.
+
+    Raises:
+        ValueError: names the key.
+    """
+    if config.rollout.max_total_tokens > model.max_positions:
+        raise ValueError(
+            f"config.rollout.max_total_tokens={config.rollout.max_total_tokens} is beyond the "
+            f"model's {model.max_positions} positions (max_position_embeddings)."
+        )
 
 
 def _read_data(

@@ -31,14 +31,14 @@ from jaxrl.files import held, written_whole
 if TYPE_CHECKING:
     from jaxrl.plan import Target
 
-if TYPE_CHECKING:
-    from jaxrl.plan import Target
-
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; it is made.")
 _VALUES = flags.DEFINE_string("values", None, "YAML or JSON file of keys to set.")
 _PLAN = flags.DEFINE_bool("plan", False, "Show the memory each device needs, and run nothing.")
 _PLAN_DEVICES = flags.DEFINE_integer("plan_devices", 0, "Devices to plan for; 0: this host's.")
+_PLAN_PROCESSES = flags.DEFINE_integer(
+    "plan_processes", 1, "Processes among which they are divided.", lower_bound=1
+)
 _PLAN_MEMORY = flags.DEFINE_float("plan_memory_gib", 0.0, "Memory of each; 0: as this host's.")
 _PLAN_PLATFORM = flags.DEFINE_enum(
     "plan_platform", None, ["cpu", "gpu", "tpu"], "Their kind; default: gpu where memory is given."
@@ -154,34 +154,35 @@ def _plan_target() -> Target:
             f"--plan_devices={num_devices} and --plan_memory_gib={memory_gib}: expected numbers "
             "above 0, or 0 for this host's."
         )
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"num_processes": _PLAN_PROCESSES.value}
     if num_devices:
         given["num_devices"] = num_devices
     if memory_gib:
         given |= {"memory_bytes": int(memory_gib * plan.GIB), "platform": "gpu"}
     if _PLAN_PLATFORM.value:
         given["platform"] = _PLAN_PLATFORM.value
-    return plan.Target(**given) if len(given) == 3 else replace(plan.host_target(), **given)
+    target = plan.Target(**given) if len(given) == 4 else replace(plan.host_target(), **given)
+    if target.num_devices % target.num_processes:
+        raise ValueError(
+            f"--plan_processes={target.num_processes} does not divide the {target.num_devices} "
+            "devices; every process has the same number."
+        )
+    return target
 
 
 def _fit_memory(config: ConfigDict, workdir: Path) -> list[str]:
     """Chooses micro-batches that are left to the memory; says so, and where memory is short.
 
-    A run that goes on keeps what it began with, which its workdir holds.
+    A run that goes on keeps what it began with, which its workdir holds, while that fits.
     """
     from jaxrl import distributed, plan
     from jaxrl.models.qwen import QwenConfig
 
     began = configuration.flat_json(workdir / "config.json") if _has_begun(workdir) else {}
-    for settings, key in [
-        (config.optimizer, "optimizer.micro_rows"),
-        (config.sft.optimizer, "sft.optimizer.micro_rows"),
-    ]:
-        settings.micro_rows = settings.micro_rows or began.get(key, 0)
     model, target = QwenConfig.from_hf(config.model.path), plan.host_target()
     least = min(distributed.gather(target.memory_bytes))  # all processes must choose the same
     target = replace(target, memory_bytes=least)
-    said = plan.choose_micro_rows(config, model, target)
+    said = plan.choose_micro_rows(config, model, target, began)
     if target.platform != "cpu":
         peak = plan.make_plan(config, model, target).peak
         # A warning only: the plan may err by more than what is missing.

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.assemble import (
+    check_length,
     check_rows,
     make_optimizer,
     prompts_per_prefill,
@@ -37,13 +38,14 @@ from jaxrl.batching import BatchShape
 from jaxrl.config import default_config, flatten
 from jaxrl.models import kv_cache, qwen
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.sampling.engine import powers
+from jaxrl.sampling.engine import cache_capacity, padded_sizes
 from jaxrl.sharding import (
     cache_sharding,
     check_model_fits,
     mesh_sizes,
     num_batch_shards,
     param_shardings,
+    spans_processes,
 )
 from jaxrl.update import chunk_width, state_shardings
 
@@ -64,11 +66,19 @@ class Target:
         platform: cpu, gpu or tpu. A CPU multiplies bfloat16 in float32, from copies.
         num_devices: of all machines together.
         memory_bytes: of one device.
+        num_processes: among which the devices are divided evenly. Each samples on its own devices
+            and reads its own prompts.
     """
 
     platform: str
     num_devices: int
     memory_bytes: int
+    num_processes: int = 1
+
+    @property
+    def num_local(self) -> int:
+        """Devices of one process."""
+        return self.num_devices // self.num_processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +113,7 @@ class Plan:
     target: Target
     mesh: dict[str, int]
     phases: tuple[Phase, ...]
-    between: dict[str, int]  # what stays on a device from phase to phase
+    between: dict[str, int]  # what is on a device between two phases, in the fullest stage
     shapes: dict[str, str]
     num_params: int
     tokens_per_step: int  # at most: every trajectory as long as it may be
@@ -138,7 +148,10 @@ def host_target() -> Target:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         memory_bytes = total // 2 // len(devices)
     return Target(
-        platform=devices[0].platform, num_devices=jax.device_count(), memory_bytes=memory_bytes
+        platform=devices[0].platform,
+        num_devices=jax.device_count(),
+        memory_bytes=memory_bytes,
+        num_processes=jax.process_count(),
     )
 
 
@@ -146,10 +159,12 @@ def make_plan(config: ConfigDict, model: QwenConfig, target: Target) -> Plan:
     """Plans the configured stages.
 
     Raises:
-        ValueError: the mesh does not divide the devices, the heads or the rows.
+        ValueError: the mesh does not divide the devices, the heads or the rows, or trajectories
+            are longer than the model's positions.
     """
     mesh = target_mesh(config, model, target)
     check_rows(config, mesh)
+    check_length(config, model)
     phases = [
         update_phase(config, model, target, stage)
         for stage in ("sft", "train")
@@ -159,12 +174,13 @@ def make_plan(config: ConfigDict, model: QwenConfig, target: Target) -> Plan:
         phases.append(rollout_phase(config, model, target))
     tokens = config.rollout.tasks_per_step * config.rollout.group_size
     tokens *= config.rollout.max_total_tokens
+    held = [_between(config, model, target, stage) for stage in config.stages]
     return Plan(
         target=target,
         mesh=dict(mesh.shape),
         phases=tuple(phases),
-        between=_state(config, model, mesh, config.stages[-1]),
-        shapes=_shapes(config, model),
+        between=max(held, key=lambda parts: sum(parts.values())),
+        shapes=_shapes(config, model, target),
         num_params=_num_params(model),
         tokens_per_step=tokens,
         flops_per_step=tokens * _flops_per_token(model, config.rollout.max_total_tokens),
@@ -175,9 +191,11 @@ def target_mesh(config: ConfigDict, model: QwenConfig, target: Target) -> Any:
     """The configured mesh over devices that need not exist.
 
     Raises:
-        ValueError: it does not divide the devices or the model's heads.
+        ValueError: it does not divide the devices, those of a process or the model's heads.
     """
     sizes = mesh_sizes(target.num_devices, **config.mesh)
+    if target.num_local % sizes["tensor"]:
+        raise spans_processes(sizes["tensor"], target.num_local)
     mesh: Any = AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )
@@ -244,12 +262,11 @@ def rollout_phase(config: ConfigDict, model: QwenConfig, target: Target) -> Phas
     """Memory while trajectories are sampled, in training and evaluation alike."""
     mesh = target_mesh(config, model, target)
     rollout = config.rollout
-    count = _Counts.of(model, mesh)
     dtype = jnp.dtype(config.model.dtype)
     shards, tensor = num_batch_shards(mesh), mesh.shape["tensor"]
     slots = rollout.num_slots // shards
     rows = (rollout.num_rows or rollout.num_slots) // shards
-    capacity = rollout.max_total_tokens + rollout.chunk_tokens
+    capacity = cache_tokens(config)
     heads, mlp = model.num_heads // tensor, _split(model.mlp_width, tensor)
     one_layer = jax.eval_shape(
         lambda: kv_cache.allocate(
@@ -260,21 +277,21 @@ def rollout_phase(config: ConfigDict, model: QwenConfig, target: Target) -> Phas
     cache = 2 * model.num_layers * math.prod(split) * dtype.itemsize
     per_token = cache // (slots * capacity)  # of cache
     decoded = cache * rows // slots  # the caches of as many slots as are decoded
-    num_prompts = -(-prompts_per_prefill(rollout.num_slots, rollout.group_size) // shards) * shards
-    prompt_tokens = _read_sizes(rollout.max_prompt_tokens)[-1]
+    # A process has its own prompts, whole on each of its shards.
+    own_shards = shards // target.num_processes
+    num_prompts = -(-_num_prompts(config, target) // own_shards) * own_shards
+    prompt_tokens = padded_sizes(rollout.max_prompt_tokens)[-1]
     read_tokens = longest_read(config)
     prompts = num_prompts * prompt_tokens * per_token
-    has_head_copy = target.platform == "cpu" and model.tie_embeddings
-    weights = count.decode_params + has_head_copy * count.whole_tables
     vocab = _split(model.vocab_size, tensor)
     kept = {
         **_state(config, model, mesh, "train" if "train" in config.stages else "evaluate"),
-        "decode weights": dtype.itemsize * weights,
+        "decode weights": _decode_weights(config, model, target),
         "KV cache": cache,
         "prompts' caches": prompts,
     }
     inner = (mlp + 2 * heads * model.head_dim + 3 * model.width) * dtype.itemsize
-    chunk, new = rows * read_tokens, -(-num_prompts // shards) * prompt_tokens
+    chunk, new = rows * read_tokens, num_prompts // own_shards * prompt_tokens
     is_upcast = target.platform == "cpu" and dtype.itemsize < 4
     moments = {
         "decode": {
@@ -358,6 +375,31 @@ def _state(config: ConfigDict, model: QwenConfig, mesh: Any, stage: str) -> dict
     return state
 
 
+def _between(config: ConfigDict, model: QwenConfig, target: Target, stage: str) -> dict[str, int]:
+    """What is on a device between two phases of a stage, where no cache and no batch is.
+
+    The sampler has its weights from right after an update on.
+    """
+    held = _state(config, model, target_mesh(config, model, target), stage)
+    if stage != "sft":
+        held["decode weights"] = _decode_weights(config, model, target)
+    return held
+
+
+def _decode_weights(config: ConfigDict, model: QwenConfig, target: Target) -> int:
+    """Bytes of the sampler's weights on one device."""
+    count = _Counts.of(model, target_mesh(config, model, target))
+    has_head_copy = target.platform == "cpu" and model.tie_embeddings
+    weights = count.decode_params + has_head_copy * count.whole_tables
+    return jnp.dtype(config.model.dtype).itemsize * weights
+
+
+def _num_prompts(config: ConfigDict, target: Target) -> int:
+    """Prompts that a process reads side by side."""
+    num_slots = config.rollout.num_slots // target.num_processes
+    return prompts_per_prefill(num_slots, config.rollout.group_size)
+
+
 @functools.cache
 def _num_moments(model: QwenConfig, mesh: Any) -> int:
     """Values of the optimizer's state on one device; no setting changes how many there are."""
@@ -388,15 +430,20 @@ def _nonzero(parts: dict[str, int]) -> dict[str, int]:
     return {name: size for name, size in parts.items() if size}
 
 
-def _read_sizes(longest: int) -> list[int]:
-    """The sizes to which chunks of up to `longest` tokens are padded when they are read."""
-    return powers(16, max(longest, 16), 2)
+def cache_tokens(config: ConfigDict) -> int:
+    """Tokens of a slot's cache."""
+    rollout = config.rollout
+    return cache_capacity(
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_total_tokens=rollout.max_total_tokens,
+        chunk_tokens=rollout.chunk_tokens,
+    )
 
 
 def longest_read(config: ConfigDict) -> int:
     """The widest chunk in which a result is read: its body, its tags and the pending token."""
     longest = config.search.max_observation_tokens + TAG_TOKENS
-    sizes = _read_sizes(config.rollout.max_total_tokens)
+    sizes = padded_sizes(config.rollout.max_total_tokens)
     return next((size for size in sizes if size >= longest), sizes[-1])
 
 
@@ -409,7 +456,7 @@ def _flops_per_token(model: QwenConfig, length: int) -> int:
     return 4 * (2 * product_params + attention)
 
 
-def _shapes(config: ConfigDict, model: QwenConfig) -> dict[str, str]:
+def _shapes(config: ConfigDict, model: QwenConfig, target: Target) -> dict[str, str]:
     """The largest shapes of the programs, over all devices."""
     rollout = config.rollout
     shapes = {}
@@ -423,15 +470,14 @@ def _shapes(config: ConfigDict, model: QwenConfig) -> dict[str, str]:
                 f"{b} x {width} x {model.vocab_size}"
             )
     if {"train", "evaluate"} & set(config.stages):
-        capacity = rollout.max_total_tokens + rollout.chunk_tokens
-        num_prompts = prompts_per_prefill(rollout.num_slots, rollout.group_size)
+        each = " in each process" if target.num_processes > 1 else ""
         shapes["rollout"] = (
             f"decode {rollout.chunk_tokens} steps of up to "
             f"{rollout.num_rows or rollout.num_slots} rows over up to "
             f"{rollout.max_total_tokens} tokens; read results of up to {longest_read(config)} "
-            f"tokens, {num_prompts} prompts of up to "
-            f"{_read_sizes(rollout.max_prompt_tokens)[-1]}; cache {rollout.num_slots} slots x "
-            f"{capacity} tokens"
+            f"tokens, {_num_prompts(config, target)} prompts{each} of up to "
+            f"{padded_sizes(rollout.max_prompt_tokens)[-1]}; cache {rollout.num_slots} slots x "
+            f"{cache_tokens(config)} tokens"
         )
     return shapes
 
@@ -471,14 +517,32 @@ def largest_micro_rows(
 _MICRO_ROWS = {"sft": "sft.optimizer.micro_rows", "train": "optimizer.micro_rows"}
 
 
-def choose_micro_rows(config: ConfigDict, model: QwenConfig, target: Target) -> list[str]:
-    """Replaces a `micro_rows` of 0 by the largest that fits, in place; says what it chose."""
+def choose_micro_rows(
+    config: ConfigDict, model: QwenConfig, target: Target, began: Mapping[str, Any] | None = None
+) -> list[str]:
+    """Replaces a `micro_rows` of 0 by the largest that fits, in place; says what it chose.
+
+    What a run began with, the flat keys `began`, is kept without a word while it divides over the
+    mesh and fits.
+    """
+    shards = num_batch_shards(target_mesh(config, model, target))
+    usable = int(target.memory_bytes * USABLE)
     said = []
     for stage, key in _MICRO_ROWS.items():
-        if stage in config.stages and _settings(config, stage).micro_rows == 0:
-            rows, peak = largest_micro_rows(config, model, target, stage)
-            _settings(config, stage).micro_rows = rows
-            said.append(f"config.{key}=0: {rows} rows, planned at {gib(peak)} on each device")
+        if stage not in config.stages or _settings(config, stage).micro_rows:
+            continue
+        note, kept = "", (began or {}).get(key, 0)
+        if kept and kept % shards:
+            note = f" (not the {kept} it began with: no multiple of data * fsdp = {shards})"
+        elif kept:
+            peak = update_phase(_changed(config, {key: kept}), model, target, stage).peak
+            if peak <= usable:
+                _settings(config, stage).micro_rows = kept
+                continue
+            note = f" (not the {kept} it began with: they would need {gib(peak)})"
+        rows, peak = largest_micro_rows(config, model, target, stage)
+        _settings(config, stage).micro_rows = rows
+        said.append(f"config.{key}=0: {rows} rows{note}, planned at {gib(peak)} on each device")
     return said
 
 
@@ -530,11 +594,16 @@ def advise(config: ConfigDict, model: QwenConfig, target: Target) -> list[Advice
 def devices_needed(config: ConfigDict, model: QwenConfig, target: Target) -> int | None:
     """The first doubling of the devices at which it fits, with settings as `advise` tries them.
 
-    The new devices are put along fsdp first. None: no number up to a thousandfold is enough.
+    The new devices are put along fsdp first; several processes become more of them, each with as
+    many devices as before. None: no number up to a thousandfold is enough.
     """
     sizes, flat = mesh_sizes(target.num_devices, **config.mesh), flatten(config)
     for factor in (2**power for power in range(1, 11)):
-        larger = dataclasses.replace(target, num_devices=target.num_devices * factor)
+        larger = dataclasses.replace(
+            target,
+            num_devices=target.num_devices * factor,
+            num_processes=target.num_processes * (factor if target.num_processes > 1 else 1),
+        )
         shards = sizes["data"] * sizes["fsdp"] * factor
         rows = {key: -(-flat[key] // shards) * shards for key in _ROWS}
         mesh = {"mesh.data": sizes["data"], "mesh.fsdp": sizes["fsdp"] * factor}
@@ -564,33 +633,34 @@ def _options(
     flat = flatten(config)
     for stage, key in _MICRO_ROWS.items():
         if stage in config.stages:
-            yield [{key: rows} for rows in _halvings(flat[key], shards)]
+            yield [{key: rows} for rows in _halvings(flat[key], unit=shards)]
     yield [
         {"model.logits_chunk_tokens": size}
-        for size in _halvings(flat["model.logits_chunk_tokens"], 128)
+        for size in _halvings(flat["model.logits_chunk_tokens"], least=128)
     ]
     if not config.model.remat:
         yield [{"model.remat": True}]
     rows = flat["rollout.num_rows"] or flat["rollout.num_slots"]
-    yield [{"rollout.num_rows": fewer} for fewer in _halvings(rows, shards)]
+    yield [{"rollout.num_rows": fewer} for fewer in _halvings(rows, unit=shards)]
     yield [
         {"rollout.num_slots": slots, "rollout.num_rows": min(slots, flat["rollout.num_rows"])}
-        for slots in _halvings(flat["rollout.num_slots"], shards)
+        for slots in _halvings(flat["rollout.num_slots"], unit=shards)
     ]
     yield [
         {"mesh.data": 1, "mesh.fsdp": target.num_devices // tensor, "mesh.tensor": tensor}
-        for tensor in _doublings(sizes["tensor"], math.gcd(model.num_kv_heads, target.num_devices))
+        for tensor in _doublings(sizes["tensor"], math.gcd(model.num_kv_heads, target.num_local))
     ]
     shortest = config.rollout.max_prompt_tokens + 1
     yield [
         {"rollout.max_total_tokens": tokens}
-        for tokens in _halvings(config.rollout.max_total_tokens, shortest)
+        for tokens in _halvings(config.rollout.max_total_tokens, least=shortest)
     ]
 
 
-def _halvings(value: int, least: int) -> list[int]:
-    """Half the value, a quarter, … down to `least`."""
-    return [value >> power for power in range(1, 32) if value >> power >= least]
+def _halvings(value: int, *, least: int = 1, unit: int = 1) -> list[int]:
+    """Half the value, a quarter, … down to `least`, each cut to a multiple of `unit`."""
+    sizes = [(value >> power) // unit * unit for power in range(1, 32)]
+    return [size for size in dict.fromkeys(sizes) if size >= least]
 
 
 def _doublings(value: int, most: int) -> list[int]:
@@ -607,7 +677,9 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
     """The plan for people; `advice` and `num_needed` count where it does not fit."""
     target, sizes = plan.target, plan.mesh
     mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
-    table = Table(title=f"one of {target.num_devices} {target.platform} devices ({mesh})")
+    processes = f" of {target.num_processes} processes" if target.num_processes > 1 else ""
+    title = f"one of {target.num_devices} {target.platform} devices{processes} ({mesh})"
+    table = Table(title=title)
     table.add_column("part")
     table.add_column("GiB", justify="right")
     for phase in plan.phases:
@@ -622,6 +694,8 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
                     table.add_row(f"    {name}", f"{size / GIB:.2f}")
         table.add_section()
     table.add_row("[bold]between phases[/bold]", f"{sum(plan.between.values()) / GIB:.2f}")
+    for name, size in plan.between.items():
+        table.add_row(f"  {name}", f"{size / GIB:.2f}")
     tokens, flops = plan.tokens_per_step, plan.flops_per_step
     lines = [
         f"{plan.num_params:,} parameters; a step is at most {tokens:,} tokens and "

@@ -65,11 +65,16 @@ def make_mesh(*, data: int, fsdp: int, tensor: int, devices: list[Any] | None = 
     )
     for row in mesh.devices.reshape(-1, sizes["tensor"]):
         if len({device.process_index for device in row}) > 1:
-            raise ValueError(
-                f"config.mesh.tensor={sizes['tensor']} would span several processes, each of which "
-                f"samples on its own {jax.local_device_count()} devices; set it to a divisor."
-            )
+            raise spans_processes(sizes["tensor"], jax.local_device_count())
     return mesh
+
+
+def spans_processes(tensor: int, num_local: int) -> ValueError:
+    """The error of a tensor axis beyond the `num_local` devices of a process."""
+    return ValueError(
+        f"config.mesh.tensor={tensor} would span several processes, each of which samples on its "
+        f"own {num_local} devices; set it to a divisor."
+    )
 
 
 def local_mesh(mesh: Mesh) -> Mesh:

@@ -55,8 +55,58 @@ class TestByHand:
         assert rollout["decode weights"] == 2 * num_params
         # 8 of 64 slots, 28 layers, keys and values of 4 heads of 128, 2048 + 16 tokens.
         assert rollout["KV cache"] == 8 * 28 * 2 * 4 * 128 * 2064 * 2
-        assert made.between == {name: kept[name] for name in ("parameters", "optimizer state")}
+        state = {name: kept[name] for name in ("parameters", "optimizer state")}
+        assert made.between == {**state, "decode weights": 2 * num_params}
         assert made.tokens_per_step == 16 * 8 * 2048
+
+    def test_between_phases_the_fullest_stage_counts(self):
+        keys = {"kl.coef": 0.01, "sft.optimizer.micro_rows": 8}
+        config = large_run(**keys)
+        wanted = plan.make_plan(config, QWEN_7B, NODE).between
+        names = ["parameters", "optimizer state", "reference parameters", "decode weights"]
+        assert list(wanted) == names
+        for stages in (default_config().stages, ("sft", "train", "evaluate"), ("sft", "train")):
+            config.stages = stages
+            assert plan.make_plan(config, QWEN_7B, NODE).between == wanted
+        config.stages = ("evaluate",)
+        between = plan.make_plan(config, QWEN_7B, NODE).between
+        assert list(between) == ["parameters", "decode weights"]
+        config.stages = ("sft",)  # nothing is sampled
+        between = plan.make_plan(config, QWEN_7B, NODE).between
+        assert list(between) == ["parameters", "optimizer state"]
+
+    def test_each_process_reads_its_own_prompts(self):
+        def prompts(num_processes, **keys):
+            target = replace(NODE, num_devices=64, num_processes=num_processes)
+            config = large_run(fsdp=64, **{"rollout.num_slots": 512, **keys})
+            return plan.rollout_phase(config, QWEN_32B, target).kept["prompts' caches"]
+
+        # 64 layers, keys and values of 8 heads of 128, prompts of 1024 tokens: of 512 / 8 groups,
+        # or of the 64 slots of a process.
+        prompt = 64 * 2 * 8 * 128 * 1024 * 2
+        assert prompts(1) == 64 * prompt == 16 * plan.GIB
+        assert prompts(8) == 8 * prompt == 2 * plan.GIB
+        # Each process rounds its two prompts up to its eight devices.
+        assert prompts(8, **{"rollout.group_size": 32}) == 8 * prompt
+
+    def test_a_tensor_axis_stays_inside_a_process(self):
+        config = large_run(fsdp=4, tensor=4, **{"mesh.data": 4})
+        config.optimizer.micro_rows = config.sft.optimizer.micro_rows = 16
+        several = replace(NODE, num_devices=64, num_processes=32)
+        with pytest.raises(ValueError, match=r"tensor=4 would span .* own 2 devices"):
+            plan.make_plan(config, QWEN_32B, several)
+        plan.make_plan(config, QWEN_32B, replace(several, num_processes=16))
+
+    def test_a_model_has_so_many_positions(self):
+        model = replace(QWEN_7B, max_positions=2047)
+        with pytest.raises(ValueError, match=r"max_total_tokens=2048 is beyond the model's 2047"):
+            plan.make_plan(large_run(), model, NODE)
+
+    def test_a_prompt_class_larger_than_a_trajectory(self):
+        tiny = {"max_prompt_tokens": 5, "max_total_tokens": 8, "chunk_tokens": 4}
+        config = large_run(**{f"rollout.{key}": value for key, value in tiny.items()})
+        kept = plan.rollout_phase(config, QWEN_7B, NODE).kept
+        assert kept["KV cache"] == 8 * 28 * 2 * 4 * 128 * 16 * 2
 
     def test_parameters_are_what_the_model_makes(self):
         model = memory.MODELS["tiny"]
@@ -154,6 +204,30 @@ class TestMicroRows:
         assert launch._fit_memory(config, tmp_path) == []
         assert config.optimizer.micro_rows == 12
 
+    @pytest.mark.parametrize(
+        ("num_devices", "began", "rows", "note"),
+        [
+            (4, 2, 16, "not the 2 it began with: no multiple of data * fsdp = 4"),
+            (4, 8, 8, None),
+            (1, 2**20, 16, "not the 1048576 it began with: they would need "),
+        ],
+    )
+    def test_resumed_on_other_devices(
+        self, tmp_path, monkeypatch, tiny_world, num_devices, began, rows, note
+    ):
+        config = debug_tiny.get_config(str(tiny_world))
+        config.optimizer.micro_rows = 0
+        config.mesh.data = -1
+        target = plan.Target(platform="cpu", num_devices=num_devices, memory_bytes=plan.GIB)
+        monkeypatch.setattr(plan, "host_target", lambda: target)
+        (tmp_path / "checkpoints").mkdir()
+        stored = {"optimizer": {"micro_rows": began}}
+        (tmp_path / "config.json").write_text(json.dumps(stored))
+        said = launch._fit_memory(config, tmp_path)
+        assert config.optimizer.micro_rows == rows
+        assert [line for line in said if note is None or note not in line] == []
+        assert len(said) == (note is not None)
+
     def test_an_accelerator_that_is_too_small_is_warned_of(self, tmp_path, monkeypatch):
         monkeypatch.setattr(plan, "host_target", lambda: replace(NODE, memory_bytes=plan.GIB))
         config = large_run()
@@ -174,6 +248,29 @@ class TestAdvice:
         assert not plan.make_plan(
             plan._changed(config, {"optimizer.micro_rows": 64}), QWEN_7B, NODE
         ).fits
+
+    def test_rows_stay_multiples_of_what_the_mesh_divides(self):
+        # A half and a quarter of 72 are 36 and 18, which eight devices would not divide.
+        assert plan._halvings(72, unit=8) == [32, 16, 8]
+        assert plan._halvings(2048, least=1025) == []
+        config = large_run(**{"optimizer.micro_rows": 72, "rollout.max_total_tokens": 4096})
+        assert not plan.make_plan(config, QWEN_7B, NODE).fits
+        advice = plan.advise(config, QWEN_7B, NODE)
+        assert {"optimizer.micro_rows": 32} in [one.settings for one in advice]
+
+    @pytest.mark.parametrize(("slots", "rows"), [(72, 0), (72, 72)])
+    def test_slots_and_rows_stay_multiples_too(self, slots, rows):
+        config = large_run(**{"rollout.num_slots": slots, "rollout.num_rows": rows})
+        tried = [option for options in plan._options(config, QWEN_7B, NODE) for option in options]
+        assert [o["rollout.num_slots"] for o in tried if "rollout.num_slots" in o] == [32, 16, 8]
+        assert {o["rollout.num_rows"] % 8 for o in tried if "rollout.num_rows" in o} == {0}
+
+    def test_the_tensor_axis_stays_inside_a_process(self):
+        target = replace(NODE, num_processes=4)
+        tried = [
+            option for options in plan._options(large_run(), QWEN_32B, target) for option in options
+        ]
+        assert {o["mesh.tensor"] for o in tried if o.get("mesh.data") == 1} == {2}
 
     def test_weights_copied_to_every_device_are_split(self):
         # 12 of state and 4 of gradients a parameter: 114 GiB on every device, 57 on halves.
@@ -237,6 +334,12 @@ class TestCommand:
             (["--config.mesh.tensor=8", "--plan_devices=8"], "4 key-value heads"),
             (["--config.optimizer.micro_rows=12", "--plan_devices=8"], "a multiple of data * fsdp"),
             (["--plan_devices=-8"], "--plan_devices=-8"),
+            (
+                ["--plan_devices=8", "--plan_processes=3"],
+                "--plan_processes=3 does not divide the 8",
+            ),
+            (["--plan_devices=8", "--plan_processes=0"], "plan_processes"),
+            (["--config.rollout.max_total_tokens=100000"], "model's 32768 positions"),
             (["--config.model.path=nowhere"], "model folder 'nowhere' does not exist"),
         ],
     )

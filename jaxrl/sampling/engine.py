@@ -160,6 +160,16 @@ def powers(lowest: int, highest: int, factor: int) -> list[int]:
     return sizes
 
 
+def padded_sizes(longest: int) -> list[int]:
+    """The sizes to which up to `longest` tokens are padded when they are read."""
+    return powers(16, max(longest, 16), 2)
+
+
+def cache_capacity(*, max_prompt_tokens: int, max_total_tokens: int, chunk_tokens: int) -> int:
+    """Tokens of a slot's cache: a trajectory and a chunk, and any prompt with its padding."""
+    return max(max_total_tokens + chunk_tokens, padded_sizes(max_prompt_tokens)[-1])
+
+
 def _fit(size: int, sizes: Sequence[int]) -> int:
     """The smallest of the increasing `sizes` that holds `size`."""
     if size > sizes[-1]:
@@ -235,7 +245,11 @@ class Engine:
                 "that is decoded needs a slot."
             )
         self.num_slots = num_slots
-        self.capacity = max_total_tokens + chunk_tokens
+        self.capacity = cache_capacity(
+            max_prompt_tokens=max_prompt_tokens,
+            max_total_tokens=max_total_tokens,
+            chunk_tokens=chunk_tokens,
+        )
         self._mesh = mesh
         self._train_mesh = mesh if train_mesh is None else train_mesh
         self._slots_per_shard = num_slots // self.num_shards
@@ -247,8 +261,8 @@ class Engine:
         rows = num_rows // self.num_shards
         self.row_sizes = sorted({-(-rows // part) for part in (1, 2, 4, 16)})
         self.resume_sizes = sorted({-(-rows // part) for part in (1, 4, 16)})
-        self.read_sizes = powers(16, max(max_total_tokens, 16), 2)
-        self.prompt_sizes = powers(16, max(max_prompt_tokens, 16), 2)
+        self.read_sizes = padded_sizes(max_total_tokens)
+        self.prompt_sizes = padded_sizes(max_prompt_tokens)
         self.length_sizes = powers(min(64, max_total_tokens), max_total_tokens, 2)
         self._compile(config, dtype)
         self._stops = _stop_tables(automaton, config.vocab_size, eos_ids, mesh)

@@ -274,6 +274,21 @@ def test_a_request_step_by_step():
     assert engine.is_idle
 
 
+def test_a_prompt_class_larger_than_a_trajectory():
+    # Prompts are padded to 16 tokens, which a cache of 8 + 4 would not hold.
+    tight = Player(
+        SMALL, TOKENIZER, STOPS, num_slots=2,
+        max_prompt_tokens=5, max_total_tokens=8, chunk_tokens=4,
+    ).engine  # fmt: skip
+    tight.set_weights(OLD)
+    first, second = tight.submit([request(5, budget=2), request(4, budget=4)])
+    events = [event for _ in range(3) for event in tight.step()]
+    assert {event.request for event in events} == {first, second}
+    tight.resume([(first, [3], 1)])
+    (event,) = tight.step()
+    assert (event.request, len(event.token_ids)) == (first, 1)
+
+
 def test_slots_and_schedule_do_not_change_samples():
     few, some, many = (play(num_slots, noting_env(), QUESTIONS) for num_slots in (4, 16, 64))
     assert len({len(t.turns) for t in some}) > 1
