@@ -246,6 +246,8 @@ def as_record(
     settings: Mapping[str, Any],
     suites: Mapping[str, Sequence[Trajectory]],
     summaries: Mapping[str, Summary],
+    *,
+    weights_step: int | None = None,
 ) -> dict[str, Any]:
     """An evaluation as JSON: summaries, and every answer to every question.
 
@@ -255,10 +257,12 @@ def as_record(
         settings: how it was measured.
         suites: the trajectories of each suite.
         summaries: of the same suites.
+        weights_step: whose weights were evaluated; by default those of `step`.
     """
     return {
         "step": step,
         "stage": stage,
+        "weights_step": step if weights_step is None else weights_step,
         "settings": dict(settings),
         "summary": {
             suite: {
@@ -306,9 +310,13 @@ def one_line(suite: str, summary: Summary) -> str:
     return f"{suite}: exact match {by_set}; searches {summary.means['all']['searches']:.2f}"
 
 
-def as_text(step: int, stage: str, summaries: Mapping[str, Summary]) -> str:
+def as_text(
+    step: int, stage: str, summaries: Mapping[str, Summary], *, weights_step: int | None = None
+) -> str:
     """Tables of all suites for people, 80 columns wide."""
     title = f"{stage}, step {step}: means over questions [95% bootstrap interval]"
+    if weights_step not in (None, step):
+        title += f"\nstopped early: the weights are those of step {weights_step}"
     return "\n\n".join([title, *(_suite_text(*item) for item in summaries.items())])
 
 

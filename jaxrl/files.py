@@ -12,12 +12,26 @@ from typing import TextIO
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[TextIO]:
-    """A text file to write to, which takes the place of `path` at the end; folders are made."""
+def written_whole(path: Path, *, errors: str = "strict") -> Iterator[TextIO]:
+    """A text file to write to, which takes the place of `path` at the end; folders are made.
+
+    Args:
+        path: of the file.
+        errors: what becomes of text that UTF-8 has no bytes for, as in `open`.
+    """
+    with (
+        taking_place(path) as unfinished,
+        unfinished.open("w", encoding="utf-8", errors=errors) as file,
+    ):
+        yield file
+
+
+@contextmanager
+def taking_place(path: Path) -> Iterator[Path]:
+    """Where to write a file of any kind, which takes the place of `path` at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
-        yield file
+    yield unfinished
     unfinished.replace(path)
 
 

@@ -74,6 +74,7 @@ class Position:
     value: float | None = None  # of eval.best_metric after this very step
     best: Best = dataclasses.field(default_factory=Best)  # of the stage
     stopped_early: bool = False  # the stage ended for want of improvement
+    weights_step: int | None = None  # whose weights it ended with, where it stopped early
 
     @classmethod
     def from_json(cls, saved: dict[str, Any]) -> Position:
@@ -162,12 +163,14 @@ def run(
         checkpointer.wait()
         what = f"step {position.step} is saved" if this.saved else "there was nothing to save yet"
         display.say(f"stopped; {what}. The same command goes on from there")
+        if is_main:
+            report.write_or_warn(workdir, display.say)
         raise
     finally:
         display.stop()
         log.close()
         checkpointer.close()
-    if distributed.is_main():
+    if is_main:
         report.write_or_warn(workdir, display.say)
     paths = [path for path in workdir.iterdir() if not path.name.startswith(".")]
     names = sorted(path.name + "/" * path.is_dir() for path in paths)
@@ -382,7 +385,6 @@ def finish_step(this: Run) -> None:
     evaluated = periodic_evaluation(this, config.num_steps)
     assert position.record is not None
     record, position.record = position.record | evaluated, None
-    this.log.write(position.step, "train", record)
     shown = {name: record[key] for name, key in SHOWN.items() if record.get(key) is not None}
     this.display.step(position.stage_step, shown)
     position.value = best_metric(config, evaluated)
@@ -391,7 +393,9 @@ def finish_step(this: Run) -> None:
             position.best, position.step, position.value, min_delta=config.eval.min_delta
         )
     is_best = position.value is not None and position.best.step == position.step
-    is_last = position.stage_step == config.num_steps or is_out_of_patience(config, position)
+    is_early = position.stage_step < config.num_steps and is_out_of_patience(config, position)
+    this.log.write(position.step, "train", record | ({"stopped_early": 1} if is_early else {}))
+    is_last = position.stage_step == config.num_steps or is_early
     if not is_last and (is_best or is_checkpoint_due(this, config.num_steps)):
         this.save()
 
@@ -427,7 +431,7 @@ def take_best(this: Run, state: TrainState) -> TrainState:
     this.state = None
     jax.tree.map(lambda leaf: leaf.delete(), state)  # the device has no room for two
     step, best = this.checkpointer.restore_best(wanted)
-    position.stopped_early = True
+    position.stopped_early, position.weights_step = True, step
     position.value = position.best.value
     this.display.say(
         f"train {position.stage_step}: {config.eval.best_metric} did not improve by more than "
@@ -464,8 +468,14 @@ def run_evaluate(this: Run, params: Params) -> Params:
     this.parts.engine.set_weights(params)
     metrics = run_suites(this, "evaluate", this.config.eval.final_suites)
     this.parts.engine.release()
+    metrics["weights_step"] = weights_step(this.position)
     this.log.write(this.position.step, "evaluate", metrics)
     return params
+
+
+def weights_step(position: Position) -> int:
+    """The step whose weights the run holds: the last one, unless the stage stopped early."""
+    return position.step if position.weights_step is None else position.weights_step
 
 
 def has_reference(config: ConfigDict, stage: str) -> bool:
@@ -661,8 +671,11 @@ def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]
             seed=this.config.seed,
         )
     parts.engine.clear()  # the cache; the weights are the next rollout's
-    record = evaluate.as_record(step, stage, settings.to_dict(), played, summaries)
-    text = evaluate.as_text(step, stage, summaries)
+    weights = weights_step(this.position)
+    record = evaluate.as_record(
+        step, stage, settings.to_dict(), played, summaries, weights_step=weights
+    )
+    text = evaluate.as_text(step, stage, summaries, weights_step=weights)
     if distributed.is_main():
         evaluate.write(this.workdir / "eval" / f"{stage}_{step}.json", record, text)
     if stage == "evaluate":

@@ -15,6 +15,7 @@ import jax
 
 import jaxrl
 from jaxrl.assemble import Parts
+from jaxrl.files import written_whole
 from jaxrl.models.qwen import abstract_params
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
@@ -25,9 +26,10 @@ def write_environment(path: Path, step: int, parts: Parts) -> None:
     try:
         starts = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        starts = []  # the first start, or one that was killed while it wrote
+        starts = []  # the first start, or a file that something else has damaged
     starts = [*(starts if isinstance(starts, list) else []), {"step": step, **environment(parts)}]
-    path.write_text(json.dumps(starts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    with written_whole(path) as file:
+        file.write(json.dumps(starts, indent=1, ensure_ascii=False) + "\n")
 
 
 def environment(parts: Parts) -> dict[str, Any]:

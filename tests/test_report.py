@@ -1,5 +1,6 @@
 """Reports of runs made by hand: facts worked out on paper, hostile text, files that are missing."""
 
+import html
 import json
 import re
 import shutil
@@ -13,7 +14,16 @@ from scipy.stats import binomtest
 from jaxrl.config import default_config, to_json
 from jaxrl.report import write_or_warn, write_report
 from jaxrl.report.__main__ import main
-from jaxrl.report.curves import MAX_POINTS, Series, charts_of, group_runs, running_mean, thin
+from jaxrl.report.curves import (
+    MAX_POINTS,
+    NUM_COLORS,
+    Series,
+    charts_of,
+    group_runs,
+    running_mean,
+    thin,
+)
+from jaxrl.report.drawing import COLORS, DASHES, _draw
 from jaxrl.report.facts import Segment, facts_of, failure_kind, segments, wilson
 from jaxrl.report.page import duration, page, visible
 from jaxrl.report.reading import read_run
@@ -114,6 +124,20 @@ def run(tmp_path):
     return make_run(tmp_path / "run")
 
 
+def needs_chromium(test):
+    """A test in a browser, where there is one."""
+    missing = pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+    return pytest.mark.minutes(missing(test))
+
+
+def browse(path, tmp_path):
+    """What Chromium makes of a page, as HTML."""
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    command += ["--hide-scrollbars", "--disable-background-networking"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", path.as_uri()]
+    return subprocess.run(command, capture_output=True, timeout=120, check=True).stdout.decode()
+
+
 class Page(HTMLParser):
     """What a browser would see: elements, attributes, text."""
 
@@ -141,7 +165,7 @@ def told(*workdirs):
     """The words of a report; its charts are made but not drawn, which takes most of the time."""
     groups = group_runs([_facts(workdir) for workdir in workdirs])
     _, zero = charts_of(groups)
-    return Page(page(groups, [], zero, workdirs[0])).words
+    return Page(page(groups, [], zero)).words
 
 
 @pytest.fixture(scope="module")
@@ -251,8 +275,71 @@ class TestFacts:
 
     def test_progress(self, run):
         facts = facts_of(read_run(run))
-        assert facts.stages == [("sft", 2, 2), ("train", 3, 3), ("evaluate", 1, 1)]
+        stages = [(stage.stage, stage.num_done, stage.num_planned) for stage in facts.stages]
+        assert stages == [("sft", 2, 2), ("train", 3, 3), ("evaluate", 1, 1)]
         assert facts.is_finished
+
+
+def change_records(run, change):
+    """Rewrites metrics.jsonl, each record as `change` would have it."""
+    file = run / "metrics.jsonl"
+    changed = [change(json.loads(line)) for line in file.read_text().splitlines()]
+    file.write_text("".join(json.dumps(record) + "\n" for record in changed))
+
+
+def stop_early(run):
+    """What early stopping at step 5 of 12 leaves, with the weights of step 4."""
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps({**config, "num_steps": 10}))
+    scores = {3: 0.25, 4: 1.0, 5: 0.5}
+
+    def change(record):
+        step, stage = record["step"], record["stage"]
+        if stage == "evaluate":
+            return {**record, "weights_step": 4}
+        if stage == "train" and step in scores:
+            record |= {"val-core/all/exact_match/mean@1": scores[step]}
+            record |= {"stopped_early": 1} if step == 5 else {}
+        return record
+
+    change_records(run, change)
+    write_evaluation(run, "train", 5, {"sampled": FIRST})
+    write_evaluation(run, "evaluate", 5, {"sampled": LAST}, weights_step=4)
+    return run
+
+
+class TestEarlyStopping:
+    def test_scores_stand_at_the_step_of_their_weights(self, run):
+        facts = _facts(stop_early(run))
+        sampled = facts.rows[0]
+        assert (sampled.after.value, sampled.steps) == (0.75, (2, 4))
+        charts, _ = charts_of(group_runs([facts]))
+        sampled, control = next(c for c in charts if c.name == "exact_match").series
+        # The training's evaluations; the last one, of step 4 again, hides none of them.
+        assert sampled.steps.tolist() == [2, 3, 4, 5]
+        assert sampled.values.tolist() == [0.25, 0.25, 1.0, 0.5]
+        assert control.steps.tolist() == [4]
+        assert facts.pair_places[1] == "evaluation, step 5, weights of step 4"
+
+    def test_it_is_an_end(self, run):
+        facts = _facts(stop_early(run))
+        assert (facts.is_finished, facts.stopped_early, facts.weights_step) == (True, 5, 4)
+        words = told(run)
+        assert "not finished" not in words
+        assert "3 of 10 steps, stopped early at step 5, weights of step 4 · evaluation" in words
+
+    def test_before_its_evaluation_it_is_not_known_whose_weights(self, run):
+        file = stop_early(run) / "metrics.jsonl"
+        file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+        (run / "eval" / "evaluate_5.json").unlink()
+        words = told(run)
+        assert "steps, stopped early at step 5 · evaluation to come" in words
+        assert "not finished" in words
+
+    def test_an_evaluation_ends_no_training(self, run):
+        config = json.loads((run / "config.json").read_text())
+        (run / "config.json").write_text(json.dumps({**config, "num_steps": 10}))
+        assert "not finished" in told(run)
 
 
 def _facts(run):
@@ -328,6 +415,77 @@ class TestCurves:
         assert len(group_runs(runs, ["kl"])) == 1
         assert len(group_runs(runs, ["kl.coe"])) == 2
 
+    def test_a_seed_without_values_is_left_out_and_named(self, tmp_path):
+        runs = [make_run(tmp_path / f"seed{seed}", seed=seed) for seed in range(3)]
+        change_records(
+            runs[2], lambda r: {k: v for k, v in r.items() if not k.startswith(("val-", "critic"))}
+        )
+        shutil.rmtree(runs[2] / "eval")
+        charts, _ = charts_of(group_runs([_facts(run) for run in runs]))
+        charts = {chart.name: chart for chart in charts}
+        [reward] = charts["reward"].series
+        assert reward.values.tolist() == [0.25, 0.5, 0.75]
+        assert "left out: seed2 (reward)." in charts["reward"].note
+        wanted = "left out: seed2 (sampled, search finds nothing)."
+        assert wanted in charts["exact_match"].note
+        assert [s.label for s in charts["exact_match"].series] == [
+            "sampled",
+            "search finds nothing",
+        ]
+
+    def test_curves_without_a_common_step_are_named(self, tmp_path):
+        runs = [stop_early(make_run(tmp_path / f"seed{seed}", seed=seed)) for seed in range(2)]
+        write_evaluation(runs[1], "evaluate", 5, {"sampled": LAST}, weights_step=3)
+        charts, _ = charts_of(group_runs([_facts(run) for run in runs]))
+        chart = next(chart for chart in charts if chart.name == "exact_match")
+        assert "share no step: search finds nothing." in chart.note
+
+    def test_runs_of_unknown_configuration_are_no_seeds(self, tmp_path):
+        runs = [make_run(tmp_path / name) for name in "ab"]
+        for run in runs:
+            (run / "config.json").unlink()
+        assert [group.label for group in group_runs([_facts(run) for run in runs])] == ["a", "b"]
+
+    def test_every_group_has_a_look_of_its_own(self, tmp_path):
+        runs = [
+            _facts(make_run(tmp_path / f"r{index}", **{"kl.coef": 0.1 * index}))
+            for index in range(12)
+        ]
+        charts, _ = charts_of(group_runs(runs))
+        for chart in charts:
+            own = [s for s in chart.series if s.stage == chart.stages[0]]
+            looks = {(s.color % len(COLORS), s.dash % len(DASHES)) for s in own}
+            assert len(looks) == len(own), chart.name
+        assert len(COLORS) == len(DASHES) == NUM_COLORS
+
+    @pytest.mark.parametrize(
+        ("name", "metric", "values", "wanted"),
+        [
+            ("kl", "actor/kl_loss", (0.0, 2e-4, 5e-4), (0.0, 5.25e-4)),
+            ("kl", "actor/kl_loss", (-1e-4, 2e-4, 5e-4), None),
+            ("reward", "critic/rewards/mean", (0.1, 0.2, 0.3), (-0.02, 1.02)),
+            ("reward", "critic/rewards/mean", (-0.1, 0.2, 0.3), None),
+            ("reward", "critic/rewards/mean", (0.1, 1.2, 1.3), None),
+        ],
+    )
+    def test_axes_fit_the_values(self, run, name, metric, values, wanted):
+        at = dict(zip((3, 4, 5), values, strict=True))
+        change_records(
+            run,
+            lambda r: (
+                r | {metric: at[r["step"]]} if r["stage"] == "train" and r["step"] in at else r
+            ),
+        )
+        charts, _ = charts_of(group_runs([_facts(run)]))
+        chart = next(chart for chart in charts if chart.name == name)
+        low, high = _draw(chart, is_page=True).axes[0].get_ylim()
+        if wanted:
+            np.testing.assert_allclose((low, high), wanted, atol=1e-9)
+        else:  # as far as the values go, and a little beyond
+            reach = max(values) - min(values)
+            assert min(values) - 0.1 * reach < low < min(values)
+            assert max(values) < high < max(values) + 0.1 * reach
+
     def test_thinning_keeps_means_and_extremes(self):
         values = np.arange(2 * MAX_POINTS + 1, dtype=float)
         place = {"label": "", "stage": "train", "color": 0, "dash": 0, "is_points": False}
@@ -382,9 +540,28 @@ class TestPage:
         other = make_run(tmp_path / "runs" / "warm", **{"optimizer.lr": 3e-4})
         words = told(*runs, other)
         assert "2 configurations, 3 runs" in words
-        assert "mean ± standard deviation over 2 seeds" in words
+        assert "mean ± standard deviation over the 2 finished of 2 runs" in words
         assert "0.250 ± 0.000 → 0.750 ± 0.000" in words
         assert "What differs key s0, s1 warm optimizer.lr 1e-06 0.0003" in words
+
+    def test_means_are_over_the_finished_runs_that_have_a_score(self, tmp_path):
+        runs = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in range(4)]
+        last = runs[2] / "metrics.jsonl"  # killed on its way
+        last.write_text("".join(last.read_text().splitlines(keepends=True)[:4]))
+        (runs[2] / "eval" / "evaluate_5.json").unlink()
+        shutil.rmtree(runs[3] / "eval")  # finished, but never scored
+        change_records(
+            runs[3], lambda r: {k: v for k, v in r.items() if not k.startswith("val-core")}
+        )
+        words = told(*runs)
+        assert "mean ± standard deviation over the 3 finished of 4 runs" in words
+        assert "0.250 ± 0.000 → 0.750 ± 0.000of 2 runs" in words
+        assert "s2not finished" in words
+
+    def test_a_run_named_twice_counts_once(self, run):
+        written = write_report([run, run.parent / "." / run.name])
+        assert written == run.resolve() / "report.html"
+        assert "2 runs" not in Page(written.read_text(encoding="utf-8")).words
 
     def test_numbers_for_people(self):
         assert [duration(s) for s in (1.25, 245, 7800)] == ["1.2 s", "4 min 05 s", "2 h 10 min"]
@@ -420,19 +597,42 @@ class TestForeignText:
         assert "{{ 7 * 7 }}{% raw %}" in page.text
         assert "49" not in page.text.replace("0.49", "")
 
-    @pytest.mark.minutes
-    @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+    @needs_chromium
     def test_runs_nothing_in_a_browser(self, tmp_path):
         path = write_report([make_hostile(tmp_path / "run")])
-        command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-        command += ["--disable-background-networking", f"--user-data-dir={tmp_path / 'profile'}"]
-        done = subprocess.run([*command, path.as_uri()], capture_output=True, timeout=120)
-        document = HTMLParser()
-        tags = []
-        document.handle_starttag = lambda tag, attrs: tags.append(tag)
-        document.feed(done.stdout.decode())
-        assert "h1" in tags
-        assert not {"script", "img"} & set(tags)
+        document = Page(browse(path, tmp_path))
+        assert "h1" in document.tags
+        assert not {"script", "img"} & set(document.tags)
+
+
+FRAMES = """<body><script>
+addEventListener("load", () => {
+  const widths = [...document.querySelectorAll("iframe")].map((frame) => {
+    const page = frame.contentDocument;
+    const measured = [page.scrollingElement.scrollWidth];
+    page.querySelectorAll("details").forEach((details) => { details.open = true; });
+    return [...measured, page.scrollingElement.scrollWidth];
+  });
+  document.title = JSON.stringify(widths);
+});
+</script></body>"""
+"""How wide pages are in frames, with what is folded closed and then open."""
+
+
+class TestWidth:
+    @needs_chromium
+    @pytest.mark.parametrize("kind", ["plain", "hostile", "several"])
+    def test_nothing_sticks_out(self, tmp_path, kind):
+        run = make_run if kind == "plain" else make_hostile
+        runs = [run(tmp_path / f"a run with quite a long name {index}") for index in range(3)]
+        path = write_report(runs if kind == "several" else runs[:1], out=tmp_path / "page.html")
+        text = html.escape(path.read_text(encoding="utf-8"))
+        widths = (390, 820, 1180, 1600)  # phone, tablet, the page's own, desktop
+        frames = [f'<iframe width={w} height=800 frameborder=0 srcdoc="{text}">' for w in widths]
+        outer = tmp_path / "frames.html"
+        outer.write_text("".join(f"{frame}</iframe>" for frame in frames) + FRAMES)
+        [found] = re.findall(r"<title>(.*?)</title>", browse(outer, tmp_path).split("<iframe")[0])
+        assert json.loads(found) == [[width, width] for width in widths]
 
 
 class TestTolerance:
@@ -482,6 +682,56 @@ class TestTolerance:
         path = write_report([run])
         assert "Nothing to draw yet" in Page(path.read_text()).words
 
+    @pytest.mark.parametrize(
+        "start",
+        [
+            {"versions": {}, "machine": {}, "model": {"layers": 2}},
+            {"versions": {}, "machine": {}, "model": {"layers": [], "parameters": "many"}},
+            {"versions": {}, "machine": {}, "model": "small"},
+            {"versions": 3, "machine": None},
+        ],
+    )
+    def test_starts_that_lack_something(self, run, start):
+        (run / "environment.json").write_text(json.dumps([start]))
+        assert "tiny/model" in told(run)
+
+    def test_stages_that_are_none(self, run):
+        file = run / "metrics.jsonl"
+        file.write_text(file.read_text() + '{"step": 6, "stage": ["train"]}\n')
+        assert "1 of 8 lines of metrics.jsonl are cut or damaged" in told(run)
+        for stages in (None, 3, "train"):
+            config = json.loads((run / "config.json").read_text())
+            config |= {"stages": stages, "num_steps": "three"}
+            (run / "config.json").write_text(json.dumps(config))
+            assert "3 steps" in told(run)
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"answers": 5},
+            {"outcome": ["answered"]},
+            {"answers": None, "searches": 2, "response": None, "exact_match": "yes"},
+            {"sample_index": [1], "task_id": {}, "data_source": [], "final_answer": 3},
+        ],
+    )
+    def test_questions_of_other_types(self, run, fields):
+        for stage, step in (("train", 2), ("evaluate", 5)):
+            questions = [{**question("a", response=FOUND), **fields}, *LAST]
+            write_evaluation(run, stage, step, {"sampled": questions}, weights_step=[])
+        assert "Where is a?" in told(run)
+
+    def test_numbers_beyond_all_bounds(self, run):
+        change_records(run, lambda r: r | {"critic/rewards/mean": 10**400, "actor/entropy": True})
+        assert "finished" in told(run)
+
+    def test_only_the_questions_that_are_shown_are_kept(self, run):
+        write_evaluation(run, "train", 3, {"sampled": LAST, "greedy": FIRST})
+        write_evaluation(run, "train", 4, {"sampled": LAST, "greedy": FIRST})
+        kept = [list(found["questions"]) for found in read_run(run).evaluations]
+        # First of each suite, and the last evaluation.
+        assert kept == [["sampled"], ["greedy"], [], ["sampled", "empty_search"]]
+        assert _facts(run).changes["became right"] == 2
+
     def test_what_a_killed_run_left_behind_is_not_its_own(self, run):
         write_evaluation(run, "train", 9, {"sampled": LAST})
         assert [e["step"] for e in read_run(run).evaluations] == [2, 5]
@@ -492,7 +742,26 @@ class TestCommand:
         main([str(run), f"--out={tmp_path / 'x' / 'page.html'}"])
         assert capsys.readouterr().out.strip() == str(tmp_path / "x" / "page.html")
         assert (tmp_path / "x" / "page.html").exists()
-        assert (tmp_path / "x" / "plots" / "reward.png").exists()
+        assert (tmp_path / "x" / "page_plots" / "reward.png").exists()
+
+    def test_pictures_are_those_of_the_page(self, run, tmp_path):
+        for name in ("kl.png", "mine.png"):
+            (run / "plots").mkdir(exist_ok=True)
+            (run / "plots" / name).write_bytes(b"")
+        write_report([run])
+        own = {path.name: path.read_bytes() for path in (run / "plots").iterdir()}
+        assert "mine.png" in own
+        assert "kl.png" not in own  # a chart that is not drawn any more
+        other = make_run(tmp_path / "other", rewards=(0.0, 0.0, 1.0))
+        page = write_report([run, other], out=run / "compare.html")
+        assert "compare_plots/*.png" in Page(page.read_text(encoding="utf-8")).words
+        assert {path.name: path.read_bytes() for path in (run / "plots").iterdir()} == own
+        assert not list(run.rglob(".*"))
+
+    def test_what_nobody_thought_of_is_one_line(self, run, monkeypatch):
+        monkeypatch.setattr("jaxrl.report.reading.read_run", lambda _: 1 / 0)
+        with pytest.raises(SystemExit, match=r"^error: no report of .*run: ZeroDivisionError"):
+            main([str(run)])
 
     @pytest.mark.parametrize(("name", "wanted"), [("no", "there is no run"), ("", "is no run")])
     def test_no_such_run(self, tmp_path, name, wanted):

@@ -21,6 +21,8 @@ from jaxrl import assemble, train
 from jaxrl.checkpoint import MANIFEST, steps_in
 from jaxrl.metrics import Display
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.report.facts import facts_of
+from jaxrl.report.reading import read_run
 from jaxrl.sampling.rollout import Interrupted
 from jaxrl.stopping import EXIT_TRY_AGAIN
 from tests import test_runs
@@ -402,6 +404,14 @@ def test_early_stopping_ends_with_the_best(base, tiny_world, tmp_path, capsys, s
     assert steps_in(workdir / "checkpoints") == [3, 5]
     end = position(workdir, 5)
     assert (end["stopped_early"], end["best"]["step"], end["stage_step"]) == (True, 3, 5)
+    assert end["weights_step"] == 3
+    *_, last, evaluated = records(workdir)
+    assert (last["stopped_early"], evaluated["weights_step"]) == (1, 3)
+    file = workdir / "eval" / "evaluate_5.json"
+    assert json.loads(file.read_text())["weights_step"] == 3
+    assert "weights are those of step 3" in file.with_suffix(".txt").read_text()
+    facts = facts_of(read_run(workdir))
+    assert (facts.is_finished, facts.stopped_early, facts.weights_step) == (True, 5, 3)
     exported = load_hf(workdir / "export")
     for step in (3, 5):
         jax.tree.map(np.testing.assert_array_equal, exported, saved_params(workdir, step))
@@ -414,6 +424,8 @@ def test_early_stopping_ends_with_the_best(base, tiny_world, tmp_path, capsys, s
     other = tmp_path / "other"
     for should_stop in (evaluating(other, 3), evaluating(other, 5), after_records(other, 6)):
         assert not play(config, other, should_stop)
+        assert (other / "report.html").exists()
+        (other / "report.html").unlink()
     assert play(config, other)
     assert lasting(other) == lasting(workdir)
     assert_same_weights(other / "export", workdir / "export")

@@ -10,11 +10,12 @@ from pathlib import Path
 def write_report(
     workdirs: Sequence[Path], *, out: Path | None = None, ignore: Sequence[str] = ()
 ) -> Path:
-    """Writes the page, and `plots/*.png` beside it.
+    """Writes the page, and beside it pictures of its charts.
 
     Args:
-        workdirs: of the runs, finished or not.
-        out: the file; by default `report.html` in the run, or where several runs lie.
+        workdirs: of the runs, finished or not; one that is named twice counts once.
+        out: the file, whose pictures go to `<its name>_plots/`; by default `report.html` in the
+            run, or where several runs lie, with `plots/`.
         ignore: keys or sections of the configuration in which runs of one group may differ,
             besides the seed.
 
@@ -25,27 +26,29 @@ def write_report(
         FileNotFoundError: one of them is no run.
     """
     # Imported here: a run loads matplotlib when it has something to draw.
-    from jaxrl.report.curves import charts_of, group_runs
+    from jaxrl.files import written_whole
+    from jaxrl.report.curves import CHART_NAMES, charts_of, group_runs
     from jaxrl.report.drawing import png
     from jaxrl.report.facts import facts_of
     from jaxrl.report.page import page
     from jaxrl.report.reading import read_run
 
-    runs = [facts_of(read_run(workdir)) for workdir in workdirs]
+    folders = {workdir.resolve(): workdir for workdir in workdirs}
+    runs = [facts_of(read_run(workdir)) for workdir in folders.values()]
     groups = group_runs(runs, ignore)
     charts, zero = charts_of(groups)
+    plots = "plots" if out is None else f"{out.stem}_plots"
     if out is None:
-        folders = [workdir.resolve() for workdir in workdirs]
-        folder = folders[0] if len(folders) == 1 else os.path.commonpath(f.parent for f in folders)
-        out = Path(folder) / "report.html"
-    plots = out.parent / "plots"
-    plots.mkdir(parents=True, exist_ok=True)
+        [first, *others] = folders
+        out = Path(os.path.commonpath(f.parent for f in folders) if others else first)
+        out /= "report.html"
     for chart in charts:
-        png(chart, plots / f"{chart.name}.png")
-    unfinished = out.with_name(f"{out.name}.tmp")
+        png(chart, out.parent / plots / f"{chart.name}.png")
+    for name in set(CHART_NAMES) - {chart.name for chart in charts}:
+        (out.parent / plots / f"{name}.png").unlink(missing_ok=True)
     # Text of a model may hold halves of characters, which UTF-8 has no bytes for.
-    unfinished.write_bytes(page(groups, charts, zero, out.parent).encode("utf-8", "replace"))
-    unfinished.replace(out)
+    with written_whole(out, errors="replace") as file:
+        file.write(page(groups, charts, zero, plots))
     return out
 
 

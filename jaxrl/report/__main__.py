@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(write_report(arguments.runs, out=arguments.out, ignore=ignore))
     except OSError as error:
         sys.exit(f"error: {error}")
+    except Exception as error:  # a file with something in it that nobody thought of
+        sys.exit(f"error: no report of {', '.join(map(str, arguments.runs))}: {error!r}")
 
 
 if __name__ == "__main__":

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from jaxrl.config import default_config, flatten
-from jaxrl.report.facts import SUITES, Evaluation, Facts
+from jaxrl.report.facts import SUITES, Evaluation, Facts, number_of
 
+NUM_COLORS = 6
 MAX_POINTS = 400  # of a curve; beyond, neighbouring steps are put together
 SMOOTH_FROM = 40  # points from which on a running mean is drawn over the steps
 
@@ -64,7 +65,7 @@ class _Spec:
     name: str
     title: str
     unit: str
-    scale: str
+    scale: str  # as of a chart, where the values allow it
     note: str
     lines: dict[str, tuple[str, ...]]  # label: the metric, under its name in each stage
 
@@ -74,7 +75,7 @@ SPECS = (
         name="reward",
         title="Reward",
         unit="mean reward",
-        scale="free",
+        scale="rate",
         note="Of the trajectories sampled for training.",
         lines={"reward": ("critic/rewards/mean",)},
     ),
@@ -102,6 +103,7 @@ SPECS = (
         note="Of the trajectories sampled for training.",
         lines={
             "answered": ("outcome/answered",),
+            "abstained": ("outcome/abstained",),
             "malformed": ("outcome/malformed",),
             "out of budget": ("outcome/out_of_budget",),
             "environment error": ("outcome/environment_error",),
@@ -127,7 +129,7 @@ SPECS = (
         name="kl",
         title="KL divergence",
         unit="nats per token",
-        scale="free",
+        scale="zero",
         note="How far the policy has moved.",
         lines={
             "from the start of the stage": ("actor/kl_loss",),
@@ -189,11 +191,15 @@ def group_runs(runs: Sequence[Facts], ignore: Sequence[str] = ()) -> list[Group]
         config = {**defaults, **run.files.config} if run.files.config else {}
         return {key: value for key, value in config.items() if counts(key)}
 
+    def alone(run: Facts) -> str | None:
+        # Of runs whose configuration is not known, none is a seed of another.
+        return None if run.files.config else str(run.files.workdir.resolve())
+
     defaults = flatten(default_config())
 
     found: dict[str, list[Facts]] = {}
     for run in runs:
-        identity = json.dumps(kept(run), sort_keys=True, default=str)
+        identity = json.dumps([alone(run), kept(run)], sort_keys=True, default=str)
         found.setdefault(identity, []).append(run)
     configs = [kept(members[0]) for members in found.values()]
     keys = list(dict.fromkeys(key for config in configs for key in config))
@@ -230,21 +236,26 @@ def charts_of(groups: Sequence[Group]) -> tuple[list[Chart], list[str]]:
     return [chart for chart in charts if chart.title not in zero], zero
 
 
+CHART_NAMES = ("exact_match", "exact_match_by_set", *(spec.name for spec in SPECS))
+"""What a report may call its pictures."""
+
+
 def _chart(spec: _Spec, groups: Sequence[Group]) -> Chart:
-    series = []
+    series, absent = [], _Absent()
     lines, title = list(spec.lines.items()), spec.title
     if len(groups) > 1 and len(lines) > 1:  # a colour is a group then
         lines, title = lines[:1], f"{title}: {lines[0][0]}"
     for color, group in enumerate(groups):
         for index, (label, metrics) in enumerate(lines):
             for stage in ("sft", "train"):
-                curves = [_metric(run, stage, metrics) for run in group.runs]
                 made = _over_runs(
-                    curves,
+                    group.runs,
+                    [_metric(run, stage, metrics) for run in group.runs],
+                    absent,
                     label=group.label if len(groups) > 1 else label,
                     stage=stage,
                     color=color if len(groups) > 1 else index,
-                    dash=color if len(groups) > 1 else index,
+                    dash=color + color // NUM_COLORS if len(groups) > 1 else index,
                 )
                 if made is not None:
                     series.append(made)
@@ -254,16 +265,19 @@ def _chart(spec: _Spec, groups: Sequence[Group]) -> Chart:
         note += f" 0 throughout: {', '.join(zero)}."
         series = [s for s in series if np.any(s.values)]
     scale = spec.scale
-    if scale == "free" and series and all(_within(s, 0, 1) for s in series):
-        scale = "rate"
-    elif scale == "log" and any(np.any(s.values <= 0) for s in series):
+    if scale == "log" and any(np.any(s.values <= 0) for s in series):
         scale = "zero"
+    if scale == "zero" and any(np.any(_lowest(s) < 0) for s in series):
+        scale = "free"
+    if scale == "rate" and any(np.any((s.values < 0) | (s.values > 1)) for s in series):
+        scale = "free"
     unit = spec.unit.replace(", log scale", "") if scale != "log" else spec.unit
+    note += absent.note()
     return Chart(name=spec.name, title=title, unit=unit, note=note, scale=scale, series=series)
 
 
-def _within(series: Series, low: float, high: float) -> bool:
-    return bool(np.all((series.values >= low) & (series.values <= high)))
+def _lowest(series: Series) -> np.ndarray:
+    return series.values if series.low is None else series.low
 
 
 def _metric(run: Facts, stage: str, names: Sequence[str]) -> dict[int, tuple[float, None, None]]:
@@ -271,9 +285,10 @@ def _metric(run: Facts, stage: str, names: Sequence[str]) -> dict[int, tuple[flo
     values = {}
     for record in run.files.records:
         if record["stage"] == stage:
-            numbers = [record[name] for name in names if isinstance(record.get(name), int | float)]
-            if numbers and math.isfinite(numbers[0]):
-                values[record["step"]] = (float(numbers[0]), None, None)
+            found = [number_of(record.get(name)) for name in names]
+            numbers = [number for number in found if number is not None]
+            if numbers:
+                values[record["step"]] = (numbers[0], None, None)
     return values
 
 
@@ -281,13 +296,43 @@ Curve = dict[int, tuple[float, float | None, float | None]]
 """Value, low and high by global step."""
 
 
-def _over_runs(curves: Sequence[Any], *, is_points: bool = False, **place: Any) -> Series | None:
+class _Absent:
+    """What a chart lacks, for its note: runs without any values, curves without a common step."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, list[str]] = {}  # labels of curves by the run that is not in them
+        self.curves: list[str] = []
+
+    def note(self) -> str:
+        runs = [f"{name} ({', '.join(dict.fromkeys(of))})" for name, of in self.runs.items()]
+        text = f" Without values and left out: {'; '.join(runs)}." if runs else ""
+        curves = ", ".join(dict.fromkeys(self.curves))
+        return text + (f" Not drawn, as its runs share no step: {curves}." if curves else "")
+
+
+def _over_runs(
+    runs: Sequence[Facts],
+    curves: Sequence[Any],
+    absent: _Absent,
+    *,
+    label: str,
+    is_points: bool = False,
+    **place: Any,
+) -> Series | None:
     """One run's curve; of several the mean, between the smallest and the largest.
 
-    Steps that not every run has are left out: a mean over fewer runs would jump.
+    Runs without any values are left out, and steps that not every other run has: a mean over
+    fewer runs would jump.
     """
-    steps = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+    names = [run.name for run, curve in zip(runs, curves, strict=True) if not curve]
+    curves = [curve for curve in curves if curve]
+    if not curves:
+        return None
+    for name in names:
+        absent.runs.setdefault(name, []).append(label)
+    steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     if not steps:
+        absent.curves.append(label)
         return None
     values = np.array([[curve[step][0] for step in steps] for curve in curves])
     low = high = smooth = None
@@ -297,6 +342,7 @@ def _over_runs(curves: Sequence[Any], *, is_points: bool = False, **place: Any) 
         low = np.array([curves[0][step][1] for step in steps], float)
         high = np.array([curves[0][step][2] for step in steps], float)
     series = Series(
+        label=label,
         steps=np.array(steps, float),
         values=values.mean(0),
         low=low,
@@ -345,15 +391,17 @@ def running_mean(values: np.ndarray, size: int) -> np.ndarray:
 
 
 def _exact_match(groups: Sequence[Group]) -> Chart:
-    series = []
+    series, absent = [], _Absent()
     for color, group in enumerate(groups):
         for index, (suite, (label, _)) in enumerate(SUITES.items()):
             made = _over_runs(
+                group.runs,
                 [_scores(run.evaluations, suite, "all") for run in group.runs],
+                absent,
                 label=f"{group.label}: {label}" if len(groups) > 1 else label,
                 stage="train",
                 color=color if len(groups) > 1 else index,
-                dash=index,
+                dash=index + len(SUITES) * (color // NUM_COLORS),
                 is_points=True,
             )
             if made is not None:
@@ -362,7 +410,7 @@ def _exact_match(groups: Sequence[Group]) -> Chart:
         name="exact_match",
         title="Exact match on held-out questions",
         unit="share of questions",
-        note="Bars: 95% interval." if _is_single(groups) else "",
+        note=("Bars: 95% interval." if _is_single(groups) else "") + absent.note(),
         scale="rate",
         series=series,
     )
@@ -371,13 +419,16 @@ def _exact_match(groups: Sequence[Group]) -> Chart:
 def _by_data_set(groups: Sequence[Group]) -> Chart | None:
     """Sampled exact match of each data set, for one group with several of them."""
     [first, *others] = groups
-    sets = [row.data_set for row in first.runs[0].rows if row.suite == "sampled"]
+    sets = [row.data_set for run in first.runs for row in run.rows if row.suite == "sampled"]
     sets = [name for name in dict.fromkeys(sets) if name not in ("all", "mean")]
     if others or not 1 < len(sets) <= 6:
         return None
+    absent = _Absent()
     series = [
         _over_runs(
+            first.runs,
             [_scores(run.evaluations, "sampled", name) for run in first.runs],
+            absent,
             label=name,
             stage="train",
             color=index,
@@ -390,7 +441,7 @@ def _by_data_set(groups: Sequence[Group]) -> Chart | None:
         name="exact_match_by_set",
         title="Exact match by data set, sampled",
         unit="share of questions",
-        note="Bars: 95% interval." if _is_single(groups) else "",
+        note=("Bars: 95% interval." if _is_single(groups) else "") + absent.note(),
         scale="rate",
         series=[s for s in series if s is not None],
     )
@@ -401,18 +452,21 @@ def _is_single(groups: Sequence[Group]) -> bool:
 
 
 def _scores(evaluations: Sequence[Evaluation], suite: str, data_set: str) -> Curve:
-    """Scores by step; the later of two at the same step, which are of the same weights."""
+    """Scores by the step whose weights they are of; the first of two of the same weights.
+
+    That is the one made during training: with early stopping, the last evaluation is of the weights
+    of an earlier step, and the curve tells how they scored among the others.
+    """
     curve: Curve = {}
     for evaluation in evaluations:
         score = evaluation.scores.get(suite, {}).get(data_set)
         if score is not None:
-            curve[evaluation.step] = (score.value, score.low, score.high)
+            curve.setdefault(evaluation.weights_step, (score.value, score.low, score.high))
     return curve
 
 
-def spread(runs: Sequence[Facts], pick: Callable[[Facts], float | None]) -> str:
-    """The mean of a number over runs and its sample standard deviation, as text."""
-    values = [value for value in map(pick, runs) if value is not None]
+def spread(values: Sequence[float]) -> str:
+    """The mean of numbers and their sample standard deviation, as text."""
     if not values:
         return ""
     text = f"{np.mean(values):.3f}"

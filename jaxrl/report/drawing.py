@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, StrMethodFormatter
 
+from jaxrl.files import taking_place
 from jaxrl.report.curves import Chart, Series
 from jaxrl.report.facts import STAGES
 
@@ -29,8 +30,16 @@ VARIABLES = {
     SOFT: "var(--soft)",
     GRID: "var(--line)",
 }
-DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
-MARKERS = ("o", "s", "D", "^")
+# As many as colours: the page's style sheet has the same ones.
+DASHES = (
+    "-",
+    (0, (5, 2)),
+    (0, (1.5, 1.5)),
+    (0, (6, 2, 1.5, 2)),
+    (0, (10, 3)),
+    (0, (6, 2, 1.5, 2, 1.5, 2)),
+)
+MARKERS = ("o", "s", "D", "^", "v", "P")
 SIZE = (4.8, 3.1)  # inches at 72 units each: about as wide as a phone, where text keeps its size
 STYLE: Any = {
     "font.family": "sans-serif",
@@ -81,7 +90,9 @@ def png(chart: Chart, path: Path) -> None:
     """Writes the chart as a PNG file."""
     with mpl.rc_context(STYLE), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # boxes stand for what the font lacks
-        _draw(chart, is_page=False).savefig(path, format="png", dpi=160, facecolor="white")
+        figure = _draw(chart, is_page=False)
+        with taking_place(path) as file:
+            figure.savefig(file, format="png", dpi=160, facecolor="white")
 
 
 def legend_of(chart: Chart) -> list[Series]:

@@ -12,7 +12,7 @@ from typing import Any
 from jaxrl.config import default_config, flatten
 from jaxrl.envs.protocol import TAGS
 from jaxrl.envs.rewards import normalize_answer
-from jaxrl.report.reading import RunFiles, place
+from jaxrl.report.reading import RunFiles, mapping, place
 
 SUITES = {
     "sampled": ("sampled", "drawn at random"),
@@ -63,6 +63,7 @@ class Evaluation:
 
     stage: str
     step: int
+    weights_step: int  # whose weights were evaluated
     scores: dict[str, dict[str, Score]]
 
 
@@ -74,7 +75,7 @@ class Row:
     data_set: str
     before: Score | None  # None where there is only one such evaluation
     after: Score
-    steps: tuple[int, int]  # of the two
+    steps: tuple[int, int]  # whose weights the two are of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +112,16 @@ class Timing:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a stage has come."""
+
+    stage: str
+    num_done: int
+    num_planned: int | None
+    is_done: bool  # all of its steps, or no more were wanted
+
+
+@dataclass(frozen=True, kw_only=True)
 class Segment:
     """A piece of a response: text between tags, or text outside of any."""
 
@@ -133,7 +144,9 @@ class Facts:
     num_evaluated: dict[str, int]  # questions of the last evaluation, by suite
     timings: list[Timing]
     changed_config: list[tuple[str, Any, Any]]  # key, value, default
-    stages: list[tuple[str, int, int | None]]  # stage, steps done, steps planned
+    stages: list[Progress]
+    stopped_early: int | None  # the step at which training did, for want of improvement
+    weights_step: int | None  # whose weights it then went on with, where an evaluation tells
 
     @property
     def name(self) -> str:
@@ -143,19 +156,19 @@ class Facts:
     @property
     def is_finished(self) -> bool:
         """Whether every configured stage has come to its end."""
-        return bool(self.stages) and all(
-            planned is not None and done >= planned for _, done, planned in self.stages
-        )
+        return bool(self.stages) and all(stage.is_done for stage in self.stages)
 
 
 def facts_of(run: RunFiles) -> Facts:
     """Everything the report says of a run."""
     evaluations = evaluations_of(run)
-    asked = [found for found in run.evaluations if _questions(found)]
+    asked = [found for found in run.evaluations if found["questions"]]
     suite = _shown_suite(asked)
-    with_suite = [found for found in asked if suite in _questions(found)]
+    with_suite = [found for found in asked if suite in found["questions"]]
     pairs, changes = compare_questions(with_suite, suite) if suite else ([], {})
-    last = asked[-1] if asked else {}
+    last = asked[-1]["questions"] if asked else {}
+    final = [evaluation for evaluation in evaluations if evaluation.stage == "evaluate"]
+    early = [r["step"] for r in run.records if r["stage"] == "train" and r.get("stopped_early")]
     return Facts(
         files=run,
         evaluations=evaluations,
@@ -164,21 +177,30 @@ def facts_of(run: RunFiles) -> Facts:
         pairs=pairs,
         pair_places=(_where(with_suite[0]), _where(with_suite[-1])) if with_suite else None,
         suite=suite,
-        failures=group_failures(_questions(last), suite),
-        num_evaluated={name: len(records) for name, records in _questions(last).items()},
+        failures=group_failures(last, suite),
+        num_evaluated={name: len(records) for name, records in last.items()},
         timings=timings_of(run.records),
         changed_config=changed_config(run.config),
         stages=progress_of(run),
+        stopped_early=early[-1] if early else None,
+        weights_step=next((e.weights_step for e in final if early), None),
     )
 
 
 def _where(found: dict[str, Any]) -> str:
-    return f"{STAGES.get(found['stage'], found['stage'])}, step {found['step']}"
+    place, weights = f"step {found['step']}", found["weights_step"]
+    place += f", weights of step {weights}" if weights != found["step"] else ""
+    return f"{STAGES.get(found['stage'], found['stage'])}, {place}"
 
 
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+def number_of(value: Any) -> float | None:
+    """A finite number; None for anything else."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
@@ -196,9 +218,13 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 def evaluations_of(run: RunFiles) -> list[Evaluation]:
     """Scores from the records; from the files of `eval/`, what the records lack and intervals."""
     scores: dict[tuple[int, str], dict[str, dict[str, Score]]] = {}
+    weights: dict[tuple[int, str], int] = {}
+    for found in (*run.records, *run.evaluations):
+        if isinstance(found.get("weights_step"), int):
+            weights[found["step"], found["stage"]] = found["weights_step"]
     for record in run.records:
         for key, value in record.items():
-            match, number = _SCORE.fullmatch(key), _number(value)
+            match, number = _SCORE.fullmatch(key), number_of(value)
             if match and number is not None:
                 data_set, suite = match[1], "sampled" if "@" in match[2] else match[2]
                 names = ("num_questions", "unscored_questions", "environment_errors")
@@ -207,39 +233,40 @@ def evaluations_of(run: RunFiles) -> list[Evaluation]:
                 at.setdefault(suite, {})[data_set] = _score(number, None, count)
     for found in run.evaluations:
         at = scores.setdefault((found["step"], found["stage"]), {})
-        for suite, by_set in _mapping(found.get("summary")).items():
-            for data_set, means in _mapping(by_set).items():
-                number = _number(_mapping(means).get("exact_match"))
+        for suite, by_set in mapping(found.get("summary")).items():
+            for data_set, means in mapping(by_set).items():
+                number = number_of(mapping(means).get("exact_match"))
                 if number is not None:
                     interval: Any = found.get("intervals")
                     for key in (suite, data_set, "exact_match"):
-                        interval = _mapping(interval).get(key)
+                        interval = mapping(interval).get(key)
                     count = _scored(means)
                     at.setdefault(suite, {})[data_set] = _score(number, interval, count)
     ordered = sorted(scores, key=lambda key: place({"step": key[0], "stage": key[1]}))
     return [
-        Evaluation(stage=stage, step=step, scores=scores[step, stage])
+        Evaluation(
+            stage=stage,
+            step=step,
+            weights_step=weights.get((step, stage), step),
+            scores=scores[step, stage],
+        )
         for step, stage in ordered
         if scores[step, stage]
     ]
 
 
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _scored(counts: dict[str, Any]) -> int | None:
     """Questions that could be scored; older evaluations had one sample of each, and its error."""
-    count, unscored = _number(counts.get("num_questions")), counts.get("unscored_questions")
+    count, unscored = number_of(counts.get("num_questions")), counts.get("unscored_questions")
     unscored = counts.get("environment_errors") if unscored is None else unscored
-    return None if count is None else int(count - (_number(unscored) or 0))
+    return None if count is None else int(count - (number_of(unscored) or 0))
 
 
 def _score(value: float, interval: Any, count: int | None) -> Score:
     low = high = None
-    if isinstance(interval, list) and [_number(x) is not None for x in interval] == [True, True]:
+    if isinstance(interval, list) and [number_of(x) is not None for x in interval] == [True, True]:
         low, high = interval
-    elif count and 0 <= value <= 1:
+    elif count and count > 0 and 0 <= value <= 1:
         low, high = wilson(value, count)
     return Score(value=value, low=low, high=high, num_questions=count)
 
@@ -250,7 +277,7 @@ def first_and_last(evaluations: Sequence[Evaluation]) -> list[Row]:
     for evaluation in evaluations:
         for suite, by_set in evaluation.scores.items():
             for data_set, score in by_set.items():
-                found.setdefault((suite, data_set), []).append((evaluation.step, score))
+                found.setdefault((suite, data_set), []).append((evaluation.weights_step, score))
     order = [*SUITES, *dict.fromkeys(suite for suite, _ in found if suite not in SUITES)]
     return [
         Row(
@@ -266,25 +293,15 @@ def first_and_last(evaluations: Sequence[Evaluation]) -> list[Row]:
     ]
 
 
-def _questions(found: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """An evaluation's questions by suite, without what is not one."""
-    by_suite = {
-        suite: [record for record in records if isinstance(record, dict)]
-        for suite, records in _mapping(found.get("questions")).items()
-        if isinstance(records, list)
-    }
-    return {suite: records for suite, records in by_suite.items() if records}
-
-
 def _shown_suite(asked: Sequence[dict[str, Any]]) -> str | None:
     """The suite whose answers are shown: of the last evaluation, sampled where there is that."""
-    suites = list(_questions(asked[-1])) if asked else []
+    suites = list(asked[-1]["questions"]) if asked else []
     return min(suites, key=lambda s: [*SUITES, s].index(s), default=None)
 
 
 def is_right(record: dict[str, Any]) -> bool | None:
     """Whether a question was answered right; None where it could not be scored."""
-    score = _number(record.get("exact_match"))
+    score = number_of(record.get("exact_match"))
     failed = record.get("outcome") == "environment_error"
     return None if failed or score is None else score >= 1
 
@@ -299,8 +316,8 @@ def compare_questions(
     """
 
     def by_id(found: dict[str, Any]) -> dict[Any, dict[str, Any]]:
-        records = _questions(found).get(suite, [])
-        return {(str(r.get("task_id")), r.get("sample_index", 0)): r for r in records}
+        records = found["questions"].get(suite, [])
+        return {(str(r.get("task_id")), str(r.get("sample_index", 0))): r for r in records}
 
     first, last = by_id(evaluations[0]), by_id(evaluations[-1])
     names: dict[tuple[bool | None, bool | None], str] = {
@@ -363,7 +380,7 @@ def failure_kind(record: dict[str, Any]) -> str | None:
         return "no_search"
     # Whole words: "Ann" is not found in "Annapolis".
     text = f" {normalize_answer(' '.join(found))} "
-    answers = [normalize_answer(str(answer)) for answer in record.get("answers") or []]
+    answers = [normalize_answer(str(answer)) for answer in record["answers"]]
     return "found" if any(a and f" {a} " in text for a in answers) else "not_found"
 
 
@@ -397,7 +414,7 @@ def timings_of(records: Sequence[dict[str, Any]]) -> list[Timing]:
         own = [record for record in records if record["stage"] == stage]
 
         def total(*names: str, own: list[dict[str, Any]] = own) -> float:
-            return sum(_number(record.get(name)) or 0.0 for record in own for name in names)
+            return sum(number_of(record.get(name)) or 0.0 for record in own for name in names)
 
         parts = {part: total(*names) for part, names in PARTS.items()}
         steps = [record for record in own if "timing_s/step" in record]
@@ -407,8 +424,8 @@ def timings_of(records: Sequence[dict[str, Any]]) -> list[Timing]:
         known = sum(parts.values())
         parts["other"] = max(total("timing_s/wall") - known, step_s - known, 0.0)
         tokens = sum(
-            (_number(record.get("perf/throughput")) or 0.0)
-            * (_number(record.get("timing_s/step")) or 0.0)
+            (number_of(record.get("perf/throughput")) or 0.0)
+            * (number_of(record.get("timing_s/step")) or 0.0)
             for record in steps
         )
         if sum(parts.values()) > 0:
@@ -433,18 +450,29 @@ def changed_config(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def progress_of(run: RunFiles) -> list[tuple[str, int, int | None]]:
+def progress_of(run: RunFiles) -> list[Progress]:
     """Each stage's steps done and planned; an evaluation counts as one step."""
     planned = {"sft": run.config.get("sft.num_steps"), "train": run.config.get("num_steps")}
     seen = dict.fromkeys(record["stage"] for record in run.records)
-    stages = run.config.get("stages", ())
-    names = [name for name in STAGES if name in stages or name in seen]
-    progress: list[tuple[str, int, int | None]] = []
-    for stage in names:
+    stages = run.config.get("stages")
+    wanted = stages if isinstance(stages, tuple | list) else ()
+    progress = []
+    for stage in (name for name in STAGES if name in wanted or name in seen):
         own = [record for record in run.records if record["stage"] == stage]
+        done = sum("timing_s/step" in record for record in own)
+        total = number_of(planned.get(stage))
+        # Warm start comes before training; an evaluation may stand anywhere.
+        is_done = total is not None and done >= total
+        is_done |= stage == "sft" and "train" in seen
+        is_done |= any(record.get("stopped_early") for record in own)
         if stage == "evaluate":
-            progress.append((stage, min(len(own), 1), 1))
-        else:
-            done = sum("timing_s/step" in record for record in own)
-            progress.append((stage, done, planned.get(stage)))
+            done, total, is_done = min(len(own), 1), 1, bool(own)
+        progress.append(
+            Progress(
+                stage=stage,
+                num_done=done,
+                num_planned=None if total is None else int(total),
+                is_done=is_done,
+            )
+        )
     return progress

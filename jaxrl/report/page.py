@@ -12,14 +12,26 @@ from markupsafe import Markup
 
 from jaxrl.report.curves import MAX_POINTS, Chart, Group, spread
 from jaxrl.report.drawing import legend_of, svg
-from jaxrl.report.facts import KINDS, PARTS, STAGES, SUITES, Facts, Row, Score, segments
+from jaxrl.report.facts import (
+    KINDS,
+    PARTS,
+    STAGES,
+    SUITES,
+    Facts,
+    Row,
+    Score,
+    number_of,
+    segments,
+)
 
 MAX_SEGMENT = 3000  # characters shown of one piece of a response
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
-def page(groups: Sequence[Group], charts: Sequence[Chart], zero: Sequence[str], at: Path) -> str:
-    """The page as HTML, for a file in the folder `at`."""
+def page(
+    groups: Sequence[Group], charts: Sequence[Chart], zero: Sequence[str], plots: str = "plots"
+) -> str:
+    """The page as HTML, beside a folder `plots` with pictures of its charts."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -54,7 +66,7 @@ def page(groups: Sequence[Group], charts: Sequence[Chart], zero: Sequence[str], 
         common_suites=[s for s in SUITES if any(find(r, s) for r in runs)],
         find=find,
         spread_of=spread_of,
-        plots=(at / "plots").name,
+        plots=plots,
     )
 
 
@@ -64,24 +76,28 @@ def find(run: Facts, suite: str) -> Row | None:
     return rows[0] if rows else None
 
 
-def spread_of(runs: Sequence[Facts], suite: str, when: str) -> str:
-    """Mean and deviation over runs of a suite's score `before` or `after`."""
+def spread_of(runs: Sequence[Facts], suite: str) -> tuple[str, str, int]:
+    """Mean and deviation of a suite's score before and after, and over how many runs.
 
-    def pick(run: Facts) -> float | None:
-        found = getattr(find(run, suite), when, None)
-        return found.value if isinstance(found, Score) else None
-
-    return spread(runs, pick)
+    These are the finished ones with such a score: the last score of another is of some step on the
+    way. `before` is empty where one of them has none.
+    """
+    rows = [row for run in runs if run.is_finished and (row := find(run, suite))]
+    before = [row.before.value for row in rows if row.before]
+    after = spread([row.after.value for row in rows])
+    return spread(before) if len(before) == len(rows) else "", after, len(rows)
 
 
 def sentence(run: Facts) -> str:
     """What was trained, on what, how: one or two sentences for a stranger."""
     config, start = run.files.config, (run.files.starts or [{}])[-1]
-    model, steps = start.get("model", {}), {stage: done for stage, done, _ in run.stages}
+    model = start.get("model", {})
+    steps = {stage.stage: stage.num_done for stage in run.stages}
     name = _ending(config.get("model.path")) or "A model"
-    if model:
-        weights = f"{model['parameters'] / 1e6:,.1f} million weights"
-        name = f"{name} ({model['layers']} layers, {weights})"
+    layers, weights = number_of(model.get("layers")), number_of(model.get("parameters"))
+    sizes = [f"{layers:.0f} layers"] if layers else []
+    sizes += [f"{weights / 1e6:,.1f} million weights"] if weights else []
+    name += f" ({', '.join(sizes)})" if sizes else ""
     did = []
     if "sft" in steps:
         did.append(f"a warm start on demonstrations ({steps['sft']:,} steps)")

@@ -20,7 +20,9 @@ class RunFiles:
     workdir: Path
     config: dict[str, Any]  # flat, with dots; empty where there is none
     records: list[dict[str, Any]]  # of metrics.jsonl
-    evaluations: list[dict[str, Any]]  # of eval/, oldest first, each with its stage and step
+    # Of eval/, oldest first, each with its stage, its step and that of its weights. Only the first
+    # and the last one have their `questions`: they are most of what a run writes.
+    evaluations: list[dict[str, Any]]
     starts: list[dict[str, Any]]  # of environment.json
     problems: list[str]  # what could not be read, for the reader of the report
 
@@ -56,15 +58,15 @@ def _try(path: Path, read: Callable[[Path], Any], problems: list[str]) -> Any:
         return read(path)
     except FileNotFoundError:
         problems.append(f"{path.name} is missing")
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         problems.append(f"{path.name} could not be read: {error}")
     return None
 
 
 def _starts(path: Path) -> list[dict[str, Any]]:
     starts = json.loads(path.read_text(encoding="utf-8"))
-    needed = ("versions", "machine", "model")
-    return [start for start in starts if all(isinstance(start.get(key), dict) for key in needed)]
+    parts = ("versions", "machine", "model")
+    return [{**start, **{part: mapping(start.get(part)) for part in parts}} for start in starts]
 
 
 def _read_records(path: Path, problems: list[str]) -> list[dict[str, Any]]:
@@ -73,9 +75,13 @@ def _read_records(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     for line in lines:
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
+        if (
+            isinstance(record, dict)
+            and isinstance(record.get("step"), int)
+            and isinstance(record.get("stage", "train"), str)
+        ):
             records.append({"stage": "train", **record})
         else:
             bad += 1
@@ -88,15 +94,57 @@ def _read_evaluations(
     folder: Path, records: list[dict[str, Any]], problems: list[str]
 ) -> list[dict[str, Any]]:
     """Evaluations up to the last record: what a run killed later has left behind is not its own."""
-    last = records[-1]["step"] if records else float("inf")
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        name = re.fullmatch(r"(\w+)_(\d+)\.json", path.name)
+    end = records[-1]["step"] if records else float("inf")
+    names = [(re.fullmatch(r"(\w+)_(\d+)\.json", path.name), path) for path in folder.glob("*")]
+    places = [
+        ({"stage": name[1], "step": int(name[2])}, path)
+        for name, path in names
+        if name and int(name[2]) <= end
+    ]
+    found: list[dict[str, Any]] = []
+    first: dict[str, Any] = {}  # by suite
+    last: dict[str, Any] = {}
+    for at, path in sorted(places, key=lambda item: place(item[0])):
         content = _try(path, lambda p: json.loads(p.read_text(encoding="utf-8")), problems)
-        if name is None or not isinstance(content, dict) or int(name[2]) > last:
+        if not isinstance(content, dict):
             continue
-        found.append({"stage": name[1], **content, "step": int(name[2])})
-    return sorted(found, key=place)
+        weights = content.get("weights_step")
+        weights = weights if isinstance(weights, int) else at["step"]
+        asked = _questions(content.pop("questions", None))
+        found.append({**content, **at, "weights_step": weights, "questions": {}})
+        if asked:
+            new = {suite: found[-1] for suite in asked if suite not in first}
+            first |= new
+            if last:
+                kept = [suite for suite in last["questions"] if first[suite] is last]
+                last["questions"] = {suite: last["questions"][suite] for suite in kept}
+            last = found[-1]
+            last["questions"] = asked
+    return found
+
+
+def _questions(found: Any) -> dict[str, list[dict[str, Any]]]:
+    """An evaluation's questions by suite, without what is not one."""
+    by_suite = {
+        suite: [_question(record) for record in records if isinstance(record, dict)]
+        for suite, records in mapping(found).items()
+        if isinstance(records, list)
+    }
+    return {suite: records for suite, records in by_suite.items() if records}
+
+
+def _question(record: dict[str, Any]) -> dict[str, Any]:
+    answers, outcome = record.get("answers"), record.get("outcome")
+    return {
+        **record,
+        "answers": answers if isinstance(answers, list) else [],
+        "outcome": outcome if isinstance(outcome, str) else "",
+    }
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """A mapping as it is; an empty one for anything else."""
+    return value if isinstance(value, dict) else {}
 
 
 def place(found: dict[str, Any]) -> tuple[int, int]:
