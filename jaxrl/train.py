@@ -395,8 +395,9 @@ def finish_step(this: Run) -> None:
     is_best = position.value is not None and position.best.step == position.step
     is_early = position.stage_step < config.num_steps and is_out_of_patience(config, position)
     this.log.write(position.step, "train", record | ({"stopped_early": 1} if is_early else {}))
-    is_last = position.stage_step == config.num_steps or is_early
-    if not is_last and (is_best or is_checkpoint_due(this, config.num_steps)):
+    is_due = is_checkpoint_due(this, config.num_steps) and not is_early
+    # The stage's last step is saved at its end; one that ends it early is not, but may be the best.
+    if position.stage_step < config.num_steps and (is_best or is_due):
         this.save()
 
 

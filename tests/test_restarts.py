@@ -432,6 +432,16 @@ def test_early_stopping_ends_with_the_best(base, tiny_world, tmp_path, capsys, s
     assert steps_in(other / "checkpoints") == [3, 5]
 
 
+def test_the_evaluation_that_ends_patience_may_be_the_best(
+    base, tiny_world, tmp_path, scripted_scores
+):
+    # Steps 2 and 3 are better than all before, but by less than min_delta.
+    config = with_eval(early(base, tiny_world, **{"eval.min_delta": 1.0}), 1)
+    assert play(config, tmp_path)
+    end = position(tmp_path, 3)
+    assert (end["stopped_early"], end["best"]["step"], end["weights_step"]) == (True, 3, 3)
+
+
 def test_without_patience_the_last_weights_are_exported(
     base, tiny_world, tmp_path, scripted_scores
 ):
