@@ -464,6 +464,7 @@ def test_a_best_metric_that_is_not_there(base, tiny_world, tmp_path):
         play(config, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_other_meshes(base, tiny_world, tmp_path, compilation_cache):
     # Devices, their mesh, and how many records there are when the run is told to go elsewhere: in
     # the middle of the supervised stage, then in the middle of reinforcement learning.
