@@ -42,6 +42,7 @@ def test_records_what_it_measured(benchmark, tmp_path, capsys):
     assert "tokens_per_s" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_refilling_does_less_than_half_the_work_of_static_batches(tmp_path):
     # Lengths as in the preset, 16 times shorter: median 4, a few of them long.
     path = tmp_path / "record.json"

@@ -218,7 +218,7 @@ def wait_for(condition, process, timeout_s=200):
 @pytest.mark.parametrize(
     ("sent", "lost"),
     [
-        ("SIGKILL", 1),
+        pytest.param("SIGKILL", 1, marks=pytest.mark.slow),
         pytest.param("SIGKILL", 0, marks=pytest.mark.slow),
         pytest.param("SIGSTOP", 1, marks=pytest.mark.slow),
         pytest.param("SIGSTOP", 0, marks=pytest.mark.slow),

@@ -352,7 +352,7 @@ class TestCommand:
         assert np.char.count(done.stderr.strip(), "\n") == 0
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 def test_a_run_that_leaves_the_micro_batch_to_the_memory_trains(tmp_path, tiny_world):
     command = [sys.executable, "-m", "jaxrl.launch", f"--config=configs/debug_tiny.py:{tiny_world}"]
     command += [f"--workdir={tmp_path / 'run'}", "--config.optimizer.micro_rows=0"]

@@ -144,6 +144,7 @@ def num_lines(workdir):
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
 
+@pytest.mark.slow
 def test_a_run_stopped_again_and_again_is_as_if_it_had_not_been(base, tiny_world, tmp_path, capsys):
     config, workdir = settings(tiny_world), tmp_path / "run"
     stops = [
@@ -200,7 +201,9 @@ def wait_for(condition, process, *, seconds=300):
     return True
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_saves_and_says_try_again(base, tiny_world, tmp_path, compilation_cache, number):
     environment = os.environ | compilation_cache
     workdir = as_of(base, tmp_path / "run", NUM_SFT + 2)
@@ -442,6 +445,7 @@ def test_the_evaluation_that_ends_patience_may_be_the_best(
     assert (end["stopped_early"], end["best"]["step"], end["weights_step"]) == (True, 3, 3)
 
 
+@pytest.mark.slow
 def test_without_patience_the_last_weights_are_exported(
     base, tiny_world, tmp_path, scripted_scores
 ):

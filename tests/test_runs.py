@@ -188,7 +188,14 @@ def test_each_program_is_compiled_once(base, tiny_world):
     assert counts[-1] <= sum(len(function.variants) for function in functions)
 
 
-@pytest.mark.parametrize(("after", "stage"), [(39, "sft"), (40, "sft"), (43, "train")])
+@pytest.mark.parametrize(
+    ("after", "stage"),
+    [
+        pytest.param(39, "sft", marks=pytest.mark.slow),
+        pytest.param(40, "sft", marks=pytest.mark.slow),
+        (43, "train"),
+    ],
+)
 def test_a_restart_changes_nothing(base, tiny_world, tmp_path, capsys, after, stage):
     workdir = restarted(base, tmp_path, after=after)
     play(settings(tiny_world, **BASE), workdir)
