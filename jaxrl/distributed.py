@@ -39,7 +39,8 @@ EXIT_LOST = 76
 CLUSTERS = ("slurm", "tpu")
 """Environments that tell a process its place in the job."""
 
-_BLOCK = 1 << 20  # bytes a process contributes to one collective call: one compiled shape for all
+_BLOCKS = (1 << 12, 1 << 20)
+"""Bytes that a process gives to one collective call: few shapes, each compiled once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,16 +289,18 @@ def share(count: int) -> slice:
 def gather(value: Value) -> list[Value]:
     """Every process's value, in their order; all processes call this.
 
-    The values travel as bytes over the devices' own network, in blocks of one fixed shape.
+    The values travel as bytes over the devices' own network, in blocks of few shapes.
     """
     if jax.process_count() == 1:
         return [value]
     data = pickle.dumps(value)
     sizes = multihost_utils.process_allgather(np.int64(len(data)))
+    longest = int(max(sizes))
+    length = next((block for block in _BLOCKS if block >= longest), _BLOCKS[-1])
     columns: list[Any] = []
-    for start in range(0, int(max(sizes)), _BLOCK):
-        block = np.zeros(_BLOCK, np.uint8)
-        part = np.frombuffer(data[start : start + _BLOCK], np.uint8)
+    for start in range(0, longest, length):
+        block = np.zeros(length, np.uint8)
+        part = np.frombuffer(data[start : start + length], np.uint8)
         block[: len(part)] = part
         columns.append(multihost_utils.process_allgather(block))
     rows = np.concatenate(columns, axis=1)
