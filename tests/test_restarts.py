@@ -397,6 +397,7 @@ def saved_params(workdir, step):
     return found["params"]
 
 
+@pytest.mark.slow
 def test_early_stopping_ends_with_the_best(base, tiny_world, tmp_path, capsys, scripted_scores):
     # Steps 2 and 3 improve, 4 equals, 5 is worse: two without improvement, so 6 is never reached.
     config, workdir = with_eval(early(base, tiny_world), 1), tmp_path / "run"
