@@ -137,6 +137,7 @@ class TestAgainstTheCompiler:
     """Argument, output and temporary bytes of the real programs, compiled for shapes alone."""
 
     def check(self, results):
+        assert results
         for program, (planned, compiled) in results.items():
             assert planned == pytest.approx(compiled, rel=0.15), program
 

@@ -334,28 +334,16 @@ def test_keys_tell_everything_apart():
     np.testing.assert_array_equal(part, keys[3:5])
 
 
-def test_slots_must_divide_over_the_devices():
-    mesh = jax.sharding.AbstractMesh((2, 2, 1), ("data", "fsdp", "tensor"))
-    with pytest.raises(ValueError, match=r"num_slots=6 is not a multiple of data \* fsdp = 4"):
-        Engine(
-            SMALL,
-            mesh,
-            StopAutomaton(TOKENIZER.vocab_bytes, STOPS),
-            num_tokens=TOKENIZER.num_tokens,
-            eos_ids=TOKENIZER.eos_ids,
-            num_slots=6,
-            max_prompt_tokens=32,
-            max_total_tokens=64,
-            chunk_tokens=8,
-            prompts_per_prefill=1,
-        )
-
-
 @pytest.mark.parametrize(
-    ("num_rows", "message"), [(2, "num_rows=2 is not a multiple"), (8, "more")]
+    ("num_slots", "num_rows", "message"),
+    [
+        (6, 0, r"num_slots=6 is not a multiple of data \* fsdp = 4"),
+        (4, 2, "num_rows=2 is not a multiple"),
+        (4, 8, "more"),
+    ],
 )
-def test_rows_must_divide_over_the_devices_and_have_slots(num_rows, message):
-    mesh = jax.sharding.AbstractMesh((4, 1, 1), ("data", "fsdp", "tensor"))
+def test_slots_and_rows_must_divide_over_the_devices(num_slots, num_rows, message):
+    mesh = jax.sharding.AbstractMesh((2, 2, 1), ("data", "fsdp", "tensor"))
     with pytest.raises(ValueError, match=message):
         Engine(
             SMALL,
@@ -363,7 +351,7 @@ def test_rows_must_divide_over_the_devices_and_have_slots(num_rows, message):
             StopAutomaton(TOKENIZER.vocab_bytes, STOPS),
             num_tokens=TOKENIZER.num_tokens,
             eos_ids=TOKENIZER.eos_ids,
-            num_slots=4,
+            num_slots=num_slots,
             num_rows=num_rows,
             max_prompt_tokens=32,
             max_total_tokens=64,
