@@ -5,12 +5,14 @@ Everything that can be refused is refused here, before any long work.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -47,6 +49,7 @@ class Parts:
     engine: Engine
     rollout: RolloutFunction
     rollout_without_search: RolloutFunction  # the control: the engine finds nothing
+    is_trigger: np.ndarray | None = None  # bool [V], ids that may count as wavering; None: all
 
 
 def assemble(config: ConfigDict) -> Parts:
@@ -109,7 +112,27 @@ def assemble(config: ConfigDict) -> Parts:
         engine=engine,
         rollout=shared(rollouts[0]),
         rollout_without_search=shared(rollouts[1]),
+        is_trigger=trigger_ids(tokenizer, config.shaping.trigger_words),
     )
+
+
+def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
+    """Which ids are, without blanks and in lower case, one of the words, bool [V]; None of none.
+
+    Raises:
+        ValueError: no id is.
+    """
+    if not words:
+        return None
+    wanted = {word.strip().lower() for word in words}
+    texts = [data.decode("utf-8", errors="replace") for data in tokenizer.vocab_bytes]
+    found = np.array([text.strip().lower() in wanted for text in texts], bool)
+    if not found.any():
+        raise ValueError(
+            f"config.shaping.trigger_words is {tuple(words)!r}, but the tokenizer has none of "
+            "these words as a single token; no token would ever count."
+        )
+    return found
 
 
 def check_rows(config: ConfigDict, mesh: Mesh) -> None:
@@ -211,6 +234,7 @@ def _make_engine(
         prompts_per_prefill=prompts_per_prefill(num_slots, rollout.group_size),
         dtype=dtype,
         train_mesh=mesh,
+        nucleus=min(rollout.top_p, config.eval.top_p) < 1,
     )
 
 
