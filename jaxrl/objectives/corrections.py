@@ -50,7 +50,7 @@ def importance_weights(
                 f"unknown {name} {value!r} of importance weights; expected one of "
                 f"{', '.join(choices)}."
             )
-    log_ratio = jnp.where(loss_mask, old_logprobs - rollout_logprobs, 0.0)
+    log_ratio = jnp.where(loss_mask, jnp.asarray(old_logprobs) - rollout_logprobs, 0.0)
     if level == "sequence":
         log_ratio = segment_sums(log_ratio, segment_ids)
     ratio = jnp.exp(jnp.clip(log_ratio, -20.0, 20.0))
