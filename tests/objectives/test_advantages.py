@@ -52,43 +52,48 @@ def test_a_reward_that_is_no_number_stays_in_its_group():
     np.testing.assert_allclose(got[2:], [1, -1, 0], atol=1e-6)
 
 
+rloo_jit = jax.jit(rloo)
+plain_jit = jax.jit(functools.partial(reinforce_plus_plus, baseline=False))
+baseline_jit = jax.jit(functools.partial(reinforce_plus_plus, baseline=True))
+
+
 def test_rloo_by_hand():
     # 2.5 against the mean of .5, -1, -1 is 3; group 5 is alone, group 2 all right, -3 no group.
     rewards = np.array([2.5, 1, 0.5, 2.99, -1, 7, -1, 2.99], np.float32)
     ids = np.array([0, 5, 0, 2, 0, -3, 0, 2])
     expected = [3, 0, 0.333333, 0, -1.666667, 0, -1.666667, 0]
-    np.testing.assert_allclose(rloo(rewards, ids), expected, atol=1e-6)
+    np.testing.assert_allclose(rloo_jit(rewards, ids), expected, atol=1e-6)
 
 
 def test_reinforce_plus_plus_by_hand():
     rewards = np.array([2.5, 0.5, -1, -1], np.float32)
     counts = np.array([2, 3, 1, 4])
     # Ten tokens: mean .15, variance 18.025 / 9.
-    got = reinforce_plus_plus(rewards, np.zeros(4, int), counts, baseline=False)
+    got = plain_jit(rewards, np.zeros(4, int), counts)
     np.testing.assert_allclose(got, [1.660548, 0.247316, -0.812609, -0.812609], atol=1e-6)
     # Less their group's means: 1, -1, 0, 0.
-    got = reinforce_plus_plus(rewards, np.array([0, 0, 1, 1]), counts, baseline=True)
+    got = baseline_jit(rewards, np.array([0, 0, 1, 1]), counts)
     np.testing.assert_allclose(got, [1.490788, -1.219736, 0.135526, 0.135526], atol=1e-6)
 
 
-@pytest.mark.parametrize("baseline", [False, True])
+@pytest.mark.parametrize("run", [plain_jit, baseline_jit])
 @pytest.mark.parametrize(
     ("ids", "counts"),
     [([3] * 16, [7] * 16), ([3] * 16, [0] * 16), ([-1] * 16, [7] * 16), ([3], [1])],
 )
-def test_reinforce_plus_plus_without_variance_is_exactly_zero(ids, counts, baseline):
+def test_reinforce_plus_plus_without_variance_is_exactly_zero(ids, counts, run):
     rewards = np.full(len(ids), 2.99, np.float32)
-    got = reinforce_plus_plus(rewards, np.array(ids), np.array(counts), baseline=baseline)
+    got = run(rewards, np.array(ids), np.array(counts))
     np.testing.assert_array_equal(got, np.zeros(len(ids)))
 
 
 def test_without_group_and_without_tokens_counts_for_nothing():
     rewards = np.array([1, np.nan, 0, 50], np.float32)
     ids, counts = np.array([0, -1, 0, 0]), np.array([1, 9, 3, 0])
-    got = reinforce_plus_plus(rewards, ids, counts, baseline=False)
+    got = plain_jit(rewards, ids, counts)
     # Four tokens of mean 1/4: variance (9/16 + 3/16) / 3 = 1/4.
     np.testing.assert_allclose(got[:3], [1.5, 0, -0.5], atol=1e-6)
-    np.testing.assert_array_equal(np.asarray(rloo(rewards, ids))[1], 0)
+    np.testing.assert_array_equal(np.asarray(rloo_jit(rewards, ids))[1], 0)
 
 
 def slow_grpo(rewards, ids, *, normalize_std, ddof, epsilon):
@@ -163,9 +168,6 @@ def test_a_shift_of_all_rewards_changes_nothing(batch, shift):
     np.testing.assert_array_equal(np.asarray(after)[before == 0] == 0, True)
 
 
-rloo_jit = jax.jit(rloo)
-plain_jit = jax.jit(functools.partial(reinforce_plus_plus, baseline=False))
-baseline_jit = jax.jit(functools.partial(reinforce_plus_plus, baseline=True))
 RUNS = [lambda rewards, ids, counts: rloo_jit(rewards, ids), plain_jit, baseline_jit]
 counts = st.lists(st.integers(0, 5), min_size=SIZE, max_size=SIZE).map(np.array)
 

@@ -31,31 +31,33 @@ def one_group(size, num_correct):
     return np.arange(size) < num_correct, np.full(size, 7, np.int32)
 
 
-@pytest.mark.parametrize(
-    ("size", "num_correct", "k", "right", "wrong"),
-    [
-        (8, 2, 4, 0.522233, -0.174078),
-        (8, 1, 4, 1, -0.142857),
-        (16, 4, 8, 0.2, -0.066667),
-        (8, 3, 1, 1.290994, -0.774597),
-        (4, 1, 2, 1, -0.333333),
-    ],
-)
-def test_golden(size, num_correct, k, right, wrong):
-    got = passk(*one_group(size, num_correct), k=k)
-    expected = [right] * num_correct + [wrong] * (size - num_correct)
-    np.testing.assert_allclose(got, expected, atol=1e-6)
+GOLDEN = {  # k: group size, number correct, right, wrong
+    4: [(8, 2, 0.522233, -0.174078), (8, 1, 1, -0.142857)],
+    8: [(16, 4, 0.2, -0.066667)],
+    1: [(8, 3, 1.290994, -0.774597)],
+    2: [(4, 1, 1, -0.333333)],
+}
+
+
+@pytest.mark.parametrize("k", GOLDEN)
+def test_golden(k):
+    for size, num_correct, right, wrong in GOLDEN[k]:
+        got = passk(*one_group(size, num_correct), k=k)
+        expected = [right] * num_correct + [wrong] * (size - num_correct)
+        np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("run", [passk, combination, exceeding])
-@pytest.mark.parametrize(("size", "num_correct", "k"), [(8, 0, 4), (8, 8, 4), (3, 1, 4), (1, 1, 1)])
-def test_nothing_to_compare_is_exactly_zero(run, size, num_correct, k):
-    np.testing.assert_array_equal(run(*one_group(size, num_correct), k=k), np.zeros(size))
+def test_nothing_to_compare_is_exactly_zero(run):
+    # None correct, all correct, fewer than k, one alone.
+    is_correct = np.concatenate([np.arange(n) < c for n, c in [(8, 0), (8, 8), (3, 1), (1, 1)]])
+    ids = np.repeat([5, 2, 9, 0], [8, 8, 3, 1])
+    np.testing.assert_array_equal(run(is_correct, ids, k=4), np.zeros(20))
 
 
-def test_too_few_wrong_for_a_subset_to_fail_is_exactly_zero():
-    np.testing.assert_array_equal(passk(*one_group(8, 6), k=4), np.zeros(8))
-    np.testing.assert_array_equal(exceeding(*one_group(8, 6), k=4), np.zeros(8))
+@pytest.mark.parametrize("run", [passk, exceeding])
+def test_too_few_wrong_for_a_subset_to_fail_is_exactly_zero(run):
+    np.testing.assert_array_equal(run(*one_group(8, 6), k=4), np.zeros(8))
 
 
 def test_k_below_one_is_refused():
@@ -96,20 +98,25 @@ def test_agrees_with_all_subsets_of_all_groups_up_to_ten(k):
     np.testing.assert_array_equal(np.asarray(got) == 0, expected[order] == 0)
 
 
-@pytest.mark.parametrize("size", [16, 64, 256])
-def test_large_groups_agree_with_exact_fractions_and_sum_to_zero(size):
-    for k in (1, 2, size // 4, size // 2, size):
-        run = jax.jit(jax.vmap(functools.partial(pass_at_k, k=k), in_axes=(0, None)))
-        all_counts = np.arange(size)[None, :] < np.arange(size + 1)[:, None]
-        got = np.asarray(run(all_counts, np.zeros(size, np.int32)), np.float64)
-        assert np.isfinite(got).all()
-        np.testing.assert_allclose(got.sum(axis=1), 0, atol=1e-6 * np.abs(got).sum(axis=1).max())
-        for c in range(1, size):
-            failing = math.comb(size - c, k)
-            passing = math.comb(size, k) - failing
-            right = math.sqrt(failing / passing)
-            expected = [right, -right * c / (size - c)]
-            np.testing.assert_allclose(got[c, [0, -1]], expected, rtol=5e-6, atol=1e-18)
+@pytest.mark.parametrize("k", [1, 2, 16, 128])
+def test_large_groups_agree_with_exact_fractions_and_sum_to_zero(k):
+    groups = [(n, c) for n in (16, 64, 255, 256) for c in range(0, n + 1, max(n // 16, 1))]
+    groups += [(256, c) for c in (1, 2, 127, 128, 254, 255)]
+    sizes, corrects = np.array(groups).T
+    columns = np.arange(256)
+    run = jax.jit(jax.vmap(functools.partial(pass_at_k, k=k)))
+    ids = np.where(columns < sizes[:, None], 0, -1)
+    got = np.asarray(run(columns < corrects[:, None], ids), np.float64)
+    assert np.isfinite(got).all()
+    np.testing.assert_allclose(got.sum(axis=1), 0, atol=2e-6 * np.abs(got).sum(axis=1).max())
+    for row, (n, c) in zip(got, groups, strict=True):
+        right, wrong = 0.0, 0.0
+        if n >= k and 0 < c <= n - k:
+            failing = math.comb(n - c, k)
+            right = math.sqrt(failing / (math.comb(n, k) - failing))
+            wrong = -right * c / (n - c)
+        np.testing.assert_allclose(row[:c], right, rtol=5e-6, atol=1e-18)
+        np.testing.assert_allclose(row[c:n], wrong, rtol=5e-6, atol=1e-18)
 
 
 def test_a_small_share_of_passing_subsets_loses_no_digits():
@@ -147,15 +154,21 @@ def test_full_sampling_cuts_in_the_order_of_the_batch():
 def test_bootstrap_golden():
     # Subsets 01, 12, 23, 03 are worth 1, 0, 0, 1, so 1, -1, -1, 1; each is in two of them.
     subsets = np.array([[0, 1], [1, 2], [2, 3], [0, 3]])
-    got = advantages_of_subsets(*one_group(4, 1), subsets)
+    got = jax.jit(advantages_of_subsets)(*one_group(4, 1), subsets)
     np.testing.assert_allclose(got, [2, 0, -2, 0], atol=1e-6)
 
 
-def test_bootstrap_draws_from_its_own_group_and_sums_to_zero():
+@pytest.fixture(scope="module")
+def bootstrap_draws():
+    """Two thousand draws with k = 3 over the batch of the next two tests."""
     ids = np.array([0, 0, 0, 0, 8, 8, 8, 8, 8, 8, -1, 3, 3])
-    is_correct = np.array([1, 0, 0, 0, 1, 0, 0, 1, 0, 0, 1, 1, 0], bool)
-    draws = jax.vmap(lambda key: pass_at_k_bootstrap(is_correct, ids, key, k=3))
-    got = np.asarray(draws(jax.random.split(jax.random.key(0), 200)))
+    is_correct = np.array([1, 0, 0, 0, 1, 1, 0, 0, 0, 0, 1, 1, 0], bool)
+    draws = jax.jit(jax.vmap(lambda key: pass_at_k_bootstrap(is_correct, ids, key, k=3)))
+    return np.asarray(draws(jax.random.split(jax.random.key(0), 2000)))
+
+
+def test_bootstrap_draws_from_its_own_group_and_sums_to_zero(bootstrap_draws):
+    got = bootstrap_draws
     np.testing.assert_array_equal(got[:, 10:], 0)  # no group; fewer than k
     np.testing.assert_allclose(got[:, :4].sum(axis=1), 0, atol=1e-5)
     np.testing.assert_allclose(got[:, 4:10].sum(axis=1), 0, atol=1e-5)
@@ -165,14 +178,11 @@ def test_bootstrap_draws_from_its_own_group_and_sums_to_zero():
     assert len(np.unique(got[:, 1].round(3))) > 4
 
 
-def test_bootstrap_treats_all_alike():
+def test_bootstrap_treats_all_alike(bootstrap_draws):
     # By symmetry the expectations of the correct are equal, and so are those of the wrong.
-    is_correct, ids = one_group(6, 2)
-    draws = jax.vmap(lambda key: pass_at_k_bootstrap(is_correct, ids, key, k=2))
-    got = np.asarray(draws(jax.random.split(jax.random.key(1), 4000)))
-    for members in (got[:, :2], got[:, 2:]):
-        assert np.ptp(members.mean(axis=0)) < 5 * members.std() / math.sqrt(4000)
-    assert got[:, :2].mean() > 0.5
+    for members in (bootstrap_draws[:, 1:4], bootstrap_draws[:, 4:6], bootstrap_draws[:, 6:10]):
+        assert np.ptp(members.mean(axis=0)) < 5 * members.std() / math.sqrt(2000)
+    assert bootstrap_draws[:, 4:6].mean() > 0.5
 
 
 def test_bootstrap_of_more_than_the_batch_is_zero():
@@ -182,9 +192,9 @@ def test_bootstrap_of_more_than_the_batch_is_zero():
 
 def test_entropy_guided_lets_undecided_groups_exploit():
     # Mean entropies: group 2 has 1.0, group 5 has 2.0, group 7 has 1.5, group 9 has .5.
-    ids = np.repeat([2, 5, 7, 9, -1], 4)
-    is_correct = np.tile([True, False, False, False], 5)
-    entropies = np.array([1, 1, 1, 1, 0, 0, 0, 8, 1, 2, 1, 2, 0.5, 0.5, 0.5, 0.5, 9, 9, 9, 9])
+    ids = np.repeat([2, 5, 7, 9], 4)
+    is_correct = np.tile([True, False, False, False], 4)
+    entropies = np.array([1, 1, 1, 1, 0, 0, 0, 8, 1, 2, 1, 2, 0.5, 0.5, 0.5, 0.5])
     got = guided(is_correct, ids, entropies.astype(np.float32), k=2)
     of_one, of_two = passk(is_correct, ids, k=1), passk(is_correct, ids, k=2)
     exploits = np.isin(ids, [5, 7])
@@ -192,17 +202,19 @@ def test_entropy_guided_lets_undecided_groups_exploit():
     assert not np.allclose(of_one[:4], of_two[:4])
 
 
-@pytest.mark.parametrize(
-    ("entropies", "exploits"),
-    [([3.0], []), ([3.0, 1.0, 2.0], [0]), ([2.0, 2.0], []), ([2.0, 2.0, 2.0, 3.0], [3])],
-)
-def test_entropy_guided_middle_and_ties_explore(entropies, exploits):
-    ids = np.repeat(np.arange(len(entropies)), 4)
-    is_correct = np.tile([True, False, False, False], len(entropies))
-    got = guided(is_correct, ids, np.repeat(entropies, 4).astype(np.float32), k=2)
-    # One correct of four: sqrt(3) for one, 1 for pairs.
-    expected = [math.sqrt(3) if i in exploits else 1 for i in range(len(entropies))]
-    np.testing.assert_allclose(got[::4], expected, atol=1e-6)
+def test_entropy_guided_middle_and_ties_explore():
+    for entropies, exploits in [
+        ([3, -1, -1, -1], []),
+        ([3, 1, 2, -1], [0]),
+        ([2, 2, -1, -1], []),
+        ([2, 2, 2, 3], [3]),
+    ]:
+        ids = np.repeat([i if entropy >= 0 else -1 for i, entropy in enumerate(entropies)], 4)
+        is_correct = np.tile([True, False, False, False], 4)
+        got = guided(is_correct, ids, np.repeat(entropies, 4).astype(np.float32), k=2)
+        # One correct of four: sqrt(3) for one, 1 for pairs.
+        expected = [math.sqrt(3) if i in exploits else e >= 0 for i, e in enumerate(entropies)]
+        np.testing.assert_allclose(got[::4], expected, atol=1e-6)
 
 
 SIZE = 16  # one shape, so that jit compiles once
