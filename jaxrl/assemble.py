@@ -21,12 +21,15 @@ from jaxrl import sft
 from jaxrl.batching import BatchShape
 from jaxrl.data import read_tasks
 from jaxrl.distributed import RolloutFunction, shared
-from jaxrl.envs.base import Task
+from jaxrl.envs.base import Env, Task
+from jaxrl.envs.math import MathEnv
+from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine
 from jaxrl.envs.search import SearchEnv
 from jaxrl.evaluate import check_data_sources
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.rules import reward_parts
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -77,9 +80,9 @@ def assemble(config: ConfigDict) -> Parts:
         )
     check_hf(config.model.path)
     dtype = jnp.dtype(config.model.dtype)
-    automaton = StopAutomaton(tokenizer.vocab_bytes, SearchEnv.stop_strings)
+    envs = _make_envs(config)
+    automaton = StopAutomaton(tokenizer.vocab_bytes, envs[0].stop_strings)
     tasks, eval_tasks, demonstrations = _read_data(config, tokenizer)
-    envs = [_make_env(config, search) for search in (_make_search(config), EmptySearch())]
     engine = _make_engine(config, model_config, mesh, automaton, tokenizer, dtype)
     limits = Limits(
         max_prompt_tokens=config.rollout.max_prompt_tokens,
@@ -187,6 +190,7 @@ def _read_data(
             tokenizer,
             max_total_tokens=config.rollout.max_total_tokens,
             max_observation_tokens=config.search.max_observation_tokens,
+            protocol=PROTOCOLS[config.env.protocol],
         )
     return tasks, eval_tasks, demonstrations
 
@@ -199,15 +203,23 @@ def _make_search(config: ConfigDict) -> SearchEngine:
     return LocalSearch(search.corpus, index, topk=search.topk)
 
 
-def _make_env(config: ConfigDict, search: SearchEngine) -> SearchEnv:
-    return SearchEnv(
-        search,
-        system=config.prompt.system,
-        template=config.prompt.template,
-        examples=config.prompt.examples,
-        max_searches=config.rollout.max_turns,
-        reward_weights=config.reward.weights.to_dict(),
-    )
+def _make_envs(config: ConfigDict) -> list[Env]:
+    """The environment, and the same with a search engine that finds nothing."""
+    weights = config.reward.weights.to_dict()
+    prompt = {key: config.prompt[key] for key in ("system", "template", "examples")}
+    settings = {**prompt, "reward_weights": {name: weights[name] for name in reward_parts(config)}}
+    if config.env.name == "math":
+        return [MathEnv(**settings)] * 2
+    return [
+        SearchEnv(
+            engine,
+            **settings,
+            max_searches=config.rollout.max_turns,
+            protocol=PROTOCOLS[config.env.protocol],
+            correct_by=config.reward.correct,
+        )
+        for engine in (_make_search(config), EmptySearch())
+    ]
 
 
 def _make_engine(
