@@ -5,12 +5,14 @@ Everything that can be refused is refused here, before any long work.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
@@ -19,12 +21,15 @@ from jaxrl import sft
 from jaxrl.batching import BatchShape
 from jaxrl.data import read_tasks
 from jaxrl.distributed import RolloutFunction, shared
-from jaxrl.envs.base import Task
+from jaxrl.envs.base import Env, Task
+from jaxrl.envs.math import MathEnv
+from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine
 from jaxrl.envs.search import SearchEnv
 from jaxrl.evaluate import check_data_sources
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.rules import reward_parts
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -47,6 +52,7 @@ class Parts:
     engine: Engine
     rollout: RolloutFunction
     rollout_without_search: RolloutFunction  # the control: the engine finds nothing
+    is_trigger: np.ndarray | None = None  # bool [V], ids that may count as wavering; None: all
 
 
 def assemble(config: ConfigDict) -> Parts:
@@ -74,9 +80,9 @@ def assemble(config: ConfigDict) -> Parts:
         )
     check_hf(config.model.path)
     dtype = jnp.dtype(config.model.dtype)
-    automaton = StopAutomaton(tokenizer.vocab_bytes, SearchEnv.stop_strings)
+    envs = _make_envs(config)
+    automaton = StopAutomaton(tokenizer.vocab_bytes, envs[0].stop_strings)
     tasks, eval_tasks, demonstrations = _read_data(config, tokenizer)
-    envs = [_make_env(config, search) for search in (_make_search(config), EmptySearch())]
     engine = _make_engine(config, model_config, mesh, automaton, tokenizer, dtype)
     limits = Limits(
         max_prompt_tokens=config.rollout.max_prompt_tokens,
@@ -109,7 +115,27 @@ def assemble(config: ConfigDict) -> Parts:
         engine=engine,
         rollout=shared(rollouts[0]),
         rollout_without_search=shared(rollouts[1]),
+        is_trigger=trigger_ids(tokenizer, config.shaping.trigger_words),
     )
+
+
+def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
+    """Which ids are, without blanks and in lower case, one of the words, bool [V]; None of none.
+
+    Raises:
+        ValueError: no id is.
+    """
+    if not words:
+        return None
+    wanted = {word.strip().lower() for word in words}
+    texts = [data.decode("utf-8", errors="replace") for data in tokenizer.vocab_bytes]
+    found = np.array([text.strip().lower() in wanted for text in texts], bool)
+    if not found.any():
+        raise ValueError(
+            f"config.shaping.trigger_words is {tuple(words)!r}, but the tokenizer has none of "
+            "these words as a single token; no token would ever count."
+        )
+    return found
 
 
 def check_rows(config: ConfigDict, mesh: Mesh) -> None:
@@ -164,6 +190,7 @@ def _read_data(
             tokenizer,
             max_total_tokens=config.rollout.max_total_tokens,
             max_observation_tokens=config.search.max_observation_tokens,
+            protocol=PROTOCOLS[config.env.protocol],
         )
     return tasks, eval_tasks, demonstrations
 
@@ -176,15 +203,23 @@ def _make_search(config: ConfigDict) -> SearchEngine:
     return LocalSearch(search.corpus, index, topk=search.topk)
 
 
-def _make_env(config: ConfigDict, search: SearchEngine) -> SearchEnv:
-    return SearchEnv(
-        search,
-        system=config.prompt.system,
-        template=config.prompt.template,
-        examples=config.prompt.examples,
-        max_searches=config.rollout.max_turns,
-        reward_weights=config.reward.weights.to_dict(),
-    )
+def _make_envs(config: ConfigDict) -> list[Env]:
+    """The environment, and the same with a search engine that finds nothing."""
+    weights = config.reward.weights.to_dict()
+    prompt = {key: config.prompt[key] for key in ("system", "template", "examples")}
+    settings = {**prompt, "reward_weights": {name: weights[name] for name in reward_parts(config)}}
+    if config.env.name == "math":
+        return [MathEnv(**settings)] * 2
+    return [
+        SearchEnv(
+            engine,
+            **settings,
+            max_searches=config.rollout.max_turns,
+            protocol=PROTOCOLS[config.env.protocol],
+            correct_by=config.reward.correct,
+        )
+        for engine in (_make_search(config), EmptySearch())
+    ]
 
 
 def _make_engine(
@@ -211,6 +246,7 @@ def _make_engine(
         prompts_per_prefill=prompts_per_prefill(num_slots, rollout.group_size),
         dtype=dtype,
         train_mesh=mesh,
+        nucleus=min(rollout.top_p, config.eval.top_p) < 1,
     )
 
 

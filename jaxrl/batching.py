@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxrl.objectives.aggregation import token_weights
+from jaxrl.objectives.balancing import largest_differencing
 from jaxrl.types import Batch
 
 
@@ -58,6 +59,7 @@ class Packed:
     num_tokens: int  # tokens that are not padding
     num_counted: int  # sampled tokens by which the loss is divided
     padding: float  # share of padding in these micro-batches
+    imbalance: float  # of the device with the most tokens, above the mean, as a share of it
 
 
 def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
@@ -96,6 +98,8 @@ def pack(
     aggregation: str,
     scale: float | None = None,
     counted: Sequence[TokenSequence] | None = None,
+    token_fields: Mapping[str, Sequence[np.ndarray]] | None = None,
+    num_shards: int = 1,
 ) -> Packed:
     """Packs one mini-batch.
 
@@ -107,9 +111,15 @@ def pack(
         scale: of the mode that divides by a fixed length, in tokens.
         counted: the whole mini-batch by whose tokens and trajectories the loss is divided, where
             `sequences` leaves out some that have no signal; `sequences` itself by default.
+        token_fields: further fields of `Batch`, of each sequence its float32 [L].
+        num_shards: devices that share the rows of a micro-batch; each gets about as many tokens.
     """
-    rows = assign_rows([len(sequence.token_ids) for sequence in sequences], shape.row_tokens)
-    arrays = _fill(sequences, advantages, rows, shape)
+    lengths = [len(sequence.token_ids) for sequence in sequences]
+    rows = assign_rows(lengths, shape.row_tokens)
+    loads = [0] * num_shards
+    if num_shards > 1:
+        rows, loads = balance_rows(rows, lengths, shape.micro_rows, num_shards)
+    arrays = _fill(sequences, advantages, rows, shape, token_fields or {})
     counted = sequences if counted is None else counted
     sampled = [int(sequence.loss_mask.sum()) for sequence in counted]
     arrays["token_weights"] = np.asarray(
@@ -132,7 +142,42 @@ def pack(
         num_tokens=num_tokens,
         num_counted=sum(sampled),
         padding=1 - num_tokens / max(num_micro * shape.micro_rows * shape.row_tokens, 1),
+        imbalance=max(loads) * num_shards / num_tokens - 1
+        if num_shards > 1 and num_tokens
+        else 0.0,
     )
+
+
+def balance_rows(
+    rows: Sequence[list[int]], lengths: Sequence[int], micro_rows: int, num_shards: int
+) -> tuple[list[list[int]], list[int]]:
+    """The rows in an order in which every device gets as many of them, and about as many tokens.
+
+    A micro-batch's rows are split over the devices in order, so each device's share of all rows is
+    chosen first, by largest differencing, and dealt out to the micro-batches.
+
+    Args:
+        rows: indices of the sequences in each row.
+        lengths: tokens of each sequence.
+        micro_rows: rows of a micro-batch, a multiple of `num_shards`.
+        num_shards: devices that share them.
+
+    Returns:
+        The rows, empty ones among them so that micro-batches are whole, and each device's tokens.
+    """
+    padded = [*rows, *([] for _ in range(-len(rows) % micro_rows))]
+    sizes = [sum(lengths[index] for index in row) for row in padded]
+    if not padded:
+        return [], [0] * num_shards
+    shares = largest_differencing(sizes, num_shards, equal_size=True)
+    per_shard = micro_rows // num_shards
+    order = [
+        index
+        for start in range(0, len(padded) // num_shards, per_shard)
+        for share in shares
+        for index in share[start : start + per_shard]
+    ]
+    return [padded[index] for index in order], [sum(sizes[i] for i in share) for share in shares]
 
 
 def _fill(
@@ -140,6 +185,7 @@ def _fill(
     advantages: np.ndarray,
     rows: Sequence[Sequence[int]],
     shape: BatchShape,
+    token_fields: Mapping[str, Sequence[np.ndarray]],
 ) -> dict[str, Any]:
     """The fields of `Batch` but its weights, `[A * b, T]`."""
     size = (shape.num_micro * shape.micro_rows, shape.row_tokens)
@@ -155,6 +201,7 @@ def _fill(
         "loss_mask": np.zeros(size, bool),
         "advantages": np.zeros(size, np.float32),
         "rollout_logprobs": np.zeros(size, np.float32),
+        **{name: np.zeros(size, np.float32) for name in token_fields},
     }
     for row, members in enumerate(rows):
         start = 0
@@ -168,5 +215,7 @@ def _fill(
             arrays["loss_mask"][at] = sequence.loss_mask
             arrays["advantages"][at] = np.where(sequence.loss_mask, advantages[index], 0.0)
             arrays["rollout_logprobs"][at] = sequence.rollout_logprobs
+            for name, values in token_fields.items():
+                arrays[name][at] = values[index]
             start = end
     return arrays

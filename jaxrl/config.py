@@ -12,7 +12,25 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
+from jaxrl.rules import check_rules
+
 STAGES = ("sft", "train", "evaluate")
+REWARD_PARTS = ("format", "answer", "exact_match", "f1", "bapo", "math")
+ADVANTAGES = (
+    "grpo",
+    "rloo",
+    "reinforce_plus_plus",
+    "pass_at_k",
+    "pass_at_k_combination",
+    "pass_at_k_exceeding",
+    "pass_at_k_full_sampling",
+    "pass_at_k_bootstrap",
+    "pass_at_k_entropy_guided",
+)
+LOSSES = ("clip", "gspo", "cispo")
+FILTERS = ("none", "varied", "accuracy_range")
+FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
+KL_CONTROLLERS = ("fixed", "adaptive", "log", "budget")
 SUITES = ("sampled", "greedy", "empty_search")
 AGGREGATIONS = (
     "token-mean",
@@ -68,6 +86,10 @@ def default_config() -> ConfigDict:
     prompt.template = "{question}"  # user message around the question
     prompt.examples = ()  # messages ({"role", "content"}) between the two, as worked examples
 
+    config.env = env = ConfigDict()
+    env.name = "search"  # search: questions answered with a search engine; math: in one turn, alone
+    env.protocol = "search_r1"  # of search: search_r1 (<information>) or bapo (<result>, \boxed{})
+
     config.search = search = ConfigDict()
     search.engine = "local"  # local: embedded index over a corpus; empty: finds nothing
     search.corpus = ""  # JSONL of documents: id, title, text
@@ -75,15 +97,40 @@ def default_config() -> ConfigDict:
     search.topk = 3  # documents a query returns
     search.max_observation_tokens = 500  # of one result; the rest is cut off inside its tags
 
-    config.reward = ConfigDict()
-    config.reward.weights = ConfigDict(
-        {"format": 0.0, "answer": 0.0, "exact_match": 1.0, "f1": 0.0}
+    config.reward = reward = ConfigDict()
+    reward.weights = ConfigDict(dict.fromkeys(REWARD_PARTS, 0.0) | {"exact_match": 1.0})
+    reward.correct = "exact_match"  # the part that, above 0, makes an answer correct
+
+    config.shaping = shaping = ConfigDict()
+    shaping.overlong_buffer = 0  # tokens before the limit over which the penalty grows; 0: off
+    shaping.overlong_max_tokens = 0  # the limit, tool text counted; 0: rollout.max_response_tokens
+    shaping.overlong_factor = 1.0  # reward lost at the limit and beyond
+    shaping.boundary_aware = False  # pay for "I don't know" in groups without a correct answer
+    shaping.abstention_bonus = 0.5  # what it pays
+    shaping.abstention_rate = (
+        0.1  # share of abstentions from which it pays nothing in the early stage
+    )
+    shaping.stage_level = True  # an early stage first; late once evaluations stop improving
+    shaping.stage_tolerance = 5  # evaluations below the best one that the early stage outlives
+    shaping.sample_level = True  # late, pay nothing to groups whose answers still differ much
+    shaping.entropy_reward = False  # pay by difficulty for tokens before which the policy wavers
+    shaping.centred_gain = False  # its gain for wrong answers starts at 0 rather than at half
+    shaping.entropy_window = 4  # tokens whose mean entropy makes a window
+    shaping.entropy_percentile = 95.0  # of each trajectory's windows; their median is the threshold
+    shaping.entropy_decay = 0.99  # of the threshold's moving average
+    shaping.trigger_words = ()  # only tokens that are one of these words count; (): all
+    shaping.alpha_init = 0.5  # coefficient of the entropy reward, by difficulty
+    shaping.alpha_step = 0.05  # its change per token of distance from the target
+    shaping.alpha_max = 2.0
+    shaping.bootstrap_tasks = (
+        0  # tasks rolled out before the first step, to set all this up; -1: all
     )
 
     config.rollout = rollout = ConfigDict()
     rollout.tasks_per_step = 16  # tasks drawn a step
     rollout.group_size = 8  # trajectories of each task
     rollout.temperature = 1.0
+    rollout.top_p = 1.0  # draw from the likeliest tokens of this probability; 1: from all
     rollout.max_prompt_tokens = 1024  # a longer prompt is refused
     rollout.max_response_tokens = 512  # sampled tokens of a trajectory, over all turns
     rollout.max_total_tokens = 2048  # prompt, sampled tokens and observations of a trajectory
@@ -98,24 +145,63 @@ def default_config() -> ConfigDict:
     # the device waits for host and environment between chunks, with more it decodes meanwhile.
     rollout.observation_lag_chunks = 2
 
+    config.filter = group_filter = ConfigDict()
+    # none; varied: groups whose metric differs (dynamic sampling); accuracy_range: groups whose
+    # mean accuracy lies between low and high (online filtering).
+    group_filter.name = "none"
+    group_filter.metric = "acc"  # of varied: acc, score, seq_reward or seq_final_reward
+    group_filter.low = 0.01  # of accuracy_range; both ends are out
+    group_filter.high = 0.99
+    group_filter.tasks_per_batch = 0  # drawn at a time until enough are kept; 0: tasks_per_step
+    group_filter.max_batches = 10  # after which the run gives up; 0: never
+    group_filter.carry_over = (
+        False  # keep surplus groups for the next step instead of dropping them
+    )
+    group_filter.resample_attempts = (
+        0  # new tries at groups all wrong without an abstention; 0: none
+    )
+    group_filter.resample_early = False  # in the early stage of shaping.stage_level too
+    group_filter.skip_solved = False  # draw tasks no more once all their samples are right and sure
+    group_filter.skip_entropy = 0.1  # nats; below this mean entropy they are sure
+
     config.advantage = advantage = ConfigDict()
+    # grpo, rloo, reinforce_plus_plus, pass_at_k, and of the last pass_at_k_combination,
+    # pass_at_k_exceeding, pass_at_k_full_sampling, pass_at_k_bootstrap, pass_at_k_entropy_guided
     advantage.name = "grpo"
-    advantage.normalize_std = True  # divide by the group's standard deviation
-    advantage.ddof = 1  # 0: of the population, 1: of the sample
-    advantage.epsilon = 1e-6  # added to the standard deviation
+    advantage.normalize_std = True  # of grpo: divide by the group's standard deviation
+    advantage.ddof = 1  # of grpo; 0: of the population, 1: of the sample
+    advantage.epsilon = 1e-6  # of grpo: added to the standard deviation
+    advantage.baseline = False  # of reinforce_plus_plus: subtract the group's mean first
+    advantage.k = 4  # of pass_at_k and its variants
 
     config.loss = loss = ConfigDict()
-    loss.name = "clip"
+    loss.name = "clip"  # clip, gspo or cispo
     loss.clip_low = 0.2  # the ratio's floor is 1 - clip_low
     loss.clip_high = 0.2  # the ratio's ceiling is 1 + clip_high
-    loss.dual_clip = 0.0  # bound of the loss where the advantage is negative, above 1; 0: none
+    loss.dual_clip = 0.0  # of clip: bound of the loss at negative advantages, above 1; 0: none
     loss.aggregation = "token-mean"
     loss.entropy_coef = 0.0  # bonus on the entropy of the sampled tokens' distributions
+    loss.mask_observations = True  # False also trains on what the search engine wrote
+    loss.correction = correction = ConfigDict()  # importance weights, trainer over sampler
+    correction.level = "none"  # none, token or sequence
+    correction.mode = "truncate"  # truncate: at most cap; mask: 0 outside low to high
+    correction.cap = 2.0
+    correction.low = 0.5
+    correction.high = 5.0
 
     config.kl = kl = ConfigDict()
-    kl.coef = 0.0  # weight of the KL term in the loss; 0: no term
+    kl.coef = 0.0  # weight of the KL term, where controlled its first value; 0: no term
     kl.estimator = "k3"  # k1, k2, k3, abs; with + for the gradient of k2
     kl.anchor = "ref"  # ref: the policy at the start of the stage; old: before the update
+    kl.place = "loss"  # loss, or reward: taken off the trajectory's reward
+    # fixed; adaptive: towards target; log: the same by the logarithm; budget: by difficulty
+    kl.controller = "fixed"
+    kl.target = 0.1  # nats a token; of adaptive and log
+    kl.horizon = 10_000  # trajectories in which adaptive moves
+    kl.budgets = ConfigDict({"easy": 0.05, "medium": 0.1, "hard": 0.2})  # nats a token
+    kl.budget_step = 0.01  # of the multiplier, per nat beyond the budget
+    kl.low_factor = 1.0  # on the term where a window of high entropy follows; 1: off
+    kl.second_chance = False  # less of it on wrong answers to easy tasks that wavered much
 
     config.optimizer = _optimizer()
     config.optimizer.num_minibatches = 1  # optimizer steps per batch and epoch; whole groups each
@@ -136,6 +222,7 @@ def default_config() -> ConfigDict:
     evaluation.final_suites = ("sampled", "greedy", "empty_search")  # of the evaluate stage
     evaluation.samples = 1  # of each question in sampled and empty_search; greedy has one
     evaluation.temperature = 1.0  # of these samples
+    evaluation.top_p = 1.0  # as rollout.top_p, of these samples
     evaluation.ks = ()  # of pass@k and maj@k; (): powers of two below samples, and samples
     evaluation.resamples = 1000  # bootstrap resamples of the questions, for the intervals
     evaluation.max_tasks = 0  # the first so many of the held-out tasks; 0: all
@@ -268,11 +355,20 @@ def _check_choices(config: ConfigDict) -> None:
     choices: dict[str, tuple[Any, tuple[str, ...]]] = {
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
         "search.engine": (config.search.engine, ("local", "empty")),
-        "advantage.name": (config.advantage.name, ("grpo",)),
-        "loss.name": (config.loss.name, ("clip",)),
+        "env.name": (config.env.name, ("search", "math")),
+        "env.protocol": (config.env.protocol, ("search_r1", "bapo")),
+        "reward.correct": (config.reward.correct, ("exact_match", "f1", "bapo", "math")),
+        "filter.name": (config.filter.name, FILTERS),
+        "filter.metric": (config.filter.metric, FILTER_METRICS),
+        "advantage.name": (config.advantage.name, ADVANTAGES),
+        "loss.name": (config.loss.name, LOSSES),
+        "loss.correction.level": (config.loss.correction.level, ("none", "token", "sequence")),
+        "loss.correction.mode": (config.loss.correction.mode, ("truncate", "mask")),
         "loss.aggregation": (config.loss.aggregation, AGGREGATIONS),
         "kl.estimator": (config.kl.estimator, KL_ESTIMATORS),
         "kl.anchor": (config.kl.anchor, ("ref", "old")),
+        "kl.place": (config.kl.place, ("loss", "reward")),
+        "kl.controller": (config.kl.controller, KL_CONTROLLERS),
         "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
         "sft.optimizer.schedule": (config.sft.optimizer.schedule, SCHEDULES),
     }
@@ -298,13 +394,19 @@ def _check_ranges(config: ConfigDict) -> None:
         "rollout.chunk_tokens", "rollout.observation_lag_chunks", "optimizer.num_minibatches",
         "optimizer.num_epochs", "sft.num_steps", "sft.batch_size",
         "search.topk", "search.max_observation_tokens", "checkpoint.every_steps",
-        "checkpoint.keep", "model.logits_chunk_tokens", "rollout.temperature",
+        "checkpoint.keep", "model.logits_chunk_tokens", "rollout.temperature", "rollout.top_p",
         "optimizer.epsilon", "sft.optimizer.epsilon", "eval.samples", "eval.temperature",
-        "eval.resamples",
+        "eval.resamples", "eval.top_p", "advantage.k", "loss.correction.cap",
+        "loss.correction.high", "kl.target", "kl.horizon", "kl.budgets.easy",
+        "kl.budgets.medium", "kl.budgets.hard", "shaping.entropy_window",
     ]  # fmt: skip
     not_negative = [
         "rollout.max_turns", "rollout.num_rows", "advantage.epsilon", "loss.clip_low",
-        "loss.clip_high", "kl.coef",
+        "loss.clip_high", "loss.correction.low", "kl.coef", "kl.budget_step", "filter.low",
+        "filter.tasks_per_batch", "filter.max_batches", "filter.resample_attempts",
+        "filter.skip_entropy", "shaping.overlong_buffer", "shaping.overlong_max_tokens",
+        "shaping.overlong_factor", "shaping.abstention_bonus", "shaping.stage_tolerance",
+        "shaping.alpha_init", "shaping.alpha_step", "shaping.alpha_max",
         "optimizer.lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.grad_clip",
         "optimizer.micro_rows", "sft.optimizer.micro_rows", "sft.optimizer.lr",
         "sft.optimizer.warmup_steps", "sft.optimizer.weight_decay",
@@ -318,6 +420,8 @@ def _check_ranges(config: ConfigDict) -> None:
         for section in ("optimizer", "sft.optimizer")
         for key in ("final_lr_fraction", "beta1", "beta2")
     ]
+    shares += ["rollout.top_p", "eval.top_p", "filter.low", "filter.high", "kl.low_factor"]
+    shares += ["shaping.abstention_rate", "shaping.entropy_decay"]
     flat = flatten(config)
     for key in positive:
         if not flat[key] > 0:
@@ -330,6 +434,14 @@ def _check_ranges(config: ConfigDict) -> None:
             _refuse(key, flat[key], "a number from 0 to 1")
         if flat[key] == 1 and "beta" in key:
             _refuse(key, flat[key], "a number below 1: the moment would never move")
+    if not 0 <= config.shaping.entropy_percentile <= 100:
+        _refuse(
+            "shaping.entropy_percentile", config.shaping.entropy_percentile, "a number 0 to 100"
+        )
+    if config.shaping.bootstrap_tasks < -1:
+        _refuse("shaping.bootstrap_tasks", config.shaping.bootstrap_tasks, "-1 (all) or more")
+    if not all(isinstance(word, str) and word.strip() for word in config.shaping.trigger_words):
+        _refuse("shaping.trigger_words", config.shaping.trigger_words, "a tuple of words")
     if config.log.trajectories < -1:
         _refuse("log.trajectories", config.log.trajectories, "0 or more, or -1 for all")
     if config.loss.dual_clip and config.loss.dual_clip <= 1:
@@ -351,12 +463,7 @@ def flatten(config: ConfigDict) -> dict[str, Any]:
 
 def _check_rules(config: ConfigDict) -> None:
     rollout, optimizer = config.rollout, config.optimizer
-    if "train" in config.stages and rollout.group_size < 2:
-        _refuse(
-            "rollout.group_size",
-            rollout.group_size,
-            "at least 2, since the estimator 'grpo' compares the trajectories of a group",
-        )
+    check_rules(config)
     if rollout.tasks_per_step % optimizer.num_minibatches:
         _refuse(
             "optimizer.num_minibatches",
@@ -425,7 +532,10 @@ def _check_paths(config: ConfigDict, needs_data: bool) -> None:
             bool({"train", "evaluate"} & set(config.stages)),
         ),
         "sft.source": (config.sft.source, "sft" in config.stages),
-        "search.corpus": (config.search.corpus, config.search.engine == "local"),
+        "search.corpus": (
+            config.search.corpus,
+            config.env.name == "search" and config.search.engine == "local",
+        ),
     }
     for key, (value, is_needed) in {**needed, **(data if needs_data else {})}.items():
         if is_needed and not value:

@@ -141,6 +141,7 @@ class Stream(Generic[Item]):
 
     def __init__(self, items: Sequence[Item], *, seed: int):
         """A stream over `items`, which are held."""
+        self.num_items = len(items)
         self._order = grain.MapDataset.source(list(items)).seed(seed).shuffle().repeat()
 
     def take(self, position: int, count: int) -> list[Item]:

@@ -86,6 +86,7 @@ def roll_out(
     *,
     num_samples: int,
     temperature: float,
+    top_p: float = 1.0,
     seeds: Seeds,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> list[Trajectory]:
@@ -97,17 +98,18 @@ def roll_out(
         draws: tasks, each with its place among all held-out tasks, on which its samples depend.
         num_samples: trajectories of each task.
         temperature: 0 is greedy.
+        top_p: share of the probability that is drawn from.
         seeds: of the samples.
         should_stop: see `Rollout`.
     """
-    usual = engine.temperature
-    engine.temperature = temperature
+    usual = engine.temperature, engine.top_p
+    engine.temperature, engine.top_p = temperature, top_p
     try:
         return rollout(
             draws, group_size=num_samples, seeds=seeds, policy_version=0, should_stop=should_stop
         )
     finally:
-        engine.temperature = usual
+        engine.temperature, engine.top_p = usual
 
 
 def summarize(

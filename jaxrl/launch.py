@@ -90,6 +90,7 @@ def _run(config: ConfigDict, workdir: Path, should_stop: Callable[[], bool]) -> 
     from jaxrl import distributed
     from jaxrl.assemble import assemble
     from jaxrl.checkpoint import CheckpointError
+    from jaxrl.collect import NotEnoughGroupsError
     from jaxrl.metrics import Display, check_mirrors
     from jaxrl.sampling.rollout import Interrupted
     from jaxrl.stopping import EXIT_TRY_AGAIN
@@ -116,7 +117,7 @@ def _run(config: ConfigDict, workdir: Path, should_stop: Callable[[], bool]) -> 
             run(config, workdir, parts, display, should_stop)
         except Interrupted:
             sys.exit(EXIT_TRY_AGAIN)
-        except CheckpointError as error:
+        except (CheckpointError, NotEnoughGroupsError) as error:
             _refuse(error)
 
 

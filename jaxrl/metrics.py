@@ -218,12 +218,22 @@ def plain_number(value: Any) -> float | int | None:
 
 
 def write_trajectories(
-    path: Path, trajectories: Sequence[Trajectory], advantages: np.ndarray
+    path: Path,
+    trajectories: Sequence[Trajectory],
+    advantages: np.ndarray,
+    fields: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Writes trajectories as JSONL, each with its text, its turns and its token arrays."""
+    """Writes trajectories as JSONL, each with its text, its turns and its token arrays.
+
+    Args:
+        path: of the file.
+        trajectories: to write.
+        advantages: float [N].
+        fields: further JSON values of each.
+    """
     with written_whole(path) as file:
-        for trajectory, advantage in zip(trajectories, advantages, strict=True):
-            record = trajectory_record(trajectory) | {"advantage": float(advantage)}
+        for trajectory, advantage, more in zip(trajectories, advantages, fields, strict=True):
+            record = trajectory_record(trajectory) | {"advantage": float(advantage)} | dict(more)
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
@@ -241,6 +251,7 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "reward": None if trajectory.outcome == "environment_error" else trajectory.reward,
         "reward_parts": dict(trajectory.reward_parts),
         "final_answer": trajectory.final_answer,
+        "is_correct": trajectory.is_correct,
         "generated_text": trajectory.generated_text,
         "turns": [dataclasses.asdict(turn) for turn in trajectory.turns],
         "prompt_length": trajectory.prompt_length,
@@ -259,7 +270,7 @@ def rollout_metrics(
 
     Where none could, they are NaN: an environment error is no reward of 0.
     """
-    scored = [t for t in trajectories if t.outcome != "environment_error"]
+    scored = [t for t in trajectories if t.is_scored]
     lengths = [t.num_sampled for t in scored]
     rewards = [t.reward for t in scored]
     outcomes = [str(t.outcome) for t in trajectories]

@@ -36,8 +36,10 @@ from jaxrl.assemble import (
 )
 from jaxrl.batching import BatchShape
 from jaxrl.config import default_config, flatten
+from jaxrl.minibatches import has_kl_loss, takes_own_logprobs
 from jaxrl.models import kv_cache, qwen
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.rules import has_kl_weights
 from jaxrl.sampling.engine import cache_capacity, padded_sizes
 from jaxrl.sharding import (
     cache_sharding,
@@ -417,13 +419,13 @@ def _shape(config: ConfigDict, stage: str) -> BatchShape:
 
 
 def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str) -> int:
-    """All mini-batches of a step: six arrays of four bytes, a mask, and the logprobs they need."""
+    """All mini-batches of a step: six arrays of four bytes, a mask, and what the method adds."""
     tokens = shape.num_micro * shape.micro_rows * shape.row_tokens // shards
     if stage == "sft":
         return 25 * tokens
-    updates = config.optimizer.num_minibatches * config.optimizer.num_epochs
-    num_scored = (updates > 1) + bool(config.kl.coef and config.kl.anchor == "ref")
-    return config.optimizer.num_minibatches * (25 + 4 * num_scored) * tokens
+    needs_ref = has_kl_loss(config) and config.kl.anchor == "ref"
+    num_more = (not takes_own_logprobs(config)) + needs_ref + has_kl_weights(config)
+    return config.optimizer.num_minibatches * (25 + 4 * num_more) * tokens
 
 
 def _nonzero(parts: dict[str, int]) -> dict[str, int]:

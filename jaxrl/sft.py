@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxrl.data import check_messages, read_jsonl
-from jaxrl.envs.protocol import render_observation
+from jaxrl.envs.protocol import SEARCH_R1, Protocol
 from jaxrl.objectives.losses import negative_log_likelihood
 from jaxrl.sampling.rollout import encode_observation
 from jaxrl.tokenizer import Tokenizer
@@ -27,12 +27,17 @@ class Demonstration:
 
 
 def read_demonstrations(
-    path: str, tokenizer: Tokenizer, *, max_total_tokens: int, max_observation_tokens: int
+    path: str,
+    tokenizer: Tokenizer,
+    *,
+    max_total_tokens: int,
+    max_observation_tokens: int,
+    protocol: Protocol = SEARCH_R1,
 ) -> list[Demonstration]:
     """Encodes a JSONL of chats exactly as a rollout would have written them.
 
     The messages before the first of the assistant are the prompt. Those of the role `tool` are raw
-    search results, rendered and cut as the environment's observations are.
+    search results, rendered by `protocol` and cut as the environment's observations are.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -43,7 +48,11 @@ def read_demonstrations(
         messages: Any = fields.get("messages")
         check_messages(messages, place)
         demonstration = encode_demonstration(
-            messages, tokenizer, max_observation_tokens=max_observation_tokens, place=place
+            messages,
+            tokenizer,
+            max_observation_tokens=max_observation_tokens,
+            protocol=protocol,
+            place=place,
         )
         if len(demonstration.token_ids) > max_total_tokens:
             raise ValueError(
@@ -60,6 +69,7 @@ def encode_demonstration(
     tokenizer: Tokenizer,
     *,
     max_observation_tokens: int,
+    protocol: Protocol = SEARCH_R1,
     place: str = "demonstration",
 ) -> Demonstration:
     """Prompt, then assistant turns (trained on) and observations (masked) in order."""
@@ -74,7 +84,7 @@ def encode_demonstration(
         if message["role"] == "assistant":
             pieces.append((tokenizer.encode(message["content"]), True))
         elif message["role"] == "tool":
-            observation = render_observation(message["content"])
+            observation = protocol.render_observation(message["content"])
             ids, _ = encode_observation(
                 tokenizer, observation, max_body_tokens=max_observation_tokens
             )

@@ -16,34 +16,43 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from jaxrl import distributed, evaluate, report, sft
+from jaxrl import distributed, entropy_control, evaluate, kl_control, report, sft
 from jaxrl.assemble import Parts, make_optimizer, sft_shape, train_shape
-from jaxrl.batching import BatchShape, Packed, pack
+from jaxrl.batching import pack
 from jaxrl.checkpoint import Checkpointer, abstract, optimizer_items
-from jaxrl.compilation import CompiledFunction
+from jaxrl.collect import Collected, NotEnoughGroupsError, by_group, collect
+from jaxrl.collect import from_json as trajectory_from_json
+from jaxrl.collect import to_json as trajectory_to_json
 from jaxrl.config import STAGES
 from jaxrl.data import Stream
-from jaxrl.envs.base import Outcome, Task
+from jaxrl.envs.base import Task
+from jaxrl.method import Controllers, make_estimator, make_policy_loss
 from jaxrl.metrics import (
     Display,
     MetricsLog,
+    mean,
     open_log,
     plain_numbers,
     rollout_metrics,
     write_trajectories,
 )
+from jaxrl.minibatches import (
+    Divergence,
+    add_logprobs,
+    make_measure,
+    make_minibatches,
+    takes_own_logprobs,
+)
 from jaxrl.models import qwen
 from jaxrl.models.hf_weights import load_hf, save_hf
-from jaxrl.objectives.advantages import grpo
-from jaxrl.objectives.kl import kl_estimate
-from jaxrl.objectives.losses import clip_metrics, clipped_policy_loss
+from jaxrl.objectives.controllers import SkipSet
+from jaxrl.rules import is_measured
 from jaxrl.sampling.engine import Counts, Engine
 from jaxrl.sampling.rollout import Interrupted, Seeds
-from jaxrl.sharding import param_shardings
+from jaxrl.sharding import num_batch_shards, param_shardings
 from jaxrl.stopping import Best, update_best
-from jaxrl.types import Batch, Draw, Params, TrainState, Trajectory
+from jaxrl.types import Draw, Params, TrainState, Trajectory
 from jaxrl.update import (
-    TokenLoss,
     init_state,
     make_score_step,
     make_update_step,
@@ -75,11 +84,24 @@ class Position:
     best: Best = dataclasses.field(default_factory=Best)  # of the stage
     stopped_early: bool = False  # the stage ended for want of improvement
     weights_step: int | None = None  # whose weights it ended with, where it stopped early
+    # Of the train stage: the states of its controllers, and groups sampled beyond what was needed.
+    controllers: Controllers = dataclasses.field(default_factory=Controllers)
+    carried: list[list[Trajectory]] = dataclasses.field(default_factory=list, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        carried = [[trajectory_to_json(t) for t in group] for group in self.carried]
+        record = None if self.record is None else plain_numbers(self.record)
+        plain = dataclasses.asdict(dataclasses.replace(self, carried=[]))
+        return {**plain, "record": record, "carried": carried}
 
     @classmethod
-    def from_json(cls, saved: dict[str, Any]) -> Position:
-        """The inverse of `dataclasses.asdict`."""
-        return cls(**{**saved, "best": Best(**saved["best"])})
+    def from_json(cls, saved: dict[str, Any], config: ConfigDict) -> Position:
+        """The inverse of `to_json`, for a run of this configuration."""
+        carried = [[trajectory_from_json(t) for t in group] for group in saved["carried"]]
+        controllers = Controllers.from_json(saved["controllers"], config)
+        best = Best(**saved["best"])
+        return cls(**{**saved, "best": best, "controllers": controllers, "carried": carried})
 
 
 @dataclasses.dataclass
@@ -105,11 +127,12 @@ class Run:
         started = time.perf_counter()
         self.position.num_records = self.log.num_records
         self.saved = dataclasses.replace(self.position)
-        position = dataclasses.asdict(self.position)
-        if self.position.record is not None:
-            position["record"] = plain_numbers(self.position.record)
         self.checkpointer.save(
-            self.position.step, self.state, position, self.ref_params, value=self.position.value
+            self.position.step,
+            self.state,
+            self.position.to_json(),
+            self.ref_params,
+            value=self.position.value,
         )
         self.log.carry("timing_s/save_checkpoint", time.perf_counter() - started)
 
@@ -134,9 +157,11 @@ def run(
         say=display.say,
     )
     found = checkpointer.restore_newest(
-        lambda saved: restore_targets(config, parts, Position.from_json(saved))
+        lambda saved: restore_targets(config, parts, Position.from_json(saved, config))
     )
-    position, restored = (Position.from_json(found[0]), found[1]) if found else (Position(), {})
+    position, restored = Position(), {}
+    if found:
+        position, restored = Position.from_json(found[0], config), found[1]
     is_main = distributed.is_main()
     if is_main and (found or set(config.stages) != {"evaluate"}):
         remove_later_files(workdir, position.step)
@@ -156,11 +181,11 @@ def run(
     try:
         for stage in config.stages:
             params = run_stage[stage](this, params)
+    except NotEnoughGroupsError:
+        save_position(this)
+        raise
     except Interrupted:
-        display.stop()
-        if position.stage_step > 0 and position != this.saved:
-            this.save()
-        checkpointer.wait()
+        save_position(this)
         what = f"step {position.step} is saved" if this.saved else "there was nothing to save yet"
         display.say(f"stopped; {what}. The same command goes on from there")
         if is_main:
@@ -177,6 +202,14 @@ def run(
     display.say(f"done; {workdir} holds {', '.join(names)}")
 
 
+def save_position(this: Run) -> None:
+    """Saves a stage that ends before its time, unless that is done."""
+    this.display.stop()
+    if this.position.stage_step > 0 and this.position != this.saved:
+        this.save()
+    this.checkpointer.wait()
+
+
 def begin_stage(this: Run, stage: str) -> bool:
     """Moves the position to a stage; False when the checkpoint says it is done."""
     position = this.position
@@ -186,6 +219,7 @@ def begin_stage(this: Run, stage: str) -> bool:
         return is_under_way(this.config, position)
     position.stage, position.stage_step, position.items_taken = stage, 0, 0
     position.value, position.best = None, Best()
+    position.controllers, position.carried = Controllers.init(this.config), []
     return True
 
 
@@ -256,7 +290,13 @@ def run_sft(this: Run, params: Params) -> Params:
             raise Interrupted
         started = time.perf_counter()
         demonstrations = stream.take(position.items_taken, batch_size)
-        packed = pack(demonstrations, np.ones(batch_size), shape, aggregation="token-mean")
+        packed = pack(
+            demonstrations,
+            np.ones(batch_size),
+            shape,
+            aggregation="token-mean",
+            num_shards=num_batch_shards(parts.mesh),
+        )
         batch = put_batch(parts.mesh, packed.batch)
         state, metrics = update_step(state, batch, packed.num_micro)
         this.state = state
@@ -301,7 +341,6 @@ def run_train(this: Run, params: Params) -> Params:
     num_steps, rollout = config.num_steps, config.rollout
     if not begin_stage(this, "train"):
         return params
-    single = config.optimizer.num_minibatches * config.optimizer.num_epochs == 1
     optimizer = stage_optimizer(config, "train")
     resumed = position.stage_step > 0
     ref_params = this.ref_params = _reference(this, params)
@@ -314,13 +353,27 @@ def run_train(this: Run, params: Params) -> Params:
         entropy_gradient=config.loss.entropy_coef != 0,
     )
     score = make_score_step(parts.model, temperature=rollout.temperature)
+    estimate = make_estimator(config)
     stream = Stream(parts.tasks, seed=config.seed)
     shape = train_shape(config)
-    parts.engine.temperature = rollout.temperature
+    num_shards = num_batch_shards(parts.mesh)
+    measure = make_measure(score, parts.mesh, shape, config) if is_measured(config) else None
+
+    def divergences_of(trajectories: Sequence[Trajectory]) -> list[Divergence | None] | None:
+        if measure is None:
+            return None
+        assert this.state is not None
+        assert ref_params is not None
+        return measure(trajectories, this.state.params, ref_params)
+
+    parts.engine.temperature, parts.engine.top_p = rollout.temperature, rollout.top_p
     parts.engine.set_weights(state.params)
     if not resumed:
         before = run_suites(this, "train", config.eval.suites)
         best_metric(config, before)  # refused now where it is missing
+        open_gate(this, before)
+        bootstrap(this)
+        before |= position.controllers.metrics()
         this.log.write(position.step, "train", before)
     this.display.start("train", position.stage_step, num_steps)
     if position.record is not None:
@@ -328,20 +381,38 @@ def run_train(this: Run, params: Params) -> Params:
     while position.stage_step < num_steps and not is_out_of_patience(config, position):
         started = time.perf_counter()
         counts_before = dataclasses.replace(parts.engine.counts)
-        trajectories = parts.rollout(
-            draw(stream, position.items_taken, rollout.tasks_per_step),
-            group_size=rollout.group_size,
-            seeds=Seeds(seed=config.seed, stage=STAGES.index("train"), step=position.step),
-            policy_version=int(state.num_updates),
-            should_stop=this.should_stop,
-        )
+        collected = collect_step(this, stream, int(state.num_updates), divergences_of)
         parts.engine.release()  # its memory is the update's
         sampled = time.perf_counter()
-        advantages = estimate(trajectories, config.advantage)
-        minibatches = make_minibatches(trajectories, advantages, shape, config)
+        trajectories = collected.trajectories
+        divergences = divergences_of(trajectories)
+        trajectories, kl_metrics = kl_control.penalize(
+            trajectories, divergences, position.controllers, config
+        )
+        controllers, windows = entropy_control.advance(
+            trajectories, config, position.controllers, parts.is_trigger
+        )
+        trajectories = entropy_control.reward_entropy(trajectories, windows, config, controllers)
+        advantages = estimate(trajectories, position.step)
+        minibatches = make_minibatches(
+            trajectories,
+            advantages,
+            shape,
+            config,
+            kl_weights=entropy_control.token_kl_weights(trajectories, windows, config, controllers),
+            divergences=divergences,
+            num_shards=num_shards,
+        )
         batches = [
-            add_logprobs(put_batch(parts.mesh, m.batch), m, score, state.params, ref_params, single)
-            for m in minibatches
+            add_logprobs(
+                put_batch(parts.mesh, minibatch.batch),
+                minibatch,
+                score,
+                state.params,
+                ref_params if config.kl.place == "loss" else None,
+                needs_old=not takes_own_logprobs(config),
+            )
+            for minibatch in minibatches
         ]
         measured = []
         for _ in range(config.optimizer.num_epochs):
@@ -355,16 +426,23 @@ def run_train(this: Run, params: Params) -> Params:
         metrics = merge(jax.device_get(measured))
         parts.engine.set_weights(state.params)
         updated = time.perf_counter()
+        controllers = kl_control.advance(controllers, trajectories, divergences, config)
+        controllers = skip_solved(controllers, trajectories, config)
+        position.controllers, position.carried = controllers, collected.carried
         position.step, position.stage_step = position.step + 1, position.stage_step + 1
-        position.items_taken += rollout.tasks_per_step
+        position.items_taken = collected.items_taken
         position.value = None
         position.record = {
             **rollout_metrics(trajectories, rollout.max_response_tokens),
             **metrics,
+            **collected.metrics,
+            **kl_metrics,
+            **entropy_control.window_metrics(trajectories, windows, controllers),
             "actor/num_updates": int(state.num_updates),
             "actor/num_skipped": int(state.num_skipped),
             "rollout/informative_share": float(np.mean(advantages != 0)),
             "rollout/padding": float(np.mean([m.padding for m in minibatches])),
+            "rollout/imbalance": float(np.mean([m.imbalance for m in minibatches])),
             **engine_metrics(parts.engine, counts_before),
             "perf/num_compilations/update": update_step.num_traces,
             "timing_s/gen": sampled - started,
@@ -372,19 +450,120 @@ def run_train(this: Run, params: Params) -> Params:
             "timing_s/step": updated - started,
             "perf/throughput": sum(len(t.token_ids) for t in trajectories) / (updated - started),
         }
-        log_trajectories(this, trajectories, advantages)
+        fields = entropy_control.sample_fields(trajectories, windows, controllers)
+        log_trajectories(this, trajectories, advantages, fields)
         finish_step(this)
     if position.stage_step < num_steps:
         state = take_best(this, state)
     return end_stage(this, state)
 
 
+def collect_step(
+    this: Run,
+    stream: Stream[Task],
+    policy_version: int,
+    divergences_of: Callable[[Sequence[Trajectory]], list[Divergence | None] | None],
+) -> Collected:
+    """The trajectories of the next step."""
+    config, position, controllers = this.config, this.position, this.position.controllers
+
+    def penalty(trajectories: Sequence[Trajectory]) -> np.ndarray:
+        return kl_control.penalties(divergences_of(trajectories), controllers, config)
+
+    return collect(
+        make_generate(this, position.step, policy_version),
+        lambda position, count: draw(stream, position, count, controllers.skipped),
+        config,
+        items_taken=position.items_taken,
+        carried=position.carried,
+        is_late=controllers.is_late,
+        penalty=penalty if config.kl.place == "reward" else None,
+    )
+
+
+def make_generate(
+    this: Run, step: int, policy_version: int
+) -> Callable[[Sequence[Draw]], list[Trajectory]]:
+    """`generate(draws)` samples a group of each with the engine's weights."""
+
+    def generate(draws: Sequence[Draw]) -> list[Trajectory]:
+        return this.parts.rollout(
+            draws,
+            group_size=this.config.rollout.group_size,
+            seeds=Seeds(seed=this.config.seed, stage=STAGES.index("train"), step=step),
+            policy_version=policy_version,
+            should_stop=this.should_stop,
+        )
+
+    return generate
+
+
+def bootstrap(this: Run) -> None:
+    """Rolls tasks out once, to set up thresholds, difficulties and targets before the first step.
+
+    The tasks are the first ones in their file; their samples are those of no step.
+    """
+    config, position, parts = this.config, this.position, this.parts
+    count = config.shaping.bootstrap_tasks
+    tasks = parts.tasks[: count if count >= 0 else None]
+    if not tasks:
+        return
+    this.display.say(f"train: one pass over {len(tasks)} tasks sets up the controllers")
+    generate = make_generate(this, BOOTSTRAP_STEP, policy_version=0)
+    trajectories: list[Trajectory] = []
+    size = config.rollout.tasks_per_step
+    for start in range(0, len(tasks), size):
+        batch = [
+            Draw(task=t, position=start + i) for i, t in enumerate(tasks[start : start + size])
+        ]
+        sampled = generate(batch)
+        trajectories += [dataclasses.replace(t, group_id=t.group_id + start) for t in sampled]
+    position.controllers, _ = entropy_control.advance(
+        trajectories, config, position.controllers, parts.is_trigger
+    )
+
+
+BOOTSTRAP_STEP = 2**31 - 1
+"""In the place of a step, in the seeds of what is sampled before the first one."""
+
+
+def skip_solved(
+    controllers: Controllers, trajectories: Sequence[Trajectory], config: ConfigDict
+) -> Controllers:
+    """The controllers with the tasks added that every sample of the step solved, surely."""
+    if controllers.skipped is None:
+        return controllers
+    groups = by_group([t for t in trajectories if t.is_scored])
+    skipped = controllers.skipped.update(
+        [group[0].task_id for group in groups],
+        [sum(t.is_correct for t in group) for group in groups],
+        [len(group) for group in groups],
+        [mean([t.mean_entropy for t in group]) for group in groups],
+        threshold=config.filter.skip_entropy,
+    )
+    return dataclasses.replace(controllers, skipped=skipped)
+
+
+def open_gate(this: Run, evaluated: dict[str, float]) -> None:
+    """Tells the stage gate of a method that has one how correct greedy answers are."""
+    position, config = this.position, this.config
+    gate = position.controllers.gate
+    if gate is None or not evaluated:
+        return
+    part = config.reward.correct
+    head = "val-core/all/exact_match" if part == "exact_match" else f"val-aux/all/{part}"
+    moved = gate.update(evaluated[f"{head}/greedy"], max_tolerance=config.shaping.stage_tolerance)
+    position.controllers = dataclasses.replace(position.controllers, gate=moved)
+
+
 def finish_step(this: Run) -> None:
     """What follows an update: an evaluation, the record and a checkpoint, each where it is due."""
     config, position = this.config, this.position
     evaluated = periodic_evaluation(this, config.num_steps)
+    open_gate(this, evaluated)
     assert position.record is not None
-    record, position.record = position.record | evaluated, None
+    record = position.record | evaluated | position.controllers.metrics()
+    position.record = None
     shown = {name: record[key] for name, key in SHOWN.items() if record.get(key) is not None}
     this.display.step(position.stage_step, shown)
     position.value = best_metric(config, evaluated)
@@ -442,10 +621,30 @@ def take_best(this: Run, state: TrainState) -> TrainState:
     return best
 
 
-def draw(stream: Stream[Task], position: int, count: int) -> list[Draw]:
-    """The next tasks of the stream, each with its place in it."""
-    tasks = stream.take(position, count)
-    return [Draw(task=task, position=position + index) for index, task in enumerate(tasks)]
+def draw(
+    stream: Stream[Task], position: int, count: int, skipped: SkipSet | None = None
+) -> tuple[list[Draw], int]:
+    """The next tasks of the stream that are not skipped, each with its place; where it then stands.
+
+    Raises:
+        NotEnoughGroupsError: a whole epoch is skipped.
+    """
+    draws: list[Draw] = []
+    num_skipped = 0
+    while len(draws) < count:
+        [task] = stream.take(position, 1)
+        if skipped is not None and task.id in skipped:
+            num_skipped += 1
+            if num_skipped > 2 * stream.num_items:
+                raise NotEnoughGroupsError(
+                    f"all {stream.num_items} tasks are solved and skipped "
+                    "(config.filter.skip_solved); there is nothing left to train on. Set "
+                    "config.num_steps to end here, or add tasks."
+                )
+        else:
+            draws.append(Draw(task=task, position=position))
+        position += 1
+    return draws, position
 
 
 def is_checkpoint_due(this: Run, num_steps: int) -> bool:
@@ -454,14 +653,19 @@ def is_checkpoint_due(this: Run, num_steps: int) -> bool:
     return stage_step % this.config.checkpoint.every_steps == 0 and stage_step < num_steps
 
 
-def log_trajectories(this: Run, trajectories: Sequence[Trajectory], advantages: np.ndarray) -> None:
+def log_trajectories(
+    this: Run,
+    trajectories: Sequence[Trajectory],
+    advantages: np.ndarray,
+    fields: Sequence[dict[str, Any]],
+) -> None:
     """Writes the step's first trajectories to its file, as many as the configuration asks for."""
     if not distributed.is_main():
         return
     count = this.config.log.trajectories
     count = len(trajectories) if count < 0 else count
     file = this.workdir / "trajectories" / f"step_{this.position.step:06d}.jsonl"
-    write_trajectories(file, trajectories[:count], advantages[:count])
+    write_trajectories(file, trajectories[:count], advantages[:count], fields[:count])
 
 
 def run_evaluate(this: Run, params: Params) -> Params:
@@ -493,120 +697,6 @@ def _reference(this: Run, params: Params) -> Params | None:
     return jax.tree.map(jnp.copy, params)
 
 
-def estimate(trajectories: Sequence[Trajectory], settings: ConfigDict) -> np.ndarray:
-    """Advantages, float32 [N]; an environment error is in no group and gets 0."""
-    failed = np.array([t.outcome == Outcome.ENVIRONMENT_ERROR for t in trajectories])
-    group_ids = np.array([t.group_id for t in trajectories], np.int32)
-    advantages = _grpo(
-        np.array([t.reward for t in trajectories], np.float32),
-        np.where(failed, -1, group_ids).astype(np.int32),
-        normalize_std=settings.normalize_std,
-        ddof=settings.ddof,
-        epsilon=settings.epsilon,
-    )
-    return np.asarray(advantages)
-
-
-_grpo = jax.jit(grpo, static_argnames=("normalize_std", "ddof", "epsilon"))
-
-
-def make_minibatches(
-    trajectories: Sequence[Trajectory],
-    advantages: np.ndarray,
-    shape: BatchShape,
-    config: ConfigDict,
-) -> list[Packed]:
-    """Whole groups in task order to mini-batches, each packed alone.
-
-    Environment errors are left out. Trajectories without an advantage may be too
-    (`optimizer.skip_signal_free`), where neither a KL nor an entropy term gives them a gradient;
-    they still count in the loss's denominator.
-    """
-    num_minibatches = config.optimizer.num_minibatches
-    has_other_terms = config.kl.coef != 0 or config.loss.entropy_coef != 0
-    needs_all = has_other_terms or not config.optimizer.skip_signal_free
-    groups = config.rollout.tasks_per_step // num_minibatches
-    minibatches = []
-    for index in range(num_minibatches):
-        members = [
-            (trajectory, advantage)
-            for trajectory, advantage in zip(trajectories, advantages, strict=True)
-            if trajectory.group_id // groups == index
-            and trajectory.outcome != Outcome.ENVIRONMENT_ERROR
-        ]
-        kept = [(t, a) for t, a in members if needs_all or a != 0]
-        minibatches.append(
-            pack(
-                [t for t, _ in kept],
-                np.array([a for _, a in kept], np.float32),
-                shape,
-                aggregation=config.loss.aggregation,
-                scale=config.rollout.max_response_tokens,
-                counted=[t for t, _ in members],
-            )
-        )
-    return minibatches
-
-
-def add_logprobs(
-    batch: Batch,
-    packed: Packed,
-    score: CompiledFunction,
-    params: Params,
-    ref_params: Params | None,
-    single: bool,
-) -> Batch:
-    """Old and reference log-probabilities, where the update cannot take its own or needs none."""
-    if not single:
-        batch = dataclasses.replace(batch, old_logprobs=score(params, batch, packed.num_micro))
-    if ref_params is not None:
-        plain = dataclasses.replace(batch, old_logprobs=None)
-        batch = dataclasses.replace(batch, ref_logprobs=score(ref_params, plain, packed.num_micro))
-    return batch
-
-
-def make_policy_loss(loss: ConfigDict, kl: ConfigDict) -> TokenLoss:
-    """The clipped policy loss with its KL and entropy terms; a term that is off adds nothing."""
-    clip: dict[str, Any] = {
-        "clip_low": loss.clip_low,
-        "clip_high": loss.clip_high,
-        "dual_clip": loss.dual_clip or None,
-    }
-    entropy_coef, kl_coef = loss.entropy_coef, kl.coef
-    estimator, anchor_name = kl.estimator, kl.anchor
-
-    def policy_loss(
-        logprobs: jax.Array, entropies: jax.Array, batch: Batch
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        current = jax.lax.stop_gradient(logprobs)
-        # With one optimizer step a batch, the policy before the update is the current one.
-        old = current if batch.old_logprobs is None else batch.old_logprobs
-        arguments = (logprobs, old, batch.advantages, batch.loss_mask)
-        values = clipped_policy_loss(*arguments, **clip)
-        gap = jnp.where(batch.loss_mask, old - batch.rollout_logprobs, 0.0)
-        metrics = {
-            "actor/pg_loss": values,
-            "actor/entropy": entropies,
-            **{f"actor/{name}": x for name, x in clip_metrics(*arguments, **clip).items()},
-            "rollout_corr/logprob_diff_mean": jnp.abs(gap),
-            "rollout_corr/logprob_diff_max": jnp.abs(gap),
-            "rollout_corr/k3_kl": kl_estimate(
-                batch.rollout_logprobs, old, batch.loss_mask, estimator="k3"
-            ),
-        }
-        if kl_coef:
-            anchor = batch.ref_logprobs if anchor_name == "ref" else old
-            assert anchor is not None
-            divergence = kl_estimate(logprobs, anchor, batch.loss_mask, estimator=estimator)
-            values = values + kl_coef * divergence
-            metrics["actor/kl_loss"] = divergence
-        if entropy_coef:
-            values = values - entropy_coef * jnp.where(batch.loss_mask, entropies, 0.0)
-        return values, metrics
-
-    return policy_loss
-
-
 def merge(measured: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Metrics of a step from those of its updates: the largest of maxima, else the mean.
 
@@ -620,6 +710,11 @@ def merge(measured: Sequence[dict[str, Any]]) -> dict[str, float]:
         values = [value for value in values if not math.isnan(value)] or [math.nan]
         reduced = max(values) if name.endswith("_max") else float(np.mean(values))
         merged[name if "/" in name else f"actor/{name}"] = reduced
+    if "rollout_corr/weight_mean" in merged:
+        square = merged["rollout_corr/weight_square_mean"]
+        merged["rollout_corr/effective_sample_share"] = (
+            merged["rollout_corr/weight_mean"] ** 2 / square if square else math.nan
+        )
     return merged
 
 
@@ -661,6 +756,7 @@ def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]
             draws,
             num_samples=num_samples,
             temperature=0.0 if is_greedy else settings.temperature,
+            top_p=settings.top_p,
             seeds=seeds,
             should_stop=this.should_stop,
         )

@@ -22,6 +22,7 @@ class Draw:
 
     task: Task
     position: int
+    attempt: int = 0  # of the same draw; another one is sampled anew
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,9 @@ class Trajectory:
     reward: float = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     final_answer: str = ""
+    is_correct: bool = False  # says the environment; these three are read by group logic
+    is_abstention: bool = False  # declines to answer
+    is_well_formed: bool = True
 
     @property
     def task_id(self) -> str:
@@ -60,9 +64,24 @@ class Trajectory:
         return self.task.id
 
     @property
+    def is_scored(self) -> bool:
+        """False for an environment error, which is in no statistics and no loss."""
+        return self.outcome != Outcome.ENVIRONMENT_ERROR
+
+    @property
     def num_sampled(self) -> int:
         """Tokens the policy sampled."""
         return int(self.loss_mask.sum())
+
+    @property
+    def response_length(self) -> int:
+        """Tokens after the prompt, observations included."""
+        return len(self.token_ids) - self.prompt_length
+
+    @property
+    def mean_entropy(self) -> float:
+        """Of the sampled tokens, in nats."""
+        return float(self.rollout_entropies.sum()) / max(self.num_sampled, 1)
 
     @property
     def num_tool_calls(self) -> int:
@@ -119,6 +138,7 @@ class Batch:
     rollout_logprobs: jax.Array  # float32 [A, b, T], as the sampler reported them
     old_logprobs: jax.Array | None = None  # float32 [A, b, T]; None: the current ones are the old
     ref_logprobs: jax.Array | None = None  # float32 [A, b, T]; None without a KL term to them
+    kl_weights: jax.Array | None = None  # float32 [A, b, T]; None where all tokens have kl.coef
 
 
 @struct.dataclass

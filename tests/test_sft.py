@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.envs.base import Task
+from jaxrl.envs.protocol import BAPO
 from jaxrl.envs.retrieval import NO_INFORMATION, KeywordSearch
 from jaxrl.envs.search import SearchEnv
 from jaxrl.sampling import decode
@@ -129,10 +130,20 @@ def test_only_assistant_messages_are_trained_on(tokenizer):
     )
 
 
-def read(tmp_path, tokenizer, *records, max_total_tokens=400):
+def test_results_are_rendered_by_the_protocol(tmp_path, tokenizer):
+    chat = make_chat("tower", FOUND["tower"])
+    shown = encode_demonstration(chat, tokenizer, max_observation_tokens=30, protocol=BAPO)
+    masked = tokenizer.decode(shown.token_ids[~shown.loss_mask])
+    assert f" <result>\n{FOUND['tower']}\n</result>" in masked
+    assert "information>" not in masked
+    [same] = read(tmp_path, tokenizer, {"messages": chat}, protocol=BAPO)
+    np.testing.assert_array_equal(same.token_ids, shown.token_ids)
+
+
+def read(tmp_path, tokenizer, *records, max_total_tokens=400, **options):
     file = tmp_path / "demonstrations.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    settings = {"max_total_tokens": max_total_tokens, "max_observation_tokens": 30}
+    settings = {"max_total_tokens": max_total_tokens, "max_observation_tokens": 30, **options}
     return read_demonstrations(str(file), tokenizer, **settings)
 
 

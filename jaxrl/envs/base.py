@@ -37,6 +37,37 @@ class Task:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """How a question is put: a system message, examples, and the question in its template.
+
+    Attributes:
+        system: the system message; "" for none.
+        template: the user message, with `{question}` where the question goes. Other braces are
+            plain text.
+        examples: messages between the two.
+    """
+
+    system: str
+    template: str
+    examples: tuple[Message, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Checks the template."""
+        if "{question}" not in self.template:
+            raise ValueError(
+                f"the prompt template {self.template!r} does not contain {{question}}."
+            )
+
+    def messages(self, task: Task) -> list[Message]:
+        """The chat that opens an episode; a task that brings messages keeps just those."""
+        if task.messages is not None:
+            return list(task.messages)
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        content = self.template.replace("{question}", task.question or "")
+        return [*system, *self.examples, {"role": "user", "content": content}]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Observation:
     """Text the environment inserts; only `body` may be shortened to fit a token budget.
 
@@ -105,11 +136,17 @@ class Reward:
 
     `total` is what training uses. `parts` are unweighted; they may hold measures that have no
     weight in `total`, such as exact match for evaluation.
+
+    The verdicts are for what reads groups rather than rewards: pass@k advantages, filters and
+    difficulties ask `is_correct`; abstention rewards ask the other two.
     """
 
     total: float
     parts: Mapping[str, float]
     final_answer: str
+    is_correct: bool = False
+    is_abstention: bool = False  # the answer says that the model does not know
+    is_well_formed: bool = True  # the response keeps to the protocol
 
 
 class Env(Protocol):

@@ -1,12 +1,14 @@
-"""Rewards computed from text: Search-R1's format and answer rewards, exact match and F1."""
+"""Rewards computed from text: format, correctness and abstention, by several papers' rules."""
 
 from __future__ import annotations
 
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
-from difflib import SequenceMatcher
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher, get_close_matches
+
+from jaxrl.envs.math_answers import last_boxed, math_answer, same_math
 
 SPECIAL_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "<eos>", "</s>")
 """End markers that may trail a response without spoiling its format."""
@@ -19,6 +21,7 @@ _TAG = re.compile(r"</?(?:think|search|information|answer)>")
 _GOOD_TAGS = re.compile(r"(?:<search></search><information></information>)*<answer></answer>")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _VERDICTS = frozenset({"yes", "no", "noanswer"})
+_UNKNOWN = ("i don't know", "i do not know")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -109,3 +112,110 @@ def _overlap(answer: str, truth: str) -> float:
     words, wanted = Counter(answer.split()), Counter(truth.split())
     shared = (words & wanted).total()
     return 2 * shared / (words.total() + wanted.total()) if shared else 0.0
+
+
+def says_unknown(answer: str) -> bool:
+    """Whether an answer says that the model does not know, typographic apostrophe or not."""
+    lowered = answer.lower().replace("’", "'")
+    return any(words in lowered for words in _UNKNOWN)
+
+
+def is_abstention(response: str) -> bool:
+    """Whether the first closed answer of a response says that the model does not know."""
+    span = _answer_span(response)
+    return span is not None and says_unknown(span)
+
+
+def _answer_span(response: str) -> str | None:
+    _, _, rest = response.partition("<answer>")
+    span, close, _ = rest.partition("</answer>")
+    return span if close else None
+
+
+def bapo_format(response: str) -> bool:
+    """Whether a response keeps to BAPO's protocol.
+
+    BAPO (https://arxiv.org/abs/2601.11037), as its code checks: at least one think block, as many
+    closed as opened; one answer, closed after it is opened, with something boxed; each search, and
+    each Python call, closed and then followed by a closed result. A result that nobody asked for
+    passes, and so does text after the answer.
+
+    Args:
+        response: the response alone, results included, without the prompt.
+    """
+    num_thoughts = response.count("<think>")
+    if num_thoughts == 0 or num_thoughts != response.count("</think>"):
+        return False
+    if not response.count("<answer>") == response.count("</answer>") == 1:
+        return False
+    span = _answer_span(response)
+    if span is None or "\\boxed{" not in span or "}" not in span:
+        return False
+    return all(_calls_are_answered(response, tool) for tool in ("search", "python"))
+
+
+def _calls_are_answered(response: str, tool: str) -> bool:
+    """Whether each call of a tool is closed and has a result before the next one is looked for."""
+    position = 0
+    while (start := response.find(f"<{tool}>", position)) >= 0:
+        marks = [response.find(tag, start) for tag in (f"</{tool}>", "<result>")]
+        marks.append(response.find("</result>", marks[-1]))
+        if -1 in marks or marks != sorted(marks):
+            return False
+        position = marks[-1]
+    return True
+
+
+def boxed_answer(response: str) -> str | None:
+    r"""The last balanced `\boxed{..}` in the first closed answer, stripped; None without one."""
+    span = _answer_span(response)
+    return None if span is None else last_boxed(span)
+
+
+def bapo_correctness(
+    response: str, answers: str | Sequence[str], *, bad_format: float = -1.0, wrong: float = 0.0
+) -> float:
+    """F1 of the boxed answer where it is above 0, else `wrong`; `bad_format` where there is none.
+
+    BAPO (https://arxiv.org/abs/2601.11037). ReCall (https://github.com/Agent-RL/ReCall) has 0 for
+    a bad format and 0.1 for a wrong answer.
+    """
+    answer = boxed_answer(response)
+    if answer is None or not bapo_format(response):
+        return bad_format
+    return f1(answer, answers) or wrong
+
+
+def math_correctness(response: str, answers: str | Sequence[str]) -> float:
+    """1.0 if the last `Answer:` line gives an accepted answer, else -1.0.
+
+    The reward of DAPO (https://arxiv.org/abs/2503.14476); what counts as the same answer is
+    `same_math`.
+    """
+    answer = math_answer(response)
+    answers = (answers,) if isinstance(answers, str) else answers
+    return 1.0 if answer and any(same_math(answer, truth) for truth in answers) else -1.0
+
+
+def check_weights(weights: Mapping[str, float], parts: Sequence[str]) -> None:
+    """Refuses weights that would pay nothing, or something that is not measured.
+
+    A part that is not measured may have the weight 0, so that one configuration serves several
+    environments.
+
+    Raises:
+        ValueError: says which part was probably meant.
+    """
+    known = f"Known parts are {', '.join(parts)}."
+    for name, weight in weights.items():
+        if name not in parts and weight:
+            close = get_close_matches(name, parts, n=1)
+            hint = f"; did you mean {close[0]!r}? " if close else ". "
+            raise ValueError(f"there is no reward part {name!r}{hint}{known}")
+    if not any(weights.values()):
+        raise ValueError(f"reward_weights {dict(weights)} would pay nothing. {known}")
+
+
+def weighted_total(weights: Mapping[str, float], parts: Mapping[str, float]) -> float:
+    """The sum of the parts by their weights; a part without a weight adds nothing."""
+    return sum(weight * parts[name] for name, weight in weights.items() if weight)

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from jaxrl.envs import protocol
-from jaxrl.envs.base import Env, Episode, Message, Outcome, Reward, StepResult, Task
+from jaxrl.envs.base import Env, Episode, Message, Outcome, Prompt, Reward, StepResult, Task
+from jaxrl.envs.protocol import SEARCH_R1, Protocol, last_query
 from jaxrl.envs.retrieval import MAX_WORKERS, NO_INFORMATION, SearchEngine, SearchError
-from jaxrl.envs.rewards import answer_reward, exact_match, f1, format_reward
-
-REWARD_PARTS = ("format", "answer", "exact_match", "f1")
+from jaxrl.envs.rewards import check_weights, exact_match, f1, is_abstention, weighted_total
 
 
 class SearchEnv(Env):
-    """Search-R1 (https://arxiv.org/abs/2503.09516): questions answered with a search engine.
+    """Questions answered with a search engine, in Search-R1's or BAPO's protocol.
 
     A turn ends with `</answer>`, which ends the episode, or with `</search>`, which inserts what
     the engine found. A turn that the model ends by itself is malformed. One that closes a search
-    it never opened earns nothing, and the model goes on.
+    it never opened earns nothing, and the model goes on. An answer that says "I don't know" ends
+    the episode as abstained.
     """
 
-    stop_strings = protocol.STOP_STRINGS
+    stop_strings = SEARCH_R1.stop_strings
 
     def __init__(
         self,
@@ -34,6 +32,8 @@ class SearchEnv(Env):
         examples: Sequence[Message] = (),
         max_searches: int,
         reward_weights: Mapping[str, float],
+        protocol: Protocol = SEARCH_R1,
+        correct_by: str = "exact_match",
     ) -> None:
         """Checks the settings.
 
@@ -45,30 +45,31 @@ class SearchEnv(Env):
             examples: messages between the two.
             max_searches: searching turns allowed, blank queries included. One more generation
                 follows them; if that searches again, the episode is out of budget.
-            reward_weights: weight of each of `REWARD_PARTS` in the total; 0 where absent.
+            reward_weights: weight of each of the protocol's `reward_parts` in the total; 0 where
+                absent.
+            protocol: the tags, and how format and answers are judged.
+            correct_by: an episode is correct where this part of its reward is above 0.
         """
-        if "{question}" not in template:
-            raise ValueError(f"the prompt template {template!r} does not contain {{question}}.")
         if max_searches < 0:
             raise ValueError(f"max_searches is {max_searches}; expected 0 or more.")
-        _check_weights(reward_weights)
+        check_weights(reward_weights, protocol.reward_parts)
+        measures = [part for part in protocol.reward_parts if part != "format"]
+        if correct_by not in measures:
+            raise ValueError(
+                f"correct_by is {correct_by!r}; expected one of {', '.join(measures)} in the "
+                f"protocol {protocol.name!r}."
+            )
+        self.stop_strings = protocol.stop_strings
         self._engine = engine
-        self._system = system
-        self._template = template
-        self._examples = tuple(examples)
+        self._prompt = Prompt(system=system, template=template, examples=tuple(examples))
         self._max_searches = max_searches
         self._reward_weights = dict(reward_weights)
+        self._protocol = protocol
+        self._correct_by = correct_by
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
         """System message, examples and question; a task that brings messages keeps just those."""
-        return [self._prompt(task) for task in tasks]
-
-    def _prompt(self, task: Task) -> list[Message]:
-        if task.messages is not None:
-            return list(task.messages)
-        system = [{"role": "system", "content": self._system}] if self._system else []
-        content = self._template.replace("{question}", task.question or "")
-        return [*system, *self._examples, {"role": "user", "content": content}]
+        return [self._prompt.messages(task) for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
         """Replies to one turn of each episode; all queries go to the engine in one call."""
@@ -84,16 +85,17 @@ class SearchEnv(Env):
         A result with a `tool_call` still waits for the engine.
         """
         if text.endswith("</answer>"):
-            return StepResult(outcome=Outcome.ANSWERED)
+            abstains = is_abstention(episode.response + text)
+            return StepResult(outcome=Outcome.ABSTAINED if abstains else Outcome.ANSWERED)
         if not text.endswith("</search>"):
             return StepResult(outcome=Outcome.MALFORMED)
-        query = protocol.last_query(text)
+        query = last_query(text)
         if query is None:
             return StepResult()
         if _num_searches(episode) >= self._max_searches:
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
         if not query:
-            return StepResult(observation=protocol.render_observation(NO_INFORMATION))
+            return StepResult(observation=self._protocol.render_observation(NO_INFORMATION))
         return StepResult(tool_call=query)
 
     def _search(self, queries: list[str]) -> list[StepResult]:
@@ -102,7 +104,7 @@ class SearchEnv(Env):
         start = time.perf_counter()
         found = self._ask(queries)
         latency_s = time.perf_counter() - start
-        return [_search_result(q, f, latency_s) for q, f in zip(queries, found, strict=True)]
+        return [self._found(q, f, latency_s) for q, f in zip(queries, found, strict=True)]
 
     def _ask(self, queries: list[str]) -> list[str] | list[str | SearchError]:
         """What the engine says to each query, or how it failed for that query."""
@@ -123,48 +125,42 @@ class SearchEnv(Env):
         except SearchError as error:
             return error
 
+    def _found(self, query: str, found: str | SearchError, latency_s: float) -> StepResult:
+        if isinstance(found, SearchError):
+            return StepResult(
+                outcome=Outcome.ENVIRONMENT_ERROR,
+                tool_call=query,
+                latency_s=latency_s,
+                error=str(found) or type(found).__name__,
+            )
+        observation = self._protocol.render_observation(found)
+        return StepResult(observation=observation, tool_call=query, latency_s=latency_s)
+
     def score(self, group: Sequence[Episode]) -> list[Reward]:
         """Format of the whole response and correctness of its final answer."""
         return [self._score_one(episode) for episode in group]
 
     def _score_one(self, episode: Episode) -> Reward:
-        task, response = episode.task, episode.response
+        task, response, protocol = episode.task, episode.response, self._protocol
         if not task.answers:
             raise ValueError(f"task {task.id!r} has no accepted answer; set its `answers`.")
         answer = protocol.final_answer(response)
         parts = {
-            "format": format_reward(response),
-            "answer": max(answer_reward(answer, truth) for truth in task.answers),
+            "format": protocol.format_reward(response),
+            protocol.correctness_name: protocol.correctness(response, task.answers),
             "exact_match": exact_match(answer, task.answers),
             "f1": f1(answer, task.answers),
         }
-        total = sum(weight * parts[name] for name, weight in self._reward_weights.items())
-        return Reward(total=total, parts=parts, final_answer=answer)
+        return Reward(
+            total=weighted_total(self._reward_weights, parts),
+            parts=parts,
+            final_answer=answer,
+            is_correct=parts[self._correct_by] > 0,
+            is_abstention=is_abstention(response),
+            is_well_formed=parts["format"] >= 0,
+        )
 
 
 def _num_searches(episode: Episode) -> int:
     """Searching turns so far; blank queries call no tool, but are answered like the others."""
     return sum(turn.observation is not None for turn in episode.turns)
-
-
-def _search_result(query: str, found: str | SearchError, latency_s: float) -> StepResult:
-    if isinstance(found, SearchError):
-        return StepResult(
-            outcome=Outcome.ENVIRONMENT_ERROR,
-            tool_call=query,
-            latency_s=latency_s,
-            error=str(found) or type(found).__name__,
-        )
-    observation = protocol.render_observation(found)
-    return StepResult(observation=observation, tool_call=query, latency_s=latency_s)
-
-
-def _check_weights(reward_weights: Mapping[str, float]) -> None:
-    known = f"Known parts are {', '.join(REWARD_PARTS)}."
-    for name in reward_weights:
-        if name not in REWARD_PARTS:
-            close = difflib.get_close_matches(name, REWARD_PARTS, n=1)
-            hint = f"; did you mean {close[0]!r}? " if close else ". "
-            raise ValueError(f"there is no reward part {name!r}{hint}{known}")
-    if not any(reward_weights.values()):
-        raise ValueError(f"reward_weights {dict(reward_weights)} would pay nothing. {known}")

@@ -3,7 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
+
+from jaxrl.objectives.segments import segment_sums
 
 Array = jax.Array | np.ndarray
 
@@ -72,6 +74,118 @@ def clip_metrics(
     }
 
 
+def gspo_policy_loss(
+    logprobs: Float[Array, "R T"],
+    old_logprobs: Float[Array, "R T"],
+    advantages: Float[Array, "R T"],
+    loss_mask: Bool[Array, "R T"],
+    segment_ids: Int[Array, "R T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Float[jax.Array, "R T"]:
+    """Clipped surrogate of whole trajectories, at each of their tokens; zero outside `loss_mask`.
+
+    GSPO (https://arxiv.org/abs/2507.18071) compares trajectories by the geometric mean of their
+    tokens' ratios, `s = exp(mean(logprobs - old_logprobs))`. This is its token form, section 4.3:
+    `stop_gradient(s) * exp(logprobs - stop_gradient(logprobs))`, which at every token has the
+    value `s`. Added up as `seq-mean-token-mean` it is the trajectories' mean loss and has its
+    gradient, where advantages are constant over a trajectory. The mean log-ratio is kept within
+    20 nats.
+
+    Args:
+        logprobs: nats, under the parameters being trained.
+        old_logprobs: nats, under the parameters before the update.
+        advantages: one a token, so that turns may be weighed by themselves.
+        loss_mask: True where the policy sampled the token.
+        segment_ids: which trajectory a token belongs to; contiguous, 0 on padding.
+        clip_low: the ratio's floor is `1 - clip_low`; the paper has 3e-4.
+        clip_high: the ratio's ceiling is `1 + clip_high`; the paper has 4e-4.
+    """
+    log_ratio = _log_trajectory_ratio(logprobs, old_logprobs, loss_mask, segment_ids)
+    plain, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
+    return jnp.where(loss_mask, jnp.maximum(plain, clipped), 0.0)
+
+
+def gspo_metrics(
+    logprobs: Float[Array, "R T"],
+    old_logprobs: Float[Array, "R T"],
+    advantages: Float[Array, "R T"],
+    loss_mask: Bool[Array, "R T"],
+    segment_ids: Int[Array, "R T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> dict[str, Float[jax.Array, "R T"]]:
+    """What `gspo_policy_loss` of the same arguments did to each token; zero outside the mask.
+
+    Returns:
+        pg_clipfrac: 1 where the trajectory's clipped ratio set the surrogate.
+        ppo_kl: `old_logprobs - logprobs` in nats, within 20; estimates KL(old || current).
+    """
+    log_ratio = _log_trajectory_ratio(logprobs, old_logprobs, loss_mask, segment_ids)
+    plain, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
+    return {
+        "pg_clipfrac": jnp.where(loss_mask & (clipped > plain), 1.0, 0.0),
+        "ppo_kl": -_log_ratio(logprobs, old_logprobs, loss_mask),
+    }
+
+
+def cispo_policy_loss(
+    logprobs: Float[Array, "R T"],
+    old_logprobs: Float[Array, "R T"],
+    advantages: Float[Array, "R T"],
+    loss_mask: Bool[Array, "R T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> Float[jax.Array, "R T"]:
+    """Per-token REINFORCE loss under a clipped importance weight; zero outside `loss_mask`.
+
+    CISPO (https://arxiv.org/abs/2506.13585):
+    `-stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * advantage * logprob`. A ratio out
+    of range bounds the token's gradient, where `clipped_policy_loss` would drop it. The loss's
+    value says little: it is not zero where the policies coincide.
+
+    Args:
+        logprobs: nats, under the parameters being trained.
+        old_logprobs: nats, under the parameters before the update.
+        advantages: constant over a trajectory for group-relative estimators.
+        loss_mask: True where the policy sampled the token.
+        clip_low: the weight's floor is `1 - clip_low`; 1 for none, as in the paper.
+        clip_high: the weight's ceiling is `1 + clip_high`.
+    """
+    ratio = jnp.exp(_log_ratio(logprobs, old_logprobs, loss_mask))
+    weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
+    # Masked here too, or an advantage without a finite value would reach the gradient.
+    loss = -weight * advantages * jnp.where(loss_mask, logprobs, 0.0)
+    return jnp.where(loss_mask, loss, 0.0)
+
+
+def cispo_metrics(
+    logprobs: Float[Array, "R T"],
+    old_logprobs: Float[Array, "R T"],
+    advantages: Float[Array, "R T"],
+    loss_mask: Bool[Array, "R T"],
+    *,
+    clip_low: float,
+    clip_high: float,
+) -> dict[str, Float[jax.Array, "R T"]]:
+    """What `cispo_policy_loss` of the same arguments did to each token; zero outside the mask.
+
+    Returns:
+        pg_clipfrac: 1 where the ratio lay outside the range, whatever the advantage.
+        ppo_kl: `old_logprobs - logprobs` in nats, within 20; estimates KL(old || current).
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs, loss_mask)
+    ratio = jnp.exp(log_ratio)
+    is_clipped = (ratio < 1.0 - clip_low) | (ratio > 1.0 + clip_high)
+    return {
+        "pg_clipfrac": jnp.where(loss_mask & is_clipped, 1.0, 0.0),
+        "ppo_kl": -log_ratio,
+    }
+
+
 def negative_log_likelihood(
     logprobs: Float[Array, "R T"], loss_mask: Bool[Array, "R T"]
 ) -> Float[jax.Array, "R T"]:
@@ -86,6 +200,21 @@ def _log_ratio(
 ) -> Float[jax.Array, "R T"]:
     # Mask before exp: an overflow at a masked token would turn its zero gradient into NaN.
     return jnp.clip(jnp.where(loss_mask, logprobs - old_logprobs, 0.0), -20.0, 20.0)
+
+
+def _log_trajectory_ratio(
+    logprobs: Float[Array, "R T"],
+    old_logprobs: Float[Array, "R T"],
+    loss_mask: Bool[Array, "R T"],
+    segment_ids: Int[Array, "R T"],
+) -> Float[jax.Array, "R T"]:
+    """Mean log-ratio of each token's trajectory; as a function of `logprobs`, the token's own."""
+    own = jnp.where(loss_mask, logprobs, 0.0)
+    log_ratios = jax.lax.stop_gradient(own - jnp.where(loss_mask, old_logprobs, 0.0))
+    counts = segment_sums(loss_mask.astype(jnp.float32), segment_ids)
+    mean = segment_sums(log_ratios, segment_ids) / jnp.maximum(counts, 1.0)
+    # Clipped last, so that as with single tokens a ratio beyond 20 nats has no gradient.
+    return jnp.clip(mean + (own - jax.lax.stop_gradient(own)), -20.0, 20.0)
 
 
 def _surrogates(

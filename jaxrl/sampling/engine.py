@@ -207,6 +207,7 @@ class Engine:
         prompts_per_prefill: int,
         dtype: Any = jnp.float32,
         train_mesh: Mesh | None = None,
+        nucleus: bool = False,
     ):
         """Declares the programs; allocates nothing but the stop tables.
 
@@ -276,6 +277,7 @@ class Engine:
         self._prompts = _Prompts()
         self._next_request = 0
         self.temperature = 1.0
+        self.top_p = 1.0
         self.counts = Counts()
 
     def _compile(self, config: QwenConfig, dtype: Any) -> None:

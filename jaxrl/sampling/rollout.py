@@ -89,6 +89,7 @@ class _Sample:
     episode: Episode
     group_id: int
     sample_index: int
+    attempt: int
     token_ids: list[int]
     prompt_length: int
     loss_mask: list[bool] = field(default_factory=list)
@@ -261,7 +262,7 @@ class Rollout:
             seeds.step,
             np.repeat([draw.position for draw in draws], group_size),
             np.tile(np.arange(group_size), len(draws)),
-            np.zeros(len(draws) * group_size, np.int32),
+            np.repeat([draw.attempt for draw in draws], group_size),
         )
         requests, samples = [], []
         for index, key in enumerate(keys):
@@ -273,6 +274,7 @@ class Rollout:
                 episode=Episode(task=tasks[group_id]),
                 group_id=group_id,
                 sample_index=index % group_size,
+                attempt=draws[group_id].attempt,
                 token_ids=list(prompt),
                 prompt_length=len(prompt),
             )
@@ -382,6 +384,9 @@ def _trajectory(sample: _Sample, reward: Reward | None, policy_version: int) -> 
             "reward": reward.total,
             "reward_parts": dict(reward.parts),
             "final_answer": reward.final_answer,
+            "is_correct": reward.is_correct,
+            "is_abstention": reward.is_abstention,
+            "is_well_formed": reward.is_well_formed,
         }
     return Trajectory(
         token_ids=np.array(sample.token_ids, np.int32),
@@ -392,6 +397,7 @@ def _trajectory(sample: _Sample, reward: Reward | None, policy_version: int) -> 
         prompt_length=sample.prompt_length,
         group_id=sample.group_id,
         sample_index=sample.sample_index,
+        attempt=sample.attempt,
         task=sample.episode.task,
         turns=tuple(sample.episode.turns),
         outcome=sample.episode.outcome or Outcome.OUT_OF_BUDGET,

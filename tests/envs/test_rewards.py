@@ -4,7 +4,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.envs.rewards import answer_reward, exact_match, f1, format_reward, normalize_answer
+from jaxrl.envs.rewards import (
+    answer_reward,
+    bapo_correctness,
+    bapo_format,
+    boxed_answer,
+    check_weights,
+    exact_match,
+    f1,
+    format_reward,
+    is_abstention,
+    math_correctness,
+    normalize_answer,
+    weighted_total,
+)
 
 SEARCH = "<search>q</search>\n\n<information>i</information>\n\n"
 ANSWER = "<answer>A</answer>"
@@ -176,3 +189,154 @@ def test_f1_reads_neither_order_nor_articles_nor_punctuation(words, truth, rando
 @given(PHRASES, st.lists(PHRASES, min_size=1))
 def test_the_best_truth_counts(answer, truths):
     assert f1(answer, truths) == max(f1(answer, truth) for truth in truths)
+
+
+# Abstention
+
+
+@pytest.mark.parametrize(
+    ("response", "abstains"),
+    [
+        (r"<answer>\boxed{I DON'T KNOW}</answer>", True),
+        ("<answer>Sorry, I don’t know.</answer>", True),
+        ("<answer>i do not know</answer> tail", True),
+        ("<answer>I know</answer>", False),
+        ("<answer>I dont know</answer>", False),
+        ("<think>I don't know</think><answer>Paris</answer>", False),
+        ("<answer>I don't know", False),
+        ("I don't know</answer>", False),
+        ("<answer>Paris</answer><answer>I don't know</answer>", False),  # the first one counts
+        ("", False),
+    ],
+)
+def test_is_abstention(response, abstains):
+    assert is_abstention(response) == abstains
+
+
+# BAPO
+
+THINK = "<think>?</think>"
+BOX = r"<answer>It is \boxed{Paris}.</answer>"
+RESULT = " <result>\ntext\n</result>"
+ASK = f"<search>q</search>{RESULT}"
+COMPUTE = f"<python>print(1)</python>{RESULT}"
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        THINK + BOX,
+        THINK + ASK + THINK + COMPUTE + ASK + BOX,
+        f"{THINK}{BOX} tail",
+        f"{THINK}{RESULT}{BOX}",  # a result that nobody asked for
+        f"{ASK}{BOX}{THINK}",
+        f"{THINK}<search>a <search>b</search>{RESULT}{BOX}",
+        "</think><think>" + BOX,
+        THINK + r"<answer>} \boxed{A</answer>",  # only looked for, not read
+    ],
+)
+def test_good_bapo_format(response):
+    assert bapo_format(response)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "",
+        BOX,  # no thought
+        f"<think>{THINK}{BOX}",
+        f"{THINK}</think>{BOX}",
+        THINK,
+        THINK + BOX + BOX,
+        THINK + BOX + "</answer>",
+        THINK + r"</answer>\boxed{A}<answer>",
+        THINK + "<answer>Paris</answer>",
+        THINK + r"\boxed{Paris}<answer></answer>",
+        THINK + r"<answer>\boxed{A</answer>",
+        f"{THINK}<search>q</search>{BOX}",
+        f"{THINK}<search>q{RESULT}{BOX}",
+        f"{THINK}{RESULT}<search>q</search>{BOX}",
+        f"{THINK}<search>q</search><result>text{BOX}",
+        f"{THINK}<search>q<result></search></result>{BOX}",
+        f"{THINK}<python>1</python>{BOX}",
+        f"{THINK}{ASK}<python>1</python>{BOX}",
+        f"{THINK}{ASK}<search>q</search>{BOX}",
+    ],
+)
+def test_bad_bapo_format(response):
+    assert not bapo_format(response)
+
+
+@pytest.mark.parametrize(
+    ("content", "answer"),
+    [
+        (r"\boxed{Paris}", "Paris"),
+        (r"\boxed{A} and \boxed{ B }", "B"),
+        (r"\boxed{A} and \boxed{B", "A"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{x \boxed{y}}", "y"),
+        (r"} {\boxed{A}", "A"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{}", ""),
+        ("Paris", None),
+        (r"\boxed{A", None),
+    ],
+)
+def test_boxed_answer(content, answer):
+    assert boxed_answer(f"<answer>{content}</answer>") == answer
+    assert boxed_answer(content) is None
+
+
+@pytest.mark.parametrize(
+    ("response", "score", "recall"),
+    [
+        (THINK + BOX, 1.0, 1.0),
+        (THINK + BOX.replace("Paris", "Paris, France"), 2 / 3, 2 / 3),
+        (THINK + BOX.replace("Paris", "Rome"), 0.0, 0.1),
+        (THINK + BOX.replace("Paris", "I DON'T KNOW"), 0.0, 0.1),
+        (THINK + BOX.replace("Paris", ""), 0.0, 0.1),
+        (BOX, -1.0, 0.0),
+        (THINK + r"<answer>} \boxed{Paris</answer>", -1.0, 0.0),
+    ],
+)
+def test_bapo_correctness(response, score, recall):
+    answers = ("Paris", "City of Light")
+    assert bapo_correctness(response, answers) == pytest.approx(score)
+    assert bapo_correctness(response, answers, bad_format=0.0, wrong=0.1) == pytest.approx(recall)
+
+
+# Mathematics
+
+
+@pytest.mark.parametrize(
+    ("response", "score"),
+    [
+        ("Let x be 2.\nAnswer: 34", 1.0),
+        ("Answer: 33\nNo.\nAnswer: $34$.", 1.0),
+        ("Answer: 34\nNo.\nAnswer: 33", -1.0),
+        ("answer : 34 \n", 1.0),
+        ("**Answer:** 34", 1.0),
+        ("**Answer**: **34**", 1.0),
+        ("The final answer:\n34", 1.0),
+        ("Answer: \\boxed{34.0}", 1.0),
+        ("34", -1.0),
+        ("Answer:", -1.0),
+        ("Answer: 34 or 35", -1.0),
+        ("", -1.0),
+    ],
+)
+def test_math_correctness(response, score):
+    assert math_correctness(response, "34") == score
+    assert math_correctness(response, ("7", "34")) == score
+    assert math_correctness(response, ()) == -1.0
+
+
+# Weights
+
+
+def test_a_part_that_is_not_measured_may_weigh_nothing():
+    weights = {"format": 0.5, "answer": 0.0}
+    check_weights(weights, ("format", "bapo"))
+    assert weighted_total(weights, {"format": -1.0, "bapo": 3.0}) == -0.5
+    with pytest.raises(ValueError, match=r"no reward part 'answer'. Known parts are format, bapo"):
+        check_weights({"answer": 1.0}, ("format", "bapo"))

@@ -3,6 +3,7 @@ import time
 import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Task, Turn
+from jaxrl.envs.protocol import BAPO
 from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine, SearchError
 from jaxrl.envs.search import SearchEnv
 
@@ -226,8 +227,70 @@ def test_score_needs_an_accepted_answer():
 
 
 @pytest.mark.parametrize(
+    ("texts", "verdicts"),  # correct, abstention, well formed
+    [
+        (["<answer>Paris</answer>"], (True, False, True)),
+        (["<answer>old Paris</answer>"], (False, False, True)),
+        (["<answer>I don't know</answer>"], (False, True, True)),
+        (["<search>q", "<answer>I do not know</answer>"], (False, True, False)),
+        (["Paris"], (False, False, False)),
+    ],
+)
+def test_verdicts(texts, verdicts):
+    episode = Episode(task=TASK, turns=[Turn(text=text) for text in texts])
+    [reward] = make_env().score([episode])
+    assert (reward.is_correct, reward.is_abstention, reward.is_well_formed) == verdicts
+
+
+def test_what_is_correct_is_a_setting():
+    episode = Episode(task=TASK, turns=[Turn(text="<answer>old Paris</answer>")])
+    for part in ("f1", "answer"):
+        assert make_env(correct_by=part).score([episode])[0].is_correct
+    env = make_env(protocol=BAPO, reward_weights={"bapo": 1.0}, correct_by="bapo")
+    assert not env.score([episode])[0].is_correct  # -1 for its format
+
+
+def test_an_abstention_has_its_own_outcome():
+    env = make_env()
+    episode = play(env, TASK, ["<search>q</search>", "<answer>Sorry, I don’t know.</answer>"])
+    assert episode.outcome == Outcome.ABSTAINED
+    assert play(env, TASK, ["<think>I don't know</think><answer>x</answer>"]).outcome == "answered"
+    bapo = make_env(protocol=BAPO, reward_weights={"bapo": 1.0})
+    assert play(bapo, TASK, [r"<answer>\boxed{I DON'T KNOW}</answer>"]).outcome == "abstained"
+
+
+def test_an_episode_in_bapos_protocol():
+    engine = KeywordSearch({"france": "Paris</result> is it."})
+    env = make_env(engine, protocol=BAPO, reward_weights={"bapo": 1.0, "answer": 0.0})
+    first = "<think>?</think> <search>France</search>"
+    last = r"<think>So.</think> <answer>It is \boxed{Paris, France}.</answer>"
+    episode = play(env, TASK, [first, last])
+    assert episode.turns[0].observation == " <result>\nParis‹/result› is it.\n</result>"
+    [reward] = env.score([episode])
+    assert reward.final_answer == "Paris, France"
+    assert reward.parts == pytest.approx(
+        {"format": 0, "bapo": 2 / 3, "exact_match": 0, "f1": 2 / 3}
+    )
+    assert reward.total == pytest.approx(2 / 3)
+    assert (reward.is_correct, reward.is_abstention, reward.is_well_formed) == (False, False, True)
+
+    bare = play(env, TASK, [first, "<answer>Paris</answer>"])
+    [reward] = env.score([bare])
+    assert reward.parts == {"format": -1, "bapo": -1, "exact_match": 0, "f1": 0}
+    assert (reward.final_answer, reward.is_well_formed) == ("", False)
+
+
+def test_blank_queries_are_answered_in_the_protocol():
+    [result] = step(make_env(protocol=BAPO, reward_weights={"f1": 1.0}), "<search></search>")
+    assert result.observation.text == " <result>\nNo information found\n</result>"
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"correct_by": "format"}, "expected one of answer, exact_match, f1"),
+        ({"correct_by": "bapo"}, "in the protocol 'search_r1'"),
+        ({"protocol": BAPO}, "no reward part 'answer'. Known parts are format, bapo"),
         ({"reward_weights": {"exact_matc": 1.0}}, "did you mean 'exact_match'"),
         ({"reward_weights": {"zzz": 1.0}}, "Known parts are format, answer, exact_match"),
         ({"reward_weights": {}}, "would pay nothing"),

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.objectives.advantages import grpo
+from jaxrl.objectives.advantages import grpo, reinforce_plus_plus, rloo
 
 POPULATION = {"normalize_std": True, "ddof": 0, "epsilon": 1e-8}
 SAMPLE = {"normalize_std": True, "ddof": 1, "epsilon": 1e-6}
@@ -52,6 +52,50 @@ def test_a_reward_that_is_no_number_stays_in_its_group():
     np.testing.assert_allclose(got[2:], [1, -1, 0], atol=1e-6)
 
 
+rloo_jit = jax.jit(rloo)
+plain_jit = jax.jit(functools.partial(reinforce_plus_plus, baseline=False))
+baseline_jit = jax.jit(functools.partial(reinforce_plus_plus, baseline=True))
+
+
+def test_rloo_by_hand():
+    # 2.5 against the mean of .5, -1, -1 is 3; group 5 is alone, group 2 all right, -3 no group.
+    rewards = np.array([2.5, 1, 0.5, 2.99, -1, 7, -1, 2.99], np.float32)
+    ids = np.array([0, 5, 0, 2, 0, -3, 0, 2])
+    expected = [3, 0, 0.333333, 0, -1.666667, 0, -1.666667, 0]
+    np.testing.assert_allclose(rloo_jit(rewards, ids), expected, atol=1e-6)
+
+
+def test_reinforce_plus_plus_by_hand():
+    rewards = np.array([2.5, 0.5, -1, -1], np.float32)
+    counts = np.array([2, 3, 1, 4])
+    # Ten tokens: mean .15, variance 18.025 / 9.
+    got = plain_jit(rewards, np.zeros(4, int), counts)
+    np.testing.assert_allclose(got, [1.660548, 0.247316, -0.812609, -0.812609], atol=1e-6)
+    # Less their group's means: 1, -1, 0, 0.
+    got = baseline_jit(rewards, np.array([0, 0, 1, 1]), counts)
+    np.testing.assert_allclose(got, [1.490788, -1.219736, 0.135526, 0.135526], atol=1e-6)
+
+
+@pytest.mark.parametrize("run", [plain_jit, baseline_jit])
+@pytest.mark.parametrize(
+    ("ids", "counts"),
+    [([3] * 16, [7] * 16), ([3] * 16, [0] * 16), ([-1] * 16, [7] * 16), ([3], [1])],
+)
+def test_reinforce_plus_plus_without_variance_is_exactly_zero(ids, counts, run):
+    rewards = np.full(len(ids), 2.99, np.float32)
+    got = run(rewards, np.array(ids), np.array(counts))
+    np.testing.assert_array_equal(got, np.zeros(len(ids)))
+
+
+def test_without_group_and_without_tokens_counts_for_nothing():
+    rewards = np.array([1, np.nan, 0, 50], np.float32)
+    ids, counts = np.array([0, -1, 0, 0]), np.array([1, 9, 3, 0])
+    got = plain_jit(rewards, ids, counts)
+    # Four tokens of mean 1/4: variance (9/16 + 3/16) / 3 = 1/4.
+    np.testing.assert_allclose(got[:3], [1.5, 0, -0.5], atol=1e-6)
+    np.testing.assert_array_equal(np.asarray(rloo_jit(rewards, ids))[1], 0)
+
+
 def slow_grpo(rewards, ids, *, normalize_std, ddof, epsilon):
     out = np.zeros(len(rewards))
     for i, id in enumerate(ids):
@@ -61,6 +105,31 @@ def slow_grpo(rewards, ids, *, normalize_std, ddof, epsilon):
             if normalize_std:
                 out[i] /= group.std(ddof=ddof) + epsilon
     return out
+
+
+def slow_rloo(rewards, ids):
+    out = np.zeros(len(rewards))
+    for i, id in enumerate(ids):
+        others = [float(rewards[j]) for j in range(len(ids)) if ids[j] == id and j != i]
+        if id >= 0 and others:
+            out[i] = rewards[i] - sum(others) / len(others)
+    return out
+
+
+def slow_reinforce_plus_plus(rewards, ids, counts, *, baseline):
+    x = [float(reward) for reward in rewards]
+    if baseline:
+        x = [
+            x[i] - np.mean([x[j] for j in range(len(ids)) if ids[j] == ids[i]]) for i in range(SIZE)
+        ]
+    tokens = [x[i] for i in range(SIZE) if ids[i] >= 0 for _ in range(counts[i])]
+    if len(tokens) < 2 or max(tokens) - min(tokens) < 1e-12:
+        return np.zeros(SIZE)
+    mean = sum(tokens) / len(tokens)
+    var = sum((token - mean) ** 2 for token in tokens) / (len(tokens) - 1)
+    return np.array(
+        [(x[i] - mean) / (var + 1e-8) ** 0.5 if ids[i] >= 0 else 0 for i in range(SIZE)]
+    )
 
 
 SIZE = 12  # one shape, so that jit compiles once
@@ -97,3 +166,49 @@ def test_a_shift_of_all_rewards_changes_nothing(batch, shift):
     before, after = run(rewards, ids), run(rewards + np.float32(shift), ids)
     np.testing.assert_allclose(after, before, atol=1e-4)  # the shifted rewards are rounded
     np.testing.assert_array_equal(np.asarray(after)[before == 0] == 0, True)
+
+
+RUNS = [lambda rewards, ids, counts: rloo_jit(rewards, ids), plain_jit, baseline_jit]
+counts = st.lists(st.integers(0, 5), min_size=SIZE, max_size=SIZE).map(np.array)
+
+
+@settings(max_examples=50, deadline=None)
+@given(batch=batches, counts=counts)
+def test_rloo_and_reinforce_plus_plus_agree_with_slow_loops(batch, counts):
+    np.testing.assert_allclose(rloo_jit(*batch), slow_rloo(*batch), atol=2e-6)
+    for run, baseline in [(plain_jit, False), (baseline_jit, True)]:
+        expected = slow_reinforce_plus_plus(*batch, counts, baseline=baseline)
+        np.testing.assert_allclose(run(*batch, counts), expected, rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(batch=batches, counts=counts, order=st.permutations(range(SIZE)))
+def test_order_and_names_of_groups_change_nothing(batch, counts, order):
+    rewards, ids = batch
+    order = np.array(order)
+    renamed = np.where(ids >= 0, (ids.astype(np.int64) * 7 + 5) % 1009, -9).astype(np.int32)
+    for run in RUNS:
+        before = np.asarray(run(rewards, ids, counts))
+        got = run(rewards[order], renamed[order], counts[order])
+        np.testing.assert_allclose(got, before[order], atol=1e-5)
+
+
+@settings(max_examples=30, deadline=None)
+@given(batch=batches, counts=counts, shift=st.floats(-100, 100, width=32))
+def test_a_shift_of_one_group_changes_no_comparison_within_groups(batch, counts, shift):
+    rewards, ids = batch
+    shifted = rewards + np.where(ids == 3, np.float32(shift), np.float32(0))
+    for run in (RUNS[0], RUNS[2]):
+        before, after = run(rewards, ids, counts), run(shifted, ids, counts)
+        np.testing.assert_allclose(after, before, atol=2e-4)  # the shifted rewards are rounded
+
+
+@settings(max_examples=30, deadline=None)
+@given(batch=batches, counts=counts, other=st.sampled_from([np.nan, np.inf, -1e30, 5.0]))
+def test_what_is_in_no_group_changes_nothing(batch, counts, other):
+    rewards, ids = batch
+    changed = np.where(ids < 0, np.float32(other), rewards)
+    for run in RUNS:
+        before, after = run(rewards, ids, counts), run(changed, ids, np.where(ids < 0, 9, counts))
+        np.testing.assert_array_equal(after, before)
+        np.testing.assert_array_equal(np.asarray(after)[ids < 0], 0)

@@ -1,0 +1,77 @@
+"""DAPO (https://arxiv.org/abs/2503.14476): Qwen2.5-32B on its math set, eight 8-device hosts.
+
+python -m jaxrl.launch --config=configs/dapo.py --workdir=runs/dapo
+
+Bring the model as models/Qwen2.5-32B, DAPO-Math-17k as data/dapo_math/train.jsonl and AIME 2024 as
+data/dapo_math/aime24.jsonl; docs/data.md has the formats. Hyper-parameters are those of the
+published run, whose warm-up of 10 steps is its script's, not the paper's 20. The number of steps is
+ours. configs/dapo_small.py trains the same method on a laptop.
+"""
+
+from ml_collections import ConfigDict
+
+from jaxrl.config import default_config
+
+TEMPLATE = """\
+Work through the mathematical problem below step by step. End with a line of the form \
+"Answer: X", where X is the result and nothing else stands on that line.
+
+{question}"""
+
+
+def set_method(config: ConfigDict) -> None:
+    """Clip higher, dynamic sampling, token-level loss, overlong shaping; no KL term."""
+    config.rollout.temperature = 1.0
+    config.filter.name = "varied"
+    config.filter.metric = "acc"
+    config.filter.max_batches = 10
+    config.advantage.name = "grpo"
+    config.loss.clip_low = 0.2
+    config.loss.clip_high = 0.28
+    config.loss.dual_clip = 10.0
+    config.loss.aggregation = "token-mean"
+    config.loss.entropy_coef = 0.0
+    config.shaping.overlong_factor = 1.0
+    config.kl.coef = 0.0
+
+
+def get_config() -> ConfigDict:
+    config = default_config().lock()
+    set_method(config)
+    config.num_steps = 320
+    config.model.path = "models/Qwen2.5-32B"
+    config.model.dtype = "bfloat16"
+    config.mesh.data = 1
+    config.mesh.fsdp = 64
+    config.env.name = "math"
+    config.tasks.train.source = "data/dapo_math/train.jsonl"
+    config.tasks.eval.source = "data/dapo_math/aime24.jsonl"
+    config.prompt.template = TEMPLATE
+    config.reward.weights.exact_match = 0.0
+    config.reward.weights.math = 1.0  # 1 or -1
+    config.reward.correct = "math"
+
+    config.rollout.tasks_per_step = 512
+    config.filter.tasks_per_batch = 1536
+    config.rollout.group_size = 16
+    config.rollout.max_prompt_tokens = 2048
+    config.rollout.max_response_tokens = 20480
+    config.rollout.max_total_tokens = 22528
+    config.rollout.num_slots = 2048
+    config.shaping.overlong_buffer = 4096
+
+    config.optimizer.lr = 1e-6
+    config.optimizer.weight_decay = 0.1
+    config.optimizer.grad_clip = 1.0
+    config.optimizer.num_minibatches = 16
+    config.optimizer.warmup_steps = 160  # 10 rollouts
+    config.optimizer.micro_rows = 0
+
+    config.eval.every_steps = 5
+    config.eval.suites = ("sampled",)
+    config.eval.final_suites = ("sampled",)
+    config.eval.samples = 32
+    config.eval.top_p = 0.7
+    config.eval.best_metric = "val-core/all/exact_match/mean@32"
+    config.checkpoint.every_steps = 5
+    return config

@@ -1,0 +1,59 @@
+"""Pass@k training (https://arxiv.org/abs/2508.10751): Qwen2.5-7B-Instruct, one 8-device host.
+
+python -m jaxrl.launch --config=configs/passk.py --workdir=runs/passk
+
+Bring the model as models/Qwen2.5-7B-Instruct and the Enigmata puzzles as data/enigmata/train.jsonl
+and test.jsonl; docs/data.md has the formats. Hyper-parameters are the published ones; batch and
+context fit one host. To go on with plain GRPO, as the paper does, start a second run from
+runs/passk/export with --config.advantage.name=grpo. configs/passk_small.py trains the same method
+on a laptop.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.dapo import TEMPLATE
+from jaxrl.config import default_config
+
+
+def set_method(config: ConfigDict) -> None:
+    """Advantages of sets of k answers, in closed form."""
+    config.rollout.temperature = 1.0
+    config.advantage.name = "pass_at_k"
+    config.advantage.k = 4
+    config.loss.clip_low = 0.2
+    config.loss.clip_high = 0.28
+    config.loss.aggregation = "token-mean"
+    config.kl.coef = 0.0
+
+
+def get_config() -> ConfigDict:
+    config = default_config().lock()
+    set_method(config)
+    config.num_steps = 200
+    config.model.path = "models/Qwen2.5-7B-Instruct"
+    config.model.dtype = "bfloat16"
+    config.mesh.data = 1
+    config.mesh.fsdp = 8
+    config.env.name = "math"
+    config.tasks.train.source = "data/enigmata/train.jsonl"
+    config.tasks.eval.source = "data/enigmata/test.jsonl"
+    config.prompt.template = TEMPLATE
+
+    config.rollout.tasks_per_step = 128
+    config.rollout.group_size = 32
+    config.rollout.max_prompt_tokens = 4096
+    config.rollout.max_response_tokens = 8192
+    config.rollout.max_total_tokens = 12288
+    config.rollout.num_slots = 256
+
+    config.optimizer.lr = 1e-6
+    config.optimizer.warmup_steps = 10
+    config.optimizer.micro_rows = 0
+
+    config.eval.every_steps = 10
+    config.eval.suites = ("sampled",)
+    config.eval.final_suites = ("sampled", "greedy")
+    config.eval.samples = 8
+    config.eval.best_metric = "val-core/all/exact_match/mean@8"
+    config.checkpoint.every_steps = 10
+    return config

@@ -1,0 +1,70 @@
+"""Search-R1 (https://arxiv.org/abs/2503.09516): Qwen2.5-7B on NQ and HotpotQA, one 8-device host.
+
+python -m jaxrl.launch --config=configs/search_r1.py --workdir=runs/search_r1
+
+Bring the model as models/Qwen2.5-7B, the questions as data/nq_hotpotqa/train.jsonl and test.jsonl,
+and the 2018 dump of Wikipedia in passages of 100 words as data/wiki18/corpus.jsonl; docs/data.md
+has the formats. Hyper-parameters are the published ones. configs/search_r1_small.py trains the
+same method on a laptop.
+"""
+
+from ml_collections import ConfigDict
+
+from jaxrl.config import default_config
+
+TEMPLATE = """\
+Answer the question below. Think inside <think> and </think> whenever there is something new to \
+think about. Where you lack knowledge, ask the search engine with <search> your query </search>; \
+what it finds is given to you between <information> and </information>. Search as often as you \
+need. Once you know enough, give nothing but the answer inside <answer> and </answer>, as in \
+<answer> Beijing </answer>.
+Question: {question}"""
+
+
+def set_method(config: ConfigDict) -> None:
+    """GRPO with a KL term to the first policy, on observations that are masked out."""
+    config.reward.weights.exact_match = 1.0
+    config.rollout.temperature = 1.0
+    config.advantage.name = "grpo"
+    config.advantage.ddof = 0
+    config.advantage.epsilon = 1e-8
+    config.loss.clip_low = 0.2
+    config.loss.clip_high = 0.2
+    config.loss.entropy_coef = 0.001
+    config.loss.aggregation = "token-mean"
+    config.kl.coef = 0.001
+    config.kl.estimator = "k3"
+    config.kl.anchor = "ref"
+
+
+def get_config() -> ConfigDict:
+    config = default_config().lock()
+    set_method(config)
+    config.num_steps = 1005
+    config.model.path = "models/Qwen2.5-7B"
+    config.model.dtype = "bfloat16"
+    config.mesh.data = 1
+    config.mesh.fsdp = 8
+    config.tasks.train.source = "data/nq_hotpotqa/train.jsonl"
+    config.tasks.eval.source = "data/nq_hotpotqa/test.jsonl"
+    config.prompt.template = TEMPLATE
+    config.search.corpus = "data/wiki18/corpus.jsonl"
+    config.search.topk = 3
+    config.search.max_observation_tokens = 500
+
+    config.rollout.tasks_per_step = 512
+    config.rollout.group_size = 5
+    config.rollout.max_turns = 2
+    config.rollout.max_prompt_tokens = 2048
+    config.rollout.max_response_tokens = 3 * 500  # two turns that search and one that answers
+    config.rollout.max_total_tokens = 4096
+    config.rollout.num_slots = 256
+
+    config.optimizer.lr = 1e-6
+    config.optimizer.num_minibatches = 2
+    config.optimizer.warmup_steps = 573  # 0.285 of all optimizer steps
+    config.optimizer.micro_rows = 0
+
+    config.eval.every_steps = 100
+    config.checkpoint.every_steps = 100
+    return config

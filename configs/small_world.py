@@ -1,0 +1,45 @@
+"""What the small siblings of the methods share: the quickstart's kind of world, on a laptop CPU.
+
+A method's own settings come from the file of its paper; here are sizes, rates and paths.
+"""
+
+from ml_collections import ConfigDict
+
+from jaxrl.config import default_config
+
+
+def small_world(world: str) -> ConfigDict:
+    """A short warm start and a few steps on the world in that folder."""
+    config = default_config().lock()
+    config.stages = ("sft", "train", "evaluate")
+    config.num_steps = 20
+    config.model.path = f"{world}/model"
+    config.tasks.train.source = f"{world}/questions_train.jsonl"
+    config.tasks.eval.source = f"{world}/questions_eval.jsonl"
+    config.search.corpus = f"{world}/corpus.jsonl"
+    config.search.max_observation_tokens = 72
+
+    config.sft.source = f"{world}/demonstrations.jsonl"
+    config.sft.num_steps = 300
+    config.sft.batch_size = 32
+    config.sft.optimizer.lr = 5e-3
+    config.sft.optimizer.warmup_steps = 20
+    config.sft.optimizer.schedule = "cosine"
+    config.sft.optimizer.beta2 = 0.98
+    config.sft.optimizer.micro_rows = 4
+
+    config.rollout.tasks_per_step = 8
+    config.rollout.group_size = 8
+    config.rollout.max_prompt_tokens = 32
+    config.rollout.max_response_tokens = 64
+    config.rollout.max_total_tokens = 192
+    config.rollout.max_turns = 2
+    config.rollout.num_slots = 64
+    config.rollout.chunk_tokens = 8
+    config.rollout.observation_lag_chunks = 1
+
+    config.optimizer.lr = 1e-3
+    config.optimizer.beta2 = 0.98
+    config.optimizer.micro_rows = 4
+    config.checkpoint.every_steps = 100
+    return config

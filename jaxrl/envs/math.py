@@ -1,0 +1,75 @@
+"""The mathematics environment: one turn of reasoning, and an answer that is checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from jaxrl.envs.base import Env, Episode, Message, Outcome, Prompt, Reward, StepResult, Task
+from jaxrl.envs.math_answers import math_answer
+from jaxrl.envs.rewards import check_weights, math_correctness, says_unknown, weighted_total
+
+REWARD_PARTS = ("math", "exact_match")
+
+
+class MathEnv(Env):
+    """Questions answered in one turn, whose last `Answer:` line counts.
+
+    There are no tools and no stop strings: the model ends its turn by itself. Without an
+    `Answer:` line the episode is malformed.
+    """
+
+    stop_strings = ()
+
+    def __init__(
+        self,
+        *,
+        system: str,
+        template: str,
+        examples: Sequence[Message] = (),
+        reward_weights: Mapping[str, float],
+    ) -> None:
+        """Checks the settings.
+
+        Args:
+            system: the system message; "" for none.
+            template: the user message, with `{question}` where the question goes. It should ask
+                for a last line `Answer: ..`.
+            examples: messages between the two.
+            reward_weights: weight of each of `REWARD_PARTS` in the total; 0 where absent.
+        """
+        check_weights(reward_weights, REWARD_PARTS)
+        self._prompt = Prompt(system=system, template=template, examples=tuple(examples))
+        self._reward_weights = dict(reward_weights)
+
+    def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
+        """System message, examples and question; a task that brings messages keeps just those."""
+        return [self._prompt.messages(task) for task in tasks]
+
+    def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
+        """Ends every episode."""
+        return [StepResult(outcome=_outcome(math_answer(text))) for text in texts]
+
+    def score(self, group: Sequence[Episode]) -> list[Reward]:
+        """`math` is 1 for a right answer and -1 otherwise, `exact_match` 1 or 0."""
+        return [self._score_one(episode) for episode in group]
+
+    def _score_one(self, episode: Episode) -> Reward:
+        task, answer = episode.task, math_answer(episode.response)
+        if not task.answers:
+            raise ValueError(f"task {task.id!r} has no accepted answer; set its `answers`.")
+        correctness = math_correctness(episode.response, task.answers)
+        parts = {"math": correctness, "exact_match": float(correctness > 0)}
+        return Reward(
+            total=weighted_total(self._reward_weights, parts),
+            parts=parts,
+            final_answer=answer or "",
+            is_correct=correctness > 0,
+            is_abstention=_outcome(answer) == Outcome.ABSTAINED,
+            is_well_formed=_outcome(answer) != Outcome.MALFORMED,
+        )
+
+
+def _outcome(answer: str | None) -> Outcome:
+    if not answer:
+        return Outcome.MALFORMED
+    return Outcome.ABSTAINED if says_unknown(answer) else Outcome.ANSWERED

@@ -1,0 +1,147 @@
+"""Answers to mathematical questions: found in a response, and compared by what they mean."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+
+_BRACE = re.compile(r"\\[{}]|\\boxed\{|[{}]")  # escaped ones are only printed
+_ANSWER_LINE = re.compile(r"\banswer[*_]*\s*:[*_]*\s*([^\n]*)", re.IGNORECASE)
+_LATEX_NOISE = re.compile(
+    r"\\(?:left|right|displaystyle|degree|circ)(?![A-Za-z])|\\[()\[\]!,;: $]|[~$°*]"
+)
+_LATEX_TEXT = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:bf|rm)|mbox|operatorname)\s*\{([^{}]*)\}")
+_LATEX_DEGREE = re.compile(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+_LATEX_FRACTION = re.compile(r"\\[dtc]?frac\s*(?:\{([^{}]*)\}|(\d))\s*(?:\{([^{}]*)\}|(\d))")
+_ASSIGNMENT = re.compile(r"[A-Za-z]\w?\s*=\s*([^=]+)")
+_UNIT_POWER = re.compile(r"\^(?:\d|\{\d\})$")
+_UNITS = """
+    cm mm km kg cm² m² km² inch inches foot feet ft yard yards mile miles meter meters metre metres
+    centimeter centimeters kilometer kilometers square cubic sq unit units gram grams kilogram
+    kilograms pound pounds second seconds minute minutes hour hours day days week weeks month months
+    year years mph dollar dollars cent cents percent degree degrees point points way ways
+""".split()  # noqa: SIM905 - a list literal would fill a page
+_DECIMAL = r"(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)"
+_NUMBER = re.compile(
+    rf"([+-]?)\s*(?:({_DECIMAL})|(?:(\d+)\s+)?([+-]?{_DECIMAL})\s*/\s*({_DECIMAL})"
+    rf"|(\d+)?\s*\\frac\{{\s*([+-]?{_DECIMAL})\s*\}}\{{\s*({_DECIMAL})\s*\}})"
+)
+_MAX_MATH = 200  # characters; longer answers are text, so that nobody can nest brackets for long
+
+
+def last_boxed(text: str) -> str | None:
+    r"""What is in the last `\boxed{..}` whose braces are balanced, stripped; None without one."""
+    opened: list[tuple[int, bool]] = []  # where a brace's content begins, and whether it is boxed
+    found: tuple[int, int] | None = None
+    for brace in _BRACE.finditer(text):
+        if brace[0] in ("{", "\\boxed{"):
+            opened.append((brace.end(), brace[0] != "{"))
+        elif brace[0] == "}" and opened:
+            start, is_boxed = opened.pop()
+            if is_boxed and (found is None or start > found[0]):
+                found = start, brace.start()
+    return None if found is None else text[found[0] : found[1]].strip()
+
+
+def math_answer(response: str) -> str | None:
+    """What follows the last `Answer:` up to the end of its line; None without one.
+
+    Case and the asterisks of bold type do not matter, and the answer may stand on the next line.
+    """
+    lines = _ANSWER_LINE.findall(response)
+    return lines[-1].strip() if lines else None
+
+
+def same_math(answer: str, truth: str) -> bool:
+    r"""Whether two answers are the same number, or the same list of answers, or read alike.
+
+    Numbers are whole, decimal, fractions (`1/2`, `\frac{1}{2}`, `1\frac12`), with thousands commas
+    and leading zeros, and compared exactly. Around an answer, dollar signs, `\boxed`, a final
+    period, `x =`, degrees, percent signs and common units do not matter: `50\%` is 50. Other
+    answers are compared as text without blanks; `2x` is not `x2`, nor `\sqrt{4}` 2.
+    """
+    wanted = _canonical_math(truth)
+    return wanted != "" and _canonical_math(answer) == wanted
+
+
+def _canonical_math(text: str) -> Fraction | str | tuple:
+    """The same value for answers that are the same; "" for none."""
+    text = text.strip().rstrip(".")
+    boxed = last_boxed(text)
+    text = (text if boxed is None else boxed).replace("−", "-").replace("{,}", ",")
+    if len(text) > _MAX_MATH:
+        return "".join(text.split())
+    text = _LATEX_DEGREE.sub("", text)
+    text = _LATEX_NOISE.sub(" ", _LATEX_TEXT.sub(r" \1 ", text))
+    text = _LATEX_FRACTION.sub(
+        lambda m: f"\\frac{{{m[1] or m[2] or ''}}}{{{m[3] or m[4] or ''}}}", text
+    ).strip()
+    if assignment := _ASSIGNMENT.fullmatch(text):
+        text = assignment[1]
+    return _read_math(_without_units(text))
+
+
+def _without_units(text: str) -> str:
+    text = text.strip().rstrip(".").removesuffix("%").removesuffix("\\").strip()
+    words = re.sub(r"(?<=\d)(?=[A-Za-z]{2})", " ", text).split(" ")
+    while len(words) > 1 and _UNIT_POWER.sub("", words[-1].lower().rstrip(".")) in ("", *_UNITS):
+        words.pop()
+    return " ".join(words)
+
+
+def _read_math(text: str) -> Fraction | str | tuple:
+    text = text.strip()
+    number = _read_number(text)
+    if number is not None:
+        return number
+    opening, inner, closing = "", text, ""
+    if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _is_one_bracket(text):
+        opening, inner, closing = text[0], text[1:-1], text[-1]
+    items = _split_items(inner)
+    if len(items) == 1:
+        if opening == "(" and closing == ")":
+            return _read_math(inner)
+        compact = "".join(text.split())
+        return compact.casefold() if compact.isalpha() and len(compact) > 1 else compact
+    return (opening, *(_read_math(item) for item in items), closing)
+
+
+def _read_number(text: str) -> Fraction | None:
+    """The value of a number, which may be a fraction or a mixed number; None for other text."""
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        return None
+    sign, plain, whole, over, under, latex_whole, latex_over, latex_under = match.groups()
+    value = _fraction(plain or over or latex_over)
+    if not plain:
+        divisor = _fraction(under or latex_under)
+        if divisor == 0:
+            return None
+        value = _fraction(whole or latex_whole or "0") + value / divisor
+    return -value if sign == "-" else value
+
+
+def _fraction(digits: str) -> Fraction:
+    return Fraction(digits.replace(",", "").removesuffix("."))
+
+
+def _is_one_bracket(text: str) -> bool:
+    """Whether the first bracket of a text is closed by its last one."""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character in "([{") - (character in ")]}")
+        if depth == 0:
+            return i == len(text) - 1
+    return False
+
+
+def _split_items(text: str) -> list[str]:
+    """The pieces of a text between the commas that stand outside all brackets."""
+    items, depth = [""], 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        if character == "," and depth == 0:
+            items.append("")
+        else:
+            items[-1] += character
+    return items

@@ -1,0 +1,311 @@
+"""Which choices of a method go together: every combination that does not is refused, with why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ml_collections import ConfigDict
+
+PARTS = {
+    "search_r1": ("format", "answer", "exact_match", "f1"),
+    "bapo": ("format", "exact_match", "f1", "bapo"),
+    "math": ("exact_match", "math"),
+}
+"""Reward parts that there are, by protocol of the search environment, and in `math`."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One combination that is refused."""
+
+    key: str  # what to change
+    is_broken: Callable[[ConfigDict], bool]
+    expected: str  # instead, and why
+
+
+def reward_parts(config: ConfigDict) -> tuple[str, ...]:
+    """The reward parts of the configured environment."""
+    return PARTS["math" if config.env.name == "math" else config.env.protocol]
+
+
+def is_pass_at_k(config: ConfigDict) -> bool:
+    """True for the estimators that read nothing but which answers are correct."""
+    return config.advantage.name.startswith("pass_at_k")
+
+
+def needs_windows(config: ConfigDict) -> bool:
+    """True where windows of high entropy are looked for."""
+    return config.shaping.entropy_reward or config.kl.low_factor != 1 or config.kl.second_chance
+
+
+def needs_buckets(config: ConfigDict) -> bool:
+    """True where the difficulty of tasks matters."""
+    kl = config.kl
+    return config.shaping.entropy_reward or kl.controller == "budget" or kl.second_chance
+
+
+def is_measured(config: ConfigDict) -> bool:
+    """True where the divergence of every trajectory is measured before the update."""
+    return config.kl.coef != 0 and (config.kl.place == "reward" or config.kl.controller != "fixed")
+
+
+def has_kl_weights(config: ConfigDict) -> bool:
+    """True where tokens differ in the coefficient of their KL term, or it moves."""
+    kl = config.kl
+    is_plain = kl.controller == "fixed" and kl.low_factor == 1 and not kl.second_chance
+    return kl.coef != 0 and kl.place == "loss" and not is_plain
+
+
+def has_gate(config: ConfigDict) -> bool:
+    """True where training has an early and a late stage."""
+    return config.shaping.boundary_aware and config.shaping.stage_level
+
+
+def _shapes(config: ConfigDict) -> bool:
+    shaping = config.shaping
+    return bool(shaping.overlong_buffer or shaping.boundary_aware or shaping.entropy_reward)
+
+
+def _unknown_weights(config: ConfigDict) -> list[str]:
+    weights = config.reward.weights.to_dict()
+    return [name for name, value in weights.items() if value and name not in reward_parts(config)]
+
+
+def _tasks_per_batch(config: ConfigDict) -> int:
+    return config.filter.tasks_per_batch or config.rollout.tasks_per_step
+
+
+RULES = (
+    # The environment.
+    Rule(
+        "env.protocol",
+        lambda c: c.env.name == "math" and c.env.protocol != "search_r1",
+        "its default where env.name='math': there is no tool to call",
+    ),
+    Rule(
+        "reward.weights",
+        lambda c: bool(_unknown_weights(c)),
+        "weights of parts that the environment has (env.name and env.protocol): format, answer, "
+        "exact_match, f1 under search_r1; format, exact_match, f1, bapo under bapo; exact_match, "
+        "math in env.name='math'",
+    ),
+    Rule(
+        "reward.correct",
+        lambda c: c.reward.correct not in reward_parts(c),
+        "a part that the environment has: exact_match; f1 where it searches; bapo under "
+        "env.protocol='bapo'; math in env.name='math'",
+    ),
+    Rule(
+        "eval.suites",
+        lambda c: c.env.name == "math" and "empty_search" in c.eval.suites,
+        "suites without empty_search where env.name='math' searches nothing",
+    ),
+    Rule(
+        "eval.final_suites",
+        lambda c: c.env.name == "math" and "empty_search" in c.eval.final_suites,
+        "suites without empty_search where env.name='math' searches nothing",
+    ),
+    # Advantages.
+    Rule(
+        "rollout.group_size",
+        lambda c: (
+            "train" in c.stages
+            and c.rollout.group_size < 2
+            and (c.advantage.name != "reinforce_plus_plus" or c.advantage.baseline)
+        ),
+        "at least 2, since the estimator compares the trajectories of a group; only "
+        "advantage.name='reinforce_plus_plus' without baseline does not",
+    ),
+    Rule(
+        "advantage.k",
+        lambda c: is_pass_at_k(c) and c.advantage.k > c.rollout.group_size,
+        "at most rollout.group_size: k answers are drawn from those of a group",
+    ),
+    Rule(
+        "advantage.k",
+        lambda c: (
+            c.advantage.name == "pass_at_k_full_sampling"
+            and c.rollout.group_size < 2 * c.advantage.k
+        ),
+        "at most half of rollout.group_size: full sampling compares at least two sets of k",
+    ),
+    Rule(
+        "advantage.baseline",
+        lambda c: c.advantage.baseline and c.advantage.name != "reinforce_plus_plus",
+        "False, unless advantage.name='reinforce_plus_plus': the others have a baseline of their "
+        "own",
+    ),
+    Rule(
+        "shaping",
+        lambda c: is_pass_at_k(c) and _shapes(c),
+        "overlong_buffer=0, boundary_aware=False and entropy_reward=False with the pass_at_k "
+        "estimators: they read only which answers are correct, so no shaped reward would count",
+    ),
+    Rule(
+        "kl.place",
+        lambda c: is_pass_at_k(c) and c.kl.coef != 0 and c.kl.place == "reward",
+        "'loss' with the pass_at_k estimators: they read only which answers are correct, so "
+        "nothing in the reward would count",
+    ),
+    # Losses.
+    Rule(
+        "loss.aggregation",
+        lambda c: c.loss.name == "gspo" and c.loss.aggregation != "seq-mean-token-mean",
+        "'seq-mean-token-mean' with loss.name='gspo': its ratio is a trajectory's, not a token's",
+    ),
+    Rule(
+        "loss.dual_clip",
+        lambda c: c.loss.dual_clip != 0 and c.loss.name != "clip",
+        "0, unless loss.name='clip'; the other losses have no such bound",
+    ),
+    Rule(
+        "loss.correction.level",
+        lambda c: c.loss.correction.level != "none" and not c.loss.mask_observations,
+        "'none' where loss.mask_observations is False: nobody sampled what the search engine "
+        "wrote, so there is no sampler's log-probability to correct by",
+    ),
+    Rule(
+        "loss.correction.low",
+        lambda c: c.loss.correction.low >= c.loss.correction.high,
+        "less than loss.correction.high",
+    ),
+    # The KL term.
+    Rule(
+        "kl.coef",
+        lambda c: (
+            c.kl.coef == 0
+            and (
+                c.kl.place == "reward"
+                or c.kl.controller != "fixed"
+                or c.kl.low_factor != 1
+                or c.kl.second_chance
+            )
+        ),
+        "above 0 with kl.place='reward', a kl.controller, kl.low_factor or kl.second_chance: there "
+        "would be no term for them to change",
+    ),
+    Rule(
+        "kl.anchor",
+        lambda c: is_measured(c) and c.kl.anchor == "old",
+        "'ref' with kl.place='reward' or a kl.controller: before the update the policy is the old "
+        "one, and the divergence always 0",
+    ),
+    Rule(
+        "kl.estimator",
+        lambda c: c.kl.coef != 0 and c.kl.place == "reward" and c.kl.estimator != "k1",
+        "'k1' with kl.place='reward': its expected penalty has the gradient of the divergence",
+    ),
+    Rule(
+        "kl.place",
+        lambda c: (
+            c.kl.place == "reward"
+            and (c.kl.controller == "budget" or c.kl.low_factor != 1 or c.kl.second_chance)
+        ),
+        "'loss' with kl.controller='budget', kl.low_factor or kl.second_chance: they weigh the "
+        "term token by token or by trajectory",
+    ),
+    # Filters.
+    Rule(
+        "filter.name",
+        lambda c: c.filter.name == "none" and (c.filter.carry_over or c.filter.tasks_per_batch),
+        "'varied' or 'accuracy_range' with filter.carry_over or filter.tasks_per_batch; without a "
+        "filter there is no surplus",
+    ),
+    Rule(
+        "filter.metric",
+        lambda c: c.filter.metric != "acc" and c.filter.name != "varied",
+        "'acc', unless filter.name='varied'; accuracy_range is about accuracy",
+    ),
+    Rule(
+        "filter.low",
+        lambda c: c.filter.low >= c.filter.high,
+        "less than filter.high",
+    ),
+    Rule(
+        "filter.max_batches",
+        lambda c: (
+            c.filter.name != "none"
+            and 0 < c.filter.max_batches * _tasks_per_batch(c) < c.rollout.tasks_per_step
+        ),
+        "enough batches of filter.tasks_per_batch to fill rollout.tasks_per_step, or 0 for no "
+        "limit",
+    ),
+    Rule(
+        "filter.metric",
+        lambda c: (
+            c.shaping.boundary_aware
+            and c.filter.name == "varied"
+            and c.filter.metric in ("acc", "score")
+        ),
+        "'seq_reward' with shaping.boundary_aware: by any measure before shaping the filter drops "
+        "the groups whose abstentions it pays for",
+    ),
+    Rule(
+        "filter.name",
+        lambda c: c.shaping.boundary_aware and c.filter.name == "accuracy_range",
+        "'varied' or 'none' with shaping.boundary_aware: accuracy_range drops the groups without "
+        "a correct answer, whose abstentions it pays for",
+    ),
+    Rule(
+        "filter.resample_attempts",
+        lambda c: (
+            c.filter.resample_attempts != 0 and not c.filter.resample_early and not has_gate(c)
+        ),
+        "0, unless filter.resample_early, or shaping.boundary_aware with shaping.stage_level: "
+        "otherwise there is no late stage in which to try again",
+    ),
+    # Shaping.
+    Rule(
+        "shaping.overlong_buffer",
+        lambda c: (
+            c.shaping.overlong_buffer
+            > (c.shaping.overlong_max_tokens or c.rollout.max_response_tokens)
+        ),
+        "at most shaping.overlong_max_tokens, or rollout.max_response_tokens where that is 0",
+    ),
+    Rule(
+        "shaping.boundary_aware",
+        lambda c: c.shaping.boundary_aware and c.env.name == "math",
+        "False where env.name='math': nobody can abstain there",
+    ),
+    Rule(
+        "shaping.stage_level",
+        lambda c: c.shaping.boundary_aware and c.shaping.sample_level and not c.shaping.stage_level,
+        "True with shaping.sample_level, which works in the late stage only",
+    ),
+    Rule(
+        "eval.every_steps",
+        lambda c: has_gate(c) and not (c.eval.every_steps and "greedy" in c.eval.suites),
+        "above 0, and 'greedy' among eval.suites, with shaping.stage_level: evaluations end the "
+        "early stage",
+    ),
+    Rule(
+        "shaping.bootstrap_tasks",
+        lambda c: c.shaping.bootstrap_tasks != 0 and not (needs_windows(c) or needs_buckets(c)),
+        "0 without shaping.entropy_reward, kl.low_factor, kl.second_chance and "
+        "kl.controller='budget': nothing would be set up",
+    ),
+    Rule(
+        "shaping.trigger_words",
+        lambda c: bool(c.shaping.trigger_words) and not needs_windows(c),
+        "() without shaping.entropy_reward, kl.low_factor and kl.second_chance: no window is "
+        "looked for",
+    ),
+)
+
+
+def check_rules(config: ConfigDict) -> None:
+    """Refuses the first broken rule.
+
+    Raises:
+        ValueError: names the key, what it holds, what is expected, and why.
+    """
+    for rule in RULES:
+        if rule.is_broken(config):
+            value: Any = config
+            for name in rule.key.split("."):
+                value = value[name]
+            shown = value.to_dict() if isinstance(value, ConfigDict) else value
+            raise ValueError(f"config.{rule.key} is {shown!r}; expected {rule.expected}.")

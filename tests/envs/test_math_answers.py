@@ -1,0 +1,158 @@
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.envs.math_answers import last_boxed, math_answer, same_math
+
+SAME = [
+    # the same number
+    ("5", "5.0"),
+    ("5.", "5"),
+    (".5", "0.50"),
+    ("007", "7"),
+    ("+3", "3"),
+    ("−3", "-3"),
+    ("- 3", "-3"),
+    ("-0", "0"),
+    ("1,234,567", "1234567"),
+    ("1{,}000.5", "1000.5"),
+    ("1/2", "0.5"),
+    (r"\frac{1}{2}", "2/4"),
+    (r"\dfrac12", r"\tfrac{1}{2}"),
+    (r"-\frac{3}{4}", "-0.75"),
+    (r"\frac{-3}{4}", "-3/4"),
+    (r"1\frac12", "3/2"),
+    ("3 1/2", "3.5"),
+    # what stands around it
+    (" $5$ ", "5"),
+    (r"\(5\)", "5"),
+    (r"\boxed{5}.", "5"),
+    (r"The answer is \boxed{\frac{1}{2}}.", "1/2"),
+    ("**5**", "5"),
+    ("x = 5", "5"),
+    (r"50\%", "50"),
+    ("50 %", "50"),
+    (r"\$1,234.50", "1234.5"),
+    (r"90^\circ", "90"),
+    ("90°", "90"),
+    (r"90^{\circ}", "90"),
+    (r"5\text{ cm}", "5"),
+    ("5 cm^2", "5"),
+    ("5cm^{2}", "5"),
+    ("12 square feet.", "12"),
+    # lists and other answers
+    ("(1, 0.5)", r"\left(1,\frac{1}{2}\right)"),
+    ("1,2", "1, 2.0"),
+    ("[1, 2)", "[1,2)"),
+    ("(C)", "C"),
+    (r"\text{(C)}", "C"),
+    ("True", "true"),
+    (r"2 \sqrt{3}", r"2\sqrt{3}"),
+    (r"\text{Monday}", "Monday"),
+    (r"\{1, 2\}", r"\{1,2\}"),
+    ("1/0", "1/0"),
+]
+DIFFERENT = [
+    ("5", "6"),
+    ("", "5"),
+    ("", ""),
+    (".", "."),
+    ("1 2", "12"),
+    ("0.333", "1/3"),
+    ("1,00", "100"),
+    ("x", "X"),
+    ("2x", "x2"),
+    ("[1,2)", "(1,2)"),
+    ("(1,2)", "(2,1)"),
+    ("(1,2)", "(1,2,3)"),
+    ("5 or 6", "5"),
+    ("5x", "5"),
+    ("-5", "5"),
+    (r"\sqrt{4}", "2"),
+    ("1e3", "1000"),
+]
+
+
+@pytest.mark.parametrize(("answer", "truth"), SAME)
+def test_same(answer, truth):
+    assert same_math(answer, truth)
+    assert same_math(truth, answer)
+
+
+@pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
+def test_different(answer, truth):
+    assert not same_math(answer, truth)
+    assert not same_math(truth, answer)
+
+
+numbers = st.fractions(-5000, 5000, max_denominator=60)
+
+
+def spell(number, style):
+    sign, size = "-" if number < 0 else "", abs(number)
+    whole, rest = divmod(size.numerator, size.denominator)
+    return {
+        "slash": f"{number.numerator} / {number.denominator}",
+        "latex": rf"${sign}\dfrac{{{size.numerator}}}{{{size.denominator}}}$",
+        "mixed": rf"{sign}{whole}\frac{{{rest}}}{{{size.denominator}}}",
+        "boxed": rf"\boxed{{{number}}}",
+        "commas": f"{number.numerator:,}/{number.denominator:,}",
+        "zeros": f"{sign}00{size.numerator}/{size.denominator}.0",
+    }[style]
+
+
+styles = st.sampled_from(["slash", "latex", "mixed", "boxed", "commas", "zeros"])
+
+
+@settings(max_examples=200)
+@given(numbers, numbers, styles, styles)
+def test_numbers_are_compared_by_value(one, other, style, other_style):
+    assert same_math(spell(one, style), spell(one, other_style))
+    assert same_math(spell(one, style), spell(other, other_style)) == (one == other)
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(0, 6))
+def test_decimals_are_exact(digits, places):
+    value = Fraction(digits, 10**places)
+    text = f"{digits:+,}" if places == 0 else f"{digits / 10**places:.{places}f}"
+    assert same_math(text, f"{value.numerator}/{value.denominator}")
+
+
+@settings(max_examples=300)
+@given(st.text("()[]{},\\boxedfrac0123/.-+=%$^ \ncm", max_size=40))
+def test_no_text_breaks_it_and_all_text_equals_itself(text):
+    again = same_math(text, text)
+    assert again or not same_math(text, "5")
+
+
+def test_what_a_broken_model_writes_is_read_fast():
+    start = time.perf_counter()
+    for piece in (
+        "\\boxed{",
+        "((((",
+        "Answer: ",
+        "answer",
+        "\\frac",
+        "1,",
+        "{",
+        "9",
+        "\\text{",
+        "5 ",
+    ):
+        text = piece * (200_000 // len(piece))
+        last_boxed(text)
+        math_answer(text)
+        same_math(text, "5")
+        same_math(piece * (200 // len(piece)), "5")
+    assert time.perf_counter() - start < 5
+
+
+def test_answer_lines():
+    assert math_answer("Answer: 3 \nAnswer: 4 apples\nend") == "4 apples"
+    assert math_answer("My ANSWER:\n\n 4") == "4"
+    assert math_answer("Answer:") == ""
+    assert math_answer("The answers: 4") is None
+    assert math_answer("4") is None

@@ -1,0 +1,98 @@
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.objectives.balancing import largest_differencing
+
+
+def sums(sizes, parts):
+    return sorted(sum(sizes[i] for i in part) for part in parts)
+
+
+def test_by_hand():
+    sizes = [100, 10, 10, 10, 10, 10, 10, 40]
+    assert sums(sizes, largest_differencing(sizes, 2, equal_size=True)) == [70, 130]
+    assert sums(sizes, largest_differencing(sizes, 2, equal_size=False)) == [100, 100]
+
+
+def test_the_textbook_example():
+    # Differencing 8 7 6 5 4 ends at 2, where the best split is even; greedy ends at 4.
+    parts = largest_differencing([8, 7, 6, 5, 4], 2, equal_size=False)
+    assert sums([8, 7, 6, 5, 4], parts) == [14, 16]
+
+
+def test_order_of_parts_and_items():
+    assert largest_differencing([1, 5], 3, equal_size=False) == [[0], [1], []]
+    assert largest_differencing([], 2, equal_size=True) == [[], []]
+    assert largest_differencing([3, 3, 3, 3], 1, equal_size=True) == [[0, 1, 2, 3]]
+    assert largest_differencing([7, 7, 7, 7], 4, equal_size=True) == [[0], [1], [2], [3]]
+
+
+@pytest.mark.parametrize(("num_items", "num_parts"), [(5, 2), (2, 3)])
+def test_items_that_do_not_divide_are_refused(num_items, num_parts):
+    message = f"{num_items} items do not divide into {num_parts} parts of equal size"
+    with pytest.raises(ValueError, match=message):
+        largest_differencing([1] * num_items, num_parts, equal_size=True)
+
+
+def test_no_parts_are_refused():
+    with pytest.raises(ValueError, match="num_parts is 0"):
+        largest_differencing([1], 0, equal_size=False)
+
+
+def best_spread(sizes, num_parts, equal_size):
+    """By trying everything."""
+    best = sum(sizes)
+    for places in itertools.product(range(num_parts), repeat=len(sizes)):
+        counts = [places.count(part) for part in range(num_parts)]
+        if not equal_size or len(set(counts)) == 1:
+            loads = [0] * num_parts
+            for size, place in zip(sizes, places, strict=True):
+                loads[place] += size
+            best = min(best, max(loads) - min(loads))
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 60), max_size=6), st.integers(1, 3), st.booleans())
+def test_a_partition_within_the_bounds(sizes, num_parts, equal_size):
+    if equal_size:
+        sizes = sizes[: len(sizes) // num_parts * num_parts]
+    parts = largest_differencing(sizes, num_parts, equal_size=equal_size)
+    assert len(parts) == num_parts
+    assert sorted(itertools.chain(*parts)) == list(range(len(sizes)))
+    if equal_size:
+        assert len({len(part) for part in parts}) == 1
+    loads = sums(sizes, parts)
+    spread = loads[-1] - loads[0]
+    # Joining two solutions never widens the wider one, so no spread exceeds the first widest.
+    assert best_spread(sizes, num_parts, equal_size) <= spread <= max(sizes, default=0)
+    if num_parts == 1 or len(sizes) <= num_parts:
+        assert spread == best_spread(sizes, num_parts, equal_size)
+    assert parts == largest_differencing(list(sizes), num_parts, equal_size=equal_size)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4))
+def test_two_parts_of_up_to_four_items_are_split_best(sizes):
+    parts = largest_differencing(sizes, 2, equal_size=False)
+    loads = sums(sizes, parts)
+    assert loads[1] - loads[0] == best_spread(sizes, 2, equal_size=False)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 9000), min_size=8, max_size=40), st.randoms())
+def test_only_the_sizes_decide_the_sums(sizes, random):
+    shuffled = sizes[:]
+    random.shuffle(shuffled)
+    before = sums(sizes, largest_differencing(sizes, 4, equal_size=False))
+    assert sums(shuffled, largest_differencing(shuffled, 4, equal_size=False)) == before
+
+
+def test_many_sequences_end_up_even():
+    sizes = [(i * 7919) % 4001 + 100 for i in range(1024)]
+    for equal_size in (True, False):
+        loads = sums(sizes, largest_differencing(sizes, 8, equal_size=equal_size))
+        assert loads[-1] - loads[0] < 0.001 * loads[0]

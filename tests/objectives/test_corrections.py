@@ -1,0 +1,93 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.objectives.corrections import importance_weights
+
+OLD = np.array([[-1.1, -0.9, -2, 0], [-0.3, -1, -1.7, -0.9]], np.float32)
+ROLLOUT = np.array([[-1.2, -0.9, -2, 0], [-0.3, -1, -3.2, -0.8]], np.float32)
+MASK = np.array([[1, 1, 0, 0], [1, 0, 1, 1]], bool)
+IDS = np.array([[1] * 4, [2] * 4])
+FORMS = [(level, mode) for level in ("token", "sequence") for mode in ("truncate", "mask")]
+
+
+# The log-ratios are .1, 0 and 0, 1.5, -.1; their sums .1 and 1.4.
+@pytest.mark.parametrize(
+    ("form", "expected"),
+    [
+        ({"level": "token", "mode": "truncate", "cap": 9.0}, [1.105171, 1, 1, 4.481689, 0.904837]),
+        ({"level": "token", "mode": "truncate"}, [1.105171, 1, 1, 2, 0.904837]),
+        ({"level": "sequence", "mode": "truncate"}, [1.105171, 1.105171, 2, 2, 2]),
+        ({"level": "token", "mode": "mask"}, [1.105171, 1, 1, 4.481689, 0.904837]),
+        (
+            {"level": "token", "mode": "mask", "low": 0.9, "high": 2.0},
+            [1.105171, 1, 1, 0, 0.904837],
+        ),
+        (
+            {"level": "token", "mode": "mask", "low": 0.95, "high": 1.05},
+            [0, 1, 1, 0, 0],
+        ),
+        ({"level": "sequence", "mode": "mask"}, [1.105171, 1.105171, 4.0552, 4.0552, 4.0552]),
+        ({"level": "sequence", "mode": "mask", "high": 4.0}, [1.105171, 1.105171, 0, 0, 0]),
+    ],
+)
+def test_two_trajectories_by_hand(form, expected):
+    got = np.asarray(importance_weights(OLD, ROLLOUT, MASK, IDS, **form))
+    np.testing.assert_allclose(got[MASK], expected, rtol=1e-6)
+    assert (got[~MASK] == 0).all()
+
+
+def test_the_range_includes_its_ends():
+    # exp and log of powers of two are not exact, so the ends are taken from the ratio itself.
+    one = np.ones((1, 1), bool), np.ones((1, 1), int)
+    old, rollout = np.full((1, 1), -0.5, np.float32), np.full((1, 1), -1.5, np.float32)
+    ratio = float(jnp.exp(jnp.float32(1.0)))
+    for low, high in ((ratio, 5.0), (0.5, ratio)):
+        got = importance_weights(old, rollout, *one, level="token", mode="mask", low=low, high=high)
+        assert float(got[0, 0]) == ratio
+
+
+@pytest.mark.parametrize(("level", "mode"), FORMS)
+@pytest.mark.parametrize("extreme", [0.0, -1e4, 1e4, -np.inf, np.inf, np.nan])
+def test_masked_tokens_are_inert_whatever_they_hold(level, mode, extreme):
+    old = np.where(MASK, OLD, extreme).astype(np.float32)
+    rollout = np.where(MASK, ROLLOUT, extreme).astype(np.float32)
+    expected = importance_weights(OLD, ROLLOUT, MASK, IDS, level=level, mode=mode)
+    for pair in ((old, ROLLOUT), (OLD, rollout), (old, rollout), (-old, rollout)):
+        pair = [np.where(MASK, clean, x) for clean, x in zip((OLD, ROLLOUT), pair, strict=True)]
+        got = importance_weights(*pair, MASK, IDS, level=level, mode=mode)
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(("level", "mode"), FORMS)
+def test_weights_are_constants(level, mode):
+    run = lambda *pair: importance_weights(*pair, MASK, IDS, level=level, mode=mode).sum()  # noqa: E731
+    for gradient in jax.grad(run, argnums=(0, 1))(jnp.asarray(OLD), jnp.asarray(ROLLOUT)):
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize(("level", "mode"), FORMS)
+def test_equal_probabilities_weigh_exactly_one(level, mode):
+    got = importance_weights(OLD, OLD, MASK, IDS, level=level, mode=mode)
+    np.testing.assert_array_equal(got, MASK.astype(np.float32))
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_tokens_off_by_thousands_of_nats_stay_finite(level):
+    far = np.full_like(OLD, -1e4)
+    for pair, wanted in (((far, OLD), np.exp(-20)), ((OLD, far), np.exp(20))):
+        got = importance_weights(*pair, MASK, IDS, level=level, mode="truncate", cap=1e30)
+        np.testing.assert_allclose(got, MASK * wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ({"level": "turn", "mode": "mask"}, "unknown level 'turn'.*token, sequence"),
+        ({"level": "token", "mode": "clip"}, "unknown mode 'clip'.*truncate, mask"),
+    ],
+)
+def test_an_unknown_name_lists_the_choices(form, message):
+    with pytest.raises(ValueError, match=message):
+        importance_weights(OLD, ROLLOUT, MASK, IDS, **form)

@@ -1,0 +1,257 @@
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl.objectives.shaping import (
+    boundary_aware_rewards,
+    entropy_reward,
+    overlong_penalty,
+    relaxed_kl,
+)
+
+# Length
+
+
+def test_overlong_by_hand():
+    lengths = np.array([0, 16384, 16385, 18432, 20480, 30000], np.int32)
+    got = overlong_penalty(lengths, max_length=20480, buffer=4096)
+    np.testing.assert_allclose(got, [0, 0, -1 / 4096, -0.5, -1, -1], rtol=1e-6)
+    assert got.dtype == np.float32
+    half = overlong_penalty(lengths, max_length=20480, buffer=4096, factor=0.5)
+    np.testing.assert_allclose(half, got / 2)
+
+
+def test_without_a_buffer_nothing_is_charged():
+    assert not overlong_penalty(np.array([5, 500]), max_length=10, buffer=0).any()
+
+
+@pytest.mark.parametrize("buffer", [11, -1])
+def test_a_buffer_beyond_the_length_is_refused(buffer):
+    with pytest.raises(ValueError, match=f"buffer is {buffer} tokens; expected 0 to max_length=10"):
+        overlong_penalty(np.array([5]), max_length=10, buffer=buffer)
+
+
+# Abstention: I abstains, X is malformed, P is right, J abstains in a bad format; others are wrong.
+
+SCORES = {"X": -1.0, "J": -1.0, "P": 1.0}
+
+
+def bapo(group, *others, is_late=True, sample_level=True, **settings):
+    rows = [(word, number) for number, words in enumerate([group, *others]) for word in words]
+    words = [word for word, _ in rows]
+    got = boundary_aware_rewards(
+        np.array([SCORES.get(word, 0.0) for word in words], np.float32),
+        np.array([word in "IJ" for word in words]),
+        np.array([word not in "XJ" for word in words]),
+        ["" if word in "XJ" else word.lower() for word in words],
+        np.array([number for _, number in rows], np.int32),
+        is_late=is_late,
+        sample_level=sample_level,
+        **settings,
+    )
+    assert got.dtype == np.float32
+    return got.tolist()[: len(group)]
+
+
+def test_an_abstention_pays_where_nothing_was_found():
+    assert bapo("IbbccbXX") == [0.5, 0, 0, 0, 0, 0, -1, -1]
+
+
+def test_it_pays_nothing_where_something_was():
+    assert bapo("IPbccbXX") == [0, 1, 0, 0, 0, 0, -1, -1]
+
+
+def test_the_sample_gate_blocks_while_answers_differ():
+    assert bapo("IbcdbbbX") == [0] * 7 + [-1]  # b, c, d and none: 4 of 8
+    assert bapo("Ibcdbbbc") == [0.5] + [0] * 7
+    assert bapo("IbcdefgX", sample_level=False) == [0.5] + [0] * 6 + [-1]
+
+
+def test_the_sample_gate_scales_with_the_group():
+    assert bapo("IIIb") == [0.5] * 3 + [0]
+    assert bapo("Ibc") == [0] * 3  # 2 of 3
+    assert bapo("IIbbb") == [0.5, 0.5, 0, 0, 0]
+    assert bapo("I") == [0.5]
+
+
+def test_the_stage_gate_reads_the_whole_batch():
+    assert bapo("IbcdefgX", is_late=False) == [0] * 7 + [-1]  # one of 8
+    # One of 16; early on the sample gate is not used.
+    assert bapo("IbcdefgX", "bbbbbbbb", is_late=False) == [0.5] + [0] * 6 + [-1]
+
+
+def test_the_stage_gate_closes_at_the_rate_itself():
+    assert bapo("Ibbbbbbbbb", is_late=False) == [0] * 10
+    assert bapo("III", "b" * 27, is_late=False) == [0] * 3  # though 0.1 * 30 > 3 in floats
+    assert bapo("Ibbbbbbbbb", is_late=False, max_rate=0.11) == [0.5] + [0] * 9
+
+
+def test_a_malformed_abstention_counts_but_earns_nothing():
+    assert bapo("Jbbbbbbb") == [-1] + [0] * 7
+    assert bapo("JIbbbbbbb", "b" * 6, is_late=False)[1] == 0  # 2 of 15 abstain
+    assert bapo("bIbbbbbbb", "b" * 6, is_late=False)[1] == 0.5  # 1 of 15
+
+
+def test_abstentions_of_an_early_batch_keep_their_scores():
+    # Closed stage gate: also what an abstention beside a right answer scored stays as it is.
+    scores, ids = np.array([0.2, 1, 0.3], np.float32), np.array([1, 1, 1])
+    flags = np.array([True, False, False]), np.array([True, True, True])
+    answers = ["idk", "paris", "b"]
+    closed = boundary_aware_rewards(
+        scores, *flags, answers, ids, is_late=False, sample_level=False, max_rate=0.1
+    )
+    np.testing.assert_array_equal(closed, scores)
+    late = boundary_aware_rewards(scores, *flags, answers, ids, is_late=True, sample_level=False)
+    np.testing.assert_allclose(late, [0, 1, 0.3], rtol=1e-6)
+
+
+def test_negative_groups_count_for_nothing():
+    got = boundary_aware_rewards(
+        np.array([0, 0, 7, 0], np.float32),
+        np.array([True, False, False, True]),
+        np.ones(4, bool),
+        ["", "a", "b", ""],
+        np.array([3, 3, -1, -1]),
+        is_late=False,
+        sample_level=False,
+        max_rate=0.6,  # 1 of 2, though 2 of 4 rows
+        bonus=0.25,
+    )
+    assert got.tolist() == [0.25, 0, 0, 0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from("IJXPbcde"), min_size=1, max_size=9), st.randoms(), st.booleans())
+def test_order_changes_nothing(words, random, is_late):
+    shuffled = words[:]
+    random.shuffle(shuffled)
+
+    def pairs(order):
+        return sorted(zip(order, bapo("".join(order), is_late=is_late), strict=True))
+
+    assert pairs(words) == pairs(shuffled)
+
+
+# Entropy
+
+GOLDEN = {  # target 10, alpha 0.5, counts 0, 4, 10, 13, 20
+    ("easy", True): [0, 0, 0, -0.080357, -0.5],
+    ("easy", False): [0.15, 0.15, 0.15, 0.203754, 0.295781],
+    ("medium", True): [-0.5, -0.181818, 0, -0.003788, -0.5],
+    ("medium", False): [0.2, 0.2, 0.2, 0.219934, 0.38103],
+    ("hard", True): [-0.18, -0.03125, 0.457525, 0.53833, 0.593408],
+    ("hard", False): [0.3, 0.3, 0.3, 0.3, 0.53833],
+}
+COUNTS = np.array([0, 4, 10, 13, 20], np.int32)
+
+
+def entropy(bucket, is_correct, counts=COUNTS, target=10, alpha=0.5, **settings):
+    return entropy_reward(
+        counts,
+        np.full(len(counts), is_correct),
+        [bucket] * len(counts),
+        targets={bucket: target},
+        coefficients={bucket: alpha},
+        **settings,
+    )
+
+
+@pytest.mark.parametrize(("bucket", "is_correct"), GOLDEN)
+def test_entropy_reward_by_hand(bucket, is_correct):
+    got = entropy(bucket, is_correct)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, GOLDEN[bucket, is_correct], atol=1e-6)
+
+
+def test_rows_are_independent():
+    buckets = [bucket for bucket, _ in GOLDEN for _ in COUNTS]
+    got = entropy_reward(
+        np.tile(COUNTS, 6),
+        np.array([is_correct for _, is_correct in GOLDEN for _ in COUNTS]),
+        buckets,
+        targets=dict.fromkeys(buckets, 10),
+        coefficients=dict.fromkeys(buckets, 0.5),
+    )
+    np.testing.assert_allclose(got, np.concatenate(list(GOLDEN.values())), atol=1e-6)
+
+
+def test_a_bucket_without_a_target_is_left_alone():
+    got = entropy_reward(
+        np.array([20, 20]),
+        np.array([True, True]),
+        ["easy", "hard"],
+        targets={"easy": 10},
+        coefficients={"easy": 0.5, "hard": 0.5},
+    )
+    np.testing.assert_allclose(got, [-0.5, 0])
+
+
+def test_an_unknown_difficulty_is_refused():
+    with pytest.raises(ValueError, match="unknown difficulty 'Easy'; expected one of easy, medium"):
+        entropy("Easy", True)
+
+
+@pytest.mark.parametrize("is_correct", [True, False])
+@pytest.mark.parametrize("bucket", ["easy", "medium", "hard"])
+def test_a_centred_gain_is_twice_the_gain_less_its_size(bucket, is_correct):
+    plain, centred = entropy(bucket, is_correct), entropy(bucket, is_correct, centred_gain=True)
+    size = {"easy": 0.3, "medium": 0.4, "hard": 0.6}[bucket]  # C and the share of a wrong answer
+    is_gain = plain > 0
+    np.testing.assert_allclose(centred[is_gain], 2 * plain[is_gain] - size, atol=1e-6)
+    np.testing.assert_array_equal(centred[~is_gain], plain[~is_gain])
+    if not is_correct:
+        assert centred[0] == 0  # nothing is paid for a miss that did not explore
+
+
+def scalar_entropy_reward(bucket, is_correct, count, target, alpha):
+    """ARES's table, line by line."""
+    phi, k, t, kappa = {
+        "easy": (0.15, 2, 2, 1),
+        "medium": (0.25, 3, 2.5, 1),
+        "hard": (0.35, 4, 3, 1.2),
+    }[bucket]
+    delta, m, c = count - target, max(1, phi * max(target, 1)), alpha * kappa
+
+    def huber(x):
+        return x * x / 2 / k if x <= k else x - k / 2
+
+    def sigmoid(x):
+        return 1 / (1 + math.exp(-x / t))
+
+    if is_correct and bucket == "easy":
+        return -min(c, huber(max(delta - m, 0)) / (m + k) * c)
+    if is_correct and bucket == "medium":
+        return -min(c, huber(max(abs(delta) - m, 0)) / (m + k) * c)
+    if is_correct:
+        if delta >= -m:
+            return c * sigmoid(delta + m)
+        return -min(c, huber(-delta - m) / 2 / (m + k) * c)
+    return {"easy": 0.6, "medium": 0.8, "hard": 1.0}[bucket] * c * sigmoid(max(delta - m, 0))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.sampled_from(["easy", "medium", "hard"]),
+    st.booleans(),
+    st.integers(0, 4000),
+    st.integers(0, 4000) | st.floats(0, 50),
+    st.floats(0, 2),
+)
+def test_entropy_reward_is_the_table(bucket, is_correct, count, target, alpha):
+    [got] = entropy(bucket, is_correct, np.array([count]), target, alpha)
+    expected = scalar_entropy_reward(bucket, is_correct, count, target, alpha)
+    assert got == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert abs(got) <= 1.2 * alpha + 1e-6
+
+
+def test_second_chance():
+    got = relaxed_kl(
+        ["easy", "easy", "easy", "hard"],
+        np.array([False, False, True, False]),
+        np.array([0.5, 0.49, 3.0, 3.0], np.float32),
+    )
+    np.testing.assert_allclose(got, [0.67, 1, 1, 1])
+    assert got.dtype == np.float32

@@ -1,0 +1,142 @@
+"""Every combination that is refused, refused with its reason; and what goes together, accepted."""
+
+import pytest
+
+from configs import (
+    ares,
+    ares_small,
+    bapo,
+    bapo_small,
+    dapo,
+    dapo_small,
+    passk,
+    passk_small,
+    search_r1,
+    search_r1_small,
+)
+from jaxrl import rules
+from jaxrl.config import default_config, flatten, validate
+
+METHODS = (search_r1, dapo, bapo, ares, passk)
+SMALL = (search_r1_small, dapo_small, bapo_small, ares_small, passk_small)
+
+# For each rule, in the order of rules.RULES: settings that break it and no rule before it.
+GATED = {"shaping.boundary_aware": True, "eval.every_steps": 1}
+BROKEN = [
+    ("env.protocol", {"env.name": "math", "env.protocol": "bapo"}),
+    ("reward.weights", {"reward.weights.bapo": 1.0}),
+    ("reward.correct", {"reward.correct": "math"}),
+    ("eval.suites", {"env.name": "math", "eval.suites": ("empty_search",)}),
+    ("eval.final_suites", {"env.name": "math"}),
+    ("rollout.group_size", {"rollout.group_size": 1}),
+    ("advantage.k", {"advantage.name": "pass_at_k", "advantage.k": 9}),
+    ("advantage.k", {"advantage.name": "pass_at_k_full_sampling", "advantage.k": 5}),
+    ("advantage.baseline", {"advantage.baseline": True}),
+    ("shaping", {"advantage.name": "pass_at_k", "shaping.overlong_buffer": 8}),
+    (
+        "kl.place",
+        {"advantage.name": "pass_at_k", "kl.place": "reward", "kl.coef": 0.1, "kl.estimator": "k1"},
+    ),
+    ("loss.aggregation", {"loss.name": "gspo"}),
+    ("loss.dual_clip", {"loss.name": "cispo", "loss.dual_clip": 3.0}),
+    (
+        "loss.correction.level",
+        {"loss.correction.level": "token", "loss.mask_observations": False},
+    ),
+    ("loss.correction.low", {"loss.correction.low": 6.0}),
+    ("kl.coef", {"kl.low_factor": 0.5}),
+    ("kl.anchor", {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.anchor": "old"}),
+    ("kl.estimator", {"kl.coef": 0.1, "kl.place": "reward"}),
+    (
+        "kl.place",
+        {
+            "kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.controller": "budget",
+        },
+    ),
+    ("filter.name", {"filter.carry_over": True}),
+    ("filter.metric", {"filter.metric": "score"}),
+    ("filter.low", {"filter.low": 0.99}),
+    (
+        "filter.max_batches",
+        {"filter.name": "varied", "filter.tasks_per_batch": 1, "filter.max_batches": 2},
+    ),
+    ("filter.metric", {**GATED, "filter.name": "varied"}),
+    ("filter.name", {**GATED, "filter.name": "accuracy_range"}),
+    ("filter.resample_attempts", {"filter.resample_attempts": 1}),
+    ("shaping.overlong_buffer", {"shaping.overlong_buffer": 513}),
+    (
+        "shaping.boundary_aware",
+        {**GATED, "env.name": "math", "eval.final_suites": ("sampled",)},
+    ),
+    ("shaping.stage_level", {**GATED, "shaping.stage_level": False}),
+    ("eval.every_steps", {"shaping.boundary_aware": True}),
+    ("shaping.bootstrap_tasks", {"shaping.bootstrap_tasks": 1}),
+    ("shaping.trigger_words", {"shaping.trigger_words": ("wait",)}),
+]  # fmt: skip
+
+
+def settings(**changes):
+    config = default_config()
+    config.model.path = config.tasks.train.source = config.tasks.eval.source = "x"
+    config.search.corpus = "x"
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+@pytest.mark.parametrize(("index", "broken"), list(enumerate(BROKEN)))
+def test_each_rule_refuses_with_its_reason(index, broken):
+    key, changes = broken
+    config = settings(**changes)
+    rule = rules.RULES[index]
+    first = next(rule for rule in rules.RULES if rule.is_broken(config))
+    assert first is rule
+    with pytest.raises(ValueError, match=rf"^config\.{key} is ") as refused:
+        validate(config)
+    assert str(refused.value).endswith(f"expected {rule.expected}.")
+
+
+def test_every_rule_has_an_example():
+    assert [rule.key for rule in rules.RULES] == [key for key, _ in BROKEN]
+
+
+def test_the_defaults_break_no_rule():
+    validate(settings())
+
+
+@pytest.mark.parametrize("module", METHODS + SMALL, ids=lambda module: module.__name__)
+def test_the_methods_are_valid(module):
+    validate(module.get_config())
+
+
+@pytest.mark.parametrize("module", SMALL, ids=lambda module: module.__name__)
+def test_a_small_sibling_keeps_the_method(module):
+    """Sizes may differ; of what the method chooses, every key it sets stays as it is published."""
+    published = default_config()
+    module.set_method(published)
+    small = flatten(module.get_config())
+    sizes = {"shaping.overlong_buffer", "filter.tasks_per_batch", "shaping.bootstrap_tasks"}
+    method = ("advantage.", "loss.", "kl.", "shaping.", "filter.")
+    chosen = {key: x for key, x in flatten(published).items() if key.startswith(method)}
+    assert {key: small[key] for key in chosen.keys() - sizes} == {
+        key: chosen[key] for key in chosen.keys() - sizes
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # ARES's masks, DAPO's filter and Pass@k's advantages are one configuration.
+        {
+            "advantage.name": "pass_at_k", "filter.name": "varied", "kl.coef": 0.01,
+            "kl.low_factor": 0.5, "kl.controller": "budget", "loss.clip_high": 0.28,
+        },
+        {"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1},
+        {"loss.name": "gspo", "loss.aggregation": "seq-mean-token-mean"},
+        {"kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.controller": "adaptive"},
+        {**GATED, "filter.name": "varied", "filter.metric": "seq_reward"},
+        {"filter.resample_attempts": 1, "filter.resample_early": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_goes_together_is_accepted(changes):
+    validate(settings(**changes))
