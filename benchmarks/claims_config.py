@@ -32,18 +32,19 @@ def get_config(world: str = "data/claims/hops") -> ConfigDict:
     config.sft.optimizer.beta2 = 0.98
     config.sft.optimizer.micro_rows = 4
 
-    config.rollout.tasks_per_step = 16
+    config.rollout.tasks_per_step = 8
     config.rollout.group_size = 8
     config.rollout.max_prompt_tokens = 32
-    config.rollout.num_slots = 128
+    config.rollout.num_slots = 64
     config.rollout.chunk_tokens = 8
     config.rollout.observation_lag_chunks = 1
 
-    config.optimizer.lr = 1e-3
-    config.optimizer.warmup_steps = 2
+    config.optimizer.lr = 3e-4
+    config.optimizer.warmup_steps = 4
     config.optimizer.beta2 = 0.98
+    config.optimizer.num_minibatches = 4  # with one, ratios would be 1 and nothing clipped
     config.optimizer.micro_rows = 4
-    config.optimizer.skip_signal_free = True
+    config.optimizer.skip_signal_free = False  # so that the entropy is that of every token
 
     config.eval.suites = ("sampled",)
     config.eval.every_steps = 10
@@ -56,9 +57,8 @@ def get_config(world: str = "data/claims/hops") -> ConfigDict:
 
 
 WORLDS = {
-    # Four hops with a short thought each need 67 tokens; the rest of the budget is for musing.
     "hops": {
-        "rollout.max_response_tokens": 84,
+        "rollout.max_response_tokens": 200,
         "rollout.max_total_tokens": 240,
         "rollout.max_turns": 4,
         "search.topk": 1,

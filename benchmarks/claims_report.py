@@ -99,6 +99,16 @@ def final(name: str) -> Callable[[Record], float]:
     return lambda record: record.final.get(name, math.nan)
 
 
+def ratio(name: str, other: str) -> Callable[[Record], float]:
+    """One measure of the last evaluation over another."""
+
+    def of(record: Record) -> float:
+        below = record.final.get(other, math.nan)
+        return record.final.get(name, math.nan) / below if below else math.nan
+
+    return of
+
+
 def at_step(name: str, step: int) -> Callable[[Record], float]:
     """A measure of the evaluation after a training step."""
     return lambda record: record.evaluations.get(step, {}).get(name, math.nan)

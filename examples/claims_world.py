@@ -6,7 +6,8 @@ They are built of the quickstart's people, words and search engine (`examples/qu
 
 - `hops`: chains of one to four mentors, each hop a search that needs what the one before it found.
   Thoughts are short or long. What makes them long is idle musing, so a tight budget of tokens cuts
-  off those who muse, and how much to muse is left to reinforcement learning.
+  off those who muse, and how much to muse is left to reinforcement learning. Training questions
+  are mostly short chains, held-out ones are of every length alike.
 - `ambiguous`: half of the questions ask for a pupil of somebody who has three of them. One search
   shows all three, and nothing tells which of them is meant; in half of the cases it is the first.
   The other half are plain two-hop questions.
@@ -20,12 +21,13 @@ bytes.
 """
 
 import argparse
+import collections
 import itertools
 import json
 import random
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,8 @@ class World:
     kinds: Mapping[tuple[str, ...], str]  # what is looked up hop by hop; the data source
     habits: Habits
     topk: int  # documents in a search result
+    # Of each data source, the share of its training questions that are kept; all where not named.
+    train_shares: Mapping[str, float] = field(default_factory=dict)
     untold_people: float = 0.0  # share of people without a document
     untold_facts: float = 0.0  # share of the others whose document leaves something out
 
@@ -121,6 +125,7 @@ WORLDS = {
         kinds=hop_kinds((1, 2, 3, 4)),
         habits=Habits(guess=0.08, good_query=0.60, go_on=0.92, long_thought=0.5),
         topk=1,
+        train_shares={"two_hop": 0.5, "three_hop": 0.25, "four_hop": 0.125},
     ),
     "ambiguous": World(
         kinds={("pupil", "birthplace"): "ambiguous", ("pupil", "job"): "ambiguous"}
@@ -287,6 +292,18 @@ def questions_about(
     return questions
 
 
+def thinned(questions: Sequence[Question], shares: Mapping[str, float]) -> list[Question]:
+    """The first questions of each data source, as many as its share."""
+    totals = collections.Counter(question["data_source"] for question in questions)
+    left = {source: round(total * shares.get(source, 1.0)) for source, total in totals.items()}
+    kept = []
+    for question in questions:
+        left[question["data_source"]] -= 1
+        if left[question["data_source"]] >= 0:
+            kept.append(question)
+    return kept
+
+
 class Demonstrator:
     """Answers questions with a search engine, as well as its habits allow."""
 
@@ -422,6 +439,7 @@ def make_files(
                 rngs["questions"],
                 most=args.num_questions if side in HELD_OUT else None,
             )
+    files["questions_train"] = thinned(files["questions_train"], world.train_shares)
     held_out = [person.name for person in people.values() if person.side in HELD_OUT]
     others = [
         make_people(world, {"train": sizes["train"]}, rngs["demos"], excluded=held_out)

@@ -69,13 +69,21 @@ def test_a_leak_is_noticed():
 
 @pytest.mark.parametrize("name", world.WORLDS)
 def test_kinds_come_in_equal_numbers(worlds, name):
-    for side in world.SIDES:
+    thinned = world.WORLDS[name].train_shares
+    for side in world.HELD_OUT if thinned else world.SIDES:
         kinds = [tuple(q["metadata"]["hops"]) for q in worlds[name][f"questions_{side}"]]
         counts = collections.Counter(kinds)
         assert counts.keys() == world.WORLDS[name].kinds.keys()
         assert max(counts.values()) - min(counts.values()) <= 1
         ids = [q["id"] for q in worlds[name][f"questions_{side}"]]
         assert len(set(ids)) == len(ids)
+
+
+def test_most_training_questions_are_short_chains(worlds):
+    questions = worlds["hops"]["questions_train"]
+    counts = collections.Counter(question["data_source"] for question in questions)
+    # Of 120 people two questions each.
+    assert counts == {"one_hop": 240, "two_hop": 120, "three_hop": 60, "four_hop": 30}
 
 
 def text_of(files):
