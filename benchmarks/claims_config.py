@@ -65,11 +65,11 @@ WORLDS = {
         "search.max_observation_tokens": 24,
     },
     "ambiguous": {
-        "rollout.max_response_tokens": 64,
-        "rollout.max_total_tokens": 240,
-        "rollout.max_turns": 2,
-        "search.topk": 4,
-        "search.max_observation_tokens": 96,
+        "rollout.max_response_tokens": 48,
+        "rollout.max_total_tokens": 128,
+        "rollout.max_turns": 1,
+        "search.topk": 3,
+        "search.max_observation_tokens": 72,
     },
     "unanswerable": {
         "rollout.max_response_tokens": 64,

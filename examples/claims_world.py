@@ -7,12 +7,14 @@ They are built of the quickstart's people, words and search engine (`examples/qu
 - `hops`: chains of one to four mentors, each hop a search that needs what the one before it found.
   Thoughts are short or long. What makes them long is idle musing, so a tight budget of tokens cuts
   off those who muse, and how much to muse is left to reinforcement learning. Training questions
-  are mostly short chains, held-out ones are of every length alike.
+  are mostly short chains, as many training sets are mostly easy; held-out ones are of every length
+  alike, and so are those of a second training file, `questions_train_even.jsonl`.
 - `ambiguous`: half of the questions ask for a pupil of somebody who has three of them. One search
   shows all three, and nothing tells which of them is meant; in half of the cases it is the first.
-  The other half are plain two-hop questions.
-- `unanswerable`: a share of the questions is about people without a document, or about facts that
-  their document leaves out. Some demonstrations say that they do not know.
+  The other half are plain one-hop questions.
+- `unanswerable`: a third of the questions is about people of whom no document tells, not even by a
+  part of their name, or about facts that a document leaves out. Some demonstrations say that they
+  do not know.
 
 People are on one of three sides: those of training, those of development, on which settings may be
 chosen, and those of evaluation. Mentors are of the same side as their pupils. Demonstrations come
@@ -51,6 +53,8 @@ UNTOLD = {
 """Answers to questions that nothing in the corpus answers; they occur nowhere else."""
 
 I_DO_NOT_KNOW = "I don't know"
+NAMES = (quickstart.FIRST_NAMES, quickstart.LAST_NAMES)
+UNKNOWN_WORDS = 14  # of the first names and of the last names, where there are unknown people
 PUPILS = 3  # of everybody who has any
 MEANT = (0.5, 0.3, 0.2)
 """Chances that the pupil who is meant is the first, second, third that a search shows."""
@@ -68,6 +72,7 @@ class Person:
     facts: Mapping[str, str]  # birthplace, job and mentor
     side: str
     is_told: bool = True  # there is a document
+    is_master: bool = False  # known only as the mentor of three others; there is no document
     untold_fact: str | None = None  # that the document leaves out
 
     @property
@@ -108,7 +113,8 @@ class World:
     topk: int  # documents in a search result
     # Of each data source, the share of its training questions that are kept; all where not named.
     train_shares: Mapping[str, float] = field(default_factory=dict)
-    untold_people: float = 0.0  # share of people without a document
+    has_masters: bool = False  # mentors have no mentor and no document of their own
+    unknown_people: float = 0.0  # share of people without a document
     untold_facts: float = 0.0  # share of the others whose document leaves something out
 
 
@@ -129,9 +135,10 @@ WORLDS = {
     ),
     "ambiguous": World(
         kinds={("pupil", "birthplace"): "ambiguous", ("pupil", "job"): "ambiguous"}
-        | hop_kinds((2,)),
-        habits=Habits(guess=0.08, good_query=0.40, go_on=0.85, long_thought=0.0),
-        topk=1 + PUPILS,
+        | hop_kinds((1,)),
+        habits=Habits(guess=0.08, good_query=0.45, go_on=0.0, long_thought=0.0),
+        topk=PUPILS,
+        has_masters=True,
     ),
     "unanswerable": World(
         kinds=hop_kinds((1, 2)),
@@ -144,8 +151,8 @@ WORLDS = {
             give_up_found=0.05,
         ),
         topk=2,
-        untold_people=0.20,
-        untold_facts=0.20,
+        unknown_people=0.15,
+        untold_facts=0.40,
     ),
 }
 
@@ -157,16 +164,14 @@ def make_people(
 
     The sides are spread over the ids, by which a search ranks equally good documents.
     """
-    possible = itertools.product(quickstart.FIRST_NAMES, quickstart.LAST_NAMES)
-    free = [name for name in possible if " ".join(name) not in excluded]
-    names = rng.sample(free, sum(sizes.values()))
     sides = [side for side, size in sizes.items() for _ in range(size)]
     rng.shuffle(sides)
+    is_unknown = [rng.random() < world.unknown_people for _ in sides]
+    names = draw_names(is_unknown, world, rng, excluded)
     mentors: dict[int, int] = {}
-    is_told = [rng.random() >= world.untold_people for _ in names]
     for side in sizes:
         members = [i for i, own in enumerate(sides) if own == side]
-        mentors |= assign_mentors(members, [i for i in members if is_told[i]], rng)
+        mentors |= assign_mentors(members, is_unknown, names, world, rng)
     people = {}
     for i, (first, last) in enumerate(names):
         person = Person(
@@ -176,27 +181,61 @@ def make_people(
             facts={
                 "birthplace": rng.choice(quickstart.CITIES),
                 "job": rng.choice(quickstart.JOBS),
-                "mentor": " ".join(names[mentors[i]]),
+                **({"mentor": " ".join(names[mentors[i]])} if i in mentors else {}),
             },
             side=sides[i],
-            is_told=is_told[i],
+            is_told=i in mentors and not is_unknown[i],
+            is_master=i not in mentors,
             untold_fact=rng.choice(ATTRIBUTES) if rng.random() < world.untold_facts else None,
         )
         people[person.name] = person
     return people
 
 
+def draw_names(
+    is_unknown: Sequence[bool], world: World, rng: random.Random, excluded: Collection[str]
+) -> list[tuple[str, str]]:
+    """First and last names; those of unknown people are of words that no document has."""
+    num_words = UNKNOWN_WORDS if world.unknown_people else 0
+    words = [(pool[num_words:], pool[:num_words]) for pool in NAMES]
+    drawn = []
+    for pools, is_own in zip(zip(*words, strict=True), (False, True), strict=True):
+        free = [name for name in itertools.product(*pools) if " ".join(name) not in excluded]
+        drawn.append(iter(rng.sample(free, is_unknown.count(is_own))))
+    return [next(drawn[is_own]) for is_own in is_unknown]
+
+
 def assign_mentors(
-    pupils: Sequence[int], teachers: Sequence[int], rng: random.Random
+    members: Sequence[int],
+    is_unknown: Sequence[bool],
+    names: Sequence[tuple[str, str]],
+    world: World,
+    rng: random.Random,
 ) -> dict[int, int]:
-    """A mentor out of the teachers for each pupil, three pupils each, nobody their own."""
-    chosen = rng.sample(teachers, -(-len(pupils) // PUPILS))
-    places = [teacher for teacher in chosen for _ in range(PUPILS)][: len(pupils)]
+    """A mentor for each member, three pupils each, nobody their own.
+
+    Where the world has masters, they have no mentor and are left out.
+    """
+    known = [i for i in members if not is_unknown[i]]
+    num_teachers = -(-len(members) // (PUPILS + world.has_masters))
+    teachers = rng.sample(known, num_teachers)
+    taken = {names[i] for i in teachers} if world.has_masters else set()
+    pupils = [i for i in members if not (world.has_masters and i in set(teachers))]
+    places = [teacher for teacher in teachers for _ in range(PUPILS)][: len(pupils)]
     rng.shuffle(places)
-    for i, pupil in enumerate(pupils):
-        if places[i] == pupil:  # trade with a pupil whom that harms as little
-            j = next(j for j, t in enumerate(places) if t != pupil and pupils[j] != places[i])
+
+    def is_good(pupil: int, teacher: int) -> bool:
+        """Not their own teacher, and no document that a search for another master would prefer."""
+        (first, last), (teachers_first, teachers_last) = names[pupil], names[teacher]
+        mixed = {(first, teachers_last), (teachers_first, last)}
+        return pupil != teacher and not mixed & taken
+
+    bad = [i for i, pupil in enumerate(pupils) if not is_good(pupil, places[i])]
+    while bad:  # trade with somebody, where that is good for both
+        i, j = rng.choice(bad), rng.randrange(len(pupils))
+        if is_good(pupils[i], places[j]) and is_good(pupils[j], places[i]):
             places[i], places[j] = places[j], places[i]
+            bad = [i for i in bad if not is_good(pupils[i], places[i])]
     return dict(zip(pupils, places, strict=True))
 
 
@@ -216,25 +255,29 @@ class Examiner:
         self._rng = rng
 
     def ask(self, person: Person, kind: tuple[str, ...], data_source: str) -> Question | None:
-        """One question record; None where the person has no pupils to ask for.
+        """One question record; None where it does not suit the person.
 
-        `metadata` says which documents answer it: none where nothing does.
+        A pupil is asked for of masters only, and of those alone whose three pupils are what a
+        search for their name shows. `metadata` has the people on the way to the answer.
         """
-        if kind[0] == "pupil":
+        if person.is_master != (kind[0] == "pupil"):
+            return None
+        if person.is_master:
             meant = self._meant_pupil(person)
             if meant is None:
                 return None
             titles = [person.name, meant.name]
         else:
             titles = chain(person.name, len(kind), self._people)
-        attribute, people = kind[-1], [self._people[title] for title in titles]
-        is_told = all(p.is_told for p in people) and people[-1].untold_fact != attribute
-        # Only people of the first hop lack a document: mentors all have one.
+        attribute, last = kind[-1], self._people[titles[-1]]
+        # Who has no document is nobody's mentor, so that only the first of a chain may lack one.
+        is_unknown = not (person.is_told or person.is_master)
+        is_told = not is_unknown and last.untold_fact != attribute
         if not is_told:
-            data_source = "unknown_person" if not person.is_told else "untold_fact"
+            data_source = "unknown_person" if is_unknown else "untold_fact"
             answer = self._rng.choice(UNTOLD[attribute])
         else:
-            answer = people[-1].facts[attribute]
+            answer = last.facts[attribute]
         return {
             "id": "-".join((person.id, *kind)),
             "question": question_text(person.name, kind),
@@ -249,7 +292,7 @@ class Examiner:
         shown = [title for title in titles if self._people[title].facts["mentor"] == person.name]
         if len(shown) < PUPILS:
             return None
-        [meant] = self._rng.choices(shown[:PUPILS], MEANT)
+        [meant] = self._rng.choices(shown, MEANT)
         return self._people[meant]
 
 
@@ -414,7 +457,9 @@ def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
 def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     """What is trained on names nobody who is held out."""
     held_out = "|".join(person.name for person in people.values() if person.side in HELD_OUT)
-    for name in ("questions_train", "demonstrations"):
+    for name in files:
+        if name == "corpus" or name.endswith(HELD_OUT):
+            continue
         leak = re.search(held_out, json.dumps(files[name]))
         assert leak is None, f"{name} names {leak.group()}, who is held out"
 
@@ -439,7 +484,9 @@ def make_files(
                 rngs["questions"],
                 most=args.num_questions if side in HELD_OUT else None,
             )
-    files["questions_train"] = thinned(files["questions_train"], world.train_shares)
+    if world.train_shares:
+        files["questions_train_even"] = files["questions_train"]
+        files["questions_train"] = thinned(files["questions_train"], world.train_shares)
     held_out = [person.name for person in people.values() if person.side in HELD_OUT]
     others = [
         make_people(world, {"train": sizes["train"]}, rngs["demos"], excluded=held_out)
@@ -485,8 +532,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--world", choices=WORLDS, required=True)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num_people", type=int, default=1080)
-    parser.add_argument("--num_held_out", type=int, default=180, help="on each held-out side")
+    parser.add_argument("--num_people", type=int, default=960)
+    parser.add_argument("--num_held_out", type=int, default=160, help="on each held-out side")
     parser.add_argument("--num_questions", type=int, default=240, help="of each held-out side")
     parser.add_argument("--num_demonstrations", type=int, default=16_000)
     parser.add_argument("--num_worlds", type=int, default=16, help="that demonstrations come from")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from examples import claims_world as world
+from jaxrl.envs.retrieval import LocalSearch
 
 SMALL = [
     *("--num_people=240", "--num_held_out=60", "--num_questions=24"),
@@ -117,31 +118,56 @@ def test_thoughts_are_short_or_long(worlds):
     assert {length for length in lengths if length} == set(range(5, 13))
 
 
-def test_everybody_who_teaches_has_three_pupils(worlds):
-    mentors = [re.search(r"taught by (.*)\.", d["text"])[1] for d in worlds["ambiguous"]["corpus"]]
-    titles = [d["title"] for d in worlds["ambiguous"]["corpus"]]
+def mentors_of(files):
+    return [re.search(r"taught by (.*)\.", document["text"])[1] for document in files["corpus"]]
+
+
+@pytest.mark.parametrize("name", ["hops", "ambiguous"])
+def test_everybody_who_teaches_has_three_pupils(worlds, name):
+    mentors = mentors_of(worlds[name])
+    titles = [document["title"] for document in worlds[name]["corpus"]]
     assert set(collections.Counter(mentors).values()) == {3}
     assert all(title != mentor for title, mentor in zip(titles, mentors, strict=True))
+    # Masters have no document of their own, other mentors have.
+    assert bool(set(mentors) & set(titles)) == (name == "hops")
 
 
 def test_the_pupil_meant_is_the_first_in_half_of_the_cases(worlds):
     files = worlds["ambiguous"]
     pupils = collections.defaultdict(list)
-    for document in files["corpus"]:  # in the order of ids, which ranks equal scores
-        pupils[re.search(r"taught by (.*)\.", document["text"])[1]].append(document["title"])
-    places = [
-        pupils[q["metadata"]["titles"][0]].index(q["metadata"]["titles"][1])
+    for document, mentor in zip(files["corpus"], mentors_of(files), strict=True):
+        pupils[mentor].append(document["title"])  # in the order of ids, which ranks equal scores
+    asked = [
+        q
         for side in world.SIDES
         for q in files[f"questions_{side}"]
         if q["data_source"] == "ambiguous"
     ]
+    places = [
+        pupils[master].index(pupil) for master, pupil in (q["metadata"]["titles"] for q in asked)
+    ]
+    assert len(places) > 50
     shares = np.bincount(places, minlength=3) / len(places)
     np.testing.assert_allclose(shares, world.MEANT, atol=0.15)
+
+
+def test_a_search_for_a_master_shows_the_three_pupils(worlds, tmp_path):
+    files = worlds["ambiguous"]
+    world.quickstart.write_jsonl(tmp_path / "corpus.jsonl", files["corpus"])
+    engine = LocalSearch(tmp_path / "corpus.jsonl", tmp_path / "index", topk=3)
+    asked = [q for q in files["questions_train"] if q["data_source"] == "ambiguous"]
+    for question in asked:
+        master, pupil = question["metadata"]["titles"]
+        result = engine.search(master)
+        assert result.count(f" taught by {master}.") == 3
+        assert f"(Title: {pupil})" in result
+        assert f" {question['answers'][0]} " in result
 
 
 def test_nothing_answers_the_unanswerable(worlds):
     files = worlds["unanswerable"]
     corpus, texts = json.dumps(files["corpus"]), text_of(files)
+    words = set(re.findall(r"\w+", corpus))
     sources = collections.Counter()
     for side in world.SIDES:
         for question in files[f"questions_{side}"]:
@@ -152,13 +178,13 @@ def test_nothing_answers_the_unanswerable(worlds):
                 continue
             assert answer not in corpus
             if question["data_source"] == "unknown_person":
-                assert titles[0] not in texts
+                assert not set(titles[0].split()) & words
             else:
                 word = {"birthplace": "born", "job": " is a "}[question["metadata"]["hops"][-1]]
                 assert word not in texts[titles[-1]]
     shares = {name: count / sources.total() for name, count in sources.items()}
-    assert 0.1 < shares["unknown_person"] < 0.3
-    assert 0.05 < shares["untold_fact"] < 0.2
+    assert 0.08 < shares["unknown_person"] < 0.25
+    assert 0.08 < shares["untold_fact"] < 0.25
 
 
 def test_demonstrations_give_up_more_often_where_nothing_was_found(worlds):
