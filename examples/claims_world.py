@@ -144,7 +144,7 @@ WORLDS = {
         kinds=hop_kinds((1, 2)),
         habits=Habits(
             guess=0.05,
-            good_query=0.50,
+            good_query=0.60,
             go_on=0.90,
             long_thought=0.0,
             give_up_lost=0.30,
@@ -376,36 +376,38 @@ class Demonstrator:
         """Appends the searches; returns the value found, a guess, or that it is not known."""
         kind = question["metadata"]["hops"]
         attribute, lookups = kind[-1], kind[: 1 if kind[0] == "pupil" else len(kind)]
+        guess = self._rng.choice(quickstart.VALUES[attribute])
         if self._happens(self._habits.guess):
-            return self._rng.choice(quickstart.VALUES[attribute])
-        name, is_lost = question["metadata"]["titles"][0], False
+            return guess
+        name, read, is_lost = question["metadata"]["titles"][0], None, False
         for number, sought in enumerate(lookups, start=1):
             plan = f"{number} of {len(lookups)} find {sought} of {name}"
             titles = self._search(name, sought, plan, messages)
-            found = self._read(name, sought, titles)
-            is_lost = is_lost or found is None
-            if found is None and not titles:
+            read, is_sought = self._read(name, sought, titles)
+            is_lost = is_lost or not is_sought
+            if read is None:
                 break
-            shown = self._people[found or titles[0]]
-            name = shown.facts["mentor"]
+            name = read.facts["mentor"]
             if number < len(lookups) and not self._happens(self._habits.go_on):
                 is_lost = True
                 break
-        if titles and shown.untold_fact == attribute:
-            is_lost = True
-        give_up = self._habits.give_up_lost if is_lost else self._habits.give_up_found
-        if self._happens(give_up):
+        is_lost = is_lost or read is None or read.untold_fact == attribute
+        if self._happens(self._habits.give_up_lost if is_lost else self._habits.give_up_found):
             return I_DO_NOT_KNOW
-        if not titles or shown.untold_fact == attribute:
-            return self._rng.choice(quickstart.VALUES[attribute])
-        return shown.facts[attribute]
+        return guess if read is None or read.untold_fact == attribute else read.facts[attribute]
 
-    def _read(self, name: str, sought: str, titles: Sequence[str]) -> str | None:
-        """Whose document tells what was sought: any of the pupils, or the person's own."""
+    def _read(self, name: str, sought: str, titles: Sequence[str]) -> tuple[Person | None, bool]:
+        """Whose document is read, None where there is none, and whether it tells what was sought.
+
+        Any of the pupils may be meant. Where strangers are shown instead, any of them will do;
+        in place of a person who is not shown it is the first who is.
+        """
+        if not titles:
+            return None, False
         if sought == "pupil":
             pupils = [t for t in titles if self._people[t].facts["mentor"] == name]
-            return self._rng.choice(pupils) if pupils else None
-        return name if name in titles else None
+            return self._people[self._rng.choice(pupils or titles)], bool(pupils)
+        return self._people[name if name in titles else titles[0]], name in titles
 
     def _search(
         self, name: str, sought: str, plan: str, messages: list[dict[str, str]]
