@@ -24,6 +24,7 @@ from jaxrl.distributed import RolloutFunction, shared
 from jaxrl.envs.base import Env, Task
 from jaxrl.envs.math import MathEnv
 from jaxrl.envs.protocol import PROTOCOLS
+from jaxrl.envs.python_tool import MontyTool
 from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine
 from jaxrl.envs.search import SearchEnv
 from jaxrl.evaluate import check_data_sources
@@ -217,9 +218,17 @@ def _make_envs(config: ConfigDict) -> list[Env]:
             max_searches=config.rollout.max_turns,
             protocol=PROTOCOLS[config.env.protocol],
             correct_by=config.reward.correct,
+            python=_make_python() if config.env.python else None,
         )
         for engine in (_make_search(config), EmptySearch())
     ]
+
+
+def _make_python() -> MontyTool:
+    try:
+        return MontyTool()
+    except ImportError as error:
+        raise ValueError(f"config.env.python is True, but {error}") from error
 
 
 def _make_engine(

@@ -88,6 +88,7 @@ def default_config() -> ConfigDict:
 
     config.env = env = ConfigDict()
     env.name = "search"  # search: questions answered with a search engine; math: in one turn, alone
+    env.python = False  # of protocol bapo: offer a sandboxed Python tool too; extra python-tool
     env.protocol = "search_r1"  # of search: search_r1 (<information>) or bapo (<result>, \boxed{})
 
     config.search = search = ConfigDict()

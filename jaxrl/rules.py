@@ -85,6 +85,11 @@ RULES = (
         "its default where env.name='math': there is no tool to call",
     ),
     Rule(
+        "env.python",
+        lambda c: c.env.python and (c.env.name == "math" or c.env.protocol != "bapo"),
+        "False, unless env.name='search' and env.protocol='bapo', whose protocol has <python>",
+    ),
+    Rule(
         "reward.weights",
         lambda c: bool(_unknown_weights(c)),
         "weights of parts that the environment has (env.name and env.protocol): format, answer, "

@@ -24,6 +24,7 @@ SMALL = (search_r1_small, dapo_small, bapo_small, ares_small, passk_small)
 GATED = {"shaping.boundary_aware": True, "eval.every_steps": 1}
 BROKEN = [
     ("env.protocol", {"env.name": "math", "env.protocol": "bapo"}),
+    ("env.python", {"env.python": True}),
     ("reward.weights", {"reward.weights.bapo": 1.0}),
     ("reward.correct", {"reward.correct": "math"}),
     ("eval.suites", {"env.name": "math", "eval.suites": ("empty_search",)}),
