@@ -131,7 +131,17 @@ def sample_keys(
         samples: int32 [n], number of the sample in its group.
         attempts: int32 [n], 0 unless the group is drawn again.
     """
-    return np.asarray(_sample_keys(seed, stage, step, positions, samples, attempts))
+    # In blocks of one size: what is sampled again comes in any number, and would compile anew.
+    keys = np.zeros((len(positions), 2), np.uint32)
+    for start in range(0, len(positions), _KEY_BLOCK):
+        block = [np.asarray(x[start : start + _KEY_BLOCK]) for x in (positions, samples, attempts)]
+        count = len(block[0])
+        padded = [np.pad(x.astype(np.int32), (0, _KEY_BLOCK - count)) for x in block]
+        keys[start : start + count] = np.asarray(_sample_keys(seed, stage, step, *padded))[:count]
+    return keys
+
+
+_KEY_BLOCK = 256
 
 
 @jax.jit
