@@ -66,6 +66,11 @@ def advantages(estimator, values, groups=GROUPS):
     return np.asarray(jax.jit(jax.vmap(lambda row: estimator(row, ids)))(values[groups]))
 
 
+@functools.cache
+def leave_one_out(size):
+    return advantages(rloo, REWARDS, TWO.groups(size))
+
+
 def expected(estimator, values):
     return expected_policy_gradient(TWO, LOGITS[2], GROUPS, advantages(estimator, values))
 
@@ -74,8 +79,11 @@ def gradient(function, logits):
     return np.asarray(jax.jit(jax.grad(function))(logits))
 
 
+reward_gradient = jax.jit(jax.grad(lambda x, values: TWO.probs(x) @ values))
+
+
 def gradient_of_reward(values):
-    return gradient(lambda x: TWO.probs(x) @ values, LOGITS[2])
+    return np.asarray(reward_gradient(LOGITS[2], values))
 
 
 def success():
@@ -314,7 +322,7 @@ def expected_on_policy(policy_loss, mode):
         weights = token_weights(mask, segment_ids, mode=mode, scale=2, **counts)
         return (weights * policy_loss(logprobs, values[:, None] * mask, mask, segment_ids)).sum()
 
-    return expected_loss_gradient(TWO, LOGITS[2], GROUPS, loss, advantages(rloo, REWARDS))
+    return expected_loss_gradient(TWO, LOGITS[2], GROUPS, loss, leave_one_out(SIZE))
 
 
 @every_policy_loss
@@ -334,9 +342,9 @@ def test_means_over_trajectories_climb_the_reward_per_token(policy_loss):
     assert cosine(-got, gradient_of_reward(REWARDS)) < 0.98
 
 
-def over_all_tokens(groups):
-    scaled = advantages(rloo, REWARDS, groups)
-    scaled = scaled * groups.shape[1] / TWO.lengths[groups].sum(axis=1, keepdims=True)
+def over_all_tokens(size):
+    groups = TWO.groups(size)
+    scaled = leave_one_out(size) * size / TWO.lengths[groups].sum(axis=1, keepdims=True)
     return expected_policy_gradient(TWO, LOGITS[2], groups, scaled)
 
 
@@ -344,13 +352,14 @@ def over_all_tokens(groups):
 def test_means_over_all_tokens_have_a_length_bias_that_fades_with_the_batch(policy_loss):
     # The samples are in the denominator too. The weights are float32: fifths are rounded.
     got = expected_on_policy(policy_loss, "token-mean")
-    np.testing.assert_allclose(got, -over_all_tokens(GROUPS), rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(got, -over_all_tokens(SIZE), rtol=1e-6, atol=1e-8)
     target = gradient_of_reward(REWARDS) / float(TWO.probs(LOGITS[2]) @ TWO.lengths)
-    gaps = [np.abs(over_all_tokens(TWO.groups(n)) - target).max() for n in (2, 3, 4, 5)]
+    gaps = [np.abs(over_all_tokens(size) - target).max() for size in (2, 3, 4)]
     assert all(later < earlier for earlier, later in itertools.pairwise(gaps))
-    assert gaps[-1] > 1e-4
+    assert gaps[-1] > 1e-3
 
 
+@functools.cache
 def expected_kl_gradient(estimator, n):
     """Of the sum over a trajectory's tokens, on samples of the policy itself."""
     place = PLACES[n]
@@ -418,9 +427,6 @@ def test_the_limit_of_k3_makes_it_too_small_far_from_the_anchor():
     ("estimator", "distance"),
     [
         ("k2", divergence),
-        ("k1+", divergence),
-        ("k3+", divergence),
-        ("abs+", divergence),
         ("k3", lambda p, q: divergence(q, p)),
         ("abs", difference),
     ],
@@ -430,6 +436,11 @@ def test_what_the_kl_estimators_descend_as_losses(estimator, distance, n):
     place = PLACES[n]
     exact = gradient(lambda x: step_by_step(place, x, LOGITS[n], distance), LOGITS[n])
     assert_equal(expected_kl_gradient(estimator, n), exact)
+
+
+@pytest.mark.parametrize("estimator", ["k1+", "k3+", "abs+"])
+def test_a_plus_gives_the_gradient_of_k2(estimator):
+    assert_equal(expected_kl_gradient(estimator, 2), expected_kl_gradient("k2", 2))
 
 
 @pytest.mark.parametrize("n", [1, 2])
