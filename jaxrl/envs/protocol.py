@@ -134,8 +134,3 @@ BAPO = Protocol(
 )
 
 PROTOCOLS: Mapping[str, Protocol] = {p.name: p for p in (SEARCH_R1, BAPO)}
-
-# Search-R1's, for what knows no other protocol.
-TAGS = SEARCH_R1.tags
-STOP_STRINGS = SEARCH_R1.stop_strings
-render_observation = SEARCH_R1.render_observation
