@@ -25,9 +25,10 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl import plan, sharding, train
+from jaxrl import plan, sharding
 from jaxrl.assemble import make_optimizer, train_shape
 from jaxrl.config import default_config
+from jaxrl.method import make_policy_loss
 from jaxrl.models import qwen
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.sampling.decode import Sampler, StopTables

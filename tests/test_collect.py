@@ -39,9 +39,7 @@ class Sampler:
     def __call__(self, draws):
         self.calls.append([(draw.position, draw.attempt) for draw in draws])
         return [
-            dataclasses.replace(
-                trajectory, group_id=index, attempt=draw.attempt, task=draw.task
-            )
+            dataclasses.replace(trajectory, group_id=index, attempt=draw.attempt, task=draw.task)
             for index, draw in enumerate(draws)
             for trajectory in self.groups[draw.position][draw.attempt]
         ]
@@ -133,9 +131,7 @@ def test_online_filtering_is_strict_and_counts_scored_members_only():
     assert sorted(set(tasks_of(got.trajectories))) == ["q0", "q4"]
 
 
-@pytest.mark.parametrize(
-    ("metric", "kept"), [("acc", "q2"), ("score", "q1"), ("seq_reward", "q0")]
-)
+@pytest.mark.parametrize(("metric", "kept"), [("acc", "q2"), ("score", "q1"), ("seq_reward", "q0")])
 def test_the_metric_says_what_a_group_is_compared_by(metric, kept):
     long = {"token_ids": np.ones(12, np.int32), "loss_mask": np.arange(12) >= 2}
     same_but_long = [member(0), member(0, sample=1, **long)]

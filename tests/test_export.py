@@ -6,8 +6,9 @@ import optax
 import pytest
 from jax import export
 
-from jaxrl import sharding, train, update
+from jaxrl import sharding, update
 from jaxrl.config import default_config
+from jaxrl.method import make_policy_loss
 from jaxrl.models import qwen
 from jaxrl.sampling.decode import Sampler, StopTables
 from jaxrl.types import Batch

@@ -49,7 +49,7 @@ def window_entropy(
     T = loss_mask.shape[1]
     # Sampled tokens move to the front of the row, keeping their order; the rest are padding.
     order = xp.argsort(~loss_mask, axis=1, stable=True)
-    values = xp.take_along_axis(xp.where(loss_mask, entropies, 0.0), order, axis=1)
+    values = xp.take_along_axis(entropies, order, axis=1)
     ids = xp.take_along_axis(xp.where(loss_mask, segment_ids, 0), order, axis=1)
     values, ends = (xp.pad(x, ((0, 0), (0, window))) for x in (values, ids))
     sums = sum(values[:, shift : shift + T] for shift in range(1, window + 1))
