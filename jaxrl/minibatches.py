@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,11 +27,17 @@ class Divergence:
     old_logprobs: np.ndarray  # float32 [L], nats
     ref_logprobs: np.ndarray  # float32 [L], nats
     per_token: np.ndarray  # float32 [L], nats, by `kl.estimator`; 0 where nothing is trained
+    num_tokens: int  # that are trained on
 
     @property
     def total(self) -> float:
         """The sum over the trajectory, in nats."""
         return float(self.per_token.sum())
+
+    @property
+    def mean(self) -> float:
+        """Nats a token; NaN where none is trained on."""
+        return self.total / self.num_tokens if self.num_tokens else math.nan
 
 
 def make_minibatches(
@@ -180,9 +187,13 @@ def make_measure(
             pieces = [
                 unpack(packed, array, [len(t.token_ids) for t in members]) for array in arrays
             ]
-            for index, old_part, ref_part, per_token in zip(chunk, *pieces, strict=True):
+            for index, member, *parts in zip(chunk, members, *pieces, strict=True):
+                old_part, ref_part, per_token = parts
                 found[index] = Divergence(
-                    old_logprobs=old_part, ref_logprobs=ref_part, per_token=per_token
+                    old_logprobs=old_part,
+                    ref_logprobs=ref_part,
+                    per_token=per_token,
+                    num_tokens=member.num_sampled,
                 )
         return found
 

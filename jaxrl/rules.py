@@ -276,6 +276,16 @@ RULES = (
         "False where env.name='math': nobody can abstain there",
     ),
     Rule(
+        "reward.weights",
+        lambda c: (
+            c.shaping.boundary_aware
+            and c.env.protocol == "search_r1"
+            and bool(c.reward.weights.format or c.reward.weights.answer)
+        ),
+        "format=0 and answer=0 with shaping.boundary_aware: a group is without success where no "
+        "reward is above 0, and these two pay for wrong answers",
+    ),
+    Rule(
         "shaping.stage_level",
         lambda c: c.shaping.boundary_aware and c.shaping.sample_level and not c.shaping.stage_level,
         "True with shaping.sample_level, which works in the late stage only",

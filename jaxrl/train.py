@@ -20,7 +20,7 @@ from jaxrl import distributed, entropy_control, evaluate, kl_control, report, sf
 from jaxrl.assemble import Parts, make_optimizer, sft_shape, train_shape
 from jaxrl.batching import pack
 from jaxrl.checkpoint import Checkpointer, abstract, optimizer_items
-from jaxrl.collect import Collected, NotEnoughGroupsError, by_group, collect
+from jaxrl.collect import Collected, NotEnoughGroupsError, Tried, collect
 from jaxrl.collect import from_json as trajectory_from_json
 from jaxrl.collect import to_json as trajectory_to_json
 from jaxrl.config import STAGES
@@ -30,7 +30,6 @@ from jaxrl.method import Controllers, make_estimator, make_policy_loss
 from jaxrl.metrics import (
     Display,
     MetricsLog,
-    mean,
     open_log,
     plain_numbers,
     rollout_metrics,
@@ -427,7 +426,7 @@ def run_train(this: Run, params: Params) -> Params:
         parts.engine.set_weights(state.params)
         updated = time.perf_counter()
         controllers = kl_control.advance(controllers, trajectories, divergences, config)
-        controllers = skip_solved(controllers, trajectories, config)
+        controllers = skip_solved(controllers, collected.tried, config)
         position.controllers, position.carried = controllers, collected.carried
         position.step, position.stage_step = position.step + 1, position.stage_step + 1
         position.items_taken = collected.items_taken
@@ -528,17 +527,16 @@ BOOTSTRAP_STEP = 2**31 - 1
 
 
 def skip_solved(
-    controllers: Controllers, trajectories: Sequence[Trajectory], config: ConfigDict
+    controllers: Controllers, tried: Sequence[Tried], config: ConfigDict
 ) -> Controllers:
     """The controllers with the tasks added that every sample of the step solved, surely."""
     if controllers.skipped is None:
         return controllers
-    groups = by_group([t for t in trajectories if t.is_scored])
     skipped = controllers.skipped.update(
-        [group[0].task_id for group in groups],
-        [sum(t.is_correct for t in group) for group in groups],
-        [len(group) for group in groups],
-        [mean([t.mean_entropy for t in group]) for group in groups],
+        [group.task_id for group in tried],
+        [group.num_correct for group in tried],
+        [group.num_scored for group in tried],
+        [group.mean_entropy for group in tried],
         threshold=config.filter.skip_entropy,
     )
     return dataclasses.replace(controllers, skipped=skipped)

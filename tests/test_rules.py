@@ -69,6 +69,7 @@ BROKEN = [
         "shaping.boundary_aware",
         {**GATED, "env.name": "math", "eval.final_suites": ("sampled",)},
     ),
+    ("reward.weights", {**GATED, "reward.weights.format": 0.5}),
     ("shaping.stage_level", {**GATED, "shaping.stage_level": False}),
     ("eval.every_steps", {"shaping.boundary_aware": True}),
     ("shaping.bootstrap_tasks", {"shaping.bootstrap_tasks": 1}),
