@@ -22,7 +22,11 @@ from jaxrl.objectives.advantages import (
 )
 from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.kl import kl_estimate
-from jaxrl.objectives.losses import clipped_policy_loss
+from jaxrl.objectives.losses import (
+    cispo_policy_loss,
+    clipped_policy_loss,
+    gspo_policy_loss,
+)
 from tests.objectives.enumerable import (
     binomial,
     expected_loss_gradient,
@@ -306,7 +310,17 @@ def clipped(logprobs, values, mask, segment_ids):
 
 
 # Where all ratios are 1 they should all be the same: the loss is minus advantage times logprob.
-POLICY_LOSSES = {"clip": clipped}
+def sequence_clipped(logprobs, values, mask, segment_ids):
+    old = jax.lax.stop_gradient(logprobs)
+    return gspo_policy_loss(logprobs, old, values, mask, segment_ids, clip_low=3e-4, clip_high=4e-4)
+
+
+def weight_clipped(logprobs, values, mask, _):
+    old = jax.lax.stop_gradient(logprobs)
+    return cispo_policy_loss(logprobs, old, values, mask, clip_low=1.0, clip_high=4.0)
+
+
+POLICY_LOSSES = {"clip": clipped, "gspo": sequence_clipped, "cispo": weight_clipped}
 every_policy_loss = pytest.mark.parametrize(
     "policy_loss", POLICY_LOSSES.values(), ids=POLICY_LOSSES
 )
