@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from jaxrl.envs.rewards import normalize_answer
 from jaxrl.metrics import mean
 from jaxrl.objectives.filters import keep_informative, needs_resampling, within_accuracy
 from jaxrl.objectives.shaping import boundary_aware_rewards, overlong_penalty
+from jaxrl.rules import overlong_limit
 from jaxrl.types import Draw, Trajectory
 
 Generate = Callable[[Sequence[Draw]], list[Trajectory]]
@@ -130,7 +132,7 @@ def collect(
     chosen = [renumbered(group, index) for index, group in enumerate(groups[:wanted])]
     surplus = groups[wanted:]
     looks = Counter(group.look for group in tried)
-    num_groups = max(len(tried), 1)
+    num_groups = len(tried) or math.nan  # of no group at all, where enough were carried over
     return Collected(
         trajectories=[trajectory for group in chosen for trajectory in group],
         carried=surplus if settings.carry_over else [],
@@ -216,7 +218,7 @@ def shape(
     if shaping.overlong_buffer:
         penalties = overlong_penalty(
             np.array([t.response_length for t in trajectories]),
-            max_length=shaping.overlong_max_tokens or config.rollout.max_response_tokens,
+            max_length=overlong_limit(config),
             buffer=shaping.overlong_buffer,
             factor=shaping.overlong_factor,
         )
@@ -247,9 +249,12 @@ def _keep(
             ),
         }[settings.metric]()
         flags = keep_informative(np.asarray(values, np.float32), ids)
+    sizes = Counter(ids.tolist())
     kept = dict.fromkeys((t.group_id for t in trajectories), False)
     for trajectory, flag in zip(trajectories, flags, strict=True):
-        kept[trajectory.group_id] |= bool(flag)
+        # A lone survivor of environment errors has nothing to differ from; a group of one is meant.
+        is_lone = sizes[trajectory.group_id] < min(2, config.rollout.group_size)
+        kept[trajectory.group_id] |= bool(flag) and not is_lone
     return kept
 
 

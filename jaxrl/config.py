@@ -104,7 +104,9 @@ def default_config() -> ConfigDict:
 
     config.shaping = shaping = ConfigDict()
     shaping.overlong_buffer = 0  # tokens before the limit over which the penalty grows; 0: off
-    shaping.overlong_max_tokens = 0  # the limit, tool text counted; 0: rollout.max_response_tokens
+    # The limit, tool text counted. 0: in math rollout.max_response_tokens, and where there are
+    # tools what rollout.max_total_tokens leaves beside the longest prompt.
+    shaping.overlong_max_tokens = 0
     shaping.overlong_factor = 1.0  # reward lost at the limit and beyond
     shaping.boundary_aware = False  # pay for "I don't know" in groups without a correct answer
     shaping.abstention_bonus = 0.5  # what it pays

@@ -63,6 +63,19 @@ def has_gate(config: ConfigDict) -> bool:
     return config.shaping.boundary_aware and config.shaping.stage_level
 
 
+def overlong_limit(config: ConfigDict) -> int:
+    """Tokens of a response from which on the whole overlong penalty is charged.
+
+    What a search inserts counts as response, but not in `rollout.max_response_tokens`: by that
+    limit, searching at all would be overlong.
+    """
+    rollout = config.rollout
+    has_tools = config.env.name != "math"
+    room = rollout.max_total_tokens - rollout.max_prompt_tokens
+    limit = room if has_tools else rollout.max_response_tokens
+    return int(config.shaping.overlong_max_tokens or limit)
+
+
 def _shapes(config: ConfigDict) -> bool:
     shaping = config.shaping
     return bool(shaping.overlong_buffer or shaping.boundary_aware or shaping.entropy_reward)
@@ -264,11 +277,9 @@ RULES = (
     # Shaping.
     Rule(
         "shaping.overlong_buffer",
-        lambda c: (
-            c.shaping.overlong_buffer
-            > (c.shaping.overlong_max_tokens or c.rollout.max_response_tokens)
-        ),
-        "at most shaping.overlong_max_tokens, or rollout.max_response_tokens where that is 0",
+        lambda c: c.shaping.overlong_buffer > overlong_limit(c),
+        "at most shaping.overlong_max_tokens; where that is 0, rollout.max_response_tokens in "
+        "env.name='math' and rollout.max_total_tokens - rollout.max_prompt_tokens else",
     ),
     Rule(
         "shaping.boundary_aware",

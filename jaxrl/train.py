@@ -97,8 +97,12 @@ class Position:
     @classmethod
     def from_json(cls, saved: dict[str, Any], config: ConfigDict) -> Position:
         """The inverse of `to_json`, for a run of this configuration."""
-        carried = [[trajectory_from_json(t) for t in group] for group in saved["carried"]]
-        controllers = Controllers.from_json(saved["controllers"], config)
+        # Checkpoints from before there were these have none. Carried groups of another size, or
+        # without the switch by which their old log-probabilities are computed, are of no use.
+        size = config.rollout.group_size if config.filter.carry_over else None
+        groups = [group for group in saved.get("carried", []) if len(group) == size]
+        carried = [[trajectory_from_json(t) for t in group] for group in groups]
+        controllers = Controllers.from_json(saved.get("controllers", {}), config)
         best = Best(**saved["best"])
         return cls(**{**saved, "best": best, "controllers": controllers, "carried": carried})
 
@@ -467,6 +471,7 @@ def collect_step(
     config, position, controllers = this.config, this.position, this.position.controllers
 
     def penalty(trajectories: Sequence[Trajectory]) -> np.ndarray:
+        this.parts.engine.clear()  # the cache would lie beside the activations that scoring takes
         return kl_control.penalties(divergences_of(trajectories), controllers, config)
 
     return collect(
@@ -529,9 +534,13 @@ BOOTSTRAP_STEP = 2**31 - 1
 def skip_solved(
     controllers: Controllers, tried: Sequence[Tried], config: ConfigDict
 ) -> Controllers:
-    """The controllers with the tasks added that every sample of the step solved, surely."""
+    """The controllers with the tasks added that every sample of the step solved, surely.
+
+    A group with environment errors says too little: one survivor would skip its task for good.
+    """
     if controllers.skipped is None:
         return controllers
+    tried = [group for group in tried if group.num_scored == config.rollout.group_size]
     skipped = controllers.skipped.update(
         [group.task_id for group in tried],
         [group.num_correct for group in tried],
@@ -550,7 +559,9 @@ def open_gate(this: Run, evaluated: dict[str, float]) -> None:
         return
     part = config.reward.correct
     head = "val-core/all/exact_match" if part == "exact_match" else f"val-aux/all/{part}"
-    moved = gate.update(evaluated[f"{head}/greedy"], max_tolerance=config.shaping.stage_tolerance)
+    # Where every search failed, nothing was scored and there is no such metric.
+    correctness = evaluated.get(f"{head}/greedy", math.nan)
+    moved = gate.update(correctness, max_tolerance=config.shaping.stage_tolerance)
     position.controllers = dataclasses.replace(position.controllers, gate=moved)
 
 

@@ -64,7 +64,7 @@ BROKEN = [
     ("filter.metric", {**GATED, "filter.name": "varied"}),
     ("filter.name", {**GATED, "filter.name": "accuracy_range"}),
     ("filter.resample_attempts", {"filter.resample_attempts": 1}),
-    ("shaping.overlong_buffer", {"shaping.overlong_buffer": 513}),
+    ("shaping.overlong_buffer", {"shaping.overlong_buffer": 1025}),
     (
         "shaping.boundary_aware",
         {**GATED, "env.name": "math", "eval.final_suites": ("sampled",)},
@@ -116,7 +116,12 @@ def test_a_small_sibling_keeps_the_method(module):
     published = default_config()
     module.set_method(published)
     small = flatten(module.get_config())
-    sizes = {"shaping.overlong_buffer", "filter.tasks_per_batch", "shaping.bootstrap_tasks"}
+    sizes = {
+        "shaping.overlong_buffer",
+        "shaping.overlong_max_tokens",
+        "filter.tasks_per_batch",
+        "shaping.bootstrap_tasks",
+    }
     method = ("advantage.", "loss.", "kl.", "shaping.", "filter.")
     chosen = {key: x for key, x in flatten(published).items() if key.startswith(method)}
     assert {key: small[key] for key in chosen.keys() - sizes} == {

@@ -128,14 +128,17 @@ class EntropyThreshold:
         """Moves towards the median, over samples, of a high percentile of their windows.
 
         The first estimate is taken as it is; then `decay * value + (1 - decay) * estimate`.
-        Samples without a window are left out; without any window, nothing changes.
+        Samples without a window are left out, and so are those with a value that is not finite,
+        which would stay in the average for good; without any sample, nothing changes.
 
         Args:
             window_entropies: of each sample, its defined window entropies in nats, one axis.
             percentile: of a sample's windows, interpolated linearly.
             decay: of the moving average.
         """
-        samples = [x.astype(np.float64) for x in window_entropies if x.size]
+        samples = [
+            x.astype(np.float64) for x in window_entropies if x.size and np.isfinite(x).all()
+        ]
         levels = [np.percentile(sample, percentile) for sample in samples]
         if not levels:
             return self
