@@ -209,21 +209,23 @@ class Controllers:
         return self.kl.coef if isinstance(self.kl, AdaptiveKL | LogKL) else config.kl.coef
 
     def metrics(self) -> dict[str, float]:
-        """Every number of every state, as `controller/<name>/<field>`; of long lists the length."""
+        """Every number of every state, as `controller/<name>/<field>`; of tasks their count."""
         found: dict[str, float] = {}
         for field in dataclasses.fields(self):
             state = getattr(self, field.name)
             for name, value in (dataclasses.asdict(state) if state else {}).items():
-                found |= _numbers(f"controller/{field.name}/{name}", value)
+                path = f"controller/{field.name}/{name}"
+                if name in _BY_TASK:
+                    found[f"{path}/count"] = len(value)
+                elif isinstance(value, dict):
+                    found |= {f"{path}/{bucket}": number for bucket, number in value.items()}
+                else:
+                    found[path] = value
         return found
 
 
-def _numbers(name: str, value: Any) -> dict[str, float]:
-    if isinstance(value, dict) and all(isinstance(x, int | float) for x in value.values()):
-        return {f"{name}/{key}": x for key, x in value.items()} if len(value) <= 3 else {}
-    if isinstance(value, dict | list | tuple):
-        return {f"{name}/count": len(value)}
-    return {} if isinstance(value, str) else {name: value}
+_BY_TASK = ("buckets", "task_ids")
+"""Fields of controllers that hold something of each task, which would be too many metrics."""
 
 
 def _init_kl(kl: ConfigDict) -> AdaptiveKL | LogKL | KLBudget | None:
