@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
@@ -157,9 +158,11 @@ def make_measure(
     As many trajectories at a time as a mini-batch has rows, through the program that scores
     mini-batches.
     """
+    # One micro-batch at a time, which is what objectives know.
+    estimate = jax.vmap(partial(kl_estimate, estimator=config.kl.estimator))
 
     def compare(old: jax.Array, ref: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
-        return old, ref, kl_estimate(old, ref, mask, estimator=config.kl.estimator)
+        return old, ref, estimate(old, ref, mask)
 
     whole = replicated(mesh)  # of several processes, each reads all
     compare = jax.jit(compare, out_shardings=(whole, whole, whole))
