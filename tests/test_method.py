@@ -275,7 +275,9 @@ def test_every_state_is_a_metric():
         "controller/gate/tolerance": 2,
         "controller/gate/is_late": False,
         "controller/threshold/value": 0.1 + 0.2,
-        "controller/buckets/buckets/count": 2,
+        "controller/buckets/easy": 1,
+        "controller/buckets/medium": 0,
+        "controller/buckets/hard": 1,
         "controller/coefficients/alphas/easy": 0.6,
         "controller/coefficients/alphas/medium": 0.0,
         "controller/coefficients/alphas/hard": 0.65,
@@ -283,7 +285,7 @@ def test_every_state_is_a_metric():
         "controller/kl/multipliers/easy": 1.004,
         "controller/kl/multipliers/medium": 0.0,
         "controller/kl/multipliers/hard": 1e-17,
-        "controller/skipped/task_ids/count": 1,
+        "controller/skipped/count": 1,
     }
     moved = dataclasses.replace(MOVED, kl=LogKL(1e-4, 0.5, 7))
     assert moved.metrics()["controller/kl/average"] == 0.5
@@ -294,8 +296,10 @@ def test_of_tasks_only_their_count_is_a_metric():
         skipped = SkipSet({f"q{i}": 0.0 for i in range(count)})
         buckets = DifficultyBuckets({f"q{i}": "easy" for i in range(count)})
         assert Controllers(skipped=skipped, buckets=buckets).metrics() == {
-            "controller/skipped/task_ids/count": count,
-            "controller/buckets/buckets/count": count,
+            "controller/skipped/count": count,
+            "controller/buckets/easy": count,
+            "controller/buckets/medium": 0,
+            "controller/buckets/hard": 0,
         }
 
 

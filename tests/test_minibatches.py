@@ -70,7 +70,7 @@ def tagged(kind):
 
 def divergences():
     made = [
-        Divergence(old_logprobs=old, ref_logprobs=ref, per_token=np.zeros_like(old))
+        Divergence(old_logprobs=old, ref_logprobs=ref, per_token=0 * old, num_tokens=1)
         for old, ref in zip(tagged(1), tagged(2), strict=True)
     ]
     return [*made[:5], None, *made[6:]]
