@@ -229,6 +229,7 @@ def _make_envs(config: ConfigDict) -> list[Env]:
     settings = {**prompt, "reward_weights": {name: weights[name] for name in reward_parts(config)}}
     if config.env.name == "math":
         return [MathEnv(**settings)] * 2
+    python = _make_python() if config.env.python else None
     return [
         SearchEnv(
             engine,
@@ -236,7 +237,7 @@ def _make_envs(config: ConfigDict) -> list[Env]:
             max_searches=config.rollout.max_turns,
             protocol=PROTOCOLS[config.env.protocol],
             correct_by=config.reward.correct,
-            python=_make_python() if config.env.python else None,
+            python=python,
         )
         for engine in (_make_search(config), EmptySearch())
     ]

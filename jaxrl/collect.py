@@ -143,6 +143,10 @@ def collect(
             "filter/num_batches": num_batches,
             "filter/kept_share": (len(groups) - len(carried)) / num_groups,
             "filter/surplus_groups": len(surplus),
+            "filter/accuracy": (
+                sum(group.num_correct for group in tried)
+                / (sum(group.num_scored for group in tried) or math.nan)
+            ),
             "filter/resampled_groups": num_resampled,
             **{f"filter/{look}_share": looks[look] / num_groups for look in LOOKS},
         },

@@ -212,16 +212,16 @@ class Controllers:
 
     def metrics(self) -> dict[str, Any]:
         """Every number of every state, as `controller/<name>/<field>`; of tasks, how many."""
-        states = {
-            field.name: dataclasses.asdict(getattr(self, field.name))
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) is not None
-        }
-        if self.buckets is not None:
-            counts = Counter(self.buckets.buckets.values())
-            states["buckets"] = {name: counts[name] for name in BUCKETS}
-        if self.skipped is not None:
-            states["skipped"] = {"count": len(self.skipped.task_ids)}
+        states: dict[str, dict[str, Any]] = {}
+        for field in dataclasses.fields(self):
+            state = getattr(self, field.name)
+            if isinstance(state, DifficultyBuckets):
+                counts = Counter(state.buckets.values())
+                states[field.name] = {name: counts[name] for name in BUCKETS}
+            elif isinstance(state, SkipSet):
+                states[field.name] = {"count": len(state.task_ids)}
+            elif state is not None:
+                states[field.name] = dataclasses.asdict(state)
         found: dict[str, Any] = {}
         for name, state in states.items():
             for key, value in state.items():

@@ -122,7 +122,11 @@ RULES = (
     ),
     Rule(
         "eval.final_suites",
-        lambda c: c.env.name == "math" and "empty_search" in c.eval.final_suites,
+        lambda c: (
+            c.env.name == "math"
+            and "evaluate" in c.stages
+            and "empty_search" in c.eval.final_suites
+        ),
         "suites without empty_search where env.name='math' searches nothing",
     ),
     # Advantages.
@@ -265,14 +269,6 @@ RULES = (
         lambda c: c.shaping.boundary_aware and c.filter.name == "accuracy_range",
         "'varied' or 'none' with shaping.boundary_aware: accuracy_range drops the groups without "
         "a correct answer, whose abstentions it pays for",
-    ),
-    Rule(
-        "filter.resample_attempts",
-        lambda c: (
-            c.filter.resample_attempts != 0 and not c.filter.resample_early and not has_gate(c)
-        ),
-        "0, unless filter.resample_early, or shaping.boundary_aware with shaping.stage_level: "
-        "otherwise there is no late stage in which to try again",
     ),
     # Shaping.
     Rule(

@@ -10,7 +10,14 @@ import jax
 import numpy as np
 import pytest
 
-from configs import debug_tiny
+from configs import (
+    ares_small,
+    bapo_small,
+    dapo_small,
+    debug_tiny,
+    passk_small,
+    search_r1_small,
+)
 from jaxrl import assemble, report, train
 from jaxrl.config import ADVANTAGES, AGGREGATIONS, KL_CONTROLLERS, KL_ESTIMATORS, flatten, validate
 from jaxrl.distributed import shared
@@ -348,6 +355,59 @@ def test_random_combinations_train(seed, tiny_world, source, sampler, tmp_path, 
 @pytest.mark.parametrize("seed", MORE_SEEDS)
 def test_many_more_random_combinations_train(seed, tiny_world, source, sampler, tmp_path):
     train_two_steps(seed, tiny_world, source, sampler, tmp_path)
+
+
+SIBLINGS = {
+    search_r1_small: {"actor/kl_loss", "actor/entropy"},
+    dapo_small: {"reward/overlong/mean", "filter/kept_share"},
+    bapo_small: {"reward/abstention/mean", "controller/gate/is_late"},
+    ares_small: {"reward/entropy/mean", "controller/threshold/value", "actor/kl_loss"},
+    passk_small: set(),
+}
+"""The small siblings of the published configurations, and metrics that show their method."""
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("module", SIBLINGS, ids=lambda module: module.__name__)
+def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "write_or_warn", lambda *_: None)
+    config = module.get_config(str(tiny_world))
+    sizes = SIZES | {"model.path": source, "eval.suites": config.eval.suites}
+    sizes |= {"rollout.num_slots": 16, "rollout.max_turns": 2, "optimizer.num_minibatches": 1}
+    sizes |= {"filter.max_batches": 0, "checkpoint.every_steps": 1, "eval.samples": 1}
+    if config.filter.tasks_per_batch:
+        sizes["filter.tasks_per_batch"] = 4
+    if config.shaping.overlong_buffer:
+        sizes["shaping.overlong_max_tokens"] = 80
+    config.update_from_flattened_dict(sizes)
+    validate(config)
+    train.run(config, tmp_path, sampler.for_config(config), Display())
+    _, *steps = records(tmp_path)
+    assert len(steps) == 2
+    assert any(record["rollout/informative_share"] for record in steps)
+    for record in steps:
+        assert record.keys() >= SIBLINGS[module]
+        assert math.isfinite(record["actor/grad_norm"])
+
+
+@pytest.mark.minutes
+def test_mathematics_is_trained_without_a_search(tiny_world, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "write_or_warn", lambda *_: None)
+    config = base_config(tiny_world, source)
+    config.update_from_flattened_dict(
+        {
+            "env.name": "math", "search.corpus": "", "num_steps": 1, "reward.correct": "math",
+            "reward.weights.math": 1.0, "reward.weights.format": 0.0, "eval.suites": ("greedy",),
+        }
+    )  # fmt: skip
+    validate(config)
+    train.run(config, tmp_path, assemble.assemble(config), Display())
+    before, step = records(tmp_path)
+    assert "val-aux/all/math/greedy" in before
+    # A model that was taught to search gives no `Answer:` line.
+    assert step["reward/math/mean"] == -1
+    assert step["num_searches/mean"] == 0
+    assert step["outcome/answered"] == 0
 
 
 def test_every_choice_is_drawn(tiny_world):

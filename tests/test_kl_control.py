@@ -1,6 +1,5 @@
 """The divergence in rewards, and the coefficients that it moves, on trajectories made by hand."""
 
-
 import numpy as np
 import pytest
 

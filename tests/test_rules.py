@@ -63,7 +63,6 @@ BROKEN = [
     ),
     ("filter.metric", {**GATED, "filter.name": "varied"}),
     ("filter.name", {**GATED, "filter.name": "accuracy_range"}),
-    ("filter.resample_attempts", {"filter.resample_attempts": 1}),
     ("shaping.overlong_buffer", {"shaping.overlong_buffer": 1025}),
     (
         "shaping.boundary_aware",
@@ -141,7 +140,7 @@ def test_a_small_sibling_keeps_the_method(module):
         {"loss.name": "gspo", "loss.aggregation": "seq-mean-token-mean"},
         {"kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.controller": "adaptive"},
         {**GATED, "filter.name": "varied", "filter.metric": "seq_reward"},
-        {"filter.resample_attempts": 1, "filter.resample_early": True},
+        {"filter.resample_attempts": 1},
     ],
     ids=str,
 )  # fmt: skip

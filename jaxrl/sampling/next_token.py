@@ -48,7 +48,13 @@ def sample(
     weights = jnp.exp(centred)
     chosen, total = _draw(weights, uniform)
     if top_p is not None:
-        chosen, _ = _draw(nucleus(weights, top_p), uniform)
+        # Where training draws from all and evaluation does not, training need not search.
+        chosen = jax.lax.cond(
+            top_p < 1,
+            lambda chosen: _draw(nucleus(weights, top_p), uniform)[0],
+            lambda chosen: chosen,
+            chosen,
+        )
     # The first of the largest: on a CPU several times faster than argmax.
     likeliest = jnp.where(centred == 0.0, jnp.arange(V), V).min(axis=-1, initial=V - 1)
     token = jnp.where(greedy, likeliest, chosen).astype(jnp.int32)
