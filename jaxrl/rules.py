@@ -142,8 +142,9 @@ RULES = (
     ),
     Rule(
         "advantage.k",
-        lambda c: is_pass_at_k(c) and c.advantage.k > c.rollout.group_size,
-        "at most rollout.group_size: k answers are drawn from those of a group",
+        lambda c: is_pass_at_k(c) and c.advantage.k >= c.rollout.group_size,
+        "less than rollout.group_size: sets of k answers are compared, and of the whole group there "
+        "is only one",
     ),
     Rule(
         "advantage.k",

@@ -30,7 +30,7 @@ BROKEN = [
     ("eval.suites", {"env.name": "math", "eval.suites": ("empty_search",)}),
     ("eval.final_suites", {"env.name": "math"}),
     ("rollout.group_size", {"rollout.group_size": 1}),
-    ("advantage.k", {"advantage.name": "pass_at_k", "advantage.k": 9}),
+    ("advantage.k", {"advantage.name": "pass_at_k", "advantage.k": 8}),
     ("advantage.k", {"advantage.name": "pass_at_k_full_sampling", "advantage.k": 5}),
     ("advantage.baseline", {"advantage.baseline": True}),
     ("shaping", {"advantage.name": "pass_at_k", "shaping.overlong_buffer": 8}),
