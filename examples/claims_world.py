@@ -1,0 +1,567 @@
+"""Makes the worlds in which the claims of the algorithms can show.
+
+    python -m examples.claims_world --world=hops --out=data/claims/hops --seed=0
+
+They are built of the quickstart's people, words and search engine (`examples/quickstart_world.py`):
+
+- `hops`: chains of one to four mentors, each hop a search that needs what the one before it found.
+  Thoughts are short or long. What makes them long is idle musing, so a tight budget of tokens cuts
+  off those who muse, and how much to muse is left to reinforcement learning. Training questions
+  are mostly short chains, as many training sets are mostly easy; held-out ones are of every length
+  alike, and so are those of a second training file, `questions_train_even.jsonl`.
+- `ambiguous`: half of the questions ask for a pupil of somebody who has three of them. One search
+  shows all three, and nothing tells which of them is meant; in half of the cases it is the first.
+  The other half are plain one-hop questions.
+- `unanswerable`: a third of the questions is about people of whom no document tells, not even by a
+  part of their name, or about facts that a document leaves out. Some demonstrations say that they
+  do not know.
+
+People are on one of three sides: those of training, those of development, on which settings may be
+chosen, and those of evaluation. Mentors are of the same side as their pupils. Demonstrations come
+from other worlds and name nobody of the two sides that are held out. The same seed gives the same
+bytes.
+"""
+
+import argparse
+import collections
+import itertools
+import json
+import random
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from examples import quickstart_world as quickstart
+from jaxrl.envs.retrieval import Document, LocalSearch, render_documents
+
+SIDES = ("train", "dev", "eval")
+HELD_OUT = SIDES[1:]
+HOP_NAMES = ("one_hop", "two_hop", "three_hop", "four_hop")
+ATTRIBUTES = ("birthplace", "job")
+ENDINGS = {"birthplace": "Where was {of} born?", "job": "What is the job of {of}?"}
+MUSINGS = """
+    hmm well okay maybe perhaps indeed right then surely fine anyway actually
+""".split()  # noqa: SIM905
+UNTOLD = {
+    "birthplace": ["Quarrowmere", "Silvantide", "Umberfold", "Wrenhollow"],
+    "job": ["falconer", "chandler", "cooper", "thatcher"],
+}
+"""Answers to questions that nothing in the corpus answers; they occur nowhere else."""
+
+I_DO_NOT_KNOW = "I don't know"
+NAMES = (quickstart.FIRST_NAMES, quickstart.LAST_NAMES)
+UNKNOWN_WORDS = 14  # of the first names and of the last names, where there are unknown people
+PUPILS = 3  # of everybody who has any
+MEANT = (0.5, 0.3, 0.2)
+"""Chances that the pupil who is meant is the first, second, third that a search shows."""
+
+Question = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Person:
+    """What is true of somebody, and what of it is told."""
+
+    id: str
+    first: str
+    last: str
+    facts: Mapping[str, str]  # birthplace, job and mentor
+    side: str
+    is_told: bool = True  # there is a document
+    is_master: bool = False  # known only as the mentor of three others; there is no document
+    untold_fact: str | None = None  # that the document leaves out
+
+    @property
+    def name(self) -> str:
+        """The full name, as documents are titled."""
+        return f"{self.first} {self.last}"
+
+    @property
+    def text(self) -> str:
+        """The body of the document."""
+        told = {name for name in self.facts if name != self.untold_fact}
+        what = f"is a {self.facts['job']}" if "job" in told else "was"
+        where = f"born in {self.facts['birthplace']} and " if "birthplace" in told else ""
+        return f"{self.name} {what} {where}taught by {self.facts['mentor']}."
+
+
+People = Mapping[str, Person]  # by full name, in order of id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """Chances of what a demonstration does."""
+
+    guess: float  # answers without a search
+    good_query: float  # a full name, otherwise only a part of it
+    go_on: float  # searches on where the question asks for another hop
+    long_thought: float  # muses before it thinks
+    give_up_lost: float = 0.0  # says it does not know where what is asked was not shown
+    give_up_found: float = 0.0  # says so although it was shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """What one world asks, and how its demonstrations go about it."""
+
+    kinds: Mapping[tuple[str, ...], str]  # what is looked up hop by hop; the data source
+    habits: Habits
+    topk: int  # documents in a search result
+    # Of each data source, the share of its training questions that are kept; all where not named.
+    train_shares: Mapping[str, float] = field(default_factory=dict)
+    has_masters: bool = False  # mentors have no mentor and no document of their own
+    unknown_people: float = 0.0  # share of people without a document
+    untold_facts: float = 0.0  # share of the others whose document leaves something out
+
+
+def hop_kinds(num_hops: Collection[int]) -> dict[tuple[str, ...], str]:
+    return {
+        (*["mentor"] * (hops - 1), attribute): HOP_NAMES[hops - 1]
+        for hops in num_hops
+        for attribute in ATTRIBUTES
+    }
+
+
+WORLDS = {
+    "hops": World(
+        kinds=hop_kinds((1, 2, 3, 4)),
+        habits=Habits(guess=0.08, good_query=0.60, go_on=0.92, long_thought=0.5),
+        topk=1,
+        train_shares={"two_hop": 0.5, "three_hop": 0.25, "four_hop": 0.125},
+    ),
+    "ambiguous": World(
+        kinds={("pupil", "birthplace"): "ambiguous", ("pupil", "job"): "ambiguous"}
+        | hop_kinds((1,)),
+        habits=Habits(guess=0.08, good_query=0.45, go_on=0.0, long_thought=0.0),
+        topk=PUPILS,
+        has_masters=True,
+    ),
+    "unanswerable": World(
+        kinds=hop_kinds((1, 2)),
+        habits=Habits(
+            guess=0.05,
+            good_query=0.50,
+            go_on=0.90,
+            long_thought=0.0,
+            give_up_lost=0.30,
+            give_up_found=0.05,
+        ),
+        topk=2,
+        unknown_people=0.15,
+        untold_facts=0.40,
+    ),
+}
+
+
+def make_people(
+    world: World, sizes: Mapping[str, int], rng: random.Random, excluded: Collection[str] = ()
+) -> People:
+    """People with distinct names, none of the `excluded`; everybody who teaches has three pupils.
+
+    The sides are spread over the ids, by which a search ranks equally good documents.
+    """
+    sides = [side for side, size in sizes.items() for _ in range(size)]
+    rng.shuffle(sides)
+    is_unknown = [rng.random() < world.unknown_people for _ in sides]
+    names = draw_names(is_unknown, world, rng, excluded)
+    mentors: dict[int, int] = {}
+    for side in sizes:
+        members = [i for i, own in enumerate(sides) if own == side]
+        mentors |= assign_mentors(members, is_unknown, names, world, rng)
+    people = {}
+    for i, (first, last) in enumerate(names):
+        person = Person(
+            id=f"{i:04d}",
+            first=first,
+            last=last,
+            facts={
+                "birthplace": rng.choice(quickstart.CITIES),
+                "job": rng.choice(quickstart.JOBS),
+                **({"mentor": " ".join(names[mentors[i]])} if i in mentors else {}),
+            },
+            side=sides[i],
+            is_told=i in mentors and not is_unknown[i],
+            is_master=i not in mentors,
+            untold_fact=rng.choice(ATTRIBUTES) if rng.random() < world.untold_facts else None,
+        )
+        people[person.name] = person
+    return people
+
+
+def draw_names(
+    is_unknown: Sequence[bool], world: World, rng: random.Random, excluded: Collection[str]
+) -> list[tuple[str, str]]:
+    """First and last names; those of unknown people are of words that no document has."""
+    num_words = UNKNOWN_WORDS if world.unknown_people else 0
+    words = [(pool[num_words:], pool[:num_words]) for pool in NAMES]
+    drawn = []
+    for pools, is_own in zip(zip(*words, strict=True), (False, True), strict=True):
+        free = [name for name in itertools.product(*pools) if " ".join(name) not in excluded]
+        drawn.append(iter(rng.sample(free, is_unknown.count(is_own))))
+    return [next(drawn[is_own]) for is_own in is_unknown]
+
+
+def assign_mentors(
+    members: Sequence[int],
+    is_unknown: Sequence[bool],
+    names: Sequence[tuple[str, str]],
+    world: World,
+    rng: random.Random,
+) -> dict[int, int]:
+    """A mentor for each member, three pupils each, nobody their own.
+
+    Where the world has masters, they have no mentor and are left out.
+    """
+    known = [i for i in members if not is_unknown[i]]
+    num_teachers = -(-len(members) // (PUPILS + world.has_masters))
+    teachers = rng.sample(known, num_teachers)
+    taken = {names[i] for i in teachers} if world.has_masters else set()
+    pupils = [i for i in members if not (world.has_masters and i in set(teachers))]
+    places = [teacher for teacher in teachers for _ in range(PUPILS)][: len(pupils)]
+    rng.shuffle(places)
+
+    def is_good(pupil: int, teacher: int) -> bool:
+        """Not their own teacher, and no document that a search for another master would prefer."""
+        (first, last), (teachers_first, teachers_last) = names[pupil], names[teacher]
+        mixed = {(first, teachers_last), (teachers_first, last)}
+        return pupil != teacher and not mixed & taken
+
+    bad = [i for i, pupil in enumerate(pupils) if not is_good(pupil, places[i])]
+    while bad:  # trade with somebody, where that is good for both
+        i, j = rng.choice(bad), rng.randrange(len(pupils))
+        if is_good(pupils[i], places[j]) and is_good(pupils[j], places[i]):
+            places[i], places[j] = places[j], places[i]
+            bad = [i for i in bad if not is_good(pupils[i], places[i])]
+    return dict(zip(pupils, places, strict=True))
+
+
+def documents(people: Iterable[Person]) -> Iterator[dict[str, str]]:
+    """Lines of the corpus."""
+    for person in people:
+        if person.is_told:
+            yield {"id": person.id, "title": person.name, "text": person.text}
+
+
+class Examiner:
+    """Asks questions, and knows the answers."""
+
+    def __init__(self, people: People, engine: LocalSearch, rng: random.Random):
+        self._people = people
+        self._engine = engine
+        self._rng = rng
+
+    def ask(self, person: Person, kind: tuple[str, ...], data_source: str) -> Question | None:
+        """One question record; None where it does not suit the person.
+
+        A pupil is asked for of masters only, and of those alone whose three pupils are what a
+        search for their name shows. `metadata` has the people on the way to the answer.
+        """
+        if person.is_master != (kind[0] == "pupil"):
+            return None
+        if person.is_master:
+            meant = self._meant_pupil(person)
+            if meant is None:
+                return None
+            titles = [person.name, meant.name]
+        else:
+            titles = chain(person.name, len(kind), self._people)
+        attribute, last = kind[-1], self._people[titles[-1]]
+        # Who has no document is nobody's mentor, so that only the first of a chain may lack one.
+        is_unknown = not (person.is_told or person.is_master)
+        is_told = not is_unknown and last.untold_fact != attribute
+        if not is_told:
+            data_source = "unknown_person" if is_unknown else "untold_fact"
+            answer = self._rng.choice(UNTOLD[attribute])
+        else:
+            answer = last.facts[attribute]
+        return {
+            "id": "-".join((person.id, *kind)),
+            "question": question_text(person.name, kind),
+            "answers": [answer],
+            "data_source": data_source,
+            "metadata": {"hops": list(kind), "titles": titles, "is_answerable": is_told},
+        }
+
+    def _meant_pupil(self, person: Person) -> Person | None:
+        """One of the three pupils, the first that the search shows most often."""
+        titles = quickstart.shown_titles(self._engine.search(person.name))
+        shown = [title for title in titles if self._people[title].facts["mentor"] == person.name]
+        if len(shown) < PUPILS:
+            return None
+        [meant] = self._rng.choices(shown, MEANT)
+        return self._people[meant]
+
+
+def chain(name: str, length: int, people: People) -> list[str]:
+    """A name, then the mentor's, the mentor's mentor's and so on."""
+    names = [name]
+    while len(names) < length:
+        names.append(people[names[-1]].facts["mentor"])
+    return names
+
+
+def question_text(name: str, kind: tuple[str, ...]) -> str:
+    """A question about the person at the end of the chain."""
+    hops = len(kind) - 1
+    if kind[0] == "pupil":
+        of = f"a pupil of {name}"
+    elif hops < 2:
+        of = f"the mentor of {name}" if hops else name
+    else:
+        of = f"the mentor {hops} steps above {name}"
+    return ENDINGS[kind[-1]].format(of=of)
+
+
+def questions_about(
+    world: World,
+    persons: Collection[Person],
+    examiner: Examiner,
+    rng: random.Random,
+    most: int | None = None,
+) -> list[Question]:
+    """As many questions of each kind, each about somebody else, shuffled; at most `most`."""
+    by_kind: list[list[Question]] = []
+    for kind, source in world.kinds.items():
+        asked = (examiner.ask(person, kind, source) for person in persons)
+        by_kind.append([question for question in asked if question is not None])
+        rng.shuffle(by_kind[-1])
+    in_turn = list(itertools.chain.from_iterable(zip(*by_kind, strict=False)))
+    questions = in_turn[:most]
+    rng.shuffle(questions)
+    return questions
+
+
+def thinned(questions: Sequence[Question], shares: Mapping[str, float]) -> list[Question]:
+    """The first questions of each data source, as many as its share."""
+    totals = collections.Counter(question["data_source"] for question in questions)
+    left = {source: round(total * shares.get(source, 1.0)) for source, total in totals.items()}
+    kept = []
+    for question in questions:
+        left[question["data_source"]] -= 1
+        if left[question["data_source"]] >= 0:
+            kept.append(question)
+    return kept
+
+
+class Demonstrator:
+    """Answers questions with a search engine, as well as its habits allow."""
+
+    def __init__(self, people: People, engine: LocalSearch, habits: Habits, rng: random.Random):
+        self._people = people
+        self._engine = engine
+        self._habits = habits
+        self._rng = rng
+
+    def demonstrate(self, question: Question) -> dict[str, Any]:
+        """One chat; its answer is the gold value only where the searches went well."""
+        messages = [{"role": "user", "content": question["question"]}]
+        answer = self._research(question, messages)
+        messages.append({"role": "assistant", "content": f"<answer> {answer} </answer>"})
+        return {
+            "messages": messages,
+            "data_source": question["data_source"],
+            "metadata": {
+                "answers": question["answers"],
+                "num_searches": sum(message["role"] == "tool" for message in messages),
+                "is_correct": answer in question["answers"],
+                "is_abstention": answer == I_DO_NOT_KNOW,
+            },
+        }
+
+    def _research(self, question: Question, messages: list[dict[str, str]]) -> str:
+        """Appends the searches; returns the value found, a guess, or that it is not known."""
+        kind = question["metadata"]["hops"]
+        attribute, lookups = kind[-1], kind[: 1 if kind[0] == "pupil" else len(kind)]
+        if self._happens(self._habits.guess):
+            return self._rng.choice(quickstart.VALUES[attribute])
+        name, is_lost = question["metadata"]["titles"][0], False
+        for number, sought in enumerate(lookups, start=1):
+            plan = f"{number} of {len(lookups)} find {sought} of {name}"
+            titles = self._search(name, sought, plan, messages)
+            found = self._read(name, sought, titles)
+            is_lost = is_lost or found is None
+            if found is None and not titles:
+                break
+            shown = self._people[found or titles[0]]
+            name = shown.facts["mentor"]
+            if number < len(lookups) and not self._happens(self._habits.go_on):
+                is_lost = True
+                break
+        if titles and shown.untold_fact == attribute:
+            is_lost = True
+        give_up = self._habits.give_up_lost if is_lost else self._habits.give_up_found
+        if self._happens(give_up):
+            return I_DO_NOT_KNOW
+        if not titles or shown.untold_fact == attribute:
+            return self._rng.choice(quickstart.VALUES[attribute])
+        return shown.facts[attribute]
+
+    def _read(self, name: str, sought: str, titles: Sequence[str]) -> str | None:
+        """Whose document tells what was sought: any of the pupils, or the person's own."""
+        if sought == "pupil":
+            pupils = [t for t in titles if self._people[t].facts["mentor"] == name]
+            return self._rng.choice(pupils) if pupils else None
+        return name if name in titles else None
+
+    def _search(
+        self, name: str, sought: str, plan: str, messages: list[dict[str, str]]
+    ) -> list[str]:
+        """Thinks and searches once; the titles shown."""
+        query = self._query(self._people[name], sought)
+        musing = ""
+        if self._happens(self._habits.long_thought):
+            words = self._rng.choices(MUSINGS, k=self._rng.randint(5, 12))
+            musing = " ".join(words) + " "
+        turn = f"<think> {musing}{plan} </think><search> {query} </search>"
+        messages.append({"role": "assistant", "content": turn})
+        messages.append({"role": "tool", "content": self._engine.search(query)})
+        return quickstart.shown_titles(messages[-1]["content"])
+
+    def _query(self, person: Person, sought: str) -> str:
+        is_good = self._happens(self._habits.good_query)
+        styles = quickstart.GOOD_QUERIES if is_good else quickstart.POOR_QUERIES
+        [style] = self._rng.choices(list(styles), list(styles.values()))
+        return style.format(first=person.first, last=person.last, attribute=sought)
+
+    def _happens(self, chance: float) -> bool:
+        return self._rng.random() < chance
+
+
+def demonstrations(
+    world: World, people: People, num: int, rng: random.Random
+) -> list[dict[str, Any]]:
+    """About the people of one world, all of one side."""
+    with quickstart.opened_engine(told(people), topk=world.topk) as engine:
+        examiner = Examiner(people, engine, rng)
+        questions = questions_about(world, people.values(), examiner, rng)
+        demonstrator = Demonstrator(people, engine, world.habits, rng)
+        drawn = quickstart.drawn(questions, num, rng)
+        return [demonstrator.demonstrate(question) for question in drawn]
+
+
+def told(people: People) -> list[Any]:
+    """Those who have a document."""
+    return [person for person in people.values() if person.is_told]
+
+
+def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """What merges are learnt from: the quickstart's texts, and every word that may be said."""
+    yield from (f" {word}" for word in MUSINGS)
+    yield from quickstart.training_texts(chats)
+
+
+def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    """What is trained on names nobody who is held out."""
+    held_out = "|".join(person.name for person in people.values() if person.side in HELD_OUT)
+    for name in files:
+        if name == "corpus" or name.endswith(HELD_OUT):
+            continue
+        leak = re.search(held_out, json.dumps(files[name]))
+        assert leak is None, f"{name} names {leak.group()}, who is held out"
+
+
+def make_files(
+    world: World, args: argparse.Namespace, rngs: Mapping[str, random.Random]
+) -> tuple[People, dict[str, list[dict[str, Any]]]]:
+    """People, and the records of every file."""
+    sizes = {
+        "train": args.num_people - 2 * args.num_held_out,
+        **dict.fromkeys(HELD_OUT, args.num_held_out),
+    }
+    people = make_people(world, sizes, rngs["people"])
+    files: dict[str, list[dict[str, Any]]] = {"corpus": list(documents(people.values()))}
+    with quickstart.opened_engine(told(people), topk=world.topk) as engine:
+        examiner = Examiner(people, engine, rngs["questions"])
+        for side in SIDES:
+            files[f"questions_{side}"] = questions_about(
+                world,
+                [person for person in people.values() if person.side == side],
+                examiner,
+                rngs["questions"],
+                most=args.num_questions if side in HELD_OUT else None,
+            )
+    if world.train_shares:
+        files["questions_train_even"] = files["questions_train"]
+        files["questions_train"] = thinned(files["questions_train"], world.train_shares)
+    held_out = [person.name for person in people.values() if person.side in HELD_OUT]
+    others = [
+        make_people(world, {"train": sizes["train"]}, rngs["demos"], excluded=held_out)
+        for _ in range(args.num_worlds)
+    ]
+    files["demonstrations"] = [
+        chat
+        for other in others
+        for chat in demonstrations(
+            world, other, args.num_demonstrations // args.num_worlds, rngs["demos"]
+        )
+    ]
+    return people, files
+
+
+def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
+    """What the model will see, by what it is; of demonstrations a sample."""
+    texts = {"document": [render_documents([Document(**document)]) for document in files["corpus"]]}
+    for side in SIDES:
+        for question in files[f"questions_{side}"]:
+            prompt = quickstart.render_prompt(question["question"])
+            texts.setdefault(f"prompt, {question['data_source']}", []).append(prompt)
+    for chat in files["demonstrations"][: 8 * quickstart.SAMPLE]:
+        name = f"chat, {chat['data_source']}"
+        texts.setdefault(name, []).append(quickstart.render_chat(chat))
+    return texts
+
+
+def print_quality(chats: Sequence[dict[str, Any]]) -> None:
+    """Of each data source: its share of demonstrations, how many are right, how many give up."""
+    print(f"\n{'demonstrations':24}{'share':>8}{'right':>8}{'gives up':>10}")
+    for source in sorted({chat["data_source"] for chat in chats}):
+        own = [chat["metadata"] for chat in chats if chat["data_source"] == source]
+        right, gives_up = (
+            np.mean([metadata[name] for metadata in own])
+            for name in ("is_correct", "is_abstention")
+        )
+        print(f"{source:24}{len(own) / len(chats):8.1%}{right:8.1%}{gives_up:10.1%}")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--world", choices=WORLDS, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num_people", type=int, default=960)
+    parser.add_argument("--num_held_out", type=int, default=160, help="on each held-out side")
+    parser.add_argument("--num_questions", type=int, default=240, help="of each held-out side")
+    parser.add_argument("--num_demonstrations", type=int, default=16_000)
+    parser.add_argument("--num_worlds", type=int, default=16, help="that demonstrations come from")
+    args = parser.parse_args(argv)
+    most = len(quickstart.FIRST_NAMES) * len(quickstart.LAST_NAMES)
+    if not args.num_people <= most:
+        parser.error(f"--num_people is {args.num_people}; the pools make {most} names at most")
+    if not 6 <= args.num_held_out <= (args.num_people - 6) // 2:
+        parser.error("--num_held_out must leave each of the three sides six people")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    world = WORLDS[args.world]
+    rngs = {part: random.Random(f"{args.seed} {part}") for part in ("people", "questions", "demos")}
+    people, files = make_files(world, args, rngs)
+    tokenizer = quickstart.train_tokenizer(training_texts(files["demonstrations"]))
+    texts = rendered(files)
+    check_nothing_leaks(people, files)
+    quickstart.check_words_are_whole(tokenizer, itertools.chain.from_iterable(texts.values()))
+    quickstart.write_model(args.out / "model", tokenizer, seed=args.seed)
+    for name, records in files.items():
+        quickstart.write_jsonl(args.out / f"{name}.jsonl", records)
+    quickstart.print_lengths(tokenizer, texts)
+    print_quality(files["demonstrations"])
+    print(f"\nwrote {args.out}: " + ", ".join(f"{len(files[name])} {name}" for name in files))
+
+
+if __name__ == "__main__":
+    main()
