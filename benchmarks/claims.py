@@ -26,7 +26,7 @@ from benchmarks.claims_report import Claim, Criterion, Measure, Panel
 from benchmarks.claims_runs import ROOT, Job, Record, read_record, run_jobs, seconds_of
 
 CONFIG = "benchmarks/claims_config.py"
-THRESHOLD = 0.7
+THRESHOLD = 0.85
 """The exact match to which updates are counted; chosen on development questions."""
 
 HOP_NAMES = ("one_hop", "two_hop", "three_hop", "four_hop")
@@ -54,35 +54,55 @@ class Arm:
 
 
 WORLDS = {
-    "hops": WorldSize(sft_steps=1000),
-    "ambiguous": WorldSize(
-        flags={"num_people": 1300, "num_held_out": 300, "num_questions": 120}, sft_steps=900
-    ),
-    "unanswerable": WorldSize(sft_steps=900),
+    "hops": WorldSize(flags={"num_questions": 160}, sft_steps=1000),
+    "ambiguous": WorldSize(flags={"num_held_out": 200}, sft_steps=700),
+    "unanswerable": WorldSize(flags={"num_questions": 160}, sft_steps=800),
 }
 
-PASS_AT_K = {"eval.samples": 8, "eval.every_steps": 30}
+HOPS = {"optimizer.lr": 2e-4, "rollout.max_total_tokens": 208, "eval.every_steps": 5}
+# A budget that four hops without musing just fit into.
+TIGHT = {
+    **HOPS,
+    "rollout.max_total_tokens": 192,
+    "tasks.train.source": "questions_train_even.jsonl",
+    "eval.every_steps": 10,
+}
+# Many large updates of each batch, so that ratios leave the clipping range.
+PRESSED = {
+    **HOPS,
+    "optimizer.lr": 1e-3,
+    "optimizer.num_epochs": 2,
+    "tasks.train.source": "questions_train_even.jsonl",
+    "eval.every_steps": 10,
+}
+PASS_AT_K = {"eval.samples": 8, "eval.every_steps": 20}
+BAPO = {
+    "shaping.boundary_aware": True,
+    "filter.resample_attempts": 2,
+}
 PLAIN = "GRPO"
 ARMS = {
     "hops": {
-        PLAIN: Arm(world="hops", num_steps=60),
+        PLAIN: Arm(world="hops", num_steps=50, changes=HOPS),
         "dynamic sampling": Arm(
             world="hops",
-            num_steps=60,
-            changes={"filter.name": "varied", "filter.metric": "acc", "filter.max_batches": 0},
-        ),
-        "clip-higher": Arm(world="hops", num_steps=60, changes={"loss.clip_high": 0.28}),
-        "overlong shaping": Arm(
-            world="hops",
-            num_steps=60,
-            changes={"shaping.overlong_buffer": 24, "shaping.overlong_factor": 1.0},
+            num_steps=50,
+            changes={
+                **HOPS,
+                "filter.name": "varied",
+                "filter.metric": "acc",
+                "filter.tasks_per_batch": 4,
+                "filter.max_batches": 0,
+            },
         ),
         "ARES": Arm(
             world="hops",
-            num_steps=60,
+            num_steps=50,
             changes={
+                **HOPS,
                 "shaping.entropy_reward": True,
                 "filter.name": "accuracy_range",
+                "filter.tasks_per_batch": 4,
                 "filter.max_batches": 0,
                 "kl.coef": 0.01,
                 "kl.controller": "budget",
@@ -91,18 +111,30 @@ ARMS = {
             },
         ),
         "no observation mask": Arm(
-            world="hops", num_steps=60, changes={"loss.mask_observations": False}
+            world="hops", num_steps=50, changes={**HOPS, "loss.mask_observations": False}
         ),
+        "GRPO, tight budget": Arm(world="hops", num_steps=40, changes=TIGHT),
+        "overlong shaping": Arm(
+            world="hops",
+            num_steps=40,
+            changes={
+                **TIGHT,
+                "shaping.overlong_buffer": 10,
+                "shaping.overlong_max_tokens": 172,
+            },
+        ),
+        "GRPO, pressed": Arm(world="hops", num_steps=30, changes=PRESSED),
+        "clip-higher": Arm(world="hops", num_steps=30, changes={**PRESSED, "loss.clip_high": 0.28}),
     },
     "ambiguous": {
-        PLAIN: Arm(world="ambiguous", num_steps=90, changes=PASS_AT_K),
+        PLAIN: Arm(world="ambiguous", num_steps=80, changes=PASS_AT_K),
         "Pass@k": Arm(
             world="ambiguous",
             num_steps=60,
             changes={**PASS_AT_K, "advantage.name": "pass_at_k", "advantage.k": 4},
         ),
         "Pass@k, then GRPO": Arm(
-            world="ambiguous", num_steps=30, changes=PASS_AT_K, after="Pass@k"
+            world="ambiguous", num_steps=20, changes=PASS_AT_K, after="Pass@k"
         ),
     },
     "unanswerable": {
@@ -111,16 +143,22 @@ ARMS = {
             world="unanswerable",
             num_steps=60,
             changes={
-                "shaping.boundary_aware": True,
-                "filter.resample_attempts": 2,
-                "eval.suites": ("sampled", "greedy"),
-                "eval.every_steps": 2,
+                **BAPO,
+                "shaping.stage_level": False,
+                "shaping.sample_level": False,
+                "filter.resample_early": True,
             },
+            is_watched_on_dev=True,
+        ),
+        "BAPO, with stages": Arm(
+            world="unanswerable",
+            num_steps=60,
+            changes={**BAPO, "eval.suites": "('sampled', 'greedy')", "eval.every_steps": 5},
             is_watched_on_dev=True,
         ),
     },
 }
-"""By world and name. `GRPO` is the baseline of each world."""
+"""By world and name; the first arm of a claim is its baseline."""
 
 EM = Measure(name="exact match", of=report.final("all/exact_match"))
 TRUNCATED = Measure(name="truncated, last third", of=report.last_steps("outcome/out_of_budget"))
@@ -135,11 +173,11 @@ TOKENS = {
 }
 
 
-def nearly_equal(measure: Measure, arm: str) -> Criterion:
+def nearly_equal(measure: Measure, arm: str, *, baseline: str = PLAIN) -> Criterion:
     return Criterion(
         measure=measure,
         arm=arm,
-        baseline=PLAIN,
+        baseline=baseline,
         is_higher_better=True,
         allowance=report.NEARLY,
     )
@@ -166,8 +204,8 @@ def pass_at(k: int, step: int) -> Measure:
     return Measure(name=f"pass@{k}, step {step}", of=report.at_step(f"ambiguous/pass@{k}", step))
 
 
-def two_hop(step: int) -> Measure:
-    return Measure(name=f"two hops, step {step}", of=report.at_step("two_hop/exact_match", step))
+def one_hop(step: int) -> Measure:
+    return Measure(name=f"one hop, step {step}", of=report.at_step("one_hop/exact_match", step))
 
 
 CLAIMS = (
@@ -179,26 +217,26 @@ Claimed ([Pass@k training](https://arxiv.org/abs/2508.10751)): with the advantag
 pass@k on held-out questions rises where plain GRPO saturates, and going back to GRPO afterwards
 gains pass@1 without giving the wider search back. The test: questions whose answer is one of three
 that a search shows, the first of them in half of the cases. A policy that has settled on the first
-scores 0.5, however often it tries. 60 steps of each, then 30 more steps of GRPO after either.""",
+scores 0.5, however often it tries. 60 steps of each, then 20 more steps of GRPO after either.""",
         world="ambiguous",
         arms=(PLAIN, "Pass@k", "Pass@k, then GRPO"),
         measures=(
             pass_at(1, 60),
             pass_at(8, 60),
-            two_hop(60),
-            pass_at(1, 90),
-            pass_at(8, 90),
-            two_hop(90),
+            one_hop(60),
+            pass_at(1, 80),
+            pass_at(8, 80),
+            one_hop(80),
         ),
         criteria=(
             gain(pass_at(8, 60), "Pass@k", least=0.05),
-            nearly_equal(pass_at(1, 90), "Pass@k, then GRPO"),
-            gain(pass_at(8, 90), "Pass@k, then GRPO", least=0.05),
+            nearly_equal(pass_at(1, 80), "Pass@k, then GRPO"),
+            gain(pass_at(8, 80), "Pass@k, then GRPO", least=0.05),
         ),
         panels=(
             Panel(title="ambiguous questions, pass@1", measure="ambiguous/pass@1"),
             Panel(title="ambiguous questions, pass@8", measure="ambiguous/pass@8"),
-            Panel(title="two hops, exact match", measure="two_hop/exact_match"),
+            Panel(title="one hop, exact match", measure="one_hop/exact_match"),
             Panel(title="entropy, nats a token", metric="actor/entropy", window=5),
         ),
     ),
@@ -242,16 +280,19 @@ so it is given as well.""",
         says="""\
 Claimed ([DAPO](https://arxiv.org/abs/2503.14476)): a higher ceiling of the ratio, 1.28 rather than
 1.2, lets unlikely tokens rise and so keeps the policy's entropy from collapsing. The test: entropy
-over the last third of the steps. Each batch gives four optimizer steps, without which the ratio
-would be 1 and no ceiling touched.""",
+over the last third of the steps. Both arms are pressed: each batch gives eight large optimizer
+steps, since with few and small ones the ratio stays near 1 and no ceiling is touched.""",
         world="hops",
-        arms=(PLAIN, "clip-higher"),
+        arms=("GRPO, pressed", "clip-higher"),
         measures=(
             ENTROPY,
             Measure(name="clipped share", of=report.last_steps("actor/pg_clipfrac", 1.0), digits=4),
             EM,
         ),
-        criteria=(gain(ENTROPY, "clip-higher", least=0.01), nearly_equal(EM, "clip-higher")),
+        criteria=(
+            gain(ENTROPY, "clip-higher", least=0.01, baseline="GRPO, pressed"),
+            nearly_equal(EM, "clip-higher", baseline="GRPO, pressed"),
+        ),
         panels=(
             Panel(title="entropy, nats a token", metric="actor/entropy", window=5),
             Panel(title="exact match, held out", measure="all/exact_match"),
@@ -263,18 +304,28 @@ would be 1 and no ceiling touched.""",
         says="""\
 Claimed ([DAPO](https://arxiv.org/abs/2503.14476)): a penalty that grows over the last part of the
 budget makes fewer answers run out of it. The test: the share of training trajectories that are cut
-off, over the last third of the steps, and of answers to held-out questions.""",
+off, over all steps and over the last third. Both arms have a tight budget, into which four hops
+just fit without musing, and train on chains of all lengths alike.""",
         world="hops",
-        arms=(PLAIN, "overlong shaping"),
+        arms=("GRPO, tight budget", "overlong shaping"),
         measures=(
+            Measure(
+                name="truncated, all steps", of=report.last_steps("outcome/out_of_budget", 1.0)
+            ),
             TRUNCATED,
             Measure(name="truncated, held out", of=report.final("all/truncated")),
             Measure(name="tokens, held out", of=report.final("all/tokens"), digits=1),
             EM,
         ),
         criteria=(
-            gain(TRUNCATED, "overlong shaping", least=0.01, is_higher_better=False),
-            nearly_equal(EM, "overlong shaping"),
+            gain(
+                TRUNCATED,
+                "overlong shaping",
+                least=0.005,
+                is_higher_better=False,
+                baseline="GRPO, tight budget",
+            ),
+            nearly_equal(EM, "overlong shaping", baseline="GRPO, tight budget"),
         ),
         panels=(
             Panel(title="truncated, training", metric="outcome/out_of_budget", window=5),
@@ -291,16 +342,19 @@ Claimed ([BAPO](https://arxiv.org/abs/2601.11037)): paying for "I don't know" wh
 nothing makes the policy more precise and more reliable at nearly the same accuracy, and does not
 make it refuse what it could answer. Precision is correct answers over answers given; reliability is
 (1 − r)·precision + r·accuracy, with r the share of questions declined and accuracy that over all
-questions. The test: a third of the questions has no answer in the corpus. Both arms watch the
-development questions while they train, since BAPO's stage gate goes by what it sees there.""",
+questions. The test: a third of the questions has no answer in the corpus. BAPO pays from the start
+here; with its stages, it pays little until evaluations stop improving, which they may never do in
+so short a run. All arms watch the development questions while they train, since the stages go by
+what is seen there.""",
         world="unanswerable",
-        arms=(PLAIN, "BAPO"),
+        arms=(PLAIN, "BAPO", "BAPO, with stages"),
         measures=(
             Measure(name="precision", of=report.final("precision")),
             Measure(name="reliability", of=report.final("reliability")),
             Measure(name="exact match, answerable", of=report.final("answerable/exact_match")),
             Measure(name="declined, unanswerable", of=report.final("unanswerable/abstained")),
             Measure(name="declined, answerable", of=report.final("answerable/abstained")),
+            GENERATED,
         ),
         criteria=(
             gain(Measure(name="precision", of=report.final("precision")), "BAPO", least=0.05),
@@ -458,6 +512,9 @@ def arm_jobs(layout: Layout, name: str, arm: Arm, seed: int) -> list[Job]:
         "tasks.eval.source": layout.world(arm.world) / f"questions_{watched}.jsonl",
         **arm.changes,
     }
+    if "tasks.train.source" in changes:
+        source = layout.world(arm.world) / changes["tasks.train.source"]
+        changes["tasks.train.source"] = source
     if layout.is_quick:
         changes |= {"num_steps": 2, "eval.every_steps": 1, **QUICK_RUN}
     jobs = [
