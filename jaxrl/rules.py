@@ -143,8 +143,8 @@ RULES = (
     Rule(
         "advantage.k",
         lambda c: is_pass_at_k(c) and c.advantage.k >= c.rollout.group_size,
-        "less than rollout.group_size: sets of k answers are compared, and of the whole group there "
-        "is only one",
+        "less than rollout.group_size: sets of k answers are compared, and the whole group is only "
+        "one set",
     ),
     Rule(
         "advantage.k",
