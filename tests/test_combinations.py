@@ -1,5 +1,6 @@
 """Random valid combinations of everything that a method chooses, each through two whole steps."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -42,7 +43,7 @@ SIZES = {
     "rollout.max_response_tokens": 40,
     "rollout.max_total_tokens": 112,
     "search.max_observation_tokens": 24,
-    "eval.max_tasks": 2,
+    "eval.max_tasks": 4,
     "eval.suites": (),
     "optimizer.weight_decay": 0.0,  # so that without a gradient nothing moves
     "checkpoint.every_steps": 2,
@@ -176,22 +177,33 @@ def _get(config, key):
     return config[section][name] if section.count(".") == 0 else _get(config, section)[name]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compilation_cache(cache_folder):
-    """Combinations share the sampler's programs, and some share their update."""
+@contextlib.contextmanager
+def quick_runs(folder):
+    """Programs are kept in a folder and less optimised, and nobody draws pictures of a run.
+
+    These take as long as the training here, and have tests of their own.
+    """
     settings = {
-        "jax_compilation_cache_dir": str(cache_folder),
+        "jax_compilation_cache_dir": str(folder),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     before = {name: getattr(jax.config, name) for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)
-    jax.config.update("jax_disable_most_optimizations", True)  # of machine code: half the time
-    yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "write_or_warn", lambda *_: None)
+        yield
     jax.config.update("jax_disable_most_optimizations", False)
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation_cache(cache_folder):
+    with quick_runs(cache_folder):
+        yield
 
 
 def warm_start(world, folder):
@@ -232,6 +244,7 @@ class Chance(SearchEnv):
         return dataclasses.replace(
             reward,
             total=reward.total + (1.0 if is_correct else 0.0),
+            parts={**reward.parts, "exact_match": float(is_correct)},
             is_correct=is_correct,
             is_abstention=is_abstention,
             is_well_formed=number % 11 > 1,
@@ -254,10 +267,11 @@ class Sampler:
         engine.length_sizes = engine.length_sizes[-1:]  # one will do: a compilation is seconds
         return parts
 
-    def for_config(self, config):
+    def for_config(self, config, make_env=None):
+        """The parts of a run, with an environment whose verdicts are chance unless told."""
         parts = self.parts(config.rollout.top_p < 1)
         weights = config.reward.weights.to_dict()
-        env = Chance(
+        env = (make_env or Chance)(
             Unreliable(EmptySearch()),
             system=config.prompt.system,
             template=config.prompt.template,
@@ -346,9 +360,7 @@ def train_two_steps(seed, world, source, sampler, workdir):
 
 @pytest.mark.minutes
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_combinations_train(seed, tiny_world, source, sampler, tmp_path, monkeypatch):
-    # A report's pictures take as long as the training here, and have tests of their own.
-    monkeypatch.setattr(report, "write_or_warn", lambda *_: None)
+def test_random_combinations_train(seed, tiny_world, source, sampler, tmp_path):
     train_two_steps(seed, tiny_world, source, sampler, tmp_path)
 
 
