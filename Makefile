@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+# Processes that share the test files.
+JOBS ?= 2
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: setup quickstart perfect-start test test-slow parity check bench clean
@@ -31,7 +33,7 @@ perfect-start: data/quickstart/questions_eval.jsonl
 	  --config.sft.source=data/quickstart/demonstrations_perfect.jsonl
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not torch"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not torch"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
@@ -45,7 +47,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -m "not slow and not torch and not minutes" -x
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not torch and not minutes" -x
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.rollout

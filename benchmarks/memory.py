@@ -25,9 +25,10 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl import plan, sharding, train
+from jaxrl import plan, sharding
 from jaxrl.assemble import make_optimizer, train_shape
 from jaxrl.config import default_config
+from jaxrl.method import make_policy_loss
 from jaxrl.models import qwen
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.sampling.decode import Sampler, StopTables
@@ -96,7 +97,7 @@ def update_program(config: ConfigDict, model: QwenConfig, mesh: Any) -> Any:
         remat=config.model.remat,
         logits_chunk_tokens=config.model.logits_chunk_tokens,
     )
-    loss = train.make_policy_loss(config.loss, config.kl)
+    loss = make_policy_loss(config.loss, config.kl)
     step = make_update_step(policy, loss, optimizer)
     abstract = jax.eval_shape(
         lambda p: init_state(p, mesh, model, optimizer), qwen.abstract_params(model)

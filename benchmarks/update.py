@@ -28,8 +28,8 @@ from benchmarks import common
 from jaxrl.assemble import make_optimizer
 from jaxrl.batching import BatchShape, Packed, pack
 from jaxrl.config import default_config
+from jaxrl.method import make_policy_loss
 from jaxrl.sft import Demonstration
-from jaxrl.train import make_policy_loss
 from jaxrl.update import Model, init_state, make_update_step, put_batch
 
 

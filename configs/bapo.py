@@ -4,9 +4,10 @@ python -m jaxrl.launch --config=configs/bapo.py --workdir=runs/bapo
 
 Bring the model as models/Qwen2.5-7B-Instruct, 5,000 multi-hop questions as data/bapo/train.jsonl,
 validation questions (HotpotQA, 2WikiMultiHopQA, MuSiQue, Bamboogle) as data/bapo/eval.jsonl and a
-dump of Wikipedia as data/wiki18/corpus.jsonl; docs/data.md has the formats. Hyper-parameters are
-the published ones, but the rate of abstentions that closes the early stage, 0.1 where the released
-code has 0.05. configs/bapo_small.py trains the same method on a laptop.
+dump of Wikipedia as data/wiki18/corpus.jsonl; docs/data.md has the formats. The Python tool is an
+extra: pip install -e '.[python-tool]'. Hyper-parameters are the published ones, but for the rate of
+abstentions that closes the early stage, 0.1 where the released code has 0.05, and the tokens of a
+search result, which are our choice. configs/bapo_small.py trains the same method on a laptop.
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +17,8 @@ from jaxrl.config import default_config
 SYSTEM = """\
 You answer questions with the help of a search engine. Think inside <think> and </think> first, \
 and again after every result. To search, write <search> your query </search>; the result follows \
-inside <result> and </result>. When you are done, write your final answer inside <answer> and \
+inside <result> and </result>. To calculate, write <python> print(...) </python>; what it prints \
+follows in the same way. When you are done, write your final answer inside <answer> and \
 </answer>, the answer itself in a box: <answer> The answer is \\boxed{answer} </answer>. If, after \
 an honest search, you cannot find out what is asked, say so: \
 <answer> \\boxed{I DON'T KNOW} </answer>."""
@@ -52,6 +54,7 @@ def get_config() -> ConfigDict:
     config.mesh.data = 1
     config.mesh.fsdp = 8
     config.env.protocol = "bapo"
+    config.env.python = True
     config.tasks.train.source = "data/bapo/train.jsonl"
     config.tasks.eval.source = "data/bapo/eval.jsonl"
     config.prompt.system = SYSTEM

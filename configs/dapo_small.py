@@ -16,6 +16,7 @@ def get_config(world: str = "data/quickstart") -> ConfigDict:
     config = small_world(world)
     set_method(config)
     config.filter.tasks_per_batch = 16
+    config.shaping.overlong_max_tokens = 176  # with a prompt of 16, where a trajectory is cut off
     config.shaping.overlong_buffer = 16
     config.optimizer.num_minibatches = 2
     return config

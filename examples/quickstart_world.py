@@ -37,7 +37,7 @@ import safetensors.numpy
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxrl.envs.protocol import TAGS, render_observation
+from jaxrl.envs.protocol import SEARCH_R1
 from jaxrl.envs.retrieval import Document, LocalSearch, render_documents
 
 FIRST_NAMES = """
@@ -79,7 +79,7 @@ POOR_QUERIES = {"{last}": 0.60, "{last} {attribute}": 0.15, "{first}": 0.17, "{a
 """Shares of each style. No document has the attribute's word: alone, it finds nothing."""
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-TAG_TOKENS = tuple(f"<{slash}{tag}>" for tag in TAGS for slash in ("", "/"))
+TAG_TOKENS = tuple(f"<{slash}{tag}>" for tag in SEARCH_R1.tags for slash in ("", "/"))
 # A word with the blank before it; a number with all that is attached, as in "Doc 1(Title:".
 PIECES = r" ?\p{L}+| ?\p{N}\S*| ?[^\s\p{L}\p{N}]+\n?|\n+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = (
@@ -341,7 +341,7 @@ def render_chat(demonstration: Mapping[str, Any]) -> str:
     text = render_prompt(question["content"])
     for message in rest:
         content = message["content"]
-        text += render_observation(content).text if message["role"] == "tool" else content
+        text += SEARCH_R1.render_observation(content).text if message["role"] == "tool" else content
     return text + "<|im_end|>"
 
 

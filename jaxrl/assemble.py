@@ -5,6 +5,7 @@ Everything that can be refused is refused here, before any long work.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +25,13 @@ from jaxrl.distributed import RolloutFunction, shared
 from jaxrl.envs.base import Env, Task
 from jaxrl.envs.math import MathEnv
 from jaxrl.envs.protocol import PROTOCOLS
+from jaxrl.envs.python_tool import MontyTool
 from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine
 from jaxrl.envs.search import SearchEnv
 from jaxrl.evaluate import check_data_sources
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.rules import reward_parts
+from jaxrl.rules import needs_buckets, reward_parts
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -180,6 +182,8 @@ def _read_data(
     demonstrations: list[sft.Demonstration] = []
     if "train" in config.stages:
         tasks = read_tasks(config.tasks.train.source, "config.tasks.train.source")
+        if needs_buckets(config) or config.filter.skip_solved:
+            check_unique(tasks, "config.tasks.train.source")
     if {"train", "evaluate"} & set(config.stages):
         eval_tasks = read_tasks(config.tasks.eval.source, "config.tasks.eval.source")
         check_data_sources(eval_tasks, "config.tasks.eval.source")
@@ -193,6 +197,21 @@ def _read_data(
             protocol=PROTOCOLS[config.env.protocol],
         )
     return tasks, eval_tasks, demonstrations
+
+
+def check_unique(tasks: Sequence[Task], key: str) -> None:
+    """Refuses tasks that share an id, where something is remembered of each.
+
+    Raises:
+        ValueError: names the id and the configuration key of the file.
+    """
+    [(task_id, count)] = Counter(task.id for task in tasks).most_common(1)
+    if count > 1:
+        raise ValueError(
+            f"{key}: {count} tasks have the id {task_id!r}, but shaping.entropy_reward, "
+            "kl.controller='budget', kl.second_chance and filter.skip_solved remember tasks by "
+            "their id; make the ids unique, for instance by the data set's name before them."
+        )
 
 
 def _make_search(config: ConfigDict) -> SearchEngine:
@@ -210,6 +229,7 @@ def _make_envs(config: ConfigDict) -> list[Env]:
     settings = {**prompt, "reward_weights": {name: weights[name] for name in reward_parts(config)}}
     if config.env.name == "math":
         return [MathEnv(**settings)] * 2
+    python = _make_python() if config.env.python else None
     return [
         SearchEnv(
             engine,
@@ -217,9 +237,17 @@ def _make_envs(config: ConfigDict) -> list[Env]:
             max_searches=config.rollout.max_turns,
             protocol=PROTOCOLS[config.env.protocol],
             correct_by=config.reward.correct,
+            python=python,
         )
         for engine in (_make_search(config), EmptySearch())
     ]
+
+
+def _make_python() -> MontyTool:
+    try:
+        return MontyTool()
+    except ImportError as error:
+        raise ValueError(f"config.env.python is True, but {error}") from error
 
 
 def _make_engine(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from jaxrl.envs.rewards import normalize_answer
 from jaxrl.metrics import mean
 from jaxrl.objectives.filters import keep_informative, needs_resampling, within_accuracy
 from jaxrl.objectives.shaping import boundary_aware_rewards, overlong_penalty
+from jaxrl.rules import overlong_limit
 from jaxrl.types import Draw, Trajectory
 
 Generate = Callable[[Sequence[Draw]], list[Trajectory]]
@@ -39,12 +41,47 @@ class NotEnoughGroupsError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Tried:
+    """What became of one group; of its trajectories, environment errors left out."""
+
+    task_id: str
+    num_correct: int
+    num_scored: int
+    mean_entropy: float  # nats a token, the mean over trajectories; NaN without any
+
+    @classmethod
+    def of(cls, group: Group) -> Tried:
+        """A group as it was sampled last."""
+        scored = [t for t in group if t.is_scored]
+        return cls(
+            task_id=group[0].task_id,
+            num_correct=sum(t.is_correct for t in scored),
+            num_scored=len(scored),
+            mean_entropy=mean([t.mean_entropy for t in scored]),
+        )
+
+    @property
+    def look(self) -> str:
+        """One of `LOOKS`."""
+        if not self.num_scored:
+            return "failed"
+        if 0 < self.num_correct < self.num_scored:
+            return "mixed"
+        return "all_right" if self.num_correct else "all_wrong"
+
+
+LOOKS = ("all_right", "all_wrong", "mixed", "failed")
+"""What a group may look like; of a failed one all trajectories had environment errors."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Collected:
     """What a step trains on."""
 
     trajectories: list[Trajectory]  # in groups of ids 0, 1, …
     carried: list[Group]  # surplus groups, for the next step
     items_taken: int  # of the task stream, in all
+    tried: list[Tried]  # every group that was sampled, whether it passed the filter or not
     metrics: dict[str, float]
 
 
@@ -74,56 +111,52 @@ def collect(
     """
     settings, wanted = config.filter, config.rollout.tasks_per_step
     groups: list[Group] = list(carried)
-    looks: Counter[str] = Counter()
+    tried: list[Tried] = []
     num_batches = num_resampled = num_generated = 0
     while len(groups) < wanted:
         if 0 < settings.max_batches <= num_batches:
             raise NotEnoughGroupsError(
-                _complaint(settings, num_batches, len(groups), wanted, looks)
+                _complaint(settings, num_batches, len(groups), wanted, tried)
             )
         draws, items_taken = draw(items_taken, settings.tasks_per_batch or wanted)
-        batch, tried = _generate_again(generate, draws, config, is_late)
+        batch, num_again = _generate_again(generate, draws, config, is_late)
         scores = np.array([t.reward for t in batch], np.float32)
         shaped = shape(batch, config, is_late=is_late)
         kept = _keep(shaped, scores, config, penalty)
         in_groups = by_group(shaped)
-        looks.update(_look(group) for group in in_groups)
+        tried += [Tried.of(group) for group in in_groups]
         groups += [group for group in in_groups if kept[group[0].group_id]]
         num_batches += 1
-        num_resampled += tried
-        num_generated += len(batch) + tried * config.rollout.group_size
+        num_resampled += num_again
+        num_generated += len(batch) + num_again * config.rollout.group_size
     chosen = [renumbered(group, index) for index, group in enumerate(groups[:wanted])]
     surplus = groups[wanted:]
-    num_groups = max(looks.total(), 1)
+    looks = Counter(group.look for group in tried)
+    num_groups = len(tried) or math.nan  # of no group at all, where enough were carried over
     return Collected(
         trajectories=[trajectory for group in chosen for trajectory in group],
         carried=surplus if settings.carry_over else [],
         items_taken=items_taken,
+        tried=tried,
         metrics={
             "rollout/num_generated": num_generated,
             "filter/num_batches": num_batches,
             "filter/kept_share": (len(groups) - len(carried)) / num_groups,
             "filter/surplus_groups": len(surplus),
+            "filter/accuracy": (
+                sum(group.num_correct for group in tried)
+                / (sum(group.num_scored for group in tried) or math.nan)
+            ),
             "filter/resampled_groups": num_resampled,
             **{f"filter/{look}_share": looks[look] / num_groups for look in LOOKS},
         },
     )
 
 
-LOOKS = ("all_right", "all_wrong", "mixed", "failed")
-"""What a group may look like; of a failed one all trajectories had environment errors."""
-
-
-def _look(group: Group) -> str:
-    right = [t.is_correct for t in group if t.is_scored]
-    if not right:
-        return "failed"
-    return "mixed" if any(right) and not all(right) else "all_right" if right[0] else "all_wrong"
-
-
 def _complaint(
-    settings: ConfigDict, num_batches: int, found: int, wanted: int, looks: Counter[str]
+    settings: ConfigDict, num_batches: int, found: int, wanted: int, tried: Sequence[Tried]
 ) -> str:
+    looks = Counter(group.look for group in tried)
     shares = ", ".join(f"{looks[look]} {look.replace('_', ' ')}" for look in LOOKS if looks[look])
     measure = (
         f"differ in {settings.metric!r}"
@@ -132,7 +165,7 @@ def _complaint(
     )
     return (
         f"after {num_batches} batches (config.filter.max_batches) only {found} of {wanted} groups "
-        f"{measure} (config.filter.name={settings.name!r}); the {looks.total()} groups sampled "
+        f"{measure} (config.filter.name={settings.name!r}); the {len(tried)} groups sampled "
         f"were: {shares}. With most all right the tasks are too easy for this policy, with most "
         "all wrong too hard: change config.tasks.train.source, or raise config.rollout.group_size "
         "or config.filter.max_batches (0: no limit). The last finished step is saved."
@@ -189,7 +222,7 @@ def shape(
     if shaping.overlong_buffer:
         penalties = overlong_penalty(
             np.array([t.response_length for t in trajectories]),
-            max_length=shaping.overlong_max_tokens or config.rollout.max_response_tokens,
+            max_length=overlong_limit(config),
             buffer=shaping.overlong_buffer,
             factor=shaping.overlong_factor,
         )
@@ -220,9 +253,12 @@ def _keep(
             ),
         }[settings.metric]()
         flags = keep_informative(np.asarray(values, np.float32), ids)
+    sizes = Counter(ids.tolist())
     kept = dict.fromkeys((t.group_id for t in trajectories), False)
     for trajectory, flag in zip(trajectories, flags, strict=True):
-        kept[trajectory.group_id] |= bool(flag)
+        # A lone survivor of environment errors has nothing to differ from; a group of one is meant.
+        is_lone = sizes[trajectory.group_id] < min(2, config.rollout.group_size)
+        kept[trajectory.group_id] |= bool(flag) and not is_lone
     return kept
 
 
@@ -263,11 +299,6 @@ def by_group(trajectories: Sequence[Trajectory]) -> list[Group]:
 def renumbered(group: Group, group_id: int) -> Group:
     """The group under another id."""
     return [dataclasses.replace(trajectory, group_id=group_id) for trajectory in group]
-
-
-def accuracy(group: Group) -> float:
-    """Share of correct trajectories; NaN where none could be scored."""
-    return mean([float(t.is_correct) for t in group if t.is_scored])
 
 
 ARRAYS = {

@@ -88,6 +88,7 @@ def default_config() -> ConfigDict:
 
     config.env = env = ConfigDict()
     env.name = "search"  # search: questions answered with a search engine; math: in one turn, alone
+    env.python = False  # of protocol bapo: offer a sandboxed Python tool too; extra python-tool
     env.protocol = "search_r1"  # of search: search_r1 (<information>) or bapo (<result>, \boxed{})
 
     config.search = search = ConfigDict()
@@ -103,7 +104,9 @@ def default_config() -> ConfigDict:
 
     config.shaping = shaping = ConfigDict()
     shaping.overlong_buffer = 0  # tokens before the limit over which the penalty grows; 0: off
-    shaping.overlong_max_tokens = 0  # the limit, tool text counted; 0: rollout.max_response_tokens
+    # The limit, tool text counted. 0: in math rollout.max_response_tokens, and where there are
+    # tools what rollout.max_total_tokens leaves beside the longest prompt.
+    shaping.overlong_max_tokens = 0
     shaping.overlong_factor = 1.0  # reward lost at the limit and beyond
     shaping.boundary_aware = False  # pay for "I don't know" in groups without a correct answer
     shaping.abstention_bonus = 0.5  # what it pays
@@ -176,8 +179,10 @@ def default_config() -> ConfigDict:
 
     config.loss = loss = ConfigDict()
     loss.name = "clip"  # clip, gspo or cispo
-    loss.clip_low = 0.2  # the ratio's floor is 1 - clip_low
-    loss.clip_high = 0.2  # the ratio's ceiling is 1 + clip_high
+    # The ratio's floor is 1 - clip_low, its ceiling 1 + clip_high. GSPO was published with 3e-4 and
+    # 4e-4, CISPO with 1 (no floor) and 4.
+    loss.clip_low = 0.2
+    loss.clip_high = 0.2
     loss.dual_clip = 0.0  # of clip: bound of the loss at negative advantages, above 1; 0: none
     loss.aggregation = "token-mean"
     loss.entropy_coef = 0.0  # bonus on the entropy of the sampled tokens' distributions
@@ -196,7 +201,7 @@ def default_config() -> ConfigDict:
     kl.place = "loss"  # loss, or reward: taken off the trajectory's reward
     # fixed; adaptive: towards target; log: the same by the logarithm; budget: by difficulty
     kl.controller = "fixed"
-    kl.target = 0.1  # nats a token; of adaptive and log
+    kl.target = 0.1  # nats a token; of adaptive and log, for which ARES's code has 0.01
     kl.horizon = 10_000  # trajectories in which adaptive moves
     kl.budgets = ConfigDict({"easy": 0.05, "medium": 0.1, "hard": 0.2})  # nats a token
     kl.budget_step = 0.01  # of the multiplier, per nat beyond the budget

@@ -207,7 +207,7 @@ def _measures(question: Question, ks: Sequence[int]) -> dict[str, float]:
     possible = [k for k in ks if k <= len(scored)] if "exact_match" in parts else []
     return {
         **{name: mean([t.reward_parts[name] for t in scored]) for name in parts},
-        **({"format_rate": mean([value > 0 for value in formats])} if formats else {}),
+        **({"format_rate": mean([value >= 0 for value in formats])} if formats else {}),
         "searches": mean([t.num_tool_calls for t in scored]),
         "sampled_tokens": mean([t.num_sampled for t in scored]),
         **{str(name): mean([t.outcome == name for t in scored]) for name in OUTCOMES},

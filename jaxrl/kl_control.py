@@ -39,7 +39,7 @@ def penalize(
         return list(trajectories), {}
     metrics = {
         "actor/kl_coef": controllers.kl_coef(config),
-        "actor/kl_measured": mean(list(mean_divergences(trajectories, divergences).values())),
+        "actor/kl_measured": mean(list(mean_divergences(divergences).values())),
     }
     if config.kl.place == "reward":
         taken = penalties(divergences, controllers, config)
@@ -47,12 +47,9 @@ def penalize(
     return list(trajectories), metrics
 
 
-def mean_divergences(
-    trajectories: Sequence[Trajectory], divergences: Sequence[Divergence | None]
-) -> dict[int, float]:
-    """Nats a token, by the index of every trajectory that was measured and has sampled tokens."""
-    pairs = enumerate(zip(trajectories, divergences, strict=True))
-    return {i: d.total / t.num_sampled for i, (t, d) in pairs if d is not None and t.num_sampled}
+def mean_divergences(divergences: Sequence[Divergence | None]) -> dict[int, float]:
+    """Nats a token, by the index of every trajectory that was measured and has tokens to train."""
+    return {i: d.mean for i, d in enumerate(divergences) if d is not None and d.num_tokens}
 
 
 def advance(
@@ -65,7 +62,7 @@ def advance(
     state, settings = controllers.kl, config.kl
     if state is None or divergences is None:
         return controllers
-    found = mean_divergences(trajectories, divergences)
+    found = mean_divergences(divergences)
     values = list(found.values())
     moved: AdaptiveKL | LogKL | KLBudget
     match state:

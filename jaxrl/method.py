@@ -8,6 +8,7 @@ know, and enters the step as arrays.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from ml_collections import ConfigDict
 from jaxrl.objectives import advantages as estimators
 from jaxrl.objectives import losses
 from jaxrl.objectives.controllers import (
+    BUCKETS,
     AdaptiveKL,
     DifficultyBuckets,
     EntropyCoefficients,
@@ -208,22 +210,25 @@ class Controllers:
         """The KL coefficient as it stands."""
         return self.kl.coef if isinstance(self.kl, AdaptiveKL | LogKL) else config.kl.coef
 
-    def metrics(self) -> dict[str, float]:
-        """Every number of every state, as `controller/<name>/<field>`; of long lists the length."""
-        found: dict[str, float] = {}
+    def metrics(self) -> dict[str, Any]:
+        """Every number of every state, as `controller/<name>/<field>`; of tasks, how many."""
+        states: dict[str, dict[str, Any]] = {}
         for field in dataclasses.fields(self):
             state = getattr(self, field.name)
-            for name, value in (dataclasses.asdict(state) if state else {}).items():
-                found |= _numbers(f"controller/{field.name}/{name}", value)
+            if isinstance(state, DifficultyBuckets):
+                counts = Counter(state.buckets.values())
+                states[field.name] = {name: counts[name] for name in BUCKETS}
+            elif isinstance(state, SkipSet):
+                states[field.name] = {"count": len(state.task_ids)}
+            elif state is not None:
+                states[field.name] = dataclasses.asdict(state)
+        found: dict[str, Any] = {}
+        for name, state in states.items():
+            for key, value in state.items():
+                inner = value if isinstance(value, dict) else {"": value}
+                for last, number in inner.items():
+                    found["/".join(x for x in ("controller", name, key, last) if x)] = number
         return found
-
-
-def _numbers(name: str, value: Any) -> dict[str, float]:
-    if isinstance(value, dict) and all(isinstance(x, int | float) for x in value.values()):
-        return {f"{name}/{key}": x for key, x in value.items()} if len(value) <= 3 else {}
-    if isinstance(value, dict | list | tuple):
-        return {f"{name}/count": len(value)}
-    return {} if isinstance(value, str) else {name: value}
 
 
 def _init_kl(kl: ConfigDict) -> AdaptiveKL | LogKL | KLBudget | None:

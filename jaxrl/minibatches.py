@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import numpy as np
@@ -26,11 +28,17 @@ class Divergence:
     old_logprobs: np.ndarray  # float32 [L], nats
     ref_logprobs: np.ndarray  # float32 [L], nats
     per_token: np.ndarray  # float32 [L], nats, by `kl.estimator`; 0 where nothing is trained
+    num_tokens: int  # that are trained on
 
     @property
     def total(self) -> float:
         """The sum over the trajectory, in nats."""
         return float(self.per_token.sum())
+
+    @property
+    def mean(self) -> float:
+        """Nats a token; NaN where none is trained on."""
+        return self.total / self.num_tokens if self.num_tokens else math.nan
 
 
 def make_minibatches(
@@ -150,9 +158,11 @@ def make_measure(
     As many trajectories at a time as a mini-batch has rows, through the program that scores
     mini-batches.
     """
+    # One micro-batch at a time, which is what objectives know.
+    estimate = jax.vmap(partial(kl_estimate, estimator=config.kl.estimator))
 
     def compare(old: jax.Array, ref: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
-        return old, ref, kl_estimate(old, ref, mask, estimator=config.kl.estimator)
+        return old, ref, estimate(old, ref, mask)
 
     whole = replicated(mesh)  # of several processes, each reads all
     compare = jax.jit(compare, out_shardings=(whole, whole, whole))
@@ -180,9 +190,13 @@ def make_measure(
             pieces = [
                 unpack(packed, array, [len(t.token_ids) for t in members]) for array in arrays
             ]
-            for index, old_part, ref_part, per_token in zip(chunk, *pieces, strict=True):
+            for index, member, *parts in zip(chunk, members, *pieces, strict=True):
+                old_part, ref_part, per_token = parts
                 found[index] = Divergence(
-                    old_logprobs=old_part, ref_logprobs=ref_part, per_token=per_token
+                    old_logprobs=old_part,
+                    ref_logprobs=ref_part,
+                    per_token=per_token,
+                    num_tokens=member.num_sampled,
                 )
         return found
 

@@ -63,6 +63,19 @@ def has_gate(config: ConfigDict) -> bool:
     return config.shaping.boundary_aware and config.shaping.stage_level
 
 
+def overlong_limit(config: ConfigDict) -> int:
+    """Tokens of a response from which on the whole overlong penalty is charged.
+
+    What a search inserts counts as response, but not in `rollout.max_response_tokens`: by that
+    limit, searching at all would be overlong.
+    """
+    rollout = config.rollout
+    has_tools = config.env.name != "math"
+    room = rollout.max_total_tokens - rollout.max_prompt_tokens
+    limit = room if has_tools else rollout.max_response_tokens
+    return int(config.shaping.overlong_max_tokens or limit)
+
+
 def _shapes(config: ConfigDict) -> bool:
     shaping = config.shaping
     return bool(shaping.overlong_buffer or shaping.boundary_aware or shaping.entropy_reward)
@@ -85,6 +98,11 @@ RULES = (
         "its default where env.name='math': there is no tool to call",
     ),
     Rule(
+        "env.python",
+        lambda c: c.env.python and (c.env.name == "math" or c.env.protocol != "bapo"),
+        "False, unless env.name='search' and env.protocol='bapo', whose protocol has <python>",
+    ),
+    Rule(
         "reward.weights",
         lambda c: bool(_unknown_weights(c)),
         "weights of parts that the environment has (env.name and env.protocol): format, answer, "
@@ -104,7 +122,11 @@ RULES = (
     ),
     Rule(
         "eval.final_suites",
-        lambda c: c.env.name == "math" and "empty_search" in c.eval.final_suites,
+        lambda c: (
+            c.env.name == "math"
+            and "evaluate" in c.stages
+            and "empty_search" in c.eval.final_suites
+        ),
         "suites without empty_search where env.name='math' searches nothing",
     ),
     # Advantages.
@@ -120,8 +142,9 @@ RULES = (
     ),
     Rule(
         "advantage.k",
-        lambda c: is_pass_at_k(c) and c.advantage.k > c.rollout.group_size,
-        "at most rollout.group_size: k answers are drawn from those of a group",
+        lambda c: is_pass_at_k(c) and c.advantage.k >= c.rollout.group_size,
+        "less than rollout.group_size: sets of k answers are compared, and the whole group is only "
+        "one set",
     ),
     Rule(
         "advantage.k",
@@ -248,27 +271,27 @@ RULES = (
         "'varied' or 'none' with shaping.boundary_aware: accuracy_range drops the groups without "
         "a correct answer, whose abstentions it pays for",
     ),
-    Rule(
-        "filter.resample_attempts",
-        lambda c: (
-            c.filter.resample_attempts != 0 and not c.filter.resample_early and not has_gate(c)
-        ),
-        "0, unless filter.resample_early, or shaping.boundary_aware with shaping.stage_level: "
-        "otherwise there is no late stage in which to try again",
-    ),
     # Shaping.
     Rule(
         "shaping.overlong_buffer",
-        lambda c: (
-            c.shaping.overlong_buffer
-            > (c.shaping.overlong_max_tokens or c.rollout.max_response_tokens)
-        ),
-        "at most shaping.overlong_max_tokens, or rollout.max_response_tokens where that is 0",
+        lambda c: c.shaping.overlong_buffer > overlong_limit(c),
+        "at most shaping.overlong_max_tokens; where that is 0, rollout.max_response_tokens in "
+        "env.name='math' and rollout.max_total_tokens - rollout.max_prompt_tokens else",
     ),
     Rule(
         "shaping.boundary_aware",
         lambda c: c.shaping.boundary_aware and c.env.name == "math",
         "False where env.name='math': nobody can abstain there",
+    ),
+    Rule(
+        "reward.weights",
+        lambda c: (
+            c.shaping.boundary_aware
+            and c.env.protocol == "search_r1"
+            and bool(c.reward.weights.format or c.reward.weights.answer)
+        ),
+        "format=0 and answer=0 with shaping.boundary_aware: a group is without success where no "
+        "reward is above 0, and these two pay for wrong answers",
     ),
     Rule(
         "shaping.stage_level",

@@ -37,7 +37,7 @@ def read_demonstrations(
     """Encodes a JSONL of chats exactly as a rollout would have written them.
 
     The messages before the first of the assistant are the prompt. Those of the role `tool` are raw
-    search results, rendered by `protocol` and cut as the environment's observations are.
+    search results, rendered by the protocol and cut as the environment's observations are.
 
     Raises:
         FileNotFoundError: there is no such file.

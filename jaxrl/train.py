@@ -20,7 +20,7 @@ from jaxrl import distributed, entropy_control, evaluate, kl_control, report, sf
 from jaxrl.assemble import Parts, make_optimizer, sft_shape, train_shape
 from jaxrl.batching import pack
 from jaxrl.checkpoint import Checkpointer, abstract, optimizer_items
-from jaxrl.collect import Collected, NotEnoughGroupsError, by_group, collect
+from jaxrl.collect import Collected, NotEnoughGroupsError, Tried, collect
 from jaxrl.collect import from_json as trajectory_from_json
 from jaxrl.collect import to_json as trajectory_to_json
 from jaxrl.config import STAGES
@@ -30,7 +30,6 @@ from jaxrl.method import Controllers, make_estimator, make_policy_loss
 from jaxrl.metrics import (
     Display,
     MetricsLog,
-    mean,
     open_log,
     plain_numbers,
     rollout_metrics,
@@ -98,8 +97,12 @@ class Position:
     @classmethod
     def from_json(cls, saved: dict[str, Any], config: ConfigDict) -> Position:
         """The inverse of `to_json`, for a run of this configuration."""
-        carried = [[trajectory_from_json(t) for t in group] for group in saved["carried"]]
-        controllers = Controllers.from_json(saved["controllers"], config)
+        # Checkpoints from before there were these have none. Carried groups of another size, or
+        # without the switch by which their old log-probabilities are computed, are of no use.
+        size = config.rollout.group_size if config.filter.carry_over else None
+        groups = [group for group in saved.get("carried", []) if len(group) == size]
+        carried = [[trajectory_from_json(t) for t in group] for group in groups]
+        controllers = Controllers.from_json(saved.get("controllers", {}), config)
         best = Best(**saved["best"])
         return cls(**{**saved, "best": best, "controllers": controllers, "carried": carried})
 
@@ -427,7 +430,7 @@ def run_train(this: Run, params: Params) -> Params:
         parts.engine.set_weights(state.params)
         updated = time.perf_counter()
         controllers = kl_control.advance(controllers, trajectories, divergences, config)
-        controllers = skip_solved(controllers, trajectories, config)
+        controllers = skip_solved(controllers, collected.tried, config)
         position.controllers, position.carried = controllers, collected.carried
         position.step, position.stage_step = position.step + 1, position.stage_step + 1
         position.items_taken = collected.items_taken
@@ -468,6 +471,7 @@ def collect_step(
     config, position, controllers = this.config, this.position, this.position.controllers
 
     def penalty(trajectories: Sequence[Trajectory]) -> np.ndarray:
+        this.parts.engine.clear()  # the cache would lie beside the activations that scoring takes
         return kl_control.penalties(divergences_of(trajectories), controllers, config)
 
     return collect(
@@ -528,17 +532,20 @@ BOOTSTRAP_STEP = 2**31 - 1
 
 
 def skip_solved(
-    controllers: Controllers, trajectories: Sequence[Trajectory], config: ConfigDict
+    controllers: Controllers, tried: Sequence[Tried], config: ConfigDict
 ) -> Controllers:
-    """The controllers with the tasks added that every sample of the step solved, surely."""
+    """The controllers with the tasks added that every sample of the step solved, surely.
+
+    A group with environment errors says too little: one survivor would skip its task for good.
+    """
     if controllers.skipped is None:
         return controllers
-    groups = by_group([t for t in trajectories if t.is_scored])
+    tried = [group for group in tried if group.num_scored == config.rollout.group_size]
     skipped = controllers.skipped.update(
-        [group[0].task_id for group in groups],
-        [sum(t.is_correct for t in group) for group in groups],
-        [len(group) for group in groups],
-        [mean([t.mean_entropy for t in group]) for group in groups],
+        [group.task_id for group in tried],
+        [group.num_correct for group in tried],
+        [group.num_scored for group in tried],
+        [group.mean_entropy for group in tried],
         threshold=config.filter.skip_entropy,
     )
     return dataclasses.replace(controllers, skipped=skipped)
@@ -552,7 +559,9 @@ def open_gate(this: Run, evaluated: dict[str, float]) -> None:
         return
     part = config.reward.correct
     head = "val-core/all/exact_match" if part == "exact_match" else f"val-aux/all/{part}"
-    moved = gate.update(evaluated[f"{head}/greedy"], max_tolerance=config.shaping.stage_tolerance)
+    # Where every search failed, nothing was scored and there is no such metric.
+    correctness = evaluated.get(f"{head}/greedy", math.nan)
+    moved = gate.update(correctness, max_tolerance=config.shaping.stage_tolerance)
     position.controllers = dataclasses.replace(position.controllers, gate=moved)
 
 

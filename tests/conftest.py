@@ -23,6 +23,9 @@ def tiny_world(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def cache_folder(tmp_path_factory):
-    """For compiled programs, which all whole runs share."""
-    return tmp_path_factory.mktemp("cache")
+def cache_folder(tmp_path_factory, worker_id):
+    """For compiled programs, which all whole runs share, those of the other processes too."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "compiled"
+    folder.mkdir(exist_ok=True)
+    return folder

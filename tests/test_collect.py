@@ -93,6 +93,7 @@ def test_dynamic_sampling_draws_until_enough_groups_differ():
         "filter/num_batches": 3,
         "filter/kept_share": 0.5,
         "filter/surplus_groups": 1,
+        "filter/accuracy": 5 / 12,
         "filter/resampled_groups": 0,
         "filter/all_right_share": 1 / 6,
         "filter/all_wrong_share": 2 / 6,

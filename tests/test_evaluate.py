@@ -314,23 +314,24 @@ def test_one_line():
 
 class Engine:
     temperature = 0.7
+    top_p = 0.9
 
 
 def test_each_question_is_asked_at_the_given_temperature():
     engine, calls = Engine(), []
 
     def rollout(draws, **settings):
-        calls.append((draws, settings, engine.temperature))
+        calls.append((draws, settings, engine.temperature, engine.top_p))
         return ["played"]
 
     draws = [Draw(task=Task(id=name, question=name), position=i) for i, name in enumerate("ab")]
     seeds = Seeds(seed=1, stage=2, step=3)
     given = {"seeds": seeds, "should_stop": bool}
-    got = roll_out(engine, rollout, draws, num_samples=4, temperature=0.0, **given)
+    got = roll_out(engine, rollout, draws, num_samples=4, temperature=0.0, top_p=0.5, **given)
     assert got == ["played"]
     settings = {"group_size": 4, "policy_version": 0, **given}
-    assert calls == [(draws, settings, 0.0)]
-    assert engine.temperature == 0.7
+    assert calls == [(draws, settings, 0.0, 0.5)]
+    assert (engine.temperature, engine.top_p) == (0.7, 0.9)
 
 
 @pytest.mark.parametrize("name", ["all", "mean"])

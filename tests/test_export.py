@@ -6,8 +6,9 @@ import optax
 import pytest
 from jax import export
 
-from jaxrl import sharding, train, update
+from jaxrl import sharding, update
 from jaxrl.config import default_config
+from jaxrl.method import make_policy_loss
 from jaxrl.models import qwen
 from jaxrl.sampling.decode import Sampler, StopTables
 from jaxrl.types import Batch
@@ -52,7 +53,7 @@ def programs():
     optimizer = optax.adamw(1e-3)
     config = default_config()
     step = update.make_update_step(
-        model, train.make_policy_loss(config.loss, config.kl), optimizer, temperature=1.0
+        model, make_policy_loss(config.loss, config.kl), optimizer, temperature=1.0
     )
     state = jax.eval_shape(lambda p: update.init_state(p, mesh, CONFIG, optimizer), params)
     whole, real = shape((2, 4, 16)), shape((2, 4, 16), jnp.float32)

@@ -364,6 +364,11 @@ class TestSegments:
     def test_a_result_the_model_wrote_itself(self):
         assert [s.kind for s in segments("<information>x</information>")] == ["forged"]
 
+    def test_the_results_of_another_protocol_are_found_too(self):
+        text = "<search>q</search> <result>\nParis\n</result><result>Rome</result>"
+        got = [(s.kind, s.text) for s in segments(text)]
+        assert got == [("search", "q"), ("information", "Paris"), ("forged", "Rome")]
+
 
 class TestCurves:
     def test_by_stage_on_the_global_axis(self, run):

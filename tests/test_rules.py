@@ -24,12 +24,13 @@ SMALL = (search_r1_small, dapo_small, bapo_small, ares_small, passk_small)
 GATED = {"shaping.boundary_aware": True, "eval.every_steps": 1}
 BROKEN = [
     ("env.protocol", {"env.name": "math", "env.protocol": "bapo"}),
+    ("env.python", {"env.python": True}),
     ("reward.weights", {"reward.weights.bapo": 1.0}),
     ("reward.correct", {"reward.correct": "math"}),
     ("eval.suites", {"env.name": "math", "eval.suites": ("empty_search",)}),
     ("eval.final_suites", {"env.name": "math"}),
     ("rollout.group_size", {"rollout.group_size": 1}),
-    ("advantage.k", {"advantage.name": "pass_at_k", "advantage.k": 9}),
+    ("advantage.k", {"advantage.name": "pass_at_k", "advantage.k": 8}),
     ("advantage.k", {"advantage.name": "pass_at_k_full_sampling", "advantage.k": 5}),
     ("advantage.baseline", {"advantage.baseline": True}),
     ("shaping", {"advantage.name": "pass_at_k", "shaping.overlong_buffer": 8}),
@@ -62,12 +63,12 @@ BROKEN = [
     ),
     ("filter.metric", {**GATED, "filter.name": "varied"}),
     ("filter.name", {**GATED, "filter.name": "accuracy_range"}),
-    ("filter.resample_attempts", {"filter.resample_attempts": 1}),
-    ("shaping.overlong_buffer", {"shaping.overlong_buffer": 513}),
+    ("shaping.overlong_buffer", {"shaping.overlong_buffer": 1025}),
     (
         "shaping.boundary_aware",
         {**GATED, "env.name": "math", "eval.final_suites": ("sampled",)},
     ),
+    ("reward.weights", {**GATED, "reward.weights.format": 0.5}),
     ("shaping.stage_level", {**GATED, "shaping.stage_level": False}),
     ("eval.every_steps", {"shaping.boundary_aware": True}),
     ("shaping.bootstrap_tasks", {"shaping.bootstrap_tasks": 1}),
@@ -114,7 +115,12 @@ def test_a_small_sibling_keeps_the_method(module):
     published = default_config()
     module.set_method(published)
     small = flatten(module.get_config())
-    sizes = {"shaping.overlong_buffer", "filter.tasks_per_batch", "shaping.bootstrap_tasks"}
+    sizes = {
+        "shaping.overlong_buffer",
+        "shaping.overlong_max_tokens",
+        "filter.tasks_per_batch",
+        "shaping.bootstrap_tasks",
+    }
     method = ("advantage.", "loss.", "kl.", "shaping.", "filter.")
     chosen = {key: x for key, x in flatten(published).items() if key.startswith(method)}
     assert {key: small[key] for key in chosen.keys() - sizes} == {
@@ -134,7 +140,7 @@ def test_a_small_sibling_keeps_the_method(module):
         {"loss.name": "gspo", "loss.aggregation": "seq-mean-token-mean"},
         {"kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.controller": "adaptive"},
         {**GATED, "filter.name": "varied", "filter.metric": "seq_reward"},
-        {"filter.resample_attempts": 1, "filter.resample_early": True},
+        {"filter.resample_attempts": 1},
     ],
     ids=str,
 )  # fmt: skip

@@ -5,6 +5,8 @@ import numpy as np
 
 from configs import debug_tiny
 from jaxrl import assemble, train
+from jaxrl.method import make_estimator
+from jaxrl.minibatches import make_minibatches
 from jaxrl.sampling.engine import Counts
 from tests.episodes import make_failure, make_trajectory
 
@@ -19,7 +21,7 @@ def minibatches(members, **changes):
         {"rollout.tasks_per_step": 2, "rollout.group_size": 3, "optimizer.micro_rows": 2, **changes}
     )
     shape = assemble.train_shape(config)
-    return train.make_minibatches(members, train.estimate(members, config.advantage), shape, config)
+    return make_minibatches(members, make_estimator(config)(members, 0), shape, config)
 
 
 def test_a_loss_without_environment_errors_is_that_of_the_others_alone():
@@ -60,9 +62,9 @@ def test_merged_metrics():
 def test_a_failed_trajectory_is_in_no_group():
     members = [trajectory(0, 1.0), trajectory(0, 0.0, seed=1), make_failure(sample_index=2)]
     config = debug_tiny.get_config()
-    np.testing.assert_allclose(train.estimate(members, config.advantage), [0.5, -0.5, 0.0])
+    np.testing.assert_allclose(make_estimator(config)(members, 0), [0.5, -0.5, 0.0])
     config.advantage.normalize_std = True
-    got = train.estimate(members, config.advantage)
+    got = make_estimator(config)(members, 0)
     np.testing.assert_allclose(got, np.array([0.5, -0.5, 0.0]) / math.sqrt(0.5), rtol=1e-5)
 
 

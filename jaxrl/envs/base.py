@@ -21,6 +21,10 @@ class Outcome(enum.StrEnum):
     ENVIRONMENT_ERROR = "environment_error"  # ours, not the policy's: never a reward of 0
 
 
+class ToolError(Exception):
+    """The tool failed, not the model's call of it. It never becomes a reward."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """One question record.

@@ -10,6 +10,7 @@ final answer in a `\boxed{..}`.
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -72,7 +73,7 @@ class Protocol:
 
 
 def last_query(turn: str, tag: str = "search") -> str | None:
-    """What a turn that ends with the closing tag asks for, stripped; it may be blank.
+    """What a turn that ends with the closing tag asks for, dedented and stripped; may be blank.
 
     The query is the text after the last opening tag. None when the turn ends otherwise or opens
     nothing.
@@ -80,7 +81,7 @@ def last_query(turn: str, tag: str = "search") -> str | None:
     if not turn.endswith(f"</{tag}>"):
         return None
     _, opener, query = turn.removesuffix(f"</{tag}>").rpartition(f"<{tag}>")
-    return query.strip() if opener else None
+    return textwrap.dedent(query).strip() if opener else None
 
 
 def last_answer(response: str) -> str:
@@ -133,8 +134,3 @@ BAPO = Protocol(
 )
 
 PROTOCOLS: Mapping[str, Protocol] = {p.name: p for p in (SEARCH_R1, BAPO)}
-
-# Search-R1's, for what knows no other protocol.
-TAGS = SEARCH_R1.tags
-STOP_STRINGS = SEARCH_R1.stop_strings
-render_observation = SEARCH_R1.render_observation

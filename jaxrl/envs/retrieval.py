@@ -23,14 +23,16 @@ from typing import Any, NamedTuple
 
 import tantivy
 
+from jaxrl.envs.base import ToolError
+
 NO_INFORMATION = "No information found"
 """What a search that finds nothing says."""
 
 MAX_WORKERS = 32  # threads that wait on one engine
 
 
-class SearchError(Exception):
-    """The engine failed, not the query. It never becomes a reward."""
+class SearchError(ToolError):
+    """The engine failed, not the query."""
 
 
 class SearchEngine(abc.ABC):

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from jaxrl.envs.base import Env, Episode, Message, Outcome, Prompt, Reward, StepResult, Task
+from jaxrl.envs.base import (
+    Env,
+    Episode,
+    Message,
+    Outcome,
+    Prompt,
+    Reward,
+    StepResult,
+    Task,
+    ToolError,
+)
 from jaxrl.envs.protocol import SEARCH_R1, Protocol, last_query
+from jaxrl.envs.python_tool import NO_OUTPUT, PythonTool
 from jaxrl.envs.retrieval import MAX_WORKERS, NO_INFORMATION, SearchEngine, SearchError
 from jaxrl.envs.rewards import check_weights, exact_match, f1, is_abstention, weighted_total
 
@@ -18,7 +29,7 @@ class SearchEnv(Env):
     A turn ends with `</answer>`, which ends the episode, or with `</search>`, which inserts what
     the engine found. A turn that the model ends by itself is malformed. One that closes a search
     it never opened earns nothing, and the model goes on. An answer that says "I don't know" ends
-    the episode as abstained.
+    the episode as abstained. With a Python tool, `</python>` ends a turn as `</search>` does.
     """
 
     stop_strings = SEARCH_R1.stop_strings
@@ -34,6 +45,7 @@ class SearchEnv(Env):
         reward_weights: Mapping[str, float],
         protocol: Protocol = SEARCH_R1,
         correct_by: str = "exact_match",
+        python: PythonTool | None = None,
     ) -> None:
         """Checks the settings.
 
@@ -43,12 +55,13 @@ class SearchEnv(Env):
             template: the user message, with `{question}` where the question goes. Other braces
                 are plain text.
             examples: messages between the two.
-            max_searches: searching turns allowed, blank queries included. One more generation
-                follows them; if that searches again, the episode is out of budget.
+            max_searches: turns allowed that call a tool, blank calls included. One more
+                generation follows them; if that calls again, the episode is out of budget.
             reward_weights: weight of each of the protocol's `reward_parts` in the total; 0 where
                 absent.
             protocol: the tags, and how format and answers are judged.
             correct_by: an episode is correct where this part of its reward is above 0.
+            python: runs what the model writes in `<python>`; only for a protocol with that tag.
         """
         if max_searches < 0:
             raise ValueError(f"max_searches is {max_searches}; expected 0 or more.")
@@ -59,8 +72,12 @@ class SearchEnv(Env):
                 f"correct_by is {correct_by!r}; expected one of {', '.join(measures)} in the "
                 f"protocol {protocol.name!r}."
             )
-        self.stop_strings = protocol.stop_strings
+        if python is not None and "python" not in protocol.tags:
+            raise ValueError(f"the protocol {protocol.name!r} has no tag for a Python tool.")
+        tools = () if python is None else ("</python>",)
+        self.stop_strings = (*protocol.stop_strings, *tools)
         self._engine = engine
+        self._python = python
         self._prompt = Prompt(system=system, template=template, examples=tuple(examples))
         self._max_searches = max_searches
         self._reward_weights = dict(reward_weights)
@@ -74,39 +91,48 @@ class SearchEnv(Env):
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
         """Replies to one turn of each episode; all queries go to the engine in one call."""
         results = [self._read_turn(e, text) for e, text in zip(episodes, texts, strict=True)]
-        queries = {i: r.tool_call for i, r in enumerate(results) if r.tool_call is not None}
-        for i, found in zip(queries, self._search(list(queries.values())), strict=True):
-            results[i] = found
+        waiting = {i: r.tool_call for i, r in enumerate(results) if r.tool_call is not None}
+        for closing, ask in (("</search>", self._ask), ("</python>", self._compute)):
+            calls = {i: call for i, call in waiting.items() if texts[i].endswith(closing)}
+            for i, found in zip(calls, self._call(ask, list(calls.values())), strict=True):
+                results[i] = found
         return results
 
     def _read_turn(self, episode: Episode, text: str) -> StepResult:
-        """The reply to one turn, as far as it is known before searching.
+        """The reply to one turn, as far as it is known before calling a tool.
 
-        A result with a `tool_call` still waits for the engine.
+        A result with a `tool_call` still waits for the tool.
         """
         if text.endswith("</answer>"):
             abstains = is_abstention(episode.response + text)
             return StepResult(outcome=Outcome.ABSTAINED if abstains else Outcome.ANSWERED)
-        if not text.endswith("</search>"):
+        if not text.endswith(self.stop_strings):
             return StepResult(outcome=Outcome.MALFORMED)
-        query = last_query(text)
-        if query is None:
+        is_search = text.endswith("</search>")
+        call = last_query(text, "search" if is_search else "python")
+        if call is None:
             return StepResult()
-        if _num_searches(episode) >= self._max_searches:
+        if _num_calls(episode) >= self._max_searches:
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
-        if not query:
-            return StepResult(observation=self._protocol.render_observation(NO_INFORMATION))
-        return StepResult(tool_call=query)
+        if not call:
+            blank = NO_INFORMATION if is_search else NO_OUTPUT
+            return StepResult(observation=self._protocol.render_observation(blank))
+        return StepResult(tool_call=call)
 
-    def _search(self, queries: list[str]) -> list[StepResult]:
-        if not queries:
+    def _call(
+        self, ask: Callable[[list[str]], Sequence[str | ToolError]], calls: list[str]
+    ) -> list[StepResult]:
+        if not calls:
             return []
         start = time.perf_counter()
-        found = self._ask(queries)
+        found = ask(calls)
         latency_s = time.perf_counter() - start
-        return [self._found(q, f, latency_s) for q, f in zip(queries, found, strict=True)]
+        return [self._found(c, f, latency_s) for c, f in zip(calls, found, strict=True)]
 
-    def _ask(self, queries: list[str]) -> list[str] | list[str | SearchError]:
+    def _compute(self, codes: list[str]) -> Sequence[str | ToolError]:
+        return self._python.batch_run(codes) if self._python else []
+
+    def _ask(self, queries: list[str]) -> Sequence[str | ToolError]:
         """What the engine says to each query, or how it failed for that query."""
         try:
             found = self._engine.batch_search(queries)
@@ -125,16 +151,16 @@ class SearchEnv(Env):
         except SearchError as error:
             return error
 
-    def _found(self, query: str, found: str | SearchError, latency_s: float) -> StepResult:
-        if isinstance(found, SearchError):
+    def _found(self, call: str, found: str | ToolError, latency_s: float) -> StepResult:
+        if isinstance(found, ToolError):
             return StepResult(
                 outcome=Outcome.ENVIRONMENT_ERROR,
-                tool_call=query,
+                tool_call=call,
                 latency_s=latency_s,
                 error=str(found) or type(found).__name__,
             )
         observation = self._protocol.render_observation(found)
-        return StepResult(observation=observation, tool_call=query, latency_s=latency_s)
+        return StepResult(observation=observation, tool_call=call, latency_s=latency_s)
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
         """Format of the whole response and correctness of its final answer."""
@@ -161,6 +187,6 @@ class SearchEnv(Env):
         )
 
 
-def _num_searches(episode: Episode) -> int:
-    """Searching turns so far; blank queries call no tool, but are answered like the others."""
+def _num_calls(episode: Episode) -> int:
+    """Turns so far that called a tool; blank calls reach none, but are answered like the others."""
     return sum(turn.observation is not None for turn in episode.turns)

@@ -178,10 +178,11 @@ def pass_at_k_full_sampling(
     place = jnp.tril(same, -1).sum(axis=1)  # in its group
     subset, num_subsets = place // k, same.sum(axis=1) // k
     in_subset = same & (subset[:, None] == subset[None, :])
-    is_member = subset < num_subsets
     is_hit = (in_subset & is_correct).any(axis=1)
-    num_hits = (same & (is_member & is_hit)).sum(axis=1) // k  # each was counted by k members
-    return jnp.where(is_member, _pass_at_k(is_hit, num_subsets, num_hits, 1), 0.0)
+    # Each hit was counted by k members, and what is left over is fewer than k.
+    num_hits = (same & is_hit).sum(axis=1) // k
+    advantages = _pass_at_k(is_hit, num_subsets, num_hits, 1)
+    return jnp.where(subset < num_subsets, advantages, 0.0)
 
 
 def pass_at_k_bootstrap(
@@ -288,13 +289,14 @@ def _pass_at_k(
         failed, passed = shares
         left = jnp.maximum(count - i, 1)
         passed = passed + failed * (num_correct / left)
-        return failed * (jnp.maximum(num_wrong - i, 0) / left), passed
+        return failed * ((num_wrong - i) / left), passed
 
     # A subset is drawn one by one and passes with its first correct member. Every term of 1 - F is
-    # then positive: nothing cancels, and no binomial coefficient overflows.
+    # then positive: nothing cancels, and no binomial coefficient overflows. With fewer than k wrong
+    # ones, which is so in groups of fewer than k, F has passed through zero and stays there.
     start = (jnp.ones(count.shape), jnp.zeros(count.shape))
     failed, passed = jax.lax.fori_loop(0, k, draw, start)
-    has_signal = (count >= k) & (num_correct > 0) & (failed > 0)
+    has_signal = (num_correct > 0) & (failed > 0)
     right = jnp.sqrt(failed / jnp.where(has_signal, passed, 1.0))
     wrong = -right * num_correct / jnp.maximum(num_wrong, 1)
     return jnp.where(has_signal, jnp.where(is_correct, right, wrong), 0.0)

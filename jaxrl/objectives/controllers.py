@@ -126,13 +126,15 @@ class KLBudget:
         was configured; the released code compounds it.
 
         Args:
-            kls: nats, by bucket: the mean over its trajectories of their mean per token.
+            kls: nats, by bucket: the mean over its trajectories of their mean per token. NaN is
+                no measurement.
             budgets: nats, by bucket.
             rate: change of a multiplier per nat.
         """
         moved = {
             bucket: max(0.0, self.multipliers[bucket] + rate * (float(kl) - budgets[bucket]))
             for bucket, kl in kls.items()
+            if not math.isnan(kl)
         }
         return KLBudget(self.multipliers | moved)
 

@@ -49,7 +49,7 @@ def window_entropy(
     T = loss_mask.shape[1]
     # Sampled tokens move to the front of the row, keeping their order; the rest are padding.
     order = xp.argsort(~loss_mask, axis=1, stable=True)
-    values = xp.take_along_axis(xp.where(loss_mask, entropies, 0.0), order, axis=1)
+    values = xp.take_along_axis(entropies, order, axis=1)
     ids = xp.take_along_axis(xp.where(loss_mask, segment_ids, 0), order, axis=1)
     values, ends = (xp.pad(x, ((0, 0), (0, window))) for x in (values, ids))
     sums = sum(values[:, shift : shift + T] for shift in range(1, window + 1))
@@ -128,14 +128,17 @@ class EntropyThreshold:
         """Moves towards the median, over samples, of a high percentile of their windows.
 
         The first estimate is taken as it is; then `decay * value + (1 - decay) * estimate`.
-        Samples without a window are left out; without any window, nothing changes.
+        Samples without a window are left out, and so are those with a value that is not finite,
+        which would stay in the average for good; without any sample, nothing changes.
 
         Args:
             window_entropies: of each sample, its defined window entropies in nats, one axis.
             percentile: of a sample's windows, interpolated linearly.
             decay: of the moving average.
         """
-        samples = [x.astype(np.float64) for x in window_entropies if x.size]
+        samples = [
+            x.astype(np.float64) for x in window_entropies if x.size and np.isfinite(x).all()
+        ]
         levels = [np.percentile(sample, percentile) for sample in samples]
         if not levels:
             return self

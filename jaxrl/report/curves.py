@@ -118,6 +118,29 @@ SPECS = (
         lines={"advantage not 0": ("rollout/informative_share",)},
     ),
     _Spec(
+        name="groups",
+        title="Groups as they were sampled",
+        unit="share of groups",
+        scale="rate",
+        note="All trajectories of a group right, all wrong, or some of each. Before any filter.",
+        lines={
+            "all right": ("filter/all_right_share",),
+            "mixed": ("filter/mixed_share",),
+            "all wrong": ("filter/all_wrong_share",),
+            "failed": ("filter/failed_share",),
+        },
+    ),
+    _Spec(
+        name="difficulty",
+        title="Response length by difficulty",
+        unit="sampled tokens",
+        scale="zero",
+        note="Easy: two thirds of a group right; medium: one third; hard: fewer.",
+        lines={
+            name: (f"difficulty/{name}/response_length",) for name in ("easy", "medium", "hard")
+        },
+    ),
+    _Spec(
         name="entropy",
         title="Entropy",
         unit="nats per token",
@@ -134,6 +157,21 @@ SPECS = (
         lines={
             "from the start of the stage": ("actor/kl_loss",),
             "from before the update": ("actor/ppo_kl",),
+            "from the start, before the update": ("actor/kl_measured",),
+        },
+    ),
+    _Spec(
+        name="kl_coef",
+        title="KL coefficient",
+        unit="coefficient, or multiplier by difficulty",
+        scale="zero",
+        note="As its controller has moved it.",
+        lines={
+            "coefficient": ("controller/kl/coef",),
+            **{
+                f"multiplier, {name}": (f"controller/kl/multipliers/{name}",)
+                for name in ("easy", "medium", "hard")
+            },
         },
     ),
     _Spec(

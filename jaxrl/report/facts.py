@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.config import default_config, flatten
-from jaxrl.envs.protocol import TAGS
+from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.rewards import normalize_answer
 from jaxrl.report.reading import RunFiles, mapping, place
 
@@ -43,7 +43,7 @@ KINDS = {
 """Kinds of failure, and what they mean."""
 
 _SCORE = re.compile(r"val-core/(.+)/exact_match/(mean@\d+|greedy|empty_search)")
-_TAG_NAMES = "|".join(TAGS)
+_TAG_NAMES = "|".join(dict.fromkeys(tag for p in PROTOCOLS.values() for tag in p.tags))
 _SEGMENT = re.compile(rf"<({_TAG_NAMES})>(.*?)(?:</\1>|(?=<(?:{_TAG_NAMES})>)|\Z)", re.DOTALL)
 
 
@@ -395,9 +395,9 @@ def segments(response: str) -> list[Segment]:
         before = response[end : match.start()]
         pieces.append(Segment(kind="text", text=before))
         kind = match[1]
-        after_search = response[: match.start()].rstrip("\n").endswith("</search>")
-        if kind == "information" and not after_search:
-            kind = "forged"
+        if kind in ("information", "result"):
+            after_call = response[: match.start()].rstrip().endswith(("</search>", "</python>"))
+            kind = "information" if after_call else "forged"
         pieces.append(Segment(kind=kind, text=match[2].strip()))
         end = match.end()
     pieces.append(Segment(kind="text", text=response[end:]))

@@ -190,11 +190,12 @@ class Sampler:
         stops: StopTables,
         temperature: jax.Array,
         length: int | None = None,
+        top_p: jax.Array | None = None,
     ) -> tuple[Slots, Report]:
         """Samples up to `num_steps` tokens in `rows`; other slots are left alone.
 
         `length` is static: none of the rows holds more tokens, so no more of the cache is read;
-        None stands for its capacity.
+        None stands for its capacity. `temperature` and `top_p` are those of `next_token.sample`.
 
         The number of steps is static, because a GPU runs a loop of known length without asking the
         host after each turn of it; rows that stop early are masked.
@@ -222,7 +223,7 @@ class Sampler:
         ) -> tuple[Slots, Cache, Report]:
             small, window, report = carry
             logits = qwen.unembed(weights, self.config, small.hidden, num_tokens=self.num_tokens)
-            token, logprob, entropy = next_token.sample(logits, uniforms[index], temperature)
+            token, logprob, entropy = next_token.sample(logits, uniforms[index], temperature, top_p)
             budget = small.budget - small.active
             status = _status(stops, small.stop_state, token, budget)
             running = small.active & (status == RUNNING)

@@ -131,7 +131,17 @@ def sample_keys(
         samples: int32 [n], number of the sample in its group.
         attempts: int32 [n], 0 unless the group is drawn again.
     """
-    return np.asarray(_sample_keys(seed, stage, step, positions, samples, attempts))
+    # In blocks of one size: what is sampled again comes in any number, and would compile anew.
+    keys = np.zeros((len(positions), 2), np.uint32)
+    for start in range(0, len(positions), _KEY_BLOCK):
+        block = [np.asarray(x[start : start + _KEY_BLOCK]) for x in (positions, samples, attempts)]
+        count = len(block[0])
+        padded = [np.pad(x.astype(np.int32), (0, _KEY_BLOCK - count)) for x in block]
+        keys[start : start + count] = np.asarray(_sample_keys(seed, stage, step, *padded))[:count]
+    return keys
+
+
+_KEY_BLOCK = 256
 
 
 @jax.jit
@@ -189,6 +199,11 @@ class Engine:
 
     It holds memory only while it works: weights from `set_weights`, a cache from the next `submit`
     on, both until `release`.
+
+    Attributes:
+        temperature: of the chunks dispatched from here on; 0 is greedy.
+        top_p: likewise; they draw from the most likely tokens of this probability only. Other than
+            1 needs an engine made with `nucleus`.
     """
 
     def __init__(
@@ -227,6 +242,7 @@ class Engine:
             prompts_per_prefill: prompts read side by side.
             dtype: of weights, activations and cache.
             train_mesh: on which `set_weights` finds the parameters; `mesh` by default.
+            nucleus: compile what `top_p` needs, which every decoding step then runs.
 
         Raises:
             ValueError: `num_slots` or `num_rows` is not a multiple of data * fsdp, or there are
@@ -276,6 +292,7 @@ class Engine:
         self._in_flight: deque[_Chunk] = deque()
         self._prompts = _Prompts()
         self._next_request = 0
+        self._nucleus = nucleus
         self.temperature = 1.0
         self.top_p = 1.0
         self.counts = Counts()
@@ -482,6 +499,7 @@ class Engine:
 
     def _dispatch(self) -> bool:
         """Starts a chunk of the rows that may run, oldest requests first; False without any."""
+        top_p = self._checked_top_p()
         running: list[list[int]] = [[] for _ in range(self.num_shards)]
         for _, slot in sorted(self._slot_of.items()):
             shard = running[slot // self._slots_per_shard]
@@ -508,6 +526,7 @@ class Engine:
             self._stops,
             np.float32(self.temperature),
             length,
+            top_p,
             variant=(num_rows, length),
         )
         jax.tree.map(lambda x: x.copy_to_host_async(), report)
@@ -515,6 +534,18 @@ class Engine:
         self.counts.chunks += 1
         self.counts.slot_steps += rows.size * self.sampler.num_steps
         return True
+
+    def _checked_top_p(self) -> np.float32 | None:
+        """The argument of `decode_chunk`: None where it was compiled without."""
+        if not 0.0 < self.top_p <= 1.0:
+            raise ValueError(f"the engine's top_p is {self.top_p}; expected a number in (0, 1].")
+        if self._nucleus:
+            return np.float32(self.top_p)
+        if self.top_p != 1.0:
+            raise RuntimeError(
+                f"the engine's top_p is {self.top_p}, but it was made without nucleus=True."
+            )
+        return None
 
     def _collect(self, chunk: _Chunk) -> list[Event]:
         """Waits for a chunk and reads its report."""

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
+_BITS_OF_ONE = 0x3F800000  # of the float32 1.0, as an integer
+
 
 def uniforms(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> Float[Array, " B"]:
     """One uniform in [0, 1) a row, from its sample's key and the position of the token drawn.
@@ -22,12 +24,12 @@ def uniforms(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> Float[A
 
 
 def sample(
-    logits: Float[Array, "B V"], uniform: Float[Array, " B"], temperature: Float[Array, ""]
+    logits: Float[Array, "B V"],
+    uniform: Float[Array, " B"],
+    temperature: Float[Array, ""],
+    top_p: Float[Array, ""] | None = None,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
     """Draws by the inverse cumulative distribution: ids, log-probabilities, entropies in nats.
-
-    Two levels, so that no running sum over the vocabulary is formed: the block of tokens in which
-    the uniform falls, then the token inside it.
 
     Args:
         logits: float32; ids that must not be drawn carry `attention.LOWEST`.
@@ -35,12 +37,71 @@ def sample(
         temperature: the distribution is softmax(logits / temperature), which is also the one whose
             log-probability and entropy are returned; 0 takes the most likely token and reports it
             under temperature 1.
+        top_p: draws from the `nucleus` of this probability only, in (0, 1]. What is returned is
+            still of the whole distribution, since that is what the trainer scores. None for no
+            such limit, and no work for it; 1 draws the same.
     """
-    B, V = logits.shape
+    V = logits.shape[1]
     greedy = temperature == 0.0
     scaled = logits / jnp.where(greedy, 1.0, temperature)
     centred = scaled - scaled.max(axis=-1, keepdims=True)
     weights = jnp.exp(centred)
+    chosen, total = _draw(weights, uniform)
+    if top_p is not None:
+        # Where training draws from all and evaluation does not, training need not search.
+        chosen = jax.lax.cond(
+            top_p < 1,
+            lambda chosen: _draw(nucleus(weights, top_p), uniform)[0],
+            lambda chosen: chosen,
+            chosen,
+        )
+    # The first of the largest: on a CPU several times faster than argmax.
+    likeliest = jnp.where(centred == 0.0, jnp.arange(V), V).min(axis=-1, initial=V - 1)
+    token = jnp.where(greedy, likeliest, chosen).astype(jnp.int32)
+    log_total = jnp.log(total)
+    entropy = log_total - jnp.where(weights > 0, weights * centred, 0.0).sum(axis=-1) / total
+    return token, _pick(centred, token) - log_total, entropy
+
+
+def nucleus(weights: Float[Array, "B V"], top_p: Float[Array, ""]) -> Float[Array, "B V"]:
+    """The weights of the most likely tokens that together reach `top_p`, and 0 for the others.
+
+    Nucleus sampling (https://arxiv.org/abs/1904.09751): the fewest tokens whose share of the row
+    is at least `top_p`, and those as likely as the last of them. Sorting a vocabulary is slow on
+    every device, so the smallest weight that is kept is found by bisection. It runs over the bits
+    of a float32, which as integers are in the same order, and so ends at that very weight.
+
+    Args:
+        weights: float32 in [0, 1], proportional to the probabilities.
+        top_p: in (0, 1]; at 1 nothing is left out, weights lost in the rounding of a sum included.
+    """
+    goal = top_p * weights.sum(axis=-1)
+
+    def kept(lowest: Int[Array, " B"]) -> Float[Array, "B V"]:
+        threshold = jax.lax.bitcast_convert_type(lowest, jnp.float32)
+        return jnp.where(weights >= threshold[:, None], weights, 0.0)
+
+    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        reaches, falls_short = bounds
+        middle = reaches + (falls_short - reaches) // 2
+        is_enough = kept(middle).sum(axis=-1) >= goal
+        return jnp.where(is_enough, middle, reaches), jnp.where(is_enough, falls_short, middle)
+
+    everything = jnp.zeros_like(goal, jnp.int32)
+    nothing = everything + _BITS_OF_ONE + 1
+    reaches, _ = jax.lax.fori_loop(0, _BITS_OF_ONE.bit_length(), halve, (everything, nothing))
+    return kept(jnp.where(top_p < 1.0, reaches, 0))
+
+
+def _draw(
+    weights: Float[Array, "B V"], uniform: Float[Array, " B"]
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
+    """The token in whose part of the row's weight each uniform falls, and the whole weight.
+
+    Two levels, so that no running sum over the vocabulary is formed: the block of tokens in which
+    the uniform falls, then the token inside it.
+    """
+    B, V = weights.shape
     block = 1 << math.ceil(math.log2(V) / 2)
     num_blocks = -(-V // block)
     blocks = jnp.pad(weights, ((0, 0), (0, num_blocks * block - V))).reshape(B, num_blocks, block)
@@ -53,13 +114,7 @@ def sample(
     start = jnp.where(chosen_block > 0, before, 0.0)
     inside = jnp.take_along_axis(blocks, chosen_block[:, None, None], axis=1)[:, 0]
     inside_ends = jnp.cumsum(inside, axis=-1)
-    chosen = chosen_block * block + _first_beyond(inside, inside_ends, target - start)
-    # The first of the largest: on a CPU several times faster than argmax.
-    likeliest = jnp.where(centred == 0.0, jnp.arange(V), V).min(axis=-1, initial=V - 1)
-    token = jnp.where(greedy, likeliest, chosen).astype(jnp.int32)
-    log_total = jnp.log(total)
-    entropy = log_total - jnp.where(weights > 0, weights * centred, 0.0).sum(axis=-1) / total
-    return token, _pick(centred, token) - log_total, entropy
+    return chosen_block * block + _first_beyond(inside, inside_ends, target - start), total
 
 
 def _pick(values: Float[Array, "B n"], index: Int[Array, " B"]) -> Float[Array, " B"]:

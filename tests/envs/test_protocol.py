@@ -85,6 +85,9 @@ def test_final_answer_of_bapo(response, answer):
 def test_last_query_of_another_tool():
     assert protocol.last_query("<python>\nprint(1)\n</python>", "python") == "print(1)"
     assert protocol.last_query("<python>print(1)</python>") is None
+    # The first line keeps its place among the others.
+    indented = "<python>\n  if 1:\n    print(1)\n</python>"
+    assert protocol.last_query(indented, "python") == "if 1:\n  print(1)"
 
 
 def test_the_two_protocols():

@@ -231,6 +231,7 @@ COMPUTE = f"<python>print(1)</python>{RESULT}"
         f"{THINK}{RESULT}{BOX}",  # a result that nobody asked for
         f"{ASK}{BOX}{THINK}",
         f"{THINK}<search>a <search>b</search>{RESULT}{BOX}",
+        f"{THINK}<search>q</search><result>of <search>: </result>{BOX}",  # results are skipped
         "</think><think>" + BOX,
         THINK + r"<answer>} \boxed{A</answer>",  # only looked for, not read
     ],

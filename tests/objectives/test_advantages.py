@@ -87,6 +87,13 @@ def test_reinforce_plus_plus_without_variance_is_exactly_zero(ids, counts, run):
     np.testing.assert_array_equal(got, np.zeros(len(ids)))
 
 
+def test_rewards_without_tokens_make_no_variance():
+    # Fifteen of 2.99 with tokens, one of -1 without: its distance over sqrt(1e-8) would be -39900.
+    rewards = np.array([2.99] * 15 + [-1], np.float32)
+    got = plain_jit(rewards, np.zeros(16, int), np.array([7] * 15 + [0]))
+    np.testing.assert_array_equal(got, np.zeros(16))
+
+
 def test_without_group_and_without_tokens_counts_for_nothing():
     rewards = np.array([1, np.nan, 0, 50], np.float32)
     ids, counts = np.array([0, -1, 0, 0]), np.array([1, 9, 3, 0])

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 
 from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.kl import kl_estimate
-from jaxrl.objectives.losses import clip_metrics, clipped_policy_loss, negative_log_likelihood
+from jaxrl.objectives.losses import (
+    cispo_metrics,
+    cispo_policy_loss,
+    clip_metrics,
+    clipped_policy_loss,
+    gspo_metrics,
+    gspo_policy_loss,
+    negative_log_likelihood,
+)
 
 DAPO_RANGE = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -17,6 +25,9 @@ OLD = np.array([[-1.1, -0.9, -2, 0], [-0.3, -1, -1.7, -0.9]], np.float32)
 REF = np.array([[-1, -0.7, -1.5, 0], [-0.4, -1.2, -0.6, -0.9]], np.float32)
 MASK = np.array([[1, 1, 0, 0], [1, 0, 1, 1]], bool)
 ADVANTAGES = np.array([[1] * 4, [-1] * 4], np.float32)
+IDS = np.array([[1] * 4, [2] * 4])
+GSPO_RANGE = {"clip_low": 3e-4, "clip_high": 4e-4}
+CISPO_RANGE = {"clip_low": 1.0, "clip_high": 4.0}
 
 
 def one_token(ratio, advantage):
@@ -56,8 +67,7 @@ def test_one_token_by_hand(ratio, advantage, dual_clip, expected):
     ],
 )
 def test_whole_loss_by_hand(mode, policy, kl, total):
-    ids = np.array([[1] * 4, [2] * 4])
-    weights = token_weights(MASK, ids, mode=mode, num_tokens=5, num_trajectories=2)
+    weights = token_weights(MASK, IDS, mode=mode, num_tokens=5, num_trajectories=2)
     loss = clipped_policy_loss(LOGPROBS, OLD, ADVANTAGES, MASK, **DAPO_RANGE, dual_clip=3.0)
     k3 = kl_estimate(LOGPROBS, REF, MASK)
     got = [(weights * x).sum() for x in (loss, k3, loss + 0.1 * k3)]
@@ -90,6 +100,52 @@ def test_metrics_of_a_batch():
     np.testing.assert_allclose(got["ppo_kl"], np.where(MASK, OLD - LOGPROBS, 0), rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "first", "mean"), [(GSPO_RANGE, -1.0004, 0.197606), (DAPO_RANGE, -1.28, 0.057806)]
+)
+def test_gspo_by_hand(bounds, first, mean):
+    # The mean log-ratios are (.1 + .4) / 2 and (0 + 1 + 0) / 3: ratios 1.284025 and 1.395612.
+    got = gspo_policy_loss(LOGPROBS, OLD, ADVANTAGES, MASK, IDS, **bounds)
+    np.testing.assert_allclose(got, MASK * np.array([[first], [1.395612]]), rtol=1e-6)
+    mode = "seq-mean-token-mean"
+    weights = token_weights(MASK, IDS, mode=mode, num_tokens=5, num_trajectories=2)
+    np.testing.assert_allclose((weights * got).sum(), mean, atol=1e-6)
+    metrics = gspo_metrics(LOGPROBS, OLD, ADVANTAGES, MASK, IDS, **bounds)
+    np.testing.assert_array_equal(metrics["pg_clipfrac"], [[1, 1, 0, 0], [0, 0, 0, 0]])
+    np.testing.assert_allclose(metrics["ppo_kl"], np.where(MASK, OLD - LOGPROBS, 0), rtol=1e-6)
+
+
+def test_gspo_of_a_packed_row_is_that_of_its_trajectories():
+    rng = np.random.default_rng(0)
+    mask, ids = np.array([[1, 1, 0, 1, 1, 0, 1, 0]], bool), np.array([[4, 4, 4, 4, 9, 9, 9, 0]])
+    logprobs, old = (-rng.random((2, 1, 8))).astype(np.float32)
+    advantages = np.where(ids == 4, 1.5, -0.5).astype(np.float32)
+    run = jax.jit(lambda *arrays: gspo_policy_loss(*arrays, **DAPO_RANGE))
+    packed = run(logprobs, old, advantages, mask, ids)
+    for id in (4, 9):
+        own = ids == id
+        alone = run(logprobs * own, old * own, advantages * own, mask & own, ids * own)
+        np.testing.assert_allclose(alone[own], packed[own], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "weights", "mean", "clipped"),
+    [
+        (CISPO_RANGE, [1.105171, 1.491825, 1, 2.718282, 1], -0.250343, [0, 0, 0, 0, 0]),
+        (DAPO_RANGE, [1.105171, 1.28, 1, 1.28, 1], -0.070166, [0, 1, 0, 1, 0]),
+    ],
+)
+def test_cispo_by_hand(bounds, weights, mean, clipped):
+    got = np.asarray(cispo_policy_loss(LOGPROBS, OLD, ADVANTAGES, MASK, **bounds))
+    expected = -np.array(weights) * (ADVANTAGES * LOGPROBS)[MASK]
+    np.testing.assert_allclose(got[MASK], expected, rtol=1e-6)
+    np.testing.assert_allclose(got.sum() / 5, mean, atol=1e-6)
+    metrics = cispo_metrics(LOGPROBS, OLD, ADVANTAGES, MASK, **bounds)
+    np.testing.assert_array_equal(np.asarray(metrics["pg_clipfrac"])[MASK], clipped)
+    assert not np.asarray(metrics["pg_clipfrac"])[~MASK].any()
+    np.testing.assert_allclose(metrics["ppo_kl"], np.where(MASK, OLD - LOGPROBS, 0), rtol=1e-6)
+
+
 def test_likelihood_by_hand():
     got = negative_log_likelihood(LOGPROBS, MASK)
     np.testing.assert_allclose(got, [[1, 0.5, 0, 0], [0.3, 0, 0.7, 0.9]])
@@ -108,6 +164,8 @@ def losses_of(old, advantages, mask):
         "dual": lambda x: clipped_policy_loss(
             x, old, advantages, mask, **DAPO_RANGE, dual_clip=3.0
         ),
+        "gspo": lambda x: gspo_policy_loss(x, old, advantages, mask, IDS, **DAPO_RANGE),
+        "cispo": lambda x: cispo_policy_loss(x, old, advantages, mask, **CISPO_RANGE),
         "likelihood": lambda x: negative_log_likelihood(x, mask),
     }
 
@@ -115,7 +173,7 @@ def losses_of(old, advantages, mask):
 EXTREMES = [0.0, -1e4, 1e4, -np.inf, np.inf, np.nan]
 
 
-@pytest.mark.parametrize("name", ["policy", "dual", "likelihood"])
+@pytest.mark.parametrize("name", ["policy", "dual", "gspo", "cispo", "likelihood"])
 @pytest.mark.parametrize("extreme", EXTREMES)
 @pytest.mark.parametrize("old_extreme", EXTREMES)
 def test_masked_tokens_are_inert_whatever_they_hold(name, extreme, old_extreme):
@@ -131,16 +189,23 @@ def test_masked_tokens_are_inert_whatever_they_hold(name, extreme, old_extreme):
 
 @pytest.mark.parametrize("extreme", EXTREMES)
 def test_metrics_of_masked_tokens_are_zero(extreme):
-    x = np.full((1, 2), extreme, np.float32)
-    got = clip_metrics(x, -x, x, np.zeros((1, 2), bool), **DAPO_RANGE, dual_clip=3.0)
-    assert all((value == 0).all() for value in got.values())
+    x = np.full((2, 4), extreme, np.float32)
+    arrays = x, -x, x, np.zeros((2, 4), bool)
+    for got in (
+        clip_metrics(*arrays, **DAPO_RANGE, dual_clip=3.0),
+        gspo_metrics(*arrays, IDS, **GSPO_RANGE),
+        cispo_metrics(*arrays, **CISPO_RANGE),
+    ):
+        assert all((value == 0).all() for value in got.values())
 
 
+@pytest.mark.parametrize("name", ["policy", "gspo", "cispo"])
 @pytest.mark.parametrize("advantage", [-1.0, 1.0])
-def test_an_unmasked_extreme_stays_finite(advantage):
-    old = np.zeros((1, 2), np.float32)
-    loss = losses_of(old, np.full((1, 2), advantage, np.float32), np.ones((1, 2), bool))["policy"]
-    value, gradient = jax.value_and_grad(lambda x: loss(x).sum())(jnp.array([[1e4, -1e4]]))
+def test_an_unmasked_extreme_stays_finite(name, advantage):
+    old = np.zeros((2, 4), np.float32)
+    loss = losses_of(old, advantage * np.ones_like(old), np.ones((2, 4), bool))[name]
+    logprobs = jnp.array([[1e4, -1e4, 0, 0], [-1e4, -1e4, 0, -1]])
+    value, gradient = jax.value_and_grad(lambda x: loss(x).sum())(logprobs)
     assert np.isfinite(value)
     assert np.isfinite(gradient).all()
 

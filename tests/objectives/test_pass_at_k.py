@@ -158,6 +158,12 @@ def test_bootstrap_golden():
     np.testing.assert_allclose(got, [2, 0, -2, 0], atol=1e-6)
 
 
+def test_subsets_of_a_group_that_is_too_small_are_not_read():
+    ids, subsets = np.array([0, 0, -1, -1]), np.array([[0, 2, 3], [1, 2, 3], [0, 1, 2], [0, 1, 2]])
+    got = jax.jit(advantages_of_subsets)(np.array([True, False, False, False]), ids, subsets)
+    np.testing.assert_array_equal(got, np.zeros(4))
+
+
 @pytest.fixture(scope="module")
 def bootstrap_draws():
     """Two thousand draws with k = 3 over the batch of the next two tests."""

@@ -5,13 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from jax import export
 from scipy import stats
 
 from jaxrl.models.attention import LOWEST
-from jaxrl.sampling.next_token import sample, uniforms
+from jaxrl.sampling.next_token import nucleus, sample, uniforms
 
 ALMOST_ONE = np.float32(1 - 2**-24)  # the largest float32 below 1
 draw = jax.jit(sample)
+keep = jax.jit(nucleus)
 
 
 def reference(logits, temperature):
@@ -121,3 +123,136 @@ def test_uniforms_belong_to_key_and_position_alone():
     np.testing.assert_array_equal(uniforms(keys[order], positions[order]), got[order])
     everywhere = np.array([uniforms(keys, np.full(6, position)) for position in range(20)])
     assert len(np.unique(everywhere)) == everywhere.size
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"),
+    [
+        (0.001, [0, 1, 0, 0, 0]),
+        (0.5, [0, 1, 0, 0, 0]),  # reached exactly
+        (0.501, [1, 1, 0, 0, 0]),
+        (0.75, [1, 1, 0, 0, 0]),
+        (0.76, [1, 1, 1, 1, 0]),  # one of two equals would do; neither is the better
+        (0.9375, [1, 1, 1, 1, 0]),
+        (0.9376, [1, 1, 1, 1, 1]),
+        (1.0, [1, 1, 1, 1, 1]),
+    ],
+)
+def test_nucleus_of_five_tokens_by_hand(top_p, kept):
+    # Probabilities 1/4, 1/2, 3/32, 3/32, 1/16; a sixth token is forbidden.
+    weights = np.array([[0.5, 1, 0.1875, 0.1875, 0.125, 0]], np.float32)
+    np.testing.assert_array_equal(keep(weights, np.float32(top_p)), weights * [*kept, 0])
+
+
+def slow_nucleus(weights, top_p):
+    """Which tokens of one row are kept, by sorting; sums of the test's weights are exact."""
+    goal = float(top_p) * float(weights.sum())
+    mass = 0.0
+    for weight in sorted(weights, reverse=True):
+        mass += float(weight)
+        if mass >= goal:
+            return weights >= weight
+    raise AssertionError
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sixtyfourths=hnp.arrays(np.int32, (3, 37), elements=st.integers(0, 63)),
+    top_p=st.sampled_from([1 / 128, 0.25, 0.5, 0.75, 0.875, 127 / 128, 1.0]),
+)
+def test_nucleus_agrees_with_sorting(sixtyfourths, top_p):
+    weights = sixtyfourths.astype(np.float32) / 64
+    weights[np.arange(3), sixtyfourths.argmax(axis=1)] = 1.0
+    got = np.asarray(keep(weights, np.float32(top_p)))
+    for row, expected in zip(got, weights, strict=True):
+        np.testing.assert_array_equal(row, expected * slow_nucleus(expected, top_p))
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.7, 0.9, 0.99, 0.99999])
+@pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
+def test_nucleus_of_a_large_vocabulary_is_the_smallest(spread, top_p):
+    # With spread 30 most weights are below 1e-38, or 0.
+    logits = spread * np.random.default_rng(0).normal(size=(4, 5000))
+    weights = np.exp(logits - logits.max(axis=1, keepdims=True)).astype(np.float32)
+    got = np.asarray(keep(weights, np.float32(top_p)))
+    for row, expected in zip(got, weights.astype(np.float64), strict=True):
+        is_kept = row > 0
+        np.testing.assert_array_equal(row[is_kept], expected[is_kept])
+        last = expected[is_kept].min()
+        assert last > expected[~is_kept].max(initial=0)  # the most likely ones
+        total = expected.sum()
+        assert expected[is_kept].sum() >= (top_p - 1e-6) * total  # enough
+        assert expected[expected > last].sum() < (top_p + 1e-6) * total  # and without the last not
+
+
+def test_nucleus_draws_follow_the_distribution_that_is_left():
+    num_draws = 20_000
+    logits = np.random.default_rng(0).normal(size=40).astype(np.float32)
+    probabilities, logprobs, entropy = reference(logits, 0.8)
+    ordered = np.sort(probabilities)[::-1]
+    last = ordered[np.searchsorted(np.cumsum(ordered), 0.7)]
+    wanted = np.where(probabilities >= last, probabilities, 0)
+    assert 1 < (wanted > 0).sum() < 20
+    uniform = (np.arange(num_draws, dtype=np.float32) + 0.5) / num_draws
+    rows = np.broadcast_to(logits, (num_draws, 40))
+    token, got_logprob, got_entropy = draw(rows, uniform, np.float32(0.8), np.float32(0.7))
+    frequencies = np.bincount(token, minlength=40) / num_draws
+    np.testing.assert_allclose(frequencies, wanted / wanted.sum(), atol=2 / num_draws)
+    # What is reported is of the whole distribution, as the trainer will have it.
+    np.testing.assert_allclose(got_logprob, logprobs[token], atol=1e-5)
+    np.testing.assert_allclose(got_entropy, entropy, atol=1e-5)
+
+
+@pytest.mark.parametrize(("num_tokens", "temperature"), [(5, 0.7), (1024, 1.0)])
+def test_a_nucleus_of_everything_draws_what_none_draws(num_tokens, temperature):
+    rng = np.random.default_rng(3)
+    logits = (5 * rng.normal(size=(500, num_tokens))).astype(np.float32)
+    uniform = np.append(rng.random(498), [0.0, ALMOST_ONE]).astype(np.float32)
+    plain = draw(logits, uniform, np.float32(temperature))
+    whole = draw(logits, uniform, np.float32(temperature), np.float32(1))
+    for got, wanted in zip(whole, plain, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("top_p", [1e-30, 0.3, 0.9])
+def test_greedy_stays_greedy_in_a_nucleus(top_p):
+    logits = np.random.default_rng(1).normal(size=(500, 5)).astype(np.float32)
+    uniform = np.random.default_rng(2).random(500, np.float32)
+    greedy = draw(logits, uniform, np.float32(0))
+    for got, wanted in zip(
+        draw(logits, uniform, np.float32(0), np.float32(top_p)), greedy, strict=True
+    ):
+        np.testing.assert_array_equal(got, wanted)
+    # And the smallest nucleus is greedy too.
+    token = draw(logits, uniform, np.float32(1), np.float32(1e-30))[0]
+    np.testing.assert_array_equal(token, greedy[0])
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    logits=hnp.arrays(np.float32, (1, 37), elements=st.floats(-200, 200, width=32)),
+    allowed=hnp.arrays(bool, 37).filter(np.any),
+    temperature=st.sampled_from([0.0, 0.01, 1.0, 5.0]),
+    top_p=st.sampled_from([1e-30, 0.5, 0.999999, 1.0]),
+)
+def test_a_nucleus_holds_no_id_that_is_masked(logits, allowed, temperature, top_p):
+    rows = np.broadcast_to(np.where(allowed, logits, LOWEST), (3, 37)).astype(np.float32)
+    edges = np.array([0.5, 0.0, ALMOST_ONE], np.float32)
+    token, logprob, _ = draw(rows, edges, np.float32(temperature), np.float32(top_p))
+    assert allowed[token].all()
+    assert np.isfinite(logprob).all()
+
+
+def test_without_a_nucleus_there_is_no_search():
+    arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2, 9), (2,), (), ())]
+    off, on = (draw.lower(*arrays[:n]).as_text() for n in (3, 4))
+    assert "stablehlo.while" in on
+    assert "stablehlo.while" not in off
+    assert "bitcast" not in off
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_a_nucleus_lowers_for(platform):
+    arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 1000), (4,), (), ())]
+    module = export.export(draw, platforms=[platform])(*arrays).mlir_module()
+    assert "stablehlo.sort" not in module

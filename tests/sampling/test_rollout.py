@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl.envs.base import Observation, Outcome, StepResult
-from jaxrl.envs.protocol import STOP_STRINGS, render_observation
+from jaxrl.envs.protocol import SEARCH_R1
 from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine, SearchError
 from jaxrl.envs.search import SearchEnv
 from jaxrl.sampling.rollout import encode_observation
@@ -44,7 +44,7 @@ END = "<|im_end|>"
 def players():
     """By whether the tags are one token each, or several that also hold what is around them."""
     return {
-        name: Player(CONFIG, toy_tokenizer(*merges), STOP_STRINGS, num_slots=1)
+        name: Player(CONFIG, toy_tokenizer(*merges), SEARCH_R1.stop_strings, num_slots=1)
         for name, merges in {"whole": WHOLE, "split": SPLIT}.items()
     }
 
@@ -108,7 +108,7 @@ def test_the_two_tokenizers_differ_as_meant(players):
 def test_stops_are_found_however_they_are_tokenized(players, query, ends):
     first = f"hm <search>{query}</search>"
     last = "<answer>Paris</answer>"
-    found = render_observation(FOUND)
+    found = SEARCH_R1.render_observation(FOUND)
     for name, player in players.items():
         # What follows a tag is in the same token where tags are split, else it is never written.
         after = ends if name == "split" else ("", "")
@@ -133,7 +133,8 @@ def test_each_turn_starts_afresh(player):
     # Neither what follows a stop in its token nor the end of an observation begins a tag.
     half = Observation(prefix="\n", body="so", suffix="</")
     env = ScriptedEnv(
-        STOP_STRINGS, script(StepResult(observation=half), StepResult(outcome=Outcome.ANSWERED))
+        SEARCH_R1.stop_strings,
+        script(StepResult(observation=half), StepResult(outcome=Outcome.ANSWERED)),
     )
     ids, _ = teach(player, "<search>tower</search></", half, "search> and on</answer>")
     got = play_one(player, env)
@@ -155,7 +156,8 @@ def test_an_end_of_turn_id_stays_in_the_ids_and_out_of_the_text(player):
 def test_an_environment_may_go_on_after_an_end_of_turn_id(player):
     more = Observation(prefix="\n", body="go on", suffix="\n")
     env = ScriptedEnv(
-        STOP_STRINGS, script(StepResult(observation=more), StepResult(outcome=Outcome.ANSWERED))
+        SEARCH_R1.stop_strings,
+        script(StepResult(observation=more), StepResult(outcome=Outcome.ANSWERED)),
     )
     ids, mask = teach(player, f"hello{END}", more, f"bye{END}")
     got = play_one(player, env)
@@ -184,7 +186,7 @@ def with_limits(**limits):
 
 
 def test_the_response_budget_counts_sampled_tokens_only(player):
-    ids, mask = teach(player, FIRST, render_observation(FOUND), LAST)
+    ids, mask = teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
     num_sampled = sum(mask)
     # The last token completes the answer and spends the budget: the stop counts.
     whole = play_one(player, search_env(), limits=with_limits(max_response_tokens=num_sampled))
@@ -200,7 +202,7 @@ def test_the_response_budget_counts_sampled_tokens_only(player):
 
 
 def test_a_search_with_the_last_token_of_the_budget_is_not_read(player):
-    ids, mask = teach(player, FIRST, render_observation(FOUND), LAST)
+    ids, mask = teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
     num_first = len(player.tokenizer.encode(FIRST))
     got = play_one(player, search_env(), limits=with_limits(max_response_tokens=num_first))
     assert got.outcome == Outcome.OUT_OF_BUDGET
@@ -294,7 +296,7 @@ def test_search_results_cannot_forge_tokens_or_tags(player):
 
 def test_environment_errors_leave_their_group_alone(player):
     # Two samples of one task; the environment fails on the second call's first row only.
-    teach(player, FIRST, render_observation(FOUND), LAST)
+    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
 
     class Flaky(EmptySearch):
         calls = 0
@@ -318,7 +320,7 @@ def test_environment_errors_leave_their_group_alone(player):
 
 
 def test_policy_versions_mark_sampled_tokens(player):
-    teach(player, FIRST, render_observation(FOUND), LAST)
+    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
     got = play_one(player, search_env(), step=3)
     np.testing.assert_array_equal(got.policy_versions, np.where(got.loss_mask, 3, -1))
     assert not got.rollout_logprobs[~got.loss_mask].any()
@@ -338,7 +340,7 @@ def test_a_body_that_fits_is_shown_as_it_is_and_one_that_does_not_is_decoded():
 
 @pytest.mark.parametrize("method", ["step", "score"])
 def test_an_environment_that_leaves_episodes_out_is_named(player, method):
-    teach(player, FIRST, render_observation(FOUND), LAST)
+    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
     env = search_env()
     whole = getattr(env, method)
     setattr(env, method, lambda *args: whole(*args)[:-1])

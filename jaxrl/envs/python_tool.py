@@ -1,0 +1,120 @@
+"""Python for the model: code in, what it printed out, in a sandbox."""
+
+from __future__ import annotations
+
+import abc
+import datetime
+import importlib
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jaxrl.envs.base import ToolError
+
+MAX_WORKERS = 8  # snippets that run at once
+
+NO_OUTPUT = "No output"
+"""What a snippet that prints nothing is answered with."""
+
+
+class PythonTool(abc.ABC):
+    """Runs snippets; `run` may be called from several threads at once."""
+
+    @abc.abstractmethod
+    def run(self, code: str) -> str:
+        """What the code printed, or how it failed: the model's errors are text too.
+
+        Raises:
+            ToolError: the sandbox failed, not the code.
+        """
+
+    def batch_run(self, codes: Sequence[str]) -> list[str | ToolError]:
+        """The outcomes of several snippets, in their order, run side by side."""
+
+        def outcome(code: str) -> str | ToolError:
+            try:
+                return self.run(code)
+            except ToolError as error:
+                return error
+
+        if not codes:
+            return []
+        with ThreadPoolExecutor(min(len(codes), MAX_WORKERS)) as pool:
+            return list(pool.map(outcome, codes))
+
+
+class MontyTool(PythonTool):
+    """Monty (https://github.com/pydantic/monty), an interpreter of much of Python in Rust.
+
+    Code runs in worker processes without files, network, environment or other programs, and under
+    limits of time and memory. Every snippet starts afresh. Clock, sleep and random numbers are
+    fixed, so that a snippet prints the same each time; only one close to its time limit may not.
+    Some of the standard library is there (math, re, json, datetime, itertools, ..), no packages.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 5.0,
+        max_memory: int = 128 * 2**20,
+        max_output: int = 100_000,
+        max_workers: int = MAX_WORKERS,
+    ) -> None:
+        """Starts a worker.
+
+        Args:
+            timeout_s: of one snippet.
+            max_memory: bytes that a snippet may hold.
+            max_output: bytes that a snippet may print.
+            max_workers: processes at most.
+
+        Raises:
+            ImportError: the package pydantic-monty is not installed.
+        """
+        try:
+            self._monty: Any = importlib.import_module("pydantic_monty")
+        except ImportError as error:
+            raise ImportError(
+                "the Python tool needs pydantic-monty; pip install 'jaxrl[python-tool]'."
+            ) from error
+        self._max_output = max_output
+        self._limits = {"max_feed_duration_secs": timeout_s, "max_memory": max_memory}
+        self._policy = {
+            "datetime": datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC),
+            "sleep": "zero",
+            "random_start": {"seed": 0},
+        }
+        # The limits are the interpreter's own; a worker that ignores them is killed.
+        self._pool = self._monty.Monty(
+            min_processes=1,
+            max_processes=max_workers,
+            request_timeout=timeout_s + 5.0,
+        )
+        self._pool.__enter__()
+        weakref.finalize(self, self._pool.__exit__, None, None, None)
+
+    def run(self, code: str) -> str:
+        """What the code printed; the last line of its traceback if it failed."""
+        try:
+            with self._pool.checkout(limits=self._limits, os_policy=self._policy) as session:
+                return self._feed(session, code)
+        except (self._monty.MontyError, RuntimeError, OSError) as error:
+            raise ToolError(f"the Python sandbox failed: {error}") from error
+
+    def _feed(self, session: Any, code: str) -> str:
+        printed = self._monty.CollectString(self._max_output)
+        try:
+            session.feed_run(code, print_callback=printed)
+        except self._monty.MontyCrashedError as error:
+            # Code that breaks its interpreter does so again: not worth waiting and retrying for.
+            return _TIMEOUT if error.timed_out else "SystemError: the interpreter crashed"
+        except (self._monty.MontyRuntimeError, self._monty.MontySyntaxError) as error:
+            message = error.display().rstrip().rpartition("\n")[2]
+            # As they come, these say what was measured, which is different each time.
+            fixed = {"TimeoutError": _TIMEOUT, "MemoryError": "MemoryError: limit exceeded"}
+            return fixed.get(message.partition(":")[0], message)
+        return printed.output.strip("\n") or NO_OUTPUT
+
+
+_TIMEOUT = "TimeoutError: time limit exceeded"

@@ -1,0 +1,202 @@
+import builtins
+import os
+import shutil
+import signal
+import sys
+import threading
+
+import pytest
+
+from jaxrl.envs.base import Episode, Outcome, Task, ToolError, Turn
+from jaxrl.envs.protocol import BAPO
+from jaxrl.envs.python_tool import MontyTool, PythonTool
+from jaxrl.envs.retrieval import KeywordSearch
+from jaxrl.envs.search import SearchEnv
+
+TASK = Task(id="t", question="What is 6 * 7?", answers=("42",))
+
+
+class Echo(PythonTool):
+    """Gives the code back; what contains "broken" finds the sandbox down."""
+
+    def run(self, code):
+        if "broken" in code:
+            raise ToolError("no sandbox")
+        return f"ran {code}"
+
+
+def make_env(**settings):
+    return SearchEnv(
+        KeywordSearch({"france": "Paris"}),
+        system="",
+        template="{question}",
+        reward_weights={"bapo": 1.0},
+        **({"protocol": BAPO, "python": Echo(), "max_searches": 2} | settings),
+    )
+
+
+def test_batches_run_side_by_side_and_keep_order():
+    meeting = threading.Barrier(3, timeout=5)
+
+    class Waiting(PythonTool):
+        def run(self, code):
+            meeting.wait()  # passes only when three run at once
+            if code == "b":
+                raise ToolError("down")
+            return code.upper()
+
+    first, failed, last = Waiting().batch_run(["a", "b", "c"])
+    assert (first, str(failed), last) == ("A", "down", "C")
+    assert Waiting().batch_run([]) == []
+
+
+def test_each_call_goes_to_its_tool():
+    env = make_env()
+    texts = [
+        "<python>\nprint(1)\n</python>",
+        "<search>France</search>",
+        "<python>broken</python>",
+        "<python> </python>",
+        "print(1)</python>",
+        r"<answer>\boxed{42}</answer>",
+    ]
+    ran, found, failed, blank, unopened, answered = env.step([Episode(task=TASK)] * 6, texts)
+    assert ran.observation.text == " <result>\nran print(1)\n</result>"
+    assert ran.tool_call == "print(1)"
+    assert found.observation.body == "Paris"
+    assert failed.outcome == Outcome.ENVIRONMENT_ERROR
+    assert failed.error == "no sandbox"
+    assert blank.observation.body == "No output"
+    assert unopened.observation is unopened.outcome is None
+    assert answered.outcome == Outcome.ANSWERED
+
+
+def test_calls_of_both_tools_share_the_budget():
+    turns = [Turn(text="<search>x</search>", tool_call="x", observation="y")]
+    turns += [Turn(text="<python>x</python>", tool_call="x", observation="y")]
+    episode = Episode(task=TASK, turns=turns)
+    for text in ("<python>1</python>", "<search>1</search>"):
+        assert make_env().step([episode], [text])[0].outcome == Outcome.OUT_OF_BUDGET
+        assert make_env(max_searches=3).step([episode], [text])[0].outcome is None
+
+
+def test_the_stop_strings_say_whether_there_is_a_tool():
+    assert make_env().stop_strings == ("</search>", "</answer>", "</python>")
+    env = make_env(python=None)
+    assert env.stop_strings == ("</search>", "</answer>")
+    assert env.step([Episode(task=TASK)], ["<python>1</python>"])[0].outcome == Outcome.MALFORMED
+
+
+def test_a_protocol_without_the_tag_is_refused():
+    with pytest.raises(ValueError, match="'search_r1' has no tag for a Python tool"):
+        SearchEnv(
+            KeywordSearch({}),
+            system="",
+            template="{question}",
+            max_searches=1,
+            reward_weights={"f1": 1.0},
+            python=Echo(),
+        )
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydantic_monty", None)
+    with pytest.raises(ImportError, match=r"pip install 'jaxrl\[python-tool\]'"):
+        MontyTool()
+
+
+# The sandbox itself
+
+
+@pytest.fixture(scope="module")
+def tool():
+    pytest.importorskip("pydantic_monty")
+    return MontyTool(timeout_s=0.5, max_memory=32 * 2**20, max_output=10_000, max_workers=2)
+
+
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        ("print(6 * 7)\nprint('a', 'b')", "42\na b"),
+        ("from math import sqrt\nprint(sqrt(16))", "4.0"),
+        ("6 * 7", "No output"),
+        ("print('before')\n1 / 0", "ZeroDivisionError: division by zero"),
+        ("print(", "SyntaxError: unexpected EOF while parsing"),
+        ("x = '\udc80'", "SyntaxError: source code is not valid UTF-8 (contains lone surrogates)"),
+        ("while True: pass", "TimeoutError: time limit exceeded"),
+        ("x = [0] * 10**9", "MemoryError: limit exceeded"),
+        ("x = []\nwhile True: x.append('a' * 1000)", "MemoryError: limit exceeded"),
+        ("for _ in range(10**6): print('x' * 100)", "MemoryError: limit exceeded"),
+        ("def f(): return f()\nf()", "RecursionError: maximum recursion depth exceeded"),
+        ("import numpy", "ModuleNotFoundError: No module named 'numpy'"),
+        ("import time\ntime.sleep(100)\nprint('slept')", "slept"),
+    ],
+)
+def test_what_a_snippet_is_answered_with(tool, code, printed):
+    assert tool.run(code) == printed
+
+
+def test_nothing_of_this_machine_is_seen(tool, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    for code in (
+        f"print(open({str(secret)!r}).read())",
+        f"open({str(secret)!r}, 'w').write('x')",
+        f"import os\nos.remove({str(secret)!r})",
+        "import os\nprint(os.listdir('/'))",
+        "import socket\nprint(socket.gethostname())",
+        "import subprocess\nprint(subprocess.run(['id']))",
+        "import os\nos.system('id')",
+        "import ctypes\nprint(ctypes)",
+    ):
+        kind = tool.run(code).partition(":")[0]
+        error = getattr(builtins, kind, None)
+        assert isinstance(error, type), (code, kind)
+        assert issubclass(error, Exception), (code, kind)
+    os.environ["JAXRL_TEST_SECRET"] = "secret"
+    try:
+        assert "secret" not in tool.run("import os\nprint(os.environ.get('JAXRL_TEST_SECRET'))")
+    finally:
+        del os.environ["JAXRL_TEST_SECRET"]
+    assert secret.read_text() == "secret"
+
+
+def test_snippets_start_afresh_and_repeat(tool):
+    assert tool.run("x = 5\nprint(x)") == "5"
+    assert tool.run("print(x)") == "NameError: name 'x' is not defined"
+    draw = "import random, time\nprint(random.random(), time.time())"
+    assert tool.run(draw) == tool.run(draw)
+
+
+def test_a_batch_is_run_in_order_by_few_workers(tool):
+    assert tool.batch_run([f"print({i} ** 2)" for i in range(20)]) == [
+        str(i * i) for i in range(20)
+    ]
+
+
+def test_a_worker_that_dies_is_the_snippets_affair(tool):
+    with tool._pool.checkout() as session:
+        pid = session.worker_pid
+        timer = threading.Timer(0.2, os.kill, (pid, signal.SIGKILL))
+        timer.start()
+        assert tool._feed(session, "while True: pass") == "SystemError: the interpreter crashed"
+        timer.join()
+    assert tool.run("print(1)") == "1"
+
+
+def test_a_sandbox_that_cannot_start_is_a_failure_of_the_tool(tmp_path, monkeypatch):
+    pytest.importorskip("pydantic_monty")
+    found = shutil.which("monty", path=os.path.dirname(sys.executable)) or shutil.which("monty")
+    assert found is not None
+    binary = tmp_path / "monty"
+    shutil.copy(found, binary)
+    monkeypatch.setenv("MONTY_BIN", str(binary))
+    tool = MontyTool(max_workers=1)
+    assert tool.run("print(1)") == "1"
+    binary.unlink()
+    with tool._pool.checkout() as session:
+        os.kill(session.worker_pid, signal.SIGKILL)
+    with pytest.raises(ToolError, match="the Python sandbox failed"):
+        tool.run("print(1)")
+    [outcome] = tool.batch_run(["print(1)"])
+    assert isinstance(outcome, ToolError)

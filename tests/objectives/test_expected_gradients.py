@@ -1,0 +1,510 @@
+"""What each estimator estimates, by summing over every group of samples there is."""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.objectives.advantages import (
+    advantages_of_subsets,
+    entropy_guided,
+    grpo,
+    pass_at_k,
+    pass_at_k_combination,
+    pass_at_k_exceeding,
+    pass_at_k_full_sampling,
+    reinforce_plus_plus,
+    rloo,
+)
+from jaxrl.objectives.aggregation import token_weights
+from jaxrl.objectives.kl import kl_estimate
+from jaxrl.objectives.losses import (
+    cispo_policy_loss,
+    clipped_policy_loss,
+    gspo_policy_loss,
+)
+from tests.objectives.enumerable import (
+    binomial,
+    expected_loss_gradient,
+    expected_policy_gradient,
+    world,
+)
+
+ONE, TWO = world(1), world(2)  # of one token each, of one or two tokens
+PLACES = {1: ONE, 2: TWO}
+RNG = np.random.default_rng(3)
+LOGITS = {1: RNG.normal(size=ONE.shape), 2: RNG.normal(size=TWO.shape)}
+# Near enough for k3, which ends at 10: its limit has a test of its own.
+ANCHOR = {
+    1: LOGITS[1] + RNG.uniform(-1, 1, ONE.shape),
+    2: LOGITS[2] + RNG.uniform(-1, 1, TWO.shape),
+}
+REWARDS = RNG.normal(size=7)  # any, over TWO's sequences
+IS_CORRECT = np.array([0, 1, 0, 0, 0, 1, 0], bool)
+SIZE = 4
+GROUPS = TWO.groups(SIZE)
+IDS = np.full(SIZE, 5)
+
+dr_grpo = functools.partial(grpo, normalize_std=False, ddof=0, epsilon=0.0)
+population = functools.partial(grpo, normalize_std=True, ddof=0, epsilon=0.0)
+sample = functools.partial(grpo, normalize_std=True, ddof=1, epsilon=0.0)
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    with jax.enable_x64(True):
+        yield
+
+
+def assert_equal(got, expected):
+    np.testing.assert_allclose(got, expected, rtol=1e-9, atol=1e-11)
+
+
+def advantages(estimator, values, groups=GROUPS):
+    """[G, n], each group on its own."""
+    ids = np.full(groups.shape[1], 5)
+    return np.asarray(jax.jit(jax.vmap(lambda row: estimator(row, ids)))(values[groups]))
+
+
+@functools.cache
+def leave_one_out(size):
+    return advantages(rloo, REWARDS, TWO.groups(size))
+
+
+def expected(estimator, values):
+    return expected_policy_gradient(TWO, LOGITS[2], GROUPS, advantages(estimator, values))
+
+
+def gradient(function, logits):
+    return np.asarray(jax.jit(jax.grad(function))(logits))
+
+
+reward_gradient = jax.jit(jax.grad(lambda x, values: TWO.probs(x) @ values))
+
+
+def gradient_of_reward(values):
+    return np.asarray(reward_gradient(LOGITS[2], values))
+
+
+def success():
+    return float(TWO.probs(LOGITS[2]) @ IS_CORRECT)
+
+
+def cosine(a, b):
+    return float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()))
+
+
+def test_the_world_is_a_probability_space():
+    assert_equal(TWO.probs(LOGITS[2]).sum(), 1)
+    assert_equal(TWO.group_probs(LOGITS[2], GROUPS).sum(), 1)
+    assert sorted(TWO.lengths) == [1, 2, 2, 2, 2, 2, 2]
+    # The mean of a score is zero, and its product with the reward the gradient.
+    weights = np.asarray(TWO.probs(LOGITS[2]))[:, None, None] * TWO.scores(LOGITS[2])
+    assert_equal(weights.sum(axis=0), 0)
+    assert_equal(np.tensordot(REWARDS, weights, 1), gradient_of_reward(REWARDS))
+
+
+def test_rloo_is_the_gradient_of_the_expected_reward():
+    assert_equal(expected(rloo, REWARDS), gradient_of_reward(REWARDS))
+
+
+def test_mean_only_grpo_is_that_gradient_shortened_by_its_own_share_of_the_mean():
+    expectation = gradient_of_reward(REWARDS) * (SIZE - 1) / SIZE
+    assert_equal(expected(dr_grpo, REWARDS), expectation)
+
+
+def test_grpo_with_std_is_not_even_parallel_for_rewards_of_many_values():
+    got = expected(population, REWARDS)
+    assert 0.8 < cosine(got, gradient_of_reward(REWARDS)) < 0.999
+
+
+# With right and wrong only, let a(c) be the advantage of a correct trajectory where c of n are
+# correct. Advantages sum to zero in a group, the mean score of a correct sequence is
+# grad p / p, that of a wrong one -grad p / (1 - p). So whatever the estimator, its expectation is
+# grad p times E[c a(c)] / (n p (1 - p)), with c binomial.
+
+
+def reweighting(c_times_a, n, p):
+    return sum(binomial(n, c, p) * c_times_a(n, c) for c in range(1, n)) / (n * p * (1 - p))
+
+
+def failing(n, c, k):
+    return math.comb(n - c, k) / math.comb(n, k)
+
+
+def of_k(n, c, k=2):
+    share = failing(n, c, k)
+    return c * math.sqrt(share / (1 - share))
+
+
+LAWS = {  # the estimator and its c a(c); those of pass@k read the verifier's word
+    "mean": (dr_grpo, lambda n, c: c * (n - c) / n),
+    "leave one out": (rloo, lambda n, c: c * (n - c) / (n - 1)),
+    "population": (population, lambda n, c: math.sqrt(c * (n - c))),
+    "sample": (sample, lambda n, c: math.sqrt(c * (n - c) * (n - 1) / n)),
+    "pass@1": (functools.partial(pass_at_k, k=1), lambda n, c: math.sqrt(c * (n - c))),
+    "pass@2": (functools.partial(pass_at_k, k=2), of_k),
+    "pass@3": (functools.partial(pass_at_k, k=3), functools.partial(of_k, k=3)),
+    "pass@2, combination": (
+        functools.partial(pass_at_k_combination, k=2),
+        lambda n, c: c / n * of_k(n, c) + (1 - c / n) * of_k(n, c, k=1),
+    ),
+    "pass@2, exceeding": (
+        functools.partial(pass_at_k_exceeding, k=2),
+        lambda n, c: of_k(n, c) * 0.4 / math.log(c + 0.5),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAWS)
+def test_with_right_and_wrong_only_every_estimator_reweights_the_task(name):
+    estimator, c_times_a = LAWS[name]
+    values = IS_CORRECT if name.startswith("pass@") else IS_CORRECT * 1.0
+    weight = reweighting(c_times_a, SIZE, success())
+    assert_equal(expected(estimator, values), weight * gradient_of_reward(IS_CORRECT * 1.0))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_pass_at_k_times_its_std_is_the_gradient_of_pass_at_k(k):
+    # Times the standard deviation of the subsets' rewards, a correct one's advantage is the share
+    # F of subsets that fail; E[c F(c)] = (1 - p)^k (n - k) p.
+    shares = np.array([failing(SIZE, c, k) for c in range(SIZE + 1)])
+    std = np.sqrt(shares * (1 - shares))[IS_CORRECT[GROUPS].sum(axis=1)]
+    values = advantages(functools.partial(pass_at_k, k=k), IS_CORRECT) * std[:, None]
+    got = expected_policy_gradient(TWO, LOGITS[2], GROUPS, values)
+
+    def pass_rate(x):
+        return 1 - (1 - TWO.probs(x) @ (IS_CORRECT * 1.0)) ** k
+
+    assert_equal(got, gradient(pass_rate, LOGITS[2]) * (SIZE - k) / (SIZE * k))
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_pass_at_k_in_large_groups_climbs_the_arc_sine_of_its_square_root(k):
+    # Of 2 arcsin(sqrt(P)) / k, where P = 1 - (1 - p)^k: the limit of dividing by the std.
+    for p in (0.1, 0.5, 0.8):
+        slope = (1 - p) ** (k / 2 - 1) / math.sqrt(1 - (1 - p) ** k)
+        gaps = [
+            abs(reweighting(functools.partial(of_k, k=k), n, p) / slope - 1) for n in (32, 64, 128)
+        ]
+        assert gaps[0] > gaps[1] > gaps[2]
+        assert gaps[2] < 0.15
+
+
+def test_full_sampling_is_grpo_over_subsets():
+    # The rewards of the n / k subsets are independent and pass with P: grpo's law, for P.
+    k, subsets = 2, SIZE // 2
+    p = success()
+    passing = 1 - (1 - p) ** k
+    law = reweighting(lambda n, c: math.sqrt(c * (n - c)), subsets, passing) / k
+    expectation = law * k * (1 - p) ** (k - 1) * gradient_of_reward(IS_CORRECT * 1.0)
+    got = expected(functools.partial(pass_at_k_full_sampling, k=k), IS_CORRECT)
+    assert_equal(got, expectation)
+
+
+def test_bootstrap_over_all_draws_of_its_subsets():
+    # Subsets of a drawn group pass independently with 1 - F; one that passes has k c / n / (1 - F)
+    # correct ones on average.
+    n, k, p = 3, 2, success()
+    groups = TWO.groups(n)
+    pairs = list(itertools.combinations(range(n), k))
+    draws = np.array(list(itertools.product(pairs, repeat=n)))
+    over_draws = jax.vmap(advantages_of_subsets, in_axes=(None, None, 0))
+    over_groups = jax.jit(jax.vmap(lambda row: over_draws(row, IDS[:n], draws).mean(axis=0)))
+    got = expected_policy_gradient(
+        TWO, LOGITS[2], groups, np.asarray(over_groups(IS_CORRECT[groups]))
+    )
+
+    def c_times_a(n, c):
+        passing = 1 - failing(n, c, k)
+        spread = sum(binomial(n, hits, passing) * math.sqrt(hits * (n - hits)) for hits in range(n))
+        return spread * k * c / n / passing
+
+    assert_equal(got, reweighting(c_times_a, n, p) * gradient_of_reward(IS_CORRECT * 1.0))
+
+
+def expected_slopes(run, ps, *, size, groups_per_task=1, tokens=(1, 1)):
+    """Per task, the expected gradient by the logit of its p, summed over all numbers correct.
+
+    `run(is_correct, ids, counts)` gives the advantages of a batch of the tasks' groups; a wrong
+    trajectory has `tokens[0]` tokens and a correct one `tokens[1]`.
+    """
+    num_groups = groups_per_task * len(ps)
+    corrects = np.array(list(itertools.product(range(size + 1), repeat=num_groups)))
+    chances = np.repeat(
+        [[binomial(size, c, p) for c in range(size + 1)] for p in ps], groups_per_task, 0
+    )
+    probs = np.take_along_axis(chances[None], corrects[..., None], 2)[..., 0].prod(axis=1)
+    rows = (np.arange(size) < corrects[..., None]).reshape(len(corrects), -1)
+    ids = np.repeat(np.arange(num_groups), size)
+    values = jax.jit(jax.vmap(lambda row, counts: run(row, ids, counts)))(
+        rows, np.where(rows, tokens[1], tokens[0])
+    )
+    scores = rows - np.repeat(ps, groups_per_task * size)  # of a correct one 1 - p, a wrong one -p
+    return (probs @ (np.asarray(values) * scores)).reshape(len(ps), -1).mean(axis=1)
+
+
+PS = (0.1, 0.5)
+SLOPES = np.array([0.1 * 0.9, 0.5 * 0.5])  # of the expected reward
+
+
+def test_entropy_guided_gives_each_task_the_weight_of_its_half():
+    entropies = np.repeat([2.0, 1.0], SIZE)
+    got = expected_slopes(
+        lambda row, ids, _: entropy_guided(row, ids, entropies, k=2), PS, size=SIZE
+    )
+    laws = [
+        reweighting(functools.partial(of_k, k=k), SIZE, p) for k, p in zip((1, 2), PS, strict=True)
+    ]
+    assert_equal(got, laws * SLOPES)
+
+
+def imbalance(slopes):
+    """How far the weights of two tasks are from equal."""
+    weights = slopes / SLOPES
+    return abs(weights[0] / weights[1] - 1)
+
+
+@pytest.mark.parametrize("tokens", [(1, 1), (1, 3)])
+def test_reinforce_plus_plus_weighs_tasks_alike_in_large_batches_only(tokens):
+    def run(row, ids, counts):
+        return reinforce_plus_plus(row * 1.0, ids, counts, baseline=False)
+
+    slopes = [expected_slopes(run, PS, size=size, tokens=tokens) for size in (8, 16, 32)]
+    gaps = [imbalance(pair) for pair in slopes]
+    assert gaps[0] > 0.01
+    assert all(later < 0.6 * earlier for earlier, later in itertools.pairwise(gaps))
+    if tokens == (1, 1):  # the limit: over the standard deviation of all rewards
+        np.testing.assert_allclose(slopes[-1], SLOPES / math.sqrt(0.3 * 0.7), rtol=0.03)
+
+
+def test_grpo_with_std_weighs_tasks_less_alike_the_larger_the_groups():
+    gaps = [
+        imbalance(expected_slopes(lambda row, ids, _: population(row * 1.0, ids), PS, size=size))
+        for size in (8, 32)
+    ]
+    assert 0.2 < gaps[0] < gaps[1] < 2 / 3  # the limit: sqrt(.5 * .5 / (.1 * .9)) - 1
+
+
+@pytest.mark.parametrize("tokens", [(1, 1), (1, 3)])
+def test_reinforce_plus_plus_with_baseline_weighs_tasks_alike_with_many_groups(tokens):
+    def run(row, ids, counts):
+        return reinforce_plus_plus(row * 1.0, ids, counts, baseline=True)
+
+    gaps = [
+        imbalance(expected_slopes(run, PS, size=2, groups_per_task=groups, tokens=tokens))
+        for groups in (1, 2, 4)
+    ]
+    assert gaps[0] > 0.09
+    assert all(later < 0.8 * earlier for earlier, later in itertools.pairwise(gaps))
+
+
+def clipped(logprobs, values, mask, segment_ids):
+    old = jax.lax.stop_gradient(logprobs)
+    settings = {"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0}
+    return clipped_policy_loss(logprobs, old, values, mask, **settings)
+
+
+# Where all ratios are 1 they should all be the same: the loss is minus advantage times logprob.
+def sequence_clipped(logprobs, values, mask, segment_ids):
+    old = jax.lax.stop_gradient(logprobs)
+    return gspo_policy_loss(logprobs, old, values, mask, segment_ids, clip_low=3e-4, clip_high=4e-4)
+
+
+def weight_clipped(logprobs, values, mask, _):
+    old = jax.lax.stop_gradient(logprobs)
+    return cispo_policy_loss(logprobs, old, values, mask, clip_low=1.0, clip_high=4.0)
+
+
+POLICY_LOSSES = {"clip": clipped, "gspo": sequence_clipped, "cispo": weight_clipped}
+every_policy_loss = pytest.mark.parametrize(
+    "policy_loss", POLICY_LOSSES.values(), ids=POLICY_LOSSES
+)
+
+
+def expected_on_policy(policy_loss, mode):
+    """The expected gradient of a group's loss as in training, with leave-one-out advantages."""
+
+    def loss(x, rows, values):
+        logprobs, mask = TWO.token_logprobs(x)[rows], jnp.asarray(TWO.mask)[rows]
+        segment_ids = jnp.where(mask, jnp.arange(1, SIZE + 1)[:, None], 0)
+        counts = {"num_tokens": mask.sum(), "num_trajectories": SIZE}
+        weights = token_weights(mask, segment_ids, mode=mode, scale=2, **counts)
+        return (weights * policy_loss(logprobs, values[:, None] * mask, mask, segment_ids)).sum()
+
+    return expected_loss_gradient(TWO, LOGITS[2], GROUPS, loss, leave_one_out(SIZE))
+
+
+@every_policy_loss
+def test_sums_over_trajectories_have_no_length_bias(policy_loss):
+    exact = gradient_of_reward(REWARDS)
+    assert_equal(expected_on_policy(policy_loss, "seq-mean-token-sum"), -exact)
+    assert_equal(expected_on_policy(policy_loss, "seq-mean-token-sum-norm"), -exact / 2)
+
+
+@every_policy_loss
+def test_means_over_trajectories_climb_the_reward_per_token(policy_loss):
+    # Of E[R / length] - J * E[1 / length] with J = E[R] held fixed: what is better than average
+    # is pushed up the more the shorter it is, what is worse down the less the longer it is.
+    mean = float(TWO.probs(LOGITS[2]) @ REWARDS)
+    got = expected_on_policy(policy_loss, "seq-mean-token-mean")
+    assert_equal(got, -gradient_of_reward((REWARDS - mean) / TWO.lengths))
+    assert cosine(-got, gradient_of_reward(REWARDS)) < 0.98
+
+
+def over_all_tokens(size):
+    groups = TWO.groups(size)
+    scaled = leave_one_out(size) * size / TWO.lengths[groups].sum(axis=1, keepdims=True)
+    return expected_policy_gradient(TWO, LOGITS[2], groups, scaled)
+
+
+@every_policy_loss
+def test_means_over_all_tokens_have_a_length_bias_that_fades_with_the_batch(policy_loss):
+    # The samples are in the denominator too. The weights are float32: fifths are rounded.
+    got = expected_on_policy(policy_loss, "token-mean")
+    np.testing.assert_allclose(got, -over_all_tokens(SIZE), rtol=1e-6, atol=1e-8)
+    target = gradient_of_reward(REWARDS) / float(TWO.probs(LOGITS[2]) @ TWO.lengths)
+    gaps = [np.abs(over_all_tokens(size) - target).max() for size in (2, 3, 4)]
+    assert all(later < earlier for earlier, later in itertools.pairwise(gaps))
+    assert gaps[-1] > 1e-3
+
+
+@functools.cache
+def expected_kl_gradient(estimator, n):
+    """Of the sum over a trajectory's tokens, on samples of the policy itself."""
+    place = PLACES[n]
+    anchor, mask = place.token_logprobs(ANCHOR[n]), jnp.asarray(place.mask)
+
+    def loss(x, rows):
+        return kl_estimate(
+            place.token_logprobs(x)[rows], anchor[rows], mask[rows], estimator=estimator
+        ).sum()
+
+    return expected_loss_gradient(place, LOGITS[n], place.groups(1), loss)
+
+
+def kl(place, x, anchor):
+    """Over whole sequences."""
+    gap = place.token_logprobs(x).sum(axis=1) - place.token_logprobs(anchor).sum(axis=1)
+    return place.probs(x) @ gap
+
+
+def step_by_step(place, x, logits, distance):
+    """`distance` of the next token's probabilities, over the contexts that `logits` come to."""
+    return place.reach(logits) @ distance(
+        jax.nn.softmax(x), jax.nn.softmax(ANCHOR[place.mask.shape[1]])
+    )
+
+
+def divergence(p, q):
+    """KL(p || q)."""
+    return (p * (jnp.log(p) - jnp.log(q))).sum(axis=1)
+
+
+def difference(p, q):
+    """Twice the total variation."""
+    return jnp.abs(p - q).sum(axis=1)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_k1_and_k3_are_worth_the_kl_divergence_and_the_others_are_not(n):
+    place = PLACES[n]
+    logprobs, anchor = place.token_logprobs(LOGITS[n]), place.token_logprobs(ANCHOR[n])
+    values = {
+        name: float(
+            place.probs(LOGITS[n])
+            @ kl_estimate(logprobs, anchor, jnp.asarray(place.mask), estimator=name).sum(axis=1)
+        )
+        for name in ("k1", "k2", "k3", "abs")
+    }
+    exact = float(kl(place, LOGITS[n], ANCHOR[n]))
+    assert_equal([values["k1"], values["k3"]], [exact, exact])
+    assert abs(values["k2"] / exact - 1) > 0.01
+    assert values["abs"] > 1.5 * exact
+
+
+def test_the_limit_of_k3_makes_it_too_small_far_from_the_anchor():
+    # The anchor likes what the policy hardly ever says: e^d - d - 1 is 15.1 there, taken as 10.
+    p, q = np.array([0.05, 0.95]), np.array([0.95, 0.05])
+    k3 = kl_estimate(jnp.log(p)[None], jnp.log(q)[None])[0]
+    exact = float((p * np.log(p / q)).sum())
+    assert_equal(k3[0], 10)
+    assert_equal(exact - p @ np.asarray(k3), 0.05 * (19 - math.log(19) - 1 - 10))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    ("estimator", "distance"),
+    [
+        ("k2", divergence),
+        ("k3", lambda p, q: divergence(q, p)),
+        ("abs", difference),
+    ],
+)
+def test_what_the_kl_estimators_descend_as_losses(estimator, distance, n):
+    # Token by token: that a token leads to contexts nearer the anchor or farther off, no loss sees.
+    place = PLACES[n]
+    exact = gradient(lambda x: step_by_step(place, x, LOGITS[n], distance), LOGITS[n])
+    assert_equal(expected_kl_gradient(estimator, n), exact)
+
+
+@pytest.mark.parametrize("estimator", ["k1+", "k3+", "abs+"])
+def test_a_plus_gives_the_gradient_of_k2(estimator):
+    assert_equal(expected_kl_gradient(estimator, 2), expected_kl_gradient("k2", 2))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_k1_as_a_loss_does_nothing(n):
+    np.testing.assert_allclose(expected_kl_gradient("k1", n), 0, atol=1e-12)
+
+
+def test_k2_as_a_loss_is_the_gradient_of_the_kl_divergence_for_one_token_only():
+    one = gradient(lambda x: kl(ONE, x, ANCHOR[1]), LOGITS[1])
+    assert_equal(expected_kl_gradient("k2", 1), one)
+    two = gradient(lambda x: kl(TWO, x, ANCHOR[2]), LOGITS[2])
+    gap = two - expected_kl_gradient("k2", 2)
+    # Missing is how the first token chooses the second's context.
+    assert np.abs(gap[0]).max() > 1e-3
+    np.testing.assert_allclose(gap[1:], 0, atol=1e-11)
+
+
+def test_kl_in_the_reward_is_the_whole_gradient():
+    beta = 0.3
+    logprobs, anchor = TWO.token_logprobs(LOGITS[2]), TWO.token_logprobs(ANCHOR[2])
+    rewards = REWARDS - beta * np.asarray((logprobs - anchor).sum(axis=1))
+    exact = gradient(lambda x: TWO.probs(x) @ REWARDS - beta * kl(TWO, x, ANCHOR[2]), LOGITS[2])
+    assert_equal(expected(rloo, rewards), exact)
+
+
+def entropy(x):
+    return -(jax.nn.softmax(x) * jax.nn.log_softmax(x)).sum(axis=-1)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_entropy_bonus_is_the_gradient_step_by_step(n):
+    place = PLACES[n]
+    contexts, mask = jnp.asarray(place.contexts), jnp.asarray(place.mask)
+
+    def bonus(x, rows):
+        return jnp.where(mask[rows], entropy(x)[contexts[rows]], 0.0).sum()
+
+    got = expected_loss_gradient(place, LOGITS[n], place.groups(1), bonus)
+    exact = gradient(lambda x: place.reach(LOGITS[n]) @ entropy(x), LOGITS[n])
+    assert_equal(got, exact)
+    whole = gradient(lambda x: place.reach(x) @ entropy(x), LOGITS[n])
+    if n == 1:
+        assert_equal(got, whole)
+    else:
+        assert np.abs(got - whole).max() > 1e-3
+
+
+def test_minus_the_sampled_logprob_is_no_entropy_bonus():
+    def bonus(x, rows):
+        return -TWO.token_logprobs(x)[rows].sum()
+
+    got = expected_loss_gradient(TWO, LOGITS[2], TWO.groups(1), bonus)
+    np.testing.assert_allclose(got, 0, atol=1e-12)

@@ -1,0 +1,434 @@
+"""Random valid combinations of everything that a method chooses, each through two whole steps."""
+
+import contextlib
+import dataclasses
+import json
+import math
+import zlib
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from configs import (
+    ares_small,
+    bapo_small,
+    dapo_small,
+    debug_tiny,
+    passk_small,
+    search_r1_small,
+)
+from jaxrl import assemble, report, train
+from jaxrl.config import ADVANTAGES, AGGREGATIONS, KL_CONTROLLERS, KL_ESTIMATORS, flatten, validate
+from jaxrl.distributed import shared
+from jaxrl.envs.retrieval import EmptySearch, SearchEngine, SearchError
+from jaxrl.envs.search import SearchEnv
+from jaxrl.method import Controllers
+from jaxrl.metrics import Display
+from jaxrl.minibatches import has_kl_loss
+from jaxrl.models.hf_weights import load_hf
+from jaxrl.rules import check_rules
+from jaxrl.sampling.rollout import Limits, Rollout, Schedule
+from jaxrl.sampling.stop_strings import StopAutomaton
+
+SEEDS, MORE_SEEDS = range(12), range(12, 52)
+SIZES = {
+    "stages": ("train",),
+    "num_steps": 2,
+    "model.remat": False,  # which compiles quicker
+    "rollout.tasks_per_step": 4,
+    "rollout.group_size": 4,
+    "advantage.k": 2,
+    "rollout.max_response_tokens": 40,
+    "rollout.max_total_tokens": 112,
+    "search.max_observation_tokens": 24,
+    "eval.max_tasks": 4,
+    "eval.suites": (),
+    "optimizer.weight_decay": 0.0,  # so that without a gradient nothing moves
+    "checkpoint.every_steps": 2,
+    "log.trajectories": 2,
+}
+# Choices that only make sense with others bring them along.
+GATED = {"shaping.boundary_aware": True, "eval.every_steps": 1, "eval.suites": ("greedy",)}
+GSPO = {
+    "loss.name": "gspo",
+    "loss.aggregation": "seq-mean-token-mean",
+    "loss.dual_clip": 0.0,
+}
+IN_REWARD = {
+    "kl.place": "reward",
+    "kl.coef": 0.05,
+    "kl.estimator": "k1",
+    "kl.anchor": "ref",
+    "kl.low_factor": 1.0,
+    "kl.second_chance": False,
+}
+NO_SHAPING = {
+    "shaping.overlong_buffer": 0,
+    "shaping.boundary_aware": False,
+    "shaping.entropy_reward": False,
+    "kl.place": "loss",
+    "advantage.baseline": False,
+}
+PASS_AT_K = [
+    {**NO_SHAPING, "advantage.name": name} for name in ADVANTAGES if name.startswith("pass_at_k")
+]
+GROUP_RELATIVE = [
+    {"advantage.name": "grpo", "advantage.baseline": False},
+    {"advantage.name": "rloo", "advantage.baseline": False},
+    {"advantage.name": "reinforce_plus_plus", "advantage.baseline": False},
+    {"advantage.name": "reinforce_plus_plus", "advantage.baseline": True},
+]
+
+
+def each(key, values):
+    return [{key: value} for value in values]
+
+
+# What a method may choose. Every one is drawn by itself.
+DIMENSIONS = [
+    [*GROUP_RELATIVE, *GROUP_RELATIVE, *PASS_AT_K],
+    each("advantage.k", (1, 2)),
+    each("advantage.normalize_std", (True, False)),
+    each("advantage.ddof", (0, 1)),
+    each("loss.aggregation", AGGREGATIONS),
+    [{"loss.name": "clip"}, {"loss.name": "cispo", "loss.dual_clip": 0.0}, GSPO],
+    each("loss.clip_high", (0.2, 0.28)),
+    each("loss.dual_clip", (0.0, 3.0)),
+    each("loss.entropy_coef", (0.0, 0.01)),
+    each("loss.mask_observations", (True, True, False)),
+    each("loss.correction.level", ("none", "token", "sequence")),
+    each("loss.correction.mode", ("truncate", "mask")),
+    each("kl.coef", (0.0, 0.05, 0.05)),
+    each("kl.estimator", KL_ESTIMATORS),
+    each("kl.anchor", ("ref", "ref", "old")),
+    [{"kl.place": "loss"}, IN_REWARD],
+    each("kl.controller", KL_CONTROLLERS),
+    each("kl.low_factor", (1.0, 0.5)),
+    each("kl.second_chance", (False, True)),
+    each("filter.name", ("none", "varied", "accuracy_range")),
+    each("filter.metric", ("acc", "score", "seq_reward", "seq_final_reward")),
+    each("filter.tasks_per_batch", (0, 3)),
+    each("filter.carry_over", (False, True)),
+    each("filter.resample_attempts", (0, 1)),
+    each("filter.resample_early", (False, True)),
+    each("filter.skip_solved", (False, True)),
+    each("filter.skip_entropy", (0.1, 10.0)),
+    each("shaping.overlong_buffer", (0, 16)),
+    [{"shaping.boundary_aware": False, "eval.every_steps": 0, "eval.suites": ()}, GATED],
+    each("shaping.stage_level", (True, False)),
+    each("shaping.sample_level", (True, False)),
+    each("shaping.stage_tolerance", (0, 5)),
+    each("shaping.entropy_reward", (False, True)),
+    each("shaping.centred_gain", (False, True)),
+    each("shaping.entropy_window", (2, 4)),
+    each("shaping.bootstrap_tasks", (0, 3)),
+    each("optimizer.num_minibatches", (1, 2)),
+    each("optimizer.num_epochs", (1, 2)),
+    each("optimizer.skip_signal_free", (True, False)),
+    each("rollout.top_p", (1.0, 0.9)),
+    each("rollout.temperature", (1.0, 0.7)),
+    each("reward.correct", ("exact_match", "f1")),
+    each("reward.weights.format", (0.0, 0.5)),
+]
+
+
+def base_config(world, source=""):
+    config = debug_tiny.get_config(str(world))
+    config.update_from_flattened_dict(SIZES | {"model.path": source or config.model.path})
+    return config
+
+
+def is_valid(config):
+    try:
+        check_rules(config)
+    except ValueError:
+        return False
+    return True
+
+
+def combination(seed, config):
+    """A valid configuration, random in all that a method chooses.
+
+    Choices are made in random order. One that the rules refuse beside the others is taken back,
+    and tried again at the end, when what it goes with may have been chosen.
+    """
+    rng = np.random.default_rng(seed)
+    wanted = [DIMENSIONS[index] for index in rng.permutation(len(DIMENSIONS))]
+    wanted = [options[rng.integers(len(options))] for options in wanted]
+    for option in [*wanted, *wanted]:
+        before = {key: _get(config, key) for key in option}
+        config.update_from_flattened_dict(option)
+        if not is_valid(config):
+            config.update_from_flattened_dict(before)
+    validate(config)
+    return config
+
+
+def what_is_special(config, base):
+    """Of a combination, what is not as in its base."""
+    before = flatten(base)
+    return {key: value for key, value in flatten(config).items() if value != before[key]}
+
+
+def _get(config, key):
+    section, _, name = key.rpartition(".")
+    return config[section][name] if section.count(".") == 0 else _get(config, section)[name]
+
+
+@contextlib.contextmanager
+def quick_runs(folder):
+    """Programs are kept in a folder and less optimised, and nobody draws pictures of a run.
+
+    These take as long as the training here, and have tests of their own.
+    """
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    jax.config.update("jax_disable_most_optimizations", True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "write_or_warn", lambda *_: None)
+        yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation_cache(cache_folder):
+    with quick_runs(cache_folder):
+        yield
+
+
+def warm_start(world, folder):
+    """The weights of a short warm start, which search and answer; made once for all tests."""
+    workdir = folder / "warm_start"
+    if not (workdir / "export").is_dir():
+        config = debug_tiny.get_config(str(world))
+        config.update_from_flattened_dict({"stages": ("sft",), "sft.num_steps": 40})
+        workdir.mkdir(exist_ok=True)
+        train.run(config, workdir, assemble.assemble(config), Display())
+    return str(workdir / "export")
+
+
+class Unreliable(SearchEngine):
+    """Fails for some queries, always the same ones."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def search(self, query):
+        if zlib.crc32(query.encode()) % 5 == 0:
+            raise SearchError(f"no answer to {query!r}")
+        return self._engine.search(query)
+
+
+class Chance(SearchEnv):
+    """Searches in earnest, but its verdicts are a hash of the response.
+
+    So every filter, gate and bucket finds groups of all kinds among a tiny model's answers.
+    """
+
+    def score(self, group):
+        return [self._verdict(e, r) for e, r in zip(group, super().score(group), strict=True)]
+
+    def _verdict(self, episode, reward):
+        number = zlib.crc32(episode.response.encode())
+        is_correct, is_abstention = number % 3 == 0, number % 3 == 1 and number % 7 < 2
+        return dataclasses.replace(
+            reward,
+            total=reward.total + (1.0 if is_correct else 0.0),
+            parts={**reward.parts, "exact_match": float(is_correct)},
+            is_correct=is_correct,
+            is_abstention=is_abstention,
+            is_well_formed=number % 11 > 1,
+        )
+
+
+class Sampler:
+    """Engines by what they compile, since assembling one for every combination would take long."""
+
+    def __init__(self, config):
+        self._config = config
+        self.parts = cache(self._parts)
+
+    def _parts(self, nucleus):
+        config = self._config.copy_and_resolve_references()
+        config.rollout.top_p = 0.9 if nucleus else 1.0
+        parts = assemble.assemble(config)
+        engine = parts.engine
+        engine.row_sizes, engine.resume_sizes = engine.row_sizes[-1:], engine.resume_sizes[-1:]
+        engine.length_sizes = engine.length_sizes[-1:]  # one will do: a compilation is seconds
+        return parts
+
+    def for_config(self, config, make_env=None):
+        """The parts of a run, with an environment whose verdicts are chance unless told."""
+        parts = self.parts(config.rollout.top_p < 1)
+        weights = config.reward.weights.to_dict()
+        env = (make_env or Chance)(
+            Unreliable(EmptySearch()),
+            system=config.prompt.system,
+            template=config.prompt.template,
+            reward_weights={key: weights[key] for key in ("format", "exact_match", "f1")},
+            max_searches=config.rollout.max_turns,
+        )
+        limits = Limits(
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
+            max_total_tokens=config.rollout.max_total_tokens,
+            max_observation_tokens=config.search.max_observation_tokens,
+        )
+        automaton = StopAutomaton(parts.tokenizer.vocab_bytes, env.stop_strings)
+        rollout = Rollout(parts.engine, env, parts.tokenizer, automaton, limits, Schedule())
+        return dataclasses.replace(parts, rollout=shared(rollout))
+
+
+@pytest.fixture(scope="module")
+def source(tiny_world, cache_folder, compilation_cache):
+    return warm_start(tiny_world, cache_folder)
+
+
+@pytest.fixture(scope="module")
+def sampler(tiny_world, source):
+    return Sampler(base_config(tiny_world, source))
+
+
+def records(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def saved_position(config, parts, workdir):
+    """Where the newest checkpoint stands, and its weights."""
+    checkpointer = train.Checkpointer(workdir / "checkpoints", keep=2)
+    saved, restored = checkpointer.restore_newest(
+        lambda saved: train.restore_targets(config, parts, train.Position.from_json(saved, config))
+    )
+    checkpointer.close()
+    return train.Position.from_json(saved, config), restored["params"]
+
+
+def train_two_steps(seed, world, source, sampler, workdir):
+    config = combination(seed, base_config(world, source))
+    # pytest shows it on failure.
+    print(f"combination {seed}: {what_is_special(config, base_config(world, source))}")
+    parts = sampler.for_config(config)
+    train.run(config, workdir, parts, Display())
+
+    _, *steps = records(workdir)
+    assert [record["step"] for record in steps] == [1, 2]
+    updates = config.optimizer.num_minibatches * config.optimizer.num_epochs
+    for number, record in enumerate(steps, 1):
+        assert record["perf/num_compilations/update"] == 1
+        assert record["actor/num_skipped"] == 0
+        assert record["actor/num_updates"] == number * updates
+        assert math.isfinite(record["actor/grad_norm"])
+        assert math.isfinite(record["critic/rewards/mean"])
+        if record["rollout/informative_share"] or not config.optimizer.skip_signal_free:
+            measured = {name for name in record if name.startswith(("actor/", "rollout_corr/"))}
+            assert not [name for name in measured if record[name] is None]
+        assert ("actor/kl_loss" in record) == has_kl_loss(config)
+        assert ("rollout_corr/weight_mean" in record) == (config.loss.correction.level != "none")
+        if not config.filter.carry_over:  # carried groups are those of an earlier policy
+            assert record["rollout_corr/logprob_diff_max"] in (None, pytest.approx(0, abs=1e-3))
+
+    position, weights = saved_position(config, parts, workdir)
+    expected = Controllers.init(config)
+    for field in dataclasses.fields(Controllers):
+        state, wanted = (getattr(x, field.name) for x in (position.controllers, expected))
+        assert type(state) is type(wanted)
+        shown = [name for name in steps[-1] if name.startswith(f"controller/{field.name}/")]
+        assert bool(shown) == (state is not None)
+    kept = {name: x for name, x in steps[-1].items() if name.startswith("controller/")}
+    assert position.controllers.metrics() == kept
+
+    exported, before = load_hf(workdir / "export"), load_hf(source)
+    jax.tree.map(np.testing.assert_array_equal, exported, jax.device_get(weights))
+    pairs = zip(jax.tree.leaves(exported), jax.tree.leaves(before), strict=True)
+    has_moved = any(not np.array_equal(one, other) for one, other in pairs)
+    assert has_moved == any(record["actor/grad_norm"] > 0 for record in steps)
+    if any(record["rollout/informative_share"] for record in steps):
+        assert has_moved
+    elif not (has_kl_loss(config) or config.loss.entropy_coef):
+        assert not has_moved
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_combinations_train(seed, tiny_world, source, sampler, tmp_path):
+    train_two_steps(seed, tiny_world, source, sampler, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", MORE_SEEDS)
+def test_many_more_random_combinations_train(seed, tiny_world, source, sampler, tmp_path):
+    train_two_steps(seed, tiny_world, source, sampler, tmp_path)
+
+
+SIBLINGS = {
+    search_r1_small: {"actor/kl_loss", "actor/entropy"},
+    dapo_small: {"reward/overlong/mean", "filter/kept_share"},
+    bapo_small: {"reward/abstention/mean", "controller/gate/is_late"},
+    ares_small: {"reward/entropy/mean", "controller/threshold/value", "actor/kl_loss"},
+    passk_small: set(),
+}
+"""The small siblings of the published configurations, and metrics that show their method."""
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("module", SIBLINGS, ids=lambda module: module.__name__)
+def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "write_or_warn", lambda *_: None)
+    config = module.get_config(str(tiny_world))
+    sizes = SIZES | {"model.path": source, "eval.suites": config.eval.suites}
+    sizes |= {"rollout.num_slots": 16, "rollout.max_turns": 2, "optimizer.num_minibatches": 1}
+    sizes |= {"filter.max_batches": 0, "checkpoint.every_steps": 1, "eval.samples": 1}
+    if config.filter.tasks_per_batch:
+        sizes["filter.tasks_per_batch"] = 4
+    if config.advantage.name == "pass_at_k":
+        sizes["advantage.k"] = 2
+    if config.shaping.overlong_buffer:
+        sizes["shaping.overlong_max_tokens"] = 80
+    config.update_from_flattened_dict(sizes)
+    validate(config)
+    train.run(config, tmp_path, sampler.for_config(config), Display())
+    _, *steps = records(tmp_path)
+    assert len(steps) == 2
+    assert any(record["rollout/informative_share"] for record in steps)
+    for record in steps:
+        assert record.keys() >= SIBLINGS[module]
+        assert math.isfinite(record["actor/grad_norm"])
+
+
+@pytest.mark.minutes
+def test_mathematics_is_trained_without_a_search(tiny_world, source, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "write_or_warn", lambda *_: None)
+    config = base_config(tiny_world, source)
+    config.update_from_flattened_dict(
+        {
+            "env.name": "math", "search.corpus": "", "num_steps": 1, "reward.correct": "math",
+            "reward.weights.math": 1.0, "reward.weights.format": 0.0, "eval.suites": ("greedy",),
+        }
+    )  # fmt: skip
+    validate(config)
+    train.run(config, tmp_path, assemble.assemble(config), Display())
+    before, step = records(tmp_path)
+    assert "val-aux/all/math/greedy" in before
+    # A model that was taught to search gives no `Answer:` line.
+    assert step["reward/math/mean"] == -1
+    assert step["num_searches/mean"] == 0
+    assert step["outcome/answered"] == 0
+
+
+def test_every_choice_is_drawn(tiny_world):
+    """No rule hides a choice from the generator, nor do these seeds leave one out."""
+    seeds = (*SEEDS, *MORE_SEEDS)
+    drawn = [flatten(combination(seed, base_config(tiny_world))) for seed in seeds]
+    for options in DIMENSIONS:
+        for option in options:
+            assert any(option.items() <= config.items() for config in drawn), option

@@ -1,0 +1,343 @@
+"""Runs whose methods keep states: stopped and started again, they are as if they never stopped."""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from configs import ares, bapo
+from jaxrl import entropy_control, train
+from jaxrl.collect import NotEnoughGroupsError, collect, to_json
+from jaxrl.config import default_config, validate
+from jaxrl.envs.base import Task
+from jaxrl.method import Controllers
+from jaxrl.metrics import Display
+from jaxrl.models.hf_weights import load_hf
+from jaxrl.sampling.rollout import Interrupted
+from jaxrl.types import Draw
+from tests.episodes import make_trajectory
+from tests.test_combinations import (
+    Chance,
+    Sampler,
+    base_config,
+    quick_runs,
+    records,
+    saved_position,
+    warm_start,
+)
+from tests.test_distributed import Processes
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation_cache(cache_folder):
+    with quick_runs(cache_folder):
+        yield
+
+
+@pytest.fixture(scope="module")
+def source(tiny_world, cache_folder, compilation_cache):
+    return warm_start(tiny_world, cache_folder)
+
+
+@pytest.fixture(scope="module")
+def sampler(tiny_world, source):
+    return Sampler(base_config(tiny_world, source))
+
+
+def configured(world, source, set_method, **changes):
+    config = base_config(world, source)
+    set_method(config)
+    steps = {"num_steps": 4, "checkpoint.every_steps": 1, "checkpoint.keep": 100}
+    config.update_from_flattened_dict({**steps, **changes})
+    validate(config)
+    return config
+
+
+CARRYING = {
+    "filter.name": "varied",
+    "filter.carry_over": True,
+    "filter.tasks_per_batch": 3,
+    "filter.skip_solved": True,
+    "filter.skip_entropy": 10.0,
+    "kl.second_chance": True,
+    "shaping.bootstrap_tasks": 5,
+    "optimizer.num_minibatches": 2,
+}
+
+
+def lasting(workdir):
+    """Records without what depends on the clock or on what this process compiled."""
+    clocks = ("timing_s/", "perf/")
+    return [
+        {name: value for name, value in record.items() if not name.startswith(clocks)}
+        for record in records(workdir)
+    ]
+
+
+def assert_same_end(config, parts, workdir, wanted):
+    assert lasting(workdir) == lasting(wanted)
+    jax.tree.map(
+        np.testing.assert_array_equal, load_hf(workdir / "export"), load_hf(wanted / "export")
+    )
+    one, other = (saved_position(config, parts, x)[0] for x in (workdir, wanted))
+    assert one.controllers == other.controllers
+    assert one.items_taken == other.items_taken
+    assert without_latencies(one.carried) == without_latencies(other.carried)
+
+
+def without_latencies(groups):
+    """Carried groups as they are saved, but for what the clock said."""
+    saved = [to_json(trajectory) for group in groups for trajectory in group]
+    turns = [[{**turn, "latency_s": 0} for turn in one["turns"]] for one in saved]
+    return [{**one, "turns": its} for one, its in zip(saved, turns, strict=True)]
+
+
+def killed(workdir, copy, *, after):
+    """A copy of a run as it stood when it was killed some time after a checkpoint."""
+    shutil.copytree(workdir, copy)
+    shutil.rmtree(copy / "export")
+    for checkpoint in (copy / "checkpoints").iterdir():
+        if checkpoint.name.isdigit() and int(checkpoint.name) > after:
+            shutil.rmtree(checkpoint)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def ares_run(tiny_world, source, sampler, tmp_path_factory):
+    config = configured(tiny_world, source, ares.set_method, **CARRYING)
+    parts = sampler.for_config(config)
+    workdir = tmp_path_factory.mktemp("ares")
+    train.run(config, workdir, parts, Display())
+    return config, parts, workdir
+
+
+@pytest.mark.minutes
+def test_every_state_is_in_every_record(ares_run):
+    config, parts, workdir = ares_run
+    before, *steps = records(workdir)
+    names = Controllers.init(config).metrics().keys()
+    for record in (before, *steps):
+        assert record.keys() >= names
+        assert record["controller/threshold/value"] > 0  # known since the pass before the start
+        assert record["controller/buckets/buckets/count"] >= 5
+    assert any(record["filter/surplus_groups"] for record in steps)  # for the restarts below
+    for name in ("threshold", "buckets", "coefficients", "kl"):  # all of them move
+        states = {tuple(x for key, x in r.items() if f"/{name}/" in key) for r in steps}
+        assert len(states) > 2, name
+    position, _ = saved_position(config, parts, workdir)
+    kept = {name: x for name, x in steps[-1].items() if name.startswith("controller/")}
+    assert position.controllers.metrics() == kept
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("after", [1, 2])
+def test_a_killed_run_goes_on_with_its_states(ares_run, tmp_path, after):
+    config, parts, wanted = ares_run
+    workdir = killed(wanted, tmp_path / "killed", after=after)
+    train.run(config, workdir, parts, Display())
+    assert_same_end(config, parts, workdir, wanted)
+
+
+@pytest.mark.minutes
+def test_a_run_that_is_stopped_while_it_samples_goes_on_with_its_states(ares_run, tmp_path):
+    config, parts, wanted = ares_run
+    calls = []
+
+    def should_stop():
+        # Asked before every chunk: in the middle of the third step.
+        calls.append(1)
+        lines = tmp_path / "stopped" / "metrics.jsonl"
+        num_records = len(lines.read_text().splitlines()) if lines.exists() else 0
+        return num_records == 3 and len(calls) % 5 == 0
+
+    workdir = tmp_path / "stopped"
+    workdir.mkdir()
+    with pytest.raises(Interrupted):
+        train.run(config, workdir, parts, Display(), should_stop)
+    assert len(records(workdir)) == 3
+    train.run(config, workdir, parts, Display())
+    assert_same_end(config, parts, workdir, wanted)
+
+
+@pytest.mark.minutes
+def test_a_gate_that_turns_late_is_continued(tiny_world, source, sampler, tmp_path):
+    changes = {"shaping.stage_tolerance": 0, "num_steps": 6, "filter.resample_attempts": 1}
+    config = configured(tiny_world, source, bapo.set_method, **changes)
+    parts = sampler.for_config(config)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    train.run(config, whole, parts, Display())
+    stages = [record["controller/gate/is_late"] for record in records(whole)]
+    assert stages == sorted(stages)
+    assert (stages[0], stages[-1]) == (False, True)
+    for is_late, record in zip(stages, records(whole)[1:], strict=False):
+        # The stage before the step decides: early on, nothing is sampled again.
+        assert is_late or record["filter/resampled_groups"] == 0
+    turn = stages.index(True)
+    for after in {max(turn - 1, 1), min(turn, 5)}:
+        workdir = killed(whole, tmp_path / f"after_{after}", after=after)
+        train.run(config, workdir, parts, Display())
+        assert_same_end(config, parts, workdir, whole)
+
+
+class Hopeless(Chance):
+    """All answers are wrong."""
+
+    def score(self, group):
+        wrong = {"is_correct": False, "total": 0.0}
+        return [dataclasses.replace(reward, **wrong) for reward in super().score(group)]
+
+
+@pytest.mark.minutes
+def test_a_filter_that_gives_up_leaves_a_checkpoint_and_says_why(
+    tiny_world,
+    source,
+    sampler,
+    tmp_path,
+):
+    changes = {"checkpoint.every_steps": 100, "filter.max_batches": 3, "num_steps": 2}
+    config = configured(tiny_world, source, ares.set_method, **changes)
+    good, hopeless = sampler.for_config(config), sampler.for_config(config, Hopeless)
+    batches = []
+
+    def rollout(draws, **settings):
+        batches.append(len(draws))
+        is_first = settings["seeds"].step == 0
+        return (good if is_first else hopeless).rollout(draws, **settings)
+
+    parts = dataclasses.replace(good, rollout=rollout)
+    message = r"after 3 batches .* only 0 of 4 groups"
+    with pytest.raises(NotEnoughGroupsError, match=message) as given:
+        train.run(config, tmp_path, parts, Display())
+    assert "12 all wrong" in str(given.value) or "failed" in str(given.value)
+    assert batches[-3:] == [4, 4, 4]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()] == [
+        "1"
+    ]
+    # What was learnt is not lost: in a better world the run goes on from there.
+    train.run(config, tmp_path, good, Display())
+    assert [record["step"] for record in records(tmp_path)] == [0, 1, 2]
+
+
+# Several processes decide alike.
+
+
+def decisions():
+    """What is decided from trajectories, which all processes gather in the same order."""
+    config = default_config()
+    ares.set_method(config)
+    config.update_from_flattened_dict(
+        {"rollout.tasks_per_step": 3, "filter.name": "varied", "filter.carry_over": True}
+    )
+
+    def generate(draws):
+        made = []
+        for group, draw in enumerate(draws):
+            for sample in range(4):
+                rng = np.random.default_rng([draw.position, sample])
+                one = make_trajectory(group_id=group, sample_index=sample, length=20)
+                values = rng.random(20, np.float32) * one.loss_mask
+                right = bool(rng.integers(2))
+                made.append(
+                    dataclasses.replace(
+                        one,
+                        rollout_entropies=values,
+                        is_correct=right,
+                        reward=float(right),
+                        task=draw.task,
+                    )
+                )
+        return made
+
+    def draw(position, count):
+        places = range(position, position + count)
+        return [Draw(task=Task(id=f"q{p % 7}", question="?"), position=p) for p in places], (
+            position + count
+        )
+
+    controllers, carried, taken, found = Controllers.init(config), [], 0, []
+    for _ in range(3):
+        collected = collect(generate, draw, config, items_taken=taken, carried=carried)
+        carried, taken = collected.carried, collected.items_taken
+        controllers, windows = entropy_control.advance(
+            collected.trajectories, config, controllers, None
+        )
+        shaped = entropy_control.reward_entropy(
+            collected.trajectories, windows, config, controllers
+        )
+        found.append(
+            {
+                "tasks": [t.task_id for t in shaped],
+                "rewards": [t.reward for t in shaped],
+                "controllers": dataclasses.asdict(controllers),
+                "metrics": collected.metrics,
+            }
+        )
+    return json.loads(json.dumps(found))
+
+
+def test_another_process_decides_the_same():
+    """Nothing hangs on the order of a set or on where objects lie in memory."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.test_controllers_in_runs"],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "12345"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    here = decisions()
+    assert json.loads(done.stdout.splitlines()[-1]) == here
+    assert len(here[-1]["controllers"]["buckets"]["buckets"]) > 4
+
+
+SHARED = {
+    **{"sft.num_steps": 30, "num_steps": 4, "checkpoint.every_steps": 2, "eval.every_steps": 0},
+    **{"optimizer.lr": 1e-4, "shaping.entropy_reward": True, "shaping.bootstrap_tasks": 4},
+    **{"kl.coef": 0.05, "kl.controller": "budget", "kl.low_factor": 0.5},
+    **{"filter.name": "varied", "filter.metric": "seq_reward", "filter.carry_over": True},
+    **{"filter.tasks_per_batch": 6, "filter.max_batches": 0},
+}
+
+
+@pytest.mark.slow
+def test_two_processes_have_the_states_of_one(tiny_world, tmp_path, cache_folder):
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": str(cache_folder),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "XLA_FLAGS": "",
+    }
+    found = []
+    for num in (1, 2):
+        codes, errors = Processes(
+            tiny_world, tmp_path / str(num), environment, num, **SHARED
+        ).wait()
+        assert codes == [0] * num, errors
+        steps = [r for r in records(tmp_path / str(num)) if r["stage"] == "train"]
+        found.append(
+            [
+                {n: x for n, x in r.items() if n.startswith(("controller/", "filter/"))}
+                for r in steps
+            ]
+        )
+    one, two = found
+    assert len(one) == 5
+    for a, b in zip(one, two, strict=True):
+        assert a.keys() == b.keys()
+        assert any(name.startswith("controller/coefficients/") for name in a)
+        for name, value in a.items():
+            assert b[name] == pytest.approx(value, rel=1e-3, abs=1e-3), name
+
+
+if __name__ == "__main__":
+    print(json.dumps(decisions()))
