@@ -56,7 +56,7 @@ class Arm:
 WORLDS = {
     "hops": WorldSize(flags={"num_questions": 160}, sft_steps=1000),
     "ambiguous": WorldSize(flags={"num_held_out": 200}, sft_steps=700),
-    "unanswerable": WorldSize(flags={"num_questions": 160}, sft_steps=800),
+    "unanswerable": WorldSize(flags={"num_questions": 160}, sft_steps=1200),
 }
 
 HOPS = {"optimizer.lr": 2e-4, "rollout.max_total_tokens": 208, "eval.every_steps": 5}

@@ -2,7 +2,7 @@
 
 A job is one command and one folder. Its arguments are written to the folder; found there again, a
 finished job is kept and one that was killed goes on, since `jaxrl.launch` does. A job with other
-arguments begins anew.
+arguments begins anew, and so does one that began before what it needs was last made.
 """
 
 from __future__ import annotations
@@ -43,12 +43,16 @@ class Job:
     needs: tuple[Path, ...] = ()
 
     def is_finished(self) -> bool:
-        """True where the folder was filled by just this command."""
-        return (self.folder / FINISHED).exists() and self._began_the_same()
+        """True where the folder was filled by just this command, from what it needs as it is."""
+        return (self.folder / FINISHED).exists() and self._has_begun()
 
-    def _began_the_same(self) -> bool:
+    def _has_begun(self) -> bool:
+        """True where this very command began, and all that it needs was done before."""
         path = self.folder / ARGUMENTS
-        return path.exists() and json.loads(path.read_text()) == [self.module, *self.arguments]
+        if not path.exists() or json.loads(path.read_text()) != [self.module, *self.arguments]:
+            return False
+        ends = [need / FINISHED for need in self.needs]
+        return all(e.exists() and e.stat().st_mtime <= path.stat().st_mtime for e in ends)
 
     def run(self, core: int | None, cache: Path) -> None:
         """Runs the command to its end on one core.
@@ -56,10 +60,10 @@ class Job:
         Raises:
             RuntimeError: it failed; names the file with its output.
         """
-        if self.folder.exists() and not self._began_the_same():
-            shutil.rmtree(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / ARGUMENTS).write_text(json.dumps([self.module, *self.arguments]))
+        if not self._has_begun():
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir(parents=True)
+            (self.folder / ARGUMENTS).write_text(json.dumps([self.module, *self.arguments]))
         started = time.perf_counter()
         with open(self.folder / OUTPUT, "ab") as output:
             done = subprocess.run(
@@ -108,7 +112,7 @@ def run_jobs(
     cores: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     for core in allowed_cores(num_workers):
         cores.put(core)
-    done = {job.folder for job in jobs if job.is_finished()}
+    done = finished(jobs)
     waiting = [job for job in jobs if job.folder not in done]
     say(f"{len(done)} of {len(jobs)} jobs are done")
 
@@ -136,6 +140,14 @@ def run_jobs(
                 job = future.result()
                 done.add(job.folder)
                 say(f"{len(done)} of {len(jobs)}: {job.folder} {seconds_of(job.folder):.0f} s")
+
+
+def finished(jobs: Sequence[Job]) -> set[Path]:
+    """Folders of the jobs that are finished, and all that they need with them."""
+    done = {job.folder for job in jobs if job.is_finished()}
+    while lacking := {j.folder for j in jobs if j.folder in done and not done.issuperset(j.needs)}:
+        done -= lacking
+    return done
 
 
 def allowed_cores(num_workers: int) -> list[int | None]:

@@ -309,6 +309,24 @@ def test_other_arguments_begin_anew_and_the_same_go_on(tmp_path, module):
     assert log.read_text() == "one one other "
 
 
+def test_what_is_made_of_something_is_made_again_after_it(tmp_path, module):
+    log = tmp_path / "log"
+    folders = [tmp_path / name for name in ("world", "start", "run")]
+
+    def jobs(word):
+        return [
+            Job(folder=folders[0], module=module, arguments=(str(log), word)),
+            Job(folder=folders[1], module=module, arguments=(str(log), "2"), needs=(folders[0],)),
+            Job(folder=folders[2], module=module, arguments=(str(log), "3"), needs=(folders[1],)),
+        ]
+
+    run(jobs("1"), tmp_path)
+    run(jobs("1"), tmp_path)
+    assert log.read_text() == "1 2 3 "
+    assert run(jobs("other"), tmp_path)[0] == "0 of 3 jobs are done"
+    assert log.read_text() == "1 2 3 other 2 3 "
+
+
 def test_a_job_that_fails_is_told(tmp_path, module):
     log, folder = tmp_path / "log", tmp_path / "job"
     after = Job(
