@@ -544,6 +544,24 @@ def test_what_works_on_the_host_leaves_the_update_as_it_is(name, plain_step):
     assert text == plain_step[1]
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+def test_terms_that_are_off_read_nothing(loss, logprobs_of):
+    """Not even to multiply it by 0: what only they read may hold anything, at any token."""
+    batch = flat(packed_batch(sequences(), TIGHT, mode_of(loss)).batch)
+    logprobs = scatter(batch, logprobs_of)
+    config = configured(LOSSES[loss])
+    token_loss = make_policy_loss(config.loss, config.kl)
+    values = jax.jit(lambda *arguments: token_loss(*arguments)[0])
+    wanted = np.asarray(values(logprobs, np.ones_like(logprobs), batch))
+    assert np.isfinite(wanted).all()
+    nothing = np.full_like(logprobs, np.nan)
+    names = ("rollout_logprobs", "ref_logprobs", "kl_weights")
+    lost = dataclasses.replace(batch, **dict.fromkeys(names, nothing))
+    if loss != "gspo":
+        lost = dataclasses.replace(lost, segment_ids=np.zeros_like(batch.segment_ids))
+    np.testing.assert_array_equal(values(logprobs, nothing, lost), wanted)
+
+
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_what_is_on_adds_only_its_own(name, plain_step):
     changes, expected = OPTIONAL[name]
