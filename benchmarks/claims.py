@@ -16,7 +16,7 @@ import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -642,10 +642,18 @@ def arms_table(results: Mapping[str, report.Arms]) -> str:
     return report.table(["world", "arm", "steps", "changes"], rows)
 
 
+def with_arms(claim: Claim, arms: report.Arms) -> Claim | None:
+    """The claim with those of its arms that were run; None where one that decides is missing."""
+    deciding = {arm for c in claim.criteria for arm in (c.arm, c.baseline)}
+    if not deciding <= set(arms):
+        return None
+    return replace(claim, arms=tuple(arm for arm in claim.arms if arm in arms))
+
+
 def write_results(layout: Layout, worlds: Sequence[str], docs: Path) -> None:
     """Writes the page and its pictures from the runs that are done."""
     results = read_results(layout, worlds)
-    claims = [c for c in CLAIMS if set(c.arms) <= set(results.get(c.world, {}))]
+    claims = [c for c in (with_arms(c, results.get(c.world, {})) for c in CLAIMS) if c is not None]
     folders = [path.parent for path in layout.out.rglob("finished.json")]
     seconds = math.fsum(seconds_of(folder) for folder in folders)
     for claim in claims:

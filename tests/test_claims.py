@@ -362,6 +362,14 @@ def test_arms_and_claims_fit_together():
     assert named == {(world, arm) for world, arms in claims.ARMS.items() for arm in arms}
 
 
+def test_a_claim_goes_without_arms_that_decide_nothing():
+    [claim] = [claim for claim in claims.CLAIMS if claim.name == "bapo"]
+    run = {"GRPO": [], "BAPO": []}
+    assert claims.with_arms(claim, run).arms == ("GRPO", "BAPO")
+    assert claims.with_arms(claim, {**run, "BAPO, with stages": []}) == claim
+    assert claims.with_arms(claim, {"GRPO": [], "BAPO, with stages": []}) is None
+
+
 def test_every_setting_is_a_key_of_the_configuration():
     known = set(flatten(default_config()))
     for arms in claims.ARMS.values():
