@@ -162,6 +162,7 @@ def sampler_collectives(engine):
             engine._stops,
             np.float32(1),
             engine.length_sizes[-1],
+            None,  # no nucleus
         ),
         "extend": (
             engine._weights,
