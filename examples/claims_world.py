@@ -136,7 +136,7 @@ WORLDS = {
     "ambiguous": World(
         kinds={("pupil", "birthplace"): "ambiguous", ("pupil", "job"): "ambiguous"}
         | hop_kinds((1,)),
-        habits=Habits(guess=0.08, good_query=0.45, go_on=0.0, long_thought=0.0),
+        habits=Habits(guess=0.03, good_query=0.85, go_on=0.0, long_thought=0.0),
         topk=PUPILS,
         has_masters=True,
     ),

@@ -143,6 +143,7 @@ def collect(
             "filter/num_batches": num_batches,
             "filter/kept_share": (len(groups) - len(carried)) / num_groups,
             "filter/surplus_groups": len(surplus),
+            "filter/carried_groups": len(surplus) if settings.carry_over else 0,
             "filter/accuracy": (
                 sum(group.num_correct for group in tried)
                 / (sum(group.num_scored for group in tried) or math.nan)
@@ -168,7 +169,7 @@ def _complaint(
         f"{measure} (config.filter.name={settings.name!r}); the {len(tried)} groups sampled "
         f"were: {shares}. With most all right the tasks are too easy for this policy, with most "
         "all wrong too hard: change config.tasks.train.source, or raise config.rollout.group_size "
-        "or config.filter.max_batches (0: no limit). The last finished step is saved."
+        "or config.filter.max_batches (0: no limit). What was finished is saved."
     )
 
 

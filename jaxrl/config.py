@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
-from jaxrl.rules import check_rules
+from jaxrl.rules import PARTS, check_rules
 
 STAGES = ("sft", "train", "evaluate")
-REWARD_PARTS = ("format", "answer", "exact_match", "f1", "bapo", "math")
+REWARD_PARTS = tuple(dict.fromkeys(part for parts in PARTS.values() for part in parts))
 ADVANTAGES = (
     "grpo",
     "rloo",
@@ -117,7 +117,7 @@ def default_config() -> ConfigDict:
     shaping.stage_tolerance = 5  # evaluations below the best one that the early stage outlives
     shaping.sample_level = True  # late, pay nothing to groups whose answers still differ much
     shaping.entropy_reward = False  # pay by difficulty for tokens before which the policy wavers
-    shaping.centred_gain = False  # its gain for wrong answers starts at 0 rather than at half
+    shaping.centred_gain = False  # its gains start at 0 rather than at half of their size
     shaping.entropy_window = 4  # tokens whose mean entropy makes a window
     shaping.entropy_percentile = 95.0  # of each trajectory's windows; their median is the threshold
     shaping.entropy_decay = 0.99  # of the threshold's moving average
@@ -130,7 +130,7 @@ def default_config() -> ConfigDict:
     )
 
     config.rollout = rollout = ConfigDict()
-    rollout.tasks_per_step = 16  # tasks drawn a step
+    rollout.tasks_per_step = 16  # groups trained on a step; without a filter the tasks drawn
     rollout.group_size = 8  # trajectories of each task
     rollout.temperature = 1.0
     rollout.top_p = 1.0  # draw from the likeliest tokens of this probability; 1: from all

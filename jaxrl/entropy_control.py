@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from jaxrl.collect import add_rewards, by_group
 from jaxrl.method import Controllers
 from jaxrl.metrics import mean
-from jaxrl.objectives.controllers import KLBudget
+from jaxrl.objectives.controllers import BUCKETS, KLBudget
 from jaxrl.objectives.entropy import high_window_entropy_mask, kl_weights, window_entropy
 from jaxrl.objectives.shaping import entropy_reward, relaxed_kl
 from jaxrl.rules import has_kl_weights
@@ -55,7 +55,7 @@ def advance(
         controllers: before the batch.
         is_trigger: bool [V], the ids that may count; None: all.
     """
-    scored = [group for group in by_group([t for t in trajectories if t.is_scored]) if group]
+    scored = by_group([t for t in trajectories if t.is_scored])
     task_ids = [group[0].task_id for group in scored]
     num_correct = [sum(t.is_correct for t in group) for group in scored]
     sizes = [len(group) for group in scored]
@@ -215,9 +215,11 @@ def window_metrics(
     scored = [i for i, t in enumerate(trajectories) if t.is_scored]
     if windows:
         metrics["entropy/high_window_tokens"] = mean([windows[i].count for i in scored])
+    if controllers.coefficients is not None:
+        metrics["entropy/inversions"] = _inversions([trajectories[i] for i in scored])
     if controllers.buckets is None:
         return metrics
-    for name in ("easy", "medium", "hard"):
+    for name in BUCKETS:
         members = [i for i in scored if controllers.bucket(trajectories[i].task_id) == name]
         metrics[f"difficulty/{name}/share"] = len(members) / max(len(scored), 1)
         metrics[f"difficulty/{name}/response_length"] = mean(
@@ -228,3 +230,16 @@ def window_metrics(
                 [windows[i].count for i in members]
             )
     return metrics
+
+
+def _inversions(trajectories: Sequence[Trajectory]) -> float:
+    """Of the groups with right and wrong answers, those where a wrong one earns as much; a share.
+
+    NaN without such groups.
+    """
+    inverted = []
+    for group in by_group(trajectories):
+        right, wrong = ([t.reward for t in group if t.is_correct is x] for x in (True, False))
+        if right and wrong:
+            inverted.append(max(wrong) >= min(right))
+    return mean(inverted)

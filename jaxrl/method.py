@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxrl.collect import scored_ids
 from jaxrl.objectives import advantages as estimators
 from jaxrl.objectives import losses
 from jaxrl.objectives.controllers import (
@@ -128,7 +129,6 @@ def make_estimator(
             outcomes = np.array([t.is_correct and t.is_scored for t in trajectories], bool)
         else:
             outcomes = np.array([t.reward for t in trajectories], np.float32)
-        ids = [t.group_id if t.is_scored else -1 for t in trajectories]
         extra: list[Any] = []
         if name == "reinforce_plus_plus":
             extra = [np.array([t.num_sampled for t in trajectories], np.int32)]
@@ -136,7 +136,7 @@ def make_estimator(
             extra = [np.array([t.mean_entropy for t in trajectories], np.float32)]
         elif name == "pass_at_k_bootstrap":
             extra = [jax.random.fold_in(jax.random.key(seed), step)]
-        return np.asarray(estimator(outcomes, np.array(ids, np.int32), *extra), np.float32)
+        return np.asarray(estimator(outcomes, scored_ids(trajectories), *extra), np.float32)
 
     return estimate
 

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from jaxrl.batching import BatchShape, Packed, pack
 from jaxrl.compilation import CompiledFunction
 from jaxrl.objectives.kl import kl_estimate
+from jaxrl.rules import has_kl_loss
 from jaxrl.sharding import num_batch_shards, replicated
 from jaxrl.types import Batch, Params, Trajectory
 from jaxrl.update import put_batch
@@ -98,11 +99,6 @@ def as_trained(trajectory: Trajectory, config: ConfigDict) -> Trajectory:
         return trajectory
     mask = np.arange(len(trajectory.token_ids)) >= trajectory.prompt_length
     return dataclasses.replace(trajectory, loss_mask=mask)
-
-
-def has_kl_loss(config: ConfigDict) -> bool:
-    """True where the loss has a KL term."""
-    return config.kl.coef != 0 and config.kl.place == "loss"
 
 
 def _token_fields(

@@ -36,10 +36,10 @@ from jaxrl.assemble import (
 )
 from jaxrl.batching import BatchShape
 from jaxrl.config import default_config, flatten
-from jaxrl.minibatches import has_kl_loss, takes_own_logprobs
+from jaxrl.minibatches import takes_own_logprobs
 from jaxrl.models import kv_cache, qwen
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.rules import has_kl_weights
+from jaxrl.rules import has_kl_loss, has_kl_weights
 from jaxrl.sampling.engine import cache_capacity, padded_sizes
 from jaxrl.sharding import (
     cache_sharding,

@@ -51,11 +51,16 @@ def is_measured(config: ConfigDict) -> bool:
     return config.kl.coef != 0 and (config.kl.place == "reward" or config.kl.controller != "fixed")
 
 
+def has_kl_loss(config: ConfigDict) -> bool:
+    """True where the loss of every token has a KL term."""
+    return bool(config.kl.coef != 0 and config.kl.place == "loss")
+
+
 def has_kl_weights(config: ConfigDict) -> bool:
     """True where tokens differ in the coefficient of their KL term, or it moves."""
     kl = config.kl
     is_plain = kl.controller == "fixed" and kl.low_factor == 1 and not kl.second_chance
-    return kl.coef != 0 and kl.place == "loss" and not is_plain
+    return has_kl_loss(config) and not is_plain
 
 
 def has_gate(config: ConfigDict) -> bool:
@@ -74,6 +79,21 @@ def overlong_limit(config: ConfigDict) -> int:
     room = rollout.max_total_tokens - rollout.max_prompt_tokens
     limit = room if has_tools else rollout.max_response_tokens
     return int(config.shaping.overlong_max_tokens or limit)
+
+
+def _is_never_overlong(config: ConfigDict) -> bool:
+    """True where even the longest response, after a prompt of one token, costs nothing."""
+    free = overlong_limit(config) - config.shaping.overlong_buffer
+    longest = config.rollout.max_total_tokens - 1
+    if config.env.name == "math":
+        longest = min(longest, config.rollout.max_response_tokens)
+    return bool(free >= longest)
+
+
+def _passable(config: ConfigDict) -> bool:
+    """True where the accuracy of some group lies between the filter's bounds."""
+    size, low, high = config.rollout.group_size, config.filter.low, config.filter.high
+    return any(low < count / size < high for count in range(size + 1))
 
 
 def _shapes(config: ConfigDict) -> bool:
@@ -229,6 +249,20 @@ RULES = (
         "'loss' with kl.controller='budget', kl.low_factor or kl.second_chance: they weigh the "
         "term token by token or by trajectory",
     ),
+    Rule(
+        "kl.horizon",
+        lambda c: (
+            c.kl.controller == "adaptive"
+            and c.kl.horizon < c.rollout.tasks_per_step * c.rollout.group_size
+        ),
+        "at least rollout.tasks_per_step * rollout.group_size with kl.controller='adaptive': a "
+        "step would move the coefficient by more than a fifth, at last below 0",
+    ),
+    Rule(
+        "kl.coef",
+        lambda c: c.kl.controller == "log" and not 1e-4 <= c.kl.coef <= 100,
+        "1e-4 to 100 with kl.controller='log', which stays in these bounds",
+    ),
     # Filters.
     Rule(
         "filter.name",
@@ -245,6 +279,25 @@ RULES = (
         "filter.low",
         lambda c: c.filter.low >= c.filter.high,
         "less than filter.high",
+    ),
+    Rule(
+        "filter.low",
+        lambda c: c.filter.name == "accuracy_range" and not _passable(c),
+        "bounds between which the accuracy of a group of rollout.group_size can lie, both ends "
+        "out; no group could pass these",
+    ),
+    Rule(
+        "filter.resample_early",
+        lambda c: c.filter.resample_early and not (c.filter.resample_attempts and has_gate(c)),
+        "False, unless filter.resample_attempts is above 0 and shaping.boundary_aware with "
+        "shaping.stage_level has an early stage",
+    ),
+    Rule(
+        "filter.metric",
+        lambda c: (
+            c.filter.metric == "seq_final_reward" and (c.kl.coef == 0 or c.kl.place != "reward")
+        ),
+        "'seq_reward', unless kl.place='reward': there is no KL term to take off",
     ),
     Rule(
         "filter.max_batches",
@@ -279,19 +332,26 @@ RULES = (
         "env.name='math' and rollout.max_total_tokens - rollout.max_prompt_tokens else",
     ),
     Rule(
+        "shaping.overlong_max_tokens",
+        lambda c: c.shaping.overlong_buffer > 0 and _is_never_overlong(c),
+        "a length that, less shaping.overlong_buffer, a response can pass: else nothing would ever "
+        "be charged",
+    ),
+    Rule(
         "shaping.boundary_aware",
         lambda c: c.shaping.boundary_aware and c.env.name == "math",
-        "False where env.name='math': nobody can abstain there",
+        "False where env.name='math': its problems have answers",
     ),
     Rule(
         "reward.weights",
         lambda c: (
-            c.shaping.boundary_aware
+            (c.shaping.boundary_aware or c.filter.resample_attempts > 0)
+            and c.env.name == "search"
             and c.env.protocol == "search_r1"
             and bool(c.reward.weights.format or c.reward.weights.answer)
         ),
-        "format=0 and answer=0 with shaping.boundary_aware: a group is without success where no "
-        "reward is above 0, and these two pay for wrong answers",
+        "format=0 and answer=0 with shaping.boundary_aware or filter.resample_attempts: a group "
+        "is without success where no reward is above 0, and these two pay for wrong answers",
     ),
     Rule(
         "shaping.stage_level",
@@ -303,6 +363,16 @@ RULES = (
         lambda c: has_gate(c) and not (c.eval.every_steps and "greedy" in c.eval.suites),
         "above 0, and 'greedy' among eval.suites, with shaping.stage_level: evaluations end the "
         "early stage",
+    ),
+    Rule(
+        "shaping.centred_gain",
+        lambda c: c.shaping.centred_gain and not c.shaping.entropy_reward,
+        "False without shaping.entropy_reward, whose gains it is about",
+    ),
+    Rule(
+        "shaping.alpha_init",
+        lambda c: c.shaping.alpha_init > c.shaping.alpha_max,
+        "at most shaping.alpha_max",
     ),
     Rule(
         "shaping.bootstrap_tasks",

@@ -443,6 +443,7 @@ def run_train(this: Run, params: Params) -> Params:
             **entropy_control.window_metrics(trajectories, windows, controllers),
             "actor/num_updates": int(state.num_updates),
             "actor/num_skipped": int(state.num_skipped),
+            "rollout/tasks_taken": position.items_taken,
             "rollout/informative_share": float(np.mean(advantages != 0)),
             "rollout/padding": float(np.mean([m.padding for m in minibatches])),
             "rollout/imbalance": float(np.mean([m.imbalance for m in minibatches])),
@@ -639,7 +640,7 @@ def draw(
         NotEnoughGroupsError: a whole epoch is skipped.
     """
     draws: list[Draw] = []
-    num_skipped = 0
+    num_skipped = 0  # since the last that was not
     while len(draws) < count:
         [task] = stream.take(position, 1)
         if skipped is not None and task.id in skipped:
@@ -652,6 +653,7 @@ def draw(
                 )
         else:
             draws.append(Draw(task=task, position=position))
+            num_skipped = 0
         position += 1
     return draws, position
 

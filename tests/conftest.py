@@ -1,5 +1,6 @@
 """Checks array annotations in every test run."""
 
+import jax
 import pytest
 from jaxtyping import install_import_hook
 
@@ -29,3 +30,36 @@ def cache_folder(tmp_path_factory, worker_id):
     folder = (base if worker_id == "master" else base.parent) / "compiled"
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="module")
+def quick_compilation(cache_folder):
+    """Less optimised machine code, of the same programs, kept for all who compile the same.
+
+    For tests that compile for longer than they compute. Yields what sets it in the environment
+    of another process.
+    """
+    settings = {
+        "jax_compilation_cache_dir": str(cache_folder),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    less = "jax_disable_most_optimizations"  # which cannot be read
+    jax.config.update(less, True)
+    yield {name.upper(): str(value) for name, value in (settings | {less: True}).items()}
+    jax.config.update(less, False)
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def no_pictures():
+    """Nobody draws pictures of a run: it takes as long as a tiny one, and has its own tests."""
+    from jaxrl import report  # after the hook
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "write_or_warn", lambda *_: None)
+        yield

@@ -93,6 +93,7 @@ def test_dynamic_sampling_draws_until_enough_groups_differ():
         "filter/num_batches": 3,
         "filter/kept_share": 0.5,
         "filter/surplus_groups": 1,
+        "filter/carried_groups": 0,
         "filter/accuracy": 5 / 12,
         "filter/resampled_groups": 0,
         "filter/all_right_share": 1 / 6,
@@ -163,7 +164,7 @@ def test_the_final_reward_counts_the_kl_penalty():
 
 def test_groups_without_success_or_abstention_are_sampled_again_as_a_whole():
     sample = sampler(([0, 0], [0, 0], [1, 0]), [0, 1], ([0, 0], [1, 1]))
-    changes = {"filter.resample_attempts": 2, "filter.resample_early": True}
+    changes = {"filter.resample_attempts": 2}
     got = run(sample, **changes, **{"rollout.tasks_per_step": 3})
     assert sample.calls == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (2, 1)], [(0, 2)]]
     assert [t.attempt for t in got.trajectories] == [2, 2, 0, 0, 1, 1]
@@ -184,7 +185,7 @@ def test_resampling_waits_for_the_late_stage():
 def test_an_abstention_is_no_reason_to_sample_again():
     honest = [member(0, is_abstention=True), member(0, sample=1)]
     sample = Sampler([[honest], [[member(1), member(0, sample=1)]]])
-    changes = {"filter.resample_attempts": 2, "filter.resample_early": True}
+    changes = {"filter.resample_attempts": 2}
     assert run(sample, **changes).metrics["filter/resampled_groups"] == 0
 
 

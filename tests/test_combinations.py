@@ -1,6 +1,5 @@
 """Random valid combinations of everything that a method chooses, each through two whole steps."""
 
-import contextlib
 import dataclasses
 import json
 import math
@@ -26,11 +25,12 @@ from jaxrl.envs.retrieval import EmptySearch, SearchEngine, SearchError
 from jaxrl.envs.search import SearchEnv
 from jaxrl.method import Controllers
 from jaxrl.metrics import Display
-from jaxrl.minibatches import has_kl_loss
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.rules import check_rules
+from jaxrl.rules import check_rules, has_kl_loss
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
+
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures")
 
 SEEDS, MORE_SEEDS = range(12), range(12, 52)
 SIZES = {
@@ -177,35 +177,6 @@ def _get(config, key):
     return config[section][name] if section.count(".") == 0 else _get(config, section)[name]
 
 
-@contextlib.contextmanager
-def quick_runs(folder):
-    """Programs are kept in a folder and less optimised, and nobody draws pictures of a run.
-
-    These take as long as the training here, and have tests of their own.
-    """
-    settings = {
-        "jax_compilation_cache_dir": str(folder),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    jax.config.update("jax_disable_most_optimizations", True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(report, "write_or_warn", lambda *_: None)
-        yield
-    jax.config.update("jax_disable_most_optimizations", False)
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compilation_cache(cache_folder):
-    with quick_runs(cache_folder):
-        yield
-
-
 def warm_start(world, folder):
     """The weights of a short warm start, which search and answer; made once for all tests."""
     workdir = folder / "warm_start"
@@ -290,7 +261,7 @@ class Sampler:
 
 
 @pytest.fixture(scope="module")
-def source(tiny_world, cache_folder, compilation_cache):
+def source(tiny_world, cache_folder, quick_compilation):
     return warm_start(tiny_world, cache_folder)
 
 

@@ -135,13 +135,8 @@ class Processes:
 
 
 @pytest.fixture(scope="module")
-def environment(cache_folder):
-    return {
-        "JAX_COMPILATION_CACHE_DIR": str(cache_folder),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-        "XLA_FLAGS": "",
-    }
+def environment(quick_compilation):
+    return quick_compilation | {"XLA_FLAGS": ""}
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +153,8 @@ def records(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 
 
-CLOCKS = ("timing_s/", "perf/", "rollout/slot_occupancy")
-"""Times, rates, and what depends on how many slots a process has."""
+CLOCKS = ("timing_s/", "perf/", "rollout/slot_occupancy", "rollout/imbalance")
+"""Times, rates, and what depends on how many slots and devices there are."""
 
 
 def lasting(record):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import numpy as np
 import pytest
@@ -436,6 +437,29 @@ def test_metrics_by_difficulty():
     assert got["difficulty/hard/high_window_tokens"] == 9
     assert np.isnan(got["difficulty/medium/high_window_tokens"])
     assert window_metrics(batch, [], Controllers()) == {}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "share"),
+    [
+        ([[1.0, 0.4], [1.0, 0.9]], 0.0),
+        ([[1.0, 0.4], [0.9, 0.9]], 0.5),
+        ([[0.3, 0.4], [0.9, 1.1]], 1.0),
+        ([[None, 0.4], [0.3, None]], math.nan),
+    ],
+    ids=str,
+)
+def test_inversions_are_groups_in_which_a_wrong_answer_earns_as_much(rewards, share):
+    """Of each group the reward of its right answer, then of its wrong one."""
+    batch = [
+        dataclasses.replace(make_trajectory(group_id=g, reward=x), is_correct=is_correct)
+        for g, pair in enumerate(rewards)
+        for x, is_correct in zip(pair, (True, False), strict=True)
+        if x is not None
+    ]
+    controllers = Controllers(coefficients=EntropyCoefficients.init())
+    got = window_metrics([*batch, make_failure(group_id=1)], [], controllers)
+    assert got["entropy/inversions"] == pytest.approx(share, nan_ok=True)
 
 
 def test_the_same_batch_makes_the_same_decisions():

@@ -4,7 +4,6 @@ import dataclasses
 import json
 from functools import cache
 
-import jax
 import numpy as np
 import pytest
 
@@ -22,13 +21,7 @@ from jaxrl.objectives.controllers import (
 from jaxrl.objectives.entropy import EntropyThreshold
 from tests.episodes import make_failure, make_trajectory
 
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation():
-    """Less optimised machine code, of the same programs: most of the time here is compilation."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def settings(**changes):

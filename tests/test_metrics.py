@@ -74,8 +74,10 @@ class TestLog:
 def test_trajectories_as_json(tmp_path):
     members = [make_trajectory(reward=1.0, parts={"exact_match": 1.0}), make_failure()]
     file = tmp_path / "trajectories" / "step_000001.jsonl"
-    write_trajectories(file, members, np.array([0.25, 0.0], np.float32))
+    fields = [{"difficulty": "hard"}, {"difficulty": None}]
+    write_trajectories(file, members, np.array([0.25, 0.0], np.float32), fields)
     good, failed = read(file)
+    assert (good["difficulty"], failed["difficulty"]) == ("hard", None)
     assert (good["question"], good["answers"], good["advantage"]) == ("Où ?", ["x"], 0.25)
     assert (good["outcome"], failed["outcome"]) == ("answered", "environment_error")
     assert good["token_ids"] == members[0].token_ids.tolist()
@@ -311,6 +313,6 @@ def test_token_steps_are_the_sampled_tokens():
 
 def test_an_environment_error_has_no_reward_in_the_log(tmp_path):
     file = tmp_path / "trajectories" / "step_000001.jsonl"
-    write_trajectories(file, [make_failure(), make_trajectory(reward=0.5)], np.zeros(2))
+    write_trajectories(file, [make_failure(), make_trajectory(reward=0.5)], np.zeros(2), [{}, {}])
     rewards = [json.loads(line)["reward"] for line in file.read_text().splitlines()]
     assert rewards == [None, 0.5]

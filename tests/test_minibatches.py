@@ -15,28 +15,22 @@ from jaxrl.minibatches import (
     Divergence,
     add_logprobs,
     as_trained,
-    has_kl_loss,
     make_measure,
     make_minibatches,
     takes_own_logprobs,
     unpack,
 )
+from jaxrl.rules import has_kl_loss
 from jaxrl.sharding import make_mesh, param_shardings
 from jaxrl.update import Model, make_score_step, put_batch
 from tests.episodes import make_failure, make_trajectory
 from tests.helpers import NUM_TOKENS, TINY, dense_logprobs, gather, scatter, tiny_params
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SHAPE = BatchShape(num_micro=3, micro_rows=2, row_tokens=32)
 MESH = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
 LENGTHS = [9, 14, 32, 20, 5, 17, 11, 30]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation():
-    """Less optimised machine code, of the same programs: most of the time here is compilation."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def settings(**changes):

@@ -40,6 +40,8 @@ from tests.helpers import (
     tiny_params,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LENGTHS = [9, 20, 31, 14, 25, 6, 12, 17]
 ROOT = Path(__file__).parents[1]
 
@@ -68,14 +70,6 @@ WHOLE = [
     ("gspo", "weighed k3", "sequence truncate"),
     ("cispo", "k1+ to ref", "sequence mask"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation():
-    """Less optimised machine code, of the same programs: most of the time here is compilation."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def configured(*changes):
@@ -444,7 +438,7 @@ def test_group_ids_define_groups_not_positions_nor_numbers(name, baseline, made,
 OFF_ON_THE_DEVICE = {  # each works on the host alone
     "filters": {"filter.name": "varied", "filter.tasks_per_batch": 8},
     "skipping": {"filter.skip_solved": True},
-    "resampling": {"filter.resample_attempts": 2, "filter.resample_early": True},
+    "resampling": {"filter.resample_attempts": 2},
     "overlong": {"shaping.overlong_buffer": 64},
     "abstentions": {
         "shaping.boundary_aware": True, "eval.every_steps": 1, "filter.resample_attempts": 1,

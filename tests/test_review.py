@@ -9,13 +9,15 @@ import pytest
 
 from configs import dapo, dapo_small
 from jaxrl import rules
-from jaxrl.collect import Tried, collect, shape, to_json
+from jaxrl.collect import NotEnoughGroupsError, Tried, collect, shape, to_json
 from jaxrl.config import default_config
+from jaxrl.data import Stream
 from jaxrl.envs.base import Task
 from jaxrl.method import Controllers
-from jaxrl.objectives.controllers import KLBudget
+from jaxrl.objectives.controllers import KLBudget, SkipSet
 from jaxrl.objectives.entropy import EntropyThreshold
 from jaxrl.train import Position, open_gate, skip_solved
+from jaxrl.train import draw as draw_tasks
 from jaxrl.types import Draw
 from tests.episodes import make_failure, make_trajectory
 
@@ -125,3 +127,21 @@ def test_searching_is_not_overlong_by_the_limit_of_what_is_sampled():
     assert got.reward_parts["overlong"] == 0
     assert rules.overlong_limit(dapo_small.get_config()) == 176
     assert rules.overlong_limit(dapo.get_config()) == 20480
+
+
+@pytest.mark.parametrize(("num_solved", "count"), [(98, 16), (85, 64), (99, 7), (0, 5)])
+def test_draws_go_on_while_anything_is_left(num_solved, count):
+    """However many draws a batch needs, and however often the solved tasks come by meanwhile."""
+    stream = Stream([Task(id=f"q{i}", question="?") for i in range(100)], seed=0)
+    solved = SkipSet({f"q{i}": 0.0 for i in range(num_solved)})
+    draws, position = draw_tasks(stream, 0, count, solved)
+    assert len(draws) == count
+    passed = [task.id for task in stream.take(0, position)]
+    assert [one.task.id for one in draws] == [name for name in passed if name not in solved]
+    assert [one.task.id for one in draws] == [passed[one.position] for one in draws]
+
+
+def test_a_stream_without_anything_left_says_so():
+    stream = Stream([Task(id=f"q{i}", question="?") for i in range(3)], seed=0)
+    with pytest.raises(NotEnoughGroupsError, match="all 3 tasks are solved and skipped"):
+        draw_tasks(stream, 5, 1, SkipSet({f"q{i}": 0.0 for i in range(3)}))

@@ -54,9 +54,20 @@ BROKEN = [
             "kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.controller": "budget",
         },
     ),
+    (
+        "kl.horizon",
+        {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.horizon": 127},  # of 16 × 8 trajectories
+    ),
+    ("kl.coef", {"kl.coef": 1e-5, "kl.controller": "log"}),
     ("filter.name", {"filter.carry_over": True}),
     ("filter.metric", {"filter.metric": "score"}),
     ("filter.low", {"filter.low": 0.99}),
+    (
+        "filter.low",  # between 3 / 8 and 4 / 8
+        {"filter.name": "accuracy_range", "filter.low": 0.375, "filter.high": 0.5},
+    ),
+    ("filter.resample_early", {"filter.resample_early": True, "filter.resample_attempts": 2}),
+    ("filter.metric", {"filter.name": "varied", "filter.metric": "seq_final_reward"}),
     (
         "filter.max_batches",
         {"filter.name": "varied", "filter.tasks_per_batch": 1, "filter.max_batches": 2},
@@ -65,12 +76,18 @@ BROKEN = [
     ("filter.name", {**GATED, "filter.name": "accuracy_range"}),
     ("shaping.overlong_buffer", {"shaping.overlong_buffer": 1025}),
     (
+        "shaping.overlong_max_tokens",
+        {"shaping.overlong_buffer": 8, "shaping.overlong_max_tokens": 100_000},
+    ),
+    (
         "shaping.boundary_aware",
         {**GATED, "env.name": "math", "eval.final_suites": ("sampled",)},
     ),
     ("reward.weights", {**GATED, "reward.weights.format": 0.5}),
     ("shaping.stage_level", {**GATED, "shaping.stage_level": False}),
     ("eval.every_steps", {"shaping.boundary_aware": True}),
+    ("shaping.centred_gain", {"shaping.centred_gain": True}),
+    ("shaping.alpha_init", {"shaping.entropy_reward": True, "shaping.alpha_init": 2.5}),
     ("shaping.bootstrap_tasks", {"shaping.bootstrap_tasks": 1}),
     ("shaping.trigger_words", {"shaping.trigger_words": ("wait",)}),
 ]  # fmt: skip
@@ -94,6 +111,28 @@ def test_each_rule_refuses_with_its_reason(index, broken):
     with pytest.raises(ValueError, match=rf"^config\.{key} is ") as refused:
         validate(config)
     assert str(refused.value).endswith(f"expected {rule.expected}.")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"filter.resample_attempts": 1, "reward.weights.format": 0.5},  # all wrong, yet paid
+        {"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1,
+         "filter.name": "accuracy_range"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_further_examples_are_refused(changes):
+    with pytest.raises(ValueError, match=r"^config\.(reward\.weights|filter\.low) is "):
+        validate(settings(**changes))
+
+
+def test_the_bound_of_overlong_is_where_something_is_charged():
+    rollout = {"rollout.max_total_tokens": 64, "rollout.max_prompt_tokens": 16}
+    rollout |= {"rollout.max_response_tokens": 32, "shaping.overlong_buffer": 8}
+    validate(settings(**rollout, **{"shaping.overlong_max_tokens": 70}))  # a response of 63: 1 / 8
+    with pytest.raises(ValueError, match=r"config\.shaping\.overlong_max_tokens is 71"):
+        validate(settings(**rollout, **{"shaping.overlong_max_tokens": 71}))
 
 
 def test_every_rule_has_an_example():
@@ -141,6 +180,9 @@ def test_a_small_sibling_keeps_the_method(module):
         {"kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.controller": "adaptive"},
         {**GATED, "filter.name": "varied", "filter.metric": "seq_reward"},
         {"filter.resample_attempts": 1},
+        {**GATED, "filter.resample_attempts": 1, "filter.resample_early": True},
+        {"filter.name": "accuracy_range", "filter.low": 0.37, "filter.high": 0.5},
+        {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.horizon": 128},
     ],
     ids=str,
 )  # fmt: skip

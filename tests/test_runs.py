@@ -21,30 +21,14 @@ from jaxrl.metrics import Display
 from jaxrl.models import qwen
 from jaxrl.models.hf_weights import load_hf
 
-pytestmark = pytest.mark.minutes
+pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation")]
 
 CHECKPOINTS = {"checkpoint.every_steps": 3, "checkpoint.keep": 100}
 BASE = {**CHECKPOINTS, "sft.num_steps": 40, "eval.every_steps": 3, "log.trajectories": -1}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compilation_cache(cache_folder):
-    """All runs here compile the same programs; the cache makes that quick."""
-    settings = {
-        "jax_compilation_cache_dir": str(cache_folder),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield {name.upper(): str(value) for name, value in settings.items()}
-    for name, value in before.items():
-        jax.config.update(name, value)
-
-
 @pytest.fixture(scope="module")
-def base(tiny_world, tmp_path_factory, compilation_cache):
+def base(tiny_world, tmp_path_factory, quick_compilation):
     """The workdir of a whole run, made by the command in a process of its own."""
     workdir = tmp_path_factory.mktemp("runs") / "base"
     command = [
@@ -52,7 +36,7 @@ def base(tiny_world, tmp_path_factory, compilation_cache):
         *(f"--config=configs/debug_tiny.py:{tiny_world}", f"--workdir={workdir}"),
         *(f"--config.{key}={value}" for key, value in BASE.items()),
     ]
-    environment = os.environ | compilation_cache
+    environment = os.environ | quick_compilation
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     (workdir / "stdout").write_text(done.stdout)

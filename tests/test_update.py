@@ -42,6 +42,8 @@ from tests.helpers import (
     tiny_params,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 MESH = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
 LENGTHS = [9, 20, 31, 14, 25, 6, 12, 17]
 GROUPS = [0, 0, 1, 1, 2, 2, 3, 3]
@@ -49,14 +51,6 @@ LONGEST = 32
 SCALE = 24.0
 CHUNK_TOKENS = 12
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.3, momentum=0.9))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fast_compilation():
-    """Less optimised machine code, of the same programs: most of the time here is compilation."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def tiny_model(*, chunk_tokens=CHUNK_TOKENS, remat=True):

@@ -367,13 +367,26 @@ class Rollout:
         for start in range(0, len(samples), group_size):
             group = samples[start : start + group_size]
             scored = [s for s in group if s.episode.outcome != Outcome.ENVIRONMENT_ERROR]
-            rewards = self._env.score([sample.episode for sample in scored]) if scored else []
-            self._check_count("score", len(rewards), len(scored))
-            by_index = {s.sample_index: r for s, r in zip(scored, rewards, strict=True)}
+            by_index = self._rewards(scored) if scored else {}
             for sample in group:
                 reward = by_index.get(sample.sample_index)
                 trajectories.append(_trajectory(sample, reward, policy_version))
         return trajectories
+
+    def _rewards(self, samples: Sequence[_Sample]) -> dict[int, Reward]:
+        """By sample index; a sample that cannot be scored ends as an environment error instead."""
+        try:
+            rewards = self._env.score([sample.episode for sample in samples])
+        except Exception as error:  # of whatever the environment scores with
+            if len(samples) > 1:  # one of them, maybe
+                return {i: r for sample in samples for i, r in self._rewards([sample]).items()}
+            [episode] = (sample.episode for sample in samples)
+            episode.outcome = Outcome.ENVIRONMENT_ERROR
+            message = f"score: {type(error).__name__}: {error}"
+            episode.turns[-1] = dataclasses.replace(episode.turns[-1], error=message)
+            return {}
+        self._check_count("score", len(rewards), len(samples))
+        return {s.sample_index: r for s, r in zip(samples, rewards, strict=True)}
 
 
 def _trajectory(sample: _Sample, reward: Reward | None, policy_version: int) -> Trajectory:

@@ -20,6 +20,8 @@ from tests.toys import (
     toy_tokenizer,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # Wide enough for an output layer that tells every place of a conversation from the others.
 CONFIG = dataclasses.replace(SMALL, width=128, head_dim=32)
 PARAMS = tiny_params(CONFIG)
@@ -317,6 +319,42 @@ def test_environment_errors_leave_their_group_alone(player):
     for trajectory in got:
         answered = trajectory.outcome == Outcome.ANSWERED
         assert bool(trajectory.reward_parts) == answered
+
+
+@pytest.mark.parametrize("num_bad", [1, 3])
+def test_what_cannot_be_scored_is_an_environment_error_and_not_a_score(player, num_bad):
+    """A scorer that fails takes only the samples with it that it fails for alone too."""
+    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+
+    class Picky(SearchEnv):
+        bad = ()
+
+        def score(self, group):
+            self.bad = self.bad or tuple(map(id, group[:num_bad]))
+            if any(id(episode) in self.bad for episode in group):
+                raise ArithmeticError("no value")
+            return super().score(group)
+
+    plain = search_env()
+    env = Picky(
+        KeywordSearch({"tower": FOUND}),
+        system="",
+        template="{question}",
+        max_searches=2,
+        reward_weights={"format": 1.0, "answer": 1.0},
+    )
+    wanted = player.play(plain, ["Where?"], group_size=3)
+    got = player.play(env, ["Where?"], group_size=3)
+    assert [t.outcome == Outcome.ENVIRONMENT_ERROR for t in got] == [i < num_bad for i in range(3)]
+    for trajectory, scored in zip(got, wanted, strict=True):
+        assert trajectory.token_ids.tolist() == scored.token_ids.tolist()
+        if trajectory.is_scored:
+            assert trajectory.reward_parts == scored.reward_parts
+            assert all(turn.error is None for turn in trajectory.turns)
+        else:
+            assert (trajectory.reward, trajectory.reward_parts) == (0.0, {})
+            assert trajectory.turns[-1].error == "score: ArithmeticError: no value"
+            assert trajectory.turns[-1].text == scored.turns[-1].text
 
 
 def test_policy_versions_mark_sampled_tokens(player):

@@ -15,6 +15,8 @@ from jaxrl.sampling.rollout import Interrupted, Schedule
 from tests.helpers import tiny_params
 from tests.toys import SMALL, Player, ScriptedEnv, script, toy_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 STOPS = tuple("abcdefghijklmnop")  # a random policy stops about every tenth token
 QUESTIONS = ["where?", "who was it?", "when"]
 PARAMS = tiny_params(SMALL)
