@@ -152,7 +152,12 @@ ARMS = {
         "BAPO, with stages": Arm(
             world="unanswerable",
             num_steps=60,
-            changes={**BAPO, "eval.suites": "('sampled', 'greedy')", "eval.every_steps": 5},
+            changes={
+                **BAPO,
+                "shaping.stage_tolerance": 1,
+                "eval.suites": "('sampled', 'greedy')",
+                "eval.every_steps": 3,
+            },
             is_watched_on_dev=True,
         ),
     },
@@ -246,8 +251,9 @@ scores 0.5, however often it tries. 60 steps of each, then 20 more steps of GRPO
 Claimed ([DAPO](https://arxiv.org/abs/2503.14476)): groups that are all right or all wrong teach
 nothing; drawing more tasks until the batch is full of others reaches the same score in fewer
 updates. The test: steps until exact match on held-out questions is {THRESHOLD}, on the line between
-evaluations. The number of updates is the same in both arms, that of generated trajectories is not,
-so it is given as well.""",
+evaluations. Five in six training questions are of one hop, which soon teach nothing more. The
+number of updates is the same in both arms, that of generated trajectories is not, so it is given as
+well.""",
         world="hops",
         arms=(PLAIN, "dynamic sampling"),
         measures=(
@@ -342,9 +348,9 @@ nothing makes the policy more precise and more reliable at nearly the same accur
 make it refuse what it could answer. Precision is correct answers over answers given; reliability is
 (1 − r)·precision + r·accuracy, with r the share of questions declined and accuracy that over all
 questions. The test: a third of the questions has no answer in the corpus. BAPO pays from the start
-here; with its stages, it pays little until evaluations stop improving, which they may never do in
-so short a run. All arms watch the development questions while they train, since the stages go by
-what is seen there.""",
+here, since runs are short; with its stages, it pays little until two evaluations were below the
+best one. All arms watch the development questions while they train, since the stages go by what is
+seen there.""",
         world="unanswerable",
         arms=(PLAIN, "BAPO", "BAPO, with stages"),
         measures=(

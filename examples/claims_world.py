@@ -131,7 +131,7 @@ WORLDS = {
         kinds=hop_kinds((1, 2, 3, 4)),
         habits=Habits(guess=0.08, good_query=0.60, go_on=0.92, long_thought=0.5),
         topk=1,
-        train_shares={"two_hop": 0.5, "three_hop": 0.25, "four_hop": 0.125},
+        train_shares={"two_hop": 0.1, "three_hop": 0.05, "four_hop": 0.05},
     ),
     "ambiguous": World(
         kinds={("pupil", "birthplace"): "ambiguous", ("pupil", "job"): "ambiguous"}
