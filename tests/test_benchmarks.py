@@ -21,6 +21,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("benchmark", [rollout, update], ids=["rollout", "update"])
 def test_records_what_it_measured(benchmark, tmp_path, capsys):
     path = tmp_path / "record.json"

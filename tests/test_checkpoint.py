@@ -358,7 +358,10 @@ def three_checkpoints(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize(
+    "seed",
+    [*range(12), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(12, 100))],
+)
 def test_damage_is_never_loaded_silently(three_checkpoints, folder, seed):
     rng = random.Random(seed)
     shutil.copytree(three_checkpoints, folder)

@@ -64,6 +64,7 @@ IN_REWARD = {
     "kl.low_factor": 1.0,
     "kl.second_chance": False,
 }
+FINAL_REWARD = {**IN_REWARD, "filter.name": "varied", "filter.metric": "seq_final_reward"}
 NO_SHAPING = {
     "shaping.overlong_buffer": 0,
     "shaping.boundary_aware": False,
@@ -108,7 +109,7 @@ DIMENSIONS = [
     each("kl.low_factor", (1.0, 0.5)),
     each("kl.second_chance", (False, True)),
     each("filter.name", ("none", "varied", "accuracy_range")),
-    each("filter.metric", ("acc", "score", "seq_reward", "seq_final_reward")),
+    [*each("filter.metric", ("acc", "score", "seq_reward")), FINAL_REWARD],
     each("filter.tasks_per_batch", (0, 3)),
     each("filter.carry_over", (False, True)),
     each("filter.resample_attempts", (0, 1)),

@@ -170,7 +170,7 @@ def assert_close(one, other, tolerance):
             assert other[name] == value, name
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 def test_two_processes_do_what_one_does(runs):
     one, two = ([lasting(record) for record in records(workdir)] for workdir in runs)
     assert [r["step"] for r in one] == [r["step"] for r in two]
@@ -182,7 +182,7 @@ def test_two_processes_do_what_one_does(runs):
             assert_close(a, b, 1e-3)
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 def test_two_processes_leave_what_one_leaves(runs):
     one, two = runs
     files = [

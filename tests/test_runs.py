@@ -251,6 +251,7 @@ def continued(base, tiny_world, **changes):
     return settings(tiny_world, **usual, **changes)
 
 
+@pytest.mark.slow
 def test_a_restart_with_a_reference_policy_changes_nothing(base, tiny_world, tmp_path):
     # The same four tasks at every step and in every evaluation: had the sampler kept anything of
     # an evaluation's prompts, the run that was not stopped would differ.

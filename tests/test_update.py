@@ -243,9 +243,9 @@ def packings(sequences, mode, cuts):
 @pytest.mark.parametrize(
     ("name", "cuts"),
     [
-        (CLIP, ((1, 32), (2, 36))),
+        pytest.param(CLIP, ((1, 32), (2, 36)), marks=pytest.mark.slow),
         (ALL_TERMS, ((1, 32), (2, 36), (4, 96))),
-        ("clip, KL to old", ((2, 36),)),
+        pytest.param("clip, KL to old", ((2, 36),), marks=pytest.mark.slow),
     ],
 )
 def test_packing_and_micro_batches_and_order_change_no_gradient(

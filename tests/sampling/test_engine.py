@@ -99,7 +99,8 @@ LONG = dataclasses.replace(ROOMY, max_response_tokens=100, max_total_tokens=128)
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "temperature", "limits"), [(16, 0.7, ROOMY), (64, 1.0, LONG)]
+    ("num_slots", "temperature", "limits"),
+    [(16, 0.7, ROOMY), pytest.param(64, 1.0, LONG, marks=pytest.mark.slow)],
 )
 def test_sampler_and_trainer_agree_also_after_tool_turns(num_slots, temperature, limits):
     got = play(num_slots, noting_env(), QUESTIONS, temperature=temperature, limits=limits)
