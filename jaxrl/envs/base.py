@@ -174,5 +174,9 @@ class Env(Protocol):
         ...
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """Rewards of finished episodes of one task, environment errors left out by the caller."""
+        """Rewards of finished episodes of one task, environment errors left out by the caller.
+
+        Where it raises, the caller asks again for each episode alone; one for which it raises then
+        too ends as an environment error.
+        """
         ...
