@@ -239,7 +239,7 @@ def _inversions(trajectories: Sequence[Trajectory]) -> float:
     """
     inverted = []
     for group in by_group(trajectories):
-        right, wrong = ([t.reward for t in group if t.is_correct is x] for x in (True, False))
+        right, wrong = ([t.reward for t in group if t.is_correct == x] for x in (True, False))
         if right and wrong:
             inverted.append(max(wrong) >= min(right))
     return mean(inverted)
