@@ -35,7 +35,7 @@ perfect-start: data/quickstart/questions_eval.jsonl
 	  --config.sft.source=data/quickstart/demonstrations_perfect.jsonl
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not torch"
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not torch"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
@@ -49,7 +49,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -m "not slow and not torch and not minutes" -x
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not torch and not minutes" -x
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.rollout

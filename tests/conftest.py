@@ -1,8 +1,15 @@
-"""Checks array annotations in every test run."""
+"""Checks array annotations in every test run, and what tests share."""
+
+import os
 
 import jax
 import pytest
 from jaxtyping import install_import_hook
+
+# Before the first array: the programs of tests are too small to be compiled in pieces.
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.environ.get("XLA_FLAGS", ""), "--xla_cpu_parallel_codegen_split_count=1"]
+).strip()
 
 # Before anything imports these: the hook rewrites modules as they load. The tower lets an int pass
 # for a float, as it does for mypy.
@@ -10,6 +17,12 @@ install_import_hook(
     ["jaxrl.objectives", "jaxrl.models"],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
+
+
+def pytest_collection_modifyitems(items):
+    """Files with tests of minutes begin first, so that no process is left with one at the end."""
+    long = {item.path for item in items if item.get_closest_marker("minutes")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,9 @@ FIELDS = {
 
 
 @pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize("benchmark", [rollout, update], ids=["rollout", "update"])
+@pytest.mark.parametrize(
+    "benchmark", [pytest.param(rollout, marks=pytest.mark.slow), update], ids=["rollout", "update"]
+)
 def test_records_what_it_measured(benchmark, tmp_path, capsys):
     path = tmp_path / "record.json"
     benchmark.main([*TINY, *OWN[benchmark], f"--json={path}"])

@@ -216,6 +216,7 @@ def test_evaluating_takes_the_newest_checkpoint(base, tiny_world, tmp_path):
     assert got == wanted
 
 
+@pytest.mark.slow
 def test_several_samples_of_a_question(base, tiny_world, tmp_path):
     workdir = tmp_path / "samples"
     shutil.copytree(base, workdir)

@@ -84,7 +84,7 @@ def test_most_training_questions_are_short_chains(worlds):
     questions = worlds["hops"]["questions_train"]
     counts = collections.Counter(question["data_source"] for question in questions)
     # Of 120 people two questions each.
-    assert counts == {"one_hop": 240, "two_hop": 120, "three_hop": 60, "four_hop": 30}
+    assert counts == {"one_hop": 240, "two_hop": 24, "three_hop": 12, "four_hop": 12}
 
 
 def text_of(files):
