@@ -194,7 +194,7 @@ class Hopeless(Chance):
         return [dataclasses.replace(reward, **wrong) for reward in super().score(group)]
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 def test_a_filter_that_gives_up_leaves_a_checkpoint_and_says_why(
     tiny_world,
     source,

@@ -141,6 +141,7 @@ class TestAgainstTheCompiler:
         for program, (planned, compiled) in results.items():
             assert planned == pytest.approx(compiled, rel=0.15), program
 
+    @pytest.mark.slow
     def test_one_device(self):
         self.check(
             memory.compare(memory.small_run(1, 1, 1), memory.MODELS["tiny"], jax.devices()[:1])

@@ -190,6 +190,7 @@ def test_a_restart_changes_nothing(base, tiny_world, tmp_path, capsys, after, st
     assert (workdir / "eval" / last).read_text() == (base / "eval" / last).read_text()
 
 
+@pytest.mark.slow
 def test_a_finished_run_only_evaluates_again(base, tiny_world, tmp_path):
     workdir = tmp_path / "again"
     shutil.copytree(base, workdir)
