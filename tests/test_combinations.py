@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import zlib
 from functools import cache
 
@@ -180,13 +181,18 @@ def _get(config, key):
 
 def warm_start(world, folder):
     """The weights of a short warm start, which search and answer; made once for all tests."""
-    workdir = folder / "warm_start"
-    if not (workdir / "export").is_dir():
+    made = folder / "warm_start"
+    if not made.is_dir():
+        workdir = folder / f"warm_start_{os.getpid()}"
         config = debug_tiny.get_config(str(world))
         config.update_from_flattened_dict({"stages": ("sft",), "sft.num_steps": 40})
-        workdir.mkdir(exist_ok=True)
+        workdir.mkdir()
         train.run(config, workdir, assemble.assemble(config), Display())
-    return str(workdir / "export")
+        try:
+            workdir.rename(made)
+        except OSError:  # another process was first
+            return str(workdir / "export")
+    return str(made / "export")
 
 
 class Unreliable(SearchEngine):
