@@ -6,8 +6,6 @@ STAMP := $(VENV)/installed
 # Processes that share the test files.
 JOBS ?= 2
 export JAX_PLATFORMS ?= cpu
-# Names of tests are made of sets, which these processes must print alike.
-export PYTHONHASHSEED ?= 0
 
 .PHONY: setup quickstart perfect-start test test-slow parity check bench clean
 

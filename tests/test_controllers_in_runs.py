@@ -181,9 +181,10 @@ def test_a_gate_that_turns_late_is_continued(tiny_world, source, sampler, tmp_pa
         # The stage before the step decides: early on, nothing is sampled again.
         assert is_late or record["filter/resampled_groups"] == 0
     turn = stages.index(True)
-    workdir = killed(whole, tmp_path / "killed", after=max(turn - 1, 1))  # just before it turns
-    train.run(config, workdir, parts, Display())
-    assert_same_end(config, parts, workdir, whole)
+    for after in {max(turn - 1, 1), min(turn, 5)}:
+        workdir = killed(whole, tmp_path / f"after_{after}", after=after)
+        train.run(config, workdir, parts, Display())
+        assert_same_end(config, parts, workdir, whole)
 
 
 class Hopeless(Chance):

@@ -95,7 +95,7 @@ def test_an_epoch_has_each_item_once(size, seed, epochs):
         assert sorted(taken[epoch * size : (epoch + 1) * size]) == list(range(size))
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(position=st.integers(0, 50), counts=st.lists(st.integers(0, 10), max_size=5))
 def test_the_order_depends_on_the_position_alone(position, counts):
     whole = Stream(range(7), seed=3).take(position, sum(counts))

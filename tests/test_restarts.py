@@ -297,8 +297,8 @@ def kill_and_compare(base, tiny_world, tmp_path, quick_compilation, wanted, *, s
     return seen
 
 
-def test_a_run_that_is_killed_twice(base, tiny_world, tmp_path, quick_compilation):
-    wanted = ["save", "rollout or update"]
+def test_a_run_killed_in_every_phase(base, tiny_world, tmp_path, quick_compilation):
+    wanted = ["evaluation", "save", "rollout or update"]
     arguments = (base, tiny_world, tmp_path, quick_compilation, wanted)
     assert kill_and_compare(*arguments, seed=0, step=NUM_SFT) == wanted
 
