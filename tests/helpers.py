@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -37,8 +39,19 @@ TINY = QwenConfig(
 NUM_TOKENS = 250  # ids the tokenizer knows; the last four pad the vocabulary
 
 
+def with_devices(count):
+    """What gives another process so many virtual devices, in its environment."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {"XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={count}"}
+
+
 def tiny_params(config=TINY, seed=0):
     """Random numpy parameters whose distributions are far from uniform."""
+    return jax.tree.map(np.copy, _tiny_params(config, seed))
+
+
+@functools.cache
+def _tiny_params(config, seed):
     rng = np.random.default_rng(seed)
 
     def rough(path, leaf):

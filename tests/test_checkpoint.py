@@ -24,6 +24,8 @@ from jaxrl.types import TrainState
 from jaxrl.update import Model, init_state, make_update_step, put_batch, state_shardings
 from tests.helpers import NUM_TOKENS, TINY, pack_all, policy_loss, random_sequences
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
 

@@ -23,7 +23,9 @@ from jaxrl.models.hf_weights import load_hf
 from jaxrl.objectives.controllers import BUCKETS
 from jaxrl.sampling.rollout import Interrupted
 from jaxrl.types import Draw
+from tests import test_runs
 from tests.episodes import make_trajectory
+from tests.helpers import with_devices
 from tests.test_combinations import (
     Chance,
     Sampler,
@@ -299,6 +301,7 @@ def test_another_process_decides_the_same():
 
 
 SHARED = {
+    **test_runs.SIZES,
     **{"num_steps": 2, "stages": "('train',)", "eval.suites": "()", "checkpoint.every_steps": 9},
     **{"optimizer.lr": 1e-4, "shaping.entropy_reward": True, "shaping.bootstrap_tasks": 4},
     **{"kl.coef": 0.05, "kl.controller": "budget", "kl.low_factor": 0.5},
@@ -310,7 +313,7 @@ SHARED = {
 @pytest.mark.minutes
 def test_two_processes_have_the_states_of_one(tiny_world, source, tmp_path, quick_compilation):
     """Whatever is measured, decided and learnt is the same, however many processes share it."""
-    environment = quick_compilation | {"XLA_FLAGS": ""}
+    environment = quick_compilation | with_devices(1)
     for num in (1, 2):
         changes = SHARED | {"model.path": source}
         job = Processes(tiny_world, tmp_path / str(num), environment, num, **changes)

@@ -16,6 +16,7 @@ import pytest
 from jaxrl import distributed, stopping
 from jaxrl.distributed import Job, find_job, first_host
 from jaxrl.models.hf_weights import load_hf
+from tests.helpers import with_devices
 
 NOTHING = {"coordinator": None, "num_processes": None, "process_id": None, "cluster": None}
 SETTINGS = {
@@ -136,7 +137,7 @@ class Processes:
 
 @pytest.fixture(scope="module")
 def environment(quick_compilation):
-    return quick_compilation | {"XLA_FLAGS": ""}
+    return quick_compilation | with_devices(1)
 
 
 @pytest.fixture(scope="module")

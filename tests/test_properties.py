@@ -38,6 +38,7 @@ from tests.helpers import (
     relative_distance,
     scatter,
     tiny_params,
+    with_devices,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -319,7 +320,7 @@ def tokens_by_device(batch, num_devices):
 def test_a_mesh_changes_no_gradient_and_its_devices_have_even_shares():
     settings = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        **with_devices(8),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     done = subprocess.run(

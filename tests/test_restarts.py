@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl import assemble, train
+from jaxrl import assemble, report, train
 from jaxrl.checkpoint import MANIFEST, steps_in
 from jaxrl.metrics import Display
 from jaxrl.models.hf_weights import load_hf
@@ -26,12 +26,14 @@ from jaxrl.report.reading import read_run
 from jaxrl.sampling.rollout import Interrupted
 from jaxrl.stopping import EXIT_TRY_AGAIN
 from tests import test_runs
+from tests.helpers import with_devices
 from tests.test_runs import assert_same_weights, lasting, records, trajectories
 
-pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
 
 NUM_SFT, NUM_TRAIN = 24, 6
 SETTINGS = {
+    **test_runs.SIZES,
     "sft.num_steps": NUM_SFT,
     "num_steps": NUM_TRAIN,
     "checkpoint.every_steps": 2,
@@ -42,6 +44,7 @@ SETTINGS = {
     "log.trajectories": -1,
 }
 LAST = NUM_SFT + NUM_TRAIN
+PICTURES = {"report.html", "plots"}
 
 
 def settings(tiny_world, **changes):
@@ -57,13 +60,10 @@ def command(tiny_world, workdir, **changes):
 
 
 @pytest.fixture(scope="module")
-def base(tiny_world, tmp_path_factory, quick_compilation):
+def base(tiny_world, tmp_path_factory, quick_compilation, no_pictures):
     """The workdir of a run that nothing disturbed."""
     workdir = tmp_path_factory.mktemp("runs") / "base"
-    environment = os.environ | quick_compilation
-    arguments = command(tiny_world, workdir, **{"checkpoint.keep": 100})
-    done = subprocess.run(arguments, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
+    assert play(settings(tiny_world, **{"checkpoint.keep": 100}), workdir)
     return workdir
 
 
@@ -96,8 +96,8 @@ def assert_same_run(workdir, base):
         assert plain_trajectories(workdir, step) == plain_trajectories(base, step)
     kept = (workdir / "checkpoints").iterdir()
     assert all(path.name.isdecimal() for path in kept), "nothing half done stays"
-    # What the command alone makes, and not `train.run`, may be missing.
-    assert {*files(workdir, "."), "config.json", ".lock"} == {*files(base, ".")}
+    # What the command makes, and `train.run` without pictures does not.
+    assert {*files(workdir, ".")} - {"config.json", ".lock", *PICTURES} == {*files(base, ".")}
     best = position(base, LAST)["best"]
     assert position(workdir, LAST)["best"] == best
     assert {best["step"], LAST} <= set(steps_in(workdir / "checkpoints"))
@@ -399,7 +399,9 @@ def saved_params(workdir, step):
 
 
 @pytest.mark.slow
-def test_early_stopping_ends_with_the_best(base, tiny_world, tmp_path, capsys, scripted_scores):
+def test_early_stopping_ends_with_the_best(
+    base, tiny_world, tmp_path, capsys, scripted_scores, monkeypatch, no_pictures
+):
     # Steps 2 and 3 improve, 4 equals, 5 is worse: two without improvement, so 6 is never reached.
     config, workdir = with_eval(early(base, tiny_world), 1), tmp_path / "run"
     assert play(config, workdir)
@@ -428,6 +430,7 @@ def test_early_stopping_ends_with_the_best(base, tiny_world, tmp_path, capsys, s
     # A run that was stopped in between ends in the same way: while the best was evaluated, while
     # patience ran out, and when all was over but the evaluate stage.
     other = tmp_path / "other"
+    monkeypatch.setattr(report, "write_or_warn", no_pictures)
     for should_stop in (evaluating(other, 3), evaluating(other, 5), after_records(other, 6)):
         assert not play(config, other, should_stop)
         assert (other / "report.html").exists()
@@ -484,7 +487,7 @@ def test_a_run_goes_on_on_other_meshes(base, tiny_world, tmp_path, quick_compila
     workdir, changes = tmp_path / "run", {"stages": "('sft', 'train')", "num_steps": 2}
     for num_devices, mesh, num_records in places:
         environment = os.environ | quick_compilation
-        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices}"
+        environment |= with_devices(num_devices)
         sizes = {f"mesh.{name}": size for name, size in mesh.items()}
         with (tmp_path / "log").open("a") as output:
             process = launch(tiny_world, workdir, environment, output, **changes, **sizes)

@@ -21,10 +21,17 @@ from jaxrl.metrics import Display
 from jaxrl.models import qwen
 from jaxrl.models.hf_weights import load_hf
 
-pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation")]
+pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
 
+# As small as they can be and still search: the sampler compiles a program for each of its shapes.
+SIZES = {
+    "rollout.num_slots": 4,
+    "rollout.max_response_tokens": 40,
+    "rollout.max_total_tokens": 112,
+    "search.max_observation_tokens": 24,
+}
 CHECKPOINTS = {"checkpoint.every_steps": 3, "checkpoint.keep": 100}
-BASE = {**CHECKPOINTS, "sft.num_steps": 40, "eval.every_steps": 3, "log.trajectories": -1}
+BASE = {**SIZES, **CHECKPOINTS, "sft.num_steps": 40, "eval.every_steps": 3, "log.trajectories": -1}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +52,7 @@ def base(tiny_world, tmp_path_factory, quick_compilation):
 
 def settings(tiny_world, **changes):
     config = debug_tiny.get_config(str(tiny_world))
-    config.update_from_flattened_dict({"log.trajectories": -1, **changes})
+    config.update_from_flattened_dict({**SIZES, "log.trajectories": -1, **changes})
     return config
 
 

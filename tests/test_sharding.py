@@ -15,7 +15,7 @@ from jaxrl import sharding
 from jaxrl.models.qwen import abstract_params
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.stop_strings import StopAutomaton
-from tests.helpers import TINY
+from tests.helpers import TINY, with_devices
 from tests.mesh_worker import CHUNK_TOKENS, MESHES, NUM_SLOTS, SHAPE, collectives
 
 AXES = ("data", "fsdp", "tensor")
@@ -105,7 +105,7 @@ def report(tmp_path_factory):
     path = tmp_path_factory.mktemp("mesh") / "report.json"
     settings = {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        **with_devices(8),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # of the machine code: half the compile time
     }
     result = subprocess.run(

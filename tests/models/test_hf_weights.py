@@ -22,6 +22,7 @@ from safetensors.numpy import load_file, save_file
 from jaxrl.models import hf_weights
 from jaxrl.models.hf_weights import config_fields, hf_places, load_hf, main, save_hf
 from jaxrl.models.qwen import QwenConfig, init_params
+from tests.helpers import with_devices
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ["qwen2_old_spelling", "qwen2_tied", "qwen3_biased_bf16", "qwen3_untied"]
@@ -404,7 +405,7 @@ save_hf(params, config, path, source=source, max_shard_size=50_000)
 
 def test_loads_onto_a_mesh(tmp_path):
     source, path = GOLDEN / "qwen3_untied", tmp_path / "export"
-    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
+    flags = {**with_devices(8), "JAX_PLATFORMS": "cpu"}
     subprocess.run(
         [sys.executable, "-c", ON_EIGHT_DEVICES, str(source), str(path)],
         check=True,

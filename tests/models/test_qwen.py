@@ -11,6 +11,8 @@ from jaxrl.models import kv_cache, qwen
 from jaxrl.models.attention import LOWEST
 from tests.helpers import TINY, tiny_params
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 PARAMS = tiny_params()
 WEIGHTS = qwen.decode_weights(PARAMS, TINY, jnp.float32)
 GARBAGE = 1e3  # what must not be read: large enough to show, finite as in a real cache

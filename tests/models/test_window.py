@@ -3,9 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxrl.models import kv_cache
 from tests.helpers import TINY
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SLOTS, CAPACITY, ROOM = 6, 20, 3
 

@@ -25,6 +25,8 @@ from tests.toys import (
     toy_tokenizer,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 TOKENIZER = toy_tokenizer(*chain("</search>"), *chain("in"))
 STOPS = tuple("abcdefghijklmnop")  # a random policy stops about every tenth token
 NEW, OLD = tiny_params(SMALL, seed=1), tiny_params(SMALL, seed=0)

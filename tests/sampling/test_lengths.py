@@ -1,11 +1,14 @@
 """Reading only the live part of the cache changes nothing."""
 
 import numpy as np
+import pytest
 
 from jaxrl.sampling.engine import Engine, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from tests.helpers import NUM_TOKENS, TINY, tiny_params
 from tests.toys import one_device_mesh
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 BUDGET = 40
 

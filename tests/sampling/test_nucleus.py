@@ -11,6 +11,8 @@ from jaxrl.sampling.next_token import nucleus
 from tests.helpers import dense_table, tiny_params
 from tests.toys import SMALL, Player, chain, toy_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 TOKENIZER = toy_tokenizer(*chain("</search>"))
 PARAMS = tiny_params(SMALL, seed=0)
 PROMPT = (5, 3, 9)
