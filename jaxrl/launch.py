@@ -63,7 +63,9 @@ def main(argv: Sequence[str]) -> None:
     try:
         config, workdir = _read(argv)
         configuration.validate(config, needs_data=not _PLAN.value)
-        logging.getLogger("absl").setLevel(logging.WARNING)
+        # JAX would tell on a host without accelerators that it found none.
+        for name in ("absl", "jax._src.xla_bridge"):
+            logging.getLogger(name).setLevel(logging.WARNING)
         if _PLAN.value:
             sys.exit(_plan(config))
         # Imported late: a mistake in the configuration is told at once, without loading JAX.

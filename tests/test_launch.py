@@ -76,8 +76,13 @@ class TestProcess:
     """The command itself, in a process that may not reach the network."""
 
     def run(self, tmp_path, *arguments):
-        # Nothing is set that would keep transformers or the hub's client quiet or offline.
-        names = ("HF_HUB_OFFLINE", "TRANSFORMERS_VERBOSITY", "TRANSFORMERS_NO_ADVISORY_WARNINGS")
+        # Nothing is set that would keep JAX, transformers or the hub's client quiet or offline.
+        names = (
+            "JAX_PLATFORMS",
+            "HF_HUB_OFFLINE",
+            "TRANSFORMERS_VERBOSITY",
+            "TRANSFORMERS_NO_ADVISORY_WARNINGS",
+        )
         environment = {name: value for name, value in os.environ.items() if name not in names}
         command = [sys.executable, "-c", OFFLINE, f"--workdir={tmp_path / 'workdir'}", *arguments]
         return subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -85,7 +90,8 @@ class TestProcess:
     def refused(self, tmp_path, *arguments):
         done = self.run(tmp_path, *arguments)
         assert done.returncode == 1, done.stderr
-        [line] = done.stderr.splitlines()
+        assert done.stderr.count("\n") == 1, done.stderr
+        line = done.stderr.rstrip("\n")
         assert line.startswith("error: ")
         assert not (tmp_path / "workdir").exists()
         return line.removeprefix("error: "), done.stdout.strip() == "True"
