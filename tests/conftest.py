@@ -24,9 +24,14 @@ install_import_hook(
 
 
 def pytest_collection_modifyitems(items):
-    """Files with tests of minutes begin first, so that no process is left with one at the end."""
+    """Files with tests of minutes begin first, so that no process is left with one at the end.
+
+    Of those, the last ones first: neighbours, which share a warm start, would begin at once.
+    """
+    files = list(dict.fromkeys(item.path for item in items))
     long = {item.path for item in items if item.get_closest_marker("minutes")}
-    items.sort(key=lambda item: item.path not in long)
+    place = {path: -index if path in long else index for index, path in enumerate(files)}
+    items.sort(key=lambda item: (item.path not in long, place[item.path]))
 
 
 @pytest.fixture(scope="session")

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from configs import ares, bapo
-from jaxrl import entropy_control, train
+from configs import ares, bapo, debug_tiny
+from jaxrl import assemble, entropy_control, train
 from jaxrl.collect import NotEnoughGroupsError, collect, to_json
 from jaxrl.config import default_config, validate
 from jaxrl.envs.base import Task
@@ -34,7 +34,7 @@ from tests.test_combinations import (
     saved_position,
     warm_start,
 )
-from tests.test_distributed import Processes, assert_close
+from tests.test_distributed import SETTINGS, Processes, assert_close
 from tests.test_distributed import lasting as lasting_anywhere
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures")
@@ -302,7 +302,7 @@ def test_another_process_decides_the_same():
 
 SHARED = {
     **test_runs.SIZES,
-    **{"num_steps": 2, "stages": "('train',)", "eval.suites": "()", "checkpoint.every_steps": 9},
+    **{"num_steps": 2, "stages": ("train",), "eval.suites": (), "checkpoint.every_steps": 9},
     **{"optimizer.lr": 1e-4, "shaping.entropy_reward": True, "shaping.bootstrap_tasks": 4},
     **{"kl.coef": 0.05, "kl.controller": "budget", "kl.low_factor": 0.5},
     **{"filter.name": "varied", "filter.metric": "seq_reward", "filter.carry_over": True},
@@ -313,12 +313,14 @@ SHARED = {
 @pytest.mark.minutes
 def test_two_processes_have_the_states_of_one(tiny_world, source, tmp_path, quick_compilation):
     """Whatever is measured, decided and learnt is the same, however many processes share it."""
+    changes = SHARED | {"model.path": source}
+    config = debug_tiny.get_config(str(tiny_world))
+    config.update_from_flattened_dict(SETTINGS | changes)
+    (tmp_path / "1").mkdir()
+    train.run(config, tmp_path / "1", assemble.assemble(config), Display())
     environment = quick_compilation | with_devices(1)
-    for num in (1, 2):
-        changes = SHARED | {"model.path": source}
-        job = Processes(tiny_world, tmp_path / str(num), environment, num, **changes)
-        codes, errors = job.wait(400)
-        assert codes == [0] * num, errors
+    codes, errors = Processes(tiny_world, tmp_path / "2", environment, **changes).wait(400)
+    assert codes == [0, 0], errors
     one, two = (list(map(lasting_anywhere, records(tmp_path / str(num)))) for num in (1, 2))
     assert [record["step"] for record in one] == [record["step"] for record in two] == [0, 1, 2]
     for a, b in zip(one, two, strict=True):

@@ -202,26 +202,31 @@ def wait_for(condition, process, *, seconds=300):
     return True
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
-def test_a_signal_saves_and_says_try_again(base, tiny_world, tmp_path, quick_compilation, number):
-    environment = os.environ | quick_compilation
-    workdir = as_of(base, tmp_path / "run", NUM_SFT + 2)
+def signalled(base, tiny_world, workdir, environment, number):
+    """A run that begins after a checkpoint and is sent a signal two steps later: it saves."""
+    as_of(base, workdir, NUM_SFT + 2)
     assert num_lines(workdir) > NUM_SFT + 4
-    with (tmp_path / "log").open("w") as output:
+    file = workdir.with_suffix(".signal.log")
+    with file.open("w") as output:
         process = launch(tiny_world, workdir, environment, output)
         # Resumed (the log is cut back), then one step on, whose checkpoint is not due.
         assert wait_for(lambda: num_lines(workdir) == NUM_SFT + 3, process)
         assert wait_for(lambda: num_lines(workdir) == NUM_SFT + 4, process)
         process.send_signal(number)
         assert process.wait(timeout=120) == EXIT_TRY_AGAIN == 75
-    log = (tmp_path / "log").read_text()
+    log = file.read_text()
     assert f"{number.name}: saving; once more to end at once" in log
     assert "Traceback" not in log
     newest = steps_in(workdir / "checkpoints")[-1]
     assert f"stopped; step {newest} is saved." in log
     assert newest >= NUM_SFT + 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_says_try_again(base, tiny_world, tmp_path, quick_compilation, number):
+    workdir = tmp_path / "run"
+    signalled(base, tiny_world, workdir, os.environ | quick_compilation, number)
     assert play(settings(tiny_world), workdir)
     assert_same_run(workdir, base)
 
@@ -271,11 +276,15 @@ def kill_in(wanted, tiny_world, workdir, environment, rng, output):
 
 
 def kill_and_compare(base, tiny_world, tmp_path, quick_compilation, wanted, *, seed, step):
-    """A run that begins after a step's checkpoint and is killed in one phase after the other."""
+    """A run that begins after a step's checkpoint and is killed in one phase after the other.
+
+    A run that is there already goes on from where it stands.
+    """
     environment = os.environ | quick_compilation
     rng = random.Random(seed)
     workdir = tmp_path / "run"
-    as_of(base, workdir, step)
+    if not workdir.exists():
+        as_of(base, workdir, step)
     seen = []
     with (tmp_path / "log").open("w") as output:
         for each in wanted:
@@ -297,8 +306,12 @@ def kill_and_compare(base, tiny_world, tmp_path, quick_compilation, wanted, *, s
     return seen
 
 
-def test_a_run_killed_in_every_phase(base, tiny_world, tmp_path, quick_compilation):
+def test_a_run_told_to_stop_and_killed_in_every_phase(
+    base, tiny_world, tmp_path, quick_compilation
+):
     wanted = ["evaluation", "save", "rollout or update"]
+    environment = os.environ | quick_compilation
+    signalled(base, tiny_world, tmp_path / "run", environment, signal.SIGTERM)
     arguments = (base, tiny_world, tmp_path, quick_compilation, wanted)
     assert kill_and_compare(*arguments, seed=0, step=NUM_SFT) == wanted
 
