@@ -1,6 +1,7 @@
 """The quickstart learns, with every seed, and what it learned is to search."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -37,8 +38,11 @@ def run_quickstart(folder, seed, num_processes):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     job = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={num_processes}"]
+    environment = {**os.environ, "XLA_FLAGS": ""}  # compiled as by whoever runs the command
     started = [
-        subprocess.Popen([*train, *([*job, f"--process_id={i}"] if num_processes > 1 else [])])
+        subprocess.Popen(
+            [*train, *([*job, f"--process_id={i}"] if num_processes > 1 else [])], env=environment
+        )
         for i in range(num_processes)
     ]
     assert [process.wait() for process in started] == [0] * num_processes
