@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from jaxrl.batching import pack
 from jaxrl.config import default_config
 from jaxrl.method import make_policy_loss
 from jaxrl.models import qwen
-from jaxrl.models.qwen import QwenConfig, init_params
+from jaxrl.models.qwen import QwenConfig
 
 # 127 is prime and divides no other dimension: an array runs over the vocabulary exactly when 127
 # divides its number of elements, also where the vocabulary is halved or merged with other axes.
@@ -46,21 +45,19 @@ def with_devices(count):
 
 
 def tiny_params(config=TINY, seed=0):
-    """Random numpy parameters whose distributions are far from uniform."""
-    return jax.tree.map(np.copy, _tiny_params(config, seed))
-
-
-@functools.cache
-def _tiny_params(config, seed):
+    """Random numpy parameters whose distributions are far from uniform; no program makes them."""
     rng = np.random.default_rng(seed)
 
     def rough(path, leaf):
         name = jax.tree_util.keystr(path)
+        noise = rng.standard_normal(leaf.shape, np.float32)
         if "bias" in name or "scale" in name:
-            return np.asarray(leaf) + 0.1 * rng.standard_normal(leaf.shape, np.float32)
-        return np.asarray(leaf) * (2 if "lm_head" in name or "embed" in name else 1)
+            return 0.1 * noise + np.float32("scale" in name)
+        is_table = "lm_head" in name or "embed" in name
+        fan_in = leaf.shape[-1 if "embed" in name else -2]
+        return noise * np.float32((2 if is_table else 1) / fan_in**0.5)
 
-    return jax.tree_util.tree_map_with_path(rough, init_params(config, seed))
+    return jax.tree_util.tree_map_with_path(rough, qwen.abstract_params(config))
 
 
 @dataclass(frozen=True)

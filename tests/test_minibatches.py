@@ -213,7 +213,7 @@ def test_unpacking_is_the_inverse_of_packing(lengths, num_shards, seed):
 @pytest.fixture(scope="module")
 def policies():
     """The policy and its reference."""
-    return [jax.device_put(tiny_params(seed=seed), param_shardings(MESH, TINY)) for seed in (0, 1)]
+    return [jax.device_put(tiny_params(seed=seed), param_shardings(MESH, TINY)) for seed in (0, 2)]
 
 
 @pytest.fixture(scope="module")
