@@ -35,13 +35,14 @@ perfect-start: data/quickstart/questions_eval.jsonl
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not torch"
 
+# Slow tests and the comparison with torch run what users run, without the flags of tests/conftest.py.
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m slow
+	XLA_FLAGS= $(BIN)/python -m pytest -m slow
 
 # Live comparison with transformers on torch; installs torch, which nothing else here needs.
 parity: $(STAMP)
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pytest -m torch
+	XLA_FLAGS= $(BIN)/python -m pytest -m torch
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
