@@ -54,8 +54,12 @@ class Job:
         ends = [need / FINISHED for need in self.needs]
         return all(e.exists() and e.stat().st_mtime <= path.stat().st_mtime for e in ends)
 
-    def run(self, core: int | None, cache: Path) -> None:
-        """Runs the command to its end on one core.
+    def run(self, core: int | None, cache: Path | None) -> None:
+        """Runs the command to its end.
+
+        Args:
+            core: that it keeps to; None leaves it to the system.
+            cache: see `environment`; None runs it as from a user's shell.
 
         Raises:
             RuntimeError: it failed; names the file with its output.
@@ -69,7 +73,7 @@ class Job:
             done = subprocess.run(
                 [*pinned(core), sys.executable, "-m", self.module, *self.arguments],
                 cwd=ROOT,
-                env=environment(cache),
+                env=None if cache is None else environment(cache),
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -190,13 +194,8 @@ def read_record(
     """
     offset = max(before.evaluations) if before else 0
     steps = {name: list(values) for name, values in before.steps.items()} if before else {}
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    for record in map(json.loads, lines):
-        if record["stage"] != "train" or "actor/num_updates" not in record:
-            continue
-        for name, value in record.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                steps.setdefault(name, []).append((offset + record["step"], float(value)))
+    for name, values in read_steps(folder).items():
+        steps.setdefault(name, []).extend((offset + step, value) for step, value in values)
     evaluations = dict(before.evaluations) if before else {}
     for path in folder.glob("eval/train_*.json"):
         step = offset + int(path.stem.removeprefix("train_"))
@@ -208,6 +207,19 @@ def read_record(
     else:
         final = evaluations[max(evaluations)]
     return Record(steps=steps, evaluations=evaluations, final=final)
+
+
+def read_steps(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """Of each metric of a workdir's training steps, step and value."""
+    steps: dict[str, list[tuple[int, float]]] = {}
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    for record in map(json.loads, lines):
+        if record["stage"] != "train" or "actor/num_updates" not in record:
+            continue
+        for name, value in record.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                steps.setdefault(name, []).append((record["step"], float(value)))
+    return steps
 
 
 def read_answers(path: Path) -> list[Answer]:

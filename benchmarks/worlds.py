@@ -1,0 +1,175 @@
+"""Small worlds, one for each method: its score before and after training, and what acted meanwhile.
+
+    python -m benchmarks.worlds --world=search --seeds=0,1,2
+
+Makes a world of each seed, runs all stages of its small configuration by the command that a user
+gives, one run at a time on all cores, and prints the figures of `WORLDS` as a table. The same are
+written to `WORKDIR/WORLD/results.json`. Killed, it goes on when the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.claims_report import table
+from benchmarks.claims_runs import ROOT, Job, read_steps, seconds_of
+
+Figures = dict[str, float]
+"""Numbers of one run by the head of their column; NaN where it does not have one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Acted:
+    """What shows that a part of a method did something: a training metric, reduced over steps."""
+
+    name: str  # as a column is headed, with its unit
+    metric: str  # of the training steps, in metrics.jsonl
+    of: Callable[[Sequence[float]], float]  # from the values of all steps, at least one
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """How a world is made, what trains in it, and what is read of the run."""
+
+    builder: str  # module; takes --out and --seed
+    config: str  # file below the repository; takes the world's folder as its argument
+    acted: tuple[Acted, ...]
+    scores: tuple[str, ...] = ("exact_match",)  # of the evaluations, over all questions
+    suites: tuple[str, ...] = ("sampled", "greedy")  # in which the scores are read
+
+
+def first(values: Sequence[float]) -> float:
+    """The mean over the first fifth of the steps."""
+    return statistics.fmean(values[: max(len(values) // 5, 1)])
+
+
+def last(values: Sequence[float]) -> float:
+    """The mean over the last fifth of the steps."""
+    return statistics.fmean(values[-max(len(values) // 5, 1) :])
+
+
+WORLDS = {
+    "search": World(
+        builder="examples.quickstart_world",
+        config="configs/search_r1_small.py",
+        acted=(
+            Acted(name="searches, first fifth", metric="num_searches/mean", of=first),
+            Acted(name="searches, last fifth", metric="num_searches/mean", of=last),
+            Acted(name="KL to the start, last fifth", metric="actor/kl_loss", of=last),
+        ),
+    ),
+}
+"""By the name of the method's own world."""
+
+
+def jobs(name: str, seed: int, out: Path) -> tuple[Job, Job]:
+    """What makes the world of a seed, and the run in it."""
+    world = WORLDS[name]
+    made, run = out / name / f"world_{seed}", out / name / f"run_{seed}"
+    return (
+        Job(folder=made, module=world.builder, arguments=(f"--out={made}", f"--seed={seed}")),
+        Job(
+            folder=run,
+            module="jaxrl.launch",
+            arguments=(
+                f"--config={ROOT / world.config}:{made}",
+                f"--config.seed={seed}",
+                f"--workdir={run}",
+            ),
+            needs=(made,),
+        ),
+    )
+
+
+def read_figures(world: World, run: Path) -> Figures:
+    """The scores before and after reinforcement learning, the time, and what acted."""
+    before, after = evaluations(run)
+    figures = {
+        f"{score}, {suite}, {when}": value_of(record, suite, score)
+        for score in world.scores
+        for suite in world.suites
+        for when, record in (("before", before), ("after", after))
+    }
+    steps = read_steps(run)
+    for acted in world.acted:
+        values = [value for _, value in steps.get(acted.metric, [])]
+        figures[acted.name] = acted.of(values) if values else math.nan
+    return figures | {"wall s": seconds_of(run)}
+
+
+def evaluations(run: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """The first evaluation of the train stage, and the run's last one.
+
+    Raises:
+        FileNotFoundError: the run has not evaluated its policy twice.
+    """
+    paths = {
+        (int(path.stem.rpartition("_")[2]), path.stem.startswith("evaluate")): path
+        for path in run.glob("eval/*.json")
+    }
+    if len(paths) < 2:
+        raise FileNotFoundError(
+            f"{run / 'eval'} holds {len(paths)} evaluations; expected one before training and one "
+            "after. Delete the run's folder and give the command again."
+        )
+    records = [json.loads(paths[key].read_text(encoding="utf-8")) for key in sorted(paths)]
+    return records[0], records[-1]
+
+
+def value_of(record: Mapping[str, Any], suite: str, score: str) -> float:
+    """One score of an evaluation over all of its questions."""
+    value = record["summary"].get(suite, {}).get("all", {}).get(score)
+    return math.nan if value is None else float(value)
+
+
+def as_table(figures: Mapping[int, Figures]) -> str:
+    """A row of each seed."""
+    heads = list(next(iter(figures.values())))
+    rows = [[str(seed), *map(_number, own.values())] for seed, own in figures.items()]
+    return table(["seed", *heads], rows)
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "–"
+    digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 3
+    return f"{value:,.{digits}f}".replace("-", "−")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--world", choices=tuple(WORLDS), required=True)
+    parser.add_argument(
+        "--seeds",
+        type=lambda text: tuple(map(int, text.split(","))),
+        default=(0, 1, 2),
+        help="of worlds and runs, with commas between them",
+    )
+    parser.add_argument("--workdir", type=Path, default=Path("runs/worlds"))
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    out = args.workdir.resolve()
+    figures = {}
+    for seed in args.seeds:
+        for job in jobs(args.world, seed, out):
+            if not job.is_finished():
+                print(f"python -m {job.module} {' '.join(job.arguments)}", flush=True)
+                job.run(None, None)
+        figures[seed] = read_figures(WORLDS[args.world], job.folder)
+    path = out / args.world / "results.json"
+    path.write_text(json.dumps({str(s): f for s, f in figures.items()}, indent=2) + "\n")
+    print(f"\n{as_table(figures)}\n\nwrote {path}")
+
+
+if __name__ == "__main__":
+    main()
