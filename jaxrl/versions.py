@@ -1,21 +1,27 @@
-"""What a run was made with: versions, devices, the code's commit, the model's size."""
+"""What a run was made with: versions, devices, the code's commit, the model's size, its data."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 import platform
 import subprocess
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
+from ml_collections import ConfigDict
 
 import jaxrl
 from jaxrl.assemble import Parts
+from jaxrl.envs.retrieval import corpus_digest
 from jaxrl.files import written_whole
+from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.models.qwen import abstract_params
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
@@ -79,3 +85,88 @@ def _git(folder: Path, *arguments: str) -> str:
         ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=10
     )
     return done.stdout.strip()
+
+
+def fingerprints(config: ConfigDict) -> dict[str, str]:
+    """What the files that the configured stages read hold, by key of the configuration.
+
+    Two files with one fingerprint are the same: where they lie, what they are called there and
+    when they changed does not matter. A name is a key (`tasks.train.source`), for the model one
+    a file (`model.path/config.json`). Files that are missing are left out.
+
+    Data, corpus and the model's small files are hashed whole. Of weights, which may have hundreds
+    of gigabytes, the hash covers the size, the header with all names and shapes, and
+    `WEIGHT_SAMPLES` blocks spread evenly; trained weights differ from others in nearly all blocks.
+    """
+    model = Path(config.model.path)
+    files = [path for pattern in (*SIDE_FILES, INDEX_FILE) for path in model.glob(pattern)]
+    found = {f"model.path/{path.name}": _digest(path) for path in files if path.is_file()}
+    weights = model.glob("*.safetensors")
+    found |= {f"model.path/{path.name}": _weights_digest(path) for path in weights}
+    found |= {key: _data_digest(path) for key, path in _data_paths(config).items() if path.exists()}
+    if config.env.name == "search" and config.search.engine == "local":
+        corpus = Path(config.search.corpus)
+        found |= {"search.corpus": corpus_digest(corpus)} if corpus.is_file() else {}
+    return dict(sorted(found.items()))
+
+
+WEIGHT_SAMPLES, _SAMPLE_BYTES = 256, 4096
+
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses a longer one
+
+
+def _data_paths(config: ConfigDict) -> dict[str, Path]:
+    """The data of the configured stages."""
+    sources = {
+        "sft.source": (config.sft.source, {"sft"}),
+        "tasks.train.source": (config.tasks.train.source, {"train"}),
+        "tasks.eval.source": (config.tasks.eval.source, {"train", "evaluate"}),
+    }
+    stages = set(config.stages)
+    return {key: Path(source) for key, (source, readers) in sources.items() if readers & stages}
+
+
+def _data_digest(path: Path) -> str:
+    """SHA-256 of a file, or of all files of a folder with their names."""
+    if path.is_file():
+        return _digest(path)
+    digest = hashlib.sha256()
+    for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        digest.update(f"{file.relative_to(path)}\0{_digest(file)}\n".encode(errors="replace"))
+    return digest.hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _weights_digest(path: Path) -> str:
+    """SHA-256 of a safetensors file's size, header and some of its blocks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        digest.update(str(size).encode())
+        for start, length in _weight_blocks(size, header=_header_bytes(path)):
+            file.seek(start)
+            digest.update(file.read(length))
+    return digest.hexdigest()
+
+
+def _header_bytes(path: Path) -> int:
+    """Bytes of a safetensors file before its tensors: a length of 8 bytes and so much JSON."""
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def _weight_blocks(size: int, *, header: int) -> Iterator[tuple[int, int]]:
+    """Start and length of what is hashed: the header, then blocks up to the end of the file."""
+    header = min(header, size, _LONGEST_HEADER)
+    yield 0, header
+    rest = size - header
+    if rest <= WEIGHT_SAMPLES * _SAMPLE_BYTES:
+        yield header, rest
+        return
+    for index in range(WEIGHT_SAMPLES):
+        last = rest - _SAMPLE_BYTES
+        yield header + last * index // (WEIGHT_SAMPLES - 1), _SAMPLE_BYTES

@@ -1,15 +1,19 @@
 """What a run was made with."""
 
 import json
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
 
 from configs import debug_tiny
+from jaxrl import versions
 from jaxrl.assemble import assemble
-from jaxrl.versions import commit, write_environment
+from jaxrl.config import flatten
+from jaxrl.versions import commit, fingerprints, write_environment
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +65,55 @@ def test_the_commit_of_the_code(tmp_path):
     assert commit(code) == head
     (code / "__init__.py").write_text("changed = True")
     assert commit(code) == head + "+"
+
+
+@pytest.fixture
+def world(tiny_world, tmp_path):
+    return shutil.copytree(tiny_world, tmp_path / "world")
+
+
+def test_fingerprints_are_of_what_the_stages_read(tiny_world, world):
+    config = debug_tiny.get_config(str(world))
+    found = fingerprints(config)
+    assert {"sft.source", "tasks.train.source", "tasks.eval.source", "search.corpus"} <= set(found)
+    assert {"model.path/config.json", "model.path/model.safetensors"} <= set(found)
+    # Neither the place nor the time of change matters.
+    assert found == fingerprints(debug_tiny.get_config(str(tiny_world)))
+    with config.unlocked():
+        config.stages = ("evaluate",)
+    assert not {"sft.source", "tasks.train.source"} & set(fingerprints(config))
+
+
+@pytest.mark.parametrize(
+    "key", ["sft.source", "tasks.train.source", "tasks.eval.source", "search.corpus"]
+)
+def test_a_file_that_changed_has_another_fingerprint(world, key):
+    config = debug_tiny.get_config(str(world))
+    before = fingerprints(config)
+    path = Path(flatten(config)[key])
+    path.write_bytes(path.read_bytes() + b"\n")
+    after = fingerprints(config)
+    assert {name for name in before if before[name] != after[name]} == {key}
+    path.unlink()
+    assert before.keys() - fingerprints(config).keys() == {key}
+
+
+def test_one_changed_weight_block_changes_the_fingerprint(world):
+    config = debug_tiny.get_config(str(world))
+    before = fingerprints(config)
+    weights = Path(config.model.path) / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    after = fingerprints(config)
+    assert {n for n in before if before[n] != after[n]} == {"model.path/model.safetensors"}
+
+
+def test_weights_are_sampled_from_their_start_to_their_end():
+    size, header = 10**9, 1000
+    [(start, length), *blocks] = versions._weight_blocks(size, header=header)
+    assert (start, length) == (0, header)
+    assert blocks[0][0] == header
+    assert sum(blocks[-1]) == size
+    assert len(blocks) == versions.WEIGHT_SAMPLES
+    assert list(versions._weight_blocks(5000, header=1000)) == [(0, 1000), (1000, 4000)]

@@ -278,10 +278,20 @@ def _index_key(corpus: Path) -> str:
             f"there is no corpus at {corpus}; expected a JSONL file with one document a line. "
             "Set the corpus of the search engine to its path."
         )
-    with open(corpus, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256")
-    digest.update(f"{_INDEX_VERSION} {version('tantivy')}".encode())
-    return digest.hexdigest()[:32]
+    key = f"{corpus_digest(corpus)} {_INDEX_VERSION} {version('tantivy')}"
+    return hashlib.sha256(key.encode()).hexdigest()[:32]
+
+
+def corpus_digest(corpus: Path) -> str:
+    """SHA-256 of a corpus' content; read once, unless size or time of change are others."""
+    found = corpus.stat()
+    return _digest(corpus.resolve(), found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _digest(file: Path, size: int, mtime_ns: int) -> str:
+    with open(file, "rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
