@@ -5,7 +5,6 @@ Everything that can be refused is refused here, before any long work.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from jaxrl.envs.search import SearchEnv
 from jaxrl.evaluate import check_data_sources
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.rules import needs_buckets, reward_parts
+from jaxrl.rules import reward_parts
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -182,8 +181,6 @@ def _read_data(
     demonstrations: list[sft.Demonstration] = []
     if "train" in config.stages:
         tasks = read_tasks(config.tasks.train.source, "config.tasks.train.source")
-        if needs_buckets(config) or config.filter.skip_solved:
-            check_unique(tasks, "config.tasks.train.source")
     if {"train", "evaluate"} & set(config.stages):
         eval_tasks = read_tasks(config.tasks.eval.source, "config.tasks.eval.source")
         check_data_sources(eval_tasks, "config.tasks.eval.source")
@@ -197,21 +194,6 @@ def _read_data(
             protocol=PROTOCOLS[config.env.protocol],
         )
     return tasks, eval_tasks, demonstrations
-
-
-def check_unique(tasks: Sequence[Task], key: str) -> None:
-    """Refuses tasks that share an id, where something is remembered of each.
-
-    Raises:
-        ValueError: names the id and the configuration key of the file.
-    """
-    [(task_id, count)] = Counter(task.id for task in tasks).most_common(1)
-    if count > 1:
-        raise ValueError(
-            f"{key}: {count} tasks have the id {task_id!r}, but shaping.entropy_reward, "
-            "kl.controller='budget', kl.second_chance and filter.skip_solved remember tasks by "
-            "their id; make the ids unique, for instance by the data set's name before them."
-        )
 
 
 def _make_search(config: ConfigDict) -> SearchEngine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -10,6 +9,7 @@ from typing import Any, Generic, TypeVar
 import grain
 
 from jaxrl.envs.base import Task
+from jaxrl.envs.jsonl import read_objects
 
 Item = TypeVar("Item")
 
@@ -29,44 +29,18 @@ def read_jsonl(
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is malformed (file and line are named), or there is none.
+        ValueError: it is no JSONL, a line is malformed (file and line are named), or there is
+            none.
     """
     file = Path(path)
     if not file.is_file():
         raise FileNotFoundError(
             f"{str(path)!r} is not a file; set {key} to a JSONL file, one object a line."
         )
-    items = []
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            place = f"{file}:{number}"
-            try:
-                fields = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
-                raise ValueError(f"{place} is not valid JSON in UTF-8: {error}") from error
-            if b"\\u" in line and not _is_text(fields):
-                raise ValueError(
-                    f"{place} holds half of a surrogate pair (\\ud800 to \\udfff): no text."
-                )
-            if not isinstance(fields, dict):
-                raise ValueError(
-                    f"{place} holds a {type(fields).__name__}; expected a JSON object."
-                )
-            items.append(parse(fields, place))
+    items = [parse(fields, place) for fields, place in read_objects(file)]
     if not items:
         raise ValueError(f"{file} holds no line; {key} must name a file with at least one.")
     return items
-
-
-def _is_text(fields: Any) -> bool:
-    """False where JSON escapes have left characters that no file can hold."""
-    try:
-        json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def parse_task(fields: dict[str, Any], place: str) -> Task:
@@ -128,8 +102,26 @@ def _names(fields: dict[str, Any]) -> str:
 
 
 def read_tasks(path: str | Path, key: str) -> list[Task]:
-    """All tasks of a JSONL file; see `parse_task` and `read_jsonl`."""
-    return read_jsonl(path, parse_task, key)
+    """All tasks of a JSONL file; see `parse_task` and `read_jsonl`.
+
+    Raises:
+        ValueError: also where two tasks have one id, by which trajectories, evaluations,
+            difficulties and solved tasks are told apart.
+    """
+    places: dict[str, str] = {}
+
+    def parse(fields: dict[str, Any], place: str) -> Task:
+        task = parse_task(fields, place)
+        first = places.setdefault(task.id, place)
+        if first != place:
+            raise ValueError(
+                f"{place}: the id {task.id!r} is that of line {first.rpartition(':')[2]} already; "
+                "make ids unique, for instance by the data set's name before them, or leave out "
+                "'id' everywhere."
+            )
+        return task
+
+    return read_jsonl(path, parse, key)
 
 
 class Stream(Generic[Item]):

@@ -138,7 +138,7 @@ def _generation_eos_ids(folder: Path) -> list[int]:
         return []
     try:
         fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"{file} holds a {type(fields).__name__}; expected a JSON object.")

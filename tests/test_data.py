@@ -1,5 +1,6 @@
 import json
 import re
+import subprocess
 
 import pytest
 from hypothesis import given, settings
@@ -54,6 +55,7 @@ def test_blank_lines_a_byte_order_mark_and_other_line_ends(file):
         ('{"question": "x"', "is not valid JSON in UTF-8: "),
         (b'{"question": "\xff"}', "is not valid JSON in UTF-8: "),
         ("[1]", "holds a list; expected a JSON object"),
+        ("[" * 100_000, "is nested too deeply to be read; flatten it"),
         ('{"question": " ", "answer": "a"}', "'question' is ' '; expected text that is not blank"),
         ('{"question": "x", "answers": ["a", " "]}', "an answer is blank"),
         ("{}", "expected either 'question' or 'messages', found the fields none"),
@@ -76,6 +78,36 @@ def test_a_malformed_line(file, line, message):
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         read_tasks(file, KEY)
     assert str(raised.value).startswith(f"{file}:3")
+
+
+def test_two_tasks_with_one_id(file):
+    tasks = [{"id": id, "question": "x", "answer": "a"} for id in ("a", 1, "b", "1")]
+    with pytest.raises(ValueError, match=f"{file}:4: the id '1' is that of line 2 already; make"):
+        read_tasks(write(file, *tasks), KEY)
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_an_array_of_tasks_and_how_it_is_converted(file, indent):
+    file.write_text(json.dumps([{"question": "x", "answer": "a"}] * 2, indent=indent))
+    with pytest.raises(ValueError, match=r"is a JSON array; expected JSONL") as raised:
+        read_tasks(file, KEY)
+    command = str(raised.value).partition("This converts it: ")[2]
+    subprocess.run(command, shell=True, check=True)
+    assert len(read_tasks(file.with_name("tasks_lines.jsonl"), KEY)) == 2
+
+
+@pytest.mark.parametrize(
+    ("start", "what"),
+    [
+        (b"PAR1", "a Parquet file"),
+        (b"\x1f\x8b\x08", r"compressed \(gzip\)"),
+        (b"PK\x03\x04", "a zip"),
+    ],
+)
+def test_other_formats_are_named(file, start, what):
+    file.write_bytes(start + bytes(range(256)))
+    with pytest.raises(ValueError, match=f"{file} is {what}"):
+        read_tasks(file, KEY)
 
 
 def test_no_line_and_no_file(file):

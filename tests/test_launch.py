@@ -120,7 +120,7 @@ class TestProcess:
         corpus = write(tmp_path / "corpus.jsonl", good, '{"id": "1", "title": "x"')
         arguments = [f"--config={CONFIG}:{tiny_world}", f"--config.search.corpus={corpus}"]
         message, _ = self.refused(tmp_path, *arguments)
-        assert message.startswith(f"{corpus}, line 2: ")
+        assert message.startswith(f"{corpus}:2 is not valid JSON")
 
 
 class TestFlags:
@@ -247,12 +247,20 @@ class TestFiles:
         ],
     )
     def test_malformed_line(self, refusal, tiny_world, tmp_path, key, name):
-        good = (tiny_world / f"{name}.jsonl").read_text().splitlines()[0]
-        file = write(tmp_path / "bad.jsonl", good, good, good[:-1])
+        first, second, *_ = (tiny_world / f"{name}.jsonl").read_text().splitlines()
+        file = write(tmp_path / "bad.jsonl", first, second, second[:-1])
         message = refusal(f"--config.{key}={file}")
         assert message.startswith(f"{file}:3 is not valid JSON")
         message = refusal(f"--config.{key}={tmp_path / 'no'}")
         assert message.startswith(f"'{tmp_path / 'no'}' is not a file; set config.{key} to a JSONL")
+
+    def test_parquet(self, refusal, tmp_path):
+        file = tmp_path / "train.parquet"
+        file.write_bytes(b"PAR1\x15\x04 and so on PAR1")
+        for key in ("tasks.train.source", "search.corpus"):
+            message = refusal(f"--config.{key}={file}")
+            assert message.startswith(f"{file} is a Parquet file; expected JSONL, one JSON object")
+            assert f"q.read_table('{file}').to_pylist()" in message
 
     def test_empty_corpus(self, refusal, tmp_path):
         corpus = write(tmp_path / "corpus.jsonl")
@@ -262,9 +270,10 @@ class TestFiles:
     def test_missing_corpus(self, refusal, tmp_path):
         assert refusal(f"--config.search.corpus={tmp_path / 'no'}").startswith("there is no corpus")
 
-    @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
-    def test_damaged_tokenizer_files(self, refusal, model, name):
-        (model / name).write_text("[]")
+    @pytest.mark.parametrize("content", ["[]", "[" * 100_000])
+    @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
+    def test_damaged_small_files(self, refusal, model, name, content):
+        (model / name).write_text(content)
         message = refusal(f"--config.model.path={model}")
         assert str(model) in message
         assert name in message

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import tantivy
 
 from jaxrl.envs.base import ToolError
+from jaxrl.envs.jsonl import read_objects
 
 NO_INFORMATION = "No information found"
 """What a search that finds nothing says."""
@@ -101,35 +102,52 @@ def read_corpus(path: Path) -> Iterator[Document]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: a line is something else, or there is no document at all.
+        ValueError: a line is something else or has the id of an earlier one, a document is blank,
+            or there is none.
     """
+    seen: set[int] = set()  # hashes of ids: a corpus has millions
     num_documents = 0
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                document = _parse_document(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
-            num_documents += 1
-            yield document
+    for fields, place in read_objects(path):
+        document = _parse_document(fields, place)
+        key = hash(document.id)
+        if key in seen:
+            _refuse_second(path, document.id, place)
+        seen.add(key)
+        num_documents += 1
+        yield document
     if not num_documents:
         raise ValueError(f"the corpus {path} has no documents; expected one JSON object a line.")
 
 
-def _parse_document(line: bytes) -> Document:
-    match json.loads(line.decode("utf-8-sig")):
+def _refuse_second(path: Path, document_id: str, place: str) -> None:
+    """Refuses a document with the id of an earlier one, unless only their hashes are equal."""
+    for fields, first in read_objects(path):
+        if first == place:
+            return
+        if str(fields["id"]) == document_id:
+            raise ValueError(
+                f"{place}: the id {document_id!r} is that of line {first.rpartition(':')[2]} "
+                "already; give every document an id of its own."
+            )
+
+
+def _parse_document(fields: dict[str, Any], place: str) -> Document:
+    match fields:
         case {"id": str() | int() as key, "title": str() as title, "text": str() as text}:
-            return Document(str(key), title.strip(), text.strip())
+            document = Document(str(key), title.strip(), text.strip())
         case {"id": str() | int() as key, "contents": str() as contents}:
             title, _, text = contents.partition("\n")
-            return Document(str(key), title.strip().strip('"'), text.strip())
-    shown = line[:80].decode("utf-8", "replace").strip()
-    raise ValueError(
-        'expected an object with "id", "title" and "text", or "id" and "contents", '
-        f"all of them strings; got {shown!r}"
-    )
+            document = Document(str(key), title.strip().strip('"'), text.strip())
+        case _:
+            raise ValueError(
+                f'{place}: expected "id", "title" and "text", or "id" and "contents", all of them '
+                f"strings; got {json.dumps(fields, ensure_ascii=False)[:80]}"
+            )
+    if not (document.title or document.text):
+        raise ValueError(
+            f"{place}: the document {document.id!r} has neither title nor text; leave it out."
+        )
+    return document
 
 
 # Scripts written without blanks between words (Han, kana, and Hangul, whose words carry endings):

@@ -201,7 +201,7 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
     try:
         weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
         files = sorted({folder / file for file in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{index_file} is damaged: expected a JSON object with a 'weight_map' of tensor to "
             f"file name ({type(error).__name__}: {error}); fetch it again."

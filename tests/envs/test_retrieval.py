@@ -2,6 +2,7 @@ import collections
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -202,10 +203,11 @@ def ranking(scores):
 
 some_words = st.lists(st.sampled_from(["red", "blue", "sky", "sea", "北京的", "!"]), max_size=5)
 some_text = some_words.map(" ".join)
+some_texts = st.tuples(some_text, some_text).filter(any)  # a title and a text, not both blank
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.tuples(some_text, some_text), min_size=1, max_size=12), some_text, st.randoms())
+@given(st.lists(some_texts, min_size=1, max_size=12), some_text, st.randoms())
 def test_ranks_as_brute_force_bm25_whatever_the_order_of_lines(texts, query, random):
     documents = [Document(f"{i:02}", *pair) for i, pair in enumerate(texts)]
     best = ranking(bm25(documents, query))[:3]
@@ -235,7 +237,7 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path):
     path = write_corpus(tmp_path, CITIES)
     good = path.read_text(encoding="utf-8")
     path.write_text(good + "not json\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"corpus\.jsonl, line 5: "):
+    with pytest.raises(ValueError, match=r"corpus\.jsonl:5"):
         LocalSearch(path, tmp_path / "index")
     assert indexes(tmp_path) == []
     path.write_text(good, encoding="utf-8")
@@ -300,15 +302,39 @@ def test_processes_that_start_at_once_share_one_index(tmp_path):
 def test_a_malformed_line_is_named(tmp_path, line):
     path = write_corpus(tmp_path, CITIES[:1])
     path.write_text(path.read_text(encoding="utf-8") + "\n" + line, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"corpus\.jsonl, line 3: "):
+    with pytest.raises(ValueError, match=r"corpus\.jsonl:3"):
         LocalSearch(path, tmp_path / "index")
 
 
 def test_a_line_that_is_not_utf8_is_named(tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(b'{"id": "1", "contents": "caf\xe9"}\n')
-    with pytest.raises(ValueError, match=r"corpus\.jsonl, line 1: "):
+    with pytest.raises(ValueError, match=r"corpus\.jsonl:1"):
         LocalSearch(path, tmp_path / "index")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"id": 1, "title": "Rome", "text": ""}, ":6: the id '1' is that of line 1 already"),
+        (
+            {"id": "5", "title": " ", "text": "\t"},
+            ":6: the document '5' has neither title nor text",
+        ),
+        ({"id": "5", "contents": '""\n'}, ":6: the document '5' has neither title nor text"),
+        ({"id": "5", "contents": "\ud800"}, ":6 holds half of a surrogate pair"),
+    ],
+)
+def test_a_document_that_no_search_could_find_or_tell_apart(tmp_path, line, message):
+    path = write_corpus(tmp_path, CITIES)
+    path.write_text(path.read_text() + "\n" + json.dumps(line))
+    with pytest.raises(ValueError, match=re.escape(f"{path}{message}")):
+        LocalSearch(path, tmp_path / "index")
+
+
+def test_ids_of_equal_hash_are_two(tmp_path, monkeypatch):
+    monkeypatch.setattr(retrieval, "hash", lambda _: 0, raising=False)
+    assert len(list(retrieval.read_corpus(write_corpus(tmp_path, CITIES)))) == len(CITIES)
 
 
 def test_an_empty_corpus_is_refused(tmp_path):

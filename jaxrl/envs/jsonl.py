@@ -1,0 +1,77 @@
+"""JSON Lines: the objects of a file, and clear words where the file is something else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MAGIC = {
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+    b"\x1f\x8b": "compressed (gzip)",
+    b"\x28\xb5\x2f\xfd": "compressed (zstd)",
+    b"PK\x03\x04": "a zip archive",
+}
+"""What files that people have in place of JSONL begin with."""
+
+CONVERT = 'python -c "import {}; [print(json.dumps(x, default=str)) for x in {}]" > {}'
+"""A command that writes what Python reads as JSONL: modules, the rows, the new file."""
+
+
+def read_objects(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
+    """Streams the objects of a JSONL file, each with its place (`file:line`); skips blank lines.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is of another format, or a line is no JSON object (the place is named).
+    """
+    with open(path, "rb") as lines:
+        _refuse_other_formats(path, lines.peek(4096))
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                place = f"{path}:{number}"
+                yield _parse(line, place), place
+
+
+def _refuse_other_formats(path: Path, start: bytes) -> None:
+    """Refuses by name what is no JSONL, from the file's first bytes."""
+    new = path.with_name(f"{path.stem}_lines.jsonl")
+    expected = "expected JSONL, one JSON object a line"
+    for magic, what in MAGIC.items():
+        if start.startswith(magic):
+            how = "Unpack or convert it first."
+            if magic == b"PAR1":
+                rows = f"q.read_table('{path}').to_pylist()"
+                convert = CONVERT.format("json, pyarrow.parquet as q", rows, new)
+                how = f"With pyarrow installed, this converts it: {convert}"
+            raise ValueError(f"{path} is {what}; {expected}. {how}")
+    head = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if head.startswith(b"[") and head[1:].lstrip()[:1] in (b"{", b""):
+        convert = CONVERT.format("json", f"json.load(open('{path}'))", new)
+        raise ValueError(f"{path} is a JSON array; {expected}. This converts it: {convert}")
+
+
+def _parse(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line.decode("utf-8-sig"))
+        # Escapes may leave what no file can hold.
+        is_text = b"\\u" not in line or _is_text(fields)
+    except RecursionError:
+        raise ValueError(f"{place} is nested too deeply to be read; flatten it.") from None
+    except ValueError as error:
+        raise ValueError(f"{place} is not valid JSON in UTF-8: {error}") from error
+    if not is_text:
+        raise ValueError(f"{place} holds half of a surrogate pair (\\ud800 to \\udfff): no text.")
+    if not isinstance(fields, dict):
+        raise ValueError(f"{place} holds a {type(fields).__name__}; expected a JSON object.")
+    return fields
+
+
+def _is_text(fields: Any) -> bool:
+    try:
+        json.dumps(fields, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
