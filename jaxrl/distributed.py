@@ -28,6 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxrl import monitor
+from jaxrl.files import printable
 from jaxrl.sampling.rollout import Interrupted
 from jaxrl.types import Draw, Trajectory
 
@@ -231,6 +232,7 @@ class Peers:
             return
         self._is_failing = True
         reason = str(error) if is_told else "".join(traceback.format_exception_only(error)).strip()
+        reason = printable(reason)
         self._write(failed=reason)
         index = jax.process_index()
         try:
@@ -238,7 +240,8 @@ class Peers:
         except queue.Empty:
             loss = monitor.Loss(index=index, lost=reason, failed=True)
         if loss.index == index or not is_told:
-            sys.stderr.write(f"{reason}\n" if is_told else traceback.format_exc())
+            text = reason if is_told else printable(traceback.format_exc()).rstrip("\n")
+            sys.stderr.write(f"{text}\n")
         sys.stdout.flush()
         sys.stderr.flush()
         # Leaving in the usual way would wait for processes that are not there any more.

@@ -22,7 +22,7 @@ from rich.text import Text
 from jaxrl.distributed import RolloutFunction
 from jaxrl.envs.base import Outcome, Task
 from jaxrl.envs.rewards import normalize_answer
-from jaxrl.files import written_whole
+from jaxrl.files import printable, written_whole
 from jaxrl.metrics import mean, plain_number
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Seeds
@@ -319,7 +319,8 @@ def as_text(
     title = f"{stage}, step {step}: means over questions [95% bootstrap interval]"
     if weights_step not in (None, step):
         title += f"\nstopped early: the weights are those of step {weights_step}"
-    return "\n\n".join([title, *(_suite_text(*item) for item in summaries.items())])
+    text = "\n\n".join([title, *(_suite_text(*item) for item in summaries.items())])
+    return printable(text)  # data sets have names of the user's
 
 
 SCORES = {"exact_match": "exact match", "f1": "F1", "format_rate": "format"}

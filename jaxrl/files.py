@@ -1,27 +1,56 @@
-"""Files that appear whole or not at all, whenever the process is killed."""
+"""Files that appear whole or not at all, whenever the process is killed, and text fit for them."""
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+# What a terminal obeys or a page may not hold: C0 but newline and tab, DEL, C1.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def _replaced(error: UnicodeError) -> tuple[bytes, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return _REPLACEMENT.encode() * (error.end - error.start), error.end
+
+
+codecs.register_error("jaxrl.replaced", _replaced)
+
+
+def writable(text: str) -> str:
+    """Text that UTF-8 has bytes for: a half of a surrogate pair becomes a replacement character.
+
+    Text of a server, a library or a file name may hold such halves, and no file takes them.
+    """
+    return text.encode("utf-8", "jaxrl.replaced").decode("utf-8")
+
+
+def printable(text: str) -> str:
+    """Text to show on a terminal or a page: writable, and of control characters newline and tab.
+
+    Others become replacement characters, so an escape sequence shows and is not obeyed.
+    """
+    return _CONTROL.sub(_REPLACEMENT, writable(text))
+
 
 @contextmanager
-def written_whole(path: Path, *, errors: str = "strict") -> Iterator[TextIO]:
+def written_whole(path: Path) -> Iterator[TextIO]:
     """A text file to write to, which takes the place of `path` at the end; folders are made.
 
-    Args:
-        path: of the file.
-        errors: what becomes of text that UTF-8 has no bytes for, as in `open`.
+    What is written becomes `writable`: a file is never missing for one bad character in it.
     """
     with (
         taking_place(path) as unfinished,
-        unfinished.open("w", encoding="utf-8", errors=errors) as file,
+        unfinished.open("w", encoding="utf-8", errors="jaxrl.replaced") as file,
     ):
         yield file
 

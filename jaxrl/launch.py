@@ -26,7 +26,7 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
-from jaxrl.files import held, written_whole
+from jaxrl.files import held, printable, written_whole
 
 if TYPE_CHECKING:
     from jaxrl.plan import Target
@@ -139,7 +139,7 @@ def _plan(config: ConfigDict) -> int:
     num_needed = plan.devices_needed(config, model, target) if unfit else None
     console = Console(highlight=False, soft_wrap=True)
     for line in said:
-        console.print(line, markup=False)
+        console.print(printable(line), markup=False, emoji=False)
     console.print(plan.show(made, advice, num_needed))
     if _PLAN_JSON.value is not None:
         text = json.dumps(plan.as_json(made), indent=2) + "\n"
@@ -275,7 +275,7 @@ def _refuse(error: Exception) -> NoReturn:
     """Ends the process with an error of the input, told in one line."""
     if {"-traceback", "--traceback"} & set(sys.argv):
         raise error
-    sys.exit(f"error: {_message(error)}")
+    sys.exit(f"error: {printable(_message(error))}")
 
 
 def _message(error: Exception) -> str:

@@ -22,7 +22,7 @@ from rich.table import Column
 from tensorboardX import FileWriter
 from tensorboardX.proto.summary_pb2 import Summary
 
-from jaxrl.files import written_whole
+from jaxrl.files import printable, written_whole
 from jaxrl.types import Trajectory
 
 Record = Mapping[str, Any]
@@ -309,8 +309,8 @@ class Display:
         self._progress: Progress | None = None
 
     def say(self, text: str) -> None:
-        """Prints a line."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        """Prints a line; what it holds of foreign text does nothing to the terminal."""
+        self.console.print(printable(text), markup=False, emoji=False, soft_wrap=True)
 
     def start(self, stage: str, first_step: int, num_steps: int) -> None:
         """Begins a stage of `num_steps` steps, of which `first_step` are done."""

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from jaxrl.files import held, written_whole
+from jaxrl.files import held, printable, writable, written_whole
 
 HOLD = "import sys, time\nfrom pathlib import Path\nfrom jaxrl.files import held\n" + (
     "with held(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
@@ -18,6 +18,24 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(TypeError), written_whole(path) as file:
         file.writelines(["new", None])
     assert path.read_text() == "old"
+
+
+HALF = "\ud800"  # of a surrogate pair; UTF-8 has no bytes for it
+
+
+def test_text_of_any_kind_can_be_written(tmp_path):
+    assert writable(f"a {HALF}{HALF} é 😀 \x1b\n") == "a \ufffd\ufffd é 😀 \x1b\n"
+    path = tmp_path / "file"
+    with written_whole(path) as file:
+        file.write(f"no {HALF} text\n")
+    assert path.read_text(encoding="utf-8") == "no \ufffd text\n"
+
+
+def test_text_of_any_kind_can_be_shown():
+    assert printable(f"a\tb\n{HALF} é 😀") == "a\tb\n\ufffd é 😀"
+    assert printable("\x1b]0;title\x07\x1b[2J\x9b31m\r\x7f\0") == (
+        "\ufffd]0;title\ufffd\ufffd[2J\ufffd31m\ufffd\ufffd\ufffd"
+    )
 
 
 def test_a_folder_is_held_by_one_process_until_it_is_killed(tmp_path):

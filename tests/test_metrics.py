@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import math
@@ -278,6 +279,11 @@ class TestDisplay:
         display.say("decode 8 steps of [4, 16] rows; [red]")
         assert display.console.file.getvalue() == "decode 8 steps of [4, 16] rows; [red]\n"
 
+    def test_foreign_text_does_nothing_to_a_terminal(self):
+        display = shown(width=80, terminal=True)
+        display.say("a :heart: \x1b[2J\ud800 b")
+        assert display.console.file.getvalue() == "a :heart: \ufffd[2J\ufffd b\n"
+
     @pytest.mark.parametrize("width", [80, 120, 200])
     def test_a_terminal_shows_everything(self, width):
         display = shown(width=width, terminal=True)
@@ -316,3 +322,13 @@ def test_an_environment_error_has_no_reward_in_the_log(tmp_path):
     write_trajectories(file, [make_failure(), make_trajectory(reward=0.5)], np.zeros(2), [{}, {}])
     rewards = [json.loads(line)["reward"] for line in file.read_text().splitlines()]
     assert rewards == [None, 0.5]
+
+
+def test_an_error_that_no_file_can_hold_is_written_as_far_as_it_can(tmp_path):
+    file = tmp_path / "step_000001.jsonl"
+    failure = make_failure()
+    turn = dataclasses.replace(failure.turns[-1], error="half a \ud83d pair")
+    failure = dataclasses.replace(failure, turns=(turn,))
+    write_trajectories(file, [failure], np.zeros(1), [{}])
+    [line] = file.read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["turns"][-1]["error"] == "half a \ufffd pair"

@@ -31,7 +31,7 @@ from jaxrl.report.reading import read_run
 FOUND = "<search> q </search>\n\n<information>Doc 1(Title: X) born in Tarvik.</information>\n\n"
 HOSTILE = (
     "</div></script><script>alert(1)</script><img src=x onerror=alert(2)>\" onmouseover='alert(3)'"
-    "{{ 7 * 7 }}{% raw %}<!-- \x00\ud800\u202e &lt; ]]>"
+    "{{ 7 * 7 }}{% raw %}<!-- \x00\x1b[2J\ud800\u202e &lt; ]]>"
 )
 
 
@@ -601,6 +601,8 @@ class TestForeignText:
         assert "<script>alert(1)</script>" in page.text
         assert "{{ 7 * 7 }}{% raw %}" in page.text
         assert "49" not in page.text.replace("0.49", "")
+        controls = [chr(code) for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"]
+        assert not set(controls) & set(page.text)
 
     @needs_chromium
     def test_runs_nothing_in_a_browser(self, tmp_path):

@@ -46,8 +46,7 @@ def write_report(
         png(chart, out.parent / plots / f"{chart.name}.png")
     for name in set(CHART_NAMES) - {chart.name for chart in charts}:
         (out.parent / plots / f"{name}.png").unlink(missing_ok=True)
-    # Text of a model may hold halves of characters, which UTF-8 has no bytes for.
-    with written_whole(out, errors="replace") as file:
+    with written_whole(out) as file:
         file.write(page(groups, charts, zero, plots))
     return out
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrl.files import printable
 from jaxrl.report import write_report
 
 
@@ -28,11 +29,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     ignore = [key for key in arguments.ignore.split(",") if key]
     try:
-        print(write_report(arguments.runs, out=arguments.out, ignore=ignore))
+        print(printable(str(write_report(arguments.runs, out=arguments.out, ignore=ignore))))
     except OSError as error:
-        sys.exit(f"error: {error}")
+        sys.exit(printable(f"error: {error}"))
     except Exception as error:  # a file with something in it that nobody thought of
-        sys.exit(f"error: no report of {', '.join(map(str, arguments.runs))}: {error!r}")
+        runs = ", ".join(map(str, arguments.runs))
+        sys.exit(printable(f"error: no report of {runs}: {error!r}"))
 
 
 if __name__ == "__main__":

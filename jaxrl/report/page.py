@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from jaxrl.files import printable
 from jaxrl.report.curves import MAX_POINTS, Chart, Group, spread
 from jaxrl.report.drawing import legend_of, svg
 from jaxrl.report.facts import (
@@ -25,7 +25,6 @@ from jaxrl.report.facts import (
 )
 
 MAX_SEGMENT = 3000  # characters shown of one piece of a response
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 
 def page(
@@ -49,7 +48,7 @@ def page(
         "pieces": pieces,
     }
     runs = [run for group in groups for run in group.runs]
-    return templates.get_template("page.html").render(
+    html = templates.get_template("page.html").render(
         title=runs[0].name if len(runs) == 1 else f"{len(runs)} runs",
         runs=runs,
         max_points=MAX_POINTS,
@@ -68,6 +67,7 @@ def page(
         spread_of=spread_of,
         plots=plots,
     )
+    return printable(html)  # what came from files may stand anywhere, in a chart's label too
 
 
 def find(run: Facts, suite: str) -> Row | None:
@@ -159,8 +159,8 @@ def value(setting: Any) -> str:
 
 
 def visible(text: Any) -> str:
-    """Foreign text with control characters as replacement characters, cut where it is endless."""
-    text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", str(text))
+    """Foreign text, printable and cut where it is endless."""
+    text = printable(str(text))
     left = len(text) - MAX_SEGMENT
     return f"{text[:MAX_SEGMENT]} … ({left:,} more characters)" if left > 0 else text
 
