@@ -42,7 +42,8 @@ def get_config() -> ConfigDict:
     config.model.path = "models/Qwen2.5-32B"
     config.model.dtype = "bfloat16"
     config.mesh.data = 1
-    config.mesh.fsdp = 64
+    config.mesh.fsdp = 8
+    config.mesh.tensor = 8  # one host shares the heads of a row of 22528 tokens
     config.env.name = "math"
     config.tasks.train.source = "data/dapo_math/train.jsonl"
     config.tasks.eval.source = "data/dapo_math/aime24.jsonl"
@@ -57,7 +58,7 @@ def get_config() -> ConfigDict:
     config.rollout.max_prompt_tokens = 2048
     config.rollout.max_response_tokens = 20480
     config.rollout.max_total_tokens = 22528
-    config.rollout.num_slots = 2048
+    config.rollout.num_slots = 256
     config.shaping.overlong_buffer = 4096
 
     config.optimizer.lr = 1e-6

@@ -33,7 +33,8 @@ def get_config() -> ConfigDict:
     config.model.path = "models/Qwen2.5-7B-Instruct"
     config.model.dtype = "bfloat16"
     config.mesh.data = 1
-    config.mesh.fsdp = 8
+    config.mesh.fsdp = 4
+    config.mesh.tensor = 2  # two devices share the heads of a long row
     config.env.name = "math"
     config.tasks.train.source = "data/enigmata/train.jsonl"
     config.tasks.eval.source = "data/enigmata/test.jsonl"

@@ -140,20 +140,20 @@ def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None
 
 
 def check_rows(config: ConfigDict, mesh: Mesh) -> None:
-    """Refuses numbers of rows that the mesh does not split evenly.
+    """Refuses numbers of rows that the mesh does not split evenly, of the stages that run.
 
     Raises:
         ValueError: names the key.
     """
     shards = num_batch_shards(mesh)
     rows = {
-        "optimizer.micro_rows": config.optimizer.micro_rows,
-        "sft.optimizer.micro_rows": config.sft.optimizer.micro_rows,
-        "rollout.num_slots": config.rollout.num_slots,
-        "rollout.num_rows": config.rollout.num_rows,
+        "optimizer.micro_rows": (config.optimizer.micro_rows, {"train"}),
+        "sft.optimizer.micro_rows": (config.sft.optimizer.micro_rows, {"sft"}),
+        "rollout.num_slots": (config.rollout.num_slots, {"train", "evaluate"}),
+        "rollout.num_rows": (config.rollout.num_rows, {"train", "evaluate"}),
     }
-    for key, value in rows.items():
-        if value % shards:
+    for key, (value, readers) in rows.items():
+        if value % shards and readers & set(config.stages):
             raise ValueError(
                 f"config.{key} is {value}; expected a multiple of data * fsdp = {shards}, so that "
                 "every device gets the same number."

@@ -43,6 +43,9 @@ _PLAN_MEMORY = flags.DEFINE_float("plan_memory_gib", 0.0, "Memory of each; 0: as
 _PLAN_PLATFORM = flags.DEFINE_enum(
     "plan_platform", None, ["cpu", "gpu", "tpu"], "Their kind; default: gpu where memory is given."
 )
+_IGNORE_PLAN = flags.DEFINE_bool(
+    "ignore_memory_plan", False, "Start although the plan needs more memory than a device has."
+)
 _PLAN_JSON = flags.DEFINE_string("plan_json", None, "File for the plan as JSON.")
 flags.DEFINE_bool("traceback", False, "Show where an error of the input was found.")
 _CLUSTER = flags.DEFINE_enum(
@@ -102,7 +105,7 @@ def _run(config: ConfigDict, workdir: Path, should_stop: Callable[[], bool]) -> 
         try:
             _check_workdir(config, workdir)
             check_mirrors(config.log.wandb_project)
-            said = _fit_memory(config, workdir)
+            said = _fit_memory(config, workdir, ignores_plan=_IGNORE_PLAN.value)
             parts = assemble(config)
             if distributed.is_main():
                 stack.enter_context(held(workdir))
@@ -132,7 +135,7 @@ def _plan(config: ConfigDict) -> int:
 
     target = _plan_target()
     model = QwenConfig.from_hf(config.model.path)
-    said = plan.choose_micro_rows(config, model, target)
+    said = plan.choose_micro_rows(config, model, target, must_fit=False)
     made = plan.make_plan(config, model, target)
     advice = [] if made.fits else plan.advise(config, model, target)
     unfit = not made.fits and not advice
@@ -173,10 +176,14 @@ def _plan_target() -> Target:
     return target
 
 
-def _fit_memory(config: ConfigDict, workdir: Path) -> list[str]:
-    """Chooses micro-batches that are left to the memory; says so, and where memory is short.
+def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False) -> list[str]:
+    """Chooses micro-batches that are left to the memory, and says so.
 
-    A run that goes on keeps what it began with, which its workdir holds, while that fits.
+    A run that goes on keeps what it began with, which its workdir holds, while that fits. On a CPU
+    nothing is refused: its memory is a guess, and the system may swap.
+
+    Raises:
+        ValueError: the plan needs more than an accelerator has, and `ignores_plan` is off.
     """
     from jaxrl import distributed, plan
     from jaxrl.models.qwen import QwenConfig
@@ -185,15 +192,18 @@ def _fit_memory(config: ConfigDict, workdir: Path) -> list[str]:
     model, target = QwenConfig.from_hf(config.model.path), plan.host_target()
     least = min(distributed.gather(target.memory_bytes))  # all processes must choose the same
     target = replace(target, memory_bytes=least)
-    said = plan.choose_micro_rows(config, model, target, began)
+    must_fit = target.platform != "cpu" and not ignores_plan
+    said = plan.choose_micro_rows(config, model, target, began, must_fit=must_fit)
     if target.platform != "cpu":
         peak = plan.make_plan(config, model, target).peak
-        # A warning only: the plan may err by more than what is missing.
         if peak > target.memory_bytes:
-            said.append(
-                f"warning: the plan needs {plan.gib(peak)} on each device, which has "
+            needs = (
+                f"the plan needs {plan.gib(peak)} on each device, which has "
                 f"{plan.gib(target.memory_bytes)}; --plan tells what to change"
             )
+            if must_fit:
+                raise ValueError(f"{needs}, {plan.GO_ON}.")
+            said.append(f"warning: {needs}")
     return said
 
 

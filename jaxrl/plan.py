@@ -59,6 +59,8 @@ TAG_TOKENS = 32
 
 GIB = 2**30
 
+GO_ON = "--ignore_memory_plan goes on all the same, since the plan may err"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -313,6 +315,8 @@ def rollout_phase(config: ConfigDict, model: QwenConfig, target: Target) -> Phas
             "activations": new * inner,
         },
     }
+    if config.env.name == "math":  # one turn: nothing is read between
+        del moments["reading results"]
     if target.platform == "cpu":
         moments["writing results"] = {
             "copies of the cache, float32": 2 * cache * 4 // dtype.itemsize
@@ -485,17 +489,18 @@ def _shapes(config: ConfigDict, model: QwenConfig, target: Target) -> dict[str, 
 
 
 def largest_micro_rows(
-    config: ConfigDict, model: QwenConfig, target: Target, stage: str
+    config: ConfigDict, model: QwenConfig, target: Target, stage: str, *, must_fit: bool = True
 ) -> tuple[int, int]:
     """The largest micro-batch of a stage whose update fits a device.
 
-    No larger than a mini-batch needs.
+    No larger than a mini-batch needs. Where not even one row on each device fits, it is that,
+    unless `must_fit`.
 
     Returns:
         Rows, a multiple of data * fsdp, and the bytes of a device at the peak.
 
     Raises:
-        ValueError: not even one row on each device fits.
+        ValueError: not even one row on each device fits, and `must_fit`.
     """
     shards = num_batch_shards(target_mesh(config, model, target))
 
@@ -507,25 +512,32 @@ def largest_micro_rows(
     most = -(-needed // shards)
     usable = int(target.memory_bytes * USABLE)
     fitting = bisect.bisect_right(range(1, most + 1), usable, key=peak)
-    if fitting == 0:
+    if fitting == 0 and must_fit:
         raise ValueError(
             f"config.{_MICRO_ROWS[stage]}=0 asks for the largest micro-batch that fits, but "
             f"{shards} rows, one on each device, would need {gib(peak(1))} of the "
-            f"{gib(usable)} that may be used of each; --plan tells what to change."
+            f"{gib(usable)} that may be used of each; --plan tells what to "
+            f"change, {GO_ON}."
         )
-    return fitting * shards, peak(fitting)
+    rows_each = max(fitting, 1)
+    return rows_each * shards, peak(rows_each)
 
 
 _MICRO_ROWS = {"sft": "sft.optimizer.micro_rows", "train": "optimizer.micro_rows"}
 
 
 def choose_micro_rows(
-    config: ConfigDict, model: QwenConfig, target: Target, began: Mapping[str, Any] | None = None
+    config: ConfigDict,
+    model: QwenConfig,
+    target: Target,
+    began: Mapping[str, Any] | None = None,
+    *,
+    must_fit: bool = True,
 ) -> list[str]:
     """Replaces a `micro_rows` of 0 by the largest that fits, in place; says what it chose.
 
     What a run began with, the flat keys `began`, is kept without a word while it divides over the
-    mesh and fits.
+    mesh and fits. `must_fit` as in `largest_micro_rows`.
     """
     shards = num_batch_shards(target_mesh(config, model, target))
     usable = int(target.memory_bytes * USABLE)
@@ -542,7 +554,7 @@ def choose_micro_rows(
                 _settings(config, stage).micro_rows = kept
                 continue
             note = f" (not the {kept} it began with: they would need {gib(peak)})"
-        rows, peak = largest_micro_rows(config, model, target, stage)
+        rows, peak = largest_micro_rows(config, model, target, stage, must_fit=must_fit)
         _settings(config, stage).micro_rows = rows
         said.append(f"config.{key}=0: {rows} rows{note}, planned at {gib(peak)} on each device")
     return said
@@ -648,10 +660,14 @@ def _options(
         {"rollout.num_slots": slots, "rollout.num_rows": min(slots, flat["rollout.num_rows"])}
         for slots in _halvings(flat["rollout.num_slots"], unit=shards)
     ]
-    yield [
+    meshes = [
         {"mesh.data": 1, "mesh.fsdp": target.num_devices // tensor, "mesh.tensor": tensor}
         for tensor in _doublings(sizes["tensor"], math.gcd(model.num_kv_heads, target.num_local))
     ]
+    yield meshes
+    # On fewer shards as many rows each: two devices then share the heads of what one had.
+    keys = [key for stage, key in _MICRO_ROWS.items() if stage in config.stages]
+    yield [mesh | {key: flat[key] * mesh["mesh.fsdp"] // shards for key in keys} for mesh in meshes]
     shortest = config.rollout.max_prompt_tokens + 1
     yield [
         {"rollout.max_total_tokens": tokens}

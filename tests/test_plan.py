@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,11 +18,23 @@ from jaxrl import launch, plan
 from jaxrl.config import default_config, validate
 from jaxrl.models import qwen
 from jaxrl.models.qwen import QwenConfig
+from tests.test_docs import readme_config
 
 ROOT = Path(__file__).parents[1]
 QWEN_7B = QwenConfig.from_hf(ROOT / "configs/models/qwen2.5-7b")
 QWEN_32B = QwenConfig.from_hf(ROOT / "configs/models/qwen3-32b")
 NODE = plan.Target(platform="gpu", num_devices=8, memory_bytes=80 * plan.GIB)
+FITS = re.findall(
+    r"^\| `(--config=(\S+) .*?)` \| ([\d.]+) GiB \| (\w+) \|",
+    (ROOT / "docs/plan.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+SMALL = [
+    path
+    for path in sorted((ROOT / "configs").glob("*.py"))
+    if "def get_config" in path.read_text(encoding="utf-8")
+    and f"configs/{path.name}" not in [row[1] for row in FITS]
+]
 
 
 def large_run(fsdp=8, tensor=1, **keys):
@@ -101,6 +114,20 @@ class TestByHand:
         model = replace(QWEN_7B, max_positions=2047)
         with pytest.raises(ValueError, match=r"max_total_tokens=2048 is beyond the model's 2047"):
             plan.make_plan(large_run(), model, NODE)
+
+    def test_only_the_rows_of_stages_that_run_are_checked(self):
+        config = large_run(fsdp=64, **{"optimizer.micro_rows": 64, "rollout.num_slots": 64})
+        assert config.sft.optimizer.micro_rows == 8
+        plan.make_plan(config, QWEN_32B, replace(NODE, num_devices=64))
+        config.stages = ("sft", "train")
+        with pytest.raises(ValueError, match=r"config.sft.optimizer.micro_rows is 8; .* = 64"):
+            plan.make_plan(config, QWEN_32B, replace(NODE, num_devices=64))
+
+    def test_math_reads_no_results(self):
+        config = large_run()
+        assert "reading results" in plan.rollout_phase(config, QWEN_7B, NODE).moments
+        config.env.name = "math"
+        assert "reading results" not in plan.rollout_phase(config, QWEN_7B, NODE).moments
 
     def test_a_prompt_class_larger_than_a_trajectory(self):
         tiny = {"max_prompt_tokens": 5, "max_total_tokens": 8, "chunk_tokens": 4}
@@ -230,12 +257,76 @@ class TestMicroRows:
         assert [line for line in said if note is None or note not in line] == []
         assert len(said) == (note is not None)
 
-    def test_an_accelerator_that_is_too_small_is_warned_of(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(plan, "host_target", lambda: replace(NODE, memory_bytes=plan.GIB))
+
+class TestRefusal:
+    """A run on an accelerator that the plan says cannot fit does not start."""
+
+    @pytest.fixture(params=[8, 0], ids=["rows", "rows left to the memory"])
+    def config(self, request):
+        config = large_run(**{"optimizer.micro_rows": request.param})
+        config.model.path = str(ROOT / config.model.path)
+        return config
+
+    def on(self, monkeypatch, **changes):
+        target = replace(NODE, memory_bytes=plan.GIB, **changes)
+        monkeypatch.setattr(plan, "host_target", lambda: target)
+
+    @pytest.mark.parametrize("platform", ["gpu", "tpu"])
+    def test_an_accelerator_that_is_too_small(self, config, tmp_path, monkeypatch, platform):
+        self.on(monkeypatch, platform=platform)
+        with pytest.raises(ValueError, match=r" GiB .*--plan tells .*--ignore_memory_plan"):
+            launch._fit_memory(config, tmp_path)
+
+    def test_the_flag_goes_on(self, config, tmp_path, monkeypatch):
+        self.on(monkeypatch)
+        said = launch._fit_memory(config, tmp_path, ignores_plan=True)
+        assert said[-1].startswith("warning: the plan needs ")
+        assert config.optimizer.micro_rows == 8  # one on each device where the memory chooses
+
+    def test_a_cpu_is_never_refused(self, config, tmp_path, monkeypatch):
+        self.on(monkeypatch, platform="cpu")
+        launch._fit_memory(config, tmp_path)
+        assert config.optimizer.micro_rows == 8
+
+    def test_what_fits_goes_on_without_a_word(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(plan, "host_target", lambda: NODE)
         config = large_run()
         config.model.path = str(ROOT / config.model.path)
-        [line] = launch._fit_memory(config, tmp_path)
-        assert line.startswith("warning: the plan needs ")
+        assert launch._fit_memory(config, tmp_path) == []
+
+
+class TestShipped:
+    """Every configuration that is shipped fits the devices that docs/plan.md names for it."""
+
+    @pytest.mark.parametrize(("flags", "path", "peak", "phase"), FITS, ids=[row[1] for row in FITS])
+    def test_the_table(self, flags, path, peak, phase, tmp_path, monkeypatch, capsys):
+        file = tmp_path / "plan.json"
+        argv = ["launch", "--plan", "--plan_memory_gib=80", *flags.split(), f"--plan_json={file}"]
+        monkeypatch.setattr(sys, "argv", argv)
+        with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
+            launch.main(launch.parse_flags(argv))
+        assert ended.value.code == 0, capsys.readouterr().out
+        made = json.loads(file.read_text())
+        assert f"{made['peak'] / plan.GIB:.1f}" == peak
+        assert max(made["phases"], key=lambda one: one["peak"])["name"].endswith(phase)
+
+    def test_the_table_has_the_published_ones(self):
+        named = {Path(row[1]).stem for row in FITS}
+        assert named >= {"search_r1", "dapo", "bapo", "ares", "passk"}
+
+    @pytest.mark.parametrize("path", SMALL, ids=lambda path: path.stem)
+    def test_small_ones_fit_a_laptop(self, path, tiny_world):
+        names = {}
+        exec(path.read_text(encoding="utf-8"), names)
+        config = names["get_config"](str(tiny_world))
+        laptop = plan.Target(platform="cpu", num_devices=1, memory_bytes=4 * plan.GIB)
+        assert plan.make_plan(config, QwenConfig.from_hf(tiny_world / "model"), laptop).fits
+
+    def test_the_readme_s_example(self):
+        config = readme_config()
+        model = QwenConfig.from_hf(ROOT / "configs/models" / Path(config.model.path).name.lower())
+        plan.choose_micro_rows(config, model, NODE)
+        assert plan.make_plan(config, model, NODE).fits
 
 
 class TestAdvice:
@@ -278,6 +369,16 @@ class TestAdvice:
         # 12 of state and 4 of gradients a parameter: 114 GiB on every device, 57 on halves.
         advice = plan.advise(large_run(fsdp=1, **{"mesh.data": 8}), QWEN_7B, NODE)
         assert {"mesh.data": 2, "mesh.fsdp": 4, "mesh.tensor": 1} in [a.settings for a in advice]
+
+    def test_a_tensor_axis_takes_fewer_rows_with_it(self):
+        # One row of 12288 tokens has 28 x 12288² scores; two devices share the heads of a row only
+        # where rows are halved as well.
+        keys = {"optimizer.micro_rows": 8, "rollout.max_total_tokens": 12288, "kl.coef": 0.01}
+        config = large_run(**keys, **{"rollout.num_slots": 64, "rollout.num_rows": 8})
+        assert not plan.make_plan(config, QWEN_7B, NODE).fits
+        mesh = {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2}
+        advice = plan.advise(config, QWEN_7B, NODE)
+        assert {**mesh, "optimizer.micro_rows": 4} in [one.settings for one in advice]
 
     def test_more_devices_where_no_setting_helps(self):
         config = large_run()
@@ -325,7 +426,6 @@ class TestCommand:
             f"--config.model.path={ROOT}/configs/models/qwen3-32b",
             "--config.mesh.fsdp=64",
             "--config.optimizer.micro_rows=64",
-            "--config.sft.optimizer.micro_rows=64",
             "--plan_devices=64",
             "--plan_memory_gib=80",
         )
