@@ -21,6 +21,7 @@ from jaxrl.envs.rewards import (
     bapo_format,
     boxed_answer,
     format_reward,
+    is_abstention,
 )
 
 
@@ -37,7 +38,8 @@ class Protocol:
         final_answer: the answer of a response, "" where there is none.
         format_reward: what a response's format earns; below 0 it is malformed.
         correctness_name: the reward part that is this protocol's own.
-        correctness: that part, of a response and the accepted answers.
+        correctness: that part, of a response and the accepted answers; not above 0 for an
+            abstention.
     """
 
     name: str
@@ -96,6 +98,8 @@ def last_answer(response: str) -> str:
 
 
 def _best_answer_reward(response: str, answers: Sequence[str]) -> float:
+    if is_abstention(response):
+        return 0.0
     answer = last_answer(response)
     return max(answer_reward(answer, truth) for truth in answers)
 

@@ -177,24 +177,26 @@ def bapo_correctness(
 ) -> float:
     """F1 of the boxed answer where it is above 0, else `wrong`; `bad_format` where there is none.
 
-    BAPO (https://arxiv.org/abs/2601.11037). ReCall (https://github.com/Agent-RL/ReCall) has 0 for
+    An abstention is `wrong`, whatever its box holds. BAPO (https://arxiv.org/abs/2601.11037). ReCall (https://github.com/Agent-RL/ReCall) has 0 for
     a bad format and 0.1 for a wrong answer.
     """
     answer = boxed_answer(response)
     if answer is None or not bapo_format(response):
         return bad_format
-    return f1(answer, answers) or wrong
+    return wrong if is_abstention(response) else f1(answer, answers) or wrong
 
 
 def math_correctness(response: str, answers: str | Sequence[str]) -> float:
     """1.0 if the last `Answer:` line gives an accepted answer, else -1.0.
 
     The reward of DAPO (https://arxiv.org/abs/2503.14476); what counts as the same answer is
-    `same_math`.
+    `same_math`. An abstention is never right.
     """
     answer = math_answer(response)
     answers = (answers,) if isinstance(answers, str) else answers
-    return 1.0 if answer and any(same_math(answer, truth) for truth in answers) else -1.0
+    if not answer or says_unknown(answer):
+        return -1.0
+    return 1.0 if any(same_math(answer, truth) for truth in answers) else -1.0
 
 
 def check_weights(weights: Mapping[str, float], parts: Sequence[str]) -> None:

@@ -163,26 +163,30 @@ class SearchEnv(Env):
         return StepResult(observation=observation, tool_call=call, latency_s=latency_s)
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """Format of the whole response and correctness of its final answer."""
+        """Format of the whole response and correctness of its final answer.
+
+        An abstention is never correct, whatever else its answer says.
+        """
         return [self._score_one(episode) for episode in group]
 
     def _score_one(self, episode: Episode) -> Reward:
         task, response, protocol = episode.task, episode.response, self._protocol
         if not task.answers:
             raise ValueError(f"task {task.id!r} has no accepted answer; set its `answers`.")
-        answer = protocol.final_answer(response)
+        answer, abstains = protocol.final_answer(response), is_abstention(response)
+        judged = "" if abstains else answer
         parts = {
             "format": protocol.format_reward(response),
             protocol.correctness_name: protocol.correctness(response, task.answers),
-            "exact_match": exact_match(answer, task.answers),
-            "f1": f1(answer, task.answers),
+            "exact_match": exact_match(judged, task.answers),
+            "f1": f1(judged, task.answers),
         }
         return Reward(
             total=weighted_total(self._reward_weights, parts),
             parts=parts,
             final_answer=answer,
             is_correct=parts[self._correct_by] > 0,
-            is_abstention=is_abstention(response),
+            is_abstention=abstains,
             is_well_formed=parts["format"] >= 0,
         )
 

@@ -295,6 +295,7 @@ def test_boxed_answer(content, answer):
         (THINK + BOX.replace("Paris", "Paris, France"), 2 / 3, 2 / 3),
         (THINK + BOX.replace("Paris", "Rome"), 0.0, 0.1),
         (THINK + BOX.replace("Paris", "I DON'T KNOW"), 0.0, 0.1),
+        (THINK + r"<answer>I don't know, \boxed{Paris}</answer>", 0.0, 0.1),  # an abstention
         (THINK + BOX.replace("Paris", ""), 0.0, 0.1),
         (BOX, -1.0, 0.0),
         (THINK + r"<answer>} \boxed{Paris</answer>", -1.0, 0.0),
@@ -323,6 +324,7 @@ def test_bapo_correctness(response, score, recall):
         ("34", -1.0),
         ("Answer:", -1.0),
         ("Answer: 34 or 35", -1.0),
+        (r"Answer: I do not know, \boxed{34}", -1.0),
         ("", -1.0),
     ],
 )

@@ -233,6 +233,7 @@ def test_score_needs_an_accepted_answer():
         (["<answer>old Paris</answer>"], (False, False, True)),
         (["<answer>I don't know</answer>"], (False, True, True)),
         (["<search>q", "<answer>I do not know</answer>"], (False, True, False)),
+        (["<answer>I don't know <answer>Paris</answer>"], (False, True, False)),
         (["Paris"], (False, False, False)),
     ],
 )
@@ -257,6 +258,21 @@ def test_an_abstention_has_its_own_outcome():
     assert play(env, TASK, ["<think>I don't know</think><answer>x</answer>"]).outcome == "answered"
     bapo = make_env(protocol=BAPO, reward_weights={"bapo": 1.0})
     assert play(bapo, TASK, [r"<answer>\boxed{I DON'T KNOW}</answer>"]).outcome == "abstained"
+
+
+@pytest.mark.parametrize("part", ["bapo", "exact_match", "f1"])
+def test_an_abstention_is_never_correct(part):
+    env = make_env(protocol=BAPO, reward_weights={part: 1.0}, correct_by=part)
+    answer = r"<think>?</think><answer>I don't know: \boxed{Paris}</answer>"
+    [reward] = env.score([Episode(task=TASK, turns=[Turn(text=answer)])])
+    assert reward.parts == {"format": 0, "bapo": 0, "exact_match": 0, "f1": 0}
+    assert (reward.total, reward.is_correct, reward.is_abstention) == (0, False, True)
+    # Not even where somebody made it an accepted answer.
+    honest = Task(id="t", question="?", answers=("I don't know",))
+    for sure in (env, make_env(correct_by="answer")):
+        text = r"<think>?</think><answer>\boxed{I don't know}</answer>"
+        [reward] = sure.score([Episode(task=honest, turns=[Turn(text=text)])])
+        assert not reward.is_correct
 
 
 def test_an_episode_in_bapos_protocol():
