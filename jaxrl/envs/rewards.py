@@ -177,8 +177,8 @@ def bapo_correctness(
 ) -> float:
     """F1 of the boxed answer where it is above 0, else `wrong`; `bad_format` where there is none.
 
-    An abstention is `wrong`, whatever its box holds. BAPO (https://arxiv.org/abs/2601.11037). ReCall (https://github.com/Agent-RL/ReCall) has 0 for
-    a bad format and 0.1 for a wrong answer.
+    An abstention is `wrong`, whatever its box holds. BAPO (https://arxiv.org/abs/2601.11037).
+    ReCall (https://github.com/Agent-RL/ReCall) has 0 for a bad format and 0.1 for a wrong answer.
     """
     answer = boxed_answer(response)
     if answer is None or not bapo_format(response):
