@@ -176,6 +176,9 @@ def default_config() -> ConfigDict:
     advantage.epsilon = 1e-6  # of grpo: added to the standard deviation
     advantage.baseline = False  # of reinforce_plus_plus: subtract the group's mean first
     advantage.k = 4  # of pass_at_k and its variants
+    # Pairs (step, k), the first at step 0: k once so many steps of the train stage are done, as
+    # ((0, 4), (60, 1)); (): advantage.k throughout.
+    advantage.k_schedule = ()
 
     config.loss = loss = ConfigDict()
     loss.name = "clip"  # clip, gspo or cispo
@@ -308,8 +311,13 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
         if isinstance(value, dict):
             flat += _flatten(value, f"{prefix}{key}.")
         else:
-            flat.append((f"{prefix}{key}", tuple(value) if isinstance(value, list) else value))
+            flat.append((f"{prefix}{key}", _with_tuples(value)))
     return flat
+
+
+def _with_tuples(value: Any) -> Any:
+    """Lists, also those inside of others, as the tuples they are in a configuration."""
+    return tuple(map(_with_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def flat_json(path: Path) -> dict[str, Any]:
@@ -457,8 +465,20 @@ def _check_ranges(config: ConfigDict) -> None:
     if not all(type(k) is int and 1 <= k <= config.eval.samples for k in config.eval.ks):
         expected = f"a tuple of whole numbers from 1 to eval.samples={config.eval.samples}"
         _refuse("eval.ks", config.eval.ks, expected)
+    _check_k_schedule(config.advantage.k_schedule)
     if config.advantage.ddof not in (0, 1):
         _refuse("advantage.ddof", config.advantage.ddof, "0 (population) or 1 (sample)")
+
+
+def _check_k_schedule(schedule: tuple[Any, ...]) -> None:
+    key = "advantage.k_schedule"
+    for pair in schedule:
+        is_pair = isinstance(pair, tuple) and [type(number) for number in pair] == [int, int]
+        if not is_pair or pair[1] < 1:
+            _refuse(key, schedule, "pairs (step, k) of whole numbers, k at least 1, or ()")
+    steps = [step for step, _ in schedule]
+    if steps[:1] not in ([], [0]) or steps != sorted(set(steps)):
+        _refuse(key, schedule, "pairs (step, k) with the first at step 0 and steps rising")
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:

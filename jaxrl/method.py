@@ -34,7 +34,7 @@ from jaxrl.objectives.controllers import (
 from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.entropy import EntropyThreshold
 from jaxrl.objectives.kl import kl_estimate
-from jaxrl.rules import has_gate, is_measured, needs_buckets, needs_windows
+from jaxrl.rules import has_gate, is_measured, is_pass_at_k, needs_buckets, needs_windows
 from jaxrl.types import Batch, Trajectory
 from jaxrl.update import TokenLoss
 
@@ -106,26 +106,31 @@ def _kl_weights(batch: Batch, kl_coef: float) -> jax.Array | float:
     return kl_coef if batch.kl_weights is None else batch.kl_weights
 
 
-def make_estimator(
-    config: ConfigDict,
-) -> Callable[[Sequence[Trajectory], int], np.ndarray]:
-    """`estimate(trajectories, step) -> float32 [N]`, one advantage a trajectory.
+def k_at(advantage: ConfigDict, stage_step: int) -> int:
+    """The k of the next step, after `stage_step` steps of the train stage."""
+    begun = [k for step, k in advantage.k_schedule if step <= stage_step]
+    return begun[-1] if begun else advantage.k
 
-    An environment error is in no group and gets 0. `step` seeds the estimators that draw.
+
+def make_estimator(config: ConfigDict) -> Callable[..., np.ndarray]:
+    """`estimate(trajectories, step, k) -> float32 [N]`, one advantage a trajectory.
+
+    An environment error is in no group and gets 0. `step` seeds the estimators that draw. `k` is
+    read by those of pass@k, which compile once for each.
     """
     settings = config.advantage
     name, seed = settings.name, config.seed
+    has_k = is_pass_at_k(config)
     keywords: dict[str, Any] = {}
     if name == "grpo":
         keywords = {key: settings[key] for key in ("normalize_std", "ddof", "epsilon")}
     elif name == "reinforce_plus_plus":
         keywords = {"baseline": settings.baseline}
-    elif name.startswith("pass_at_k"):
-        keywords = {"k": settings.k}
-    estimator = jax.jit(partial(_ESTIMATORS[name], **keywords))
+    static = ("k",) if has_k else ()
+    estimator = jax.jit(partial(_ESTIMATORS[name], **keywords), static_argnames=static)
 
-    def estimate(trajectories: Sequence[Trajectory], step: int) -> np.ndarray:
-        if name.startswith("pass_at_k"):
+    def estimate(trajectories: Sequence[Trajectory], step: int, k: int) -> np.ndarray:
+        if has_k:
             outcomes = np.array([t.is_correct and t.is_scored for t in trajectories], bool)
         else:
             outcomes = np.array([t.reward for t in trajectories], np.float32)
@@ -136,7 +141,9 @@ def make_estimator(
             extra = [np.array([t.mean_entropy for t in trajectories], np.float32)]
         elif name == "pass_at_k_bootstrap":
             extra = [jax.random.fold_in(jax.random.key(seed), step)]
-        return np.asarray(estimator(outcomes, scored_ids(trajectories), *extra), np.float32)
+        sizes = {"k": k} if has_k else {}
+        advantages = estimator(outcomes, scored_ids(trajectories), *extra, **sizes)
+        return np.asarray(advantages, np.float32)
 
     return estimate
 

@@ -96,6 +96,11 @@ def _passable(config: ConfigDict) -> bool:
     return any(low < count / size < high for count in range(size + 1))
 
 
+def _largest_k(config: ConfigDict) -> int:
+    """Of the schedule of k; 0 without one."""
+    return max((k for _, k in config.advantage.k_schedule), default=0)
+
+
 def _shapes(config: ConfigDict) -> bool:
     shaping = config.shaping
     return bool(shaping.overlong_buffer or shaping.boundary_aware or shaping.entropy_reward)
@@ -162,7 +167,9 @@ RULES = (
     ),
     Rule(
         "advantage.k",
-        lambda c: is_pass_at_k(c) and c.advantage.k >= c.rollout.group_size,
+        lambda c: (
+            is_pass_at_k(c) and not c.advantage.k_schedule and c.advantage.k >= c.rollout.group_size
+        ),
         "less than rollout.group_size: sets of k answers are compared, and the whole group is only "
         "one set",
     ),
@@ -170,9 +177,29 @@ RULES = (
         "advantage.k",
         lambda c: (
             c.advantage.name == "pass_at_k_full_sampling"
+            and not c.advantage.k_schedule
             and c.rollout.group_size < 2 * c.advantage.k
         ),
         "at most half of rollout.group_size: full sampling compares at least two sets of k",
+    ),
+    Rule(
+        "advantage.k_schedule",
+        lambda c: bool(c.advantage.k_schedule) and not is_pass_at_k(c),
+        "(), unless advantage.name is one of the pass_at_k estimators: the others have no k",
+    ),
+    Rule(
+        "advantage.k_schedule",
+        lambda c: _largest_k(c) >= c.rollout.group_size,
+        "every k less than rollout.group_size: sets of k answers are compared, and the whole group "
+        "is only one set",
+    ),
+    Rule(
+        "advantage.k_schedule",
+        lambda c: (
+            c.advantage.name == "pass_at_k_full_sampling"
+            and c.rollout.group_size < 2 * _largest_k(c)
+        ),
+        "every k at most half of rollout.group_size: full sampling compares at least two sets of k",
     ),
     Rule(
         "advantage.baseline",

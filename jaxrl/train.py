@@ -26,7 +26,7 @@ from jaxrl.collect import to_json as trajectory_to_json
 from jaxrl.config import STAGES
 from jaxrl.data import Stream
 from jaxrl.envs.base import Task
-from jaxrl.method import Controllers, make_estimator, make_policy_loss
+from jaxrl.method import Controllers, k_at, make_estimator, make_policy_loss
 from jaxrl.metrics import (
     Display,
     MetricsLog,
@@ -45,7 +45,7 @@ from jaxrl.minibatches import (
 from jaxrl.models import qwen
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.objectives.controllers import SkipSet
-from jaxrl.rules import is_measured
+from jaxrl.rules import is_measured, is_pass_at_k
 from jaxrl.sampling.engine import Counts, Engine
 from jaxrl.sampling.rollout import Interrupted, Seeds
 from jaxrl.sharding import num_batch_shards, param_shardings
@@ -396,7 +396,8 @@ def run_train(this: Run, params: Params) -> Params:
             trajectories, config, position.controllers, parts.is_trigger
         )
         trajectories = entropy_control.reward_entropy(trajectories, windows, config, controllers)
-        advantages = estimate(trajectories, position.step)
+        k = k_at(config.advantage, position.stage_step)
+        advantages = estimate(trajectories, position.step, k)
         minibatches = make_minibatches(
             trajectories,
             advantages,
@@ -441,6 +442,7 @@ def run_train(this: Run, params: Params) -> Params:
             **collected.metrics,
             **kl_metrics,
             **entropy_control.window_metrics(trajectories, windows, controllers),
+            **({"advantage/k": k} if is_pass_at_k(config) else {}),
             "actor/num_updates": int(state.num_updates),
             "actor/num_skipped": int(state.num_skipped),
             "rollout/tasks_taken": position.items_taken,

@@ -353,7 +353,7 @@ SIBLINGS = {
     dapo_small: {"reward/overlong/mean", "filter/kept_share"},
     bapo_small: {"reward/abstention/mean", "controller/gate/is_late"},
     ares_small: {"reward/entropy/mean", "controller/threshold/value", "actor/kl_loss"},
-    passk_small: set(),
+    passk_small: {"advantage/k"},
 }
 """The small siblings of the published configurations, and metrics that show their method."""
 
@@ -369,7 +369,7 @@ def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path,
     if config.filter.tasks_per_batch:
         sizes["filter.tasks_per_batch"] = 4
     if config.advantage.name == "pass_at_k":
-        sizes["advantage.k"] = 2
+        sizes["advantage.k_schedule"] = ((0, 2), (1, 1))
     if config.shaping.overlong_buffer:
         sizes["shaping.overlong_max_tokens"] = 80
     config.update_from_flattened_dict(sizes)

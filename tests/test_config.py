@@ -7,7 +7,15 @@ import yaml
 
 from configs import debug_tiny, quickstart
 from jaxrl import config as configuration
-from jaxrl.config import REWARD_PARTS, default_config, flatten, load_values, to_json, validate
+from jaxrl.config import (
+    REWARD_PARTS,
+    default_config,
+    flat_json,
+    flatten,
+    load_values,
+    to_json,
+    validate,
+)
 from jaxrl.objectives.controllers import BUCKETS
 
 ROOT = Path(configuration.__file__).parent
@@ -57,6 +65,13 @@ def test_shipped_configs_are_valid(name):
         ("eval.samples", 257, "at most 256"),
         ("eval.resamples", 0, "a number above 0"),
         ("eval.ks", (1, 2), "a tuple of whole numbers from 1 to eval.samples=1"),
+        ("advantage.k_schedule", (4, 1), "pairs (step, k)"),
+        ("advantage.k_schedule", ((0, 4, 1),), "pairs (step, k)"),
+        ("advantage.k_schedule", ((0, 4.0),), "pairs (step, k)"),
+        ("advantage.k_schedule", ((0, True),), "pairs (step, k)"),
+        ("advantage.k_schedule", ((0, 0),), "pairs (step, k)"),
+        ("advantage.k_schedule", ((1, 4),), "pairs (step, k) with the first at step 0"),
+        ("advantage.k_schedule", ((0, 4), (9, 2), (9, 1)), "pairs (step, k) with the first"),
         ("eval.ks", (0,), "a tuple of whole numbers from 1 to eval.samples=1"),
         ("eval.ks", (1.0,), "a tuple of whole numbers from 1 to eval.samples=1"),
         ("eval.ks", (True,), "a tuple of whole numbers from 1 to eval.samples=1"),
@@ -168,11 +183,13 @@ def test_bad_values(config, tmp_path, text, message):
 def test_json_round_trip(config, tmp_path):
     config.prompt.examples = ({"role": "user", "content": "Où ?"},)
     config.optimizer.lr = 1e-7
+    config.advantage.k_schedule = ((0, 4), (60, 1))
     file = tmp_path / "config.json"
     file.write_text(to_json(config), encoding="utf-8")
     other = default_config().lock()
     load_values(other, str(file))
     assert other == config
+    assert flat_json(file) == flatten(config)
     assert to_json(other) == to_json(config)
 
 

@@ -7,8 +7,9 @@ from functools import cache
 import numpy as np
 import pytest
 
+from jaxrl import method
 from jaxrl.config import ADVANTAGES, default_config
-from jaxrl.method import Controllers, make_estimator
+from jaxrl.method import Controllers, k_at, make_estimator
 from jaxrl.objectives.controllers import (
     AdaptiveKL,
     DifficultyBuckets,
@@ -38,10 +39,10 @@ def estimator(name, changes):
     return make_estimator(settings(**{"advantage.name": name, **dict(changes)}))
 
 
-def estimate(name, trajectories, step=0, **changes):
+def estimate(name, trajectories, step=0, k=4, **changes):
     """Advantages by name, of a batch that environment errors fill up."""
     rest = failures(group_id=99, count=NUM_TRAJECTORIES - len(trajectories))
-    got = estimator(name, tuple(changes.items()))([*trajectories, *rest], step)
+    got = estimator(name, tuple(changes.items()))([*trajectories, *rest], step, k)
     np.testing.assert_array_equal(got[len(trajectories) :], 0)
     return got[: len(trajectories)]
 
@@ -136,20 +137,18 @@ def test_full_sampling_by_hand():
 
 def test_the_entropy_of_sampled_tokens_says_which_groups_exploit():
     sure, unsure = judged([1, 0, 0, 0], 3, entropy=0.2), judged([1, 0, 0, 0], 5, entropy=0.8)
-    got = estimate("pass_at_k_entropy_guided", sure + unsure, **{"advantage.k": 2})
+    got = estimate("pass_at_k_entropy_guided", sure + unsure, k=2)
     np.testing.assert_allclose(got[:4], [1, *[-1 / 3] * 3], atol=1e-6)
     np.testing.assert_allclose(got[4:], [1.732051, *[-0.57735] * 3], atol=1e-6)
 
 
 def test_bootstrap_draws_anew_at_every_step_and_repeats():
     verdicts = judged([1, 0, 0, 1, 0, 0, 0, 0])
-    draws = [
-        estimate("pass_at_k_bootstrap", verdicts, step, **{"advantage.k": 2}) for step in range(6)
-    ]
-    again = estimate("pass_at_k_bootstrap", verdicts, 3, **{"advantage.k": 2})
+    draws = [estimate("pass_at_k_bootstrap", verdicts, step, k=2) for step in range(6)]
+    again = estimate("pass_at_k_bootstrap", verdicts, 3, k=2)
     np.testing.assert_array_equal(again, draws[3])
     assert len({draw.tobytes() for draw in draws}) > 3
-    other = estimate("pass_at_k_bootstrap", verdicts, 3, **{"advantage.k": 2, "seed": 1})
+    other = estimate("pass_at_k_bootstrap", verdicts, 3, k=2, seed=1)
     assert not np.array_equal(other, draws[3])
     for draw in draws:  # every subset's members share its advantage, and these add up to zero
         assert draw.sum() == pytest.approx(0, abs=1e-4)
@@ -160,9 +159,7 @@ def test_pass_at_k_reads_verdicts_only_and_the_others_rewards_only(name):
     verdicts = judged([1, 1, 0, 0, 0, 0, 1, 0])
     priced = [dataclasses.replace(t, reward=0.1 * i) for i, t in enumerate(verdicts)]
     turned = [dataclasses.replace(t, is_correct=not t.is_correct) for t in priced]
-    of_verdicts, of_prices, of_turned = (
-        estimate(name, x, **{"advantage.k": 2}) for x in (verdicts, priced, turned)
-    )
+    of_verdicts, of_prices, of_turned = (estimate(name, x, k=2) for x in (verdicts, priced, turned))
     reads_verdicts = name.startswith("pass_at_k")
     assert np.array_equal(of_verdicts, of_prices) == reads_verdicts
     assert np.array_equal(of_prices, of_turned) != reads_verdicts
@@ -170,7 +167,36 @@ def test_pass_at_k_reads_verdicts_only_and_the_others_rewards_only(name):
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_only_environment_errors_are_nothing(name):
-    np.testing.assert_array_equal(estimate(name, failures(count=8), **{"advantage.k": 2}), 0)
+    np.testing.assert_array_equal(estimate(name, failures(count=8), k=2), 0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [((), [4, 4, 4, 4]), (((0, 3),), [3, 3, 3, 3]), (((0, 3), (1, 2), (3, 1)), [3, 2, 2, 1])],
+)
+def test_k_follows_its_schedule_by_the_step_of_the_stage(schedule, expected):
+    advantage = settings(**{"advantage.k_schedule": schedule}).advantage
+    assert [k_at(advantage, stage_step) for stage_step in range(4)] == expected
+
+
+@pytest.mark.parametrize("name", ["pass_at_k", "pass_at_k_combination"])
+def test_with_k_of_one_pass_at_k_is_grpo_with_the_deviation_of_the_population(name):
+    got = estimate(name, judged([1, 0, 0, 0]), k=1)
+    np.testing.assert_allclose(got, [1.732051, *[-0.57735] * 3], atol=2e-6)
+
+
+def test_each_k_compiles_once(monkeypatch):
+    traced = []
+
+    def traces(is_correct, group_ids, *, k):
+        traced.append(k)
+        return is_correct * k
+
+    monkeypatch.setitem(method._ESTIMATORS, "pass_at_k", traces)
+    estimate = make_estimator(settings(**{"advantage.name": "pass_at_k"}))
+    for step, k in enumerate([4, 4, 1, 1, 1, 4]):
+        np.testing.assert_array_equal(estimate(judged([0, 1]), step, k), [0, k])
+    assert traced == [4, 1]
 
 
 # Controllers.

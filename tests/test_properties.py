@@ -10,7 +10,7 @@ import math
 import os
 import subprocess
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -372,9 +372,9 @@ SLOTS = 12  # trajectories in every batch, so that each estimator compiles once
 
 @cache
 def estimator(name, baseline=False):
-    config = configured({"advantage.name": name, "advantage.k": 2})
+    config = configured({"advantage.name": name})
     config.advantage.baseline = baseline
-    return make_estimator(config)
+    return partial(make_estimator(config), k=2)
 
 
 @st.composite

@@ -32,6 +32,15 @@ BROKEN = [
     ("rollout.group_size", {"rollout.group_size": 1}),
     ("advantage.k", {"advantage.name": "pass_at_k", "advantage.k": 8}),
     ("advantage.k", {"advantage.name": "pass_at_k_full_sampling", "advantage.k": 5}),
+    ("advantage.k_schedule", {"advantage.k_schedule": ((0, 4), (60, 1))}),  # of grpo
+    (
+        "advantage.k_schedule",
+        {"advantage.name": "pass_at_k", "advantage.k_schedule": ((0, 1), (60, 8))},
+    ),
+    (
+        "advantage.k_schedule",
+        {"advantage.name": "pass_at_k_full_sampling", "advantage.k_schedule": ((0, 5),)},
+    ),
     ("advantage.baseline", {"advantage.baseline": True}),
     ("shaping", {"advantage.name": "pass_at_k", "shaping.overlong_buffer": 8}),
     (
@@ -176,6 +185,11 @@ def test_a_small_sibling_keeps_the_method(module):
             "kl.low_factor": 0.5, "kl.controller": "budget", "loss.clip_high": 0.28,
         },
         {"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1},
+        # k itself is not read where it has a schedule.
+        {
+            "advantage.name": "pass_at_k", "advantage.k": 9,
+            "advantage.k_schedule": ((0, 7), (60, 1)),
+        },
         {"loss.name": "gspo", "loss.aggregation": "seq-mean-token-mean"},
         {"kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.controller": "adaptive"},
         {**GATED, "filter.name": "varied", "filter.metric": "seq_reward"},

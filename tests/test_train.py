@@ -21,7 +21,7 @@ def minibatches(members, **changes):
         {"rollout.tasks_per_step": 2, "rollout.group_size": 3, "optimizer.micro_rows": 2, **changes}
     )
     shape = assemble.train_shape(config)
-    return make_minibatches(members, make_estimator(config)(members, 0), shape, config)
+    return make_minibatches(members, make_estimator(config)(members, 0, 4), shape, config)
 
 
 def test_a_loss_without_environment_errors_is_that_of_the_others_alone():
@@ -62,9 +62,9 @@ def test_merged_metrics():
 def test_a_failed_trajectory_is_in_no_group():
     members = [trajectory(0, 1.0), trajectory(0, 0.0, seed=1), make_failure(sample_index=2)]
     config = debug_tiny.get_config()
-    np.testing.assert_allclose(make_estimator(config)(members, 0), [0.5, -0.5, 0.0])
+    np.testing.assert_allclose(make_estimator(config)(members, 0, 4), [0.5, -0.5, 0.0])
     config.advantage.normalize_std = True
-    got = make_estimator(config)(members, 0)
+    got = make_estimator(config)(members, 0, 4)
     np.testing.assert_allclose(got, np.array([0.5, -0.5, 0.0]) / math.sqrt(0.5), rtol=1e-5)
 
 
