@@ -62,7 +62,8 @@ def _win_probability(own: int, rivals: tuple[int, ...], num_blank: int, k: int) 
     """Chance that an answer given `own` times wins the vote among k of all samples.
 
     Counts the subsets: `ways[t, d]` of them take d samples from the rivals seen so far, of which t
-    have as many votes as the answer and none more. All terms are positive, so floats lose nothing.
+    have as many votes as the answer and none more. A rival is a polynomial in t and d, and rivals
+    multiply. All terms are positive, so floats lose nothing.
 
     Args:
         own: samples that gave the answer.
@@ -70,22 +71,21 @@ def _win_probability(own: int, rivals: tuple[int, ...], num_blank: int, k: int) 
         num_blank: samples without an answer.
         k: samples that are drawn.
     """
+    from scipy.signal import convolve2d  # late: it takes a second, and few evaluations vote
+
     total = 0.0
     for votes in range(1, min(own, k) + 1):
         room = k - votes
         max_ties = min(len(rivals), room // votes)
-        ways = np.zeros((max_ties + 1, room + 1))
-        ways[0, 0] = 1.0
+        ways = np.ones((1, 1))
         for rival in rivals:
-            taken = np.zeros_like(ways)
-            for drawn in range(min(rival, votes - 1, room) + 1):
-                taken[:, drawn:] += math.comb(rival, drawn) * ways[:, : room + 1 - drawn]
-            if votes <= min(rival, room):
-                taken[1:, votes:] += math.comb(rival, votes) * ways[:-1, : room + 1 - votes]
-            ways = taken
-        blanks = [float(math.comb(num_blank, room - drawn)) for drawn in range(room + 1)]
-        shares = 1.0 / np.arange(1, max_ties + 2)
-        total += math.comb(own, votes) * float(shares @ ways @ np.array(blanks))
+            taken = np.zeros((2, votes + 1))
+            taken[0, :votes] = [math.comb(rival, drawn) for drawn in range(votes)]
+            taken[1, votes] = math.comb(rival, votes)
+            ways = convolve2d(ways, taken)[: max_ties + 1, : room + 1]
+        blanks = np.array([float(math.comb(num_blank, room - d)) for d in range(ways.shape[1])])
+        shares = 1.0 / np.arange(1, len(ways) + 1)
+        total += math.comb(own, votes) * float(shares @ ways @ blanks)
     return total / math.comb(own + sum(rivals) + num_blank, k)
 
 
