@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
@@ -270,19 +271,33 @@ def load_values(config: ConfigDict, path: str) -> None:
     check_keys(flat, source=f"{path}: ")
     defaults = flatten(default_config())
     for key, value in flat.items():
-        # YAML takes a number without a point, such as 1e-6, for text.
-        if isinstance(defaults[key], float) and isinstance(value, str) and _is_number(value):
-            value = flat[key] = float(value)
+        value = flat[key] = as_default(value, defaults[key])
         _check_type(f"{path}: {key}", value, defaults[key])
     config.update_from_flattened_dict(flat)
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+SWITCHES = dict.fromkeys(("true", "t", "1", "yes", "y", "on"), True)
+SWITCHES |= dict.fromkeys(("false", "f", "0", "no", "n", "off"), False)
+"""Words for True and False, in lower case."""
+
+
+def as_default(value: Any, default: Any) -> Any:
+    """A value as the key's default has it, where it stands for one; else the value itself.
+
+    A switch may be `yes` or `off`, a whole number `1e3`; YAML takes a number without a point, such
+    as 1e-6, for text.
+    """
+    if not isinstance(value, str):
+        return value
+    if isinstance(default, bool):
+        return SWITCHES.get(value.lower(), value)
+    if isinstance(default, int | float):
+        with contextlib.suppress(ValueError):
+            if isinstance(default, float):
+                return float(value)
+            if not value.isdecimal() and float(value).is_integer():
+                return int(float(value))
+    return value
 
 
 def check_keys(keys: Iterable[str], *, source: str = "") -> None:

@@ -11,6 +11,7 @@ model's config.json alone, and ends with 0 if it fits and 1 if it does not.
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import logging
@@ -237,9 +238,10 @@ def _check_workdir(config: ConfigDict, workdir: Path) -> None:
 
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """Flags, and the config file that they name."""
+    logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of what is refused below
     try:
         _check_config_flags(argv)
-        return flags.FLAGS(list(argv))
+        return flags.FLAGS([_plain(argument) for argument in argv])
     except Exception as error:  # a config file is a program: anything may go wrong in it
         _refuse(error)
 
@@ -251,9 +253,46 @@ def _check_config_flags(argv: Sequence[str]) -> None:
         raise FileNotFoundError(
             f"--config={file} is not a file; expected one such as configs/quickstart.py."
         )
-    names = [argument.partition("=")[0] for argument in argv]
-    overrides = [re.fullmatch(r"--?(?:no)?config\.(.+)", name) for name in names]
+    if file is not None and Path(file).suffix in (".yaml", ".yml", ".json"):
+        raise ValueError(
+            f"--config={file} takes a Python file, such as configs/quickstart.py; keys in YAML or "
+            f"JSON go beside it, as --values={file}."
+        )
+    names = [argument.partition("=")[0] for argument in argv[1:]]
+    for name in names:
+        _check_prefix(name)
+    overrides = [_OVERRIDE.fullmatch(name) for name in names]
     configuration.check_keys([match[1] for match in overrides if match])
+
+
+_OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
+
+
+def _check_prefix(name: str) -> None:
+    """Refuses a key of the configuration as a flag of its own, as in `--optimizer.lr`."""
+    key = name.lstrip("-")
+    if not name.startswith("-") or key in flags.FLAGS or key.partition(".")[0] == "config":
+        return
+    if key in configuration.flatten(configuration.default_config()):
+        raise ValueError(f"{name} is not a flag; set this key as --config.{key}=value.")
+
+
+def _plain(argument: str) -> str:
+    """An argument with its value as absl reads it: 1000 for `--config.num_steps=1e3`.
+
+    Raises:
+        ValueError: a switch is set to something else than true or false.
+    """
+    name, equals, value = argument.partition("=")
+    match = _OVERRIDE.fullmatch(name)
+    if not (equals and match):
+        return argument
+    default = configuration.flatten(configuration.default_config())[match[1]]
+    if isinstance(default, bool) and value.lower() not in configuration.SWITCHES:
+        raise ValueError(f"{argument}: expected true or false.")
+    if isinstance(default, float):
+        return argument  # absl reads every spelling
+    return f"{name}={configuration.as_default(value, default)}"
 
 
 def _config_file(argv: Sequence[str]) -> str | None:
@@ -269,16 +308,26 @@ def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
     """The configuration with all its values, and the workdir."""
     if len(argv) > 1:
         raise ValueError(f"unexpected arguments {list(argv[1:])}; settings are --config.key=value.")
-    if _PLAN.value and _CONFIG.value is None:
+    file, config = _config_file(sys.argv), _CONFIG.value
+    # One that could not be read raises here what went wrong, as for any attribute.
+    if file is not None and not hasattr(config, "update_from_flattened_dict"):
+        raise TypeError(
+            f"{file}: get_config returned a {type(config).__name__}; expected "
+            "jaxrl.config.default_config() with changes."
+        )
+    if _PLAN.value and config is None:
         raise ValueError("--config=configs/X.py is needed to plan.")
-    if not _PLAN.value and (_CONFIG.value is None or _WORKDIR.value is None):
+    if not _PLAN.value and (config is None or _WORKDIR.value is None):
         raise ValueError("--config=configs/X.py and --workdir=runs/X are both needed.")
-    config = _CONFIG.value
     if _VALUES.value is not None:
         configuration.load_values(config, _VALUES.value)
         overrides = config_flags.get_override_values(flags.FLAGS["config"])
         config.update_from_flattened_dict(overrides)
-    return config, Path(_WORKDIR.value or "")
+    workdir = Path(_WORKDIR.value or "")
+    for folder in (workdir, *workdir.parents):
+        if folder.exists() and not folder.is_dir():
+            raise NotADirectoryError(f"--workdir={workdir}: {folder} is a file; name a folder.")
+    return config, workdir
 
 
 def _refuse(error: Exception) -> NoReturn:
@@ -288,10 +337,25 @@ def _refuse(error: Exception) -> NoReturn:
     sys.exit(f"error: {printable(_message(error))}")
 
 
+_REMEDIES = {
+    errno.EACCES: "give this user the right to it (ls -l shows who has it).",
+    errno.EPERM: "give this user the right to it (ls -l shows who has it).",
+    errno.EROFS: "name a place that can be written to.",
+}
+"""What to do about errors of the system, whose texts do not say it."""
+
+
 def _message(error: Exception) -> str:
     """An error in one line, with its place where it happened in the config file."""
     place = ""
     origin: BaseException = error
+    if str(error).endswith("has no attribute 'get_config'"):
+        return (
+            f"{_config_file(sys.argv)} has no get_config; expected a function of that name which "
+            "returns the configuration, as in configs/quickstart.py."
+        )
+    if isinstance(error, OSError) and error.filename and error.errno in _REMEDIES:
+        return f"{error.filename}: {error.strerror}; {_REMEDIES[error.errno]}"
     cause: BaseException | None = error
     while cause is not None:
         for frame in traceback.extract_tb(cause.__traceback__):

@@ -39,6 +39,7 @@ def refusal(monkeypatch, capfd, tmp_path, tiny_world):
         workdir = tmp_path / "workdir"
         argv = ["launch", f"--config={config}", f"--workdir={workdir}", *arguments]
         monkeypatch.setattr(sys, "argv", argv)
+        sys.modules.pop("config_config", None)  # a config file is loaded into what is there
         monkeypatch.setattr("jaxrl.train.run", lambda *_: pytest.fail("the run was begun"))
         for name in ("socket.connect", "getaddrinfo"):
             monkeypatch.setattr(f"socket.{name}", lambda *_, **__: pytest.fail("network"))
@@ -162,6 +163,31 @@ class TestFlags:
         wanted = "there is no key config.model.remt; did you mean model.remat?"
         assert refusal("--noconfig.model.remt") == wanted
 
+    @pytest.mark.parametrize(
+        ("argument", "key"),
+        [
+            ("--optimizer.lr=1e-5", "optimizer.lr"),
+            ("-optimizer.lr", "optimizer.lr"),
+            ("--seed=3", "seed"),
+        ],
+    )
+    def test_key_without_its_prefix(self, refusal, argument, key):
+        flag = argument.partition("=")[0]
+        assert refusal(argument) == f"{flag} is not a flag; set this key as --config.{key}=value."
+
+    def test_neither_yes_nor_no(self, refusal):
+        message = refusal("--config.model.remat=maybe")
+        assert message == "--config.model.remat=maybe: expected true or false."
+
+    def test_part_of_a_whole_number(self, refusal):
+        assert "invalid literal for int()" in refusal("--config.num_steps=1.5e0")
+
+    @pytest.mark.parametrize("inside", ["", "/run"])
+    def test_a_workdir_that_is_a_file(self, refusal, tmp_path, inside):
+        file = write(tmp_path / "taken")
+        message = refusal(f"--workdir={file}{inside}")
+        assert message == f"--workdir={file}{inside}: {file} is a file; name a folder."
+
     def test_traceback_on_demand(self, monkeypatch, tmp_path):
         argv = ["launch", f"--config={CONFIG}", "--workdir=x", "--config.sed=1", "--traceback"]
         monkeypatch.setattr(sys, "argv", argv)
@@ -192,6 +218,25 @@ class TestConfigFile:
         file = write(tmp_path / "bad.py", "def get_config(:")
         assert refusal(config=str(file)) == "invalid syntax (bad.py, line 1)"
 
+    @pytest.mark.parametrize("name", ["my.yaml", "my.json"])
+    def test_values_in_its_place(self, refusal, tmp_path, name):
+        file = write(tmp_path / name, "seed: 3")
+        message = refusal(config=str(file))
+        assert message.startswith(f"--config={file} takes a Python file, such as configs/quick")
+        assert f"as --values={file}." in message
+
+    def test_without_get_config(self, refusal, tmp_path):
+        file = write(tmp_path / "bad.py", "config = 3")
+        wanted = f"{file} has no get_config; expected a function of that name"
+        assert refusal(config=str(file)).startswith(wanted)
+
+    @pytest.mark.parametrize("result", ["None", "{}"])
+    def test_another_result(self, refusal, tmp_path, result):
+        file = write(tmp_path / "bad.py", "def get_config():", f"    return {result}")
+        message = refusal(config=str(file))
+        assert message.startswith(f"{file}: get_config returned a ")
+        assert message.endswith("expected jaxrl.config.default_config() with changes.")
+
     def test_unknown_reward_part(self, refusal, tmp_path):
         lines = ["config.unlock()", "config.reward.weights.exactmatch = 1.0"]
         message = refusal(config=str(write_config(tmp_path / "bad.py", *lines)))
@@ -215,14 +260,18 @@ class TestValues:
 
     def test_the_command_line_wins(self, monkeypatch, tmp_path):
         lines = ["seed: 5", "rollout.group_size: 3", "optimizer:", "  lr: 1e-6"]
+        lines += ["rollout.num_slots: 1e2", "env.python: on"]
         values = write(tmp_path / "my.yaml", *lines)
         argv = ["launch", f"--config={CONFIG}", f"--workdir={tmp_path}", f"--values={values}"]
-        argv += ["--config.seed=7", "--config.stages=('train',)", "--noconfig.model.remat"]
+        argv += ["--config.seed=7", "--config.stages=('train',)", "--config.model.remat=no"]
+        argv += ["--config.num_steps=1e3", "--config.prompt.template=1e3 {question}"]
         monkeypatch.setattr(sys, "argv", argv)
         with flagsaver.flagsaver():
             config, workdir = launch._read(launch.parse_flags(argv))
         assert (config.seed, config.rollout.group_size, config.optimizer.lr) == (7, 3, 1e-6)
         assert (config.stages, config.model.remat) == (("train",), False)
+        assert (config.num_steps, config.prompt.template) == (1000, "1e3 {question}")
+        assert (config.rollout.num_slots, config.env.python) == (100, True)
         assert workdir == tmp_path
 
 

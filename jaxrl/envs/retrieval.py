@@ -211,8 +211,11 @@ class LocalSearch(SearchEngine):
 
         Raises:
             FileNotFoundError: there is no such corpus.
+            NotADirectoryError: `index_dir` is a file.
             ValueError: the corpus is malformed or empty, or `topk` is below 1.
         """
+        if Path(index_dir).exists() and not Path(index_dir).is_dir():
+            raise NotADirectoryError(f"the index folder {index_dir} is a file; name a folder.")
         if topk < 1:
             raise ValueError(f"topk is {topk}; a search must show at least 1 document.")
         self._topk = topk
