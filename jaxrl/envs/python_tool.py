@@ -14,6 +14,8 @@ from jaxrl.envs.base import ToolError
 
 MAX_WORKERS = 8  # snippets that run at once
 
+MAX_ERROR = 2_000  # characters of an error that are kept
+
 NO_OUTPUT = "No output"
 """What a snippet that prints nothing is answered with."""
 
@@ -24,6 +26,8 @@ class PythonTool(abc.ABC):
     @abc.abstractmethod
     def run(self, code: str) -> str:
         """What the code printed, or how it failed: the model's errors are text too.
+
+        Both are bounded, whatever the code does: one line can make an error of any length.
 
         Raises:
             ToolError: the sandbox failed, not the code.
@@ -57,7 +61,7 @@ class MontyTool(PythonTool):
         self,
         *,
         timeout_s: float = 5.0,
-        max_memory: int = 128 * 2**20,
+        max_memory: int = 64 * 2**20,
         max_output: int = 100_000,
         max_workers: int = MAX_WORKERS,
     ) -> None:
@@ -65,7 +69,8 @@ class MontyTool(PythonTool):
 
         Args:
             timeout_s: of one snippet.
-            max_memory: bytes that a snippet may hold.
+            max_memory: bytes that a snippet may hold. An error's text is cut where it arrives, so
+                for a moment this process may hold as much of it.
             max_output: bytes that a snippet may print.
             max_workers: processes at most.
 
@@ -95,26 +100,39 @@ class MontyTool(PythonTool):
         weakref.finalize(self, self._pool.__exit__, None, None, None)
 
     def run(self, code: str) -> str:
-        """What the code printed; the last line of its traceback if it failed."""
-        try:
-            with self._pool.checkout(limits=self._limits, os_policy=self._policy) as session:
-                return self._feed(session, code)
-        except (self._monty.MontyError, RuntimeError, OSError) as error:
-            raise ToolError(f"the Python sandbox failed: {error}") from error
+        """What the code printed; the type and text of its error, without traceback, if it failed.
 
-    def _feed(self, session: Any, code: str) -> str:
+        A worker that dies may have been killed from outside, as the system does when memory runs
+        out, so its code runs again in another one. Where that dies too, it is the code's doing.
+        """
+        try:
+            for _ in range(2):
+                with self._pool.checkout(limits=self._limits, os_policy=self._policy) as session:
+                    outcome = self._feed(session, code)
+                if outcome is not None:
+                    return outcome
+        except (self._monty.MontyError, RuntimeError, OSError) as error:
+            raise ToolError(f"the Python sandbox failed: {_shortened(str(error))}") from error
+        return "SystemError: the interpreter crashed"
+
+    def _feed(self, session: Any, code: str) -> str | None:
+        """What the code is answered with; None where the worker died."""
         printed = self._monty.CollectString(self._max_output)
         try:
             session.feed_run(code, print_callback=printed)
         except self._monty.MontyCrashedError as error:
-            # Code that breaks its interpreter does so again: not worth waiting and retrying for.
-            return _TIMEOUT if error.timed_out else "SystemError: the interpreter crashed"
+            return _TIMEOUT if error.timed_out else None
         except (self._monty.MontyRuntimeError, self._monty.MontySyntaxError) as error:
-            message = error.display().rstrip().rpartition("\n")[2]
+            # Without the traceback, which repeats long lines of code.
+            message = _shortened(error.display("type-msg")).rstrip()
             # As they come, these say what was measured, which is different each time.
             fixed = {"TimeoutError": _TIMEOUT, "MemoryError": "MemoryError: limit exceeded"}
             return fixed.get(message.partition(":")[0], message)
         return printed.output.strip("\n") or NO_OUTPUT
+
+
+def _shortened(error: str) -> str:
+    return error if len(error) <= MAX_ERROR else error[:MAX_ERROR] + " .."
 
 
 _TIMEOUT = "TimeoutError: time limit exceeded"
