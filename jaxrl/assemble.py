@@ -54,6 +54,7 @@ class Parts:
     rollout: RolloutFunction
     rollout_without_search: RolloutFunction  # the control: the engine finds nothing
     is_trigger: np.ndarray | None = None  # bool [V], ids that may count as wavering; None: all
+    notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
 
 
 def assemble(config: ConfigDict) -> Parts:
@@ -90,14 +91,15 @@ def assemble(config: ConfigDict) -> Parts:
         max_response_tokens=config.rollout.max_response_tokens,
         max_total_tokens=config.rollout.max_total_tokens,
         max_observation_tokens=config.search.max_observation_tokens,
+        overlong_prompts=config.rollout.overlong_prompts,
     )
     schedule = Schedule(
         deterministic=config.rollout.deterministic,
         lag_chunks=config.rollout.observation_lag_chunks,
     )
     rollouts = [Rollout(engine, env, tokenizer, automaton, limits, schedule) for env in envs]
-    for task in [*tasks, *eval_tasks]:
-        rollouts[0].check_prompt(task)
+    tasks, note = fit_prompts(tasks, rollouts[0], config, "config.tasks.train.source")
+    eval_tasks, eval_note = fit_prompts(eval_tasks, rollouts[0], config, "config.tasks.eval.source")
     return Parts(
         mesh=mesh,
         model_config=model_config,
@@ -117,7 +119,38 @@ def assemble(config: ConfigDict) -> Parts:
         rollout=shared(rollouts[0]),
         rollout_without_search=shared(rollouts[1]),
         is_trigger=trigger_ids(tokenizer, config.shaping.trigger_words),
+        notes=tuple(text for text in (note, eval_note) if text),
     )
+
+
+def fit_prompts(
+    tasks: list[Task], rollout: Rollout, config: ConfigDict, key: str
+) -> tuple[list[Task], str]:
+    """The tasks that are played, and what is to be told of those with overlong prompts.
+
+    Args:
+        tasks: of one file.
+        rollout: plays them, and cuts prompts itself.
+        config: says what becomes of an overlong prompt.
+        key: the configuration key that named the file, for messages.
+
+    Raises:
+        ValueError: a prompt is overlong and refused, or all are and would be dropped.
+    """
+    limit = config.rollout.max_prompt_tokens
+    fitting = [task for task in tasks if rollout.prompt_fits(task)]
+    count = len(tasks) - len(fitting)
+    if count == 0:
+        return tasks, ""
+    what = f"{count} of {len(tasks)} tasks have prompts of more than {limit} tokens"
+    if config.rollout.overlong_prompts == "truncate_left":
+        return tasks, f"{key}: {what}; their last {limit} tokens are kept"
+    if not fitting:
+        raise ValueError(
+            f"{key}: {what}, and config.rollout.overlong_prompts='drop' would leave none; raise "
+            "config.rollout.max_prompt_tokens, or set overlong_prompts to 'truncate_left'."
+        )
+    return fitting, f"{key}: {what} and are left out"
 
 
 def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:

@@ -32,6 +32,7 @@ LOSSES = ("clip", "gspo", "cispo")
 FILTERS = ("none", "varied", "accuracy_range")
 FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 KL_CONTROLLERS = ("fixed", "adaptive", "log", "budget")
+OVERLONG_PROMPTS = ("refuse", "drop", "truncate_left")
 SUITES = ("sampled", "greedy", "empty_search")
 AGGREGATIONS = (
     "token-mean",
@@ -135,7 +136,10 @@ def default_config() -> ConfigDict:
     rollout.group_size = 8  # trajectories of each task
     rollout.temperature = 1.0
     rollout.top_p = 1.0  # draw from the likeliest tokens of this probability; 1: from all
-    rollout.max_prompt_tokens = 1024  # a longer prompt is refused
+    rollout.max_prompt_tokens = 1024
+    # What becomes of a longer prompt. refuse: the run does not begin; drop: its task is left out;
+    # truncate_left: its first tokens are cut off.
+    rollout.overlong_prompts = "refuse"
     rollout.max_response_tokens = 512  # sampled tokens of a trajectory, over all turns
     rollout.max_total_tokens = 2048  # prompt, sampled tokens and observations of a trajectory
     rollout.max_turns = 4  # turns that search; asking once more ends the episode
@@ -385,6 +389,7 @@ def _check_choices(config: ConfigDict) -> None:
         "search.engine": (config.search.engine, ("local", "empty")),
         "env.name": (config.env.name, ("search", "math")),
         "env.protocol": (config.env.protocol, ("search_r1", "bapo")),
+        "rollout.overlong_prompts": (config.rollout.overlong_prompts, OVERLONG_PROMPTS),
         "reward.correct": (config.reward.correct, ("exact_match", "f1", "bapo", "math")),
         "filter.name": (config.filter.name, FILTERS),
         "filter.metric": (config.filter.metric, FILTER_METRICS),

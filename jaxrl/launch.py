@@ -117,7 +117,7 @@ def _run(config: ConfigDict, workdir: Path, should_stop: Callable[[], bool]) -> 
         except INPUT_ERRORS as error:
             _refuse(error)
         display = Display(is_shown=distributed.is_main())
-        for line in said:
+        for line in (*said, *parts.notes):
             display.say(line)
         try:
             run(config, workdir, parts, display, should_stop)

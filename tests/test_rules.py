@@ -202,3 +202,19 @@ def test_a_small_sibling_keeps_the_method(module):
 )  # fmt: skip
 def test_what_goes_together_is_accepted(changes):
     validate(settings(**changes))
+
+
+def test_dapo_has_the_three_published_setups():
+    full = flatten(dapo.get_config())
+    changes = {}
+    for setup in dapo.SETUPS:
+        config = dapo.get_config(setup)
+        validate(config, needs_data=False)
+        changes[setup] = {key for key, value in flatten(config).items() if value != full[key]}
+    assert changes == {
+        "full": set(),
+        "no_dynamic_sampling": {"filter.name", "filter.tasks_per_batch"},
+        "early": {"filter.name", "filter.tasks_per_batch", "loss.aggregation"},
+    }
+    with pytest.raises(ValueError, match="no setup 'late'; expected one of full, no_dynamic_sampl"):
+        dapo.get_config("late")

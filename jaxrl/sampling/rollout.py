@@ -40,17 +40,20 @@ class Limits:
     """Token budgets of one trajectory.
 
     Attributes:
-        max_prompt_tokens: a longer prompt is refused.
+        max_prompt_tokens: a longer prompt is refused, or cut.
         max_response_tokens: sampled tokens, over all turns.
         max_total_tokens: prompt, sampled tokens and observations together.
         max_observation_tokens: of the body of one observation; what is beyond is cut off inside
             the tags.
+        overlong_prompts: what becomes of a longer prompt: `refuse`, `drop` (whoever draws tasks
+            leaves it out) or `truncate_left` (its first tokens are cut off).
     """
 
     max_prompt_tokens: int
     max_response_tokens: int
     max_total_tokens: int
     max_observation_tokens: int
+    overlong_prompts: str = "refuse"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,7 +258,7 @@ class Rollout:
 
     def _submit(self, draws: Sequence[Draw], group_size: int, seeds: Seeds) -> dict[int, _Sample]:
         tasks = [draw.task for draw in draws]
-        prompts = [self.check_prompt(task) for task in tasks]
+        prompts = [self._prompt(task) for task in tasks]
         keys = sample_keys(
             seeds.seed,
             seeds.stage,
@@ -282,20 +285,40 @@ class Rollout:
             samples.append(sample)
         return dict(zip(self._engine.submit(requests), samples, strict=True))
 
-    def check_prompt(self, task: Task) -> list[int]:
-        """The ids of a task's prompt.
+    def prompt_fits(self, task: Task) -> bool:
+        """Whether the prompt of a task is within its limit.
 
         Raises:
-            ValueError: it is longer than its limit.
+            ValueError: it is longer, and that is refused; or it is empty.
         """
-        prompt = self._tokenizer.render_prompt(self._env.start([task])[0])
-        limit = min(self._limits.max_prompt_tokens, self._limits.max_total_tokens - 1)
+        prompt, limit = self._render_prompt(task), self._prompt_limit
+        if not prompt or (len(prompt) > limit and self._limits.overlong_prompts == "refuse"):
+            raise self._unfit(task, len(prompt))
+        return len(prompt) <= limit
+
+    def _prompt(self, task: Task) -> list[int]:
+        """The ids of a task's prompt, cut if that is wanted."""
+        prompt, limit = self._render_prompt(task), self._prompt_limit
+        if self._limits.overlong_prompts == "truncate_left":
+            prompt = prompt[-limit:]
         if not 0 < len(prompt) <= limit:
-            raise ValueError(
-                f"the prompt of task {task.id!r} has {len(prompt)} tokens; expected 1 to {limit}. "
-                "Raise config.rollout.max_prompt_tokens and max_total_tokens, or leave it out."
-            )
+            raise self._unfit(task, len(prompt))
         return prompt
+
+    @property
+    def _prompt_limit(self) -> int:
+        return min(self._limits.max_prompt_tokens, self._limits.max_total_tokens - 1)
+
+    def _render_prompt(self, task: Task) -> list[int]:
+        return self._tokenizer.render_prompt(self._env.start([task])[0])
+
+    def _unfit(self, task: Task, length: int) -> ValueError:
+        return ValueError(
+            f"the prompt of task {task.id!r} has {length} tokens; expected 1 to "
+            f"{self._prompt_limit}. Raise config.rollout.max_prompt_tokens and max_total_tokens, "
+            "or set config.rollout.overlong_prompts to 'drop' (leaves such tasks out) or "
+            "'truncate_left' (cuts their first tokens off)."
+        )
 
     def _budget(self, length: int, *, num_sampled: int) -> int:
         limits = self._limits

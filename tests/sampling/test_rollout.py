@@ -264,6 +264,18 @@ def test_a_prompt_that_is_too_long_is_refused_by_name(player):
         play_one(player, search_env(), limits=with_limits(max_total_tokens=10))
 
 
+def test_a_prompt_may_be_cut_from_the_left(player):
+    """As verl does for DAPO: the last tokens stay, and the question's end with them."""
+    question = "In which of the many towns is the tower, where?"
+    teach(player, LAST, question=question)
+    limits = with_limits(max_prompt_tokens=12, overlong_prompts="truncate_left")
+    got = play_one(player, search_env(), question, limits=limits)
+    prompt = player.tokenizer.render_prompt([{"role": "user", "content": question}])
+    assert len(prompt) > 12
+    assert got.prompt_length == 12
+    assert got.token_ids[:12].tolist() == prompt[-12:]
+
+
 class DeadSearch(SearchEngine):
     def search(self, query):
         raise SearchError("the server is gone")
