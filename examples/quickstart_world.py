@@ -26,6 +26,7 @@ import itertools
 import json
 import random
 import re
+import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -472,6 +473,8 @@ def write_model(folder: Path, tokenizer: tokenizers.Tokenizer, *, seed: int) -> 
     tokenizer.save(str(folder / "tokenizer.json"))
     weights = random_weights(config, np.random.default_rng(seed))
     safetensors.numpy.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    # safetensors lets nobody but the owner read its files.
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
 
 
 def write_json(path: Path, value: Any) -> None:

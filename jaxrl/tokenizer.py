@@ -80,6 +80,8 @@ class Tokenizer:
                 f"{folder} holds no tokenizer.json; expected a fast tokenizer's file. Save it "
                 "there with transformers' `save_pretrained`, or set `model.path` to another folder."
             )
+        for file in folder.glob("*.json"):
+            file.open("rb").close()  # what may not be read is told by name
         # transformers asks the hub about a path it does not know, and advises installing torch.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

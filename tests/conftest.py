@@ -1,7 +1,9 @@
 """Checks array annotations in every test run, and what tests share."""
 
 import os
+import tempfile
 from importlib.metadata import version
+from pathlib import Path
 
 import jax
 import pytest
@@ -43,6 +45,14 @@ def tiny_world(tmp_path_factory):
     sizes = ["--num_people=40", "--num_held_out=8", "--num_demonstrations=400"]
     quickstart_world.main([f"--out={folder}", *sizes])
     return folder
+
+
+@pytest.fixture
+def open_folder():
+    """An empty folder that every user may enter; pytest's own are one user's."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -181,3 +181,16 @@ def shapes_in(text):
     """All array shapes in a program's text."""
     found = re.findall(r"\b(?:pred|bf16|[fsu]\d+)\[([\d,]*)\]", text)
     return {tuple(int(size) for size in sizes.split(",") if size) for sizes in found}
+
+
+@contextmanager
+def as_nobody():
+    """Rights count, also for tests that run as root; what a test reads lies in a folder for all."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)

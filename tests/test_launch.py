@@ -13,6 +13,10 @@ from absl.testing import flagsaver
 from configs import debug_tiny
 from jaxrl import launch
 from jaxrl.config import to_json
+from jaxrl.models.hf_weights import open_tensors
+from jaxrl.models.qwen import QwenConfig
+from jaxrl.tokenizer import Tokenizer
+from tests.helpers import as_nobody
 
 CONFIG = "configs/debug_tiny.py"
 
@@ -276,6 +280,22 @@ class TestValues:
 
 
 class TestFiles:
+    @pytest.mark.parametrize(
+        ("name", "read"),
+        [
+            ("model.safetensors", open_tensors),
+            ("tokenizer.json", Tokenizer.from_folder),
+            ("config.json", QwenConfig.from_hf),
+        ],
+    )
+    def test_a_model_that_may_not_be_read(self, tiny_world, open_folder, name, read):
+        model = shutil.copytree(tiny_world / "model", open_folder / "model")
+        (model / name).chmod(0)
+        with as_nobody(), pytest.raises(PermissionError) as raised:
+            read(model)
+        wanted = f"{model / name}: Permission denied; give this user the right to it (ls -l shows"
+        assert launch._message(raised.value).startswith(wanted)
+
     def test_truncated_weights(self, refusal, model):
         file = model / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-1000])

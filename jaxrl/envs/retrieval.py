@@ -211,6 +211,7 @@ class LocalSearch(SearchEngine):
 
         Raises:
             FileNotFoundError: there is no such corpus.
+            PermissionError: corpus or index may not be read, or the index not be written.
             NotADirectoryError: `index_dir` is a file.
             ValueError: the corpus is malformed or empty, or `topk` is below 1.
         """
@@ -219,7 +220,10 @@ class LocalSearch(SearchEngine):
         if topk < 1:
             raise ValueError(f"topk is {topk}; a search must show at least 1 document.")
         self._topk = topk
-        index = tantivy.Index.open(str(_built_index(Path(corpus), Path(index_dir))))
+        folder = _built_index(Path(corpus), Path(index_dir))
+        for part in folder.iterdir():
+            part.open("rb").close()  # tantivy would not tell which one may not be read
+        index = tantivy.Index.open(str(folder))
         self._schema = index.schema
         self._searcher = index.searcher()
         self._cached_search = functools.lru_cache(cache_size)(self._search)
@@ -329,6 +333,8 @@ def _build_index(corpus: Path, folder: Path, *, building: Path) -> None:
     building.mkdir()
     try:
         _write_index(corpus, building)
+        for part in building.iterdir():  # some of tantivy's files are their owner's alone
+            part.chmod(building.stat().st_mode & 0o666)
         building.rename(folder)
     finally:
         shutil.rmtree(building, ignore_errors=True)

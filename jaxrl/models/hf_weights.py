@@ -218,6 +218,7 @@ def _open_file(file: Path) -> list[StoredTensor]:
         raise FileNotFoundError(
             f"{file} is missing; {INDEX_FILE} names it, so the download is incomplete."
         )
+    file.open("rb").close()  # safetensors calls a file missing that it may not read
     try:
         handle = safe_open(file, framework="np")
         return [StoredTensor(name, file, handle.get_slice(name)) for name in handle.keys()]  # noqa: SIM118

@@ -24,6 +24,7 @@ from jaxrl.envs.retrieval import (
     render_documents,
     tokenize,
 )
+from tests.helpers import as_nobody
 
 CITIES = [
     Document("1", "Paris", "Paris is the capital of France."),
@@ -242,6 +243,23 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path):
     assert indexes(tmp_path) == []
     path.write_text(good, encoding="utf-8")
     assert ids(LocalSearch(path, tmp_path / "index"), "France") == ["1"]
+
+
+def test_others_may_read_an_index_as_the_umask_says(tmp_path):
+    umask = os.umask(0o027)
+    try:
+        local_search(tmp_path, CITIES)
+    finally:
+        os.umask(umask)
+    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "index").glob("*/*")} == {0o640}
+
+
+def test_an_index_that_may_not_be_read(open_folder):
+    local_search(open_folder, CITIES)
+    [meta] = (open_folder / "index").glob("*/meta.json")
+    meta.chmod(0)
+    with as_nobody(), pytest.raises(PermissionError, match=str(meta)):
+        LocalSearch(open_folder / "corpus.jsonl", open_folder / "index")
 
 
 def run_python(code, *arguments):
