@@ -23,7 +23,7 @@ from jaxrl.data import read_tasks
 from jaxrl.distributed import RolloutFunction, shared
 from jaxrl.envs.base import Env, Task
 from jaxrl.envs.math import MathEnv
-from jaxrl.envs.protocol import PROTOCOLS
+from jaxrl.envs.protocol import PROTOCOLS, Protocol, search_r1
 from jaxrl.envs.python_tool import MontyTool
 from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine
 from jaxrl.envs.search import SearchEnv
@@ -250,12 +250,25 @@ def _make_envs(config: ConfigDict) -> list[Env]:
             engine,
             **settings,
             max_searches=config.rollout.max_turns,
-            protocol=PROTOCOLS[config.env.protocol],
+            protocol=_make_protocol(config),
             correct_by=config.reward.correct,
             python=python,
         )
         for engine in (_make_search(config), EmptySearch())
     ]
+
+
+def _make_protocol(config: ConfigDict) -> Protocol:
+    if config.env.protocol != "search_r1":
+        return PROTOCOLS[config.env.protocol]
+    reward = config.reward
+    return search_r1(
+        format_reward=reward.format_reward,
+        format_failure=reward.format_failure,
+        answer_reward=reward.answer_reward,
+        exact_match_bonus=reward.exact_match_bonus,
+        not_found=reward.not_found,
+    )
 
 
 def _make_python() -> MontyTool:

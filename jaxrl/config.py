@@ -102,7 +102,15 @@ def default_config() -> ConfigDict:
 
     config.reward = reward = ConfigDict()
     reward.weights = ConfigDict(dict.fromkeys(REWARD_PARTS, 0.0) | {"exact_match": 1.0})
-    reward.correct = "exact_match"  # the part that, above 0, makes an answer correct
+    # The part that makes an answer correct: where it is above 0; of answer, where the answer is the
+    # truth or close to it, whatever that pays.
+    reward.correct = "exact_match"
+    # What the parts format and answer pay under env.protocol search_r1.
+    reward.format_reward = 0.5  # a response that keeps to the protocol
+    reward.format_failure = -1.0  # one that does not
+    reward.answer_reward = 1.0  # an answer close to the truth
+    reward.exact_match_bonus = 2.0  # the truth itself, in place of that
+    reward.not_found = 0.5  # the answer 未找到相关内容, "no relevant content found"
 
     config.shaping = shaping = ConfigDict()
     shaping.overlong_buffer = 0  # tokens before the limit over which the penalty grows; 0: off
@@ -390,7 +398,7 @@ def _check_choices(config: ConfigDict) -> None:
         "env.name": (config.env.name, ("search", "math")),
         "env.protocol": (config.env.protocol, ("search_r1", "bapo")),
         "rollout.overlong_prompts": (config.rollout.overlong_prompts, OVERLONG_PROMPTS),
-        "reward.correct": (config.reward.correct, ("exact_match", "f1", "bapo", "math")),
+        "reward.correct": (config.reward.correct, ("exact_match", "f1", "answer", "bapo", "math")),
         "filter.name": (config.filter.name, FILTERS),
         "filter.metric": (config.filter.metric, FILTER_METRICS),
         "advantage.name": (config.advantage.name, ADVANTAGES),

@@ -201,13 +201,13 @@ def _measures(question: Question, ks: Sequence[int]) -> dict[str, float]:
     """What the samples of one question say; NaN where there are too few of them."""
     scored = _scored(question)
     parts = sorted({name for t in scored for name in t.reward_parts})
-    formats = [t.reward_parts["format"] for t in scored if "format" in t.reward_parts]
+    formats = [t.is_well_formed for t in scored if "format" in t.reward_parts]
     right = [t.reward_parts.get("exact_match") == 1.0 for t in scored]
     answers = [normalize_answer(t.final_answer) for t in scored]
     possible = [k for k in ks if k <= len(scored)] if "exact_match" in parts else []
     return {
         **{name: mean([t.reward_parts[name] for t in scored]) for name in parts},
-        **({"format_rate": mean([value >= 0 for value in formats])} if formats else {}),
+        **({"format_rate": mean(formats)} if formats else {}),
         "searches": mean([t.num_tool_calls for t in scored]),
         "sampled_tokens": mean([t.num_sampled for t in scored]),
         **{str(name): mean([t.outcome == name for t in scored]) for name in OUTCOMES},

@@ -27,6 +27,7 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
+from jaxrl import rules
 from jaxrl.files import held, printable, written_whole
 
 if TYPE_CHECKING:
@@ -106,7 +107,8 @@ def _run(config: ConfigDict, workdir: Path, should_stop: Callable[[], bool]) -> 
         try:
             _check_workdir(config, workdir)
             check_mirrors(config.log.wandb_project)
-            said = _fit_memory(config, workdir, ignores_plan=_IGNORE_PLAN.value)
+            said = rules.warnings(config)
+            said += _fit_memory(config, workdir, ignores_plan=_IGNORE_PLAN.value)
             parts = assemble(config)
             if distributed.is_main():
                 stack.enter_context(held(workdir))

@@ -220,20 +220,18 @@ def plain_number(value: Any) -> float | int | None:
 def write_trajectories(
     path: Path,
     trajectories: Sequence[Trajectory],
-    advantages: np.ndarray,
     fields: Sequence[Mapping[str, Any]],
 ) -> None:
     """Writes trajectories as JSONL, each with its text, its turns and its token arrays.
 
     Args:
         path: of the file.
-        trajectories: to write.
-        advantages: float [N].
+        trajectories: to write, with their advantages.
         fields: further JSON values of each.
     """
     with written_whole(path) as file:
-        for trajectory, advantage, more in zip(trajectories, advantages, fields, strict=True):
-            record = trajectory_record(trajectory) | {"advantage": float(advantage)} | dict(more)
+        for trajectory, more in zip(trajectories, fields, strict=True):
+            record = trajectory_record(trajectory) | dict(more)
             file.write(json.dumps(record, ensure_ascii=False) + "\n")
 
 
@@ -242,6 +240,7 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "task_id": trajectory.task_id,
         "question": trajectory.task.question,
+        "query": trajectory.query,
         "answers": list(trajectory.task.answers),
         "data_source": trajectory.task.data_source,
         "group_id": trajectory.group_id,
@@ -252,6 +251,7 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "reward_parts": dict(trajectory.reward_parts),
         "final_answer": trajectory.final_answer,
         "is_correct": trajectory.is_correct,
+        "advantage": trajectory.advantage,
         "generated_text": trajectory.generated_text,
         "turns": [dataclasses.asdict(turn) for turn in trajectory.turns],
         "prompt_length": trajectory.prompt_length,

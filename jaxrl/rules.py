@@ -18,7 +18,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Rule:
-    """One combination that is refused."""
+    """One combination that is refused, or warned of."""
 
     key: str  # what to change
     is_broken: Callable[[ConfigDict], bool]
@@ -137,8 +137,8 @@ RULES = (
     Rule(
         "reward.correct",
         lambda c: c.reward.correct not in reward_parts(c),
-        "a part that the environment has: exact_match; f1 where it searches; bapo under "
-        "env.protocol='bapo'; math in env.name='math'",
+        "a part that the environment has: exact_match; f1 where it searches; answer under "
+        "env.protocol='search_r1'; bapo under env.protocol='bapo'; math in env.name='math'",
     ),
     Rule(
         "eval.suites",
@@ -424,8 +424,37 @@ def check_rules(config: ConfigDict) -> None:
     """
     for rule in RULES:
         if rule.is_broken(config):
-            value: Any = config
-            for name in rule.key.split("."):
-                value = value[name]
-            shown = value.to_dict() if isinstance(value, ConfigDict) else value
+            shown = _value(config, rule.key)
             raise ValueError(f"config.{rule.key} is {shown!r}; expected {rule.expected}.")
+
+
+def _value(config: ConfigDict, key: str) -> Any:
+    """What a key or a section holds, in plain types."""
+    value: Any = config
+    for name in key.split("."):
+        value = value[name]
+    return value.to_dict() if isinstance(value, ConfigDict) else value
+
+
+WARNINGS = (
+    Rule(
+        "loss.clip_low",
+        lambda c: c.loss.name == "clip" and not 0.1 <= c.loss.clip_low <= 0.3,
+        "0.1 to 0.3 with loss.name='clip'",
+    ),
+    Rule(
+        "loss.clip_high",
+        lambda c: c.loss.name == "clip" and not 0.1 <= c.loss.clip_high <= 0.3,
+        "0.1 to 0.3 with loss.name='clip'",
+    ),
+)
+"""What is unusual, and not refused."""
+
+
+def warnings(config: ConfigDict) -> list[str]:
+    """A line for each choice that is unusual: the key, what it holds, what is usual."""
+    return [
+        f"warning: config.{rule.key} is {_value(config, rule.key)!r}; usual is {rule.expected}"
+        for rule in WARNINGS
+        if "train" in config.stages and rule.is_broken(config)
+    ]

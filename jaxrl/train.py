@@ -398,6 +398,10 @@ def run_train(this: Run, params: Params) -> Params:
         trajectories = entropy_control.reward_entropy(trajectories, windows, config, controllers)
         k = k_at(config.advantage, position.stage_step)
         advantages = estimate(trajectories, position.step, k)
+        trajectories = [
+            dataclasses.replace(trajectory, advantage=float(advantage))
+            for trajectory, advantage in zip(trajectories, advantages, strict=True)
+        ]
         minibatches = make_minibatches(
             trajectories,
             advantages,
@@ -457,7 +461,7 @@ def run_train(this: Run, params: Params) -> Params:
             "perf/throughput": sum(len(t.token_ids) for t in trajectories) / (updated - started),
         }
         fields = entropy_control.sample_fields(trajectories, windows, controllers)
-        log_trajectories(this, trajectories, advantages, fields)
+        log_trajectories(this, trajectories, fields)
         finish_step(this)
     if position.stage_step < num_steps:
         state = take_best(this, state)
@@ -669,7 +673,6 @@ def is_checkpoint_due(this: Run, num_steps: int) -> bool:
 def log_trajectories(
     this: Run,
     trajectories: Sequence[Trajectory],
-    advantages: np.ndarray,
     fields: Sequence[dict[str, Any]],
 ) -> None:
     """Writes the step's first trajectories to its file, as many as the configuration asks for."""
@@ -678,7 +681,7 @@ def log_trajectories(
     count = this.config.log.trajectories
     count = len(trajectories) if count < 0 else count
     file = this.workdir / "trajectories" / f"step_{this.position.step:06d}.jsonl"
-    write_trajectories(file, trajectories[:count], advantages[:count], fields[:count])
+    write_trajectories(file, trajectories[:count], fields[:count])
 
 
 def run_evaluate(this: Run, params: Params) -> Params:

@@ -57,6 +57,15 @@ class Trajectory:
     is_correct: bool = False  # says the environment; these three are read by group logic
     is_abstention: bool = False  # declines to answer
     is_well_formed: bool = True
+    advantage: float | None = None  # None until the step has it
+
+    @property
+    def query(self) -> str:
+        """What was asked: the task's question, or the last message of the user that it brings."""
+        if self.task.question is not None:
+            return self.task.question
+        asked = [m["content"] for m in self.task.messages or () if m["role"] == "user"]
+        return asked[-1] if asked else ""
 
     @property
     def task_id(self) -> str:

@@ -39,6 +39,7 @@ def make_trajectory(
         reward=reward,
         reward_parts=parts or {},
         final_answer="x" if outcome == Outcome.ANSWERED else "",
+        is_well_formed=(parts or {}).get("format", 0.0) >= 0,
     )
 
 

@@ -17,6 +17,7 @@ from configs import (
     dapo_small,
     debug_tiny,
     passk_small,
+    search_r1_brief,
     search_r1_small,
 )
 from jaxrl import assemble, report, train
@@ -365,6 +366,8 @@ def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path,
     config = module.get_config(str(tiny_world))
     sizes = SIZES | {"model.path": source, "eval.suites": config.eval.suites}
     sizes |= {"rollout.num_slots": 16, "rollout.max_turns": 2, "optimizer.num_minibatches": 1}
+    # In the environment of these tests, which searches.
+    sizes |= {"env.name": "search", "search.corpus": "x", "rollout.max_prompt_tokens": 32}
     sizes |= {"filter.max_batches": 0, "checkpoint.every_steps": 1, "eval.samples": 1}
     if config.filter.tasks_per_batch:
         sizes["filter.tasks_per_batch"] = 4
@@ -381,6 +384,23 @@ def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path,
     for record in steps:
         assert record.keys() >= SIBLINGS[module]
         assert math.isfinite(record["actor/grad_norm"])
+
+
+@pytest.mark.slow
+def test_the_brief_s_settings_train(tiny_world, source, sampler, tmp_path):
+    """Four updates on every batch, held near the policy before the first of them."""
+    config = base_config(tiny_world, source)
+    search_r1_brief.set_method(config)
+    config.update_from_flattened_dict({"optimizer.lr": 1e-3, "rollout.num_slots": 16})
+    validate(config)
+    train.run(config, tmp_path, sampler.for_config(config), Display())
+    _, *steps = records(tmp_path)
+    assert [record["actor/num_updates"] for record in steps] == [4, 8]
+    for record in steps:
+        assert record["rollout/informative_share"] > 0
+        assert record["actor/kl_loss"] > 0  # 0 in the first update alone
+        assert record["actor/ppo_kl"] != 0  # so the old policy is not the current one
+        assert record["rollout_corr/logprob_diff_max"] < 1e-3  # it is the sampler's throughout
 
 
 @pytest.mark.minutes

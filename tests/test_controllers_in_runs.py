@@ -192,14 +192,14 @@ def test_a_gate_that_turns_late_is_continued(tiny_world, source, sampler, tmp_pa
 @pytest.mark.minutes
 def test_a_schedule_of_k_is_continued(tiny_world, source, sampler, tmp_path):
     """k hangs on the step of the stage alone, so a restart changes nothing."""
-    changes = {"num_steps": 3, "advantage.k_schedule": ((0, 2), (2, 1))}
+    changes = {"num_steps": 2, "advantage.k_schedule": ((0, 2), (1, 1))}
     config = configured(tiny_world, source, passk.set_method, **changes)
     parts = sampler.for_config(config)
     whole = tmp_path / "whole"
     whole.mkdir()
     train.run(config, whole, parts, Display())
-    assert [record.get("advantage/k") for record in records(whole)] == [None, 2, 2, 1]
-    workdir = killed(whole, tmp_path / "killed", after=2)
+    assert [record.get("advantage/k") for record in records(whole)] == [None, 2, 1]
+    workdir = killed(whole, tmp_path / "killed", after=1)
     train.run(config, workdir, parts, Display())
     assert_same_end(config, parts, workdir, whole)
 

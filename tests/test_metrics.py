@@ -11,7 +11,7 @@ from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
 from jaxrl.config import default_config
-from jaxrl.envs.base import Outcome
+from jaxrl.envs.base import Outcome, Task
 from jaxrl.metrics import (
     Display,
     MetricsLog,
@@ -73,13 +73,18 @@ class TestLog:
 
 
 def test_trajectories_as_json(tmp_path):
+    asked = ({"role": "system", "content": "Search."}, {"role": "user", "content": "Warum ?"})
     members = [make_trajectory(reward=1.0, parts={"exact_match": 1.0}), make_failure()]
+    members[0] = dataclasses.replace(members[0], advantage=0.25)
+    members[1] = dataclasses.replace(members[1], task=Task(id="t1", messages=asked))
     file = tmp_path / "trajectories" / "step_000001.jsonl"
     fields = [{"difficulty": "hard"}, {"difficulty": None}]
-    write_trajectories(file, members, np.array([0.25, 0.0], np.float32), fields)
+    write_trajectories(file, members, fields)
     good, failed = read(file)
     assert (good["difficulty"], failed["difficulty"]) == ("hard", None)
     assert (good["question"], good["answers"], good["advantage"]) == ("Où ?", ["x"], 0.25)
+    assert (good["query"], failed["query"], failed["question"]) == ("Où ?", "Warum ?", None)
+    assert failed["advantage"] is None  # nobody has computed it
     assert (good["outcome"], failed["outcome"]) == ("answered", "environment_error")
     assert good["token_ids"] == members[0].token_ids.tolist()
     assert good["loss_mask"] == [0, 0, 1, 1, 1, 1]
@@ -319,7 +324,7 @@ def test_token_steps_are_the_sampled_tokens():
 
 def test_an_environment_error_has_no_reward_in_the_log(tmp_path):
     file = tmp_path / "trajectories" / "step_000001.jsonl"
-    write_trajectories(file, [make_failure(), make_trajectory(reward=0.5)], np.zeros(2), [{}, {}])
+    write_trajectories(file, [make_failure(), make_trajectory(reward=0.5)], [{}, {}])
     rewards = [json.loads(line)["reward"] for line in file.read_text().splitlines()]
     assert rewards == [None, 0.5]
 
@@ -329,6 +334,6 @@ def test_an_error_that_no_file_can_hold_is_written_as_far_as_it_can(tmp_path):
     failure = make_failure()
     turn = dataclasses.replace(failure.turns[-1], error="half a \ud83d pair")
     failure = dataclasses.replace(failure, turns=(turn,))
-    write_trajectories(file, [failure], np.zeros(1), [{}])
+    write_trajectories(file, [failure], [{}])
     [line] = file.read_text(encoding="utf-8").splitlines()
     assert json.loads(line)["turns"][-1]["error"] == "half a \ufffd pair"

@@ -12,12 +12,13 @@ from configs import (
     passk,
     passk_small,
     search_r1,
+    search_r1_brief,
     search_r1_small,
 )
 from jaxrl import rules
 from jaxrl.config import default_config, flatten, validate
 
-METHODS = (search_r1, dapo, bapo, ares, passk)
+METHODS = (search_r1, search_r1_brief, dapo, bapo, ares, passk)
 SMALL = (search_r1_small, dapo_small, bapo_small, ares_small, passk_small)
 
 # For each rule, in the order of rules.RULES: settings that break it and no rule before it.
@@ -164,6 +165,7 @@ def test_a_small_sibling_keeps_the_method(module):
     module.set_method(published)
     small = flatten(module.get_config())
     sizes = {
+        "advantage.k_schedule",
         "shaping.overlong_buffer",
         "shaping.overlong_max_tokens",
         "filter.tasks_per_batch",
@@ -218,3 +220,23 @@ def test_dapo_has_the_three_published_setups():
     }
     with pytest.raises(ValueError, match="no setup 'late'; expected one of full, no_dynamic_sampl"):
         dapo.get_config("late")
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({}, []),
+        ({"loss.clip_low": 0.1, "loss.clip_high": 0.3}, []),
+        ({"loss.clip_low": 0.09}, ["loss.clip_low is 0.09"]),
+        ({"loss.clip_low": 0.4, "loss.clip_high": 0.31},
+         ["loss.clip_low is 0.4", "loss.clip_high is 0.31"]),
+        # The other losses have ranges of their own; without training nothing is clipped.
+        ({"loss.name": "cispo", "loss.clip_low": 1.0, "loss.clip_high": 4.0}, []),
+        ({"loss.name": "gspo", "loss.clip_high": 4e-4}, []),
+        ({"stages": ("evaluate",), "loss.clip_low": 0.4}, []),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_unusual_clip_is_warned_of(changes, warned):
+    expected = [f"warning: config.{x}; usual is 0.1 to 0.3 with loss.name='clip'" for x in warned]
+    assert rules.warnings(settings(**changes)) == expected

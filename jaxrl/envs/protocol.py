@@ -13,15 +13,18 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
+from jaxrl.envs import rewards
 from jaxrl.envs.base import Observation
 from jaxrl.envs.rewards import (
     answer_reward,
     bapo_correctness,
     bapo_format,
     boxed_answer,
-    format_reward,
     is_abstention,
+    is_right_answer,
+    search_r1_format,
 )
 
 
@@ -36,10 +39,11 @@ class Protocol:
         result_prefix: opens the block with a tool's result.
         result_suffix: closes it.
         final_answer: the answer of a response, "" where there is none.
-        format_reward: what a response's format earns; below 0 it is malformed.
+        is_well_formed: whether a response keeps to the protocol.
+        format_reward: what a response earns by whether it does.
         correctness_name: the reward part that is this protocol's own.
-        correctness: that part, of a response and the accepted answers; not above 0 for an
-            abstention.
+        correctness: that part, of a response and the accepted answers.
+        is_correct: whether a response is correct by that part; an abstention never is.
     """
 
     name: str
@@ -48,9 +52,11 @@ class Protocol:
     result_prefix: str
     result_suffix: str
     final_answer: Callable[[str], str]
+    is_well_formed: Callable[[str], bool]
     format_reward: Callable[[str], float]
     correctness_name: str
     correctness: Callable[[str, Sequence[str]], float]
+    is_correct: Callable[[str, Sequence[str]], bool]
 
     @property
     def reward_parts(self) -> tuple[str, ...]:
@@ -97,33 +103,65 @@ def last_answer(response: str) -> str:
     return answer.strip() if opener else ""
 
 
-def _best_answer_reward(response: str, answers: Sequence[str]) -> float:
+def _best_answer_reward(response: str, answers: Sequence[str], **amounts: float) -> float:
     if is_abstention(response):
         return 0.0
     answer = last_answer(response)
-    return max(answer_reward(answer, truth) for truth in answers)
+    return max(answer_reward(answer, truth, **amounts) for truth in answers)
+
+
+def _has_right_answer(response: str, answers: Sequence[str]) -> bool:
+    answer = last_answer(response)
+    return not is_abstention(response) and any(is_right_answer(answer, t) for t in answers)
+
+
+def search_r1(
+    *,
+    format_reward: float = 0.5,
+    format_failure: float = -1.0,
+    answer_reward: float = 1.0,
+    exact_match_bonus: float = 2.0,
+    not_found: float = 0.5,
+) -> Protocol:
+    """Search-R1's protocol with the amounts that its parts `format` and `answer` pay.
+
+    Args:
+        format_reward: for a response that keeps to the protocol.
+        format_failure: for one that does not.
+        answer_reward: for an answer close to the truth.
+        exact_match_bonus: for the truth itself, in place of that.
+        not_found: for the answer "no relevant content found".
+    """
+    return Protocol(
+        name="search_r1",
+        tags=("think", "search", "information", "answer"),
+        stop_strings=("</search>", "</answer>"),
+        result_prefix="\n\n<information>",
+        result_suffix="</information>\n\n",
+        final_answer=last_answer,
+        is_well_formed=search_r1_format,
+        format_reward=partial(rewards.format_reward, reward=format_reward, failure=format_failure),
+        correctness_name="answer",
+        correctness=partial(
+            _best_answer_reward,
+            reward=answer_reward,
+            exact_match_bonus=exact_match_bonus,
+            not_found=not_found,
+        ),
+        is_correct=_has_right_answer,
+    )
 
 
 def _boxed_or_blank(response: str) -> str:
     return boxed_answer(response) or ""
 
 
-def _bapo_format_reward(response: str) -> float:
+def _is_bapo(response: str) -> bool:
     # As its correctness has it: a box that cannot be read is bad format too.
-    return 0.0 if bapo_format(response) and boxed_answer(response) is not None else -1.0
+    return bapo_format(response) and boxed_answer(response) is not None
 
 
-SEARCH_R1 = Protocol(
-    name="search_r1",
-    tags=("think", "search", "information", "answer"),
-    stop_strings=("</search>", "</answer>"),
-    result_prefix="\n\n<information>",
-    result_suffix="</information>\n\n",
-    final_answer=last_answer,
-    format_reward=format_reward,
-    correctness_name="answer",
-    correctness=_best_answer_reward,
-)
+SEARCH_R1 = search_r1()
 
 BAPO = Protocol(
     name="bapo",
@@ -132,9 +170,11 @@ BAPO = Protocol(
     result_prefix=" <result>\n",
     result_suffix="\n</result>",
     final_answer=_boxed_or_blank,
-    format_reward=_bapo_format_reward,
+    is_well_formed=_is_bapo,
+    format_reward=lambda response: 0.0 if _is_bapo(response) else -1.0,
     correctness_name="bapo",
     correctness=bapo_correctness,
+    is_correct=lambda response, answers: bapo_correctness(response, answers) > 0,
 )
 
 PROTOCOLS: Mapping[str, Protocol] = {p.name: p for p in (SEARCH_R1, BAPO)}

@@ -25,8 +25,8 @@ _UNKNOWN = ("i don't know", "i do not know")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def format_reward(text: str, *, special_tokens: Sequence[str] = SPECIAL_TOKENS) -> float:
-    """+0.5 for a response that keeps to the protocol, else -1.0.
+def search_r1_format(text: str, *, special_tokens: Sequence[str] = SPECIAL_TOKENS) -> bool:
+    """Whether a response keeps to Search-R1's protocol.
 
     Apart from closed think blocks, which may stand anywhere and are ignored with all they hold,
     the tags must read: any number of searches, each closed and followed by one closed
@@ -39,8 +39,18 @@ def format_reward(text: str, *, special_tokens: Sequence[str] = SPECIAL_TOKENS) 
     """
     text = _THINK_BLOCK.sub("", _strip_end(text, special_tokens))
     tags = "".join(_TAG.findall(text))
-    is_good = text.endswith("</answer>") and _GOOD_TAGS.fullmatch(tags)
-    return 0.5 if is_good else -1.0
+    return text.endswith("</answer>") and _GOOD_TAGS.fullmatch(tags) is not None
+
+
+def format_reward(
+    text: str,
+    *,
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
+    reward: float = 0.5,
+    failure: float = -1.0,
+) -> float:
+    """`reward` for a response that keeps to Search-R1's protocol, else `failure`."""
+    return reward if search_r1_format(text, special_tokens=special_tokens) else failure
 
 
 def _strip_end(text: str, special_tokens: Sequence[str]) -> str:
@@ -50,22 +60,41 @@ def _strip_end(text: str, special_tokens: Sequence[str]) -> str:
     return text
 
 
-def answer_reward(answer: str, truth: str) -> float:
-    """2.0 for the truth itself, 1.0 for something close to it, 0.5 for "not found", else 0.0.
+def answer_reward(
+    answer: str,
+    truth: str,
+    *,
+    reward: float = 1.0,
+    exact_match_bonus: float = 2.0,
+    not_found: float = 0.5,
+) -> float:
+    """What an answer earns; 0 where it is wrong. Of several accepted answers take the maximum.
+
+    Args:
+        answer: the model's.
+        truth: an accepted answer. The similarity of the two is not symmetric.
+        reward: for something close to the truth, as `is_right_answer` has it.
+        exact_match_bonus: for the truth itself, in place of `reward`.
+        not_found: for `NOT_FOUND`, unless that is the truth.
+    """
+    if answer.strip() and answer.strip() == truth.strip():
+        return exact_match_bonus
+    if answer.strip() == NOT_FOUND:
+        return not_found
+    return reward if is_right_answer(answer, truth) else 0.0
+
+
+def is_right_answer(answer: str, truth: str) -> bool:
+    """Whether an answer is the truth or close to it; `NOT_FOUND` is right only as the truth itself.
 
     Close means a `SequenceMatcher` ratio of at least one half, blanks and case aside. The ratio
-    is not symmetric, so the order of the arguments matters. With several accepted answers take
-    the maximum over them.
+    is not symmetric, so the order of the arguments matters.
     """
     answer, truth = answer.strip(), truth.strip()
-    if not answer:
-        return 0.0
-    if answer == truth:
-        return 2.0
-    if answer == NOT_FOUND:
-        return 0.5
+    if answer in ("", truth, NOT_FOUND):
+        return answer != "" and answer == truth
     matcher = SequenceMatcher(None, _squeeze(answer), _squeeze(truth), autojunk=False)
-    return 1.0 if matcher.ratio() >= 0.5 else 0.0
+    return matcher.ratio() >= 0.5
 
 
 def _squeeze(text: str) -> str:

@@ -60,7 +60,8 @@ class SearchEnv(Env):
             reward_weights: weight of each of the protocol's `reward_parts` in the total; 0 where
                 absent.
             protocol: the tags, and how format and answers are judged.
-            correct_by: an episode is correct where this part of its reward is above 0.
+            correct_by: the part by which an episode is correct: where it is above 0, or for the
+                protocol's own part where `protocol.is_correct` says so.
             python: runs what the model writes in `<python>`; only for a protocol with that tag.
         """
         if max_searches < 0:
@@ -185,10 +186,16 @@ class SearchEnv(Env):
             total=weighted_total(self._reward_weights, parts),
             parts=parts,
             final_answer=answer,
-            is_correct=parts[self._correct_by] > 0,
+            is_correct=self._is_correct(response, task, parts),
             is_abstention=abstains,
-            is_well_formed=parts["format"] >= 0,
+            is_well_formed=protocol.is_well_formed(response),
         )
+
+    def _is_correct(self, response: str, task: Task, parts: Mapping[str, float]) -> bool:
+        # What a protocol's own part pays is a setting, and may be above 0 for what is not right.
+        if self._correct_by == self._protocol.correctness_name:
+            return self._protocol.is_correct(response, task.answers)
+        return parts[self._correct_by] > 0
 
 
 def _num_calls(episode: Episode) -> int:

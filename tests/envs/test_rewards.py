@@ -14,6 +14,7 @@ from jaxrl.envs.rewards import (
     f1,
     format_reward,
     is_abstention,
+    is_right_answer,
     math_correctness,
     normalize_answer,
     weighted_total,
@@ -107,6 +108,30 @@ def test_any_number_of_searches_is_good_until_one_tag_is_lost(num_searches, betw
 )
 def test_answer_reward(answer, truth, reward):
     assert answer_reward(answer, truth) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "is_right"),
+    [
+        (" Paris\n", "Paris", True),
+        ("paris ", "Paris", True),
+        ("tide", "diet", False),
+        ("未找到相关内容", "Paris", False),  # honest, not right
+        ("未找到相关内容", "未找到相关内容", True),
+        ("", "", False),
+    ],
+)
+def test_what_is_right_does_not_hang_on_what_it_pays(answer, truth, is_right):
+    assert is_right_answer(answer, truth) == is_right
+
+
+def test_amounts_are_arguments():
+    amounts = {"reward": 0.25, "exact_match_bonus": 3.0, "not_found": -0.5}
+    answers = ("Paris", "paris", "未找到相关内容", "London", "")
+    got = [answer_reward(answer, "Paris", **amounts) for answer in answers]
+    assert got == [3.0, 0.25, -0.5, 0.0, 0.0]
+    assert format_reward(ANSWER, reward=1.0, failure=-2.0) == 1.0
+    assert format_reward(ANSWER[1:], reward=1.0, failure=-2.0) == -2.0
 
 
 def test_long_answers_are_compared_without_the_junk_heuristic():

@@ -3,7 +3,7 @@ import time
 import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Task, Turn
-from jaxrl.envs.protocol import BAPO
+from jaxrl.envs.protocol import BAPO, search_r1
 from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine, SearchError
 from jaxrl.envs.search import SearchEnv
 
@@ -249,6 +249,29 @@ def test_what_is_correct_is_a_setting():
         assert make_env(correct_by=part).score([episode])[0].is_correct
     env = make_env(protocol=BAPO, reward_weights={"bapo": 1.0}, correct_by="bapo")
     assert not env.score([episode])[0].is_correct  # -1 for its format
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_correct"),
+    [("Paris", True), ("paris!", True), ("London", False), ("未找到相关内容", False), ("", False)],
+)
+@pytest.mark.parametrize("amounts", [{}, {"answer_reward": 0.0, "not_found": 2.0}], ids=str)
+def test_by_its_answer_reward_what_matches_is_correct_whatever_it_pays(answer, is_correct, amounts):
+    env = make_env(protocol=search_r1(**amounts), correct_by="answer")
+    [reward] = env.score([Episode(task=TASK, turns=[Turn(text=f"<answer>{answer}</answer>")])])
+    assert reward.is_correct == is_correct
+
+
+def test_the_amounts_of_format_and_answer_are_settings():
+    amounts = {"format_reward": -0.25, "format_failure": 0.5, "answer_reward": 4.0}
+    env = make_env(protocol=search_r1(**amounts, exact_match_bonus=7.0, not_found=0.25))
+    texts = ["<answer>Paris</answer>", "<answer>paris!</answer>", "<answer>未找到相关内容</answer>"]
+    group = [Episode(task=TASK, turns=[Turn(text=text)]) for text in (*texts, "Paris")]
+    scored = env.score(group)
+    assert [reward.parts["answer"] for reward in scored] == [7.0, 4.0, 0.25, 0.0]
+    assert [reward.parts["format"] for reward in scored] == [-0.25, -0.25, -0.25, 0.5]
+    # Whether the format was kept does not hang on what that pays.
+    assert [reward.is_well_formed for reward in scored] == [True, True, True, False]
 
 
 def test_an_abstention_has_its_own_outcome():
