@@ -96,6 +96,7 @@ def assemble(config: ConfigDict) -> Parts:
     schedule = Schedule(
         deterministic=config.rollout.deterministic,
         lag_chunks=config.rollout.observation_lag_chunks,
+        deadline_s=config.env.step_deadline_s,
     )
     rollouts = [Rollout(engine, env, tokenizer, automaton, limits, schedule) for env in envs]
     tasks, note = fit_prompts(tasks, rollouts[0], config, "config.tasks.train.source")

@@ -91,6 +91,9 @@ def default_config() -> ConfigDict:
     config.env = env = ConfigDict()
     env.name = "search"  # search: questions answered with a search engine; math: in one turn, alone
     env.python = False  # of protocol bapo: offer a sandboxed Python tool too; extra python-tool
+    env.step_deadline_s = (
+        600.0  # seconds after which a call of the environment is given up; 0: never
+    )
     env.protocol = "search_r1"  # of search: search_r1 (<information>) or bapo (<result>, \boxed{})
 
     config.search = search = ConfigDict()
@@ -442,6 +445,7 @@ def _check_ranges(config: ConfigDict) -> None:
         "kl.budgets.medium", "kl.budgets.hard", "shaping.entropy_window",
     ]  # fmt: skip
     not_negative = [
+        "env.step_deadline_s",
         "rollout.max_turns", "rollout.num_rows", "advantage.epsilon", "loss.clip_low",
         "loss.clip_high", "loss.correction.low", "kl.coef", "kl.budget_step", "filter.low",
         "filter.tasks_per_batch", "filter.max_batches", "filter.resample_attempts",

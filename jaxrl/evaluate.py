@@ -206,7 +206,10 @@ def _measures(question: Question, ks: Sequence[int]) -> dict[str, float]:
     answers = [normalize_answer(t.final_answer) for t in scored]
     possible = [k for k in ks if k <= len(scored)] if "exact_match" in parts else []
     return {
-        **{name: mean([t.reward_parts[name] for t in scored]) for name in parts},
+        **{
+            name: mean([t.reward_parts[name] for t in scored if name in t.reward_parts])
+            for name in parts
+        },
         **({"format_rate": mean(formats)} if formats else {}),
         "searches": mean([t.num_tool_calls for t in scored]),
         "sampled_tokens": mean([t.num_sampled for t in scored]),

@@ -279,7 +279,12 @@ def rollout_metrics(
         "critic/rewards/mean": mean(rewards),
         "critic/rewards/max": max(rewards, default=math.nan),
         "critic/rewards/min": min(rewards, default=math.nan),
-        **{f"reward/{name}/mean": mean([t.reward_parts[name] for t in scored]) for name in parts},
+        **{
+            f"reward/{name}/mean": mean(
+                [t.reward_parts[name] for t in scored if name in t.reward_parts]
+            )
+            for name in parts
+        },
         "response_length/mean": mean(lengths),
         "response_length/max": max(lengths, default=math.nan),
         "response_length/clip_ratio": mean([n >= max_response_tokens for n in lengths]),

@@ -154,7 +154,11 @@ class Reward:
 
 
 class Env(Protocol):
-    """A batched environment: one call serves all rows that stopped together."""
+    """A batched environment: one call serves all rows that stopped together.
+
+    What a method raises, a result of another type and, of `step`, no result within a deadline end
+    the episodes concerned as environment errors, with type and text of what happened.
+    """
 
     stop_strings: tuple[str, ...]
     """The model's turn ends where one of these ends."""
@@ -167,6 +171,7 @@ class Env(Protocol):
         """Replies to one finished turn of each episode.
 
         Called from threads, possibly from several at once; the episodes are not to be changed.
+        Where it raises, the caller asks again for each episode alone.
 
         `texts[i]` is the new turn of `episodes[i]` (not yet in its `turns`). It ends exactly at a
         stop string, or, where the model ended its turn by itself, without one.

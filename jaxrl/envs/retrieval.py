@@ -16,7 +16,6 @@ import re
 import shutil
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from typing import Any, NamedTuple
 import tantivy
 
 from jaxrl.envs.base import ToolError
+from jaxrl.envs.calls import error_text, side_by_side
 from jaxrl.envs.jsonl import read_objects
 
 NO_INFORMATION = "No information found"
@@ -47,16 +47,35 @@ class SearchEngine(abc.ABC):
             SearchError: the engine could not answer; trying again may help.
         """
 
-    def batch_search(self, queries: Sequence[str]) -> list[str]:
+    def batch_search(self, queries: Sequence[str]) -> Sequence[str | SearchError]:
         """The texts found for several queries, in their order, searched side by side.
 
-        Raises:
-            SearchError: at least one query could not be answered.
+        In place of a text stands why its query could not be answered. An engine that cannot tell
+        which one failed raises `SearchError`; then all are asked again, each alone.
         """
-        if not queries:
-            return []
-        with ThreadPoolExecutor(min(len(queries), MAX_WORKERS)) as pool:
-            return list(pool.map(self.search, queries))
+        return side_by_side(functools.partial(search_one, self), queries, max_threads=MAX_WORKERS)
+
+
+def search_one(engine: SearchEngine, query: str) -> str | SearchError:
+    """What an engine says to one query, or why it could not, whatever went wrong in it."""
+    try:
+        return text_or_error(engine.search(query))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # an engine is the user's, and so is what it raises
+        return as_search_error(error)
+
+
+def text_or_error(found: object) -> str | SearchError:
+    """What an engine gave, where that is a text or an error; else what is wrong with it."""
+    if isinstance(found, str | SearchError):
+        return found
+    return SearchError(f"the engine gave {type(found).__name__}; expected text")
+
+
+def as_search_error(error: BaseException) -> SearchError:
+    """An exception as the failure of a search, with its type unless it is one already."""
+    return error if isinstance(error, SearchError) else SearchError(error_text(error))
 
 
 class KeywordSearch(SearchEngine):

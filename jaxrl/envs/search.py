@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from jaxrl.envs.base import (
     Env,
@@ -17,9 +16,18 @@ from jaxrl.envs.base import (
     Task,
     ToolError,
 )
+from jaxrl.envs.calls import side_by_side
 from jaxrl.envs.protocol import SEARCH_R1, Protocol, last_query
 from jaxrl.envs.python_tool import NO_OUTPUT, PythonTool
-from jaxrl.envs.retrieval import MAX_WORKERS, NO_INFORMATION, SearchEngine, SearchError
+from jaxrl.envs.retrieval import (
+    MAX_WORKERS,
+    NO_INFORMATION,
+    SearchEngine,
+    SearchError,
+    as_search_error,
+    search_one,
+    text_or_error,
+)
 from jaxrl.envs.rewards import check_weights, exact_match, f1, is_abstention, weighted_total
 
 
@@ -134,23 +142,30 @@ class SearchEnv(Env):
         return self._python.batch_run(codes) if self._python else []
 
     def _ask(self, queries: list[str]) -> Sequence[str | ToolError]:
-        """What the engine says to each query, or how it failed for that query."""
+        """What the engine says to each query, or how it failed for that query.
+
+        Those that failed are asked once more, each alone; side by side, or a dead server would
+        cost one timeout a row.
+        """
+        found = self._ask_together(queries)
+        failed = [i for i, reply in enumerate(found) if isinstance(reply, SearchError)]
+        replies = side_by_side(
+            lambda i: search_one(self._engine, queries[i]), failed, max_threads=MAX_WORKERS
+        )
+        for i, reply in zip(failed, replies, strict=True):
+            found[i] = reply
+        return found
+
+    def _ask_together(self, queries: list[str]) -> list[str | SearchError]:
         try:
-            found = self._engine.batch_search(queries)
+            found = list(map(text_or_error, self._engine.batch_search(queries)))
             if len(found) != len(queries):
                 raise SearchError(f"{len(queries)} queries got {len(found)} results.")
             return found
-        except SearchError:
-            # One bad row fails the whole call, so each is asked again alone; side by side, or a
-            # dead server would cost one timeout a row.
-            with ThreadPoolExecutor(min(len(queries), MAX_WORKERS)) as pool:
-                return list(pool.map(self._ask_one, queries))
-
-    def _ask_one(self, query: str) -> str | SearchError:
-        try:
-            return self._engine.search(query)
-        except SearchError as error:
-            return error
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # as in `search_one`; of which query it does not say
+            return [as_search_error(error)] * len(queries)
 
     def _found(self, call: str, found: str | ToolError, latency_s: float) -> StepResult:
         if isinstance(found, ToolError):

@@ -4,16 +4,20 @@ What the policy sampled stays as the ids it sampled; it is decoded for the envir
 encoded again. What the environment says is encoded once, when it is appended.
 
 The environment is called from threads, one call for all rows that stopped in a chunk, and the
-device decodes other rows meanwhile. `Schedule` says when its replies enter.
+device decodes other rows meanwhile. `Schedule` says when its replies enter. Whatever goes wrong in
+it, an exception, a reply of another kind or none at all, ends its episodes as environment errors.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -21,6 +25,7 @@ import numpy as np
 from jaxrl.envs.base import (
     Env,
     Episode,
+    Message,
     Observation,
     Outcome,
     Reward,
@@ -28,6 +33,8 @@ from jaxrl.envs.base import (
     Task,
     Turn,
 )
+from jaxrl.envs.calls import MAX_ERROR, error_text, in_thread, side_by_side
+from jaxrl.files import writable
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Event, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -66,10 +73,25 @@ class Schedule:
         lag_chunks: of the deterministic schedule. The replies to rows that stopped in a chunk
             enter before the chunk so many after it. With 1 the device waits for host and
             environment between chunks; with more it decodes meanwhile.
+        deadline_s: seconds after which a call of `Env.step` is given up; 0: never.
     """
 
     deterministic: bool = True
     lag_chunks: int = 2
+    deadline_s: float = 600.0
+
+
+_PATIENCE_S = 5.0
+"""Seconds in which calls under way may end when a rollout is broken off."""
+
+_LOOK_S = 1.0
+"""Seconds between two looks whether to stop, while there is nothing to do but wait."""
+
+_MAX_ASKED_ALONE = 32  # threads that ask for one episode each, after a call for all has failed
+
+
+class StartError(ValueError):
+    """The environment could not open an episode of a task."""
 
 
 class Interrupted(Exception):  # noqa: N818, nothing went wrong
@@ -132,6 +154,7 @@ class _Call:
     due: int  # number of the chunk before which its replies enter
     members: list[tuple[int, _Sample, str]]  # of each: request, sample, text of its turn
     replies: Future[list[StepResult]]
+    ends: float = math.inf  # on the monotonic clock, when it is given up
 
 
 def encode_observation(
@@ -181,8 +204,8 @@ class Rollout:
     ) -> list[Trajectory]:
         """Samples `group_size` trajectories of every task, scored, in task order.
 
-        Whatever is raised here or in the environment leaves the engine empty, and no thread runs
-        on: calls of the environment that are under way are waited for.
+        Whatever is raised here leaves the engine empty. Calls of the environment that are under
+        way then get `_PATIENCE_S` to end, and are left to themselves after.
 
         Args:
             draws: the tasks.
@@ -195,49 +218,86 @@ class Rollout:
             Interrupted: `should_stop` said so.
             ValueError: a prompt leaves no room for an answer.
         """
-        samples = self._submit(draws, group_size, seeds)
+        samples = self._make_samples(draws, group_size)
+        playing = self._submit(samples, draws, group_size, seeds)
+        calls: deque[_Call] = deque()  # in the order in which they were made
         try:
-            # A call has a row at least, which keeps its slot: none waits for a thread.
-            with ThreadPoolExecutor(self._engine.num_slots, thread_name_prefix="env") as pool:
-                self._play(samples, pool, should_stop)
+            self._play(playing, calls, should_stop)
         except BaseException:
             self._engine.clear()
+            wait([call.replies for call in calls], timeout=_PATIENCE_S)
             raise
-        return self._score(list(samples.values()), group_size, policy_version)
+        return self._score(samples, group_size, policy_version)
 
     def _play(
-        self, samples: dict[int, _Sample], pool: Executor, should_stop: Callable[[], bool]
+        self, samples: dict[int, _Sample], calls: deque[_Call], should_stop: Callable[[], bool]
     ) -> None:
-        """Decodes all samples to their ends."""
+        """Decodes all samples to their ends; `calls` are those of the environment under way."""
         ahead = 0 if self._schedule.deterministic and self._schedule.lag_chunks == 1 else 1
-        calls: deque[_Call] = deque()  # in the order in which they were made
         while not self._engine.is_idle:
-            if should_stop():
-                raise Interrupted("the rollout was asked to stop")
-            for call in self._take_due(calls):
+            _check_stop(should_stop)
+            for call in self._due(calls, should_stop):
+                self._await([call], should_stop)
+                calls.remove(call)
                 self._advance(call)
             events = self._engine.step(ahead=ahead)
             members = self._append(samples, events)
             if members:
-                episodes = [sample.episode for _, sample, _ in members]
-                texts = [text for _, _, text in members]
-                replies = pool.submit(self._env.step, episodes, texts)
-                due = events[0].chunk + self._schedule.lag_chunks
-                calls.append(_Call(due=due, members=members, replies=replies))
+                calls.append(self._call(members, events[0].chunk + self._schedule.lag_chunks))
 
-    def _take_due(self, calls: deque[_Call]) -> list[_Call]:
-        """Takes the calls whose replies enter now; one of them, if nothing else is left to do."""
+    def _call(self, members: list[tuple[int, _Sample, str]], due: int) -> _Call:
+        episodes = [sample.episode for _, sample, _ in members]
+        texts = [text for _, _, text in members]
+        ends = time.monotonic() + (self._schedule.deadline_s or math.inf)
+        replies = in_thread(lambda: self._step(episodes, texts))
+        return _Call(due=due, members=members, replies=replies, ends=ends)
+
+    def _step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
+        """The environment's replies; where it fails, it is asked again for each episode alone."""
+        replies = self._try_step(episodes, texts)
+        if isinstance(replies, list):
+            return replies
+
+        def step_alone(index: int) -> StepResult:
+            replies = self._try_step(episodes[index : index + 1], texts[index : index + 1])
+            return replies[0] if isinstance(replies, list) else _failure(replies)
+
+        return side_by_side(step_alone, range(len(episodes)), max_threads=_MAX_ASKED_ALONE)
+
+    def _try_step(
+        self, episodes: Sequence[Episode], texts: Sequence[str]
+    ) -> list[StepResult] | str:
+        """The environment's replies, or why it has none."""
+        try:
+            replies = list(self._env.step(episodes, texts))
+            self._check_count("step", len(replies), len(episodes))
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # SystemExit too: no code of the user's ends a run so
+            return error_text(error)
+        return list(map(_checked_reply, replies))
+
+    def _due(self, calls: Sequence[_Call], should_stop: Callable[[], bool]) -> list[_Call]:
+        """The calls whose replies enter now; one of them, if nothing else is left to do."""
         is_stalled = self._engine.is_stalled
         if self._schedule.deterministic:
             chunk = self._engine.counts.chunks
-            due = [call for call in calls if call.due <= chunk or (is_stalled and call is calls[0])]
-        else:
-            if is_stalled:
-                wait([call.replies for call in calls], return_when=FIRST_COMPLETED)
-            due = [call for call in calls if call.replies.done()]
-        for call in due:
-            calls.remove(call)
-        return due
+            return [
+                call for call in calls if call.due <= chunk or (is_stalled and call is calls[0])
+            ]
+        if is_stalled:
+            self._await(calls, should_stop)
+        now = time.monotonic()
+        return [call for call in calls if call.replies.done() or call.ends <= now]
+
+    def _await(self, calls: Sequence[_Call], should_stop: Callable[[], bool]) -> None:
+        """Waits until one of the calls has its replies or is given up."""
+        ends = min(call.ends for call in calls)
+        replies = [call.replies for call in calls]
+        while (left := ends - time.monotonic()) > 0:
+            if wait(replies, timeout=min(left, _LOOK_S), return_when=FIRST_COMPLETED).done:
+                return
+            _check_stop(should_stop)
 
     def _append(
         self, samples: dict[int, _Sample], events: Sequence[Event]
@@ -256,9 +316,36 @@ class Rollout:
                 members.append((event.request, sample, text))
         return members
 
-    def _submit(self, draws: Sequence[Draw], group_size: int, seeds: Seeds) -> dict[int, _Sample]:
-        tasks = [draw.task for draw in draws]
-        prompts = [self._prompt(task) for task in tasks]
+    def _make_samples(self, draws: Sequence[Draw], group_size: int) -> list[_Sample]:
+        """All samples with their prompts; those of a task that cannot be opened have ended."""
+        samples = []
+        for group_id, draw in enumerate(draws):
+            prompt: list[int] = []
+            failure: str | None = None
+            try:
+                prompt = self._prompt(draw.task)
+            except StartError as error:
+                failure = str(error)
+            for sample_index in range(group_size):
+                sample = _Sample(
+                    episode=Episode(task=draw.task),
+                    group_id=group_id,
+                    sample_index=sample_index,
+                    attempt=draw.attempt,
+                    token_ids=list(prompt),
+                    prompt_length=len(prompt),
+                )
+                sample.append_prompt()
+                if failure is not None:
+                    sample.episode.turns.append(Turn(text="", error=failure))
+                    sample.episode.outcome = Outcome.ENVIRONMENT_ERROR
+                samples.append(sample)
+        return samples
+
+    def _submit(
+        self, samples: Sequence[_Sample], draws: Sequence[Draw], group_size: int, seeds: Seeds
+    ) -> dict[int, _Sample]:
+        """Hands the samples that are to be decoded to the engine; each by its request."""
         keys = sample_keys(
             seeds.seed,
             seeds.stage,
@@ -267,29 +354,28 @@ class Rollout:
             np.tile(np.arange(group_size), len(draws)),
             np.repeat([draw.attempt for draw in draws], group_size),
         )
-        requests, samples = [], []
-        for index, key in enumerate(keys):
-            group_id = index // group_size
-            prompt = prompts[group_id]
-            budget = self._budget(len(prompt), num_sampled=0)
-            requests.append(Request(prompt_ids=tuple(prompt), sample_key=key, budget=budget))
-            sample = _Sample(
-                episode=Episode(task=tasks[group_id]),
-                group_id=group_id,
-                sample_index=index % group_size,
-                attempt=draws[group_id].attempt,
-                token_ids=list(prompt),
-                prompt_length=len(prompt),
+        opened = [
+            (sample, key)
+            for sample, key in zip(samples, keys, strict=True)
+            if sample.episode.outcome is None
+        ]
+        requests = [
+            Request(
+                prompt_ids=tuple(sample.token_ids),
+                sample_key=key,
+                budget=self._budget(sample.prompt_length, num_sampled=0),
             )
-            sample.append_prompt()
-            samples.append(sample)
-        return dict(zip(self._engine.submit(requests), samples, strict=True))
+            for sample, key in opened
+        ]
+        numbers = self._engine.submit(requests)
+        return {number: sample for number, (sample, _) in zip(numbers, opened, strict=True)}
 
     def prompt_fits(self, task: Task) -> bool:
         """Whether the prompt of a task is within its limit.
 
         Raises:
             ValueError: it is longer, and that is refused; or it is empty.
+            StartError: the environment has no prompt for it.
         """
         prompt, limit = self._render_prompt(task), self._prompt_limit
         if not prompt or (len(prompt) > limit and self._limits.overlong_prompts == "refuse"):
@@ -310,7 +396,7 @@ class Rollout:
         return min(self._limits.max_prompt_tokens, self._limits.max_total_tokens - 1)
 
     def _render_prompt(self, task: Task) -> list[int]:
-        return self._tokenizer.render_prompt(self._env.start([task])[0])
+        return self._tokenizer.render_prompt(self._start(task))
 
     def _unfit(self, task: Task, length: int) -> ValueError:
         return ValueError(
@@ -319,6 +405,17 @@ class Rollout:
             "or set config.rollout.overlong_prompts to 'drop' (leaves such tasks out) or "
             "'truncate_left' (cuts their first tokens off)."
         )
+
+    def _start(self, task: Task) -> Sequence[Message]:
+        try:
+            [messages] = self._env.start([task])
+            _check_chat(messages)
+            return messages
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            where = f"{type(self._env).__name__}.start of task {task.id!r}"
+            raise StartError(f"{where}: {error_text(error)}") from error
 
     def _budget(self, length: int, *, num_sampled: int) -> int:
         limits = self._limits
@@ -334,11 +431,9 @@ class Rollout:
         return text.decode("utf-8", errors="replace")
 
     def _advance(self, call: _Call) -> None:
-        """Ends or resumes the samples of a call, whose replies it waits for."""
+        """Ends or resumes the samples of a call that has its replies or is given up."""
         resumed = []
-        replies = call.replies.result()
-        self._check_count("step", len(replies), len(call.members))
-        for (request, sample, text), result in zip(call.members, replies, strict=True):
+        for (request, sample, text), result in zip(call.members, self._replies(call), strict=True):
             turn = Turn(
                 text=text,
                 tool_call=result.tool_call,
@@ -358,6 +453,14 @@ class Rollout:
             sample.episode.turns.append(dataclasses.replace(turn, observation=shown))
             resumed.append((request, token_ids, budget))
         self._engine.resume(resumed)
+
+    def _replies(self, call: _Call) -> list[StepResult]:
+        if call.replies.done():
+            return call.replies.result()
+        deadline_s = self._schedule.deadline_s
+        why = f"no reply within {deadline_s:g} s (config.env.step_deadline_s)"
+        late = _failure(f"{type(self._env).__name__}.step: {why}")
+        return [dataclasses.replace(late, latency_s=deadline_s)] * len(call.members)
 
     def _fit_observation(
         self, sample: _Sample, observation: Observation | None
@@ -399,17 +502,110 @@ class Rollout:
     def _rewards(self, samples: Sequence[_Sample]) -> dict[int, Reward]:
         """By sample index; a sample that cannot be scored ends as an environment error instead."""
         try:
-            rewards = self._env.score([sample.episode for sample in samples])
-        except Exception as error:  # of whatever the environment scores with
+            rewards = list(self._env.score([sample.episode for sample in samples]))
+            self._check_count("score", len(rewards), len(samples))
+            return {
+                s.sample_index: _checked_reward(r) for s, r in zip(samples, rewards, strict=True)
+            }
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of whatever the environment scores with
             if len(samples) > 1:  # one of them, maybe
                 return {i: r for sample in samples for i, r in self._rewards([sample]).items()}
             [episode] = (sample.episode for sample in samples)
             episode.outcome = Outcome.ENVIRONMENT_ERROR
-            message = f"score: {type(error).__name__}: {error}"
+            message = writable(f"score: {error_text(error)}")
             episode.turns[-1] = dataclasses.replace(episode.turns[-1], error=message)
             return {}
-        self._check_count("score", len(rewards), len(samples))
-        return {s.sample_index: r for s, r in zip(samples, rewards, strict=True)}
+
+
+def _check_stop(should_stop: Callable[[], bool]) -> None:
+    if should_stop():
+        raise Interrupted("the rollout was asked to stop")
+
+
+def _failure(why: str) -> StepResult:
+    return StepResult(outcome=Outcome.ENVIRONMENT_ERROR, error=writable(why)[:MAX_ERROR])
+
+
+_TEXT = str | None
+_REPLY_TYPES: Mapping[str, Any] = {
+    "observation": Observation | None,
+    "outcome": Outcome | None,
+    "tool_call": _TEXT,
+    "latency_s": Real,
+    "error": _TEXT,
+}
+
+
+def _checked_reply(reply: Any) -> StepResult:
+    """A reply that can be worked with: of the right types, with text that can be written."""
+    try:
+        _check_types("step", reply, StepResult, _REPLY_TYPES)
+        if reply.observation is not None:
+            texts = dict.fromkeys(("prefix", "body", "suffix"), str)
+            _check_types("step", reply.observation, Observation, texts)
+    except TypeError as error:
+        return _failure(str(error))
+    error = reply.error
+    if reply.outcome == Outcome.ENVIRONMENT_ERROR:
+        error = error or "the environment gives no reason"
+    return dataclasses.replace(
+        reply,
+        observation=reply.observation and _writable_fields(reply.observation),
+        tool_call=reply.tool_call and writable(reply.tool_call),
+        error=error and writable(error)[:MAX_ERROR],
+    )
+
+
+def _writable_fields(observation: Observation) -> Observation:
+    return Observation(
+        prefix=writable(observation.prefix),
+        body=writable(observation.body),
+        suffix=writable(observation.suffix),
+    )
+
+
+def _checked_reward(reward: Any) -> Reward:
+    """A reward that can be worked with, its numbers finite.
+
+    Raises:
+        TypeError, ValueError: it is something else.
+    """
+    _check_types("score", reward, Reward, {"parts": Mapping, "final_answer": str})
+    numbers = {"total": reward.total, **reward.parts}
+    for name, value in numbers.items():
+        if not (isinstance(name, str) and isinstance(value, Real) and math.isfinite(value)):
+            raise ValueError(f"the reward's {name!r} is {value!r}; expected a finite number")
+    return dataclasses.replace(
+        reward,
+        total=float(reward.total),
+        parts={name: float(value) for name, value in reward.parts.items()},
+        final_answer=writable(reward.final_answer),
+        **{name: bool(getattr(reward, name)) for name in _VERDICTS},
+    )
+
+
+_VERDICTS = ("is_correct", "is_abstention", "is_well_formed")
+
+
+def _check_types(method: str, found: Any, wanted: type, fields: Mapping[str, Any]) -> None:
+    """Refuses what is no `wanted`, or has a field of another type."""
+    name = wanted.__name__
+    if not isinstance(found, wanted):
+        raise TypeError(f"{method} gave {type(found).__name__}; expected {name}")
+    for field_name, kind in fields.items():
+        value = getattr(found, field_name)
+        if not isinstance(value, kind):
+            shown = getattr(kind, "__name__", kind)
+            raise TypeError(f"{name}.{field_name} is {value!r:.100}; expected {shown}")
+
+
+def _check_chat(messages: Iterable[Any]) -> None:
+    for message in messages:
+        texts = [message["role"], message["content"]]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError(f"a message is {message!r:.100}; expected text for role and content")
 
 
 def _trajectory(sample: _Sample, reward: Reward | None, policy_version: int) -> Trajectory:

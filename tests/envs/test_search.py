@@ -3,6 +3,7 @@ import time
 import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Task, Turn
+from jaxrl.envs.calls import MAX_ERROR
 from jaxrl.envs.protocol import BAPO, search_r1
 from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine, SearchError
 from jaxrl.envs.search import SearchEnv
@@ -143,13 +144,58 @@ def test_an_engine_that_loses_results_is_asked_row_by_row():
     assert [result.observation.body for result in results] == ["found a", "found b"]
 
 
-def test_a_bug_in_an_engine_is_not_an_outage():
+@pytest.mark.parametrize(
+    ("behaviour", "told"),
+    [
+        (ConnectionError("refused"), "ConnectionError: refused"),
+        (KeyError("result"), "KeyError: 'result'"),
+        (SystemExit(0), "SystemExit: 0"),
+        (None, "the engine gave NoneType; expected text"),
+        (b"bytes", "the engine gave bytes; expected text"),
+        (RuntimeError("x" * 10**6), "RuntimeError: " + "x" * (MAX_ERROR - 14)),
+    ],
+)
+def test_whatever_goes_wrong_in_an_engine_loses_only_its_row(behaviour, told):
     class Broken(SearchEngine):
         def search(self, query):
-            raise KeyError(query)
+            if query != "bad":
+                return f"found {query}"
+            if isinstance(behaviour, BaseException):
+                raise behaviour
+            return behaviour
 
-    with pytest.raises(KeyError):
-        step(make_env(Broken()), "<search>a</search>")
+    class Together(Broken):
+        def batch_search(self, queries):
+            return [self.search(query) for query in queries]
+
+    for engine in (Broken(), Together()):
+        good, bad = step(make_env(engine), "<search>good</search>", "<search>bad</search>")
+        assert good.observation.body == "found good"
+        assert (bad.outcome, bad.error) == (Outcome.ENVIRONMENT_ERROR, told)
+
+
+def test_only_the_queries_that_failed_are_asked_again():
+    asked = []
+
+    class Flaky(SearchEngine):
+        def search(self, query):
+            asked.append(query)
+            if query == "bad" and asked.count("bad") == 1:
+                raise ConnectionError("reset")
+            return f"found {query}"
+
+    results = step(make_env(Flaky()), *(f"<search>{q}</search>" for q in ("a", "bad", "b")))
+    assert [result.observation.body for result in results] == ["found a", "found bad", "found b"]
+    assert sorted(asked) == ["a", "b", "bad", "bad"]
+
+
+def test_an_interrupt_in_an_engine_interrupts():
+    class Interrupting(SearchEngine):
+        def search(self, query):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        step(make_env(Interrupting()), "<search>a</search>")
 
 
 def test_latency_is_that_of_the_search():

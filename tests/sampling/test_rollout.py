@@ -3,11 +3,12 @@ import dataclasses
 import numpy as np
 import pytest
 
-from jaxrl.envs.base import Observation, Outcome, StepResult
+from jaxrl.collect import from_json, to_json
+from jaxrl.envs.base import Observation, Outcome, Reward, StepResult, Task
 from jaxrl.envs.protocol import SEARCH_R1
 from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine, SearchError
 from jaxrl.envs.search import SearchEnv
-from jaxrl.sampling.rollout import encode_observation
+from jaxrl.sampling.rollout import Rollout, encode_observation
 from tests.helpers import tiny_params
 from tests.toys import (
     ROOMY,
@@ -388,12 +389,104 @@ def test_a_body_that_fits_is_shown_as_it_is_and_one_that_does_not_is_decoded():
     assert len(ids) == 4
 
 
-@pytest.mark.parametrize("method", ["step", "score"])
-def test_an_environment_that_leaves_episodes_out_is_named(player, method):
+def raising(error):
+    def method(*args):
+        raise error
+
+    return method
+
+
+STEPS = [
+    (raising(ConnectionError("refused")), "ConnectionError: refused"),
+    (raising(KeyError("x")), "KeyError: 'x'"),
+    (raising(SystemExit(0)), "SystemExit: 0"),
+    (lambda *_: None, "TypeError: 'NoneType' object is not iterable"),
+    (lambda *_: [], "ValueError: SearchEnv.step gave 0 results for 1 episodes"),
+    (lambda *_: [None], "step gave NoneType; expected StepResult"),
+    (lambda *_: [StepResult(outcome="answered")], "StepResult.outcome is 'answered'; expected"),
+    (lambda *_: [StepResult(observation="text")], "StepResult.observation is 'text'; expected"),
+    (
+        lambda *_: [StepResult(observation=Observation(prefix="", body=None, suffix=""))],
+        "Observation.body is None; expected str",
+    ),
+    (lambda *_: [StepResult(outcome=Outcome.ENVIRONMENT_ERROR)], "the environment gives no reason"),
+    (
+        lambda *_: [StepResult(outcome=Outcome.ENVIRONMENT_ERROR, error="half \ud800")],
+        "half \N{REPLACEMENT CHARACTER}",
+    ),
+]
+
+
+@pytest.mark.parametrize(("step", "told"), STEPS)
+def test_a_step_that_goes_wrong_is_an_environment_error(player, step, told):
     teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
     env = search_env()
-    whole = getattr(env, method)
-    setattr(env, method, lambda *args: whole(*args)[:-1])
-    with pytest.raises(ValueError, match=rf"SearchEnv\.{method} gave 0 results for 1 episodes"):
+    env.step = step
+    got = play_one(player, env)
+    assert got.outcome == Outcome.ENVIRONMENT_ERROR
+    assert got.turns[-1].error.startswith(told)
+    assert got.turns[-1].text == FIRST.removesuffix("\n\n")
+    assert player.engine.is_idle
+
+
+SCORES = [
+    (raising(SystemExit(0)), "score: SystemExit: 0"),
+    (lambda _: [], "score: ValueError: SearchEnv.score gave 0 results for 1 episodes"),
+    (lambda _: [None], "score: TypeError: score gave NoneType; expected Reward"),
+    (
+        lambda _: [Reward(total=float("nan"), parts={}, final_answer="")],
+        "score: ValueError: the reward's 'total' is nan; expected a finite number",
+    ),
+    (
+        lambda _: [Reward(total=0.0, parts={"f1": "1"}, final_answer="")],
+        "score: ValueError: the reward's 'f1' is '1'; expected a finite number",
+    ),
+]
+
+
+@pytest.mark.parametrize(("score", "told"), SCORES)
+def test_a_score_that_goes_wrong_is_an_environment_error(player, score, told):
+    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+    env = search_env()
+    env.score = score
+    got = play_one(player, env)
+    assert (got.outcome, got.reward) == (Outcome.ENVIRONMENT_ERROR, 0.0)
+    assert got.turns[-1].error.startswith(told)
+
+
+@pytest.mark.parametrize("method", ["step", "score", "start"])
+def test_an_interrupt_in_an_environment_interrupts(player, method):
+    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+    env = search_env()
+    setattr(env, method, raising(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
         play_one(player, env)
     assert player.engine.is_idle
+
+
+@pytest.mark.parametrize("bad", [SystemExit(0), None])
+def test_a_task_that_the_environment_cannot_open_is_an_environment_error(player, bad):
+    teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
+    env = search_env()
+    start = env.start
+
+    def picky(tasks):
+        if tasks[0].question != "Bad?":
+            return start(tasks)
+        return raising(bad)() if bad else bad
+
+    env.start = picky
+    told = f"SearchEnv.start of task 'task 0': {'SystemExit: 0' if bad else 'TypeError: '}"
+    for questions in (["Bad?", "Where?"], ["Bad?"]):
+        *failed, last = got = player.play(env, questions, group_size=2)
+        assert len(got) == 2 * len(questions)
+        assert (last.outcome == Outcome.ANSWERED) == (len(questions) == 2)
+        for trajectory in failed[:2]:
+            assert trajectory.outcome == Outcome.ENVIRONMENT_ERROR
+            assert trajectory.turns[-1].error.startswith(told)
+            assert len(trajectory.token_ids) == 0
+            assert from_json(to_json(trajectory)).turns == trajectory.turns
+    # Before any step, a task of the data is refused for it, like one that is too long.
+    rollout = Rollout(player.engine, env, player.tokenizer, player.automaton, ROOMY)
+    with pytest.raises(ValueError, match=r"SearchEnv\.start of task 'x': "):
+        rollout.prompt_fits(Task(id="x", question="Bad?"))

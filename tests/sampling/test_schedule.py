@@ -1,5 +1,6 @@
 """When the environment's replies enter, and how a rollout ends before its time."""
 
+import dataclasses
 import gc
 import random
 import threading
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl.envs.base import Observation, Outcome, StepResult
+from jaxrl.sampling import rollout
 from jaxrl.sampling.engine import Request, sample_keys
 from jaxrl.sampling.rollout import Interrupted, Schedule
 from tests.helpers import tiny_params
@@ -237,9 +239,57 @@ class Broken(SlowEnv):
 
 
 @pytest.mark.parametrize("schedule", ALL)
-def test_what_the_environment_raises_reaches_the_caller(player, wanted, schedule):
-    with pytest.raises(OSError, match="the disk is full"):
-        play(player, Broken(0.01), schedule=schedule)
+def test_a_call_that_fails_is_made_again_for_each_episode_alone(player, wanted, schedule):
+    assert_same(play(player, Broken(0.01), schedule=schedule), wanted, tolerance=5e-5)
+    assert player.engine.is_idle
+
+
+class Hanging(SlowEnv):
+    """Does not return from its second call, until it is let go."""
+
+    num_calls = 0
+
+    def __init__(self):
+        super().__init__()
+        self.go = threading.Event()
+        self.hung = []
+
+    def step(self, episodes, texts):
+        self.num_calls += 1
+        if self.num_calls == 2:
+            self.hung = episodes
+            self.go.wait(60)
+        return super().step(episodes, texts)
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_a_call_that_hangs_is_given_up_and_the_others_go_on(player, wanted, schedule):
+    env = Hanging()
+    got = play(player, env, schedule=dataclasses.replace(schedule, deadline_s=0.3))
+    lost = [t for t in got if t.outcome == Outcome.ENVIRONMENT_ERROR]
+    assert len(lost) == len(env.hung) > 0
+    told = "Hanging.step: no reply within 0.3 s (config.env.step_deadline_s)"
+    assert [t.turns[-1].error for t in lost] == [told] * len(lost)
+    for trajectory, whole in zip(got, wanted, strict=True):
+        if trajectory.is_scored:
+            assert trajectory.full_input_ids == whole.full_input_ids
+    assert [thread.daemon for thread in env_threads()] == [True]  # nobody waits for it
+    env.go.set()
+    assert player.engine.is_idle
+    assert_same(play(player, SlowEnv()), wanted, tolerance=5e-5)
+
+
+def test_a_rollout_is_interrupted_while_a_call_hangs(player, wanted, monkeypatch):
+    monkeypatch.setattr(rollout, "_LOOK_S", 0.05)
+    monkeypatch.setattr(rollout, "_PATIENCE_S", 0.1)
+    env = Hanging()
+    started = time.monotonic()
+    with pytest.raises(Interrupted):
+        play(player, env, should_stop=lambda: bool(env.hung))
+    assert time.monotonic() - started < 30
+    env.go.set()
+    while env_threads():
+        time.sleep(0.01)
     assert_clean(player, wanted)
 
 
