@@ -214,9 +214,11 @@ def _read_data(
     eval_tasks: list[Task] = []
     demonstrations: list[sft.Demonstration] = []
     if "train" in config.stages:
-        tasks = read_tasks(config.tasks.train.source, "config.tasks.train.source")
+        source, split = config.tasks.train.source, config.tasks.train.split
+        tasks = read_tasks(source, "config.tasks.train.source", split=split)
     if {"train", "evaluate"} & set(config.stages):
-        eval_tasks = read_tasks(config.tasks.eval.source, "config.tasks.eval.source")
+        source, split = config.tasks.eval.source, config.tasks.eval.split
+        eval_tasks = read_tasks(source, "config.tasks.eval.source", split=split)
         check_data_sources(eval_tasks, "config.tasks.eval.source")
         eval_tasks = eval_tasks[: config.eval.max_tasks or None]
     if "sft" in config.stages:

@@ -80,8 +80,9 @@ def default_config() -> ConfigDict:
     mesh.tensor = 1  # devices over which heads and vocabulary are split
 
     config.tasks = tasks = ConfigDict()
-    tasks.train = ConfigDict({"source": ""})  # JSONL of tasks
-    tasks.eval = ConfigDict({"source": ""})  # JSONL of held-out tasks
+    # JSONL of tasks; or a folder, of one version of a TFDS data set, and the split to read of it
+    tasks.train = ConfigDict({"source": "", "split": "train"})
+    tasks.eval = ConfigDict({"source": "", "split": "test"})  # likewise, of held-out tasks
 
     config.prompt = prompt = ConfigDict()
     prompt.system = ""  # system message; none when empty

@@ -1,12 +1,14 @@
-"""Tasks and demonstrations from files, and their endless shuffled stream."""
+"""Tasks and demonstrations from JSONL, tasks from TFDS; and their endless shuffled stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import grain
+import numpy as np
 
 from jaxrl.envs.base import Task
 from jaxrl.envs.jsonl import read_objects
@@ -101,8 +103,15 @@ def _names(fields: dict[str, Any]) -> str:
     return "the fields " + (", ".join(map(repr, fields)) or "none")
 
 
-def read_tasks(path: str | Path, key: str) -> list[Task]:
-    """All tasks of a JSONL file; see `parse_task` and `read_jsonl`.
+def read_tasks(path: str | Path, key: str, *, split: str = "train") -> list[Task]:
+    """All tasks of a JSONL file, or of a split of a TFDS data set where the path is a folder.
+
+    See `parse_task`, `read_jsonl` and `tfds_objects`.
+
+    Args:
+        path: of the file or folder.
+        key: the configuration key that named it, for errors.
+        split: of a data set; also a part, as `train[:90%]`.
 
     Raises:
         ValueError: also where two tasks have one id, by which trajectories, evaluations,
@@ -121,7 +130,114 @@ def read_tasks(path: str | Path, key: str) -> list[Task]:
             )
         return task
 
+    if Path(path).is_dir():
+        return [parse(fields, place) for fields, place in tfds_objects(Path(path), split, key)]
     return read_jsonl(path, parse, key)
+
+
+def tfds_objects(folder: Path, split: str, key: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """The examples of a TFDS data set as plain data, each with its place (`folder [split]:1`).
+
+    Empty texts and lists are left out, since TFDS cannot leave out a feature. `metadata` may be a
+    text that holds a JSON object.
+
+    Args:
+        folder: of one version of the data set, prepared as array_record.
+        split: a split, or a part of one, as `train[:90%]`.
+        key: the configuration key that named the folder, for errors.
+
+    Raises:
+        ValueError: the folder is no data set, of another format, damaged, or without the split.
+    """
+    _check_tfds(folder, key)
+    import tensorflow_datasets as tfds  # late: it takes a second, and most runs read JSONL
+
+    try:
+        builder = tfds.builder_from_directory(folder)
+    except Exception as error:  # protobuf's, TFDS's own and others, as the damage has it
+        raise ValueError(f"{folder} cannot be read: {_one_line(error)}.") from error
+    try:
+        is_empty = not builder.info.splits[split].num_examples
+        source: Any = () if is_empty else builder.as_data_source(split)
+    except (KeyError, ValueError) as error:
+        name = key.replace(".source", ".split")
+        raise ValueError(f"{name} is {split!r}, of {folder}: {_one_line(error)}") from error
+    except RuntimeError as error:
+        raise ValueError(f"{folder} cannot be read: {_one_line(error)}.") from error
+    if is_empty:
+        raise ValueError(f"{folder} holds no example in {split!r}; {key} must name at least one.")
+    for start in range(0, len(source), _TFDS_BATCH):
+        indices = range(start, min(start + _TFDS_BATCH, len(source)))
+        try:
+            examples = source.__getitems__(indices)
+        except RuntimeError as error:
+            raise ValueError(f"{folder} cannot be read: {_one_line(error)}.") from error
+        for index, found in zip(indices, examples, strict=True):
+            place = f"{folder} [{split}]:{index + 1}"
+            yield _task_fields(found, place), place
+
+
+_TFDS_BATCH = 1000  # examples read at a time, several times as quick as one by one
+
+
+def _check_tfds(folder: Path, key: str) -> None:
+    """Refuses what is no prepared data set, or one that TFDS would not read whole."""
+    file = folder / "dataset_info.json"
+    if not file.is_file():
+        versions = sorted(path.parent.name for path in folder.glob("*/dataset_info.json"))
+        hint = f" (it has the versions {', '.join(versions)})" if versions else ""
+        raise ValueError(
+            f"{str(folder)!r} has no dataset_info.json; set {key} to a JSONL file, or to the "
+            f"folder of one version of a TFDS data set, as data/tfds/bridges/1.0.0{hint}."
+        )
+    try:
+        # Data sets of before the field was introduced are TFRecord.
+        found = json.loads(file.read_text(encoding="utf-8")).get("fileFormat", "tfrecord")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is no JSON object: {error}") from error
+    if found != "array_record":
+        raise ValueError(
+            f"{folder} holds {found} files, of which TFDS would need TensorFlow or lose examples; "
+            "prepare it anew with file_format='array_record'."
+        )
+
+
+def _task_fields(example: dict[str, Any], place: str) -> dict[str, Any]:
+    """The fields that are there, as JSON would have them."""
+    try:
+        plain = {name: _plain(value) for name, value in example.items()}
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{place} is not valid UTF-8: {error}") from error
+    fields = {name: value for name, value in plain.items() if value not in ("", [], None)}
+    messages, metadata = fields.get("messages"), fields.get("metadata")
+    if isinstance(messages, dict):  # a sequence of records comes as a record of sequences
+        rows = zip(*messages.values(), strict=True)
+        fields["messages"] = [dict(zip(messages, row, strict=True)) for row in rows]
+        if not fields["messages"]:
+            del fields["messages"]
+    if isinstance(metadata, str):
+        try:
+            fields["metadata"] = json.loads(metadata)
+        except ValueError as error:
+            raise ValueError(f"{place}: 'metadata' is not valid JSON: {error}") from error
+    return fields
+
+
+def _plain(value: Any) -> Any:
+    """Text for bytes, numbers and lists for NumPy's."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8")
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return value
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
 
 
 class Stream(Generic[Item]):

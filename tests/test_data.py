@@ -1,13 +1,18 @@
 import json
 import re
+import shutil
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from examples import tfds_tasks
 from jaxrl.data import Stream, read_tasks
 
+ROOT = Path(__file__).parents[1]
 KEY = "config.tasks.train.source"
 
 
@@ -153,3 +158,142 @@ def test_half_a_surrogate_pair_is_refused(tmp_path):
     file.write_text(whole + "\n" + r'{"question": "Who?", "answers": ["x\ud83d"]}' + "\n")
     with pytest.raises(ValueError, match=r"tasks.jsonl:2 holds half of a surrogate pair"):
         read_tasks(file, "tasks.train.source")
+
+
+RECORDS = (
+    {"id": "q1", "question": "Où ?", "answers": ["a", "b"], "data_source": "nq"},
+    {"id": "q2", "question": "Who?", "answer": "c", "metadata": {"hops": 2, "by": ["x"]}},
+    {"id": "q3", "messages": [{"role": "user", "content": "é?"}], "golden_answers": ["d"]},
+)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """The folder of a data set, and the JSONL that it was made from."""
+    folder = tmp_path_factory.mktemp("tfds")
+    train = write(folder / "train.jsonl", *RECORDS)
+    test = write(folder / "test.jsonl", {"question": "?", "answers": ["a"]})
+    out = [f"--out={folder}", "--name=bridges", "--version=1.2.0"]
+    tfds_tasks.main([*out, f"train={train}", f"test={test}"])
+    return folder / "bridges" / "1.2.0", train
+
+
+class TestTfds:
+    """Data sets prepared by TensorFlow Datasets, as array_record."""
+
+    @pytest.fixture
+    def copy(self, prepared, tmp_path):
+        return shutil.copytree(prepared[0], tmp_path / "bridges" / "1.2.0")
+
+    def test_the_same_tasks_as_from_jsonl(self, prepared):
+        folder, train = prepared
+        assert read_tasks(folder, KEY, split="train") == read_tasks(train, KEY)
+
+    def test_what_is_left_out_has_its_default(self, prepared):
+        [task] = read_tasks(prepared[0], KEY, split="test")
+        # The file's line is kept as the id; without one it would be the place in the data set.
+        assert (task.question, task.data_source, task.metadata) == ("?", "default", {})
+
+    def test_splits_may_be_cut(self, prepared):
+        tasks = read_tasks(prepared[0], KEY, split="train[1:]")
+        assert [task.id for task in tasks] == ["q2", "q3"]
+
+    def test_fields_of_their_own_types(self, tmp_path):
+        import numpy as np
+        import tensorflow_datasets as tfds
+
+        features = tfds.features
+        info = {
+            "question": features.Text(),
+            "golden_answers": features.Sequence(features.Text()),
+            "id": np.int64,
+            "metadata": features.FeaturesDict(
+                {"hops": np.int64, "years": features.Sequence(np.int64), "by": features.Text()}
+            ),
+        }
+        metadata = {"hops": 2, "years": [1932, 1933], "by": "Kerr"}
+        example = {"question": "?", "golden_answers": ["a"], "id": 7, "metadata": metadata}
+        folder = tfds_tasks.prepare(tmp_path, "typed", "1.0.0", info, {"train": [example]})
+        [task] = read_tasks(folder, KEY, split="train")
+        assert (task.id, task.answers, task.metadata) == ("7", ("a",), metadata)
+        assert json.dumps(task.metadata)
+
+    @pytest.mark.parametrize(
+        ("split", "message"),
+        [
+            ("trin", r"config.tasks.train.split is 'trin'.* Unknown split 'trin'.*'train', 'test'"),
+            ("train[", r"config.tasks.train.split is 'train\['"),
+            ("train[3:]", r"holds no example"),
+        ],
+    )
+    def test_a_split_that_is_none(self, prepared, split, message):
+        with pytest.raises(ValueError, match=message) as raised:
+            read_tasks(prepared[0], KEY, split=split)
+        assert "\n" not in str(raised.value)
+
+    def test_a_folder_that_is_none(self, copy, tmp_path):
+        with pytest.raises(ValueError, match=r"has no dataset_info.json.* 1\.2\.0"):
+            read_tasks(copy.parent, KEY)
+        with pytest.raises(ValueError, match=r"has no dataset_info.json; set config.tasks.train"):
+            read_tasks(tmp_path, KEY)
+
+    @pytest.mark.parametrize("found", ["parquet", "tfrecord", ""])
+    def test_only_array_record_is_read(self, copy, found):
+        # Of Parquet, TFDS would say how many examples there are and return a part of them.
+        file = copy / "dataset_info.json"
+        info = json.loads(file.read_text())
+        info.pop("fileFormat")
+        file.write_text(json.dumps(info | ({"fileFormat": found} if found else {})))
+        with pytest.raises(ValueError, match=r"holds (parquet|tfrecord) files.*array_record"):
+            read_tasks(copy, KEY)
+
+    @pytest.mark.parametrize("damage", ["info", "features", "cut", "gone"])
+    def test_damage_is_one_line(self, copy, damage):
+        [data] = copy.glob("*-train.*")
+        if damage == "gone":
+            data.unlink()
+        elif damage == "cut":
+            data.write_bytes(data.read_bytes()[:100])
+        else:
+            name = "dataset_info.json" if damage == "info" else "features.json"
+            (copy / name).write_text("{")
+        with pytest.raises(ValueError, match=re.escape(str(copy))) as raised:
+            read_tasks(copy, KEY)
+        assert "\n" not in str(raised.value)
+
+    def test_a_malformed_example_is_named(self, tmp_path):
+        import tensorflow_datasets as tfds
+
+        info = {"question": tfds.features.Text(), "answers": tfds.features.Text()}
+        examples = [{"question": "?", "answers": "a"}, {"question": "?", "answers": " "}]
+        folder = tfds_tasks.prepare(tmp_path, "bad", "1.0.0", info, {"train": examples})
+        with pytest.raises(ValueError, match=r"bad/1\.0\.0 \[train\]:2: an answer is blank"):
+            read_tasks(folder, KEY)
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_a_tfds_data_set(tiny_world, tmp_path):
+    """From JSONL to a data set to a step of training, as a user would: its metrics are the same."""
+    files = [f"{split}={tiny_world}/questions_{split}.jsonl" for split in ("train", "eval")]
+    tfds_tasks.main([f"--out={tmp_path}", "--name=world", *files])
+    run = [sys.executable, "-m", "jaxrl.launch", f"--config=configs/debug_tiny.py:{tiny_world}"]
+    run += ["--config.stages=('train',)", "--config.num_steps=1"]
+    folder = tmp_path / "world" / "1.0.0"
+    of_tfds = [f"--config.tasks.{kind}.source={folder}" for kind in ("train", "eval")]
+    of_tfds.append("--config.tasks.eval.split=eval")
+    found = {}
+    for name, changes in {"jsonl": [], "tfds": of_tfds}.items():
+        command = [*run, f"--workdir={tmp_path / name}", *changes]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found[name] = [
+            {
+                key: x
+                for key, x in json.loads(line).items()
+                if not key.startswith(("timing", "perf"))
+            }
+            for line in lines
+        ]
+    assert found["tfds"] == found["jsonl"]
+    assert [record["step"] for record in found["tfds"]] == [0, 1]

