@@ -187,7 +187,7 @@ def sample_fields(
     for index, trajectory in enumerate(trajectories):
         found: dict[str, Any] = {
             "uid": trajectory.task_id,
-            "global_id": index,
+            "global_id": f"{trajectory.task_id}/{trajectory.sample_index}",
             "ground_truth": list(trajectory.task.answers),
             "accuracy": float(trajectory.is_correct) if trajectory.is_scored else None,
         }

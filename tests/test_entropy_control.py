@@ -398,7 +398,7 @@ def test_fields_of_a_sample():
     one, failed = sample_fields(batch, [counted(7), nothing], controllers)
     assert one == {
         "uid": "t0",
-        "global_id": 0,
+        "global_id": "t0/0",
         "ground_truth": ["x"],
         "accuracy": 1.0,
         "high_entropy_token_num": 7,
@@ -414,7 +414,16 @@ def test_fields_of_a_sample():
     assert failed["target_high_entropy_token_num"] is None
     assert json.loads(json.dumps([one, failed])) == [one, failed]
     [plain] = sample_fields([right], [], Controllers())
-    assert plain == {"uid": "t0", "global_id": 0, "ground_truth": ["x"], "accuracy": 1.0}
+    assert plain == {"uid": "t0", "global_id": "t0/0", "ground_truth": ["x"], "accuracy": 1.0}
+
+
+def test_a_sample_is_called_the_same_in_every_step():
+    of_t1 = [make_trajectory(group_id=1, sample_index=index) for index in (0, 1)]
+    alone, beside = (
+        sample_fields(batch, [], Controllers()) for batch in (of_t1, [make_trajectory(), *of_t1])
+    )
+    assert [fields["global_id"] for fields in alone] == ["t1/0", "t1/1"]
+    assert beside[1:] == alone
 
 
 def test_metrics_by_difficulty():
