@@ -43,6 +43,9 @@ COUNTS = ("num_questions", "unscored_questions", "environment_errors")
 
 OUTCOMES = tuple(outcome for outcome in Outcome if outcome != Outcome.ENVIRONMENT_ERROR)
 
+RELIABILITY = ("precision", "reliability")
+"""What follows from the shares of right answers and of abstentions."""
+
 Question = Sequence[Trajectory]
 """All samples of one question."""
 
@@ -116,6 +119,7 @@ def summarize(
     trajectories: Sequence[Trajectory],
     *,
     num_samples: int,
+    has_python: bool = False,
     ks: Sequence[int] = (),
     num_resamples: int,
     seed: int,
@@ -129,13 +133,14 @@ def summarize(
     Args:
         trajectories: in task order, the samples of a task side by side.
         num_samples: of each task.
+        has_python: count calls of Python as well.
         ks: see `subset_sizes`.
         num_resamples: of the bootstrap.
         seed: of the bootstrap.
     """
     questions = _by_question(trajectories, num_samples)
     ks = subset_sizes(num_samples, ks)
-    measured = [_measures(question, ks) for question in questions]
+    measured = [_measures(question, ks, has_python) for question in questions]
     names = list(dict.fromkeys(name for measures in measured for name in measures))
     values = np.array([[m.get(name, math.nan) for name in names] for m in measured])
     sources = [question[0].task.data_source for question in questions]
@@ -145,11 +150,17 @@ def summarize(
     }
     everything = {"all": list(range(len(questions)))} | sets
     rng = np.random.default_rng(seed)
-    means = {name: column_means(values[rows]) for name, rows in everything.items()}
-    resampled = {
-        name: bootstrap_means(values[rows], num_resamples=num_resamples, rng=rng)
+    means = {
+        name: _with_reliability(column_means(values[rows]), names)
         for name, rows in everything.items()
     }
+    resampled = {
+        name: _with_reliability(
+            bootstrap_means(values[rows], num_resamples=num_resamples, rng=rng), names
+        )
+        for name, rows in everything.items()
+    }
+    names += RELIABILITY if "exact_match" in names else ()
     counts = {name: _counts([questions[row] for row in rows]) for name, rows in everything.items()}
     if len(sets) > 1:
         means["mean"] = np.mean([means[name] for name in sets], axis=0)
@@ -197,7 +208,7 @@ def _scored(question: Question) -> list[Trajectory]:
     return [t for t in question if t.outcome != Outcome.ENVIRONMENT_ERROR]
 
 
-def _measures(question: Question, ks: Sequence[int]) -> dict[str, float]:
+def _measures(question: Question, ks: Sequence[int], has_python: bool) -> dict[str, float]:
     """What the samples of one question say; NaN where there are too few of them."""
     scored = _scored(question)
     parts = sorted({name for t in scored for name in t.reward_parts})
@@ -211,13 +222,31 @@ def _measures(question: Question, ks: Sequence[int]) -> dict[str, float]:
             for name in parts
         },
         **({"format_rate": mean(formats)} if formats else {}),
-        "searches": mean([t.num_tool_calls for t in scored]),
+        "searches": mean([len(t.searches) for t in scored]),
+        "searched": mean([bool(t.searches) for t in scored]),
+        **({"python_calls": mean([len(t.python_calls) for t in scored])} if has_python else {}),
         "sampled_tokens": mean([t.num_sampled for t in scored]),
         **{str(name): mean([t.outcome == name for t in scored]) for name in OUTCOMES},
         **dict.fromkeys((f"{name}@{k}" for name in ("pass", "maj") for k in ks), math.nan),
         **{f"pass@{k}": pass_at_k(len(right), sum(right), k) for k in possible},
         **{f"maj@{k}": majority_at_k(answers, right, k) for k in possible},
     }
+
+
+def _with_reliability(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
+    """Means `[.., M]` with those of `RELIABILITY` after them, where there is an exact match.
+
+    With accuracy a and the share r of abstentions, precision is a / (1 - r), NaN where nothing was
+    answered, and reliability (1 - r) * precision + r * a, that is a + r * a.
+    BAPO (https://arxiv.org/abs/2601.11037).
+    """
+    if "exact_match" not in names:
+        return values
+    accuracy = values[..., names.index("exact_match")]
+    abstained = values[..., names.index("abstained")]
+    answered = np.where(abstained < 1, 1 - abstained, math.nan)
+    more = (accuracy / answered, accuracy + abstained * accuracy)
+    return np.concatenate([values, np.stack(more, axis=-1)], axis=-1)
 
 
 def _counts(questions: Sequence[Question]) -> dict[str, int]:
@@ -293,7 +322,8 @@ def _question(trajectory: Trajectory) -> dict[str, Any]:
         "answers": list(trajectory.task.answers),
         "final_answer": trajectory.final_answer,
         "outcome": str(trajectory.outcome),
-        "searches": [t.tool_call for t in trajectory.turns if t.tool_call is not None],
+        "searches": trajectory.searches,
+        **({"python_calls": trajectory.python_calls} if trajectory.python_calls else {}),
         "num_sampled": trajectory.num_sampled,
         "response": trajectory.generated_text,
         **trajectory.reward_parts,
@@ -335,7 +365,15 @@ BEHAVIOUR = {
 }
 """Measures in the tables, and their heads."""
 
-DIGITS = {"searches": 2, "sampled_tokens": 1, **dict.fromkeys(COUNTS, 0)}
+MORE = {
+    "searched": "searched",
+    "python_calls": "Python calls",
+    "precision": "precision",
+    "reliability": "reliability",
+}
+"""Measures in a table of their own, each where it tells something."""
+
+DIGITS = {"searches": 2, "python_calls": 2, "sampled_tokens": 1, **dict.fromkeys(COUNTS, 0)}
 """Decimals of measures that are no shares."""
 
 
@@ -356,6 +394,12 @@ def _suite_text(suite: str, summary: Summary) -> str:
             [(name, *(_cell(summary, name, measure) for measure in BEHAVIOUR)) for name in names],
         ),
     ]
+    # Without any abstention, precision and reliability are the exact match.
+    told = dict.fromkeys(RELIABILITY, "abstained")
+    more = [name for name in MORE if name in measured and measured[told.get(name, name)] > 0]
+    if more:
+        rows = [(name, *(_cell(summary, name, measure) for measure in more)) for name in names]
+        tables.append(_table(("", *(MORE[measure] for measure in more)), rows))
     if ks:
         rows = [
             (name, k, *(_cell(summary, name, f"{measure}@{k}") for measure in ("pass", "maj")))
@@ -374,7 +418,7 @@ def _cell(summary: Summary, name: str, measure: str) -> str:
         return "-"
     text = f"{value:.{DIGITS.get(measure, 3)}f}"
     interval = summary.intervals[name].get(measure)
-    if interval and measure.startswith(("exact_match", "f1", "pass@", "maj@")):
+    if interval and measure.startswith(("exact_match", "f1", *RELIABILITY, "pass@", "maj@")):
         text += f" [{interval[0]:.3f}, {interval[1]:.3f}]"
     return text
 

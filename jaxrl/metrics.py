@@ -264,11 +264,12 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def rollout_metrics(
-    trajectories: Sequence[Trajectory], max_response_tokens: int
+    trajectories: Sequence[Trajectory], max_response_tokens: int, *, has_python: bool = False
 ) -> dict[str, float]:
     """Means over the trajectories that could be scored, under verl's names where it has one.
 
-    Where none could, they are NaN: an environment error is no reward of 0.
+    Where none could, they are NaN: an environment error is no reward of 0. Calls of Python are
+    counted where there is that tool.
     """
     scored = [t for t in trajectories if t.is_scored]
     lengths = [t.num_sampled for t in scored]
@@ -289,7 +290,12 @@ def rollout_metrics(
         "response_length/max": max(lengths, default=math.nan),
         "response_length/clip_ratio": mean([n >= max_response_tokens for n in lengths]),
         "num_turns/mean": mean([len(t.turns) for t in scored]),
-        "num_searches/mean": mean([t.num_tool_calls for t in scored]),
+        "num_searches/mean": mean([len(t.searches) for t in scored]),
+        **(
+            {"num_python_calls/mean": mean([len(t.python_calls) for t in scored])}
+            if has_python
+            else {}
+        ),
         **{
             f"outcome/{name}": outcomes.count(name) / max(len(outcomes), 1)
             for name in ("answered", "abstained", "malformed", "out_of_budget", "environment_error")

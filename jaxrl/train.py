@@ -64,6 +64,7 @@ SHOWN = {
     "reward": "critic/rewards/mean",
     "exact match": "reward/exact_match/mean",
     "searches": "num_searches/mean",
+    "python calls": "num_python_calls/mean",
     "tokens/s": "perf/throughput",
 }
 """What the display shows of a training step, and the metric it is."""
@@ -441,7 +442,9 @@ def run_train(this: Run, params: Params) -> Params:
         position.items_taken = collected.items_taken
         position.value = None
         position.record = {
-            **rollout_metrics(trajectories, rollout.max_response_tokens),
+            **rollout_metrics(
+                trajectories, rollout.max_response_tokens, has_python=config.env.python
+            ),
             **metrics,
             **collected.metrics,
             **kl_metrics,
@@ -779,6 +782,7 @@ def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]
         summaries[suite] = evaluate.summarize(
             played[suite],
             num_samples=num_samples,
+            has_python=this.config.env.python,
             ks=settings.ks,
             num_resamples=settings.resamples,
             seed=this.config.seed,

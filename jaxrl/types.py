@@ -93,9 +93,18 @@ class Trajectory:
         return float(self.rollout_entropies.sum()) / max(self.num_sampled, 1)
 
     @property
-    def num_tool_calls(self) -> int:
-        """Turns that called the tool."""
-        return sum(turn.tool_call is not None for turn in self.turns)
+    def searches(self) -> list[str]:
+        """What was asked of the search engine."""
+        return self.calls(None)
+
+    @property
+    def python_calls(self) -> list[str]:
+        """What code was given to the Python tool."""
+        return self.calls("python")
+
+    def calls(self, tool: str | None) -> list[str]:
+        """What was asked of a tool; None is the search engine."""
+        return [t.tool_call for t in self.turns if t.tool_call is not None and t.tool == tool]
 
     @property
     def generated_text(self) -> str:

@@ -5,6 +5,12 @@ import numpy as np
 from jaxrl.envs.base import Outcome, Task, Turn
 from jaxrl.types import Trajectory
 
+COMPUTE = Turn(
+    text="<python>print(6 * 7)</python>",
+    tool_call="print(6 * 7)",
+    tool="python",
+    observation=" <result>\n42\n</result>",
+)
 SEARCH = Turn(text="<search>q</search>", tool_call="q", observation="\n\nfound\n\n", latency_s=0.5)
 ANSWER = Turn(text="<answer>x</answer>")
 FAILED = Turn(text="<search>q</search>", tool_call="q", error="the server is down")

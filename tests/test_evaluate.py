@@ -19,7 +19,7 @@ from jaxrl.evaluate import (
 )
 from jaxrl.sampling.rollout import Seeds
 from jaxrl.types import Draw
-from tests.episodes import ANSWER, make_failure, make_trajectory
+from tests.episodes import ANSWER, COMPUTE, SEARCH, make_failure, make_trajectory
 
 RIGHT = {"exact_match": 1.0, "f1": 1.0, "format": 0.5}
 WRONG = {"exact_match": 0.0, "f1": 0.5, "format": -1.0}
@@ -55,9 +55,14 @@ def four_samples():
     ]
 
 
-def summary(trajectories, *, num_samples=1, ks=(), num_resamples=200, seed=0):
+def summary(trajectories, *, num_samples=1, ks=(), num_resamples=200, seed=0, **more):
     return summarize(
-        trajectories, num_samples=num_samples, ks=ks, num_resamples=num_resamples, seed=seed
+        trajectories,
+        num_samples=num_samples,
+        ks=ks,
+        num_resamples=num_resamples,
+        seed=seed,
+        **more,
     )
 
 
@@ -69,11 +74,14 @@ def test_means_by_hand():
         "format": -0.25,
         "format_rate": 0.5,
         "searches": 0.5,
+        "searched": 0.5,
         "sampled_tokens": 7.0,
         "answered": 1.0,
         "abstained": 0.0,
         "malformed": 0.0,
         "out_of_budget": 0.0,
+        "precision": 0.5,
+        "reliability": 0.5,
         "num_questions": 2,
         "unscored_questions": 0,
         "environment_errors": 0,
@@ -108,6 +116,44 @@ def test_several_samples_by_hand():
     assert everything["pass@2"] == pytest.approx((5 / 6 + 1) / 2)
     assert everything["pass@4"] == 1.0
     assert math.isnan(got["mean"]["pass@4"])
+
+
+def declining():
+    """Four questions: one right, one wrong, two declined, the last with an error."""
+    unknown = {"parts": WRONG, "outcome": Outcome.ABSTAINED, "data_source": "untold"}
+    return [
+        make_trajectory(parts=RIGHT, data_source="told"),
+        make_trajectory(parts=WRONG, data_source="told", turns=(COMPUTE, ANSWER)),
+        make_trajectory(**unknown),
+        make_trajectory(**unknown, turns=(SEARCH, SEARCH, COMPUTE, ANSWER)),
+        make_failure(data_source="untold"),
+    ]
+
+
+def test_precision_and_reliability_by_hand():
+    got = summary(declining(), has_python=True, num_resamples=50)
+    told, untold, everything = (got.means[name] for name in ("told", "untold", "all"))
+    # One of two answers is right, and one of four questions: (1 - 1/2) * 1/2 + 1/2 * 1/4.
+    assert (everything["precision"], everything["reliability"]) == (0.5, 0.375)
+    assert (told["precision"], told["reliability"]) == (0.5, 0.5)
+    assert math.isnan(untold["precision"])  # nothing was answered
+    assert untold["reliability"] == 0.0
+    assert math.isnan(got.means["mean"]["precision"])
+    assert got.means["mean"]["reliability"] == 0.25
+    low, high = got.intervals["all"]["reliability"]
+    assert 0 <= low < 0.375 < high <= 1
+    assert got.intervals["untold"]["precision"] is None
+    assert as_metrics("greedy", got)["val-aux/all/precision/greedy"] == 0.5
+
+
+def test_searches_and_python_calls_are_counted_apart():
+    got = summary(declining(), has_python=True).means["all"]
+    assert (got["searches"], got["searched"], got["python_calls"]) == (1.0, 0.75, 0.5)
+    assert "python_calls" not in summary(declining()).means["all"]
+    [*_, declined, _] = as_record(1, "train", {}, {"greedy": declining()}, {})["questions"][
+        "greedy"
+    ]
+    assert (declined["searches"], declined["python_calls"]) == (["q", "q"], ["print(6 * 7)"])
 
 
 def test_one_data_set_needs_no_mean_over_sets():
@@ -268,6 +314,12 @@ nq         1.000      0.000      0.000   0.000      1.00     4.0       0
 hotpot     0.500      0.000      0.500   0.000      1.00     4.0       6
 mean       0.750      0.000      0.250   0.000      1.00     4.0       6
 
+        searched
+all        1.000
+nq         1.000
+hotpot     1.000
+mean       1.000
+
         k                pass@k                 maj@k
 all     4  1.000 [1.000, 1.000]  1.000 [1.000, 1.000]
 nq      4  1.000 [1.000, 1.000]  1.000 [1.000, 1.000]
@@ -289,6 +341,23 @@ def test_tables():
         "greedy": summary([make_failure(), make_failure()]),
     }
     assert as_text(960, "evaluate", summaries) == TABLES
+
+
+MORE_TABLE = """
+        searched  Python calls             precision           reliability
+all        0.750          0.50  0.500 [0.500, 0.500]  0.375 [0.375, 0.375]
+told       0.500          0.50  0.500 [0.500, 0.500]  0.500 [0.500, 0.500]
+untold     1.000          0.50                     -  0.000 [0.000, 0.000]
+mean       0.750          0.50                     -  0.250 [0.250, 0.250]"""
+
+
+def test_a_table_of_what_abstaining_and_computing_come_to():
+    made = summary(declining(), has_python=True)
+    for name, intervals in made.intervals.items():
+        for measure in ("precision", "reliability"):
+            value = made.means[name][measure]
+            intervals[measure] = None if math.isnan(value) else (value, value)
+    assert as_text(1, "train", {"greedy": made}).endswith(MORE_TABLE)
 
 
 def test_tables_fit_a_terminal():

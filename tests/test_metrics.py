@@ -22,7 +22,7 @@ from jaxrl.metrics import (
     rollout_metrics,
     write_trajectories,
 )
-from tests.episodes import ANSWER, make_failure, make_trajectory
+from tests.episodes import ANSWER, COMPUTE, SEARCH, make_failure, make_trajectory
 
 
 @pytest.fixture
@@ -224,6 +224,11 @@ class TestRolloutMetrics:
             "outcome/out_of_budget": 0.0,
             "outcome/environment_error": 0.25,
         }
+
+    def test_calls_of_python_are_no_searches(self):
+        made = make_trajectory(turns=(SEARCH, COMPUTE, COMPUTE, ANSWER))
+        got = rollout_metrics([made], max_response_tokens=8, has_python=True)
+        assert (got["num_searches/mean"], got["num_python_calls/mean"]) == (1, 2)
 
     @pytest.mark.filterwarnings("error")
     def test_environment_errors_are_no_reward_of_zero(self):

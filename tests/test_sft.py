@@ -107,7 +107,7 @@ def test_the_tokens_are_those_of_a_rollout(tokenizer, query):
     seeds = Seeds(seed=0, stage=0, step=0)
     [played] = rollout([Draw(task=task, position=0)], group_size=1, seeds=seeds, policy_version=0)
     assert played.outcome == "answered"
-    assert played.num_tool_calls == 2
+    assert played.searches == [query, "nothing"]
 
     shown = encode_demonstration(chat, tokenizer, max_observation_tokens=30)
     np.testing.assert_array_equal(shown.token_ids, played.token_ids)

@@ -100,6 +100,7 @@ class StepResult:
     observation: Observation | None = None
     outcome: Outcome | None = None
     tool_call: str | None = None  # what was asked of the tool, as it was sent
+    tool: str | None = None  # which one; None for the search engine
     latency_s: float = 0.0
     error: str | None = None  # set with Outcome.ENVIRONMENT_ERROR
 
@@ -110,6 +111,7 @@ class Turn:
 
     text: str
     tool_call: str | None = None
+    tool: str | None = None
     observation: str | None = None  # as inserted, after any shortening
     latency_s: float = 0.0
     error: str | None = None  # why the environment could not reply
@@ -130,7 +132,7 @@ class Episode:
 
     @property
     def num_tool_calls(self) -> int:
-        """Turns that called the tool."""
+        """Turns that called a tool."""
         return sum(turn.tool_call is not None for turn in self.turns)
 
 

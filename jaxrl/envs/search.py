@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -101,10 +102,11 @@ class SearchEnv(Env):
         """Replies to one turn of each episode; all queries go to the engine in one call."""
         results = [self._read_turn(e, text) for e, text in zip(episodes, texts, strict=True)]
         waiting = {i: r.tool_call for i, r in enumerate(results) if r.tool_call is not None}
-        for closing, ask in (("</search>", self._ask), ("</python>", self._compute)):
-            calls = {i: call for i, call in waiting.items() if texts[i].endswith(closing)}
+        for tool, ask in (("search", self._ask), ("python", self._compute)):
+            calls = {i: c for i, c in waiting.items() if texts[i].endswith(f"</{tool}>")}
+            name = None if tool == "search" else tool
             for i, found in zip(calls, self._call(ask, list(calls.values())), strict=True):
-                results[i] = found
+                results[i] = dataclasses.replace(found, tool=name)
         return results
 
     def _read_turn(self, episode: Episode, text: str) -> StepResult:

@@ -88,6 +88,14 @@ SPECS = (
         lines={"searches": ("num_searches/mean",)},
     ),
     _Spec(
+        name="python_calls",
+        title="Python calls per question",
+        unit="calls",
+        scale="zero",
+        note="Of the trajectories sampled for training.",
+        lines={"calls": ("num_python_calls/mean",)},
+    ),
+    _Spec(
         name="response_length",
         title="Response length",
         unit="sampled tokens",

@@ -437,6 +437,7 @@ class Rollout:
             turn = Turn(
                 text=text,
                 tool_call=result.tool_call,
+                tool=result.tool,
                 latency_s=result.latency_s,
                 error=result.error,
             )

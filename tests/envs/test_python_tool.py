@@ -63,7 +63,8 @@ def test_each_call_goes_to_its_tool():
     ]
     ran, found, failed, blank, unopened, answered = env.step([Episode(task=TASK)] * 6, texts)
     assert ran.observation.text == " <result>\nran print(1)\n</result>"
-    assert ran.tool_call == "print(1)"
+    assert (ran.tool_call, ran.tool) == ("print(1)", "python")
+    assert (found.tool_call, found.tool) == ("France", None)
     assert found.observation.body == "Paris"
     assert failed.outcome == Outcome.ENVIRONMENT_ERROR
     assert failed.error == "no sandbox"
