@@ -4,10 +4,12 @@ python -m jaxrl.launch --config=configs/ares.py --workdir=runs/ares
 
 The paper trains Qwen2.5-VL-7B on pictures and text; jaxrl reads text, so this is its second half.
 Bring the model as models/Qwen2.5-7B-Instruct and verifiable text problems as data/ares/train.jsonl
-and test.jsonl; docs/data.md has the formats. Hyper-parameters are the published ones but for the
-number of steps (the paper: 50 epochs) and the pass before the first step, which goes over all tasks
-in the paper, over 512 here, since it holds all of their trajectories. The released code has no such
-pass. configs/ares_small.py trains the same method on a laptop.
+and test.jsonl; docs/data.md has the formats. Hyper-parameters are the published ones but for two:
+500 steps (the paper: 50 epochs), and the pass before the first step, which goes over all tasks in
+the paper, over 512 here, since it holds all of their trajectories, and is not in the released code.
+The KL budgets are the paper's; the released code moves one coefficient for each difficulty. The
+prompt's words and the sizes of the sampler are ours. configs/ares_small.py trains the same method
+on a laptop.
 """
 
 from ml_collections import ConfigDict

@@ -5,9 +5,10 @@ python -m jaxrl.launch --config=configs/bapo.py --workdir=runs/bapo
 Bring the model as models/Qwen2.5-7B-Instruct, 5,000 multi-hop questions as data/bapo/train.jsonl,
 validation questions (HotpotQA, 2WikiMultiHopQA, MuSiQue, Bamboogle) as data/bapo/eval.jsonl and a
 dump of Wikipedia as data/wiki18/corpus.jsonl; docs/data.md has the formats. The Python tool is an
-extra: pip install -e '.[python-tool]'. Hyper-parameters are the published ones, but for the rate of
-abstentions that closes the early stage, 0.1 where the released code has 0.05, and the tokens of a
-search result, which are our choice. configs/bapo_small.py trains the same method on a laptop.
+extra: pip install -e '.[python-tool]'. Hyper-parameters are the published ones, but for one: the
+rate of abstentions that closes the early stage is 0.1, where paper and released code have 0.05. The
+tokens of a search result, the prompt's words and the sizes of the sampler are ours.
+configs/bapo_small.py trains the same method on a laptop.
 """
 
 from ml_collections import ConfigDict

@@ -3,10 +3,10 @@
 python -m jaxrl.launch --config=configs/passk.py --workdir=runs/passk
 
 Bring the model as models/Qwen2.5-7B-Instruct and the Enigmata puzzles as data/enigmata/train.jsonl
-and test.jsonl; docs/data.md has the formats. Hyper-parameters are the published ones; batch and
-context fit one host. As in the paper, training goes on for pass@1 in the end, here within the run:
-k falls from 4 to 1, which makes the advantages GRPO's. The numbers of steps are ours.
-configs/passk_small.py trains the same method on a laptop.
+and test.jsonl; docs/data.md has the formats. Hyper-parameters are the published ones. As in the
+paper, training goes on for pass@1 in the end, here within the run: k falls from 4 to 1, which makes
+the advantages GRPO's. The numbers of steps, the lengths of prompt and response, the prompt's words
+and the sizes of the sampler are ours. configs/passk_small.py trains the same method on a laptop.
 """
 
 from ml_collections import ConfigDict

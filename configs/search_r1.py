@@ -4,8 +4,9 @@ python -m jaxrl.launch --config=configs/search_r1.py --workdir=runs/search_r1
 
 Bring the model as models/Qwen2.5-7B, the questions as data/nq_hotpotqa/train.jsonl and test.jsonl,
 and the 2018 dump of Wikipedia in passages of 100 words as data/wiki18/corpus.jsonl; docs/data.md
-has the formats. Hyper-parameters are the published ones. configs/search_r1_small.py trains the
-same method on a laptop.
+has the formats. Hyper-parameters are the published ones but for one: there each turn may sample 500
+tokens, here the three turns of a trajectory share 1,500. The prompt's words, the evaluations and
+the sizes of the sampler are ours. configs/search_r1_small.py trains the same method on a laptop.
 """
 
 from ml_collections import ConfigDict

@@ -206,6 +206,77 @@ def test_what_goes_together_is_accepted(changes):
     validate(settings(**changes))
 
 
+CLIP = ("loss.clip_low", "loss.clip_high")
+TO_REF = {"kl.estimator": "k3", "kl.anchor": "ref", "kl.place": "loss"}
+PUBLISHED = {
+    search_r1: {
+        "rollout.group_size": 5, "rollout.temperature": 1.0, "optimizer.lr": 1e-6,
+        "optimizer.warmup_steps": round(0.285 * 2 * 1005), "kl.coef": 0.001, **TO_REF,
+        **dict.fromkeys(CLIP, 0.2), "loss.entropy_coef": 0.001, "loss.aggregation": "token-mean",
+        "rollout.max_response_tokens": 500, "search.max_observation_tokens": 500,
+        "rollout.max_prompt_tokens": 2048, "rollout.max_total_tokens": 4096, "search.topk": 3,
+        "rollout.tasks_per_step": 512, "optimizer.num_minibatches": 512 // 256, "num_steps": 1005,
+        "rollout.max_turns": 2, "advantage.ddof": 0, "advantage.epsilon": 1e-8,
+    },
+    dapo: {
+        "rollout.group_size": 16, "rollout.tasks_per_step": 512, "filter.tasks_per_batch": 1536,
+        "optimizer.num_minibatches": 16, "rollout.max_prompt_tokens": 2048,
+        "rollout.max_response_tokens": 20480, "optimizer.lr": 1e-6, "optimizer.weight_decay": 0.1,
+        "optimizer.schedule": "constant", "optimizer.warmup_steps": 20 * 16,
+        "optimizer.grad_clip": 1.0, "loss.entropy_coef": 0.0, "kl.coef": 0.0,
+        "rollout.temperature": 1.0, "rollout.top_p": 1.0, "eval.top_p": 0.7, "eval.samples": 32,
+        "loss.clip_low": 0.2, "loss.clip_high": 0.28, "loss.dual_clip": 10.0,
+        "loss.aggregation": "token-mean", "filter.metric": "acc", "filter.max_batches": 10,
+        "shaping.overlong_buffer": 4096, "shaping.overlong_factor": 1.0,
+        "rollout.overlong_prompts": "truncate_left",
+    },
+    bapo: {
+        "rollout.group_size": 8, "rollout.tasks_per_step": 64, "optimizer.num_minibatches": 4,
+        "optimizer.lr": 1e-6, "num_steps": 2 * 5000 // 64, **dict.fromkeys(CLIP, 0.1),
+        "kl.coef": 0.001, **TO_REF, "rollout.temperature": 1.0, "rollout.max_prompt_tokens": 1536,
+        "rollout.max_total_tokens": 1536 + 8192, "search.topk": 5, "rollout.max_turns": 3,
+        "eval.every_steps": 1, "shaping.abstention_bonus": 0.5, "shaping.abstention_rate": 0.05,
+        "shaping.stage_tolerance": 5, "filter.resample_attempts": 2, "filter.resample_early": False,
+    },
+    ares: {
+        "rollout.group_size": 8, "rollout.temperature": 1.0, "rollout.top_p": 0.99,
+        "eval.temperature": 0.5, "eval.samples": 1, "rollout.tasks_per_step": 512,
+        "optimizer.num_minibatches": 512 // 128, "rollout.max_prompt_tokens": 4096,
+        "rollout.max_response_tokens": 8192, "optimizer.lr": 1e-6, "optimizer.weight_decay": 0.01,
+        "optimizer.warmup_steps": 0, "optimizer.grad_clip": 1.0, "loss.clip_low": 0.2,
+        "loss.clip_high": 0.3, "loss.dual_clip": 3.0, "loss.aggregation": "token-mean",
+        "kl.coef": 0.01, **TO_REF, "kl.low_factor": 0.5, "kl.budget_step": 0.01,
+        "kl.budgets.easy": 0.05, "kl.budgets.medium": 0.1, "kl.budgets.hard": 0.2,
+        "eval.every_steps": 5, "checkpoint.every_steps": 5, "shaping.bootstrap_tasks": -1,
+        "shaping.entropy_window": 4, "shaping.entropy_percentile": 95.0, "shaping.alpha_init": 0.5,
+        "shaping.alpha_step": 0.05, "filter.low": 0.01, "filter.high": 0.99,
+        "filter.max_batches": 20, "num_steps": "50 epochs",
+    },
+    passk: {
+        "rollout.group_size": 32, "rollout.tasks_per_step": 128, "optimizer.lr": 1e-6,
+        "optimizer.warmup_steps": 10, "loss.clip_low": 0.2, "loss.clip_high": 0.28,
+        "loss.aggregation": "token-mean", "kl.coef": 0.0,
+    },
+}  # fmt: skip
+OTHERWISE = {
+    (search_r1, "rollout.max_response_tokens"): "share 1,500",
+    (dapo, "optimizer.warmup_steps"): "not the paper's 20",
+    (bapo, "shaping.abstention_rate"): "is 0.1, where paper and released code have 0.05",
+    (ares, "shaping.bootstrap_tasks"): "over 512 here",
+    (ares, "num_steps"): "500 steps (the paper: 50 epochs)",
+}
+"""What a configuration's docstring says where it differs."""
+
+
+@pytest.mark.parametrize("module", PUBLISHED, ids=lambda module: module.__name__)
+def test_hyper_parameters_are_published_or_said_to_differ(module):
+    flat = flatten(module.get_config())
+    said = " ".join(module.__doc__.split())
+    differing = {key for key, value in PUBLISHED[module].items() if flat[key] != value}
+    assert differing == {key for owner, key in OTHERWISE if owner is module}
+    assert [key for key in differing if OTHERWISE[module, key] not in said] == []
+
+
 def test_dapo_has_the_three_published_setups():
     full = flatten(dapo.get_config())
     changes = {}
