@@ -228,6 +228,7 @@ def _read_data(
             max_total_tokens=config.rollout.max_total_tokens,
             max_observation_tokens=config.search.max_observation_tokens,
             protocol=PROTOCOLS[config.env.protocol],
+            tools=("search", "python") if config.env.python else ("search",),
         )
     return tasks, eval_tasks, demonstrations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,11 +34,13 @@ def read_demonstrations(
     max_total_tokens: int,
     max_observation_tokens: int,
     protocol: Protocol = SEARCH_R1,
+    tools: Sequence[str] = ("search",),
 ) -> list[Demonstration]:
     """Encodes a JSONL of chats exactly as a rollout would have written them.
 
     The messages before the first of the assistant are the prompt. Those of the role `tool` are raw
-    search results, rendered by the protocol and cut as the environment's observations are.
+    results, rendered by the protocol and cut as the environment's observations are. `tools` are the
+    tags that call one in this run.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -52,6 +55,7 @@ def read_demonstrations(
             tokenizer,
             max_observation_tokens=max_observation_tokens,
             protocol=protocol,
+            tools=tools,
             place=place,
         )
         if len(demonstration.token_ids) > max_total_tokens:
@@ -70,6 +74,7 @@ def encode_demonstration(
     *,
     max_observation_tokens: int,
     protocol: Protocol = SEARCH_R1,
+    tools: Sequence[str] = ("search",),
     place: str = "demonstration",
 ) -> Demonstration:
     """Prompt, then assistant turns (trained on) and observations (masked) in order."""
@@ -94,7 +99,7 @@ def encode_demonstration(
                 f"{place}: role {message['role']!r} after the first assistant message; expected "
                 "'assistant' or 'tool'."
             )
-    _check_turns(messages[start:], place)
+    _check_turns(messages[start:], tools, place)
     token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in pieces])
     loss_mask = np.concatenate([np.full(len(ids), sampled) for ids, sampled in pieces])
     if not loss_mask.any():
@@ -106,15 +111,19 @@ def encode_demonstration(
     )
 
 
-def _check_turns(messages: list[dict[str, str]], place: str) -> None:
-    """Refuses what no rollout could have written: a result that nobody searched for."""
+def _check_turns(messages: list[dict[str, str]], tools: Sequence[str], place: str) -> None:
+    """Refuses what no rollout could have written: a result that nobody asked for."""
+    closings = tuple(f"</{tool}>" for tool in tools)
     for before, message in itertools.pairwise(messages):
-        if message["role"] == "tool" and not (
-            before["role"] == "assistant" and before["content"].endswith("</search>")
-        ):
+        is_called = before["role"] == "assistant" and before["content"].endswith(closings)
+        if message["role"] == "tool" and not is_called:
+            hint = ""
+            if before["content"].endswith("</python>"):
+                hint = " Set config.env.python=True to offer Python."
             raise ValueError(
                 f"{place}: a message of the role 'tool' follows {before['content'][-40:]!r}; "
-                "expected an assistant message that ends with '</search>'."
+                f"expected an assistant message that ends with {' or '.join(map(repr, closings))}."
+                + hint
             )
 
 

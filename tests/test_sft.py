@@ -7,6 +7,7 @@ import pytest
 
 from jaxrl.envs.base import Task
 from jaxrl.envs.protocol import BAPO
+from jaxrl.envs.python_tool import PythonTool
 from jaxrl.envs.retrieval import NO_INFORMATION, KeywordSearch
 from jaxrl.envs.search import SearchEnv
 from jaxrl.sampling import decode
@@ -87,9 +88,8 @@ def make_chat(query, found):
     return [question, first, results[0], second, results[1], answer]
 
 
-@pytest.mark.parametrize("query", FOUND)
-def test_the_tokens_are_those_of_a_rollout(tokenizer, query):
-    chat = make_chat(query, FOUND[query])
+def play(tokenizer, chat, **settings):
+    """The chat's assistant turns in the environment."""
     limits = Limits(
         max_prompt_tokens=64,
         max_response_tokens=200,
@@ -98,7 +98,11 @@ def test_the_tokens_are_those_of_a_rollout(tokenizer, query):
     )
     search = KeywordSearch({**FOUND, "nothing": NO_INFORMATION})
     env = SearchEnv(
-        search, system="", template="{question}", max_searches=2, reward_weights={"answer": 1.0}
+        search,
+        system="",
+        template="{question}",
+        max_searches=2,
+        **({"reward_weights": {"answer": 1.0}} | settings),
     )
     turns = [tokenizer.encode(m["content"]) for m in chat if m["role"] == "assistant"]
     automaton = StopAutomaton(tokenizer.vocab_bytes, env.stop_strings)
@@ -106,6 +110,33 @@ def test_the_tokens_are_those_of_a_rollout(tokenizer, query):
     task = Task(id="1", question=chat[0]["content"], answers=("Paris",))
     seeds = Seeds(seed=0, stage=0, step=0)
     [played] = rollout([Draw(task=task, position=0)], group_size=1, seeds=seeds, policy_version=0)
+    return played
+
+
+class Doubling(PythonTool):
+    def run(self, code):
+        return code * 2
+
+
+def test_a_chat_that_runs_python_is_encoded_as_in_a_rollout(tmp_path, tokenizer):
+    chat = make_chat("tower", FOUND["tower"])
+    chat[3]["content"], chat[4]["content"] = "<python> 6 * 7 </python>", "6 * 76 * 7"
+    chat[5]["content"] = r"<answer> \boxed{Paris} </answer>"
+    played = play(tokenizer, chat, protocol=BAPO, python=Doubling(), reward_weights={"bapo": 1.0})
+    assert (played.searches, played.python_calls) == (["tower"], ["6 * 7"])
+    options = {"protocol": BAPO, "tools": ("search", "python")}
+    [shown] = read(tmp_path, tokenizer, {"messages": chat}, **options)
+    np.testing.assert_array_equal(shown.token_ids, played.token_ids)
+    np.testing.assert_array_equal(shown.loss_mask, played.loss_mask)
+    # A run without the tool never writes such a result.
+    with pytest.raises(ValueError, match=r"'</search>'\. Set config.env.python=True"):
+        read(tmp_path, tokenizer, {"messages": chat}, protocol=BAPO)
+
+
+@pytest.mark.parametrize("query", FOUND)
+def test_the_tokens_are_those_of_a_rollout(tokenizer, query):
+    chat = make_chat(query, FOUND[query])
+    played = play(tokenizer, chat)
     assert played.outcome == "answered"
     assert played.searches == [query, "nothing"]
 
