@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from jaxrl import sft
 from jaxrl.batching import BatchShape
-from jaxrl.data import read_tasks
+from jaxrl.data import overlap_note, read_tasks
 from jaxrl.distributed import RolloutFunction, shared
 from jaxrl.envs.base import Env, Task
 from jaxrl.envs.math import MathEnv
@@ -120,7 +120,7 @@ def assemble(config: ConfigDict) -> Parts:
         rollout=shared(rollouts[0]),
         rollout_without_search=shared(rollouts[1]),
         is_trigger=trigger_ids(tokenizer, config.shaping.trigger_words),
-        notes=tuple(text for text in (note, eval_note) if text),
+        notes=tuple(text for text in (note, eval_note, overlap_note(tasks, eval_tasks)) if text),
     )
 
 

@@ -244,6 +244,28 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
+def has_any(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint, whatever its state."""
+    return bool(steps_in(folder)) or any(folder.glob("*.replaced"))
+
+
+def read_newest_position(folder: Path) -> tuple[int, dict[str, Any]]:
+    """Step and position of the newest checkpoint whose position can be read.
+
+    Only read, not checked against its manifest. The newest step and {} where none can be read.
+    """
+    steps = sorted(steps_in(folder), reverse=True)
+    for step in steps:
+        try:
+            path = folder / str(step) / "position" / "metadata"
+            position = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
+            continue
+        if isinstance(position, dict):
+            return step, position
+    return max(steps, default=0), {}
+
+
 def by_value(values: Mapping[int, float | None]) -> list[int]:
     """Steps that have a value, the highest first; of equal ones the earlier."""
     ranked = sorted((-value, step) for step, value in values.items() if value is not None)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import unicodedata
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -238,6 +239,33 @@ def _plain(value: Any) -> Any:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
+
+
+def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
+    """A warning where held-out questions are among the tasks that are trained on; else "".
+
+    Case, blanks and how a question ends make no other question of it; the rest does, since in
+    arithmetic every sign counts. Chats are the same when their messages are.
+    """
+    trained = {_identity(task): task for task in reversed(tasks)}
+    both = [task for task in held_out if _identity(task) in trained]
+    if not both:
+        return ""
+    task, other = both[0], trained[_identity(both[0])]
+    text = task.question or (task.messages or [{"content": ""}])[-1]["content"]
+    return (
+        f"warning: {len(both)} of {len(held_out)} held-out questions are among the tasks trained "
+        f"on, so their scores say little; the first: {text[:100]!r}, {task.id!r} of "
+        f"config.tasks.eval.source and {other.id!r} of config.tasks.train.source"
+    )
+
+
+def _identity(task: Task) -> Hashable:
+    if task.question is not None:
+        return " ".join(unicodedata.normalize("NFKC", task.question).casefold().split()).rstrip(
+            " ?."
+        )
+    return tuple((message["role"], message["content"]) for message in task.messages or ())
 
 
 class Stream(Generic[Item]):

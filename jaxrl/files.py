@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import fcntl
+import itertools
 import os
 import re
 import socket
@@ -62,6 +63,22 @@ def taking_place(path: Path) -> Iterator[Path]:
     unfinished = path.with_name(f".{path.name}.unfinished")
     yield unfinished
     unfinished.replace(path)
+
+
+def set_aside(path: Path) -> Path:
+    """Moves a damaged file to `<its name>.damaged`, or one with a number where there is one."""
+    ends = itertools.chain([""], (f".{number}" for number in itertools.count(1)))
+    names = (path.with_name(f"{path.name}.damaged{end}") for end in ends)
+    return path.rename(next(name for name in names if not name.exists()))
+
+
+def append_line(path: Path, text: str) -> None:
+    """Adds a line to a text file, after the end of one that a kill has cut."""
+    with path.open("a+b") as file:
+        if file.seek(0, os.SEEK_END):
+            file.seek(-1, os.SEEK_END)
+            file.write(b"" if file.read() == b"\n" else b"\n")
+        file.write(writable(text).encode() + b"\n")
 
 
 @contextmanager

@@ -28,10 +28,11 @@ from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
 from jaxrl import rules
-from jaxrl.files import held, printable, written_whole
+from jaxrl.files import held, printable
 
 if TYPE_CHECKING:
     from jaxrl.plan import Target
+    from jaxrl.resuming import Begun, Change
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; it is made.")
@@ -49,6 +50,9 @@ _IGNORE_PLAN = flags.DEFINE_bool(
     "ignore_memory_plan", False, "Start although the plan needs more memory than a device has."
 )
 _PLAN_JSON = flags.DEFINE_string("plan_json", None, "File for the plan as JSON.")
+_ACCEPT = flags.DEFINE_bool(
+    "accept_changes", False, "Go on in a workdir with other data, rewards, model, seed or method."
+)
 flags.DEFINE_bool("traceback", False, "Show where an error of the input was found.")
 _CLUSTER = flags.DEFINE_enum(
     "cluster", None, ["slurm", "tpu"], "Where this process finds its place among several."
@@ -94,7 +98,7 @@ def main(argv: Sequence[str]) -> None:
 
 def _run(config: ConfigDict, workdir: Path, should_stop: Callable[[], bool]) -> None:
     """Holds the workdir, assembles the parts, which refuses what is wrong, and runs the stages."""
-    from jaxrl import distributed
+    from jaxrl import distributed, resuming
     from jaxrl.assemble import assemble
     from jaxrl.checkpoint import CheckpointError
     from jaxrl.collect import NotEnoughGroupsError
@@ -102,27 +106,33 @@ def _run(config: ConfigDict, workdir: Path, should_stop: Callable[[], bool]) -> 
     from jaxrl.sampling.rollout import Interrupted
     from jaxrl.stopping import EXIT_TRY_AGAIN
     from jaxrl.train import run
+    from jaxrl.versions import fingerprints
 
     with contextlib.ExitStack() as stack:
         try:
-            _check_workdir(config, workdir)
+            is_accepted = _ACCEPT.value
+            _check_workdir(config, workdir, is_accepted=is_accepted)
             check_mirrors(config.log.wandb_project)
+            contents = fingerprints(config)
+            begun, changes = _compare(config, workdir, contents, is_accepted=is_accepted)
             said = rules.warnings(config)
+            if begun is not None:
+                changed = f"changed after step {begun.step}: "
+                said += [*begun.warnings, *(f"{changed}{change}" for change in changes)]
             said += _fit_memory(config, workdir, ignores_plan=_IGNORE_PLAN.value)
             parts = assemble(config)
             if distributed.is_main():
                 stack.enter_context(held(workdir))
-            is_new = set(config.stages) != {"evaluate"} or not (workdir / "config.json").exists()
-            if is_new and distributed.is_main():
-                with written_whole(workdir / "config.json") as file:
-                    file.write(configuration.to_json(config))
+                resuming.write_history(workdir, begun, changes, contents, config.stages)
+                if begun is None or set(config.stages) != {"evaluate"}:
+                    resuming.write_config(workdir, config)
         except INPUT_ERRORS as error:
             _refuse(error)
         display = Display(is_shown=distributed.is_main())
         for line in (*said, *parts.notes):
             display.say(line)
         try:
-            run(config, workdir, parts, display, should_stop)
+            run(config, workdir, parts, display, should_stop, contents)
         except Interrupted:
             sys.exit(EXIT_TRY_AGAIN)
         except (CheckpointError, NotEnoughGroupsError) as error:
@@ -190,8 +200,10 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
     """
     from jaxrl import distributed, plan
     from jaxrl.models.qwen import QwenConfig
+    from jaxrl.resuming import read_begun
 
-    began = configuration.flat_json(workdir / "config.json") if _has_begun(workdir) else {}
+    begun = read_begun(workdir, is_accepted=True)
+    began = begun.config if begun else {}
     model, target = QwenConfig.from_hf(config.model.path), plan.host_target()
     least = min(distributed.gather(target.memory_bytes))  # all processes must choose the same
     target = replace(target, memory_bytes=least)
@@ -210,32 +222,45 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
     return said
 
 
-def _has_begun(workdir: Path) -> bool:
-    return (workdir / "config.json").exists() and (workdir / "checkpoints").exists()
-
-
-def _check_workdir(config: ConfigDict, workdir: Path) -> None:
+def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = False) -> None:
     """Refuses to go on with what another configuration began."""
     if (workdir / "export").resolve() == Path(config.model.path).resolve():
         raise ValueError(
             f"config.model.path={config.model.path!r} is where --workdir={workdir} exports to; "
             "set --workdir to another folder."
         )
-    if not _has_begun(workdir):
+    begun, _ = _compare(config, workdir, is_accepted=is_accepted)
+    if begun is None or "train" not in config.stages:
         return
-    began = configuration.flat_json(workdir / "config.json")
-    now = configuration.flatten(config)
-    fixed: tuple[str, ...] = ()
-    if "train" in config.stages:
-        fixed = ("model.path", "seed", "kl.coef", "kl.anchor")
-        if config.checkpoint.keep_best:  # values of two metrics cannot be ranked together
-            fixed += ("eval.best_metric", "tasks.eval.source")
+    began, now = begun.config, configuration.flatten(config)
+    fixed = ["kl.anchor"]
+    if began.get("kl.coef") == 0:
+        fixed.append("kl.coef")  # its checkpoints hold no reference policy
+    if config.checkpoint.keep_best:  # values of two metrics cannot be ranked together
+        fixed += ["eval.best_metric", "tasks.eval.source"]
     for key in fixed:
         if began.get(key, now[key]) != now[key]:
             raise ValueError(
                 f"config.{key} is {now[key]!r}, but {workdir} began with {began[key]!r}; set it "
                 "back to go on, or set --workdir to another folder to begin anew."
             )
+
+
+def _compare(
+    config: ConfigDict,
+    workdir: Path,
+    contents: dict[str, str] | None = None,
+    *,
+    is_accepted: bool,
+) -> tuple[Begun | None, list[Change]]:
+    """What began in the workdir, and what is another now; refuses what nobody has accepted."""
+    from jaxrl import resuming
+
+    begun = resuming.read_begun(workdir, is_accepted=is_accepted)
+    changes = resuming.changes_since(begun, config, contents) if begun else []
+    if begun and not is_accepted:
+        resuming.check_changes(workdir, begun, changes)
+    return begun, changes
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from jaxrl.checkpoint import Checkpointer, abstract, optimizer_items
 from jaxrl.collect import Collected, NotEnoughGroupsError, Tried, collect
 from jaxrl.collect import from_json as trajectory_from_json
 from jaxrl.collect import to_json as trajectory_to_json
-from jaxrl.config import STAGES
+from jaxrl.config import STAGES, flatten
 from jaxrl.data import Stream
 from jaxrl.envs.base import Task
 from jaxrl.method import Controllers, k_at, make_estimator, make_policy_loss
@@ -105,7 +105,9 @@ class Position:
         carried = [[trajectory_from_json(t) for t in group] for group in groups]
         controllers = Controllers.from_json(saved.get("controllers", {}), config)
         best = Best(**saved["best"])
-        return cls(**{**saved, "best": best, "controllers": controllers, "carried": carried})
+        known = {field.name for field in dataclasses.fields(cls)}
+        kept = {name: value for name, value in saved.items() if name in known}
+        return cls(**{**kept, "best": best, "controllers": controllers, "carried": carried})
 
 
 @dataclasses.dataclass
@@ -121,6 +123,7 @@ class Run:
     position: Position
     restored: dict[str, Any]  # by the checkpoint that the run began with; each stage takes its own
     should_stop: Callable[[], bool]
+    contents: Mapping[str, str]  # fingerprints of the files that the run reads
     state: TrainState | None = None  # at the position, in the middle of a stage that trains
     ref_params: Params | None = None
     saved: Position | None = None  # where the newest checkpoint stands
@@ -134,11 +137,15 @@ class Run:
         self.checkpointer.save(
             self.position.step,
             self.state,
-            self.position.to_json(),
+            self.position.to_json() | self._origin(),
             self.ref_params,
             value=self.position.value,
         )
         self.log.carry("timing_s/save_checkpoint", time.perf_counter() - started)
+
+    def _origin(self) -> dict[str, Any]:
+        """What the checkpoint was made with, by which a later start is measured."""
+        return {"config": flatten(self.config), "contents": dict(self.contents)}
 
 
 def run(
@@ -147,8 +154,17 @@ def run(
     parts: Parts,
     display: Display,
     should_stop: Callable[[], bool] = lambda: False,
+    contents: Mapping[str, str] | None = None,
 ) -> None:
     """Runs the configured stages, from where the workdir's newest checkpoint stands.
+
+    Args:
+        config: of the run.
+        workdir: where it lives; it is there.
+        parts: what the stages work with.
+        display: progress.
+        should_stop: true once the run is to save and end.
+        contents: fingerprints of the files that the configuration names, for the checkpoints.
 
     Raises:
         Interrupted: `should_stop` was true. The steps that were done are saved.
@@ -172,7 +188,18 @@ def run(
     log = open_log(workdir, position.num_records, config, display.say, is_written=is_main)
     if is_main:
         write_environment(workdir / "environment.json", position.step, parts)
-    this = Run(config, workdir, parts, checkpointer, log, display, position, restored, should_stop)
+    this = Run(
+        config,
+        workdir,
+        parts,
+        checkpointer,
+        log,
+        display,
+        position,
+        restored,
+        should_stop,
+        contents or {},
+    )
     display.say(f"sampler shapes: {parts.engine.shapes()}")
     if found:
         this.saved = dataclasses.replace(position)

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import tfds_tasks
-from jaxrl.data import Stream, read_tasks
+from jaxrl.data import Stream, overlap_note, read_tasks
+from jaxrl.envs.base import Task
 
 ROOT = Path(__file__).parents[1]
 KEY = "config.tasks.train.source"
@@ -297,3 +298,21 @@ def test_a_run_trains_on_a_tfds_data_set(tiny_world, tmp_path):
         ]
     assert found["tfds"] == found["jsonl"]
     assert [record["step"] for record in found["tfds"]] == [0, 1]
+
+
+def test_held_out_questions_that_are_trained_on_are_told():
+    chat = ({"role": "user", "content": "What is 3-1?"},)
+    trained = [
+        Task(id="a", question="Who wrote  Emma ?"),
+        Task(id="b", question="who wrote Emma"),
+        Task(id="c", question="What is 31?"),
+        Task(id="d", messages=chat),
+    ]
+    held_out = [Task(id="1", question="What is 3-1?"), Task(id="2", question="Who wrote EMMA?")]
+    assert overlap_note(trained, held_out[:1]) == ""
+    line = overlap_note(trained, [*held_out, Task(id="3", messages=chat)])
+    assert line.startswith("warning: 2 of 3 held-out questions are among the tasks trained on")
+    assert line.endswith(
+        "'Who wrote EMMA?', '2' of config.tasks.eval.source and 'a' of config.tasks.train.source"
+    )
+    assert overlap_note([], held_out) == overlap_note(trained, []) == ""

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from jaxrl.files import held, printable, writable, written_whole
+from jaxrl.files import append_line, held, printable, set_aside, writable, written_whole
 
 HOLD = "import sys, time\nfrom pathlib import Path\nfrom jaxrl.files import held\n" + (
     "with held(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
@@ -51,3 +51,23 @@ def test_a_folder_is_held_by_one_process_until_it_is_killed(tmp_path):
         pass
     with held(folder):
         pass
+
+
+def test_damaged_files_are_kept_aside(tmp_path):
+    path = tmp_path / "x.json"
+    kept = []
+    for text in "abc":
+        path.write_text(text)
+        kept.append(set_aside(path))
+    assert [file.name for file in kept] == [f"x.json.damaged{end}" for end in ("", ".1", ".2")]
+    assert [file.read_text() for file in kept] == ["a", "b", "c"]
+    assert not path.exists()
+
+
+def test_a_line_begins_where_a_cut_one_ends(tmp_path):
+    path = tmp_path / "lines"
+    append_line(path, "one")
+    append_line(path, "tw\ud800")
+    path.write_bytes(path.read_bytes() + b"cut")
+    append_line(path, "three")
+    assert path.read_text() == "one\ntw\ufffd\ncut\nthree\n"

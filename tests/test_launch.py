@@ -373,14 +373,14 @@ class TestFiles:
 class TestWorkdir:
     """What a run began with stays."""
 
-    def check(self, tmp_path, **changes):
+    def check(self, tmp_path, *, is_accepted=False, **changes):
         config = debug_tiny.get_config(str(tmp_path / "world"))
         config.update_from_flattened_dict(changes)
-        launch._check_workdir(config, tmp_path)
+        launch._check_workdir(config, tmp_path, is_accepted=is_accepted)
 
     def begin(self, tmp_path):
         config = debug_tiny.get_config(str(tmp_path / "world"))
-        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "5").mkdir(parents=True)
         (tmp_path / "config.json").write_text(to_json(config))
 
     def test_going_on(self, tmp_path):
@@ -388,15 +388,20 @@ class TestWorkdir:
         self.begin(tmp_path)
         self.check(tmp_path)
         self.check(tmp_path, num_steps=500)
-        self.check(tmp_path, **{"seed": 7, "stages": ("evaluate",)})
+        self.check(tmp_path, **{"eval.samples": 7, "stages": ("evaluate",)})
 
-    @pytest.mark.parametrize(
-        ("key", "value"), [("seed", 7), ("kl.coef", 0.5), ("model.path", "other")]
-    )
+    def test_what_needs_consent(self, tmp_path):
+        self.begin(tmp_path)
+        changes = {"seed": 7, "optimizer.lr": 1.0}
+        with pytest.raises(ValueError, match=r"config.optimizer.lr: .*seed: 0 -> 7. .*--acc"):
+            self.check(tmp_path, **changes)
+        self.check(tmp_path, is_accepted=True, **changes)
+
+    @pytest.mark.parametrize(("key", "value"), [("kl.coef", 0.5), ("kl.anchor", "old")])
     def test_what_cannot_change(self, tmp_path, key, value):
         self.begin(tmp_path)
         with pytest.raises(ValueError, match=f"config.{key} is {value!r}, but .* began with"):
-            self.check(tmp_path, **{key: value})
+            self.check(tmp_path, is_accepted=True, **{key: value})
 
     def test_exporting_onto_the_source(self, tmp_path):
         with pytest.raises(ValueError, match=r"is where --workdir=.* exports to"):

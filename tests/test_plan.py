@@ -227,7 +227,7 @@ class TestMicroRows:
         assert config.sft.optimizer.micro_rows == 8  # the batch
         assert config.optimizer.micro_rows == 16  # tasks_per_step * group_size
         assert sft.startswith("config.sft.optimizer.micro_rows=0: 8 rows, planned at 0.")
-        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "5").mkdir(parents=True)
         (tmp_path / "config.json").write_text(json.dumps({"optimizer": {"micro_rows": 12}}))
         config.optimizer.micro_rows = 0
         assert launch._fit_memory(config, tmp_path) == []
@@ -249,7 +249,7 @@ class TestMicroRows:
         config.mesh.data = -1
         target = plan.Target(platform="cpu", num_devices=num_devices, memory_bytes=plan.GIB)
         monkeypatch.setattr(plan, "host_target", lambda: target)
-        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "5").mkdir(parents=True)
         stored = {"optimizer": {"micro_rows": began}}
         (tmp_path / "config.json").write_text(json.dumps(stored))
         said = launch._fit_memory(config, tmp_path)

@@ -514,6 +514,21 @@ class TestPage:
         assert "2 became right, 1 right both times, 0 became wrong, 1 wrong both times." in words
         assert "Configuration: 4 of" in words
 
+    def test_settings_that_changed_on_the_way(self, run):
+        changes = {
+            "optimizer.lr": {"before": 1e-6, "now": 1e-3},
+            "num_steps": {"before": 2, "now": 3},
+        }
+        line = {"step": 4, "stages": ["train"], "changes": changes, "accepted": ["optimizer.lr"]}
+        first = {"step": 0, "changes": {}, "contents": {}}
+        lines = [json.dumps(first), json.dumps(line), '{"step": ']
+        (run / "config_history.jsonl").write_text("\n".join(lines))
+        words = told(run)
+        assert "settings changed not one experiment: optimizer.lr after step 4." in words
+        assert "Settings changed after step 4, : 2 keys, 1 of them another experiment's" in words
+        assert "optimizer.lr 1e-06 0.001" in words
+        assert "1 lines of config_history.jsonl are cut or damaged" in words
+
     def test_is_self_contained(self, written):
         text = written.read_text(encoding="utf-8")
         page = Page(text)

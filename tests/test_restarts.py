@@ -97,7 +97,8 @@ def assert_same_run(workdir, base):
     kept = (workdir / "checkpoints").iterdir()
     assert all(path.name.isdecimal() for path in kept), "nothing half done stays"
     # What the command makes, and `train.run` without pictures does not.
-    assert {*files(workdir, ".")} - {"config.json", ".lock", *PICTURES} == {*files(base, ".")}
+    made = {"config.json", "config_history.jsonl", ".lock", *PICTURES}
+    assert {*files(workdir, ".")} - made == {*files(base, ".")}
     best = position(base, LAST)["best"]
     assert position(workdir, LAST)["best"] == best
     assert {best["step"], LAST} <= set(steps_in(workdir / "checkpoints"))

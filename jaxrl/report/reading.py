@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxrl.config import STAGES, flat_json
+from jaxrl.resuming import HISTORY, read_history
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class RunFiles:
     evaluations: list[dict[str, Any]]
     starts: list[dict[str, Any]]  # of environment.json
     problems: list[str]  # what could not be read, for the reader of the report
+    changes: list[dict[str, Any]] = field(default_factory=list)  # starts that changed settings
 
 
 def read_run(workdir: Path) -> RunFiles:
@@ -49,7 +51,23 @@ def read_run(workdir: Path) -> RunFiles:
         evaluations=_read_evaluations(workdir / "eval", records, problems),
         starts=starts,
         problems=problems,
+        changes=_read_changes(workdir, problems),
     )
+
+
+def _read_changes(workdir: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """The starts that changed settings, each with its step, its keys, and those accepted."""
+    lines, bad = read_history(workdir)
+    if bad:
+        problems.append(f"{len(bad)} lines of {HISTORY} are cut or damaged")
+    found = []
+    for line in lines:
+        changes = {key: mapping(change) for key, change in line["changes"].items()}
+        accepted = line.get("accepted")
+        if changes:
+            accepted = accepted if isinstance(accepted, list) else []
+            found.append({**line, "changes": changes, "accepted": accepted})
+    return found
 
 
 def _try(path: Path, read: Callable[[Path], Any], problems: list[str]) -> Any:
