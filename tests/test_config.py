@@ -193,6 +193,13 @@ def test_json_round_trip(config, tmp_path):
     assert to_json(other) == to_json(config)
 
 
+def test_what_computes_sees_no_configuration():
+    folders = ("objectives", "models", "sampling", "envs")
+    paths = [path for name in folders for path in (ROOT / name).rglob("*.py")]
+    paths += [ROOT / name for name in ("update.py", "batching.py", "sharding.py")]
+    assert [path for path in paths if "ConfigDict" in path.read_text(encoding="utf-8")] == []
+
+
 def test_every_key_is_read():
     wholesale = {  # passed on by section
         *("mesh.data", "mesh.fsdp", "mesh.tensor"),
