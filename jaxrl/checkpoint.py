@@ -13,9 +13,12 @@ With several processes, all take part in what Orbax does; the first one does the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import logging
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -33,6 +36,32 @@ MANIFEST = "manifest.json"
 
 class CheckpointError(ValueError):
     """There are checkpoints, but the one to go on with cannot be read."""
+
+
+@contextlib.contextmanager
+def raises_once() -> Iterator[None]:
+    """Keeps Orbax and its threads from printing what it raises too, a thousand lines of it.
+
+    Where saving fails it logs each tensor's failure as an error, with a traceback, and tells event
+    loops of it that are closed by then, which Python prints.
+    """
+    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+
+    def is_lower(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR
+
+    def unraisablehook(ignored: Any) -> None:
+        is_late = str(ignored.exc_value) == "Event loop is closed"
+        if not (is_late or "orbax" in repr(ignored.object) or "async" in repr(ignored.object)):
+            hook(ignored)
+
+    logger.addFilter(is_lower)
+    sys.unraisablehook = unraisablehook
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_lower)
+    sys.unraisablehook = hook  # not after an error: some of it comes when Python ends
 
 
 class Checkpointer:
@@ -264,6 +293,13 @@ def read_newest_position(folder: Path) -> tuple[int, dict[str, Any]]:
         if isinstance(position, dict):
             return step, position
     return max(steps, default=0), {}
+
+
+def newest_whole(folder: Path) -> int | None:
+    """The newest step whose checkpoint was written to its end; None: there is none."""
+    manifests = [path.parent for path in folder.glob(f"*/{MANIFEST}")]
+    names = [path.name.removesuffix(".replaced") for path in manifests]
+    return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
 def by_value(values: Mapping[int, float | None]) -> list[int]:

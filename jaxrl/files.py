@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import fcntl
 import itertools
 import os
@@ -43,6 +44,25 @@ def printable(text: str) -> str:
     return _CONTROL.sub(_REPLACEMENT, writable(text))
 
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says where a file cannot grow: the disk, a quota, a limit."""
+
+
+def full_disk(error: BaseException | None) -> OSError | None:
+    """The full disk that an error tells of, or what caused it; None: it tells of something else.
+
+    Libraries that write by themselves say it in their texts alone.
+    """
+    while error is not None:
+        for number in FULL_DISK:
+            if isinstance(error, OSError) and error.errno == number:
+                return error
+            if os.strerror(number) in str(error):
+                return OSError(number, os.strerror(number))
+        error = error.__cause__ or error.__context__
+    return None
+
+
 @contextmanager
 def written_whole(path: Path) -> Iterator[TextIO]:
     """A text file to write to, which takes the place of `path` at the end; folders are made.
@@ -61,8 +81,13 @@ def taking_place(path: Path) -> Iterator[Path]:
     """Where to write a file of any kind, which takes the place of `path` at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
-    yield unfinished
-    unfinished.replace(path)
+    try:
+        yield unfinished
+        unfinished.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        unfinished.unlink(missing_ok=True)  # on a full disk it would take what room is left
+        raise
 
 
 def set_aside(path: Path) -> Path:

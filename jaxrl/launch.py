@@ -28,7 +28,7 @@ from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
 from jaxrl import rules
-from jaxrl.files import held, printable
+from jaxrl.files import FULL_DISK, full_disk, held, printable
 
 if TYPE_CHECKING:
     from jaxrl.plan import Target
@@ -88,9 +88,10 @@ def main(argv: Sequence[str]) -> None:
         )
     except INPUT_ERRORS as error:
         _refuse(error)
+    from jaxrl.checkpoint import raises_once
     from jaxrl.stopping import stop_on_signals
 
-    with stop_on_signals() as should_stop:
+    with raises_once(), stop_on_signals() as should_stop:
         peers = distributed.join(job, deadline_s=_PEER_DEADLINE_S.value) if job else None
         with peers or contextlib.nullcontext():
             _run(config, workdir, peers.everywhere(should_stop) if peers else should_stop)
@@ -100,7 +101,7 @@ def _run(config: ConfigDict, workdir: Path, should_stop: Callable[[], bool]) -> 
     """Holds the workdir, assembles the parts, which refuses what is wrong, and runs the stages."""
     from jaxrl import distributed, resuming
     from jaxrl.assemble import assemble
-    from jaxrl.checkpoint import CheckpointError
+    from jaxrl.checkpoint import CheckpointError, newest_whole
     from jaxrl.collect import NotEnoughGroupsError
     from jaxrl.metrics import Display, check_mirrors
     from jaxrl.sampling.rollout import Interrupted
@@ -137,6 +138,12 @@ def _run(config: ConfigDict, workdir: Path, should_stop: Callable[[], bool]) -> 
             sys.exit(EXIT_TRY_AGAIN)
         except (CheckpointError, NotEnoughGroupsError) as error:
             _refuse(error)
+        except Exception as error:
+            if full_disk(error) is None:
+                raise
+            saved = newest_whole(workdir / "checkpoints")
+            kept = "nothing is saved yet" if saved is None else f"step {saved} is saved"
+            _refuse(error, f"{kept}; free some space and run the same command again.", workdir)
 
 
 def _plan(config: ConfigDict) -> int:
@@ -357,22 +364,29 @@ def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
     return config, workdir
 
 
-def _refuse(error: Exception) -> NoReturn:
-    """Ends the process with an error of the input, told in one line."""
+def _refuse(error: Exception, remedy: str = "", place: Path | None = None) -> NoReturn:
+    """Ends the process with an error of the input or the system, told in one line.
+
+    Args:
+        error: what went wrong.
+        remedy: what to do about an error of the system, if it is not what `_REMEDIES` says.
+        place: what such an error is about, if it does not name a file.
+    """
     if {"-traceback", "--traceback"} & set(sys.argv):
         raise error
-    sys.exit(f"error: {printable(_message(error))}")
+    sys.exit(f"error: {printable(_message(full_disk(error) or error, remedy, place))}")
 
 
 _REMEDIES = {
     errno.EACCES: "give this user the right to it (ls -l shows who has it).",
     errno.EPERM: "give this user the right to it (ls -l shows who has it).",
     errno.EROFS: "name a place that can be written to.",
+    **dict.fromkeys(FULL_DISK, "free some space and run the same command again."),
 }
 """What to do about errors of the system, whose texts do not say it."""
 
 
-def _message(error: Exception) -> str:
+def _message(error: Exception, remedy: str = "", place_of: Path | None = None) -> str:
     """An error in one line, with its place where it happened in the config file."""
     place = ""
     origin: BaseException = error
@@ -381,8 +395,9 @@ def _message(error: Exception) -> str:
             f"{_config_file(sys.argv)} has no get_config; expected a function of that name which "
             "returns the configuration, as in configs/quickstart.py."
         )
-    if isinstance(error, OSError) and error.filename and error.errno in _REMEDIES:
-        return f"{error.filename}: {error.strerror}; {_REMEDIES[error.errno]}"
+    file = error.filename or place_of if isinstance(error, OSError) else None
+    if isinstance(error, OSError) and file and error.errno in _REMEDIES:
+        return f"{file}: {error.strerror}; {remedy or _REMEDIES[error.errno]}"
     cause: BaseException | None = error
     while cause is not None:
         for frame in traceback.extract_tb(cause.__traceback__):

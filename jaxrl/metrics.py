@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -19,7 +20,8 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
-from tensorboardX import FileWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.summary_pb2 import Summary
 
 from jaxrl.files import printable, written_whole
@@ -108,42 +110,77 @@ def open_log(
     if not is_written:
         return MetricsLog(None, num_records)
     log = MetricsLog(workdir / "metrics.jsonl", num_records)
-    log.mirrors.append(TensorBoard(workdir / "tensorboard", log.records()))
+    log.mirrors.append(TensorBoard(workdir / "tensorboard", log.records(), say))
     if config.log.wandb_project:
         log.mirrors.append(WandB(workdir, config.log.wandb_project, config.to_dict(), say))
     return log
 
 
-class TensorBoard:
-    """Event files, made afresh from the kept records, so that no step beyond them lingers."""
+class _Fallible:
+    """A mirror that a failure ends, and not the run."""
 
-    def __init__(self, folder: Path, records: Iterable[Record]):
+    name: str
+
+    def __init__(self, say: Callable[[str], None]):
+        self._say = say
+        self._is_alive = True
+
+    def _try(self, action: Callable[[], object]) -> None:
+        if not self._is_alive:
+            return
+        try:
+            action()
+        except Exception as error:  # training goes on, whatever fails here
+            self._is_alive = False
+            self._say(f"warning: {self.name} failed and is left out from here on: {error!r}")
+
+
+class TensorBoard(_Fallible):
+    """Event files, made afresh from the kept records, so that no step beyond them lingers.
+
+    Written at once: the thread of tensorboardX's own writer ends with a full disk, and who writes
+    then waits for it for ever.
+    """
+
+    name = "TensorBoard"
+
+    def __init__(self, folder: Path, records: Iterable[Record], say: Callable[[str], None]):
         """Replaces the folder by one that shows `records`."""
+        super().__init__(say)
         shutil.rmtree(folder, ignore_errors=True)
-        self._writer = FileWriter(str(folder), flush_secs=10)
-        for index, record in enumerate(records):
-            self.write(index, record)
+        folder.mkdir(parents=True)
+        self._writer = EventsWriter(str(folder / "events"))
+        for record in records:
+            self._try(functools.partial(self._write, record))
+        self._try(self._writer.flush)
 
     def write(self, index: int, record: Record) -> None:
         """Appends one event that holds the record's numbers."""
+        self._try(functools.partial(self._write, record))
+        self._try(self._writer.flush)
+
+    def _write(self, record: Record) -> None:
         values = [
             Summary.Value(tag=name, simple_value=value)
             for name, value in record.items()
             if name not in ("step", "stage") and value is not None
         ]
-        self._writer.add_summary(Summary(value=values), record["step"])
+        event = Event(wall_time=time.time(), step=record["step"], summary=Summary(value=values))
+        self._writer.write_event(event)
 
     def close(self) -> None:
         """Writes what is still in memory."""
-        self._writer.close()
+        self._try(self._writer.close)
 
 
-class WandB:
+class WandB(_Fallible):
     """A run on Weights & Biases; started again on the same workdir, it is the same run.
 
     Its step is the record's number, since stages meet at a global step; `step` is the charts'
     axis. W&B keeps what it has: records repeated after a restart are the same ones and not sent.
     """
+
+    name = "W&B"
 
     def __init__(
         self, workdir: Path, project: str, config: Mapping[str, Any], say: Callable[[str], None]
@@ -153,6 +190,7 @@ class WandB:
         Raises:
             RuntimeError: W&B refuses, for instance without a key.
         """
+        super().__init__(say)
         import wandb  # an extra: only who asks for it has it
 
         id_file = workdir / "wandb" / "run_id"
@@ -175,8 +213,6 @@ class WandB:
                 "environment, or config.log.wandb_project='' to do without."
             ) from error
         self._sent = self._run.step
-        self._say = say
-        self._is_alive = True
 
     def write(self, index: int, record: Record) -> None:
         """Sends a record, unless W&B has it; a failure ends the mirror, not the run."""
@@ -186,15 +222,6 @@ class WandB:
     def close(self) -> None:
         """Waits until what was logged is sent or, offline, written."""
         self._try(self._run.finish)
-
-    def _try(self, action: Callable[[], object]) -> None:
-        if not self._is_alive:
-            return
-        try:
-            action()
-        except Exception as error:  # training goes on, whatever fails here
-            self._is_alive = False
-            self._say(f"warning: W&B failed and is left out from here on: {error!r}")
 
 
 def check_mirrors(project: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -181,6 +182,17 @@ def shapes_in(text):
     """All array shapes in a program's text."""
     found = re.findall(r"\b(?:pred|bf16|[fsu]\d+)\[([\d,]*)\]", text)
     return {tuple(int(size) for size in sizes.split(",") if size) for sizes in found}
+
+
+@contextmanager
+def no_file_beyond(size):
+    """A disk as good as full: no file grows beyond so many bytes meanwhile."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextmanager

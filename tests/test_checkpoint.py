@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import json
 import random
 import shutil
@@ -16,6 +17,7 @@ from jaxrl.checkpoint import (
     CheckpointError,
     abstract,
     kept_steps,
+    newest_whole,
     optimizer_items,
 )
 from jaxrl.models.qwen import abstract_params
@@ -113,6 +115,27 @@ def test_a_round_trip_is_exact(opened, mesh):
     _, items = opened().restore_newest(lambda _: {"params": shapes})
     assert items.keys() == {"params"}
     assert_equal(items["params"], state.params)
+
+
+@pytest.mark.parametrize("step", [2, 1])
+def test_a_full_disk_leaves_the_newest_whole_one(opened, mesh, folder, monkeypatch, step):
+    def fill(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    state = make_state(mesh, 1)
+    saving = opened()
+    saving.save(1, state, {"step": 1}, None)
+    saving.wait()
+    monkeypatch.setattr(checkpoint, "write_manifest", fill)
+    saving.save(step, state, {"step": step}, None)
+    with pytest.raises(OSError, match="No space left"):
+        saving.wait()
+    assert newest_whole(folder) == 1
+    monkeypatch.undo()
+    saving.close()
+    got, items = opened().restore_newest(targets_for(abstract_state(mesh)))
+    assert got == {"step": 1}
+    assert_equal(as_state(items), state)
 
 
 def test_what_stays_by_hand():

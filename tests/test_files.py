@@ -1,9 +1,19 @@
+import errno
 import subprocess
 import sys
 
 import pytest
 
-from jaxrl.files import append_line, held, printable, set_aside, writable, written_whole
+from jaxrl.files import (
+    append_line,
+    full_disk,
+    held,
+    printable,
+    set_aside,
+    writable,
+    written_whole,
+)
+from tests.helpers import no_file_beyond
 
 HOLD = "import sys, time\nfrom pathlib import Path\nfrom jaxrl.files import held\n" + (
     "with held(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
@@ -36,6 +46,27 @@ def test_text_of_any_kind_can_be_shown():
     assert printable("\x1b]0;title\x07\x1b[2J\x9b31m\r\x7f\0") == (
         "\ufffd]0;title\ufffd\ufffd[2J\ufffd31m\ufffd\ufffd\ufffd"
     )
+
+
+def test_a_full_disk_takes_nothing_away_and_is_told(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with (
+        no_file_beyond(100),
+        pytest.raises(OSError, match="too large") as raised,
+        written_whole(path) as file,
+    ):
+        file.write("new" * 100)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+    assert full_disk(raised.value).filename == str(path)
+
+
+def test_a_full_disk_is_found_in_what_libraries_say():
+    told = KeyError("later")
+    told.__context__ = ValueError("RESOURCE_EXHAUSTED: params/d/c0: No space left on device [28]")
+    assert full_disk(told).errno == errno.ENOSPC
+    assert full_disk(OSError(errno.EACCES, "Permission denied")) is None
+    assert full_disk(None) is None
 
 
 def test_a_folder_is_held_by_one_process_until_it_is_killed(tmp_path):

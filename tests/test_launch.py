@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from absl import flags
@@ -406,6 +407,48 @@ class TestWorkdir:
     def test_exporting_onto_the_source(self, tmp_path):
         with pytest.raises(ValueError, match=r"is where --workdir=.* exports to"):
             self.check(tmp_path, **{"model.path": str(tmp_path / "export")})
+
+
+class TestFullDisk:
+    """Of the run's folder, while it runs."""
+
+    @pytest.mark.parametrize("saved", [None, 4])
+    def test_one_line_says_what_is_saved(self, monkeypatch, tmp_path, tiny_world, saved):
+        def run(*_):
+            if saved:
+                folder = tmp_path / "checkpoints" / str(saved)
+                folder.mkdir(parents=True)
+                (folder / "manifest.json").touch()
+            raise ValueError("RESOURCE_EXHAUSTED: params/d/c0: No space left on device")
+
+        parts = SimpleNamespace(notes=[])
+        monkeypatch.setattr("jaxrl.train.run", run)
+        monkeypatch.setattr(launch, "_fit_memory", lambda *_, **__: [])
+        monkeypatch.setattr(launch, "_IGNORE_PLAN", SimpleNamespace(value=False))
+        monkeypatch.setattr("jaxrl.assemble.assemble", lambda *_: parts)
+        config = debug_tiny.get_config(str(tiny_world))
+        with pytest.raises(SystemExit) as ended:
+            launch._run(config, tmp_path, lambda: False)
+        what = f"step {saved} is saved" if saved else "nothing is saved yet"
+        wanted = f"error: {tmp_path}: No space left on device; {what}; free some space and run the"
+        assert ended.value.code.startswith(wanted)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line_whatever_its_libraries_say(tmp_path, tiny_world):
+    # The first checkpoint has files beyond that.
+    limited = "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (100_000,) * 2); "
+    limited += "runpy.run_module('jaxrl.launch', run_name='__main__', alter_sys=True)"
+    workdir = tmp_path / "run"
+    arguments = [f"--config={CONFIG}:{tiny_world}", f"--workdir={workdir}"]
+    arguments += ["--config.search.engine=empty", "--config.sft.num_steps=6"]
+    done = subprocess.run(
+        [sys.executable, "-c", limited, *arguments], capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    wanted = f"error: {workdir}: File too large; nothing is saved yet; free some space and run the"
+    assert done.stderr.startswith(wanted)
+    assert done.stderr.count("\n") == 1
 
 
 def test_mesh_that_does_not_divide_the_devices(refusal):

@@ -15,6 +15,7 @@ from jaxrl.envs.base import Outcome, Task
 from jaxrl.metrics import (
     Display,
     MetricsLog,
+    TensorBoard,
     WandB,
     check_mirrors,
     mean,
@@ -23,6 +24,7 @@ from jaxrl.metrics import (
     write_trajectories,
 )
 from tests.episodes import ANSWER, COMPUTE, SEARCH, make_failure, make_trajectory
+from tests.helpers import no_file_beyond
 
 
 @pytest.fixture
@@ -138,6 +140,16 @@ class TestTensorBoard:
             (2, 1.0),
         ]
         assert set(found[0][1]) == {"actor/entropy", "timing_s/wall"}
+
+    def test_a_full_disk_ends_the_mirror_and_waits_for_nobody(self, tmp_path):
+        said = []
+        mirror = TensorBoard(tmp_path / "tensorboard", [{"step": 1, "x": 1.0}], said.append)
+        with no_file_beyond(50):
+            for step in range(2, 30):
+                mirror.write(step, {"step": step, "x": 1.0})
+            mirror.close()
+        [warning] = said
+        assert warning.startswith("warning: TensorBoard failed and is left out from here on: OSErr")
 
     def test_forgets_what_a_restart_takes_back(self, tmp_path):
         self.write(tmp_path, 0, [1, 2, 3, 4])

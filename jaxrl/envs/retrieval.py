@@ -355,6 +355,15 @@ def _build_index(corpus: Path, folder: Path, *, building: Path) -> None:
         for part in building.iterdir():  # some of tantivy's files are their owner's alone
             part.chmod(building.stat().st_mode & 0o666)
         building.rename(folder)
+    except ValueError as error:
+        if "io::Error" not in str(error) and "IoError" not in str(error):
+            raise
+        free = shutil.disk_usage(building).free / 2**20
+        raise OSError(
+            f"the index of {corpus} could not be written to {folder.parent}, where {free:,.0f} MiB "
+            "are free; an index needs about as much as its corpus. Free some space, or name "
+            f"another folder for it. (tantivy: {error})"
+        ) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
@@ -369,9 +378,14 @@ def _write_index(corpus: Path, folder: Path) -> None:
     index = tantivy.Index(schema, path=str(folder))
     # One thread and one commit: with more, ranks of equal documents differ from build to build.
     # Leaving the block commits and waits for tantivy's threads, after an error too.
+    num_documents = 0
     with index.writer(heap_size=256_000_000, num_threads=1) as writer:
-        for document in read_corpus(corpus):
+        for num_documents, document in enumerate(read_corpus(corpus), start=1):  # noqa: B007
             title = tokenize(document.title)
             tokens = " ".join(title + title + tokenize(document.text))
             record = json.dumps(document).encode()
             writer.add_document(tantivy.Document(tokens=tokens, record=record))
+    # Where the disk is full only at the end, tantivy commits nothing and does not say so.
+    index.reload()
+    if index.searcher().num_docs != num_documents:
+        raise ValueError(f"IoError: {index.searcher().num_docs} of {num_documents} documents")

@@ -24,7 +24,7 @@ from jaxrl.envs.retrieval import (
     render_documents,
     tokenize,
 )
-from tests.helpers import as_nobody
+from tests.helpers import as_nobody, no_file_beyond
 
 CITIES = [
     Document("1", "Paris", "Paris is the capital of France."),
@@ -244,6 +244,14 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path):
     assert indexes(tmp_path) == []
     path.write_text(good, encoding="utf-8")
     assert ids(LocalSearch(path, tmp_path / "index"), "France") == ["1"]
+
+
+def test_a_full_disk_is_told_and_leaves_nothing(tmp_path):
+    documents = [Document(str(i), str(i**7), str(7**i)) for i in range(300)]
+    path = write_corpus(tmp_path, documents)
+    with no_file_beyond(1000), pytest.raises(OSError, match=r"index of .*corpus\.jsonl could not"):
+        LocalSearch(path, tmp_path / "index")
+    assert indexes(tmp_path) == []
 
 
 def test_others_may_read_an_index_as_the_umask_says(tmp_path):
