@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.claims_report import table
 from benchmarks.claims_runs import ROOT, Job, read_steps, seconds_of
+from jaxrl.objectives.controllers import BUCKETS
 
 Figures = dict[str, float]
 """Numbers of one run by the head of their column; NaN where it does not have one."""
@@ -55,7 +56,60 @@ def last(values: Sequence[float]) -> float:
     return statistics.fmean(values[-max(len(values) // 5, 1) :])
 
 
+def end(values: Sequence[float]) -> float:
+    """The value of the last step."""
+    return values[-1]
+
+
+def missing(values: Sequence[float]) -> float:
+    """What a share lacks to 1, over all steps."""
+    return 1 - statistics.fmean(values)
+
+
 WORLDS = {
+    "math": World(
+        builder="examples.math_world",
+        config="configs/dapo_small.py",
+        acted=(
+            Acted(name="overlong penalty, first fifth", metric="reward/overlong/mean", of=first),
+            Acted(name="overlong penalty, last fifth", metric="reward/overlong/mean", of=last),
+            Acted(name="tokens, first fifth", metric="response_length/mean", of=first),
+            Acted(name="tokens, last fifth", metric="response_length/mean", of=last),
+            Acted(name="cut off, first fifth", metric="outcome/out_of_budget", of=first),
+            Acted(name="cut off, last fifth", metric="outcome/out_of_budget", of=last),
+            Acted(name="groups not kept", metric="filter/kept_share", of=missing),
+            Acted(name="batches a step", metric="filter/num_batches", of=statistics.fmean),
+            Acted(name="clipped tokens", metric="actor/pg_clipfrac", of=statistics.fmean),
+        ),
+    ),
+    "ares": World(
+        builder="examples.math_world",
+        config="configs/ares_small.py",
+        acted=(
+            Acted(name="easy tasks, first fifth", metric="difficulty/easy/share", of=first),
+            Acted(name="easy tasks, last fifth", metric="difficulty/easy/share", of=last),
+            Acted(name="hard tasks, first fifth", metric="difficulty/hard/share", of=first),
+            Acted(name="hard tasks, last fifth", metric="difficulty/hard/share", of=last),
+            Acted(name="entropy reward", metric="reward/entropy/mean", of=statistics.fmean),
+            *(
+                Acted(
+                    name=f"alpha, {name}, end",
+                    metric=f"controller/coefficients/alphas/{name}",
+                    of=end,
+                )
+                for name in BUCKETS
+            ),
+            *(
+                Acted(
+                    name=f"KL multiplier, {name}, end",
+                    metric=f"controller/kl/multipliers/{name}",
+                    of=end,
+                )
+                for name in BUCKETS
+            ),
+            Acted(name="groups not kept", metric="filter/kept_share", of=missing),
+        ),
+    ),
     "search": World(
         builder="examples.quickstart_world",
         config="configs/search_r1_small.py",

@@ -1,6 +1,6 @@
-"""ARES as in configs/ares.py, in the quickstart's world, on a laptop CPU.
+"""ARES as in configs/ares.py, on sums told as stories, on a laptop CPU.
 
-python -m examples.quickstart_world --out=data/quickstart
+python -m examples.math_world --out=data/math
 python -m jaxrl.launch --config=configs/ares_small.py --workdir=runs/ares_small
 
 Another world's folder may follow the file's name: --config=configs/ares_small.py:data/other
@@ -9,13 +9,13 @@ Another world's folder may follow the file's name: --config=configs/ares_small.p
 from ml_collections import ConfigDict
 
 from configs.ares import set_method
-from configs.small_world import small_world
+from configs.small_world import small_math
 
 
-def get_config(world: str = "data/quickstart") -> ConfigDict:
-    config = small_world(world)
+def get_config(world: str = "data/math") -> ConfigDict:
+    config = small_math(world)
     set_method(config)
-    config.shaping.bootstrap_tasks = 16
-    config.optimizer.num_minibatches = 2
+    config.shaping.bootstrap_tasks = 64
+    config.optimizer.num_minibatches = 4
     config.eval.temperature = 0.5
     return config

@@ -38,6 +38,14 @@ SETUPS: dict[str, dict[str, Any]] = {
 """What each of the published runs changes."""
 
 
+def set_environment(config: ConfigDict) -> None:
+    """Problems whose last `Answer:` line earns 1 or -1."""
+    config.env.name = "math"
+    config.reward.weights.exact_match = 0.0
+    config.reward.weights.math = 1.0
+    config.reward.correct = "math"
+
+
 def set_method(config: ConfigDict) -> None:
     """Clip higher, dynamic sampling, token-level loss, overlong shaping; no KL term."""
     config.rollout.temperature = 1.0
@@ -58,6 +66,7 @@ def get_config(setup: str = "full") -> ConfigDict:
     if setup not in SETUPS:
         raise ValueError(f"there is no setup {setup!r}; expected one of {', '.join(SETUPS)}.")
     config = default_config().lock()
+    set_environment(config)
     set_method(config)
     config.num_steps = 320
     config.model.path = "models/Qwen2.5-32B"
@@ -65,13 +74,9 @@ def get_config(setup: str = "full") -> ConfigDict:
     config.mesh.data = 1
     config.mesh.fsdp = 8
     config.mesh.tensor = 8  # one host shares the heads of a row of 22528 tokens
-    config.env.name = "math"
     config.tasks.train.source = "data/dapo_math/train.jsonl"
     config.tasks.eval.source = "data/dapo_math/aime24.jsonl"
     config.prompt.template = TEMPLATE
-    config.reward.weights.exact_match = 0.0
-    config.reward.weights.math = 1.0  # 1 or -1
-    config.reward.correct = "math"
 
     config.rollout.tasks_per_step = 512
     config.filter.tasks_per_batch = 1536

@@ -1,6 +1,6 @@
-"""DAPO as in configs/dapo.py, in the quickstart's world, on a laptop CPU.
+"""DAPO as in configs/dapo.py, on sums told as stories, on a laptop CPU.
 
-python -m examples.quickstart_world --out=data/quickstart
+python -m examples.math_world --out=data/math
 python -m jaxrl.launch --config=configs/dapo_small.py --workdir=runs/dapo_small
 
 Another world's folder may follow the file's name: --config=configs/dapo_small.py:data/other
@@ -8,15 +8,17 @@ Another world's folder may follow the file's name: --config=configs/dapo_small.p
 
 from ml_collections import ConfigDict
 
-from configs.dapo import set_method
-from configs.small_world import small_world
+from configs.dapo import set_environment, set_method
+from configs.small_world import small_math
 
 
-def get_config(world: str = "data/quickstart") -> ConfigDict:
-    config = small_world(world)
+def get_config(world: str = "data/math") -> ConfigDict:
+    config = small_math(world)
+    set_environment(config)
     set_method(config)
+    config.rollout.group_size = 16
+    config.rollout.num_slots = 256
     config.filter.tasks_per_batch = 16
-    config.shaping.overlong_max_tokens = 176  # with a prompt of 16, where a trajectory is cut off
-    config.shaping.overlong_buffer = 16
-    config.optimizer.num_minibatches = 2
+    config.shaping.overlong_buffer = 20  # a fifth of the limit, as published
+    config.optimizer.num_minibatches = 4
     return config

@@ -1,4 +1,4 @@
-"""What the small siblings of the methods share: the quickstart's kind of world, on a laptop CPU.
+"""What the small siblings of the methods share: worlds for a model of two layers, on a laptop CPU.
 
 A method's own settings come from the file of its paper; here are sizes, rates and paths.
 """
@@ -9,7 +9,7 @@ from jaxrl.config import default_config
 
 
 def small_world(world: str) -> ConfigDict:
-    """A short warm start and a few steps on the world in that folder."""
+    """A short warm start and a few steps on a world of the quickstart's kind in that folder."""
     config = default_config().lock()
     config.stages = ("sft", "train", "evaluate")
     config.num_steps = 20
@@ -42,4 +42,25 @@ def small_world(world: str) -> ConfigDict:
     config.optimizer.beta2 = 0.98
     config.optimizer.micro_rows = 4
     config.checkpoint.every_steps = 100
+    return config
+
+
+def small_math(world: str) -> ConfigDict:
+    """A warm start and a minute of training on a world of `examples/math_world.py`."""
+    config = small_world(world)
+    config.num_steps = 60
+    config.env.name = "math"
+    config.search.corpus = ""
+    config.sft.num_steps = 900
+    config.sft.optimizer.final_lr_fraction = 0.1
+
+    config.rollout.tasks_per_step = 16
+    config.rollout.num_slots = 128
+    config.rollout.max_prompt_tokens = 56
+    config.rollout.max_response_tokens = 96
+    config.rollout.max_total_tokens = 168  # the longest demonstrations ramble on to there
+
+    config.optimizer.lr = 3e-4
+    config.eval.final_suites = ("sampled", "greedy")
+    config.checkpoint.every_steps = 300
     return config

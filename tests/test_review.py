@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 
-from configs import dapo, dapo_small
+from configs import dapo, dapo_small, search_r1_small
 from jaxrl import rules
 from jaxrl.collect import NotEnoughGroupsError, Tried, collect, shape, to_json
 from jaxrl.config import default_config
@@ -119,13 +119,15 @@ def test_values_that_are_not_finite_move_no_controller():
 
 def test_searching_is_not_overlong_by_the_limit_of_what_is_sampled():
     """64 tokens may be sampled, and two results of 72 come on top."""
-    config = dapo_small.get_config()
-    config.shaping.overlong_max_tokens = 0
+    config = search_r1_small.get_config()
+    config.shaping.overlong_buffer = 16
     assert rules.overlong_limit(config) == 192 - 32
     searched = make_trajectory(length=2 + 100)
     [got] = shape([searched], config, is_late=True)
     assert got.reward_parts["overlong"] == 0
-    assert rules.overlong_limit(dapo_small.get_config()) == 176
+    config.shaping.overlong_max_tokens = 176
+    assert rules.overlong_limit(config) == 176
+    assert rules.overlong_limit(dapo_small.get_config()) == 96
     assert rules.overlong_limit(dapo.get_config()) == 20480
 
 

@@ -1,0 +1,295 @@
+"""Makes a world of sums told as stories, which are worked out line by line.
+
+    python -m examples.math_world --out=data/math --seed=0
+
+A problem says how many coins a box holds and who adds or takes some, in two to six moves; asked is
+how many it holds in the end. A response writes a line for each move, with the sum so far, and then
+an `Answer:` line. The more moves, the more sums must come right, one after the other. Held-out
+problems have numbers that no training problem and no demonstration has in the same order.
+
+Demonstrations are poor on purpose, in the ways that reinforcement learning is to mend: some guess,
+some lose patience after three lines, some slip in a sum, and some work everything out again, and
+once more, before they answer, beyond any sensible length. How a line begins is free: nothing
+depends on it.
+
+The same seed gives the same bytes. The model and its tokenizer are the quickstart's, with every
+number and every name one token.
+"""
+
+import argparse
+import random
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from examples import quickstart_world as quickstart
+
+NAMES = quickstart.FIRST_NAMES
+OPENERS = ("So", "Then", "Next", "Now")
+VERBS = {1: "adds", -1: "takes"}
+SIGNS = {1: "+", -1: "-"}
+MOST_COINS = 30  # in the box, at any time
+AMOUNTS = range(2, 10)  # coins moved at once
+NUM_MOVES = (2, 3, 4, 5, 6)
+SIDES = ("train", "dev", "eval")
+"""Problems trained on, those on which settings may be chosen, and those that are reported."""
+
+END_OF_TURN = "<|im_end|>"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """Somebody adds coins, or takes some."""
+
+    name: str
+    change: int  # coins; below 0 they are taken
+
+    @property
+    def text(self) -> str:
+        """The sentence that tells it."""
+        sign = 1 if self.change > 0 else -1
+        return f"{self.name} {VERBS[sign]} {abs(self.change)} coins."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A box of coins, and what becomes of them."""
+
+    start: int  # coins
+    moves: tuple[Move, ...]
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What decides the answer."""
+        return (self.start, *(move.change for move in self.moves))
+
+    @property
+    def question(self) -> str:
+        """What the model reads."""
+        told = " ".join(move.text for move in self.moves)
+        return f"A box holds {self.start} coins. {told} How many are in it now?"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """Chances of what a demonstration does; of the first three one at most."""
+
+    guess: float  # answers at once
+    hasty: float  # answers after `PATIENCE` lines, whatever moves are left
+    careless: float  # slips in sums
+    slip: float  # of a careless one, to write a wrong sum
+    again: float  # of any other, to work everything out once more, as long as there is room
+
+
+MIXED = Habits(guess=0.1, hasty=0.35, careless=0.25, slip=0.2, again=0.45)
+PATIENCE = 3
+
+
+def draw_problem(num_moves: int, rng: random.Random) -> Problem:
+    """A problem in which the box holds 0 to `MOST_COINS` at any time, and no name comes twice."""
+    start = total = rng.randint(2, MOST_COINS)
+    moves = []
+    for name in rng.sample(NAMES, num_moves):
+        changes = [sign * amount for sign in SIGNS for amount in AMOUNTS]
+        possible = [change for change in changes if 0 <= total + change <= MOST_COINS]
+        moves.append(Move(name=name, change=rng.choice(possible)))
+        total += moves[-1].change
+    return Problem(start=start, moves=tuple(moves))
+
+
+def make_problems(
+    sizes: Mapping[str, int], shares: Sequence[float], rng: random.Random
+) -> dict[str, list[Problem]]:
+    """Problems of each side; no two have the same numbers in the same order.
+
+    Args:
+        sizes: problems of each side.
+        shares: of the training problems, by number of moves; the other sides have all alike.
+        rng: draws them.
+    """
+    seen: set[tuple[int, ...]] = set()
+    problems: dict[str, list[Problem]] = {side: [] for side in sizes}
+    for side in reversed(SIDES):  # few problems have two moves; the held-out ones come first
+        for number in range(sizes[side]):
+            num_moves = NUM_MOVES[number % len(NUM_MOVES)]
+            if side == "train":
+                [num_moves] = rng.choices(NUM_MOVES, shares)
+            problem = draw_problem(num_moves, rng)
+            while problem.numbers in seen:
+                problem = draw_problem(num_moves, rng)
+            seen.add(problem.numbers)
+            problems[side].append(problem)
+    return problems
+
+
+def task(problem: Problem) -> dict[str, Any]:
+    """One question record."""
+    return {
+        "id": " ".join(map(str, problem.numbers)),
+        "question": problem.question,
+        "answers": [str(sum(problem.numbers))],
+        "data_source": f"{len(problem.moves)}_moves",
+        "metadata": {"numbers": list(problem.numbers)},
+    }
+
+
+def demonstrate(
+    problem: Problem, habits: Habits, rng: random.Random, *, max_lines: int
+) -> dict[str, Any]:
+    """One chat, as good as the habits allow.
+
+    Args:
+        problem: to be solved.
+        habits: of who solves it.
+        rng: draws what they do.
+        max_lines: lines that there is room for; the solution is repeated no further.
+    """
+    chances = {"guess": habits.guess, "hasty": habits.hasty, "careless": habits.careless}
+    styles = [*chances, "good"]
+    [style] = rng.choices(styles, [*chances.values(), 1 - sum(chances.values())])
+    text, answer = "", rng.randint(0, MOST_COINS)
+    num_passes = 0
+    is_over = style == "guess"
+    while not is_over:
+        text += "Again:\n" * (num_passes > 0)
+        moves = problem.moves[: PATIENCE if style == "hasty" else None]
+        lines, answer = work_out(
+            problem.start, moves, rng, slip=habits.slip * (style == "careless")
+        )
+        text += lines
+        num_passes += 1
+        is_full = (num_passes + 1) * (len(moves) + 1) > max_lines
+        is_over = style == "hasty" or is_full or rng.random() >= habits.again
+    return {
+        "messages": [
+            {"role": "user", "content": problem.question},
+            {"role": "assistant", "content": f"{text}Answer: {answer}{END_OF_TURN}"},
+        ],
+        "data_source": f"{len(problem.moves)}_moves",
+        "metadata": {
+            "style": style,
+            "num_passes": num_passes,
+            "is_correct": answer == sum(problem.numbers),
+        },
+    }
+
+
+def work_out(
+    start: int, moves: Sequence[Move], rng: random.Random, *, slip: float
+) -> tuple[str, int]:
+    """The lines of a solution, and the sum that it arrives at."""
+    text, total = "", start
+    for move in moves:
+        new = total + move.change
+        if rng.random() < slip:
+            new += rng.choice([-2, -1, 1, 2])
+        new = min(max(new, 0), MOST_COINS)
+        sign = SIGNS[1 if move.change > 0 else -1]
+        opener = rng.choice(OPENERS)
+        text += f"{opener} {move.name}: {total} {sign} {abs(move.change)} = {new}\n"
+        total = new
+    return text, total
+
+
+def render(chat: Mapping[str, Any]) -> str:
+    """The chat as one text."""
+    question, answer = chat["messages"]
+    return quickstart.render_prompt(question["content"]) + answer["content"]
+
+
+def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """What merges are learnt from: chats cut where a special token stands."""
+    markers = "|".join(map(re.escape, quickstart.SPECIAL_TOKENS))
+    for chat in chats:
+        yield from re.split(markers, render(chat))
+
+
+def check_words_are_whole(tokenizer: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
+    """Every number and every name is one token, the same wherever it stands in `texts`."""
+    words = {*NAMES, *map(str, range(MOST_COINS + 1))}
+    ids = {word: tokenizer.encode(f" {word}").ids for word in words}
+    assert all(len(own) == 1 for own in ids.values())
+    known = {own[0] for own in ids.values()}
+    for text in texts:
+        expected = [ids[word][0] for word in re.findall(r"\w+", text) if word in words]
+        found = [id for id in tokenizer.encode(text).ids if id in known]
+        assert found == expected, f"a split number or name in {text!r}"
+
+
+def check_nothing_leaks(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    """No two of the three sides, and no demonstration, share a held-out problem's numbers."""
+
+    def numbers(question: str) -> tuple[str, ...]:
+        return tuple(re.findall(r"adds|takes|\d+", question))
+
+    asked = {side: {numbers(q["question"]) for q in files[f"questions_{side}"]} for side in SIDES}
+    asked["train"] |= {numbers(c["messages"][0]["content"]) for c in files["demonstrations"]}
+    for side, other in (("train", "dev"), ("train", "eval"), ("dev", "eval")):
+        leaks = asked[side] & asked[other]
+        assert not leaks, f"on both sides, {side} and {other}: {leaks}"
+
+
+def print_quality(chats: Sequence[Mapping[str, Any]]) -> None:
+    """Shares of demonstrations by style and by passes, and how many of them are right."""
+    print(f"\n{'demonstrations':24}{'share':>8}{'right':>8}")
+    for key in ("style", "num_passes"):
+        for value in sorted({chat["metadata"][key] for chat in chats}):
+            own = [c["metadata"]["is_correct"] for c in chats if c["metadata"][key] == value]
+            name = value if key == "style" else f"passes: {value}"
+            print(f"{name:24}{len(own) / len(chats):8.1%}{np.mean(own):8.1%}")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num_train", type=int, default=4000)
+    parser.add_argument("--num_held_out", type=int, default=200, help="on each held-out side")
+    parser.add_argument("--num_demonstrations", type=int, default=20_000)
+    parser.add_argument("--max_lines", type=int, default=16, help="of a demonstration")
+    parser.add_argument(
+        "--shares",
+        type=float,
+        nargs=len(NUM_MOVES),
+        default=(1.0,) * len(NUM_MOVES),
+        help=f"of training problems with {NUM_MOVES} moves, in proportion",
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    rngs = {part: random.Random(f"{args.seed} {part}") for part in ("problems", "demos")}
+    sizes = {side: args.num_held_out for side in SIDES} | {"train": args.num_train}
+    problems = make_problems(sizes, args.shares, rngs["problems"])
+    held_out = {p.numbers for side in SIDES[1:] for p in problems[side]}
+    chats: list[dict[str, Any]] = []
+    while len(chats) < args.num_demonstrations:
+        problem = draw_problem(NUM_MOVES[len(chats) % len(NUM_MOVES)], rngs["demos"])
+        if problem.numbers not in held_out:
+            chats.append(demonstrate(problem, MIXED, rngs["demos"], max_lines=args.max_lines))
+    files = {f"questions_{side}": [task(p) for p in problems[side]] for side in SIDES}
+    files["demonstrations"] = chats
+    tokenizer = quickstart.train_tokenizer(training_texts(chats))
+    texts = {
+        source: [render(chat) for chat in chats if chat["data_source"] == source]
+        for source in sorted({chat["data_source"] for chat in chats})
+    }
+    check_nothing_leaks(files)
+    for group in texts.values():
+        check_words_are_whole(tokenizer, group[: quickstart.SAMPLE])
+    quickstart.write_model(args.out / "model", tokenizer, seed=args.seed)
+    for name, records in files.items():
+        quickstart.write_jsonl(args.out / f"{name}.jsonl", records)
+    quickstart.print_lengths(tokenizer, texts)
+    print_quality(chats)
+    print(f"\nwrote {args.out}: " + ", ".join(f"{len(files[name])} {name}" for name in files))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""The math world: the same for a seed, held-out problems unseen, demonstrations as bad as meant."""
+
+import json
+import re
+
+import pytest
+
+from examples import math_world as world
+from jaxrl.envs.base import Episode, Outcome, Task
+from jaxrl.envs.math import MathEnv
+from jaxrl.tokenizer import Tokenizer
+
+SMALL = ("--num_train=200", "--num_held_out=25", "--num_demonstrations=300")
+FILES = ("questions_train", "questions_dev", "questions_eval", "demonstrations")
+
+
+def make(folder, seed=0, *flags):
+    world.main([f"--out={folder}", f"--seed={seed}", *SMALL, *flags])
+    return {name: read(folder / f"{name}.jsonl") for name in FILES}
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("math")
+
+
+@pytest.fixture(scope="module")
+def files(folder):
+    return make(folder)
+
+
+def solve(question):
+    """The answer to a question, worked out from its text."""
+    total = int(re.search(r"holds (\d+)", question)[1])
+    for verb, amount in re.findall(r"(adds|takes) (\d+)", question):
+        total += int(amount) if verb == "adds" else -int(amount)
+        assert 0 <= total <= world.MOST_COINS
+    return total
+
+
+def test_the_seed_decides_every_byte(folder, files, tmp_path):
+    again, other = make(tmp_path / "again"), make(tmp_path / "other", seed=1)
+    assert again == files
+    for name in ("model.safetensors", "tokenizer.json"):
+        same = (tmp_path / "again" / "model" / name).read_bytes()
+        assert same == (folder / "model" / name).read_bytes()
+    assert all(other[name] != files[name] for name in FILES)
+
+
+def test_answers_are_those_of_the_questions(files):
+    for name in FILES[:3]:
+        questions = files[name]
+        assert all([str(solve(q["question"]))] == q["answers"] for q in questions)
+        assert len({q["id"] for q in questions}) == len(questions)
+        assert {q["data_source"] for q in questions} == {f"{n}_moves" for n in world.NUM_MOVES}
+
+
+def test_no_numbers_are_on_two_sides(files):
+    ids = [{q["id"] for q in files[name]} for name in FILES[:3]]
+    assert not ids[0] & ids[1]
+    assert not (ids[0] | ids[1]) & ids[2]
+    leaking = {**files, "questions_train": files["questions_train"] + files["questions_eval"][:1]}
+    with pytest.raises(AssertionError, match="on both sides, train and eval"):
+        world.check_nothing_leaks(leaking)
+
+
+def test_demonstrations_are_as_the_environment_scores_them(files):
+    """Each ends with an answer line and the end of the turn; right ones are known as such."""
+    env = MathEnv(system="", template="{question}", reward_weights={"math": 1.0})
+    for chat in files["demonstrations"]:
+        question, response = (message["content"] for message in chat["messages"])
+        assert response.endswith(world.END_OF_TURN)
+        text = response.removesuffix(world.END_OF_TURN)
+        task = Task(id="0", question=question, answers=(str(solve(question)),))
+        [result] = env.step([Episode(task=task)], [text])
+        assert result.outcome == Outcome.ANSWERED
+        assert (int(text.rpartition(" ")[2]) == solve(question)) == chat["metadata"]["is_correct"]
+
+
+def test_habits_do_what_they_are_called():
+    problem = world.Problem(start=9, moves=(world.Move(name="Lena", change=-2),) * 4)
+    perfect = {"guess": 0.0, "hasty": 0.0, "careless": 0.0, "slip": 1.0, "again": 0.0}
+
+    def shown(max_lines=20, **habits):
+        rng = world.random.Random(0)
+        return world.demonstrate(
+            problem, world.Habits(**(perfect | habits)), rng, max_lines=max_lines
+        )
+
+    def lines(chat):
+        *text, answer = chat["messages"][1]["content"].split("\n")
+        return [line.partition(" ")[2] for line in text], answer
+
+    text, answer = lines(shown())
+    assert text == [f"Lena: {n} - 2 = {n - 2}" for n in (9, 7, 5, 3)]
+    assert answer == "Answer: 1<|im_end|>"
+    assert lines(shown(guess=1.0))[0] == []
+    assert lines(shown(hasty=1.0, again=1.0)) == (text[:3], "Answer: 3<|im_end|>")
+    careless, _ = lines(shown(careless=1.0))
+    assert careless[0].startswith("Lena: 9 - 2 = ")
+    assert careless[0] != text[0]
+    rambling = shown(again=1.0, max_lines=15)
+    assert lines(rambling)[0] == [*text, "", *text, "", *text]
+    assert rambling["metadata"] == {"style": "good", "num_passes": 3, "is_correct": True}
+
+
+def test_numbers_and_names_are_one_token_each(folder, files):
+    tokenizer = Tokenizer.from_folder(folder / "model")
+    start = "So Lena: 12 - 3 ="
+    assert len(tokenizer.encode(start)) == 7
+    assert len(tokenizer.encode(f"{start} 9\nAnswer: 9<|im_end|>")) == 7 + 2 + 4
+    prompts = [
+        tokenizer.render_prompt([{"role": "user", "content": q["question"]}])
+        for name in FILES[:3]
+        for q in files[name]
+    ]
+    assert max(map(len, prompts)) <= 56
+
+
+def test_shares_choose_the_training_problems_alone(tmp_path):
+    files = make(tmp_path, 0, "--shares", "1", "0", "0", "0", "0")
+    assert {q["data_source"] for q in files["questions_train"]} == {"2_moves"}
+    assert len({q["data_source"] for q in files["questions_eval"]}) == len(world.NUM_MOVES)
