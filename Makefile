@@ -26,7 +26,7 @@ data/quickstart/questions_eval.jsonl: $(STAMP) examples/quickstart_world.py
 quickstart: data/quickstart/questions_eval.jsonl
 	$(BIN)/python -m jaxrl.launch --config=configs/quickstart.py --workdir=runs/quickstart
 
-# What a warm start on perfect demonstrations alone would score; see README.
+# What a warm start on perfect demonstrations alone would score; see docs/quickstart.md.
 perfect-start: data/quickstart/questions_eval.jsonl
 	$(BIN)/python -m jaxrl.launch --config=configs/quickstart.py --workdir=runs/perfect_start \
 	  --config.stages="('sft', 'evaluate')" \

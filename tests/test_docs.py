@@ -104,10 +104,28 @@ def test_the_table_of_keys_is_complete_and_true():
     assert table == {key: repr(value) for key, value in flatten(default_config()).items()}
 
 
-def test_the_readme_lists_every_module():
-    listed = text(ROOT / "README.md")
+def test_contributing_lists_every_module():
+    listed = text(ROOT / "CONTRIBUTING.md")
     modules = [path.name for path in (ROOT / "jaxrl").rglob("*.py") if path.name != "__init__.py"]
     assert [name for name in modules if name not in listed] == []
+
+
+def test_the_readme_names_what_is_missing():
+    missing = text(ROOT / "README.md").partition("## What is not here yet")[2]
+    asked_for = (
+        "environments", "HTTP", "LoRA", "experts", "vision", "context", "asynchronous", "serving",
+        "replay", "critic", "dense retrieval",
+    )  # fmt: skip
+    assert [name for name in asked_for if name not in missing] == []
+
+
+def test_what_tests_need_beside_the_environment_is_told():
+    tests = "\n".join(text(path) for path in (ROOT / "tests").rglob("test_*.py"))
+    needed = set(re.findall(r'importorskip\("(\w+)"\)|reason="needs (\w+)"', tests))
+    programs = {name for pair in needed for name in pair if name}
+    assert programs
+    told = text(ROOT / "CONTRIBUTING.md")
+    assert [name for name in programs if name not in told] == []
 
 
 def test_the_readme_example_is_a_valid_configuration():
