@@ -29,6 +29,8 @@ CONFIG = "benchmarks/claims_config.py"
 THRESHOLD = 0.85
 """The exact match to which updates are counted; chosen on development questions."""
 
+OWN_WORLDS = "\n## The methods' own worlds\n"
+
 HOP_NAMES = ("one_hop", "two_hop", "three_hop", "four_hop")
 
 
@@ -595,7 +597,8 @@ def page(
                 "# What the claims come to",
                 f"""\
 Each algorithm's claim, put to the test against plain GRPO in a small made-up world. This page is
-written by the benchmark, verdicts included; nothing in it is set by hand.
+written by the benchmark, verdicts included; nothing in it is set by hand, but for the last part, on
+worlds in which a method trains by itself.
 
 ```sh
 python -m benchmarks.claims
@@ -655,6 +658,12 @@ def with_arms(claim: Claim, arms: report.Arms) -> Claim | None:
     return replace(claim, arms=tuple(arm for arm in claim.arms if arm in arms))
 
 
+def own_worlds(path: Path) -> str:
+    """The last part of the page, which `benchmarks.worlds` has the figures for; "" without one."""
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return "".join(text.partition(OWN_WORLDS)[1:])
+
+
 def write_results(layout: Layout, worlds: Sequence[str], docs: Path) -> None:
     """Writes the page and its pictures from the runs that are done."""
     results = read_results(layout, worlds)
@@ -665,7 +674,9 @@ def write_results(layout: Layout, worlds: Sequence[str], docs: Path) -> None:
         path = docs / "images" / f"results_{claim.name}.svg"
         report.draw(claim, results[claim.world], path)
     docs.mkdir(parents=True, exist_ok=True)  # without any claim nothing was drawn
-    (docs / "results.md").write_text(page(layout, claims, results, seconds), encoding="utf-8")
+    path = docs / "results.md"
+    text = page(layout, claims, results, seconds) + own_worlds(path)
+    path.write_text(text, encoding="utf-8")
     print(f"wrote {docs / 'results.md'} with {len(claims)} of {len(CLAIMS)} claims")
     print(report.summary(claims, results))
 

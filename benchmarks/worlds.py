@@ -66,6 +66,12 @@ def missing(values: Sequence[float]) -> float:
     return 1 - statistics.fmean(values)
 
 
+def halfway(values: Sequence[float]) -> float:
+    """The mean over the fifth of the steps that ends at half of them."""
+    half, count = max(len(values) // 2, 1), max(len(values) // 5, 1)
+    return statistics.fmean(values[max(half - count, 0) : half])
+
+
 WORLDS = {
     "math": World(
         builder="examples.math_world",
@@ -117,6 +123,26 @@ WORLDS = {
             Acted(name="searches, first fifth", metric="num_searches/mean", of=first),
             Acted(name="searches, last fifth", metric="num_searches/mean", of=last),
             Acted(name="KL to the start, last fifth", metric="actor/kl_loss", of=last),
+        ),
+    ),
+    "puzzles": World(
+        builder="examples.puzzle_world",
+        config="configs/passk_small.py",
+        scores=("pass@8", "exact_match"),
+        suites=("sampled",),
+        acted=(
+            # Half of the steps have k = 4, the others k = 1.
+            Acted(name="k, halfway", metric="advantage/k", of=halfway),
+            Acted(name="k, last fifth", metric="advantage/k", of=last),
+            Acted(
+                name="pass@8, halfway", metric="val-core/all/exact_match/best@8/mean", of=halfway
+            ),
+            Acted(
+                name="exact_match, halfway", metric="val-core/all/exact_match/mean@8", of=halfway
+            ),
+            Acted(name="with signal, first fifth", metric="rollout/informative_share", of=first),
+            Acted(name="with signal, halfway", metric="rollout/informative_share", of=halfway),
+            Acted(name="with signal, last fifth", metric="rollout/informative_share", of=last),
         ),
     ),
 }

@@ -19,7 +19,7 @@ number and every name one token.
 import argparse
 import random
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,6 @@ AMOUNTS = range(2, 10)  # coins moved at once
 NUM_MOVES = (2, 3, 4, 5, 6)
 SIDES = ("train", "dev", "eval")
 """Problems trained on, those on which settings may be chosen, and those that are reported."""
-
-END_OF_TURN = "<|im_end|>"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +166,7 @@ def demonstrate(
     return {
         "messages": [
             {"role": "user", "content": problem.question},
-            {"role": "assistant", "content": f"{text}Answer: {answer}{END_OF_TURN}"},
+            {"role": "assistant", "content": f"{text}Answer: {answer}{quickstart.END_OF_TURN}"},
         ],
         "data_source": f"{len(problem.moves)}_moves",
         "metadata": {
@@ -194,19 +192,6 @@ def work_out(
         text += f"{opener} {move.name}: {total} {sign} {abs(move.change)} = {new}\n"
         total = new
     return text, total
-
-
-def render(chat: Mapping[str, Any]) -> str:
-    """The chat as one text."""
-    question, answer = chat["messages"]
-    return quickstart.render_prompt(question["content"]) + answer["content"]
-
-
-def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """What merges are learnt from: chats cut where a special token stands."""
-    markers = "|".join(map(re.escape, quickstart.SPECIAL_TOKENS))
-    for chat in chats:
-        yield from re.split(markers, render(chat))
 
 
 def check_words_are_whole(tokenizer: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
@@ -275,9 +260,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             chats.append(demonstrate(problem, MIXED, rngs["demos"], max_lines=args.max_lines))
     files = {f"questions_{side}": [task(p) for p in problems[side]] for side in SIDES}
     files["demonstrations"] = chats
-    tokenizer = quickstart.train_tokenizer(training_texts(chats))
+    tokenizer = quickstart.train_tokenizer(quickstart.training_texts(chats, words=()))
     texts = {
-        source: [render(chat) for chat in chats if chat["data_source"] == source]
+        source: [quickstart.render_chat(chat) for chat in chats if chat["data_source"] == source]
         for source in sorted({chat["data_source"] for chat in chats})
     }
     check_nothing_leaks(files)

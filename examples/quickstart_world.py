@@ -79,7 +79,8 @@ GOOD_QUERIES = {"{first} {last}": 0.5, "{first} {last} {attribute}": 0.5}
 POOR_QUERIES = {"{last}": 0.60, "{last} {attribute}": 0.15, "{first}": 0.17, "{attribute}": 0.08}
 """Shares of each style. No document has the attribute's word: alone, it finds nothing."""
 
-SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+END_OF_TURN = "<|im_end|>"
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", END_OF_TURN)
 TAG_TOKENS = tuple(f"<{slash}{tag}>" for tag in SEARCH_R1.tags for slash in ("", "/"))
 # A word with the blank before it; a number with all that is attached, as in "Doc 1(Title:".
 PIECES = r" ?\p{L}+| ?\p{N}\S*| ?[^\s\p{L}\p{N}]+\n?|\n+|\s+(?!\S)|\s+"
@@ -306,10 +307,12 @@ def train_tokenizer(texts: Iterable[str]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def training_texts(demonstrations: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """What merges are learnt from: the pools, and chats cut where an added token stands."""
+def training_texts(
+    demonstrations: Iterable[Mapping[str, Any]], words: Iterable[str] = POOL
+) -> Iterator[str]:
+    """What merges are learnt from: words, and chats cut where an added token stands."""
     markers = "|".join(map(re.escape, SPECIAL_TOKENS + TAG_TOKENS))
-    yield from (f" {word}" for word in sorted(POOL))
+    yield from (f" {word}" for word in sorted(words))
     for demonstration in demonstrations:
         yield from re.split(markers, render_chat(demonstration))
 
@@ -337,13 +340,13 @@ def render_prompt(question: str) -> str:
 
 
 def render_chat(demonstration: Mapping[str, Any]) -> str:
-    """The chat as one text, each search result in its block."""
+    """The chat as one text, each search result in its block, with the end of the last turn."""
     question, *rest = demonstration["messages"]
     text = render_prompt(question["content"])
     for message in rest:
         content = message["content"]
         text += SEARCH_R1.render_observation(content).text if message["role"] == "tool" else content
-    return text + "<|im_end|>"
+    return text.removesuffix(END_OF_TURN) + END_OF_TURN
 
 
 def check_words_are_whole(tokenizer: tokenizers.Tokenizer, texts: Iterable[str]) -> None:

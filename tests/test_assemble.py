@@ -3,9 +3,9 @@
 import pytest
 
 from configs import debug_tiny
-from jaxrl.assemble import assemble, fit_prompts
+from jaxrl.assemble import _make_envs, assemble, fit_prompts
 from jaxrl.config import default_config
-from jaxrl.envs.base import Task
+from jaxrl.envs.base import Episode, Task, Turn
 from jaxrl.envs.math import MathEnv
 from jaxrl.sampling.rollout import Limits, Rollout
 from tests.toys import toy_tokenizer
@@ -58,3 +58,28 @@ def test_training_and_evaluation_leave_them_out_alike(tiny_world):
     train, evaluation = parts.notes
     assert train.startswith("config.tasks.train.source: 96 of 128 tasks have prompts of more than")
     assert evaluation.startswith("config.tasks.eval.source: 6 of 8 tasks have prompts of more than")
+
+
+def test_the_amounts_of_the_configuration_are_what_is_paid():
+    config = default_config()
+    config.search.engine = "empty"
+    config.update_from_flattened_dict(
+        {
+            "reward.weights.format": 1.0, "reward.weights.answer": 1.0, "reward.correct": "answer",
+            "reward.format_reward": 0.25, "reward.format_failure": -0.5,
+            "reward.answer_reward": 3.0, "reward.exact_match_bonus": 7.0, "reward.not_found": 2.0,
+        }
+    )  # fmt: skip
+    env, _ = _make_envs(config)
+    task = Task(id="t", question="?", answers=("Paris",))
+    answers = (
+        "<answer>Paris</answer>",
+        "<answer>pariss</answer>",
+        "<answer>未找到相关内容</answer>",
+        "",
+    )
+    group = [Episode(task=task, turns=[Turn(text=text)]) for text in answers]
+    scored = env.score(group)
+    parts = [(reward.parts["format"], reward.parts["answer"]) for reward in scored]
+    assert parts == [(0.25, 7.0), (0.25, 3.0), (0.25, 2.0), (-0.5, 0.0)]
+    assert [reward.is_correct for reward in scored] == [True, True, False, False]

@@ -395,6 +395,19 @@ def test_runs_look_at_evaluation_questions_last_or_not_while_they_train(tmp_path
         assert not any("questions_eval" in argument for argument in job.arguments)
 
 
+def test_what_is_not_the_benchmark_s_stays_on_the_page(tmp_path):
+    layout = claims.Layout(out=tmp_path, seeds=(0,), questions="dev", is_quick=True)
+    own = f"{claims.OWN_WORLDS}\nA table.\n"
+    assert claims.own_worlds(tmp_path / "results.md") == ""
+    for text in (own, f"# Old\n\n## Verdicts\n{own}"):
+        (tmp_path / "results.md").write_text(text, encoding="utf-8")
+        claims.write_results(layout, (), tmp_path)
+        written = (tmp_path / "results.md").read_text(encoding="utf-8")
+        assert written.startswith("# What the claims come to")
+        assert written.endswith(own)
+        assert "Old" not in written
+
+
 @pytest.mark.slow
 def test_the_whole_benchmark_at_its_smallest(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["claims"])

@@ -395,7 +395,9 @@ def test_the_brief_s_settings_train(tiny_world, source, sampler, tmp_path):
     """Four updates on every batch, held near the policy before the first of them."""
     config = base_config(tiny_world, source)
     search_r1_brief.set_method(config)
-    config.update_from_flattened_dict({"optimizer.lr": 1e-3, "rollout.num_slots": 16})
+    # Groups of four, so that among so few some differ.
+    changes = {"optimizer.lr": 1e-3, "rollout.num_slots": 16, "rollout.group_size": 4}
+    config.update_from_flattened_dict(changes)
     validate(config)
     train.run(config, tmp_path, sampler.for_config(config), Display())
     _, *steps = records(tmp_path)

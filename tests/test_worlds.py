@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import worlds
 from benchmarks.claims_runs import ROOT, Job
-from benchmarks.worlds import Acted, World, first, last
+from benchmarks.worlds import Acted, World, first, halfway, last
 
 WORLD = World(
     builder="examples.quickstart_world",
@@ -56,7 +56,8 @@ def test_a_run_that_did_not_train_is_refused(tmp_path):
 
 def test_the_first_and_the_last_fifth_by_hand():
     assert (first(range(10)), last(range(10))) == (0.5, 8.5)
-    assert (first([7]), last([7])) == (7, 7)
+    assert (first([7]), halfway([7]), last([7])) == (7, 7, 7)
+    assert (halfway(range(10)), halfway(range(4))) == (3.5, 1)
 
 
 @pytest.mark.parametrize("name", worlds.WORLDS)

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from examples import math_world as world
+from examples import quickstart_world as quickstart
 from jaxrl.envs.base import Episode, Outcome, Task
 from jaxrl.envs.math import MathEnv
 from jaxrl.tokenizer import Tokenizer
@@ -73,8 +74,8 @@ def test_demonstrations_are_as_the_environment_scores_them(files):
     env = MathEnv(system="", template="{question}", reward_weights={"math": 1.0})
     for chat in files["demonstrations"]:
         question, response = (message["content"] for message in chat["messages"])
-        assert response.endswith(world.END_OF_TURN)
-        text = response.removesuffix(world.END_OF_TURN)
+        assert response.endswith(quickstart.END_OF_TURN)
+        text = response.removesuffix(quickstart.END_OF_TURN)
         task = Task(id="0", question=question, answers=(str(solve(question)),))
         [result] = env.step([Episode(task=task)], [text])
         assert result.outcome == Outcome.ANSWERED

@@ -1,0 +1,204 @@
+"""Makes a world of puzzles: ways through a grid of streets, some of whose crossings are closed.
+
+    python -m examples.puzzle_world --out=data/puzzles --seed=0
+
+A way leads from the lower left crossing, `1a`, to the upper right one, `5e`, always right or up. A
+puzzle names the closed crossings; every way that avoids them is an accepted answer, given crossing
+by crossing in an `Answer:` line. Of the 70 ways mostly a few are open. Some puzzles are held out:
+no training question and no demonstration closes the same crossings.
+
+Most demonstrations have one habit: along the lower edge and then up, whatever is closed. That fails
+on most puzzles. Others go any way, without looking, and a few look where they go. A policy that
+imitates them seldom solves a puzzle at its first try, but often within several, if it does not keep
+to the habit: a world for training on pass@k.
+
+The same seed gives the same bytes. The model and its tokenizer are the quickstart's, with every
+crossing one token.
+"""
+
+import argparse
+import itertools
+import random
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from examples import quickstart_world as quickstart
+
+COLUMNS, ROWS = "12345", "abcde"
+START, GOAL = COLUMNS[0] + ROWS[0], COLUMNS[-1] + ROWS[-1]
+CROSSINGS = tuple(column + row for row in ROWS for column in COLUMNS)
+QUESTION = "Find a way from {start} to {goal} around {closed}"
+
+Way = tuple[str, ...]
+
+
+def all_ways() -> tuple[Way, ...]:
+    """Every shortest way from start to goal; the first one is along the lower edge."""
+    num_right, num_up = len(COLUMNS) - 1, len(ROWS) - 1
+    ways = []
+    for rights in itertools.combinations(range(num_right + num_up), num_right):
+        column = row = 0
+        way = [START]
+        for step in range(num_right + num_up):
+            column, row = (column + 1, row) if step in rights else (column, row + 1)
+            way.append(COLUMNS[column] + ROWS[row])
+        ways.append(tuple(way))
+    return tuple(ways)
+
+
+WAYS = all_ways()
+HABIT = WAYS[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Puzzle:
+    """Closed crossings, and the ways that are left."""
+
+    closed: tuple[str, ...]  # in the order of CROSSINGS
+    ways: tuple[Way, ...]
+
+    @property
+    def question(self) -> str:
+        """What the model reads."""
+        return QUESTION.format(start=START, goal=GOAL, closed=" ".join(self.closed))
+
+    @property
+    def kind(self) -> str:
+        """Whether the habit solves it."""
+        return "edge" if HABIT in self.ways else "detour"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits:
+    """Chances of what a demonstration does; otherwise it goes any way, without looking."""
+
+    edge: float  # goes along the lower edge and then up, without looking
+    look: float  # takes one of the open ways
+
+
+MIXED = Habits(edge=0.6, look=0.15)
+
+
+def make_puzzles(num: int, num_closed: int, rng: random.Random) -> list[Puzzle]:
+    """Different puzzles, each with at least one open way."""
+    found: dict[tuple[str, ...], Puzzle] = {}
+    places = [crossing for crossing in CROSSINGS if crossing not in (START, GOAL)]
+    while len(found) < num:
+        drawn = set(rng.sample(places, num_closed))
+        closed = tuple(crossing for crossing in CROSSINGS if crossing in drawn)
+        ways = tuple(way for way in WAYS if drawn.isdisjoint(way))
+        if ways:
+            found[closed] = Puzzle(closed=closed, ways=ways)
+    return list(found.values())
+
+
+def task(puzzle: Puzzle) -> dict[str, Any]:
+    """One question record; `metadata` says how many ways are open."""
+    return {
+        "id": "-".join(puzzle.closed),
+        "question": puzzle.question,
+        "answers": [" ".join(way) for way in puzzle.ways],
+        "data_source": puzzle.kind,
+        "metadata": {"num_ways": len(puzzle.ways)},
+    }
+
+
+def demonstrate(puzzle: Puzzle, habits: Habits, rng: random.Random) -> dict[str, Any]:
+    """One chat, as good as the habits allow."""
+    chance = rng.random()
+    if chance < habits.edge:
+        style, way = "edge", HABIT
+    elif chance < habits.edge + habits.look:
+        style, way = "look", rng.choice(puzzle.ways)
+    else:
+        style, way = "any", rng.choice(WAYS)
+    return {
+        "messages": [
+            {"role": "user", "content": puzzle.question},
+            {"role": "assistant", "content": f"Answer: {' '.join(way)}{quickstart.END_OF_TURN}"},
+        ],
+        "data_source": puzzle.kind,
+        "metadata": {"style": style, "is_correct": way in puzzle.ways},
+    }
+
+
+def check_crossings_are_whole(
+    tokenizer: tokenizers.Tokenizer, chats: Sequence[Mapping[str, Any]]
+) -> None:
+    """Every crossing is one token of its own, wherever it stands in a sample of the chats."""
+    ids = {crossing: tokenizer.encode(f" {crossing}").ids for crossing in CROSSINGS}
+    assert all(len(own) == 1 for own in ids.values())
+    known = {own[0] for own in ids.values()}
+    for chat in chats[: quickstart.SAMPLE]:
+        text = quickstart.render_chat(chat)
+        expected = [ids[word][0] for word in re.findall(r"\w+", text) if word in ids]
+        found = [id for id in tokenizer.encode(text).ids if id in known]
+        assert found == expected, f"a split crossing in {text!r}"
+
+
+def check_nothing_leaks(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    """What is trained on closes the crossings of no held-out puzzle."""
+    trained = {chat["messages"][0]["content"] for chat in files["demonstrations"]}
+    trained |= {record["question"] for record in files["questions_train"]}
+    leaks = trained & {record["question"] for record in files["questions_eval"]}
+    assert not leaks, f"held out, but trained on: {leaks}"
+
+
+def print_quality(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    """Demonstrations by style, and how many ways are open."""
+    chats = [chat["metadata"] for chat in files["demonstrations"]]
+    print(f"\n{'demonstrations':24}{'share':>8}{'right':>8}")
+    for style in ("edge", "any", "look"):
+        own = [chat["is_correct"] for chat in chats if chat["style"] == style]
+        print(f"{style:24}{len(own) / len(chats):8.1%}{np.mean(own):8.1%}")
+    nums = [record["metadata"]["num_ways"] for record in files["questions_eval"]]
+    p5, p50, p95 = np.percentile(nums, [5, 50, 95])
+    print(f"\nopen ways, held out: p5 {p5:.0f}, p50 {p50:.0f}, p95 {p95:.0f} of {len(WAYS)}")
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num_closed", type=int, default=7, help="crossings of each puzzle")
+    parser.add_argument("--num_train", type=int, default=4000)
+    parser.add_argument("--num_held_out", type=int, default=200)
+    parser.add_argument("--num_demonstrations", type=int, default=16_000)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    rngs = {part: random.Random(f"{args.seed} {part}") for part in ("puzzles", "demos")}
+    total = args.num_train + args.num_held_out
+    puzzles = make_puzzles(total, args.num_closed, rngs["puzzles"])
+    train, held_out = puzzles[: args.num_train], puzzles[args.num_train :]
+    files = {
+        "questions_train": [task(puzzle) for puzzle in train],
+        "questions_eval": [task(puzzle) for puzzle in held_out],
+        "demonstrations": [
+            demonstrate(puzzle, MIXED, rngs["demos"])
+            for puzzle in quickstart.drawn(train, args.num_demonstrations, rngs["demos"])
+        ],
+    }
+    texts = quickstart.training_texts(files["demonstrations"], CROSSINGS)
+    tokenizer = quickstart.train_tokenizer(texts)
+    check_nothing_leaks(files)
+    check_crossings_are_whole(tokenizer, files["demonstrations"])
+    quickstart.write_model(args.out / "model", tokenizer, seed=args.seed)
+    for name, records in files.items():
+        quickstart.write_jsonl(args.out / f"{name}.jsonl", records)
+    chats = [quickstart.render_chat(chat) for chat in files["demonstrations"]]
+    quickstart.print_lengths(tokenizer, {"demonstrations": chats})
+    print_quality(files)
+    print(f"\nwrote {args.out}: " + ", ".join(f"{len(files[name])} {name}" for name in files))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""The puzzle world: the same for a seed, held-out puzzles unseen, answers that are checked."""
+
+import itertools
+import json
+import math
+import random
+
+import pytest
+
+from benchmarks import worlds
+from examples import puzzle_world as world
+from jaxrl.envs.base import Episode, Task, Turn
+from jaxrl.envs.math import MathEnv
+from jaxrl.tokenizer import Tokenizer
+
+SMALL = ["--num_train=60", "--num_held_out=20", "--num_demonstrations=400"]
+FILES = ("questions_train", "questions_eval", "demonstrations")
+
+
+def make(folder, seed):
+    world.main([f"--out={folder}", f"--seed={seed}", *SMALL])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("puzzles"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def records(out):
+    def read(path):
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+    return {name: read(out / f"{name}.jsonl") for name in FILES}
+
+
+def test_the_seed_decides_every_byte(out, tmp_path):
+    def contents(folder):
+        paths = (path for path in folder.rglob("*") if path.is_file())
+        return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+    first, again = contents(out), contents(make(tmp_path / "again", 0))
+    assert again == first
+    other = contents(make(tmp_path / "other", 1))
+    assert not {f"{name}.jsonl" for name in FILES} & {n for n in first if first[n] == other[n]}
+
+
+def test_ways_go_right_or_up_from_corner_to_corner():
+    assert len(set(world.WAYS)) == math.comb(8, 4)
+    assert world.HABIT == ("1a", "2a", "3a", "4a", "5a", "5b", "5c", "5d", "5e")
+    for way in world.WAYS:
+        assert (way[0], way[-1], len(way)) == (world.START, world.GOAL, 9)
+        for (column, row), (next_column, next_row) in itertools.pairwise(way):
+            steps = int(next_column) - int(column), ord(next_row) - ord(row)
+            assert steps in ((1, 0), (0, 1))
+
+
+def test_every_open_way_is_accepted_and_no_other():
+    [puzzle] = world.make_puzzles(1, 7, random.Random(3))
+    fields = world.task(puzzle)
+    task = Task(id=fields["id"], question=fields["question"], answers=tuple(fields["answers"]))
+    env = MathEnv(system="", template="{question}", reward_weights={"exact_match": 1.0})
+    for way in world.WAYS:
+        text = f"Answer: {' '.join(way)}"
+        [reward] = env.score([Episode(task=task, turns=[Turn(text=text)])])
+        assert reward.is_correct == (not set(puzzle.closed) & set(way)) == (way in puzzle.ways)
+
+
+def test_puzzles_are_different_and_can_be_solved(records):
+    tasks = [*records["questions_train"], *records["questions_eval"]]
+    assert len({task["id"] for task in tasks}) == len(tasks) == 80
+    for task in tasks:
+        assert len(task["answers"]) == task["metadata"]["num_ways"] >= 1
+        assert (task["data_source"] == "edge") == (" ".join(world.HABIT) in task["answers"])
+
+
+def test_most_demonstrations_keep_to_the_habit_and_fail(records):
+    answers = {task["question"]: task["answers"] for task in records["questions_train"]}
+    styles = []
+    for chat in records["demonstrations"]:
+        question, answer = chat["messages"]
+        way = answer["content"].removeprefix("Answer: ").removesuffix("<|im_end|>")
+        assert chat["metadata"]["is_correct"] == (way in answers[question["content"]])
+        styles.append((chat["metadata"]["style"], chat["metadata"]["is_correct"]))
+    assert 0.5 < sum(style == "edge" for style, _ in styles) / len(styles) < 0.7
+    assert sum(right for _, right in styles) / len(styles) < 0.35
+    assert all(right for style, right in styles if style == "look")
+
+
+def test_what_is_held_out_is_not_trained_on(records):
+    world.check_nothing_leaks(records)
+    leaking = {**records, "questions_eval": records["questions_train"][:1]}
+    with pytest.raises(AssertionError, match="held out, but trained on"):
+        world.check_nothing_leaks(leaking)
+
+
+def test_a_chat_fits_the_small_configuration(out, records):
+    tokenizer = Tokenizer.from_folder(out / "model")
+    for chat in records["demonstrations"][:20]:
+        prompt = tokenizer.render_prompt(chat["messages"][:1])
+        answer = tokenizer.encode(chat["messages"][1]["content"])
+        assert (len(prompt), len(answer)) == (23, 12)
+        assert answer[-1] in tokenizer.eos_ids
+
+
+@pytest.mark.slow
+def test_pass_at_k_widens_what_is_solved_and_then_pass_at_1_rises(tmp_path):
+    worlds.main(["--world=puzzles", "--seeds=0", f"--workdir={tmp_path}"])
+    got = json.loads((tmp_path / "puzzles" / "results.json").read_text())["0"]
+    assert got["pass@8, sampled, before"] < 0.5
+    assert got["exact_match, sampled, before"] < 0.2
+    # With k = 4 nearly every puzzle is solved by one of eight; then there is nothing left to learn.
+    assert got["pass@8, halfway"] > 0.9
+    assert got["with signal, halfway"] < got["with signal, first fifth"]
+    # With k = 1 every single answer counts.
+    assert got["exact_match, sampled, after"] > got["exact_match, halfway"] + 0.05
+    assert got["exact_match, sampled, after"] > 0.75
+    assert got["pass@8, sampled, after"] > 0.85
+    assert (got["k, halfway"], got["k, last fifth"]) == (4, 1)
