@@ -366,8 +366,7 @@ def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path,
     config = module.get_config(str(tiny_world))
     sizes = SIZES | {"model.path": source, "eval.suites": config.eval.suites}
     sizes |= {"rollout.num_slots": 16, "rollout.max_turns": 2, "optimizer.num_minibatches": 1}
-    # In the environment of these tests, which searches.
-    sizes |= {"env.name": "search", "search.corpus": "x", "rollout.max_prompt_tokens": 32}
+    sizes["rollout.max_prompt_tokens"] = 32
     sizes |= {"filter.max_batches": 0, "checkpoint.every_steps": 1, "eval.samples": 1}
     if config.filter.tasks_per_batch:
         sizes["filter.tasks_per_batch"] = 4
