@@ -212,7 +212,8 @@ class Checkpointer:
         chosen = None
         if distributed.is_main():
             chosen = choose_step(self._folder, steps(), damaged)
-        chosen, damaged = distributed.from_main((chosen, damaged))
+        chosen, found = distributed.from_main((chosen, list(damaged.items())))
+        damaged = dict(found)
         if chosen is None and damaged:
             lines = "; ".join(f"checkpoint {step}: {what}" for step, what in damaged.items())
             raise CheckpointError(

@@ -9,9 +9,9 @@ the same values everywhere.
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
-import pickle
 import queue
 import secrets
 import socket
@@ -28,6 +28,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxrl import monitor
+from jaxrl.collect import from_json, to_json
 from jaxrl.files import printable
 from jaxrl.sampling.rollout import Interrupted
 from jaxrl.types import Draw, Trajectory
@@ -150,19 +151,19 @@ class Peers:
         Args:
             deadline_s: seconds without a sign of life after which a process counts as lost.
         """
-        is_dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if is_dual else socket.AF_INET
-        listener = socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual)
-        is_hub = jax.process_index() == 0
-        name = f"{socket.gethostname()}, pid {os.getpid()}"
-        everyone = gather((name, listener.getsockname()[1], secrets.token_hex(16)))
+        index, name = jax.process_index(), f"{socket.gethostname()}, pid {os.getpid()}"
+        # Each process may know the host of process 0 by another address.
+        routes = gather(route_to(*_coordinator()))
+        listener = listen_for(routes[1:]) if index == 0 else None
+        port = listener.getsockname()[1] if listener else 0
+        everyone = gather([name, port, secrets.token_hex(16)])
         _, hub_port, token = everyone[0]
         settings = {
-            "index": jax.process_index(),
+            "index": index,
             "pid": os.getpid(),
             "names": [name for name, *_ in everyone],
-            "hub": (_coordinator_host(), hub_port),
-            "hub_fd": listener.fileno() if is_hub else -1,
+            "hub": (routes[index], hub_port),
+            "hub_fd": listener.fileno() if listener else -1,
             "token": token,
             "deadline_s": deadline_s,
         }
@@ -172,10 +173,11 @@ class Peers:
             [sys.executable, "-I", monitor.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            pass_fds=[listener.fileno()] if is_hub else [],
+            pass_fds=[listener.fileno()] if listener else [],
             start_new_session=True,
         )
-        listener.close()
+        if listener:
+            listener.close()
         self._verdict: queue.Queue[monitor.Loss] = queue.Queue()
         self._is_failing = False
         self._is_stopping = threading.Event()
@@ -260,6 +262,7 @@ def join(job: Job, *, deadline_s: float) -> Peers | None:
             "coordinator_address": job.coordinator,
             "num_processes": job.num_processes,
             "process_id": job.process_id,
+            **_bound(job.coordinator),
             # All devices of the host are this process's; JAX would take one a process under Slurm.
             "cluster_detection_method": "deactivate",
         }
@@ -270,12 +273,49 @@ def join(job: Job, *, deadline_s: float) -> Peers | None:
     return Peers(deadline_s) if jax.process_count() > 1 else None
 
 
-def _coordinator_host() -> str:
-    """The name or address by which every host reaches that of process 0."""
+def _bound(coordinator: str) -> dict[str, Any]:
+    """Where JAX's coordinator listens: on loopback if it is called there, else everywhere."""
+    host = coordinator.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(ValueError):  # of a name
+        if ipaddress.ip_address(host).is_loopback:
+            return {"coordinator_bind_address": coordinator}
+    return {"coordinator_bind_address": coordinator} if host == "localhost" else {}
+
+
+def _coordinator() -> tuple[str, int]:
+    """The name or address by which every host reaches that of process 0, and JAX's port there."""
     from jax._src.distributed import global_state  # JAX alone knows it where it found it itself
 
     assert global_state.coordinator_address is not None
-    return global_state.coordinator_address.rpartition(":")[0].strip("[]")
+    host, _, port = global_state.coordinator_address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def route_to(host: str, port: int) -> str:
+    """The address by which this host reaches another; its name where the system knows none."""
+    found: list[Any] = []
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # of UDP: asks for the route and sends nothing
+            return str(probe.getpeername()[0])
+    return host
+
+
+def listen_for(routes: Sequence[str]) -> socket.socket:
+    """A socket that is reached at the one address by which all others know this host.
+
+    Where they know it by several, or by one that it does not have itself (a virtual address in
+    front of it), the socket is reached at all addresses of this host.
+    """
+    if len(set(routes)) == 1:
+        family = socket.AF_INET6 if ":" in routes[0] else socket.AF_INET
+        with contextlib.suppress(OSError):
+            return socket.create_server((routes[0], 0), family=family)
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual)
 
 
 def is_main() -> bool:
@@ -292,11 +332,12 @@ def share(count: int) -> slice:
 def gather(value: Value) -> list[Value]:
     """Every process's value, in their order; all processes call this.
 
-    The values travel as bytes over the devices' own network, in blocks of few shapes.
+    The values travel as JSON over the devices' own network, in blocks of few shapes: what another
+    process sends is read, never run. Tuples arrive as lists.
     """
     if jax.process_count() == 1:
         return [value]
-    data = pickle.dumps(value)
+    data = json.dumps(value).encode()
     sizes = multihost_utils.process_allgather(np.int64(len(data)))
     longest = int(max(sizes))
     length = next((block for block in _BLOCKS if block >= longest), _BLOCKS[-1])
@@ -307,7 +348,7 @@ def gather(value: Value) -> list[Value]:
         block[: len(part)] = part
         columns.append(multihost_utils.process_allgather(block))
     rows = np.concatenate(columns, axis=1)
-    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def meet() -> None:
@@ -336,14 +377,16 @@ def shared(rollout: RolloutFunction) -> RolloutFunction:
     """
 
     def everywhere(draws: Sequence[Draw], **settings: Any) -> list[Trajectory]:
+        if jax.process_count() == 1:
+            return rollout(draws, **settings)
         mine = share(len(draws))
-        own: list[Trajectory] | None = None
+        own: list[dict[str, Any]] | None = None
         with contextlib.suppress(Interrupted):
             sampled = rollout(draws[mine], **settings)
-            own = [replace(t, group_id=t.group_id + mine.start) for t in sampled]
+            own = [to_json(replace(t, group_id=t.group_id + mine.start)) for t in sampled]
         parts = gather(own)
         if any(part is None for part in parts):
             raise Interrupted("a rollout was asked to stop")
-        return [trajectory for part in parts for trajectory in part or ()]
+        return [from_json(saved) for part in parts for saved in part or ()]
 
     return everywhere

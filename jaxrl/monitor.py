@@ -9,12 +9,16 @@ operation for one that never comes. Neither JAX nor anything else of jaxrl is im
 Lines are JSON objects. The first one on standard input holds the settings. Then come, from the
 process, `alive`, `finished`, `failed` (why) and `stop`, when it was asked to stop; to the process
 `stop` and `lost` (why, the `index` of the process, and whether it `failed` by itself); between
-monitors `hello` (the job's token), `alive`, `finished`, `stop` and `lost`.
+monitors `alive`, `finished`, `stop` and `lost`.
+
+The first line that a monitor writes to the first one is the job's token and its index instead;
+nothing that a caller sends is read as JSON before that. Once all have come, nobody else is let in.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import json
 import os
 import selectors
@@ -34,7 +38,11 @@ GRACE_S = 5.0
 FAILURE_WAIT_S = 2.0
 """Seconds in which a process that was killed is named rather than one that failed over it."""
 
-_LONGEST_LINE = 1 << 20  # bytes; only a stranger sends more
+MAX_STRANGERS = 64
+"""Callers without the token at a time, beside those that are to come; the oldest make room."""
+
+_LONGEST_LINE = 1 << 20  # bytes
+_LONGEST_HELLO = 128  # bytes of a token and an index; only a stranger sends more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +57,7 @@ class Settings:
         hub_fd: the first monitor's listening socket; -1 for the others.
         token: proves that a caller belongs to the job.
         deadline_s: seconds without a sign of life after which a process counts as lost.
+        hello_s: seconds in which a caller has to show the token.
     """
 
     index: int
@@ -58,6 +67,7 @@ class Settings:
     hub_fd: int
     token: str
     deadline_s: float
+    hello_s: float = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,29 +96,37 @@ class Loss:
 class _Link:
     """Another end that writes lines: the own process, the hub, or a monitor at the hub."""
 
-    index: int  # of the process it speaks for
+    index: int | None  # of the process it speaks for; None until it has shown the token
     read_fd: int
     connection: socket.socket | None = None
-    is_known: bool = True  # False until it has shown the token
     is_finished: bool = False
+    began: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
     rest: bytes = b""
 
-    def read(self) -> list[dict[str, Any]] | None:
-        """The lines that have come; None when the other end is gone, or talks nonsense."""
+    def receive(self) -> bool:
+        """Takes what has come to `rest`; False when the other end is gone."""
         try:
             data = os.read(self.read_fd, 65536)
         except OSError:
-            return None
+            return False
         self.heard = time.monotonic()
-        *lines, self.rest = (self.rest + data).split(b"\n")
-        if not data or len(self.rest) > _LONGEST_LINE:
-            return None
+        self.rest += data
+        return bool(data)
+
+    def lines(self) -> list[dict[str, Any]] | None:
+        """The whole lines of `rest`; None where they are nonsense."""
+        *lines, self.rest = self.rest.split(b"\n")
         try:
             read = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             return None
-        return read if all(isinstance(line, dict) for line in read) else None
+        is_sense = all(isinstance(line, dict) for line in read) and len(self.rest) <= _LONGEST_LINE
+        return read if is_sense else None
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """The lines that have come; None when the other end is gone, or talks nonsense."""
+        return self.lines() if self.receive() else None
 
     def write(self, **line: Any) -> None:
         if self.connection is not None:
@@ -131,6 +149,7 @@ class Monitor:
         self._loss: Loss | None = None
         if settings.hub_fd >= 0:
             self._listener = socket.socket(fileno=settings.hub_fd)
+            self._listener.setblocking(False)  # a caller may be gone again
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._missing = set(range(1, len(settings.names)))
         else:
@@ -148,9 +167,9 @@ class Monitor:
             why = f"process {settings.index} cannot reach its monitor at {host}:{port}: {error}"
             self._loss = Loss(index=0, lost=why)
             return
-        link = _Link(index=0, read_fd=connection.fileno(), connection=connection)
-        link.write(hello=settings.token, index=settings.index)
-        self._add(link)
+        with contextlib.suppress(OSError):
+            connection.sendall(f"{settings.token} {settings.index}\n".encode())
+        self._add(_Link(index=0, read_fd=connection.fileno(), connection=connection))
 
     def _add(self, link: _Link) -> None:
         self._links.append(link)
@@ -159,6 +178,8 @@ class Monitor:
     def _drop(self, link: _Link) -> None:
         self._links.remove(link)
         self._selector.unregister(link.read_fd)
+        if link.connection is not None:
+            link.connection.close()
 
     def run(self) -> None:
         """Watches until the process has finished, or any process is lost."""
@@ -167,8 +188,9 @@ class Monitor:
             for key, _ in self._selector.select(timeout=BEAT_S / 2):
                 if key.data is None:
                     self._accept()
-                else:
+                elif key.data in self._links:  # not dropped meanwhile
                     loss = loss or self._hear(key.data)
+            self._drop_strangers()
             loss = loss or self._overdue() or self._failure()
             if loss is not None:
                 return self._end(loss)
@@ -178,25 +200,37 @@ class Monitor:
         self._tell(finished=True)
 
     def _accept(self) -> None:
-        assert self._listener is not None
+        if self._listener is None:
+            return
         with contextlib.suppress(OSError):
             connection, _ = self._listener.accept()
-            self._add(
-                _Link(index=-1, read_fd=connection.fileno(), connection=connection, is_known=False)
-            )
+            self._add(_Link(index=None, read_fd=connection.fileno(), connection=connection))
+
+    def _drop_strangers(self) -> None:
+        """Drops callers that have not shown the token in time, or are too many."""
+        now, most = time.monotonic(), MAX_STRANGERS + len(self._missing)
+        for place, link in enumerate(reversed(self._strangers())):
+            if place >= most or now - link.began > self._settings.hello_s:
+                self._drop(link)
+
+    def _strangers(self) -> list[_Link]:
+        """Callers that have not shown the token, oldest first."""
+        return [link for link in self._links if link.index is None]
 
     def _hear(self, link: _Link) -> Loss | None:
         """Reads a link; the loss it tells of, if any."""
-        lines = link.read()
+        is_there = link.receive()
+        if link.index is None and not self._greet(link, is_there=is_there):
+            return None
+        assert link.index is not None
+        lines = link.lines() if is_there else None
         if lines is None:
             self._drop(link)
-            if link.is_finished or not link.is_known:
+            if link.is_finished:
                 return None
             how = "it ended" if link is self._own else "its monitor ended"
             return Loss(index=link.index, lost=f"{how} without a word, as one that is killed does")
         for line in lines:
-            if not link.is_known and not self._greet(link, line):
-                return None
             if "lost" in line:
                 return Loss.from_line(line)
             if "failed" in line and self._failed is None:
@@ -211,21 +245,41 @@ class Monitor:
                 link.is_finished = True
         return None
 
-    def _greet(self, link: _Link, line: dict[str, Any]) -> bool:
-        """Whether the first line of a link shows that it belongs to the job."""
-        if line.get("hello") != self._settings.token:
+    def _greet(self, link: _Link, *, is_there: bool) -> bool:
+        """Whether a caller's first line shows that it belongs to the job; drops one that lies."""
+        hello, newline, rest = link.rest.partition(b"\n")
+        token, _, index = hello.partition(b" ")
+        if is_there and not newline and len(hello) <= _LONGEST_HELLO:
+            return False  # to be continued
+        is_ours = len(hello) <= _LONGEST_HELLO and hmac.compare_digest(
+            token, self._settings.token.encode()
+        )
+        if not (is_ours and index.isdigit() and int(index) in self._missing):
             self._drop(link)
             return False
-        link.index, link.is_known = int(line["index"]), True
-        self._missing.discard(link.index)
+        link.index, link.rest = int(index), rest
+        self._missing.remove(link.index)
+        if not self._missing:
+            self._close_door()
         return True
+
+    def _close_door(self) -> None:
+        """Lets nobody else in: all have come, and one that is lost does not come back."""
+        assert self._listener is not None
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        self._listener = None
+        for link in self._strangers():
+            self._drop(link)
 
     def _overdue(self) -> Loss | None:
         """A process that has been silent for too long."""
         deadline_s = self._settings.deadline_s
         now = time.monotonic()
         for link in self._links:
-            if link.is_known and not link.is_finished and now - link.heard > deadline_s:
+            if link.index is None or link.is_finished:
+                continue
+            if now - link.heard > deadline_s:
                 why = f"it gave no sign of life for {deadline_s:g} s"
                 return Loss(index=link.index, lost=why)
         if self._missing and now - self._started > deadline_s:
@@ -242,7 +296,7 @@ class Monitor:
     def _tell(self, **line: Any) -> None:
         """Writes a line to the other monitors that this one knows."""
         for link in self._links:
-            if link.is_known:
+            if link.index is not None:
                 link.write(**line)
 
     def _say(self, **line: Any) -> None:

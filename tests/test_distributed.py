@@ -1,6 +1,9 @@
 """Several processes as one job, started by the command as on a cluster."""
 
+import dataclasses
+import ipaddress
 import json
+import math
 import os
 import shutil
 import signal
@@ -15,7 +18,10 @@ import pytest
 
 from jaxrl import distributed, stopping
 from jaxrl.distributed import Job, find_job, first_host
+from jaxrl.envs.base import Task, Turn
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.types import Draw
+from tests.episodes import make_trajectory
 from tests.helpers import with_devices
 
 NOTHING = {"coordinator": None, "num_processes": None, "process_id": None, "cluster": None}
@@ -97,6 +103,57 @@ def test_shares_are_the_whole_in_order(monkeypatch, size, count):
         shares.append(items[distributed.share(count)])
     assert [item for part in shares for item in part] == items
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """Makes this process one of two that hold the same."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        distributed.multihost_utils, "process_allgather", lambda x: np.stack([x, x])
+    )
+
+
+@pytest.mark.parametrize("length", [0, 1, 5000, 3 << 20])
+def test_gathered_values_arrive_exactly(pair, length):
+    value = {"a": [1, -0.0, 1e-320, math.inf, None, True], "half": "\ud800", "long": "é" * length}
+    assert distributed.gather(value) == [value, value]
+    [nan, _] = distributed.gather(math.nan)
+    assert math.isnan(nan)
+
+
+def test_gathered_trajectories_arrive_bit_for_bit(pair):
+    odd = np.array([0x7FC00001, 0xFF800000, 1, 0x80000000], np.uint32).view(np.float32)
+    sent = dataclasses.replace(
+        make_trajectory(length=4, reward=0.1, parts={"f1": 1 / 3}),
+        task=Task(id="t", question="q?", answers=("a", "b"), metadata={"n": [1, {"x": None}]}),
+        turns=(Turn(text="half \ud83d", tool_call="q", latency_s=0.1), Turn(text="")),
+        rollout_logprobs=odd,
+    )
+    draws = [Draw(task=sent.task, position=i) for i in range(2)]
+    [first, second] = distributed.shared(lambda draws: [sent] * len(draws))(draws)
+    assert first.group_id == second.group_id == 0
+    for field in dataclasses.fields(sent):
+        one, other = getattr(sent, field.name), getattr(first, field.name)
+        if isinstance(one, np.ndarray):
+            assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
+        else:
+            assert one == other
+            assert type(one) is type(other)
+
+
+def test_the_monitors_are_reached_where_the_coordinator_is():
+    for host in ("127.0.0.1", "localhost"):
+        assert ipaddress.ip_address(distributed.route_to(host, 1234)).is_loopback
+    assert distributed.route_to("no-such-host.invalid", 1234) == "no-such-host.invalid"
+    assert distributed._bound("127.0.0.1:7") == {"coordinator_bind_address": "127.0.0.1:7"}
+    assert distributed._bound("host0:7") == distributed._bound("10.0.0.1:7") == {}
+    with distributed.listen_for(["127.0.0.1"] * 3) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    # Several routes, or one that is not this host's own: at all of its addresses.
+    for routes in (["127.0.0.1", "192.0.2.1"], ["192.0.2.1"], ["no-such-host.invalid"]):
+        with distributed.listen_for(routes) as listener:
+            assert ipaddress.ip_address(listener.getsockname()[0]).is_unspecified
 
 
 def free_port():

@@ -1,5 +1,6 @@
 """The monitors of a job whose processes are `sleep`s: real processes, sockets and signals."""
 
+import contextlib
 import json
 import signal
 import socket
@@ -18,16 +19,17 @@ DEADLINE_S = 2.5
 class Worker:
     """A process of a job and its monitor; its signs of life are ours to give."""
 
-    def __init__(self, index, num, listener):
+    def __init__(self, index, num, hub, hub_fd=-1, **changes):
         self.process = subprocess.Popen(["sleep", "600"])
         settings = {
             "index": index,
             "pid": self.process.pid,
             "names": [f"host{i}, pid {i}" for i in range(num)],
-            "hub": listener.getsockname(),
-            "hub_fd": listener.fileno() if index == 0 else -1,
+            "hub": hub,
+            "hub_fd": hub_fd,
             "token": "secret",
             "deadline_s": DEADLINE_S,
+            **changes,
         }
         self.monitor = subprocess.Popen(
             # -S: no package's start-up file may be what makes it start.
@@ -35,7 +37,7 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=[listener.fileno()] if index == 0 else [],
+            pass_fds=[] if hub_fd < 0 else [hub_fd],
             text=True,
         )
         self._is_silent = threading.Event()
@@ -85,7 +87,9 @@ def job():
     def start(num):
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.set_inheritable(True)
-            made.extend(Worker(index, num, listener) for index in range(num))
+            hub = listener.getsockname()
+            made.append(Worker(0, num, hub, listener.fileno()))
+        made.extend(Worker(index, num, hub) for index in range(1, num))
         time.sleep(1.0)
         return made
 
@@ -148,23 +152,84 @@ def test_finished_processes_alarm_nobody(job):
     assert [worker.report() for worker in workers] == ["", "", ""]
 
 
-def test_strangers_are_not_heard(job):
-    workers = job(2)
-    for said in (
-        b'{"hello": "guess", "index": 1}\n{"lost": "nothing", "index": 1}\n',
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"1\n",
-        b"[]\n",
-        b"null\n",
-        b"{}\n",
-        b"\xff\n",
-    ):
-        with socket.create_connection(workers[0].settings["hub"]) as stranger:
-            stranger.sendall(said)
-            assert stranger.recv(100) == b""
+@pytest.fixture
+def hub():
+    """Where the first process of two waits for the second, and what starts that one."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.set_inheritable(True)
+        address = listener.getsockname()
+        made = [Worker(0, 2, address, listener.fileno(), deadline_s=30, hello_s=1.0)]
+
+    def join():
+        made.append(Worker(1, 2, address, deadline_s=30))
+        return made
+
+    yield address, join
+    for worker in made:
+        worker.stop()
+        worker.process.kill()
+        worker.monitor.kill()
+
+
+def assert_dropped(stranger):
+    stranger.settimeout(20)
+    with contextlib.suppress(ConnectionResetError):  # the hub has not read all
+        assert stranger.recv(100) == b""
+
+
+def finish(workers):
+    time.sleep(0.5)
     for worker in workers:
         worker.finish()
-        assert worker.report() == ""
+    assert [worker.report() for worker in workers] == ["", ""]
+
+
+def test_strangers_are_not_heard(hub):
+    address, join = hub
+    lost = b'{"lost": "nothing", "index": 1}\n'
+    for said in (
+        b"guess 1\n" + lost,
+        b'{"hello": "secret", "index": 1}\n' + lost,
+        b"secret 7\n" + lost,
+        b"secret 0\n" + lost,
+        b"secret -1\n" + lost,
+        b"secret\n" + lost,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[" * 60000 + b"\n",
+        b"x" * 10**6,
+        b"\xff\n",
+        b"\n",
+    ):
+        with socket.create_connection(address) as stranger:
+            try:
+                stranger.sendall(said)
+            except ConnectionError:
+                continue  # the hub has hung up before the end
+            assert_dropped(stranger)
+    finish(join())
+
+
+def test_callers_that_say_nothing_keep_no_place(hub):
+    address, join = hub
+    idle = [socket.create_connection(address) for _ in range(monitor.MAX_STRANGERS + 10)]
+    slow = socket.create_connection(address)
+    for _ in range(4):
+        slow.sendall(b"s")
+        time.sleep(0.4)
+    for stranger in (*idle, slow):
+        assert_dropped(stranger)
+        stranger.close()
+    finish(join())
+
+
+def test_nobody_is_let_in_once_all_have_come(hub):
+    address, join = hub
+    stranger = socket.create_connection(address)
+    workers = join()
+    assert_dropped(stranger)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+    finish(workers)
 
 
 @pytest.mark.parametrize("asked", [0, 2])
@@ -182,8 +247,8 @@ def test_all_are_told_that_one_is_asked_to_stop(job, asked):
 
 def test_a_hub_that_cannot_be_reached_is_told():
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        worker = Worker(1, 2, listener)
-        worker.stop()
-        listener.close()
+        hub = listener.getsockname()
+    worker = Worker(1, 2, hub)
+    worker.stop()
     assert "cannot reach its monitor at 127.0.0.1:" in worker.monitor.communicate(timeout=20)[1]
     worker.process.kill()
