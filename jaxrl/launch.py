@@ -17,6 +17,7 @@ import json
 import logging
 import re
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,8 +30,10 @@ from ml_collections import ConfigDict, config_flags
 from jaxrl import config as configuration
 from jaxrl import rules
 from jaxrl.files import FULL_DISK, full_disk, held, printable
+from jaxrl.stopping import ENDED_EARLY, EXIT_TRY_AGAIN, stop_on_signals
 
 if TYPE_CHECKING:
+    from jaxrl.distributed import Job
     from jaxrl.plan import Target
     from jaxrl.resuming import Begun, Change
 
@@ -69,6 +72,21 @@ INPUT_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OSError, flags.
 
 def main(argv: Sequence[str]) -> None:
     """Checks everything, then runs."""
+    begun = threading.Event()
+    with stop_on_signals(begun.is_set) as should_stop:
+        config, workdir, job = _prepare(argv)
+        from jaxrl import distributed
+        from jaxrl.checkpoint import raises_once
+
+        with raises_once():
+            peers = distributed.join(job, deadline_s=_PEER_DEADLINE_S.value) if job else None
+            with peers or contextlib.nullcontext():
+                everywhere = peers.everywhere(should_stop) if peers else should_stop
+                _run(config, workdir, everywhere, begun.set)
+
+
+def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
+    """The checked configuration, the workdir, and the job that this process belongs to."""
     try:
         config, workdir = _read(argv)
         configuration.validate(config, needs_data=not _PLAN.value)
@@ -88,24 +106,26 @@ def main(argv: Sequence[str]) -> None:
         )
     except INPUT_ERRORS as error:
         _refuse(error)
-    from jaxrl.checkpoint import raises_once
-    from jaxrl.stopping import stop_on_signals
-
-    with raises_once(), stop_on_signals() as should_stop:
-        peers = distributed.join(job, deadline_s=_PEER_DEADLINE_S.value) if job else None
-        with peers or contextlib.nullcontext():
-            _run(config, workdir, peers.everywhere(should_stop) if peers else should_stop)
+    return config, workdir, job
 
 
-def _run(config: ConfigDict, workdir: Path, should_stop: Callable[[], bool]) -> None:
-    """Holds the workdir, assembles the parts, which refuses what is wrong, and runs the stages."""
+def _run(
+    config: ConfigDict, workdir: Path, should_stop: Callable[[], bool], begin: Callable[[], None]
+) -> None:
+    """Holds the workdir, assembles the parts, which refuses what is wrong, and runs the stages.
+
+    Args:
+        config: checked.
+        workdir: of the run.
+        should_stop: asks the run to save and end.
+        begin: called when there will be something to save.
+    """
     from jaxrl import distributed, resuming
     from jaxrl.assemble import assemble
     from jaxrl.checkpoint import CheckpointError, newest_whole
     from jaxrl.collect import NotEnoughGroupsError
     from jaxrl.metrics import Display, check_mirrors
     from jaxrl.sampling.rollout import Interrupted
-    from jaxrl.stopping import EXIT_TRY_AGAIN
     from jaxrl.train import run
     from jaxrl.versions import fingerprints
 
@@ -132,6 +152,7 @@ def _run(config: ConfigDict, workdir: Path, should_stop: Callable[[], bool]) -> 
         display = Display(is_shown=distributed.is_main())
         for line in (*said, *parts.notes):
             display.say(line)
+        begin()
         try:
             run(config, workdir, parts, display, should_stop, contents)
         except Interrupted:
@@ -413,4 +434,8 @@ def _message(error: Exception, remedy: str = "", place_of: Path | None = None) -
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    try:
+        app.run(main, flags_parser=parse_flags)
+    except KeyboardInterrupt:  # while the config file was read; `main` answers signals later on
+        print(f"SIGINT: {ENDED_EARLY}", file=sys.stderr)
+        sys.exit(EXIT_TRY_AGAIN)

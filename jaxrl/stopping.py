@@ -13,13 +13,23 @@ from contextlib import contextmanager
 EXIT_TRY_AGAIN = 75
 """Exit code of a run that a signal ended early; EX_TEMPFAIL of sysexits.h."""
 
+ENDED_EARLY = "ended before the first step; there is nothing to save"
+
+_CURSOR = "\x1b[?25h"  # shows it again, which a live line hides
+
 
 @contextmanager
-def stop_on_signals() -> Iterator[Callable[[], bool]]:
+def stop_on_signals(
+    is_begun: Callable[[], bool] = lambda: True,
+) -> Iterator[Callable[[], bool]]:
     """Gives a function that tells whether SIGTERM or SIGINT has arrived.
 
     The first signal only asks; a second one ends the process at once. A thread answers them: the
     main one may be in a compilation, or wait for other processes, when they come.
+
+    Args:
+        is_begun: while it says no there is nothing to save, and a signal ends the process at once
+            with `EXIT_TRY_AGAIN`. (An exception in its place would crash libraries that load.)
     """
     numbers = (signal.SIGTERM, signal.SIGINT)
     asked = threading.Event()
@@ -35,7 +45,11 @@ def stop_on_signals() -> Iterator[Callable[[], bool]]:
             asked.set()
             # Not print: the signal may have come while another print held the buffer.
             name = signal.Signals(received[0]).name
-            os.write(2, f"{name}: saving; once more to end at once\n".encode())
+            if is_begun():
+                os.write(2, f"{name}: saving; once more to end at once\n".encode())
+                continue
+            os.write(2, f"{name}: {ENDED_EARLY}\n{_CURSOR if os.isatty(2) else ''}".encode())
+            os._exit(EXIT_TRY_AGAIN)
 
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

@@ -2,7 +2,9 @@
 
 import json
 import os
+import queue
 import shutil
+import signal
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -409,6 +411,23 @@ class TestWorkdir:
             self.check(tmp_path, **{"model.path": str(tmp_path / "export")})
 
 
+def test_a_signal_while_all_is_made_ready(monkeypatch, capfd, tmp_path, tiny_world):
+    ended = queue.Queue()
+
+    def assemble(_):
+        os.kill(os.getpid(), signal.SIGINT)
+        raise ValueError(ended.get(timeout=10))
+
+    argv = ["launch", f"--config={CONFIG}:{tiny_world}", f"--workdir={tmp_path / 'run'}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr("jaxrl.assemble.assemble", assemble)
+    monkeypatch.setattr("os._exit", ended.put)
+    with flagsaver.flagsaver(), pytest.raises(SystemExit, match="75"):
+        launch.main(launch.parse_flags(argv))
+    wanted = "SIGINT: ended before the first step; there is nothing to save\n"
+    assert capfd.readouterr() == ("", wanted)
+
+
 class TestFullDisk:
     """Of the run's folder, while it runs."""
 
@@ -428,7 +447,7 @@ class TestFullDisk:
         monkeypatch.setattr("jaxrl.assemble.assemble", lambda *_: parts)
         config = debug_tiny.get_config(str(tiny_world))
         with pytest.raises(SystemExit) as ended:
-            launch._run(config, tmp_path, lambda: False)
+            launch._run(config, tmp_path, lambda: False, lambda: None)
         what = f"step {saved} is saved" if saved else "nothing is saved yet"
         wanted = f"error: {tmp_path}: No space left on device; {what}; free some space and run the"
         assert ended.value.code.startswith(wanted)

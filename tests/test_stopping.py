@@ -31,7 +31,7 @@ def test_best_and_patience_by_hand():
 WORK = """
 import hashlib, sys
 from jaxrl.stopping import stop_on_signals
-with stop_on_signals() as should_stop:
+with stop_on_signals(*map(eval, sys.argv[2:])) as should_stop:
     print("ready", flush=True)
     while not should_stop():
         # In here Python gets no turn, as in a compilation.
@@ -40,8 +40,8 @@ with stop_on_signals() as should_stop:
 """
 
 
-def start_work(iterations):
-    command = [sys.executable, "-c", WORK, str(iterations)]
+def start_work(iterations, *is_begun):
+    command = [sys.executable, "-c", WORK, str(iterations), *is_begun]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     return process
@@ -63,6 +63,15 @@ def test_the_second_signal_ends_also_where_python_gets_no_turn(number):
     assert process.stderr.readline().endswith("once more to end at once\n")
     process.send_signal(number)
     assert process.wait(timeout=30) == 128 + number
+
+
+def test_before_the_run_there_is_nothing_to_wait_for():
+    # Also where Python gets no turn, as while a job's processes wait for each other.
+    process = start_work(500_000_000, "lambda: False")
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=30)
+    assert (process.returncode, output) == (EXIT_TRY_AGAIN, "")
+    assert errors == "SIGINT: ended before the first step; there is nothing to save\n"
 
 
 def test_handlers_are_put_back():
