@@ -127,7 +127,7 @@ def _run(
     from jaxrl.metrics import Display, check_mirrors
     from jaxrl.sampling.rollout import Interrupted
     from jaxrl.train import run
-    from jaxrl.versions import fingerprints
+    from jaxrl.versions import check_alike, fingerprints
 
     with contextlib.ExitStack() as stack:
         try:
@@ -135,6 +135,7 @@ def _run(
             _check_workdir(config, workdir, is_accepted=is_accepted)
             check_mirrors(config.log.wandb_project)
             contents = fingerprints(config)
+            check_alike(config, workdir, contents)
             begun, changes = _compare(config, workdir, contents, is_accepted=is_accepted)
             said = rules.warnings(config)
             if begun is not None:

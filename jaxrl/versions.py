@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +19,8 @@ from ml_collections import ConfigDict
 
 import jaxrl
 from jaxrl.assemble import Parts
+from jaxrl.config import flatten
+from jaxrl.distributed import gather
 from jaxrl.envs.retrieval import corpus_digest
 from jaxrl.files import written_whole
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
@@ -108,6 +110,66 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
         corpus = Path(config.search.corpus)
         found |= {"search.corpus": corpus_digest(corpus)} if corpus.is_file() else {}
     return dict(sorted(found.items()))
+
+
+def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) -> None:
+    """Refuses processes of one job that would train on different things; all of them call this.
+
+    Args:
+        config: of this process.
+        workdir: of this process.
+        contents: this process's `fingerprints`.
+
+    Raises:
+        ValueError: names what differs, in all processes alike.
+    """
+    settings = {f"config.{key}": repr(value) for key, value in flatten(config).items()}
+    settings["--workdir"] = repr(str(workdir.resolve()))
+    del settings["config.search.index"]  # made of the corpus, each host may have its own
+    found = differences(gather([settings, {f"config.{k}": v for k, v in contents.items()}]))
+    if found:
+        rest = len(found) - MAX_DIFFERENCES
+        more = f"; and {rest} more" if rest > 0 else ""
+        raise ValueError(
+            f"the processes of the job are not alike: {'; '.join(found[:MAX_DIFFERENCES])}{more}. "
+            "Start all of them with the same command and the same files."
+        )
+
+
+MAX_DIFFERENCES = 10  # that a message names
+
+
+def differences(everyone: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
+    """By name, in what processes differ from the first one.
+
+    Args:
+        everyone: of each process its settings, and the contents of files that settings name. Of
+            such a setting the content counts: hosts may keep their files in different places.
+    """
+    found = []
+    for is_content in (False, True):
+        every = [one[is_content] for one in everyone]
+        for name in dict.fromkeys(name for one in every for name in one):
+            values = [one.get(name) for one in every]
+            other = next((i for i, value in enumerate(values) if value != values[0]), None)
+            if other is None or (not is_content and _is_path(name, everyone)):
+                continue
+            if is_content:
+                lacking = [i for i in (0, other) if values[i] is None]
+                where = f"is missing in process {lacking[0]}" if lacking else "differs"
+                where += f" between the processes 0 and {other}" * (not lacking)
+                found.append(f"the content of {name} {where}")
+            else:
+                told = (f"{values[i]!s:.80} in process {i}" for i in (0, other))
+                found.append(f"{name} is {' and '.join(told)}")
+    return found
+
+
+def _is_path(setting: str, everyone: Sequence[Sequence[Mapping[str, str]]]) -> bool:
+    """Whether there are contents of files that a setting names."""
+    return any(
+        f"{name}/".startswith(f"{setting}/") for _, contents in everyone for name in contents
+    )
 
 
 WEIGHT_SAMPLES, _SAMPLE_BYTES = 256, 4096

@@ -164,8 +164,9 @@ def free_port():
 class Processes:
     """A job of `num` processes on this machine."""
 
-    def __init__(self, world, workdir, environment, num=2, **changes):
+    def __init__(self, world, workdir, environment, num=2, of_the_last=None, **changes):
         settings = SETTINGS | changes
+        others = [f"--config.{key}={value}" for key, value in (of_the_last or {}).items()]
         command = [
             *(sys.executable, "-m", "jaxrl.launch"),
             *(f"--config=configs/debug_tiny.py:{world}", f"--workdir={workdir}"),
@@ -176,7 +177,11 @@ class Processes:
             command += ["--peer_deadline_s=8"]
         self.all = [
             subprocess.Popen(
-                [*command, *([f"--process_id={index}"] if num > 1 else [])],
+                [
+                    *command,
+                    *(others if index == num - 1 else []),
+                    *([f"--process_id={index}"] if num > 1 else []),
+                ],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,
@@ -303,6 +308,30 @@ def test_a_lost_process_ends_the_job_which_goes_on_when_restarted(
     jax.tree.map(
         np.testing.assert_array_equal, load_hf(workdir / "export"), load_hf(runs[1] / "export")
     )
+
+
+@pytest.mark.slow
+def test_processes_with_other_data_or_settings_are_refused_by_name(
+    tiny_world, tmp_path, environment
+):
+    other = shutil.copytree(tiny_world, tmp_path / "world")
+    with (other / "questions_train.jsonl").open("a") as file:
+        file.write("\n")
+    changes = {
+        "optimizer.lr": 0.5,
+        "tasks.train.source": other / "questions_train.jsonl",
+        "sft.source": other / "demonstrations.jsonl",  # the same in another place
+    }
+    job = Processes(tiny_world, tmp_path / "run", environment, of_the_last=changes)
+    codes, errors = job.wait(120)
+    assert codes == [1, 1], errors
+    told = (
+        "error: the processes of the job are not alike: config.optimizer.lr is 0.0001 in process 0 "
+        "and 0.5 in process 1; the content of config.tasks.train.source differs between the "
+        "processes 0 and 1. Start all"
+    )
+    assert any(told in error for error in errors), errors
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.minutes

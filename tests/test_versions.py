@@ -13,7 +13,7 @@ from configs import debug_tiny
 from jaxrl import versions
 from jaxrl.assemble import assemble
 from jaxrl.config import flatten
-from jaxrl.versions import commit, fingerprints, write_environment
+from jaxrl.versions import check_alike, commit, differences, fingerprints, write_environment
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +117,39 @@ def test_weights_are_sampled_from_their_start_to_their_end():
     assert sum(blocks[-1]) == size
     assert len(blocks) == versions.WEIGHT_SAMPLES
     assert list(versions._weight_blocks(5000, header=1000)) == [(0, 1000), (1000, 4000)]
+
+
+def test_processes_that_differ_are_told_apart_by_name():
+    one = [{"config.lr": "0.1", "config.a": "1", "config.tasks": "'x'"}, {"config.tasks": "5f"}]
+    assert differences([one, one, one]) == []
+    other = [one[0] | {"config.lr": "0.2", "--workdir": "'y'"}, {"config.tasks": "60"}]
+    assert differences([one, one, other]) == [
+        "config.lr is 0.1 in process 0 and 0.2 in process 2",
+        "--workdir is None in process 0 and 'y' in process 2",
+        "the content of config.tasks differs between the processes 0 and 2",
+    ]
+    # The same content in another place is the same; a place without any content is compared.
+    moved = [one[0] | {"config.tasks": "'z'"}, one[1]]
+    assert differences([one, moved]) == []
+    missing = ["the content of config.tasks is missing in process 1"]
+    assert differences([one, [moved[0], {}]]) == missing
+    assert len(differences([[one[0], {}], [moved[0], {}]])) == 1
+    long = "the content of config.model/a is missing in process 0"
+    assert differences(
+        [[{"config.model": "'x'"}, {}], [{"config.model": "'y'"}, {"config.model/a": "1"}]]
+    ) == [long]
+
+
+def test_a_process_with_other_settings_is_refused(tiny_world, tmp_path, monkeypatch):
+    config = debug_tiny.get_config(str(tiny_world))
+    contents = {"sft.source": "1"}
+    check_alike(config, tmp_path, contents)  # on its own
+
+    def other(value):
+        return [value, [value[0] | {"config.seed": "?"}, value[1]]]
+
+    monkeypatch.setattr(versions, "gather", other)
+    with pytest.raises(ValueError, match=r"config\.seed is 0 in process 0 and \? in process 1"):
+        check_alike(config, tmp_path, contents)
+    monkeypatch.setattr(versions, "gather", lambda value: [value, value])
+    check_alike(config, tmp_path, contents)
