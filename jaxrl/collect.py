@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 from jaxrl.envs.base import Outcome, Task, Turn
 from jaxrl.envs.rewards import normalize_answer
+from jaxrl.learning import Failures, first_error
 from jaxrl.metrics import mean
 from jaxrl.objectives.filters import keep_informative, needs_resampling, within_accuracy
 from jaxrl.objectives.shaping import boundary_aware_rewards, overlong_penalty
@@ -48,6 +49,7 @@ class Tried:
     num_correct: int
     num_scored: int
     mean_entropy: float  # nats a token, the mean over trajectories; NaN without any
+    error: str = ""  # the first environment error's text
 
     @classmethod
     def of(cls, group: Group) -> Tried:
@@ -58,6 +60,7 @@ class Tried:
             num_correct=sum(t.is_correct for t in scored),
             num_scored=len(scored),
             mean_entropy=mean([t.mean_entropy for t in scored]),
+            error=first_error(group),
         )
 
     @property
@@ -94,6 +97,7 @@ def collect(
     carried: Sequence[Group] = (),
     is_late: bool = True,
     penalty: Penalty | None = None,
+    failures: Failures | None = None,
 ) -> Collected:
     """Draws batches of tasks until `rollout.tasks_per_step` groups have passed the filter.
 
@@ -105,8 +109,10 @@ def collect(
         carried: groups left over by the step before.
         is_late: False in the early stage of a method that has one.
         penalty: of the KL term in the reward, where the filter is to see it.
+        failures: takes note of every batch, and tells what there is to tell.
 
     Raises:
+        NothingWorksError: see `Failures.count`.
         NotEnoughGroupsError: after `filter.max_batches` batches there are still too few.
     """
     settings, wanted = config.filter, config.rollout.tasks_per_step
@@ -120,6 +126,8 @@ def collect(
             )
         draws, items_taken = draw(items_taken, settings.tasks_per_batch or wanted)
         batch, num_again = _generate_again(generate, draws, config, is_late)
+        if failures is not None:
+            failures.count(batch)
         scores = np.array([t.reward for t in batch], np.float32)
         shaped = shape(batch, config, is_late=is_late)
         kept = _keep(shaped, scores, config, penalty)
@@ -129,6 +137,11 @@ def collect(
         num_batches += 1
         num_resampled += num_again
         num_generated += len(batch) + num_again * config.rollout.group_size
+        if failures is not None and num_batches % _TOLD_EVERY == 0 and len(groups) < wanted:
+            failures.say(
+                f"warning: {len(groups)} of {wanted} groups have passed the filter in "
+                f"{num_batches} batches; the groups were: {_shares(tried)}"
+            )
     chosen = [renumbered(group, index) for index, group in enumerate(groups[:wanted])]
     surplus = groups[wanted:]
     looks = Counter(group.look for group in tried)
@@ -154,11 +167,21 @@ def collect(
     )
 
 
+_TOLD_EVERY = 10
+"""Batches of one step after which a filter that waits for more groups says so."""
+
+
+def _shares(tried: Sequence[Tried]) -> str:
+    """What groups looked like, and why the first one failed that did."""
+    looks = Counter(group.look for group in tried)
+    shares = ", ".join(f"{looks[look]} {look.replace('_', ' ')}" for look in LOOKS if looks[look])
+    error = next((group.error for group in tried if group.error), "")
+    return shares + (f" (the first environment error: {error})" if error else "")
+
+
 def _complaint(
     settings: ConfigDict, num_batches: int, found: int, wanted: int, tried: Sequence[Tried]
 ) -> str:
-    looks = Counter(group.look for group in tried)
-    shares = ", ".join(f"{looks[look]} {look.replace('_', ' ')}" for look in LOOKS if looks[look])
     measure = (
         f"differ in {settings.metric!r}"
         if settings.name == "varied"
@@ -167,9 +190,10 @@ def _complaint(
     return (
         f"after {num_batches} batches (config.filter.max_batches) only {found} of {wanted} groups "
         f"{measure} (config.filter.name={settings.name!r}); the {len(tried)} groups sampled "
-        f"were: {shares}. With most all right the tasks are too easy for this policy, with most "
-        "all wrong too hard: change config.tasks.train.source, or raise config.rollout.group_size "
-        "or config.filter.max_batches (0: no limit). What was finished is saved."
+        f"were: {_shares(tried)}. With most failed, mend what the error names. With most all right "
+        "the tasks are too easy for this policy, with most all wrong too hard: raise "
+        "config.filter.max_batches (0: no limit) or, with --accept_changes, change "
+        "config.tasks.train.source or config.rollout.group_size. What was finished is saved."
     )
 
 

@@ -164,6 +164,9 @@ def default_config() -> ConfigDict:
     # Chunks from the one in which a row stops to the one before which the reply enters. With 1
     # the device waits for host and environment between chunks, with more it decodes meanwhile.
     rollout.observation_lag_chunks = 2
+    # Batches in a row of which every episode failed, after which the run stops with exit code 69;
+    # without a filter a step is a batch. 0: never.
+    rollout.max_failed_steps = 3
 
     config.filter = group_filter = ConfigDict()
     # none; varied: groups whose metric differs (dynamic sampling); accuracy_range: groups whose
@@ -446,7 +449,7 @@ def _check_ranges(config: ConfigDict) -> None:
         "kl.budgets.medium", "kl.budgets.hard", "shaping.entropy_window",
     ]  # fmt: skip
     not_negative = [
-        "env.step_deadline_s",
+        "env.step_deadline_s", "rollout.max_failed_steps",
         "rollout.max_turns", "rollout.num_rows", "advantage.epsilon", "loss.clip_low",
         "loss.clip_high", "loss.correction.low", "kl.coef", "kl.budget_step", "filter.low",
         "filter.tasks_per_batch", "filter.max_batches", "filter.resample_attempts",

@@ -23,6 +23,7 @@ from jaxrl.distributed import RolloutFunction
 from jaxrl.envs.base import Outcome, Task
 from jaxrl.envs.rewards import normalize_answer
 from jaxrl.files import printable, written_whole
+from jaxrl.learning import first_error
 from jaxrl.metrics import mean, plain_number
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Seeds
@@ -324,6 +325,7 @@ def _question(trajectory: Trajectory) -> dict[str, Any]:
         "outcome": str(trajectory.outcome),
         "searches": trajectory.searches,
         **({"python_calls": trajectory.python_calls} if trajectory.python_calls else {}),
+        **({} if trajectory.is_scored else {"error": first_error([trajectory])}),
         "num_sampled": trajectory.num_sampled,
         "response": trajectory.generated_text,
         **trajectory.reward_parts,
@@ -338,10 +340,28 @@ def write(path: Path, record: Mapping[str, Any], text: str) -> None:
             file.write(written + "\n")
 
 
+def is_unscored(summary: Summary) -> bool:
+    """Whether not a single question could be scored."""
+    counts = summary.means["all"]
+    return counts["unscored_questions"] == counts["num_questions"]
+
+
+def num_unscored_suites(metrics: Mapping[str, float]) -> int:
+    """How many suites could not score a single question, from `as_metrics` of them all."""
+    head = "val-aux/all/unscored_questions/"
+    suites = [name.removeprefix(head) for name in metrics if name.startswith(head)]
+    return sum(metrics[head + s] == metrics[f"val-aux/all/num_questions/{s}"] for s in suites)
+
+
 def one_line(suite: str, summary: Summary) -> str:
     """The scores of a suite in one line."""
+    if is_unscored(summary):
+        count = summary.means["all"]["environment_errors"]
+        return f"{suite}: nothing could be scored ({count} environment errors)"
     scores = {name: m.get("exact_match", math.nan) for name, m in summary.means.items()}
-    by_set = ", ".join(f"{name} {score:.3f}" for name, score in scores.items())
+    by_set = ", ".join(
+        f"{name} {'-' if math.isnan(score) else f'{score:.3f}'}" for name, score in scores.items()
+    )
     return f"{suite}: exact match {by_set}; searches {summary.means['all']['searches']:.2f}"
 
 

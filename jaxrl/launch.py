@@ -30,7 +30,7 @@ from ml_collections import ConfigDict, config_flags
 from jaxrl import config as configuration
 from jaxrl import rules
 from jaxrl.files import FULL_DISK, full_disk, held, printable
-from jaxrl.stopping import ENDED_EARLY, EXIT_TRY_AGAIN, stop_on_signals
+from jaxrl.stopping import ENDED_EARLY, EXIT_NOTHING_WORKS, EXIT_TRY_AGAIN, stop_on_signals
 
 if TYPE_CHECKING:
     from jaxrl.distributed import Job
@@ -124,6 +124,7 @@ def _run(
     from jaxrl.assemble import assemble
     from jaxrl.checkpoint import CheckpointError, newest_whole
     from jaxrl.collect import NotEnoughGroupsError
+    from jaxrl.learning import NothingWorksError
     from jaxrl.metrics import Display, check_mirrors
     from jaxrl.sampling.rollout import Interrupted
     from jaxrl.train import run
@@ -158,6 +159,10 @@ def _run(
             run(config, workdir, parts, display, should_stop, contents)
         except Interrupted:
             sys.exit(EXIT_TRY_AGAIN)
+        except NothingWorksError as error:
+            if distributed.is_main():
+                print(f"error: {printable(_message(error))}", file=sys.stderr)
+            sys.exit(EXIT_NOTHING_WORKS)
         except (CheckpointError, NotEnoughGroupsError) as error:
             _refuse(error)
         except Exception as error:

@@ -39,6 +39,7 @@ FREE = (
     "rollout.chunk_tokens",
     "rollout.deterministic",
     "rollout.observation_lag_chunks",
+    "rollout.max_failed_steps",
     "filter.max_batches",
     "env.step_deadline_s",
 )

@@ -13,6 +13,9 @@ from contextlib import contextmanager
 EXIT_TRY_AGAIN = 75
 """Exit code of a run that a signal ended early; EX_TEMPFAIL of sysexits.h."""
 
+EXIT_NOTHING_WORKS = 69
+"""Exit code of a run that ended since every episode failed; EX_UNAVAILABLE of sysexits.h."""
+
 ENDED_EARLY = "ended before the first step; there is nothing to save"
 
 _CURSOR = "\x1b[?25h"  # shows it again, which a live line hides

@@ -26,11 +26,20 @@ from jaxrl.collect import to_json as trajectory_to_json
 from jaxrl.config import STAGES, flatten
 from jaxrl.data import Stream
 from jaxrl.envs.base import Task
+from jaxrl.learning import (
+    Failures,
+    NothingWorksError,
+    first_error,
+    has_learned,
+    nothing_learned,
+    why_nothing,
+)
 from jaxrl.method import Controllers, k_at, make_estimator, make_policy_loss
 from jaxrl.metrics import (
     Display,
     MetricsLog,
     open_log,
+    plain_number,
     plain_numbers,
     rollout_metrics,
     write_trajectories,
@@ -83,6 +92,8 @@ class Position:
     value: float | None = None  # of eval.best_metric after this very step
     best: Best = dataclasses.field(default_factory=Best)  # of the stage
     stopped_early: bool = False  # the stage ended for want of improvement
+    num_failed: int = 0  # batches in a row of which every episode failed
+    num_learned: int = 0  # the train stage's steps whose update had a gradient
     weights_step: int | None = None  # whose weights it ended with, where it stopped early
     # Of the train stage: the states of its controllers, and groups sampled beyond what was needed.
     controllers: Controllers = dataclasses.field(default_factory=Controllers)
@@ -106,6 +117,7 @@ class Position:
         controllers = Controllers.from_json(saved.get("controllers", {}), config)
         best = Best(**saved["best"])
         known = {field.name for field in dataclasses.fields(cls)}
+        saved = {"num_learned": saved["stage_step"], **saved}  # older ones did not count
         kept = {name: value for name, value in saved.items() if name in known}
         return cls(**{**kept, "best": best, "controllers": controllers, "carried": carried})
 
@@ -124,6 +136,7 @@ class Run:
     restored: dict[str, Any]  # by the checkpoint that the run began with; each stage takes its own
     should_stop: Callable[[], bool]
     contents: Mapping[str, str]  # fingerprints of the files that the run reads
+    failures: Failures  # batches in a row of which every episode failed
     state: TrainState | None = None  # at the position, in the middle of a stage that trains
     ref_params: Params | None = None
     saved: Position | None = None  # where the newest checkpoint stands
@@ -133,6 +146,7 @@ class Run:
         assert self.state is not None
         started = time.perf_counter()
         self.position.num_records = self.log.num_records
+        self.position.num_failed = self.failures.num_batches
         self.saved = dataclasses.replace(self.position)
         self.checkpointer.save(
             self.position.step,
@@ -168,6 +182,7 @@ def run(
 
     Raises:
         Interrupted: `should_stop` was true. The steps that were done are saved.
+        NothingWorksError: every episode failed, several times in a row. Likewise.
         CheckpointError: there are checkpoints, but the one to go on with cannot be read.
     """
     checkpointer = Checkpointer(
@@ -199,6 +214,11 @@ def run(
         restored,
         should_stop,
         contents or {},
+        Failures(
+            limit=config.rollout.max_failed_steps,
+            say=display.say,
+            num_batches=position.num_failed,
+        ),
     )
     display.say(f"sampler shapes: {parts.engine.shapes()}")
     if found:
@@ -214,6 +234,11 @@ def run(
             params = run_stage[stage](this, params)
     except NotEnoughGroupsError:
         save_position(this)
+        raise
+    except NothingWorksError:
+        save_position(this)
+        if is_main:
+            report.write_or_warn(workdir, display.say)
         raise
     except Interrupted:
         save_position(this)
@@ -231,6 +256,13 @@ def run(
     paths = [path for path in workdir.iterdir() if not path.name.startswith(".")]
     names = sorted(path.name + "/" * path.is_dir() for path in paths)
     display.say(f"done; {workdir} holds {', '.join(names)}")
+    if has_learned_nothing(position):
+        display.say(nothing_learned(position.stage_step, config.optimizer.lr))
+
+
+def has_learned_nothing(position: Position) -> bool:
+    """True in or after a train stage no step of which had an update with a gradient."""
+    return position.stage == "train" and position.stage_step > 0 and position.num_learned == 0
 
 
 def save_position(this: Run) -> None:
@@ -249,7 +281,7 @@ def begin_stage(this: Run, stage: str) -> bool:
     if position.stage == stage:
         return is_under_way(this.config, position)
     position.stage, position.stage_step, position.items_taken = stage, 0, 0
-    position.value, position.best = None, Best()
+    position.value, position.best, position.num_learned = None, Best(), 0
     position.controllers, position.carried = Controllers.init(this.config), []
     return True
 
@@ -459,7 +491,8 @@ def run_train(this: Run, params: Params) -> Params:
                 state, metrics = update_step(state, batch, minibatch.num_micro)
                 measured.append(metrics)
         this.state = state
-        metrics = merge(jax.device_get(measured))
+        measured = jax.device_get(measured)
+        metrics = merge(measured)
         parts.engine.set_weights(state.params)
         updated = time.perf_counter()
         controllers = kl_control.advance(controllers, trajectories, divergences, config)
@@ -468,6 +501,9 @@ def run_train(this: Run, params: Params) -> Params:
         position.step, position.stage_step = position.step + 1, position.stage_step + 1
         position.items_taken = collected.items_taken
         position.value = None
+        position.num_learned += has_learned(measured) and config.optimizer.lr > 0
+        if (why := why_nothing(trajectories, measured)) is not None:
+            this.display.say(f"warning: train {position.stage_step}: {why}")
         position.record = {
             **rollout_metrics(
                 trajectories, rollout.max_response_tokens, has_python=config.env.python
@@ -479,6 +515,7 @@ def run_train(this: Run, params: Params) -> Params:
             **({"advantage/k": k} if is_pass_at_k(config) else {}),
             "actor/num_updates": int(state.num_updates),
             "actor/num_skipped": int(state.num_skipped),
+            "actor/num_learned": position.num_learned,
             "rollout/tasks_taken": position.items_taken,
             "rollout/informative_share": float(np.mean(advantages != 0)),
             "rollout/padding": float(np.mean([m.padding for m in minibatches])),
@@ -495,6 +532,8 @@ def run_train(this: Run, params: Params) -> Params:
         finish_step(this)
     if position.stage_step < num_steps:
         state = take_best(this, state)
+    if has_learned_nothing(position):
+        this.display.say(nothing_learned(position.stage_step, config.optimizer.lr))
     return end_stage(this, state)
 
 
@@ -519,6 +558,7 @@ def collect_step(
         carried=position.carried,
         is_late=controllers.is_late,
         penalty=penalty if config.kl.place == "reward" else None,
+        failures=this.failures,
     )
 
 
@@ -558,6 +598,7 @@ def bootstrap(this: Run) -> None:
             Draw(task=t, position=start + i) for i, t in enumerate(tasks[start : start + size])
         ]
         sampled = generate(batch)
+        this.failures.count(sampled)
         trajectories += [dataclasses.replace(t, group_id=t.group_id + start) for t in sampled]
     position.controllers, _ = entropy_control.advance(
         trajectories, config, position.controllers, parts.is_trigger
@@ -610,7 +651,8 @@ def finish_step(this: Run) -> None:
     assert position.record is not None
     record = position.record | evaluated | position.controllers.metrics()
     position.record = None
-    shown = {name: record[key] for name, key in SHOWN.items() if record.get(key) is not None}
+    numbers = {name: plain_number(record.get(key)) for name, key in SHOWN.items()}
+    shown = {name: number for name, number in numbers.items() if number is not None}
     this.display.step(position.stage_step, shown)
     position.value = best_metric(config, evaluated)
     if position.value is not None:
@@ -635,6 +677,8 @@ def best_metric(config: ConfigDict, evaluated: dict[str, float]) -> float | None
     if config.checkpoint.keep_best == 0 or not evaluated:
         return None
     name = config.eval.best_metric
+    if name not in evaluated and evaluate.num_unscored_suites(evaluated):
+        return None  # where every episode failed there is no score by any name
     if name not in evaluated:
         raise ValueError(
             f"config.eval.best_metric is {name!r}; expected one of the metrics of "
@@ -822,6 +866,13 @@ def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]
     text = evaluate.as_text(step, stage, summaries, weights_step=weights)
     if distributed.is_main():
         evaluate.write(this.workdir / "eval" / f"{stage}_{step}.json", record, text)
+    for suite, summary in summaries.items():
+        if evaluate.is_unscored(summary):
+            error = first_error(played[suite])
+            this.display.say(
+                f"warning: {stage} {step} {suite}: no question could be scored, since every "
+                f"episode ended in an environment error; the first: {error}"
+            )
     if stage == "evaluate":
         this.display.say(text)
     else:

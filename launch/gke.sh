@@ -12,7 +12,9 @@
 #   CHIPS_PER_HOST  (4)
 #
 # A pod that ends with an error starts again, and the run goes on from its newest checkpoint; since
-# the others end too when one is lost, they come together again. DRY_RUN=1 only shows the manifest.
+# the others end too when one is lost, they come together again. So it is after every error, up to 100
+# times and with growing pauses: delete a job whose error comes again. DRY_RUN=1 only shows the
+# manifest.
 set -euo pipefail
 : "${IMAGE:?set IMAGE to the container image}" "${CLAIM:?set CLAIM to the volume claim}"
 NAME=${NAME:-jaxrl}

@@ -9,6 +9,7 @@ import pytest
 from jaxrl.collect import NotEnoughGroupsError, collect, from_json, shape, to_json
 from jaxrl.config import default_config
 from jaxrl.envs.base import Outcome, Task
+from jaxrl.learning import Failures, NothingWorksError
 from jaxrl.types import Draw
 from tests.episodes import make_failure, make_trajectory
 
@@ -123,6 +124,31 @@ def test_the_filter_gives_up_and_tells_what_the_groups_were():
     message = str(refused.value)
     assert "after 3 batches (config.filter.max_batches) only 1 of 2 groups" in message
     assert "the 6 groups sampled were: 3 all right, 1 all wrong, 1 mixed, 1 failed" in message
+
+
+def failures(limit):
+    said = []
+    return Failures(limit=limit, say=said.append, num_batches=0), said
+
+
+def test_batches_in_which_everything_failed_stop_a_filter_that_would_wait_for_ever():
+    config = settings(**{"filter.name": "varied", "filter.max_batches": 0})
+    sample = sampler([0, 0], [None, None], *[[None, None]] * 20)
+    counted, said = failures(3)
+    with pytest.raises(NothingWorksError, match=r"3 batches in a row .*: the server is down\."):
+        collect(sample, take, config, items_taken=0, failures=counted)
+    assert (len(sample.calls), len(said)) == (4, 3)
+
+
+def test_a_filter_that_waits_says_so_and_why_groups_failed():
+    changes = {"filter.name": "varied", "filter.max_batches": 20}
+    sample = sampler(*[[0, 0], [None, None]] * 20)
+    counted, said = failures(3)
+    with pytest.raises(NotEnoughGroupsError, match=r"20 failed \(the first .* the server is down"):
+        collect(sample, take, settings(**changes), items_taken=0, failures=counted)
+    assert [line.partition(";")[0] for line in said] == [
+        f"warning: 0 of 2 groups have passed the filter in {count} batches" for count in (10, 20)
+    ]
 
 
 def test_online_filtering_is_strict_and_counts_scored_members_only():

@@ -11,6 +11,7 @@ from jaxrl.evaluate import (
     as_record,
     as_text,
     check_data_sources,
+    num_unscored_suites,
     one_line,
     roll_out,
     subset_sizes,
@@ -378,7 +379,20 @@ def test_one_line():
     assert one_line("greedy", summary(members())) == (
         "greedy: exact match all 0.333, nq 0.500, hotpot 0.000, mean 0.250; searches 0.67"
     )
-    assert one_line("greedy", summary([make_failure()])).startswith("greedy: exact match all nan")
+
+
+def test_what_could_not_be_scored_has_no_score():
+    failed = summary([make_failure(), make_failure(group_id=1)])
+    assert one_line("greedy", failed) == "greedy: nothing could be scored (2 environment errors)"
+    assert "nan" not in as_text(4, "train", {"greedy": failed})
+    assert num_unscored_suites(as_metrics("greedy", failed)) == 1
+    partly = summary(
+        [make_trajectory(parts={"exact_match": 1.0}), make_failure(group_id=1, data_source="x")]
+    )
+    assert one_line("greedy", partly).startswith("greedy: exact match all 1.000, nq 1.000, x -, ")
+    assert num_unscored_suites(as_metrics("greedy", partly)) == 0
+    record = as_record(4, "train", {}, {"greedy": [make_failure()]}, {"greedy": failed})
+    assert record["questions"]["greedy"][0]["error"] == "the server is down"
 
 
 class Engine:

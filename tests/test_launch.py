@@ -16,6 +16,7 @@ from absl.testing import flagsaver
 from configs import debug_tiny
 from jaxrl import launch
 from jaxrl.config import to_json
+from jaxrl.learning import NothingWorksError
 from jaxrl.models.hf_weights import open_tensors
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.tokenizer import Tokenizer
@@ -468,6 +469,28 @@ def test_a_full_disk_is_one_line_whatever_its_libraries_say(tmp_path, tiny_world
     wanted = f"error: {workdir}: File too large; nothing is saved yet; free some space and run the"
     assert done.stderr.startswith(wanted)
     assert done.stderr.count("\n") == 1
+
+
+def test_a_run_in_which_everything_fails_has_an_exit_code_of_its_own(
+    monkeypatch, capfd, tmp_path, tiny_world
+):
+    def run(*_):
+        raise NothingWorksError("every episode failed: no route to host")
+
+    workdir = tmp_path / "workdir"
+    argv = ["launch", f"--config={CONFIG}:{tiny_world}", f"--workdir={workdir}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr("jaxrl.train.run", run)
+    monkeypatch.setattr("jaxrl.assemble.assemble", lambda _: SimpleNamespace(notes=("a note",)))
+    with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
+        launch.main(launch.parse_flags(argv))
+    assert ended.value.code == 69
+    told = capfd.readouterr()
+    assert told.err == "error: every episode failed: no route to host\n"
+    assert told.out == "a note\n"
+    # What it began with is known from now on.
+    [line] = (workdir / "config_history.jsonl").read_text().splitlines()
+    assert json.loads(line)["contents"].keys() >= {"tasks.train.source", "search.corpus"}
 
 
 def test_mesh_that_does_not_divide_the_devices(refusal):

@@ -50,7 +50,15 @@ def test_arguments_arrive_whole(script, command):
 
 @pytest.mark.parametrize(
     ("code", "restarts", "is_queued"),
-    [(75, 0, True), (76, 3, True), (137, 0, True), (75, 100, False), (1, 0, False), (0, 0, False)],
+    [
+        (75, 0, True),
+        (76, 3, True),
+        (137, 0, True),
+        (75, 100, False),
+        (69, 0, False),
+        (1, 0, False),
+        (0, 0, False),
+    ],
 )
 def test_which_slurm_jobs_are_queued_again(tmp_path, code, restarts, is_queued):
     for name, exit_code in {"srun": code, "scontrol": 0}.items():

@@ -514,6 +514,46 @@ class TestPage:
         assert "2 became right, 1 right both times, 0 became wrong, 1 wrong both times." in words
         assert "Configuration: 4 of" in words
 
+    def test_a_run_that_learned_nothing(self, run):
+        def spoilt(record):
+            if record["step"] < 3 or record["stage"] != "train":
+                return record
+            failed = float(record["step"] == 3)
+            return record | {
+                "outcome/environment_error": failed,
+                "rollout/informative_share": 0.0,
+                "actor/num_learned": 0,
+                "actor/skipped": 0.0,
+            }
+
+        change_records(run, spoilt)
+        (run / "trajectories").mkdir()
+        turns = [{"error": None}, {"error": "no <host>"}]
+        (run / "trajectories" / "step_000003.jsonl").write_text(json.dumps({"turns": turns}))
+        words = told(run)
+        assert "nothing learned No update had a gradient. Of 3 steps 3 taught nothing" in words
+        assert "every episode failed in 1, all rewards that are compared were equal in 2." in words
+        assert "The first environment error: no <host>" in words
+
+    def test_a_run_that_learned(self, run):
+        assert "taught nothing" not in told(run)
+        change_records(run, lambda r: r | {"rollout/informative_share": float(r["step"] != 4)})
+        words = told(run)
+        assert (
+            "Of 3 steps 1 taught nothing: all rewards that are compared were equal in 1." in words
+        )
+        assert "nothing learned" not in words
+
+    def test_an_evaluation_in_which_everything_failed(self, tmp_path):
+        failed = [question("q1", outcome="environment_error", error="down")]
+        run = make_run(tmp_path / "run")
+        counts = {f"val-aux/all/{n}/greedy": 1 for n in ("num_questions", "unscored_questions")}
+        change_records(run, lambda r: r | (counts if r["stage"] == "evaluate" else {}))
+        (run / "eval" / "evaluate_5.json").write_text(json.dumps({"questions": {"greedy": failed}}))
+        words = told(run)
+        assert "not scored Every episode failed in evaluation, step 5, greedy." in words
+        assert "The first environment error: down" in words
+
     def test_settings_that_changed_on_the_way(self, run):
         changes = {
             "optimizer.lr": {"before": 1e-6, "now": 1e-3},

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl import assemble, train
-from jaxrl.envs.base import Outcome
+from jaxrl import assemble, report, train
+from jaxrl.envs.base import Outcome, Turn
 from jaxrl.envs.retrieval import SearchEngine, SearchError
+from jaxrl.learning import NothingWorksError
 from jaxrl.metrics import Display
 from jaxrl.models import qwen
 from jaxrl.models.hf_weights import load_hf
@@ -358,18 +359,51 @@ def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatc
     assert means["unscored_questions"] == means["environment_errors"]
 
 
-def test_a_step_of_only_environment_errors_changes_nothing(base, tiny_world, tmp_path):
-    config = continued(base, tiny_world, num_steps=2, **{"optimizer.weight_decay": 0.1})
+def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
+    base, tiny_world, tmp_path, capsys, no_pictures, monkeypatch
+):
+    changes = {"optimizer.weight_decay": 0.1, "rollout.max_failed_steps": 3, "num_steps": 2}
+    config = continued(base, tiny_world, **changes)
     parts = assemble.assemble(config)
+    is_mended = False
 
     def all_failed(*args, **kwargs):
         made = parts.rollout(*args, **kwargs)
         lost = {"outcome": Outcome.ENVIRONMENT_ERROR, "reward": 0.0, "reward_parts": {}}
-        return [dataclasses.replace(trajectory, **lost) for trajectory in made]
+        turns = (Turn(text="<search>q</search>", error="no route to host"),)
+        return (
+            [dataclasses.replace(t, turns=turns, **lost) for t in made] if not is_mended else made
+        )
 
-    play(config, tmp_path, rollout=all_failed, engine=parts.engine)
-    for record in records(tmp_path)[1:]:
+    def go_on(workdir):
+        monkeypatch.setattr(report, "write_or_warn", no_pictures)
+        train.run(config, workdir, dataclasses.replace(parts, rollout=all_failed), Display())
+
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    go_on(workdir)
+    for record in records(workdir)[1:]:
         assert record["outcome/environment_error"] == 1
-        assert record["actor/num_updates"] == 0
+        assert record["actor/num_updates"] == record["actor/num_learned"] == 0
         assert record["critic/rewards/mean"] is None
-    assert_same_weights(tmp_path / "export", base / "export")
+    assert_same_weights(workdir / "export", base / "export")
+    told = capsys.readouterr().out
+    reason = "ended in an environment error; the first: no route to host"
+    assert told.count(f"warning: each of the 16 episodes of this batch {reason}") == 2
+    assert told.count(f"no question could be scored, since every episode {reason}") == 2
+    assert told.count("NOTHING WAS LEARNED in the 2 steps of the train stage") == 2
+    assert told.splitlines()[-1].startswith("warning: NOTHING WAS LEARNED")
+    assert "nan" not in told
+    page = (workdir / "report.html").read_text()
+    assert "nothing learned" in page
+    assert "no route to host" in page
+    # One more step is one too many; so is it at a restart, until the reason is gone.
+    config.num_steps = 4
+    for stage_step in (2, 2):
+        with pytest.raises(NothingWorksError, match=r"batches in a row .*: no route to host\."):
+            go_on(workdir)
+        assert [record["step"] for record in records(workdir)] == [0, 1, 2]
+        assert f"resuming after step {stage_step}" in capsys.readouterr().out
+    is_mended = True
+    go_on(workdir)
+    assert [record["outcome/environment_error"] for record in records(workdir)[3:]] == [0, 0]

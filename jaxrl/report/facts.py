@@ -12,7 +12,7 @@ from typing import Any
 from jaxrl.config import default_config, flatten
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.rewards import normalize_answer
-from jaxrl.report.reading import RunFiles, mapping, place
+from jaxrl.report.reading import ENVIRONMENT_ERRORS, RunFiles, mapping, place
 
 SUITES = {
     "sampled": ("sampled", "drawn at random"),
@@ -122,6 +122,18 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Learning:
+    """Whether reinforcement learning had anything to learn from."""
+
+    num_steps: int
+    num_failed: int  # steps of which every episode ended in an environment error
+    num_equal: int  # others without a signal: all rewards that are compared were equal
+    num_skipped: int  # steps without an update, as the gradient was not finite
+    has_learned: bool  # an update had a gradient
+    unscored: list[str]  # evaluations in which every episode failed
+
+
+@dataclass(frozen=True, kw_only=True)
 class Segment:
     """A piece of a response: text between tags, or text outside of any."""
 
@@ -145,6 +157,7 @@ class Facts:
     timings: list[Timing]
     changed_config: list[tuple[str, Any, Any]]  # key, value, default
     stages: list[Progress]
+    learning: Learning
     stopped_early: int | None  # the step at which training did, for want of improvement
     weights_step: int | None  # whose weights it then went on with, where an evaluation tells
 
@@ -182,6 +195,7 @@ def facts_of(run: RunFiles) -> Facts:
         timings=timings_of(run.records),
         changed_config=changed_config(run.config),
         stages=progress_of(run),
+        learning=learning_of(run.records),
         stopped_early=early[-1] if early else None,
         weights_step=next((e.weights_step for e in final if early), None),
     )
@@ -448,6 +462,32 @@ def changed_config(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
         for key, value in config.items()
         if key not in defaults or defaults[key] != value
     ]
+
+
+def learning_of(records: Sequence[dict[str, Any]]) -> Learning:
+    """What the steps of reinforcement learning had to learn from, and which evaluations failed."""
+    steps = [r for r in records if r["stage"] == "train" and "timing_s/step" in r]
+    failed = [step for step in steps if step.get(ENVIRONMENT_ERRORS) == 1]
+    silent = [step for step in steps if step.get("rollout/informative_share") == 0]
+    learned = [step.get("actor/num_learned", step.get("actor/grad_norm")) for step in steps]
+    unscored = []
+    for record in records:
+        for suite in SUITES:
+            counts = [
+                number_of(record.get(f"val-aux/all/{name}/{suite}"))
+                for name in ("unscored_questions", "num_questions")
+            ]
+            if counts[0] and counts[0] == counts[1]:
+                unscored.append(f"{_where({'weights_step': record['step'], **record})}, {suite}")
+    return Learning(
+        num_steps=len(steps),
+        num_failed=len(failed),
+        num_equal=sum(step not in failed for step in silent),
+        num_skipped=sum(step.get("actor/skipped") == 1 for step in steps),
+        # Where nothing tells, as in records of other times, nothing is said.
+        has_learned=any(number_of(x) for x in learned) or all(x is None for x in learned),
+        unscored=unscored,
+    )
 
 
 def progress_of(run: RunFiles) -> list[Progress]:

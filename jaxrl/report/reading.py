@@ -27,6 +27,7 @@ class RunFiles:
     starts: list[dict[str, Any]]  # of environment.json
     problems: list[str]  # what could not be read, for the reader of the report
     changes: list[dict[str, Any]] = field(default_factory=list)  # starts that changed settings
+    error: str = ""  # text of the first environment error that a file still tells
 
 
 def read_run(workdir: Path) -> RunFiles:
@@ -43,16 +44,38 @@ def read_run(workdir: Path) -> RunFiles:
     problems: list[str] = []
     records = _read_records(workdir / "metrics.jsonl", problems)
     starts = _try(workdir / "environment.json", _starts, problems) or []
+    evaluations = _read_evaluations(workdir / "eval", records, problems)
     return RunFiles(
         name=workdir.resolve().name,
         workdir=workdir,
         config=_try(workdir / "config.json", flat_json, problems) or {},
         records=records,
-        evaluations=_read_evaluations(workdir / "eval", records, problems),
+        evaluations=evaluations,
         starts=starts,
         problems=problems,
         changes=_read_changes(workdir, problems),
+        error=_first_error(workdir, records, evaluations),
     )
+
+
+def _first_error(
+    workdir: Path, records: list[dict[str, Any]], evaluations: list[dict[str, Any]]
+) -> str:
+    """The first environment error's text, from a step's trajectories or an evaluation's answers."""
+    failed = [r["step"] for r in records if r["stage"] == "train" and r.get(ENVIRONMENT_ERRORS)]
+    for step in failed[:1]:
+        try:
+            lines = (workdir / "trajectories" / f"step_{step:06d}.jsonl").read_bytes().splitlines()
+            turns = [turn for line in lines for turn in json.loads(line)["turns"]]
+            return next(str(turn["error"]) for turn in turns if turn["error"])
+        except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
+            pass  # not written, or not to be read
+    asked = [q for found in evaluations for qs in found["questions"].values() for q in qs]
+    return next((str(question["error"]) for question in asked if question.get("error")), "")
+
+
+ENVIRONMENT_ERRORS = "outcome/environment_error"
+"""The metric that is the share of a step's episodes that failed."""
 
 
 def _read_changes(workdir: Path, problems: list[str]) -> list[dict[str, Any]]:
