@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -37,6 +37,9 @@ Value = TypeVar("Value")
 
 EXIT_LOST = 76
 """Exit code of a process that ended because another one was lost (EX_PROTOCOL of sysexits.h)."""
+
+JOIN_S = 300.0
+"""Seconds in which all processes of a job must have come."""
 
 CLUSTERS = ("slurm", "tpu")
 """Environments that tell a process its place in the job."""
@@ -253,11 +256,15 @@ class Peers:
 def join(job: Job, *, deadline_s: float) -> Peers | None:
     """Joins the job; before anything that touches a device. None where it has one process.
 
+    Where not all processes come within `JOIN_S` seconds, it ends the process with `EXIT_LOST`.
+
     Raises:
-        RuntimeError: not all processes came.
+        OSError: process 0 cannot listen at the coordinator's port.
     """
     known: dict[str, Any] = {}
     if job.coordinator is not None:
+        if job.process_id == 0:
+            _check_port(job.coordinator)
         known = {
             "coordinator_address": job.coordinator,
             "num_processes": job.num_processes,
@@ -269,8 +276,51 @@ def join(job: Job, *, deadline_s: float) -> Peers | None:
     # Its handler would swallow SIGTERM, which `stopping` answers.
     jax.config.update("jax_enable_preemption_service", False)
     # JAX ends processes without a name when it notices a loss; the monitors should be first.
-    jax.distributed.initialize(**known, heartbeat_timeout_seconds=int(2 * deadline_s + 60))
+    with _waiting(job):
+        jax.distributed.initialize(
+            **known,
+            heartbeat_timeout_seconds=int(2 * deadline_s + 60),
+            initialization_timeout=int(JOIN_S + 60),  # it would abort with a stack of calls
+        )
     return Peers(deadline_s) if jax.process_count() > 1 else None
+
+
+def _check_port(coordinator: str) -> None:
+    """Refuses a port that is taken; JAX would say neither which nor what to do."""
+    _, _, port = coordinator.rpartition(":")
+    host, _, _ = _bound(coordinator).get("coordinator_bind_address", "").rpartition(":")
+    try:
+        socket.create_server((host.strip("[]"), int(port))).close()
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise OSError(
+            f"process 0 cannot listen at {coordinator}: {why}. Name a free port in the "
+            "--coordinator of every process (under Slurm: JAX_COORDINATOR_PORT)."
+        ) from error
+
+
+@contextlib.contextmanager
+def _waiting(job: Job, *, silent_s: float = 10.0, limit_s: float = JOIN_S) -> Iterator[None]:
+    """Says what this process waits for when it takes long, and ends it when it takes too long."""
+    arrived = threading.Event()
+    who = "" if job.process_id is None else f"process {job.process_id} of {job.num_processes}: "
+    where = "" if job.coordinator is None else f" at {job.coordinator}, where process 0 listens,"
+
+    def watch() -> None:
+        # Not print: the main thread may hold the buffer, and Python gets no turn to wait for it.
+        if not arrived.wait(silent_s):
+            text = f"{who}waiting for the other processes{where} for {limit_s:.0f} s at most"
+            os.write(2, f"{text}\n".encode())
+            if not arrived.wait(limit_s - silent_s):
+                text = f"{who}not all processes came{where} within {limit_s:.0f} s; see the others"
+                os.write(2, f"error: {text}\n".encode())
+                os._exit(EXIT_LOST)
+
+    threading.Thread(target=watch, daemon=True, name="jaxrl-join").start()
+    try:
+        yield
+    finally:
+        arrived.set()
 
 
 def _bound(coordinator: str) -> dict[str, Any]:

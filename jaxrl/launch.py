@@ -79,7 +79,10 @@ def main(argv: Sequence[str]) -> None:
         from jaxrl.checkpoint import raises_once
 
         with raises_once():
-            peers = distributed.join(job, deadline_s=_PEER_DEADLINE_S.value) if job else None
+            try:
+                peers = distributed.join(job, deadline_s=_PEER_DEADLINE_S.value) if job else None
+            except OSError as error:
+                _refuse(error)
             with peers or contextlib.nullcontext():
                 everywhere = peers.everywhere(should_stop) if peers else should_stop
                 _run(config, workdir, everywhere, begun.set)

@@ -5,6 +5,7 @@ import ipaddress
 import json
 import math
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -39,6 +40,34 @@ def test_a_process_on_its_own_has_no_job():
 def test_explicit_flags():
     flags = {"coordinator": "host7:1234", "num_processes": 4, "process_id": 3, "cluster": None}
     assert find_job(**flags) == Job(coordinator="host7:1234", num_processes=4, process_id=3)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "host7"])
+def test_a_port_that_is_taken(host):
+    with socket.create_server(("", 0)) as taken:
+        coordinator = f"{host}:{taken.getsockname()[1]}"
+        job = Job(coordinator=coordinator, num_processes=2, process_id=0)
+        with pytest.raises(OSError, match=f"process 0 cannot listen at {coordinator}: Address alr"):
+            distributed.join(job, deadline_s=10)
+    distributed._check_port(coordinator)  # which is free now
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_a_process_waits_for(capfd, monkeypatch, comes):
+    ended = queue.Queue()
+    monkeypatch.setattr("os._exit", ended.put)
+    job = Job(coordinator="host7:1234", num_processes=4, process_id=3)
+    with distributed._waiting(job, silent_s=0.05, limit_s=60 if comes else 0.1):
+        if comes:
+            time.sleep(0.2)
+        else:
+            assert ended.get(timeout=10) == distributed.EXIT_LOST
+    waiting, *error = capfd.readouterr().err.splitlines()
+    wanted = "waiting for the other processes at host7:1234, where process 0 listens, for"
+    assert waiting.startswith(f"process 3 of 4: {wanted}")
+    assert [line.partition(",")[0] for line in error] == (
+        [] if comes else ["error: process 3 of 4: not all processes came at host7:1234"]
+    )
 
 
 @pytest.mark.parametrize(
