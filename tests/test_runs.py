@@ -16,7 +16,7 @@ import pytest
 from configs import debug_tiny
 from jaxrl import assemble, report, train
 from jaxrl.envs.base import Outcome, Turn
-from jaxrl.envs.retrieval import SearchEngine, SearchError
+from jaxrl.envs.retrieval import SearchEngine
 from jaxrl.learning import NothingWorksError
 from jaxrl.metrics import Display
 from jaxrl.models import qwen
@@ -322,14 +322,14 @@ def test_the_update_has_the_memory_for_itself(tiny_world, tmp_path, monkeypatch)
 
 
 class Flaky(SearchEngine):
-    """Fails for every other query."""
+    """Fails for every other query, with a text that no file can hold."""
 
     def __init__(self, engine):
         self._engine = engine
 
     def search(self, query):
         if zlib.crc32(query.encode()) % 2:
-            raise SearchError(f"no answer to {query!r}")
+            raise ConnectionError(f"no answer to {query!r} \ud800\x1b[2J")
         return self._engine.search(query)
 
 
@@ -347,7 +347,9 @@ def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatc
             np.mean([line["reward"] for line in scored])
         )
         assert all(line["advantage"] == 0 for line in failed)
-        assert all("no answer to" in line["turns"][-1]["error"] for line in failed)
+        errors = [line["turns"][-1]["error"] for line in failed]
+        assert all(error.startswith("ConnectionError: no answer to") for error in errors)
+        assert all("\N{REPLACEMENT CHARACTER}" in error for error in errors)
         for group in {line["group_id"] for line in scored}:
             members = [line for line in scored if line["group_id"] == group]
             mean = np.mean([line["reward"] for line in members])
