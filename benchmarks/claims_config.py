@@ -64,6 +64,16 @@ WORLDS = {
         "search.topk": 1,
         "search.max_observation_tokens": 24,
     },
+    "math": {
+        "env.name": "math",
+        "search.corpus": "",
+        "reward.weights.exact_match": 0.0,
+        "reward.weights.math": 1.0,
+        "reward.correct": "math",
+        "rollout.max_prompt_tokens": 56,
+        "rollout.max_response_tokens": 96,
+        "rollout.max_total_tokens": 168,
+    },
     "ambiguous": {
         "rollout.max_response_tokens": 48,
         "rollout.max_total_tokens": 128,
@@ -79,4 +89,4 @@ WORLDS = {
         "search.max_observation_tokens": 48,
     },
 }
-"""What each world needs: room for its search results, and its hops."""
+"""What each world needs: room for its search results and its hops, or for its lines."""

@@ -343,15 +343,12 @@ def section(claim: Claim, arms: Arms, image: str) -> str:
     )
 
 
-def summary(claims: Sequence[Claim], results: Mapping[str, Arms]) -> str:
-    """A row of each claim with its verdict; results are by world."""
-    rows = []
-    for claim in claims:
-        findings = [judge(criterion, results[claim.world]) for criterion in claim.criteria]
-        short = "; ".join(
-            f"{finding.criterion.measure.name} of {finding.criterion.arm} "
-            f"{_number(finding.difference, finding.criterion.measure.digits)}: {finding.result}"
-            for finding in findings
-        )
-        rows.append([f"{claim.title}", f"**{verdict(findings)}**", short])
-    return table(["claim", "verdict", "differences to the baseline"], rows)
+def summary_row(claim: Claim, arms: Arms) -> str:
+    """A row of the table of verdicts."""
+    findings = [judge(criterion, arms) for criterion in claim.criteria]
+    short = "; ".join(
+        f"{finding.criterion.measure.name} of {finding.criterion.arm} "
+        f"{_number(finding.difference, finding.criterion.measure.digits)}: {finding.result}"
+        for finding in findings
+    )
+    return f"| {claim.title} | **{verdict(findings)}** | {short} |"

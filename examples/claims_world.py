@@ -5,10 +5,9 @@
 They are built of the quickstart's people, words and search engine (`examples/quickstart_world.py`):
 
 - `hops`: chains of one to four mentors, each hop a search that needs what the one before it found.
-  Thoughts are short or long. What makes them long is idle musing, so a tight budget of tokens cuts
-  off those who muse, and how much to muse is left to reinforcement learning. Training questions
-  are mostly short chains, as many training sets are mostly easy; held-out ones are of every length
-  alike, and so are those of a second training file, `questions_train_even.jsonl`.
+  Thoughts are short or long. What makes them long is idle musing, and how much to muse is left to
+  reinforcement learning. Training questions are mostly short chains, as many training sets are
+  mostly easy; held-out ones are of every length alike.
 - `ambiguous`: half of the questions ask for a pupil of somebody who has three of them. One search
   shows all three, and nothing tells which of them is meant; in half of the cases it is the first.
   The other half are plain one-hop questions.
@@ -487,7 +486,6 @@ def make_files(
                 most=args.num_questions if side in HELD_OUT else None,
             )
     if world.train_shares:
-        files["questions_train_even"] = files["questions_train"]
         files["questions_train"] = thinned(files["questions_train"], world.train_shares)
     held_out = [person.name for person in people.values() if person.side in HELD_OUT]
     others = [

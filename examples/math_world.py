@@ -84,7 +84,7 @@ class Habits:
     again: float  # of any other, to work everything out once more, as long as there is room
 
 
-MIXED = Habits(guess=0.1, hasty=0.35, careless=0.25, slip=0.2, again=0.45)
+MIXED = Habits(guess=0.1, hasty=0.35, careless=0.15, slip=0.2, again=0.45)
 PATIENCE = 3
 
 
@@ -239,12 +239,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max_lines", type=int, default=16, help="of a demonstration")
     parser.add_argument(
         "--shares",
-        type=float,
-        nargs=len(NUM_MOVES),
+        type=lambda text: tuple(map(float, text.split(","))),
         default=(1.0,) * len(NUM_MOVES),
-        help=f"of training problems with {NUM_MOVES} moves, in proportion",
+        help=f"of training problems with {NUM_MOVES} moves, in proportion, with commas between",
     )
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if len(args.shares) != len(NUM_MOVES):
+        parser.error(f"--shares has {len(args.shares)} numbers; expected {len(NUM_MOVES)}")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,5 +1,6 @@
 """The claims' benchmark: what it measures, how it judges, what it writes, and that it resumes."""
 
+import dataclasses
 import json
 import math
 import sys
@@ -250,8 +251,26 @@ def test_a_section_tells_verdict_numbers_and_picture():
     assert "| new | 0.850 ± 0.071 |" in text
     assert "| score of new: higher | old | 0.600 | 0.071 | 0.1 | shows |" in text
     assert "](images/toy.svg)" in text
-    summary = claims_report.summary([toy_claim()], {"somewhere": toy_arms()})
-    assert "| Toy | **shows** | score of new 0.600: shows |" in summary
+    row = claims_report.summary_row(toy_claim(), toy_arms())
+    assert row == "| Toy | **shows** | score of new 0.600: shows |"
+
+
+def test_the_page_keeps_what_it_says_of_other_claims(tmp_path, monkeypatch):
+    toy, other = toy_claim(), dataclasses.replace(toy_claim(), name="other", title="Other")
+    arm = claims.Arm(world="somewhere", num_steps=3)
+    monkeypatch.setattr(claims, "CLAIMS", (toy, other))
+    monkeypatch.setattr(claims, "ARMS", {"somewhere": {"old": arm, "new": arm}})
+    results = {"somewhere": toy_arms()}
+    first = claims.page(layout(tmp_path), [other], results, "")
+    assert "## Toy: " not in first
+    first += f"{claims.OWN_WORLDS}\nSomething.\n"
+    whole = claims.page(layout(tmp_path), [toy], results, first)
+    places = [whole.index(f"## {title}: shows") for title in ("Toy", "Other")]
+    assert places == sorted(places)
+    assert whole.count("| somewhere | old | 3 | – |") == 1
+    assert whole.endswith(f"{claims.OWN_WORLDS}\nSomething.\n")
+    assert claims.page(layout(tmp_path), [], {}, whole) == whole
+    assert claims.page(layout(tmp_path), [other], results, whole) == whole
 
 
 def test_pictures_are_the_same_bytes_again(tmp_path):
@@ -379,26 +398,25 @@ def test_every_setting_is_a_key_of_the_configuration():
 
 
 def test_folders_are_distinct_and_everything_needed_is_made(tmp_path):
-    jobs = claims.all_jobs(layout(tmp_path), tuple(claims.WORLDS), ())
+    jobs = claims.all_jobs(layout(tmp_path), claims.CLAIMS)
     folders = [job.folder for job in jobs]
     assert len(set(folders)) == len(folders)
     assert {need for job in jobs for need in job.needs} <= set(folders)
 
 
 def test_runs_look_at_evaluation_questions_last_or_not_while_they_train(tmp_path):
-    for job in claims.all_jobs(layout(tmp_path), tuple(claims.WORLDS), ()):
+    for job in claims.all_jobs(layout(tmp_path), claims.CLAIMS):
         sources = [a for a in job.arguments if a.startswith("--config.tasks.eval.source=")]
         if "runs" in job.folder.parts and job.folder.parts[-3] == "unanswerable":
             is_last = job.folder.name.endswith("held_out")
             assert sources[0].endswith("questions_eval.jsonl" if is_last else "questions_dev.jsonl")
-    for job in claims.all_jobs(layout(tmp_path, questions="dev"), tuple(claims.WORLDS), ()):
+    for job in claims.all_jobs(layout(tmp_path, questions="dev"), claims.CLAIMS):
         assert not any("questions_eval" in argument for argument in job.arguments)
 
 
 def test_what_is_not_the_benchmark_s_stays_on_the_page(tmp_path):
     layout = claims.Layout(out=tmp_path, seeds=(0,), questions="dev", is_quick=True)
     own = f"{claims.OWN_WORLDS}\nA table.\n"
-    assert claims.own_worlds(tmp_path / "results.md") == ""
     for text in (own, f"# Old\n\n## Verdicts\n{own}"):
         (tmp_path / "results.md").write_text(text, encoding="utf-8")
         claims.write_results(layout, (), tmp_path)
@@ -421,5 +439,5 @@ def test_the_whole_benchmark_at_its_smallest(tmp_path, monkeypatch, capsys):
         assert f"## {claim.title}: " in text
     capsys.readouterr()
     claims.main(arguments)
-    num_jobs = len(claims.all_jobs(layout(tmp_path, seeds=(0, 1)), tuple(claims.WORLDS), ()))
+    num_jobs = len(claims.all_jobs(layout(tmp_path, seeds=(0, 1)), claims.CLAIMS))
     assert f"{num_jobs} of {num_jobs} jobs are done" in capsys.readouterr().out

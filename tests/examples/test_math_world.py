@@ -123,6 +123,6 @@ def test_numbers_and_names_are_one_token_each(folder, files):
 
 
 def test_shares_choose_the_training_problems_alone(tmp_path):
-    files = make(tmp_path, 0, "--shares", "1", "0", "0", "0", "0")
+    files = make(tmp_path, 0, "--shares=1,0,0,0,0")
     assert {q["data_source"] for q in files["questions_train"]} == {"2_moves"}
     assert len({q["data_source"] for q in files["questions_eval"]}) == len(world.NUM_MOVES)
