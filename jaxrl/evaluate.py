@@ -283,6 +283,7 @@ def as_record(
     summaries: Mapping[str, Summary],
     *,
     weights_step: int | None = None,
+    made_with: str = "",
 ) -> dict[str, Any]:
     """An evaluation as JSON: summaries, and every answer to every question.
 
@@ -293,11 +294,13 @@ def as_record(
         suites: the trajectories of each suite.
         summaries: of the same suites.
         weights_step: whose weights were evaluated; by default those of `step`.
+        made_with: names all else that it depends on, for `read_metrics`.
     """
     return {
         "step": step,
         "stage": stage,
         "weights_step": step if weights_step is None else weights_step,
+        "made_with": made_with,
         "settings": dict(settings),
         "summary": {
             suite: {
@@ -338,6 +341,38 @@ def write(path: Path, record: Mapping[str, Any], text: str) -> None:
     for name, written in ((path.with_suffix(".txt"), text), (path, content)):
         with written_whole(name) as file:
             file.write(written + "\n")
+
+
+def read_metrics(path: Path, weights_step: int, made_with: str) -> dict[str, float] | None:
+    """The metrics of an evaluation that `write` wrote, from a file of it without any error.
+
+    None if there is none such: it is damaged, of other weights or settings, or the environment
+    failed in it, which may be mended by now.
+
+    Args:
+        path: of the record.
+        weights_step: whose weights it must have evaluated.
+        made_with: what else it must have been made with.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if (record["weights_step"], record["made_with"]) != (weights_step, made_with):
+            return None
+        metrics: dict[str, float] = {}
+        for suite, means in record["summary"].items():
+            if means["all"]["environment_errors"]:
+                return None
+            numbers = {
+                name: {k: math.nan if v is None else v for k, v in measures.items()}
+                for name, measures in means.items()
+            }
+            num_samples = 1 if suite == "greedy" else record["settings"]["samples"]
+            metrics |= as_metrics(
+                suite, Summary(num_samples=num_samples, means=numbers, intervals={})
+            )
+        return metrics
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def is_unscored(summary: Summary) -> bool:

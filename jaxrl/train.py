@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import math
 import re
 import time
@@ -759,13 +761,30 @@ def log_trajectories(
 
 
 def run_evaluate(this: Run, params: Params) -> Params:
-    """Evaluates parameters with all final suites."""
-    this.parts.engine.set_weights(params)
-    metrics = run_suites(this, "evaluate", this.config.eval.final_suites)
-    this.parts.engine.release()
+    """Evaluates parameters with all final suites, unless that is done and on disk."""
+    file = this.workdir / "eval" / f"evaluate_{this.position.step}.json"
+    done = None
+    if distributed.is_main():
+        done = evaluate.read_metrics(file, weights_step(this.position), made_with(this))
+    metrics = distributed.from_main(done)
+    if metrics is None:
+        this.parts.engine.set_weights(params)
+        metrics = run_suites(this, "evaluate", this.config.eval.final_suites)
+        this.parts.engine.release()
+    else:
+        this.display.say(f"evaluated before, with the same settings: {file.with_suffix('.txt')}")
     metrics["weights_step"] = weights_step(this.position)
     this.log.write(this.position.step, "evaluate", metrics)
     return params
+
+
+def made_with(this: Run) -> str:
+    """A hash of what an evaluation depends on beside the weights: settings, questions, corpus."""
+    sections = ("seed", "model", "env", "prompt", "search", "rollout", "reward", "eval")
+    settings = {name: this.config.to_dict()[name] for name in sections}
+    read = ("model.path/", "tasks.eval.source", "search.corpus")
+    content = {name: digest for name, digest in this.contents.items() if name.startswith(read)}
+    return hashlib.sha256(json.dumps([settings, content], sort_keys=True).encode()).hexdigest()
 
 
 def weights_step(position: Position) -> int:
@@ -861,7 +880,13 @@ def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]
     parts.engine.clear()  # the cache; the weights are the next rollout's
     weights = weights_step(this.position)
     record = evaluate.as_record(
-        step, stage, settings.to_dict(), played, summaries, weights_step=weights
+        step,
+        stage,
+        settings.to_dict(),
+        played,
+        summaries,
+        weights_step=weights,
+        made_with=made_with(this),
     )
     text = evaluate.as_text(step, stage, summaries, weights_step=weights)
     if distributed.is_main():

@@ -13,6 +13,7 @@ from jaxrl.evaluate import (
     check_data_sources,
     num_unscored_suites,
     one_line,
+    read_metrics,
     roll_out,
     subset_sizes,
     summarize,
@@ -287,6 +288,25 @@ def test_results_on_disk(tmp_path):
         "format": 0.5,
     }
     assert sorted(file.name for file in path.parent.iterdir()) == ["train_3.json", "train_3.txt"]
+
+
+def test_an_evaluation_that_is_on_disk(tmp_path):
+    path = tmp_path / "eval" / "evaluate_3.json"
+    suites = {"sampled": four_samples()[:4], "greedy": members()[:3]}
+    counts = {"sampled": 4, "greedy": 1}
+    summaries = {name: summary(suites[name], num_samples=counts[name]) for name in suites}
+    made = [as_metrics(suite, summaries[suite]) for suite in suites]
+    record = as_record(3, "evaluate", {"samples": 4}, suites, summaries, made_with="a")
+    assert read_metrics(path, 3, "a") is None
+    write(path, record, "")
+    np.testing.assert_equal(read_metrics(path, 3, "a"), made[0] | made[1])
+    assert read_metrics(path, 2, "a") is None  # other weights
+    assert read_metrics(path, 3, "b") is None  # other settings
+    summaries["greedy"] = summary([make_failure()])
+    write(path, as_record(3, "evaluate", {"samples": 4}, suites, summaries, made_with="a"), "")
+    assert read_metrics(path, 3, "a") is None  # the engine may answer by now
+    path.write_text('{"step": 3')
+    assert read_metrics(path, 3, "a") is None
 
 
 def test_a_write_that_fails_leaves_what_there_was(tmp_path):

@@ -437,7 +437,7 @@ def test_early_stopping_ends_with_the_best(
     exported = load_hf(workdir / "export")
     for step in (3, 5):
         jax.tree.map(np.testing.assert_array_equal, exported, saved_params(workdir, step))
-    # A restart evaluates, and trains no further.
+    # A restart trains no further.
     before = contents(workdir, "checkpoints", "export", "trajectories")
     assert play(config, workdir)
     assert contents(workdir, "checkpoints", "export", "trajectories") == before

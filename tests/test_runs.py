@@ -21,6 +21,7 @@ from jaxrl.learning import NothingWorksError
 from jaxrl.metrics import Display
 from jaxrl.models import qwen
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.versions import fingerprints
 
 pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
 
@@ -61,7 +62,8 @@ def play(config, workdir, **parts):
     """Runs in this process, with some of the parts replaced."""
     workdir.mkdir(parents=True, exist_ok=True)
     made = assemble.assemble(config)
-    train.run(config, workdir, dataclasses.replace(made, **parts), Display())
+    contents = fingerprints(config)
+    train.run(config, workdir, dataclasses.replace(made, **parts), Display(), contents=contents)
     return made
 
 
@@ -199,7 +201,7 @@ def test_a_restart_changes_nothing(base, tiny_world, tmp_path, capsys, after, st
 
 
 @pytest.mark.slow
-def test_a_finished_run_only_evaluates_again(base, tiny_world, tmp_path):
+def test_a_finished_run_does_nothing_again(base, tiny_world, tmp_path, monkeypatch, capsys):
     workdir = tmp_path / "again"
     shutil.copytree(base, workdir)
     # The rest tells times, of this start too.
@@ -210,9 +212,12 @@ def test_a_finished_run_only_evaluates_again(base, tiny_world, tmp_path):
         return {file: file.read_bytes() for file in files if file.is_file()}
 
     before = contents()
+    monkeypatch.setattr(train, "run_suites", lambda *_: pytest.fail("it evaluates again"))
     play(settings(tiny_world, **BASE), workdir)
     assert contents() == before
     assert lasting(workdir) == lasting(base)
+    said = f"evaluated before, with the same settings: {workdir / 'eval' / 'evaluate_44.txt'}"
+    assert said in capsys.readouterr().out.replace("\n", "")
 
 
 def test_evaluating_takes_the_newest_checkpoint(base, tiny_world, tmp_path):
