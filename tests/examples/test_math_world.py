@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from benchmarks import worlds
 from examples import math_world as world
 from examples import quickstart_world as quickstart
 from jaxrl.envs.base import Episode, Outcome, Task
@@ -126,3 +127,36 @@ def test_shares_choose_the_training_problems_alone(tmp_path):
     files = make(tmp_path, 0, "--shares=1,0,0,0,0")
     assert {q["data_source"] for q in files["questions_train"]} == {"2_moves"}
     assert len({q["data_source"] for q in files["questions_eval"]}) == len(world.NUM_MOVES)
+
+
+def whole_run(name, tmp_path):
+    """The figures of one seed, by the benchmark's own command."""
+    worlds.main([f"--world={name}", "--seeds=0", f"--workdir={tmp_path}"])
+    return json.loads((tmp_path / name / "results.json").read_text())["0"]
+
+
+@pytest.mark.slow
+def test_dapo_learns_and_all_of_it_acts(tmp_path):
+    got = whole_run("math", tmp_path)
+    for suite, least in (("sampled", 0.7), ("greedy", 0.9)):
+        assert got[f"exact_match, {suite}, before"] < 0.6
+        assert got[f"exact_match, {suite}, after"] > least
+    assert got["overlong penalty, first fifth"] < -0.01
+    assert got["overlong penalty, last fifth"] > got["overlong penalty, first fifth"] / 2
+    assert got["cut off, last fifth"] < got["cut off, first fifth"] / 2
+    assert got["groups not kept"] > 0.02
+    assert got["batches a step"] > 1
+    assert got["clipped tokens"] > 0
+
+
+@pytest.mark.slow
+def test_ares_learns_and_all_of_it_acts(tmp_path):
+    got = whole_run("ares", tmp_path)
+    assert got["exact_match, greedy, after"] > got["exact_match, greedy, before"] + 0.3
+    assert got["easy tasks, last fifth"] > got["easy tasks, first fifth"] + 0.1
+    assert got["hard tasks, last fifth"] < got["hard tasks, first fifth"]
+    assert got["entropy reward"] != 0
+    assert got["groups not kept"] > 0.02
+    for bucket in ("easy", "medium", "hard"):
+        assert got[f"alpha, {bucket}, end"] != 0.5
+        assert got[f"KL multiplier, {bucket}, end"] != 1
