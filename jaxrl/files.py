@@ -8,6 +8,7 @@ import fcntl
 import itertools
 import os
 import re
+import shutil
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,11 +91,15 @@ def taking_place(path: Path) -> Iterator[Path]:
         raise
 
 
-def set_aside(path: Path) -> Path:
-    """Moves a damaged file to `<its name>.damaged`, or one with a number where there is one."""
+def set_aside(path: Path, *, is_copied: bool = False) -> Path:
+    """Moves a damaged file to `<its name>.damaged`, or one with a number where there is one.
+
+    With `is_copied` it stays where it is too.
+    """
     ends = itertools.chain([""], (f".{number}" for number in itertools.count(1)))
     names = (path.with_name(f"{path.name}.damaged{end}") for end in ends)
-    return path.rename(next(name for name in names if not name.exists()))
+    aside = next(name for name in names if not name.exists())
+    return Path(shutil.copy2(path, aside)) if is_copied else path.rename(aside)
 
 
 def append_line(path: Path, text: str) -> None:

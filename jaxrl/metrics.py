@@ -24,7 +24,7 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.summary_pb2 import Summary
 
-from jaxrl.files import printable, written_whole
+from jaxrl.files import printable, set_aside, written_whole
 from jaxrl.types import Trajectory
 
 Record = Mapping[str, Any]
@@ -46,10 +46,25 @@ class Mirror(Protocol):
 class MetricsLog:
     """`metrics.jsonl`: one object a record, `step` and `stage` first."""
 
-    def __init__(self, path: Path | None, num_records: int):
+    def __init__(
+        self,
+        path: Path | None,
+        num_records: int,
+        *,
+        is_later: Callable[[Record], bool] = lambda _: False,
+        say: Callable[[str], None] = print,
+    ):
         """Opens the log, cut back to its first `num_records` records.
 
-        Of several processes one writes; in the others, without a path, the log only counts.
+        Of several processes one writes; in the others, without a path, the log only counts. Lost
+        records count too: what follows keeps its number.
+
+        Args:
+            path: of the file; it need not exist.
+            num_records: that the run has written up to the checkpoint it goes on from.
+            is_later: whether a record was written after that checkpoint. In a file that has lost
+                some, there may be such among the first ones.
+            say: tells what is damaged or lost.
         """
         self._path = path
         self.num_records = num_records
@@ -59,11 +74,25 @@ class MetricsLog:
         if path is None:
             return
         # A killed process may have left a last line that is not whole.
-        whole = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-        kept = whole[:num_records]
+        whole = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        found = [(line, parse_record(line)) for line in whole[:num_records]]
+        bad = [number for number, (_, record) in enumerate(found, start=1) if record is None]
+        if bad:
+            aside = set_aside(path, is_copied=True)
+            for number in bad:
+                say(f"warning: {path}:{number} is no record and is left out; {aside} keeps it")
+        kept = [line for line, record in found if record is not None and not is_later(record)]
+        if len(kept) < num_records:
+            where = "it is missing" if not path.exists() else "the first ones are lost"
+            if kept:
+                last = json.loads(kept[-1])
+                where = f"the last one is of step {last['step']} ({last.get('stage', 'train')})"
+            say(
+                f"warning: {path} holds {len(kept)} of the {num_records} records that the run has "
+                f"written; {where}. What is lost is in no report"
+            )
         with written_whole(path) as file:
-            file.writelines(line + "\n" for line in kept)
-        self.num_records = len(kept)
+            file.writelines(line.decode("utf-8") + "\n" for line in kept)
 
     def records(self) -> list[Record]:
         """What the log holds."""
@@ -98,6 +127,32 @@ class MetricsLog:
             mirror.close()
 
 
+def parse_record(line: bytes) -> dict[str, Any] | None:
+    """A line of `metrics.jsonl`; None for what is none."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_record = isinstance(record, dict) and type(record.get("step")) is int
+    return record if is_record and isinstance(record.get("stage", "train"), str) else None
+
+
+def missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
+    """A warning where files that the records speak of are missing; else none."""
+    names = []
+    for record in records:
+        stage, step = record.get("stage", "train"), record["step"]
+        if any(name.startswith("val-") for name in record):
+            names.append(f"eval/{stage}_{step}.json")
+        if stage == "train" and "timing_s/step" in record:
+            names.append(f"trajectories/step_{step:06d}.jsonl")
+    missing = [name for name in names if not (workdir / name).exists()]
+    if not missing:
+        return []
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return [f"warning: missing in {workdir}: {', '.join(missing[:3])}{more}"]
+
+
 def open_log(
     workdir: Path,
     num_records: int,
@@ -105,11 +160,17 @@ def open_log(
     say: Callable[[str], None],
     *,
     is_written: bool,
+    is_later: Callable[[Record], bool] = lambda _: False,
 ) -> MetricsLog:
-    """The workdir's log, cut back to `num_records` records, with its mirrors."""
+    """The workdir's log, cut back to `num_records` records, with its mirrors.
+
+    Told are records that are lost or damaged, and files that they speak of and that are missing.
+    """
     if not is_written:
         return MetricsLog(None, num_records)
-    log = MetricsLog(workdir / "metrics.jsonl", num_records)
+    log = MetricsLog(workdir / "metrics.jsonl", num_records, is_later=is_later, say=say)
+    for warning in missing_files(workdir, log.records()):
+        say(warning)
     log.mirrors.append(TensorBoard(workdir / "tensorboard", log.records(), say))
     if config.log.wandb_project:
         log.mirrors.append(WandB(workdir, config.log.wandb_project, config.to_dict(), say))

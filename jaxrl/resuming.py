@@ -140,6 +140,8 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
             ) from error
     lines, bad = read_history(workdir)
     warnings += [f"warning: {workdir / HISTORY}:{number} is no line of it" for number in bad]
+    if position.get("contents") and not (workdir / HISTORY).exists():
+        warnings.append(f"warning: {workdir / HISTORY} is missing: earlier changes are forgotten")
     contents = dict(position.get("contents") or {})
     for line in lines:
         contents |= line.get("contents") or {}

@@ -40,6 +40,7 @@ from jaxrl.method import Controllers, k_at, make_estimator, make_policy_loss
 from jaxrl.metrics import (
     Display,
     MetricsLog,
+    Record,
     open_log,
     plain_number,
     plain_numbers,
@@ -100,6 +101,13 @@ class Position:
     # Of the train stage: the states of its controllers, and groups sampled beyond what was needed.
     controllers: Controllers = dataclasses.field(default_factory=Controllers)
     carried: list[list[Trajectory]] = dataclasses.field(default_factory=list, compare=False)
+
+    def is_passed_by(self, record: Record) -> bool:
+        """Whether a record of `metrics.jsonl` is of something that comes after this position."""
+        here = (STAGES.index(self.stage) if self.stage else -1, self.step)
+        stage = record.get("stage", "train")
+        there = (STAGES.index(stage) if stage in STAGES else len(STAGES), record["step"])
+        return there > here or (there == here and self.record is not None)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -202,9 +210,16 @@ def run(
     is_main = distributed.is_main()
     if is_main and (found or set(config.stages) != {"evaluate"}):
         remove_later_files(workdir, position.step)
-    log = open_log(workdir, position.num_records, config, display.say, is_written=is_main)
+    log = open_log(
+        workdir,
+        position.num_records,
+        config,
+        display.say,
+        is_written=is_main,
+        is_later=position.is_passed_by,
+    )
     if is_main:
-        write_environment(workdir / "environment.json", position.step, parts)
+        write_environment(workdir / "environment.json", position.step, parts, display.say)
     this = Run(
         config,
         workdir,

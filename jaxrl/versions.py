@@ -22,20 +22,36 @@ from jaxrl.assemble import Parts
 from jaxrl.config import flatten
 from jaxrl.distributed import gather
 from jaxrl.envs.retrieval import corpus_digest
-from jaxrl.files import written_whole
+from jaxrl.files import set_aside, written_whole
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.models.qwen import abstract_params
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
 
-def write_environment(path: Path, step: int, parts: Parts) -> None:
-    """Adds this start of the run, after global step `step`, to its `environment.json`."""
+def write_environment(
+    path: Path, step: int, parts: Parts, say: Callable[[str], None] = print
+) -> None:
+    """Adds this start of the run, after global step `step`, to its `environment.json`.
+
+    A file that cannot be read is kept beside the new one, and told.
+    """
+    starts = []
     try:
         starts = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        starts = []  # the first start, or a file that something else has damaged
-    starts = [*(starts if isinstance(starts, list) else []), {"step": step, **environment(parts)}]
+        if not (isinstance(starts, list) and all(isinstance(start, dict) for start in starts)):
+            raise ValueError("no list of starts")
+    except FileNotFoundError:
+        if step > 0:
+            say(f"warning: {path} is missing: what earlier starts ran on is lost")
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        say(
+            f"warning: {path} cannot be read ({reason}); kept as {set_aside(path).name}, and begun "
+            "anew"
+        )
+        starts = []
+    starts = [*starts, {"step": step, **environment(parts)}]
     with written_whole(path) as file:
         file.write(json.dumps(starts, indent=1, ensure_ascii=False) + "\n")
 

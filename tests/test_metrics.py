@@ -19,6 +19,7 @@ from jaxrl.metrics import (
     WandB,
     check_mirrors,
     mean,
+    missing_files,
     open_log,
     rollout_metrics,
     write_trajectories,
@@ -60,18 +61,72 @@ class TestLog:
         assert [record["step"] for record in read(path)] == [0, 1, 2, 3]
         assert list(path.parent.iterdir()) == [path]
 
-    def test_a_last_line_that_is_not_whole_is_no_record(self, path):
+    def test_a_last_line_that_is_not_whole_is_no_record(self, path, capsys):
         path.write_text('{"step": 1}\n{"step": 2')
-        assert MetricsLog(path, 2).num_records == 1
+        MetricsLog(path, 2)
         assert path.read_text() == '{"step": 1}\n'
+        assert f"warning: {path} holds 1 of the 2 records" in capsys.readouterr().out
 
     def test_a_new_run_begins_anew(self, path):
         path.write_text('{"step": 1}\n')
         assert MetricsLog(path, 0).num_records == 0
         assert path.read_text() == ""
 
-    def test_missing_records_are_not_counted(self, path):
-        assert MetricsLog(path, 9).num_records == 0
+    @pytest.mark.parametrize(
+        ("kept", "where"),
+        [
+            (None, "it is missing"),
+            (0, "the first ones are lost"),
+            (3, "the last one is of step 2 (train)"),
+        ],
+    )
+    def test_lost_records_are_told_and_counted(self, path, kept, where):
+        said = []
+        lines = [f'{{"step": {step}, "stage": "train"}}\n' for step in range(9)]
+        if kept is not None:
+            path.write_text("".join(lines[:kept]))
+        log = MetricsLog(path, 9, say=said.append)
+        head = f"warning: {path} holds {kept or 0} of the 9 records that the run has written; "
+        assert said == [f"{head}{where}. What is lost is in no report"]
+        assert log.num_records == 9  # as W&B counts them
+        # Killed before the next checkpoint, the run goes on from the same one.
+        log.write(9, "train", {})
+        MetricsLog(path, 9, is_later=lambda record: record["step"] > 8, say=said.append)
+        assert path.read_text() == "".join(lines[: kept or 0])
+
+    @pytest.mark.parametrize("bad", ["{", "[1]", '{"stage": "train"}', "\udcff", "[" * 9999, ""])
+    def test_a_bad_line_is_named_and_kept_aside(self, path, bad):
+        said = []
+        text = f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n{{"step": 4}}\n'
+        path.write_text(text, errors="surrogateescape")
+        log = MetricsLog(path, 3, say=said.append)
+        aside = path.with_name("metrics.jsonl.damaged")
+        named = f"warning: {path}:2 is no record and is left out; {aside} keeps it"
+        assert said[0] == named
+        assert "holds 2 of the 3 records" in said[1]
+        assert aside.read_text(errors="surrogateescape") == text
+        assert [record["step"] for record in log.records()] == [1, 3]
+
+
+def test_files_that_records_speak_of_and_that_are_missing(tmp_path):
+    records = [
+        {"step": 2, "stage": "train", "val-core/all/exact_match/greedy": 0.5},
+        *({"step": step, "stage": "train", "timing_s/step": 1.0} for step in (3, 4, 5)),
+        {"step": 5, "stage": "evaluate", "val-core/all/exact_match/greedy": 0.5},
+        {"step": 1, "stage": "sft", "timing_s/step": 1.0},
+    ]
+    [line] = missing_files(tmp_path, records)
+    assert line.endswith(
+        "eval/train_2.json, trajectories/step_000003.jsonl, trajectories/step_000004.jsonl and 2 "
+        "more"
+    )
+    for name in ("eval/train_2.json", "eval/evaluate_5.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "trajectories").mkdir()
+    for step in (3, 4, 5):
+        (tmp_path / "trajectories" / f"step_{step:06d}.jsonl").touch()
+    assert missing_files(tmp_path, records) == []
 
 
 def test_trajectories_as_json(tmp_path):

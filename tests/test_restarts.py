@@ -357,6 +357,33 @@ def test_a_damaged_checkpoint_costs_its_steps_only(base, tiny_world, tmp_path, c
     assert_same_run(workdir, base)
 
 
+@pytest.mark.slow
+def test_damaged_records_are_told_and_cost_only_themselves(base, tiny_world, tmp_path, capsys):
+    workdir = as_of(base, tmp_path / "run", NUM_SFT + 4)
+    log = workdir / "metrics.jsonl"
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join([*lines[:4], "{\n", *lines[5:]]))
+    (workdir / "environment.json").write_text("[")
+    (workdir / "eval" / f"train_{NUM_SFT}.json").unlink()
+    (workdir / "trajectories" / f"step_{NUM_SFT + 1:06d}.jsonl").unlink()
+    assert play(settings(tiny_world), workdir)
+    out = capsys.readouterr().out
+    assert f"warning: {log}:5 is no record and is left out; {log}.damaged keeps it" in out
+    assert f"holds {NUM_SFT + 4} of the {NUM_SFT + 5} records" in out
+    assert "environment.json cannot be read" in out
+    assert f"eval/train_{NUM_SFT}.json, trajectories/step_{NUM_SFT + 1:06d}.jsonl\n" in out
+    wanted = lasting(base)
+    assert lasting(workdir) == [*wanted[:4], *wanted[5:]]
+    assert_same_weights(workdir / "export", base / "export")
+    # Once more, from an earlier checkpoint: the loss is told again, and nothing else is lost.
+    shutil.rmtree(workdir / "checkpoints" / str(LAST))
+    assert play(settings(tiny_world), workdir)
+    out = capsys.readouterr().out
+    assert "is no record" not in out
+    assert " of the " in out
+    assert lasting(workdir) == [*wanted[:4], *wanted[5:]]
+
+
 def test_only_damaged_checkpoints_are_refused(base, tiny_world, tmp_path):
     workdir = as_of(base, tmp_path / "run", NUM_SFT)
     for step in steps_in(workdir / "checkpoints"):

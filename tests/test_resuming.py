@@ -27,6 +27,7 @@ def begin(workdir, *, step=40, config=None, position=None):
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"step": step, **position}))
     (workdir / "config.json").write_text(to_json(config))
+    (workdir / resuming.HISTORY).touch()
     return config
 
 
@@ -236,6 +237,12 @@ class TestHistory:
         changes = changes_since(begun, configured(stages=("evaluate",)), other)
         write_history(tmp_path, begun, changes, other, ["evaluate"])
         assert refused(tmp_path, CONTENTS) == []
+
+    def test_a_lost_history_is_told(self, tmp_path):
+        begin(tmp_path)
+        (tmp_path / resuming.HISTORY).unlink()
+        [warning] = read_begun(tmp_path).warnings
+        assert warning.endswith("is missing: earlier changes are forgotten")
 
     def test_damaged_lines_are_named(self, tmp_path):
         write_history(tmp_path, None, [], CONTENTS, ["train"])

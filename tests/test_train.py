@@ -83,3 +83,26 @@ def test_the_sampler_is_measured_step_by_step():
         "rollout/sampled_tokens": 40,
         "perf/num_compilations/sampler": 3,
     }
+
+
+def test_which_records_come_after_a_position():
+    done = [
+        ("sft", 24),
+        ("train", 24),
+        ("train", 25),
+        ("train", 26),
+        ("train", 27),
+        ("evaluate", 27),
+    ]
+    records = [{"stage": stage, "step": step} for stage, step in done]
+
+    def counted(**fields):
+        position = train.Position(**fields)
+        return sum(not position.is_passed_by(record) for record in records)
+
+    assert counted() == 0
+    assert counted(stage="sft", step=24) == 1  # the evaluation before the first step is to come
+    assert counted(stage="train", step=26) == 4
+    assert counted(stage="train", step=26, record={}) == 3  # its own record is to come
+    assert counted(stage="train", step=27) == 5
+    assert train.Position(stage="train", step=1).is_passed_by({"step": 1, "stage": "unknown"})

@@ -39,11 +39,25 @@ def test_every_start_is_kept(tmp_path, parts):
     assert parameters == model.vocab_size * width + model.num_layers * block + width
 
 
-def test_a_file_cut_by_a_kill_is_begun_anew(tmp_path, parts):
-    path = tmp_path / "environment.json"
-    path.write_text('[{"step": 0, ')
-    write_environment(path, 3, parts)
+@pytest.mark.parametrize("damage", ['[{"step": 0, ', "{}", "[1]", "\xff"])
+def test_a_damaged_file_is_told_and_kept_aside(tmp_path, parts, damage):
+    path, said = tmp_path / "environment.json", []
+    path.write_text(damage, encoding="latin-1")
+    write_environment(path, 3, parts, said.append)
     assert [start["step"] for start in json.loads(path.read_text())] == [3]
+    assert (tmp_path / "environment.json.damaged").read_text(encoding="latin-1") == damage
+    [line] = said
+    assert line.startswith(f"warning: {path} cannot be read (")
+    assert line.endswith("kept as environment.json.damaged, and begun anew")
+
+
+def test_a_lost_file_is_told(tmp_path, parts):
+    said = []
+    write_environment(tmp_path / "environment.json", 0, parts, said.append)
+    assert said == []
+    (tmp_path / "environment.json").unlink()
+    write_environment(tmp_path / "environment.json", 3, parts, said.append)
+    assert said[0].endswith("environment.json is missing: what earlier starts ran on is lost")
 
 
 def git(folder, *arguments):
