@@ -217,7 +217,7 @@ def read_steps(folder: Path) -> dict[str, list[tuple[int, float]]]:
         if record["stage"] != "train" or "actor/num_updates" not in record:
             continue
         for name, value in record.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            if isinstance(value, int | float):  # a switch too, as 0 or 1
                 steps.setdefault(name, []).append((record["step"], float(value)))
     return steps
 

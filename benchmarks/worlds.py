@@ -116,6 +116,26 @@ WORLDS = {
             Acted(name="groups not kept", metric="filter/kept_share", of=missing),
         ),
     ),
+    "bapo": World(
+        builder="examples.bapo_world",
+        config="configs/bapo_small.py",
+        scores=("exact_match", "abstained", "precision", "reliability"),
+        acted=(
+            Acted(
+                name="pay for abstaining, first fifth", metric="reward/abstention/mean", of=first
+            ),
+            Acted(name="pay for abstaining, last fifth", metric="reward/abstention/mean", of=last),
+            Acted(name="groups sampled again", metric="filter/resampled_groups", of=sum),
+            Acted(
+                name="share of steps in the late stage",
+                metric="controller/gate/is_late",
+                of=statistics.fmean,
+            ),
+            Acted(name="searches, last fifth", metric="num_searches/mean", of=last),
+            Acted(name="Python calls, first fifth", metric="num_python_calls/mean", of=first),
+            Acted(name="Python calls, last fifth", metric="num_python_calls/mean", of=last),
+        ),
+    ),
     "search": World(
         builder="examples.quickstart_world",
         config="configs/search_r1_small.py",

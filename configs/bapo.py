@@ -25,6 +25,15 @@ an honest search, you cannot find out what is asked, say so: \
 <answer> \\boxed{I DON'T KNOW} </answer>."""
 
 
+def set_environment(config: ConfigDict) -> None:
+    """BAPO's tags, its two tools and its reward."""
+    config.env.protocol = "bapo"
+    config.env.python = True
+    config.reward.weights.exact_match = 0.0
+    config.reward.weights.bapo = 1.0  # F1, or -1 for a malformed response
+    config.reward.correct = "bapo"
+
+
 def set_method(config: ConfigDict) -> None:
     """Pays for abstentions where nobody in a group knew, once accuracy has stopped rising."""
     config.shaping.boundary_aware = True
@@ -48,23 +57,19 @@ def set_method(config: ConfigDict) -> None:
 
 def get_config() -> ConfigDict:
     config = default_config().lock()
+    set_environment(config)
     set_method(config)
     config.num_steps = 156  # two epochs
     config.model.path = "models/Qwen2.5-7B-Instruct"
     config.model.dtype = "bfloat16"
     config.mesh.data = 1
     config.mesh.fsdp = 8
-    config.env.protocol = "bapo"
-    config.env.python = True
     config.tasks.train.source = "data/bapo/train.jsonl"
     config.tasks.eval.source = "data/bapo/eval.jsonl"
     config.prompt.system = SYSTEM
     config.search.corpus = "data/wiki18/corpus.jsonl"
     config.search.topk = 5
     config.search.max_observation_tokens = 2048
-    config.reward.weights.exact_match = 0.0
-    config.reward.weights.bapo = 1.0  # F1, or -1 for a malformed response
-    config.reward.correct = "bapo"
 
     config.rollout.tasks_per_step = 64
     config.rollout.group_size = 8

@@ -1,6 +1,6 @@
-"""BAPO as in configs/bapo.py, in the quickstart's world, on a laptop CPU.
+"""BAPO as in configs/bapo.py, on questions of which some have no answer, on a laptop CPU.
 
-python -m examples.quickstart_world --out=data/quickstart
+python -m examples.bapo_world --out=data/bapo_small
 python -m jaxrl.launch --config=configs/bapo_small.py --workdir=runs/bapo_small
 
 Another world's folder may follow the file's name: --config=configs/bapo_small.py:data/other
@@ -8,13 +8,25 @@ Another world's folder may follow the file's name: --config=configs/bapo_small.p
 
 from ml_collections import ConfigDict
 
-from configs.bapo import set_method
+from configs.bapo import set_environment, set_method
 from configs.small_world import small_world
 
 
-def get_config(world: str = "data/quickstart") -> ConfigDict:
+def get_config(world: str = "data/bapo_small") -> ConfigDict:
     config = small_world(world)
+    set_environment(config)
     set_method(config)
-    config.eval.max_tasks = 32
+    config.num_steps = 40
+    config.search.topk = 1
+    config.search.max_observation_tokens = 40
+
+    config.sft.num_steps = 900
+    config.sft.optimizer.final_lr_fraction = 0.1
+    config.rollout.max_turns = 3  # two searches and a sum
+    config.rollout.max_response_tokens = 80
+    config.rollout.max_total_tokens = 160
+
     config.optimizer.num_minibatches = 2
+    config.eval.suites = ("sampled", "greedy")  # the stage goes by the greedy one
+    config.checkpoint.every_steps = 300
     return config

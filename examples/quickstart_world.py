@@ -38,7 +38,7 @@ import safetensors.numpy
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from jaxrl.envs.protocol import SEARCH_R1
+from jaxrl.envs.protocol import SEARCH_R1, Protocol
 from jaxrl.envs.retrieval import Document, LocalSearch, render_documents
 
 FIRST_NAMES = """
@@ -81,7 +81,6 @@ POOR_QUERIES = {"{last}": 0.60, "{last} {attribute}": 0.15, "{first}": 0.17, "{a
 
 END_OF_TURN = "<|im_end|>"
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", END_OF_TURN)
-TAG_TOKENS = tuple(f"<{slash}{tag}>" for tag in SEARCH_R1.tags for slash in ("", "/"))
 # A word with the blank before it; a number with all that is attached, as in "Doc 1(Title:".
 PIECES = r" ?\p{L}+| ?\p{N}\S*| ?[^\s\p{L}\p{N}]+\n?|\n+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = (
@@ -210,17 +209,20 @@ class Demonstrator:
         """One chat; its answer is the gold value only where the searches went well."""
         messages = [{"role": "user", "content": question["question"]}]
         answer = self._research(question, messages)
-        messages.append({"role": "assistant", "content": f"<answer> {answer} </answer>"})
+        messages.append({"role": "assistant", "content": self._final_turn(answer, messages)})
         return {
             "messages": messages,
             "data_source": question["data_source"],
             "metadata": {
                 "question": question["question"],
                 "answers": question["answers"],
-                "num_searches": sum(message["role"] == "tool" for message in messages),
+                "num_searches": num_calls(messages, "search"),
                 "is_correct": answer in question["answers"],
             },
         }
+
+    def _final_turn(self, answer: str, messages: Sequence[Mapping[str, str]]) -> str:
+        return f"<answer> {answer} </answer>"
 
     def _research(self, question: dict[str, Any], messages: list[dict[str, str]]) -> str:
         """Appends the searches; returns the value found, or a guess."""
@@ -247,6 +249,11 @@ class Demonstrator:
         styles = GOOD_QUERIES if is_good else POOR_QUERIES
         [style] = self._rng.choices(list(styles), list(styles.values()))
         return style.format(first=person.first, last=person.last, attribute=attribute)
+
+
+def num_calls(messages: Iterable[Mapping[str, str]], tool: str) -> int:
+    """Turns that call a tool, by the tag that ends them."""
+    return sum(message["content"].endswith(f"</{tool}>") for message in messages)
 
 
 def shown_titles(result: str) -> list[str]:
@@ -283,38 +290,53 @@ def opened_engine(people: Iterable[Person], *, topk: int) -> Iterator[LocalSearc
         yield LocalSearch(corpus, Path(folder) / "index", topk=topk)
 
 
-def train_tokenizer(texts: Iterable[str]) -> tokenizers.Tokenizer:
+def tag_tokens(protocol: Protocol) -> tuple[str, ...]:
+    """Every tag of a protocol, opening and closing."""
+    return tuple(f"<{slash}{tag}>" for tag in protocol.tags for slash in ("", "/"))
+
+
+def train_tokenizer(
+    texts: Iterable[str], protocol: Protocol = SEARCH_R1, pieces: str = PIECES
+) -> tokenizers.Tokenizer:
     """Byte-level BPE with the protocol's tags as single tokens; merged to the end, so whole words.
 
     The tags are not special: decoding keeps them, and a document may not forge them anyway.
+
+    Args:
+        texts: what merges are learnt from.
+        protocol: whose tags.
+        pieces: a pattern; no merge crosses from one match to the next.
     """
+    tags = tag_tokens(protocol)
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(tokenizers.Regex(PIECES), behavior="isolated"),
+            pre_tokenizers.Split(tokenizers.Regex(pieces), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_LIMIT - len(SPECIAL_TOKENS) - len(TAG_TOKENS),
+        vocab_size=VOCAB_LIMIT - len(SPECIAL_TOKENS) - len(tags),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    tokenizer.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in TAG_TOKENS])
+    tokenizer.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in tags])
     return tokenizer
 
 
 def training_texts(
-    demonstrations: Iterable[Mapping[str, Any]], words: Iterable[str] = POOL
+    demonstrations: Iterable[Mapping[str, Any]],
+    words: Iterable[str] = POOL,
+    protocol: Protocol = SEARCH_R1,
 ) -> Iterator[str]:
     """What merges are learnt from: words, and chats cut where an added token stands."""
-    markers = "|".join(map(re.escape, SPECIAL_TOKENS + TAG_TOKENS))
+    markers = "|".join(map(re.escape, SPECIAL_TOKENS + tag_tokens(protocol)))
     yield from (f" {word}" for word in sorted(words))
     for demonstration in demonstrations:
-        yield from re.split(markers, render_chat(demonstration))
+        yield from re.split(markers, render_chat(demonstration, protocol))
 
 
 def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
@@ -339,31 +361,33 @@ def render_prompt(question: str) -> str:
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def render_chat(demonstration: Mapping[str, Any]) -> str:
-    """The chat as one text, each search result in its block, with the end of the last turn."""
+def render_chat(demonstration: Mapping[str, Any], protocol: Protocol = SEARCH_R1) -> str:
+    """The chat as one text, each result of a tool in its block, with the end of the last turn."""
     question, *rest = demonstration["messages"]
     text = render_prompt(question["content"])
     for message in rest:
         content = message["content"]
-        text += SEARCH_R1.render_observation(content).text if message["role"] == "tool" else content
+        text += protocol.render_observation(content).text if message["role"] == "tool" else content
     return text.removesuffix(END_OF_TURN) + END_OF_TURN
 
 
-def check_words_are_whole(tokenizer: tokenizers.Tokenizer, texts: Iterable[str]) -> None:
-    """Every word of the pools is one token wherever it stands in `texts`."""
+def check_words_are_whole(
+    tokenizer: tokenizers.Tokenizer, texts: Iterable[str], pool: Collection[str] = POOL
+) -> None:
+    """Every word of the pool is one token wherever it stands in `texts`."""
     texts = list(texts)
-    pool = tokenizer.encode_batch([f" {word}" for word in sorted(POOL)])
-    assert all(len(encoding.ids) == 1 for encoding in pool)
-    pool_ids = {encoding.ids[0] for encoding in pool}
+    encodings = tokenizer.encode_batch([f" {word}" for word in sorted(pool)])
+    assert all(len(encoding.ids) == 1 for encoding in encodings)
+    pool_ids = {encoding.ids[0] for encoding in encodings}
     for text, encoding in zip(texts, tokenizer.encode_batch(texts), strict=True):
-        num_words = sum(word in POOL for word in re.findall(r"\w+", text))
+        num_words = sum(word in pool for word in re.findall(r"\w+", text))
         assert sum(id in pool_ids for id in encoding.ids) == num_words, f"a split word in {text!r}"
 
 
 def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
     """What is trained on names no held-out person."""
     held_out = "|".join(person.name for person in people.values() if person.is_held_out)
-    for name in ("questions_train", "demonstrations", "demonstrations_perfect"):
+    for name in files.keys() - {"corpus", "questions_eval"}:
         leak = re.search(held_out, json.dumps(files[name]))
         assert leak is None, f"{name} names {leak.group()}, who is held out"
 
@@ -539,12 +563,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num_worlds", type=int, default=20, help="that demonstrations come from")
     parser.add_argument("--topk", type=int, default=3, help="documents in a search result")
     args = parser.parse_args(argv)
+    check_sizes(parser, args)
+    return args
+
+
+def check_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses more people than there are names, and sides that are too small."""
     most = len(FIRST_NAMES) * len(LAST_NAMES)
     if not args.num_people <= most:
         parser.error(f"--num_people is {args.num_people}; the pools make {most} names at most")
     if not 2 <= args.num_held_out <= args.num_people - 2:
         parser.error("--num_held_out must leave both sides two people, each other's mentors")
-    return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:

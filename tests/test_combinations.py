@@ -23,6 +23,7 @@ from configs import (
 from jaxrl import assemble, report, train
 from jaxrl.config import ADVANTAGES, AGGREGATIONS, KL_CONTROLLERS, KL_ESTIMATORS, flatten, validate
 from jaxrl.distributed import shared
+from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.retrieval import EmptySearch, SearchEngine, SearchError
 from jaxrl.envs.search import SearchEnv
 from jaxrl.method import Controllers
@@ -250,11 +251,13 @@ class Sampler:
         """The parts of a run, with an environment whose verdicts are chance unless told."""
         parts = self.parts(config.rollout.top_p < 1)
         weights = config.reward.weights.to_dict()
+        protocol = PROTOCOLS[config.env.protocol]
         env = (make_env or Chance)(
             Unreliable(EmptySearch()),
             system=config.prompt.system,
             template=config.prompt.template,
-            reward_weights={key: weights[key] for key in ("format", "exact_match", "f1")},
+            reward_weights={key: weights[key] for key in protocol.reward_parts},
+            protocol=protocol,
             max_searches=config.rollout.max_turns,
         )
         limits = Limits(
@@ -352,7 +355,10 @@ def test_many_more_random_combinations_train(seed, tiny_world, source, sampler, 
 SIBLINGS = {
     search_r1_small: {"actor/kl_loss", "actor/entropy"},
     dapo_small: {"reward/overlong/mean", "filter/kept_share"},
-    bapo_small: {"reward/abstention/mean", "controller/gate/is_late"},
+    bapo_small: {
+        *("reward/abstention/mean", "controller/gate/is_late", "filter/resampled_groups"),
+        "num_python_calls/mean",
+    },
     ares_small: {"reward/entropy/mean", "controller/threshold/value", "actor/kl_loss"},
     passk_small: {"advantage/k"},
 }

@@ -1,0 +1,316 @@
+r"""Makes a world that has what BAPO is for: searches, sums, and questions that nothing answers.
+
+    python -m examples.bapo_world --out=data/bapo_small --seed=0
+
+The quickstart's people (`examples/quickstart_world.py`), of whom a document tells who taught them,
+where and when they were born and when they died. Questions are about a person or the person's
+mentor, whom a first search finds. A birthplace is read in a document. An age at death is told
+nowhere: two years have to be found, and one taken from the other with the Python tool. And many
+documents leave out the birthplace or the death, so that a question about it has no answer there;
+the accepted one occurs nowhere in the world, so that whatever is answered is wrong.
+
+Demonstrations are chats in BAPO's protocol, with its tags, its Python tool and answers in a
+`\boxed{..}`. They come from other worlds and are of mixed quality: they guess, search a part of the
+name, stop at the first person, do without the tool, and say that they do not know both where they
+should and where they should not. Nobody who is held out occurs in them.
+
+The same seed gives the same bytes.
+"""
+
+import argparse
+import collections
+import itertools
+import random
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+
+from examples import quickstart_world as quickstart
+from examples.claims_world import UNTOLD as UNTOLD_WORDS
+from jaxrl.envs.protocol import BAPO
+from jaxrl.envs.python_tool import MontyTool, PythonTool
+from jaxrl.envs.retrieval import Document, LocalSearch, render_documents
+
+WORDS = frozenset((*quickstart.FIRST_NAMES, *quickstart.LAST_NAMES, *quickstart.CITIES))
+BIRTHS = range(1900, 1930)
+AGES = range(30, 60)
+NUMBERS = (*AGES, *range(BIRTHS.start, BIRTHS.stop + AGES.stop - 1))
+"""Every number that the model reads or writes, those on the labels of documents apart."""
+
+QUESTIONS = {
+    ("birthplace",): "Where was {name} born?",
+    ("age",): "At what age did {name} die?",
+    ("mentor", "birthplace"): "Where was the mentor of {name} born?",
+    ("mentor", "age"): "At what age did the mentor of {name} die?",
+}
+"""What is looked up, hop by hop, and the question that asks for it."""
+
+VALUES: Mapping[str, Sequence[Any]] = {"birthplace": quickstart.CITIES, "age": AGES}
+UNTOLD = {"birthplace": UNTOLD_WORDS["birthplace"], "age": ["101", "102", "103", "104"]}
+"""Accepted answers to what no document tells; they occur nowhere else."""
+
+I_DO_NOT_KNOW = "I don't know"  # as BAPO's prompt offers it
+# As the quickstart's, but a number stands by itself: in a text, in code and in a result it is the
+# same token.
+PIECES = r" ?\p{L}+|\p{N}+| ?[^\s\p{L}\p{N}]+\n?|\n+|\s+(?!\S)|\s+"
+
+Question = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Person(quickstart.Person):
+    """What is true of somebody, and what of it is told."""
+
+    untold: str | None  # "birthplace" or "age": what the document leaves out
+
+    @property
+    def text(self) -> str:
+        """The body of the document."""
+        place = "" if self.untold == "birthplace" else f" in {self.facts['birthplace']}"
+        death = "" if self.untold == "age" else f" and died in {self.facts['died']}"
+        born = f"born{place} in {self.facts['born']}"
+        return f"{self.name}, taught by {self.facts['mentor']}, was {born}{death}."
+
+
+People = Mapping[str, Person]  # by full name, in order of id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Habits(quickstart.Habits):
+    """Chances of what a demonstration does, beside those of the quickstart's."""
+
+    compute: float  # works an age out in Python, otherwise guesses it
+    give_up_lost: float  # says it does not know where what is asked was not shown
+    give_up_found: float  # says so although it was shown
+
+
+HABITS = Habits(
+    guess=0.05,
+    good_query=0.60,
+    second_search=0.85,
+    compute=0.90,
+    give_up_lost=0.08,
+    give_up_found=0.03,
+)
+
+
+def make_people(
+    num_people: int,
+    num_held_out: int,
+    share_untold: float,
+    rng: random.Random,
+    excluded: Collection[str] = (),
+) -> People:
+    """The quickstart's people with years; a share of them has a document that leaves out a fact."""
+    people = {}
+    for person in quickstart.make_people(num_people, num_held_out, rng, excluded).values():
+        born, age = rng.choice(BIRTHS), rng.choice(AGES)
+        years = {"born": str(born), "died": str(born + age), "age": str(age)}
+        untold = rng.choice(list(UNTOLD)) if rng.random() < share_untold else None
+        fields = vars(person) | {"facts": {**person.facts, **years}}
+        people[person.name] = Person(**fields, untold=untold)
+    return people
+
+
+def make_question(
+    person: Person, hops: tuple[str, ...], people: People, rng: random.Random
+) -> Question:
+    """One question record; `metadata` says which documents answer it, if any does."""
+    titles = [person.name, person.facts["mentor"]][: len(hops)]
+    last, fact = people[titles[-1]], hops[-1]
+    is_told = last.untold != fact
+    return {
+        "id": "-".join((person.id, *hops)),
+        "question": QUESTIONS[hops].format(name=person.name),
+        "answers": [last.facts[fact] if is_told else rng.choice(UNTOLD[fact])],
+        "data_source": "_".join(hops).replace("birth", "") if is_told else "untold",
+        "metadata": {"hops": list(hops), "titles": titles, "is_answerable": is_told},
+    }
+
+
+def train_questions(people: People, rng: random.Random) -> list[Question]:
+    """Every kind of question about everybody who is not held out, shuffled."""
+    persons = [person for person in people.values() if not person.is_held_out]
+    questions = [make_question(p, hops, people, rng) for p in persons for hops in QUESTIONS]
+    rng.shuffle(questions)
+    return questions
+
+
+def eval_questions(people: People, rng: random.Random) -> list[Question]:
+    """One question about everybody who is held out, the kinds in turn."""
+    persons = [person for person in people.values() if person.is_held_out]
+    kinds = itertools.cycle(QUESTIONS)
+    return [make_question(p, hops, people, rng) for p, hops in zip(persons, kinds, strict=False)]
+
+
+class Demonstrator(quickstart.Demonstrator):
+    """Answers questions with a search engine and Python, as well as its habits allow."""
+
+    def __init__(
+        self,
+        people: People,
+        engine: LocalSearch,
+        python: PythonTool,
+        habits: Habits,
+        rng: random.Random,
+    ):
+        super().__init__(people, engine, habits, rng)
+        self._python = python
+
+    def demonstrate(self, question: Question) -> dict[str, Any]:
+        """One chat; its answer is the gold value only where search and sum went well."""
+        chat = super().demonstrate(question)
+        chat["metadata"] |= {
+            "num_python_calls": quickstart.num_calls(chat["messages"], "python"),
+            "is_abstention": I_DO_NOT_KNOW in chat["messages"][-1]["content"],
+        }
+        return chat
+
+    def _final_turn(self, answer: str, messages: Sequence[Mapping[str, str]]) -> str:
+        thought = "" if len(messages) > 1 else "<think> guess </think>"  # the format asks for one
+        return rf"{thought}<answer> \boxed{{ {answer} }} </answer>"
+
+    def _research(self, question: Question, messages: list[dict[str, str]]) -> str:
+        """Appends what is called; returns the value found, a guess, or that it is not known."""
+        hops, name = question["metadata"]["hops"], question["metadata"]["titles"][0]
+        fact = hops[-1]
+        guess = str(self._rng.choice(VALUES[fact]))
+        if self._happens(self._habits.guess):
+            return guess
+        read = self._look_up(name, hops[0], messages)
+        is_lost = read is None or read.name != name
+        if read is not None and len(hops) == 2:
+            name = read.facts["mentor"]
+            if self._happens(self._habits.second_search):
+                read = self._look_up(name, fact, messages)
+            is_lost = is_lost or read is None or read.name != name
+        is_told = read is not None and read.untold != fact
+        if self._happens(
+            self._habits.give_up_found if is_told and not is_lost else self._habits.give_up_lost
+        ):
+            return I_DO_NOT_KNOW
+        if read is None or not is_told:
+            return guess
+        if fact == "birthplace":
+            return read.facts[fact]
+        return self._work_out(read, messages) if self._happens(self._habits.compute) else guess
+
+    def _work_out(self, person: Person, messages: list[dict[str, str]]) -> str:
+        """Appends the sum; returns what Python printed."""
+        difference = f"{person.facts['died']} - {person.facts['born']}"
+        code = f"print({difference})"
+        turn = f"<think> {difference} </think><python> {code} </python>"
+        messages.append({"role": "assistant", "content": turn})
+        messages.append({"role": "tool", "content": self._python.run(code)})
+        return messages[-1]["content"]
+
+    def _happens(self, chance: float) -> bool:
+        return self._rng.random() < chance
+
+
+def demonstrations(
+    people: People, num: int, *, topk: int, python: PythonTool, rng: random.Random
+) -> list[dict[str, Any]]:
+    """About the people of one world."""
+    questions = train_questions(people, rng)
+    with quickstart.opened_engine(people.values(), topk=topk) as engine:
+        demonstrator = Demonstrator(people, engine, python, HABITS, rng)
+        drawn = quickstart.drawn(questions, num, rng)
+        return [demonstrator.demonstrate(question) for question in drawn]
+
+
+def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """What merges are learnt from: the quickstart's texts, and every number."""
+    yield from map(str, NUMBERS)
+    yield from quickstart.training_texts(chats, WORDS, BAPO)
+
+
+def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
+    """What the model will see, by what it is; of demonstrations a sample."""
+    texts = {"document": [render_documents([Document(**document)]) for document in files["corpus"]]}
+    for name in ("questions_train", "questions_eval"):
+        texts[name] = [quickstart.render_prompt(record["question"]) for record in files[name]]
+    for chat in files["demonstrations"][: 5 * quickstart.SAMPLE]:
+        name = f"chat, {chat['data_source']}"
+        texts.setdefault(name, []).append(quickstart.render_chat(chat, BAPO))
+    return texts
+
+
+def check_numbers_are_whole(tokenizer: tokenizers.Tokenizer) -> None:
+    """Every number is one token, and so wherever it stands, as no piece holds more than it."""
+    for number in map(str, NUMBERS):
+        assert len(tokenizer.encode(number).ids) == 1, f"{number} is split"
+
+
+def print_quality(chats: Sequence[Mapping[str, Any]]) -> None:
+    """By data source: share of demonstrations, and of them the right ones and others' habits."""
+    heads = {"is_correct": "right", "is_abstention": "gives up", "num_python_calls": "computes"}
+    print(f"\n{'demonstrations':24}{'share':>10}" + "".join(f"{h:>10}" for h in heads.values()))
+    by_source = collections.defaultdict(list)
+    for chat in chats:
+        by_source[chat["data_source"]].append(chat["metadata"])
+    for source, group in sorted(by_source.items()):
+        shares = [np.mean([metadata[name] for metadata in group]) for name in heads]
+        shares = [len(group) / len(chats), *shares]
+        print(f"{source:24}" + "".join(f"{share:10.1%}" for share in shares))
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num_people", type=int, default=1000)
+    parser.add_argument("--num_held_out", type=int, default=160, help="of them, for evaluation")
+    parser.add_argument("--share_untold", type=float, default=0.6, help="of the documents")
+    parser.add_argument("--num_demonstrations", type=int, default=16_000)
+    parser.add_argument("--num_worlds", type=int, default=16, help="that demonstrations come from")
+    parser.add_argument("--topk", type=int, default=1, help="documents in a search result")
+    args = parser.parse_args(argv)
+    quickstart.check_sizes(parser, args)
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    parts = ("people", "questions", "demos")
+    rngs = {part: random.Random(f"{args.seed} {part}") for part in parts}
+    people = make_people(args.num_people, args.num_held_out, args.share_untold, rngs["people"])
+    held_out = [person.name for person in people.values() if person.is_held_out]
+    num_others, python = args.num_people - len(held_out), MontyTool(max_workers=1)
+    files = {
+        "corpus": list(quickstart.documents(people.values())),
+        "questions_train": train_questions(people, rngs["questions"]),
+        "questions_eval": eval_questions(people, rngs["questions"]),
+        "demonstrations": [
+            chat
+            for _ in range(args.num_worlds)
+            for chat in demonstrations(
+                make_people(num_others, 0, args.share_untold, rngs["demos"], excluded=held_out),
+                args.num_demonstrations // args.num_worlds,
+                topk=args.topk,
+                python=python,
+                rng=rngs["demos"],
+            )
+        ],
+    }
+    tokenizer = quickstart.train_tokenizer(training_texts(files["demonstrations"]), BAPO, PIECES)
+    texts = rendered(files)
+    quickstart.check_nothing_leaks(people, files)
+    everything = itertools.chain.from_iterable(texts.values())
+    quickstart.check_words_are_whole(tokenizer, everything, WORDS)
+    check_numbers_are_whole(tokenizer)
+    quickstart.write_model(args.out / "model", tokenizer, seed=args.seed)
+    for name, records in files.items():
+        quickstart.write_jsonl(args.out / f"{name}.jsonl", records)
+
+    quickstart.print_lengths(tokenizer, texts)
+    print_quality(files["demonstrations"])
+    print(f"\nwrote {args.out}: " + ", ".join(f"{len(files[name])} {name}" for name in files))
+
+
+if __name__ == "__main__":
+    main()

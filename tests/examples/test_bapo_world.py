@@ -1,0 +1,143 @@
+"""BAPO's world: what is told can be found, the rest is nowhere, and chats are as if played."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import tokenizers
+
+from benchmarks import worlds
+from examples import bapo_world as world
+from examples import quickstart_world as quickstart
+from jaxrl.envs.protocol import BAPO
+from jaxrl.envs.rewards import boxed_answer, is_abstention
+
+SMALL = ["--num_people=60", "--num_held_out=12", "--num_demonstrations=600", "--num_worlds=3"]
+FILES = ("corpus", "questions_train", "questions_eval", "demonstrations")
+
+
+def make(folder):
+    world.main([f"--out={folder}", *SMALL])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture(scope="module")
+def records(out):
+    return {
+        name: [json.loads(line) for line in (out / f"{name}.jsonl").read_text().splitlines()]
+        for name in FILES
+    }
+
+
+def response_of(chat):
+    """What follows the prompt, as a rollout has it."""
+    prompt = quickstart.render_prompt(chat["messages"][0]["content"])
+    return quickstart.render_chat(chat, BAPO).removeprefix(prompt).removesuffix("<|im_end|>")
+
+
+def test_the_seed_decides_every_byte(out, tmp_path):
+    again = make(tmp_path)
+    for path in (*(f"{name}.jsonl" for name in FILES), "model/model.safetensors"):
+        assert (again / path).read_bytes() == (out / path).read_bytes()
+
+
+def test_answers_are_read_or_computed_or_nowhere(out, records):
+    text_of = {document["title"]: document["text"] for document in records["corpus"]}
+    everything = (out / "corpus.jsonl").read_text() + (out / "demonstrations.jsonl").read_text()
+    sources = set()
+    for question in records["questions_train"] + records["questions_eval"]:
+        *path, last = question["metadata"]["titles"]
+        [answer], text = question["answers"], text_of[last]
+        sources.add(question["data_source"])
+        assert (path or [last])[0] in question["question"]
+        assert not path or f", taught by {last}, " in text_of[path[0]]
+        years = [int(year) for year in re.findall(r"\b\d{4}\b", text)]
+        if question["data_source"] == "untold":
+            fact = question["metadata"]["hops"][-1]
+            assert " and died in " not in text if fact == "age" else " born in 1" in text
+            assert not re.search(rf"{answer}\D", everything.replace('"answers": ["' + answer, ""))
+        elif question["metadata"]["hops"][-1] == "age":
+            assert years[1] - years[0] == int(answer)
+        else:
+            assert f" born in {answer} in {years[0]}" in text
+    assert sources == {"place", "age", "mentor_place", "mentor_age", "untold"}
+
+
+def test_nothing_that_is_trained_on_names_a_held_out_person(out, records):
+    held_out = {q["metadata"]["titles"][0] for q in records["questions_eval"]}
+    assert len(held_out) == 12
+    for name in ("questions_train", "demonstrations"):
+        text = (out / f"{name}.jsonl").read_text(encoding="utf-8")
+        assert not [person for person in held_out if person in text]
+
+
+def test_demonstrations_keep_to_the_protocol_and_show_what_was_printed(records):
+    for chat in records["demonstrations"]:
+        assert BAPO.format_reward(response_of(chat)) == 0
+        called = [message["content"] for message in chat["messages"][1:]]
+        for call, result in zip(called[::2], called[1::2], strict=False):
+            if sum_ := re.fullmatch(
+                r"<think> (\d+) - (\d+) </think><python> print\(\1 - \2\) </python>", call
+            ):
+                assert result == str(int(sum_[1]) - int(sum_[2]))
+            else:
+                assert call.endswith(" </search>")
+
+
+def test_demonstrations_are_of_mixed_quality(records):
+    chats = records["demonstrations"]
+    told = [chat["metadata"] for chat in chats if chat["data_source"] != "untold"]
+    untold = [chat["metadata"] for chat in chats if chat["data_source"] == "untold"]
+    assert 0.2 < len(untold) / len(chats) < 0.4
+    assert not any(metadata["is_correct"] for metadata in untold)
+    assert 0.2 < np.mean([metadata["is_correct"] for metadata in told]) < 0.8
+    assert 0.05 < np.mean([metadata["is_abstention"] for metadata in told]) < 0.25
+    assert 0.1 < np.mean([metadata["is_abstention"] for metadata in untold]) < 0.3
+    assert 0 < np.mean([not metadata["num_searches"] for metadata in told]) < 0.1
+    ages = [c["metadata"]["num_python_calls"] for c in chats if c["data_source"].endswith("age")]
+    assert 0.3 < np.mean(ages) < 0.8
+    for chat in chats:
+        response, metadata = response_of(chat), chat["metadata"]
+        assert metadata["is_abstention"] == is_abstention(response)
+        assert metadata["is_correct"] == (boxed_answer(response) in metadata["answers"])
+        assert metadata["num_searches"] == response.count("</search>")
+        assert metadata["num_python_calls"] == response.count("</python>")
+
+
+def test_every_name_and_every_number_is_one_token(out, records):
+    tokenizer = tokenizers.Tokenizer.from_file(str(out / "model" / "tokenizer.json"))
+    wanted = {*world.WORDS, *map(str, world.NUMBERS)}
+    for chat in records["demonstrations"][:200]:
+        text = quickstart.render_chat(chat, BAPO)
+        pieces = [
+            tokenizer.decode([token], skip_special_tokens=False)
+            for token in tokenizer.encode(text).ids
+        ]
+        assert "".join(pieces) == text
+        words = [word for word in re.findall(r"\w+", text) if word in wanted]
+        assert [piece.strip() for piece in pieces if piece.strip() in wanted] == words
+
+
+@pytest.mark.slow
+def test_all_that_bapo_is_for_acts_in_a_run(tmp_path):
+    worlds.main(["--world=bapo", "--seeds=0", f"--workdir={tmp_path}"])
+    got = json.loads((tmp_path / "bapo" / "results.json").read_text())["0"]
+    # A third of the questions has no answer, so this is nearly all there is to know.
+    assert got["exact_match, sampled, before"] < 0.3
+    assert got["exact_match, sampled, after"] > 0.5
+    assert got["exact_match, greedy, after"] > 0.58
+    # And those without one are declined, at last.
+    assert got["abstained, greedy, before"] < 0.25
+    assert got["abstained, greedy, after"] > 0.25
+    assert got["precision, greedy, after"] > 0.85
+    assert got["reliability, greedy, after"] > got["reliability, greedy, before"] + 0.2
+    assert got["pay for abstaining, last fifth"] > got["pay for abstaining, first fifth"]
+    assert got["groups sampled again"] > 0
+    assert 0 < got["share of steps in the late stage"] < 1
+    assert got["Python calls, last fifth"] > 0.2
