@@ -288,9 +288,10 @@ def join(job: Job, *, deadline_s: float) -> Peers | None:
 def _check_port(coordinator: str) -> None:
     """Refuses a port that is taken; JAX would say neither which nor what to do."""
     _, _, port = coordinator.rpartition(":")
-    host, _, _ = _bound(coordinator).get("coordinator_bind_address", "").rpartition(":")
+    bound, _, _ = _bound(coordinator).get("coordinator_bind_address", "").rpartition(":")
+    host = bound.strip("[]")
     try:
-        socket.create_server((host.strip("[]"), int(port))).close()
+        socket.create_server((host, int(port)), family=_family(host)).close()
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise OSError(
@@ -353,6 +354,10 @@ def route_to(host: str, port: int) -> str:
     return host
 
 
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 def listen_for(routes: Sequence[str]) -> socket.socket:
     """A socket that is reached at the one address by which all others know this host.
 
@@ -360,9 +365,8 @@ def listen_for(routes: Sequence[str]) -> socket.socket:
     front of it), the socket is reached at all addresses of this host.
     """
     if len(set(routes)) == 1:
-        family = socket.AF_INET6 if ":" in routes[0] else socket.AF_INET
         with contextlib.suppress(OSError):
-            return socket.create_server((routes[0], 0), family=family)
+            return socket.create_server((routes[0], 0), family=_family(routes[0]))
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     return socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual)

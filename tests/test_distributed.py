@@ -179,6 +179,8 @@ def test_the_monitors_are_reached_where_the_coordinator_is():
     assert distributed._bound("host0:7") == distributed._bound("10.0.0.1:7") == {}
     with distributed.listen_for(["127.0.0.1"] * 3) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
+    if socket.has_ipv6:
+        distributed._check_port(f"[::1]:{free_port()}")
     # Several routes, or one that is not this host's own: at all of its addresses.
     for routes in (["127.0.0.1", "192.0.2.1"], ["192.0.2.1"], ["no-such-host.invalid"]):
         with distributed.listen_for(routes) as listener:
