@@ -227,6 +227,7 @@ def update_phase(config: ConfigDict, model: QwenConfig, target: Target, stage: s
         inner_saved = 3 * mlp + 4 * heads * model.head_dim + 2 * model.width
         saved += model.num_layers * tokens * inner_saved * itemsize
     logits = rows * width * _split(model.vocab_size, tensor) * 4
+    output_table = count.whole_tables // (1 if model.tie_embeddings else 2)
     gathers = mesh.shape["fsdp"] > 1
     layer_params = count.params - count.tables
     gathered = gathers * itemsize * count.whole_tables
@@ -244,7 +245,8 @@ def update_phase(config: ConfigDict, model: QwenConfig, target: Target, stage: s
     operand = 4 if is_cpu else itemsize
     moments = {
         "layers": {
-            "a micro-batch's gradients": new_gradients + itemsize * count.whole_tables,
+            # The embedding's comes last, unless it is the output layer's too.
+            "a micro-batch's gradients": new_gradients + 4 * output_table,
             # Backwards: two arrays in float32, two in the compute dtype where it differs, a mask.
             "attention scores": scores * (2 * 4 + is_cast * 2 * itemsize + 1),
             "activations of a layer": inner * operand,
@@ -253,7 +255,8 @@ def update_phase(config: ConfigDict, model: QwenConfig, target: Target, stage: s
         },
         "output": {
             "a micro-batch's gradients": is_cpu * new_gradients
-            + 4 * (1 + (gathers and is_cpu)) * count.whole_tables,
+            + 4 * (1 + (gathers and is_cpu)) * count.whole_tables
+            + 4 * (is_cast and gathers and is_cpu) * output_table,
             # Logits and their gradient, further copies on a CPU; one less where nothing is chunked.
             "logits chunk": logits * ((4 if is_cpu else 2) - (width == shape.row_tokens)),
             "embedding and output gathered": gathered,

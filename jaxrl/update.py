@@ -76,7 +76,7 @@ class Model:
         Returns:
             Log-probabilities and entropies, float32 [b, T], nats.
         """
-        params = self._gather_tables(qwen.cast(params, self.dtype))
+        params = self._gather_tables(qwen.train_weights(params, self.dtype))
         hidden = qwen.hidden_states(
             params,
             self.config,
@@ -114,10 +114,10 @@ class Model:
     def _gather_tables(self, params: Params) -> Params:
         """Embedding and output layer whole along the width, as reading rows of tokens wants it."""
         whole = param_shardings(self.mesh, self.config, for_decode=True)
-        names = [name for name in params if name != "blocks"]
-        tables = {
-            name: jax.lax.with_sharding_constraint(params[name], whole[name]) for name in names
-        }
+        tables = {}
+        for name in params.keys() - {"blocks"}:
+            [layout] = whole[name].values()
+            tables[name] = jax.lax.with_sharding_constraint(params[name], layout)
         return {**params, **tables}
 
 

@@ -425,6 +425,46 @@ def test_logprobs_and_entropies_are_those_of_a_dense_softmax(params, sequences):
             assert not np.asarray(padding)[micro.segment_ids == 0].any()
 
 
+FREQUENT = {7: 4096, 11: 512}
+"""Ids, and how often each occurs among the tokens below."""
+
+
+def frequent_tokens(*, row_tokens=256, num_rows=32):
+    """One micro-batch in which few ids are most of the text, rows of advantage 1 and -1 in turn."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(20, NUM_TOKENS, num_rows * row_tokens)
+    places = rng.permutation(len(ids))
+    for token, count in FREQUENT.items():
+        ids[places[:count]], places = token, places[count:]
+    shape = (1, num_rows, row_tokens)
+    whole, position = np.ones(shape), np.broadcast_to(np.arange(row_tokens), shape)
+    return Batch(
+        token_ids=ids.reshape(shape).astype(np.int32),
+        segment_ids=whole.astype(np.int32),
+        positions=position.astype(np.int32),
+        loss_mask=position > 0,
+        token_weights=(whole / len(ids)).astype(np.float32),
+        advantages=(whole * [[[1.0], [-1.0]] * (num_rows // 2)]).astype(np.float32),
+        rollout_logprobs=np.zeros(shape, np.float32),
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_frequent_tokens_are_summed_in_float32(tied):
+    # In bfloat16 a sum of ones stands still at 256.
+    config = replace(TINY, num_layers=1, qk_norm=False, tie_embeddings=tied)
+    params, batch = tiny_params(config, seed=1), frequent_tokens()
+    found = []
+    for dtype in (jnp.bfloat16, jnp.float32):
+        # 512 chunks, each of which adds to the output layer's gradient.
+        settings = {"num_tokens": NUM_TOKENS, "dtype": dtype, "logits_chunk_tokens": 32}
+        model = Model(config, MESH, remat=False, **settings)
+        gradient = make_gradient(model, policy_loss(), temperature=1.0, entropy_gradient=False)
+        found.append(jax.jit(gradient)(params, batch, 1)[0])
+    far = jax.tree.map(relative_distance, *found)
+    assert max(jax.tree.leaves(far)) < 0.02, far
+
+
 def test_chunk_width_changes_nothing(params, sequences):
     packed = pack_all(sequences, BatchShape(num_micro=1, micro_rows=2, row_tokens=96))
     micro = jax.tree.map(lambda x: jnp.asarray(x[0]), packed.batch)

@@ -15,7 +15,8 @@ The parameter tree, with the leading layer axis L of stacked blocks:
 
 Three ways through the same block: `hidden_states` over packed rows (training, scanned over the
 stacked layers), `extend` over a chunk of tokens after a cache, `decode` over one token a row. The
-last two read `decode_weights`, whose layers are separate: a scan would copy each layer's cache.
+first reads `train_weights`. The last two read `decode_weights`, whose layers are separate: a scan
+would copy each layer's cache.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,24 @@ def cast(params: Params, dtype: DTypeLike) -> Params:
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
+def train_weights(params: Params, dtype: DTypeLike) -> Params:
+    """Weights as `hidden_states` and `unembed` read them for a gradient: cast, but for two kinds.
+
+    Sums over tokens are float32. Biases stay float32, and are cast where they are added. Beside
+    embedding and output layer stands `master`, the float32 table of the same shape, to which their
+    gradient goes; nothing reads its values. Other kernels get their gradient from one product,
+    which sums in float32 and rounds once.
+    """
+    weights = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: leaf if path[-1].key == "bias" else leaf.astype(dtype), params
+    )
+    if jnp.dtype(dtype) != jnp.float32:
+        for name in {"embed", "lm_head"} & params.keys():
+            [table] = params[name].values()
+            weights[name] = {**weights[name], "master": table}
+    return weights
+
+
 def decode_weights(params: Params, config: QwenConfig, dtype: DTypeLike) -> Params:
     """Weights as `extend` and `decode` read them: cast, `blocks` a tuple of layers.
 
@@ -308,7 +327,71 @@ def rope(x: Float[Array, "M heads H"], angles: Angles) -> Float[Array, "M heads 
 
 def _linear(layer: Params, x: jax.Array) -> jax.Array:
     out = x @ layer["kernel"]
-    return out + layer["bias"] if "bias" in layer else out
+    if "bias" not in layer:
+        return out
+    # Cast after it is repeated, so that its gradient is summed over tokens in its own dtype.
+    return out + jnp.broadcast_to(layer["bias"], out.shape).astype(out.dtype)
+
+
+@jax.custom_vjp
+def _look_up(table: jax.Array, master: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows of a table; the gradient goes to `master` alone and is summed in its dtype."""
+    return table[ids]
+
+
+def _look_up_forward(
+    table: jax.Array, master: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return table[ids], (master, ids)
+
+
+def _look_up_backward(
+    saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[None, jax.Array, None]:
+    master, ids = saved
+    [summed] = jax.linear_transpose(lambda table: table[ids], master)(gradient.astype(master.dtype))
+    return None, summed, None
+
+
+_look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _project(axes: str, hidden: jax.Array, table: jax.Array, master: jax.Array) -> jax.Array:
+    """Float32 products of hidden states with a table; the gradient goes to `master`, not to it.
+
+    Backwards too, products take both operands in the compute dtype and give float32. So what many
+    chunks of tokens add to the gradient is summed in float32.
+
+    Args:
+        axes: of the table: "vd" or "dv".
+        hidden: `[..., D]`.
+        table: in the compute dtype.
+        master: the same in float32.
+    """
+    return jnp.einsum(f"...d,{axes}->...v", hidden, table, preferred_element_type=jnp.float32)
+
+
+def _project_forward(
+    axes: str, hidden: jax.Array, table: jax.Array, master: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return _project(axes, hidden, table, master), (hidden, table)
+
+
+def _project_backward(
+    axes: str, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, None, jax.Array]:
+    hidden, table = saved
+    gradient = gradient.astype(table.dtype)
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    of_hidden = product(f"...v,{axes}->...d", gradient, table).astype(hidden.dtype)
+    # In the table's own order of axes: a CPU's compiler cannot turn this product's result.
+    order = "...v,...d->vd" if axes == "vd" else "...d,...v->dv"
+    operands = (gradient, hidden) if axes == "vd" else (hidden, gradient)
+    return of_hidden, None, product(order, *operands)
+
+
+_project.defvjp(_project_forward, _project_backward)
 
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -352,7 +435,7 @@ def hidden_states(
     """Final normed hidden states of packed rows, the layers scanned.
 
     Args:
-        params: stacked parameters in the compute dtype.
+        params: stacked parameters, or their `train_weights`.
         config: of the model.
         token_ids: ids of the rows.
         positions: position of each token in its own sequence.
@@ -370,7 +453,11 @@ def hidden_states(
     def step(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
         return _block(layer, config, x, angles, attend), None
 
-    x = params["embed"]["embedding"][token_ids.reshape(-1)]
+    table, ids = params["embed"], token_ids.reshape(-1)
+    if "master" in table:
+        x = _look_up(table["embedding"], table["master"], ids)
+    else:
+        x = table["embedding"][ids]
     x, _ = jax.lax.scan(jax.checkpoint(step) if remat else step, x, params["blocks"])
     return rms_norm(x, params["norm"]["scale"], config.rms_norm_eps).reshape(R, T, -1)
 
@@ -384,8 +471,13 @@ def unembed(
     both on one distribution.
     """
     is_tied = "lm_head" not in params
-    kernel = params["embed"]["embedding"].T if is_tied else params["lm_head"]["kernel"]
-    logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+    table = params["embed" if is_tied else "lm_head"]
+    if "master" in table:
+        axes, weights = ("vd", table["embedding"]) if is_tied else ("dv", table["kernel"])
+        logits = _project(axes, hidden, weights, table["master"])
+    else:
+        kernel = table["embedding"].T if is_tied else table["kernel"]
+        logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
     if num_tokens >= config.vocab_size:
         return logits
     return jnp.where(jnp.arange(config.vocab_size) < num_tokens, logits, attention.LOWEST)
