@@ -48,7 +48,7 @@ def _optimizer() -> ConfigDict:
     """The keys that supervised and reinforcement learning share."""
     optimizer = ConfigDict()
     optimizer.lr = 1e-6  # peak learning rate of AdamW
-    optimizer.warmup_steps = 0  # optimizer steps from 0 to the peak, linearly
+    optimizer.warmup_steps = 0  # steps that rise to the peak, the first at 1 / warmup_steps of it
     optimizer.schedule = "constant"  # after the warm-up: constant, linear or cosine
     optimizer.final_lr_fraction = 0.0  # of the peak, where linear and cosine end
     optimizer.weight_decay = 0.01  # decoupled, on every parameter

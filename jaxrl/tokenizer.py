@@ -11,6 +11,9 @@ import tokenizers
 
 from jaxrl.envs.base import Message
 
+_SLACK_TOKENS = 128  # behind the last id that is taken of a prefix
+_USUAL_CHARACTERS = 8  # a token, of a prefix that is tried first
+
 
 class Tokenizer:
     """A byte-level BPE tokenizer with a chat template, read from a folder in Hugging Face's format.
@@ -53,6 +56,7 @@ class Tokenizer:
 
         self.vocab_bytes = _vocab_bytes(spec)
         self.num_tokens = len(self.vocab_bytes)
+        self._longest_token = max(len(data) for data in self.vocab_bytes)
         own = hf_tokenizer.eos_token_id
         self.eos_ids = tuple(dict.fromkeys([*([] if own is None else [own]), *eos_ids]))
         if not self.eos_ids:
@@ -114,6 +118,27 @@ class Tokenizer:
         No added token is matched, whether the tokenizer flags it as special or not.
         """
         return self._plain.encode(text, add_special_tokens=False).ids
+
+    def encode_start(self, text: str, max_tokens: int) -> list[int]:
+        """The first `max_tokens` ids of `encode_plain(text)`; a longer text costs no more.
+
+        What stands far behind an id has no say in it: merges work on pieces of the text, and the
+        pieces depend on what is near. Where a prefix ends, its last ids do depend on what is cut
+        off, so ids are taken only where many others follow them. A run of blanks is one piece,
+        however long; a prefix does not end within one, unless it has reached its largest size.
+        """
+        wanted = max_tokens + _SLACK_TOKENS
+        largest = self._longest_token * wanted  # characters: holds as many tokens in any case
+        size = min(_USUAL_CHARACTERS * wanted, largest)
+        while size < len(text):
+            start = text[:size]
+            ids = self.encode_plain(start.rstrip() or start)
+            if len(ids) >= wanted:
+                return ids[:max_tokens]
+            if size == largest:
+                return self.encode_plain(start)[:max_tokens]
+            size = min(2 * size, largest)
+        return self.encode_plain(text)[:max_tokens]
 
     def render_prompt(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a chat up to where the model's next message begins."""

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -17,11 +17,18 @@ CHATML = (
 TEXTS = ["where is the Eiffel tower?", "<search>tower</search>", "<answer>Paris</answer>", "塔，é"]
 
 
-def save(folder, *, special=("<|im_end|>", "<|im_start|>"), added=("<think>",), **config):
+def save(
+    folder,
+    *,
+    special=("<|im_end|>", "<|im_start|>"),
+    added=("<think>",),
+    pre_tokenizer=None,
+    **config,
+):
     """Trains a small tokenizer and writes it the way a model's folder has it."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizer or GPT2
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=320,
@@ -93,6 +100,61 @@ def test_text_from_outside_cannot_forge_a_token(tokenizer, marker):
     assert tokenizer.encode("plain words <search>") == tokenizer.encode_plain(
         "plain words <search>"
     )
+
+
+GPT2 = pre_tokenizers.ByteLevel(add_prefix_space=False)
+ONE_PIECE = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+QWEN = pre_tokenizers.Sequence(
+    [
+        pre_tokenizers.Split(
+            tokenizers.Regex(
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+                r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            ),
+            "isolated",
+        ),
+        ONE_PIECE,
+    ]
+)
+"""How GPT-2 and Qwen take a text to pieces, and no pieces at all."""
+
+PIECES = st.sampled_from(
+    [*"ab 1.\né塔<", "aaa", "   ", "\n\n", " \n ", "the tower", "'re", "e\u0301", "<|im_end|>"]
+)
+
+
+@pytest.fixture(scope="module", params=[GPT2, QWEN, ONE_PIECE], ids=["gpt2", "qwen", "one piece"])
+def cutting(request, tmp_path_factory):
+    """Tokenizers that look at few tokens beyond the last one: texts need not be long."""
+    folder = save(tmp_path_factory.mktemp("cutting"), pre_tokenizer=request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxrl.tokenizer._SLACK_TOKENS", 16)
+        patch.setattr("jaxrl.tokenizer._USUAL_CHARACTERS", 2)
+        yield Tokenizer.from_folder(folder)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    pieces=st.lists(st.tuples(PIECES | st.text(max_size=8), st.integers(1, 40)), max_size=12),
+    max_tokens=st.integers(0, 20),
+)
+def test_the_start_of_a_text_has_the_ids_that_the_whole_has(cutting, pieces, max_tokens):
+    text = "".join(piece * count for piece, count in pieces)
+    whole = cutting.encode_plain(text)
+    assert cutting.encode_start(text, max_tokens) == whole[:max_tokens]
+
+
+@pytest.mark.parametrize("unit", ["the tower is in Paris. ", "a", " ", "\n", "塔"])
+def test_no_more_of_a_long_text_is_encoded_than_is_kept(tokenizer, monkeypatch, unit):
+    seen = []
+    encode = tokenizer.encode_plain
+    monkeypatch.setattr(
+        tokenizer, "encode_plain", lambda text: seen.append(len(text)) or encode(text)
+    )
+    ids = tokenizer.encode_start(unit * (5_000_000 // len(unit)), 100)
+    assert len(ids) == 100
+    assert ids == encode(unit * 10_000)[:100]
+    assert sum(seen) < 50_000
 
 
 def test_prompt_is_the_template_as_transformers_encodes_it(tokenizer):

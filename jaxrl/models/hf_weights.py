@@ -206,6 +206,13 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"{index_file} is damaged: expected a JSON object with a 'weight_map' of tensor to "
             f"file name ({type(error).__name__}: {error}); fetch it again."
         ) from error
+    # By their names: files of the folder may be links to wherever a download has put them.
+    outside = [file for file in weight_map.values() if Path(file).name != file or file == ".."]
+    if outside:
+        raise ValueError(
+            f"{index_file} names {outside[0]!r}; expected names of files beside it, as "
+            "'model-00001-of-00002.safetensors'."
+        )
     stored = {tensor.name: tensor for file in files for tensor in _open_file(file)}
     for name, file in weight_map.items():
         if name not in stored or stored[name].file != folder / file:

@@ -89,7 +89,8 @@ class QwenConfig:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenConfig:
-        """The same from the parsed JSON; `source` is named in errors."""
+        """The same from the parsed JSON, where null is as absent; `source` is named in errors."""
+        fields = _without_nulls(fields)
         _refuse_unsupported(fields, source)
         is_qwen3 = fields["model_type"] == "qwen3"
         try:
@@ -113,6 +114,15 @@ class QwenConfig:
             )
         except KeyError as error:
             raise ValueError(f"{source} lacks the field {error.args[0]!r}.") from error
+
+
+def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that hold something, also inside of others."""
+    return {
+        name: _without_nulls(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if value is not None
+    }
 
 
 def _rope_fields(fields: dict[str, Any]) -> dict[str, Any]:

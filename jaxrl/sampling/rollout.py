@@ -161,11 +161,13 @@ def encode_observation(
     tokenizer: Tokenizer, observation: Observation, *, max_body_tokens: int
 ) -> tuple[list[int], str]:
     """Ids of an observation whose body is cut to fit inside its tags, and its text as inserted."""
-    body = tokenizer.encode_plain(observation.body)
-    text = observation.text
+    # One more than may stay: a body may be megabytes, of which no more is looked at.
+    body = tokenizer.encode_start(observation.body, max_body_tokens + 1)
     if len(body) > max_body_tokens:
         body = body[:max_body_tokens]
         text = observation.prefix + tokenizer.decode(body) + observation.suffix
+    else:
+        text = observation.text
     return [
         *tokenizer.encode(observation.prefix),
         *body,

@@ -295,6 +295,16 @@ def test_damaged_index(sharded_folder, text):
         load_hf(sharded_folder)
 
 
+@pytest.mark.parametrize("outside", ["../other/model.safetensors", "/etc/passwd", "sub/x", ".."])
+def test_an_index_that_names_a_file_outside_its_folder_is_refused(sharded_folder, outside):
+    index_file = sharded_folder / "model.safetensors.index.json"
+    index = json.loads(index_file.read_text())
+    index["weight_map"]["model.norm.weight"] = outside
+    index_file.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"names '{outside}'; expected names of files beside it"):
+        load_hf(sharded_folder)
+
+
 def test_killed_export_leaves_nothing(tmp_path, monkeypatch):
     params = init_params(CONFIG, seed=0)
     path = tmp_path / "out" / "export"

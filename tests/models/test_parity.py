@@ -146,6 +146,17 @@ def test_config_in_old_and_new_spelling():
     assert QwenConfig.from_dict(old).rope_theta == 50_000.0
 
 
+def test_null_is_as_absent():
+    fields = fields_of("qwen2_old_spelling")
+    names = ["rope_theta", "quantization_config", "rope_scaling", "rms_norm_eps", "head_dim"]
+    absent = {name: value for name, value in fields.items() if name not in names}
+    found = QwenConfig.from_dict(absent | dict.fromkeys(names))
+    assert found == QwenConfig.from_dict(absent)
+    assert found.rope_theta == 10_000.0
+    scaled = absent | {"rope_scaling": {"rope_theta": None, "partial_rotary_factor": None}}
+    assert QwenConfig.from_dict(scaled) == found
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
