@@ -68,7 +68,11 @@ def assemble(config: ConfigDict) -> Parts:
     check_model_fits(mesh, model_config)
     check_rows(config, mesh)
     check_length(config, model_config)
-    tokenizer = Tokenizer.from_folder(config.model.path)
+    tokenizer = Tokenizer.from_folder(
+        config.model.path,
+        eos_tokens=config.model.eos_tokens,
+        template_arguments=config.prompt.chat_template_kwargs,
+    )
     if tokenizer.num_tokens > model_config.vocab_size:
         raise ValueError(
             f"the tokenizer in {config.model.path!r} knows {tokenizer.num_tokens} ids, the model "
@@ -120,7 +124,11 @@ def assemble(config: ConfigDict) -> Parts:
         rollout=shared(rollouts[0]),
         rollout_without_search=shared(rollouts[1]),
         is_trigger=trigger_ids(tokenizer, config.shaping.trigger_words),
-        notes=tuple(text for text in (note, eval_note, overlap_note(tasks, eval_tasks)) if text),
+        notes=tuple(
+            text
+            for text in (_end_note(tokenizer), note, eval_note, overlap_note(tasks, eval_tasks))
+            if text
+        ),
     )
 
 
@@ -152,6 +160,18 @@ def fit_prompts(
             "config.rollout.max_prompt_tokens, or set overlong_prompts to 'truncate_left'."
         )
     return fitting, f"{key}: {what} and are left out"
+
+
+def _end_note(tokenizer: Tokenizer) -> str:
+    """What is to be told where nothing stops at the end of a message; "" where something does."""
+    end = tokenizer.unknown_message_end
+    if not end:
+        return ""
+    known = ", ".join(tokenizer.decode([id]) for id in tokenizer.eos_ids)
+    return (
+        f"warning: the chat template ends a message with {end}, but only {known} ends the model's; "
+        f"it may run on behind it. Set config.model.eos_tokens to ({end!r},)"
+    )
 
 
 def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:

@@ -71,6 +71,9 @@ def default_config() -> ConfigDict:
     config.model = model = ConfigDict()
     model.path = ""  # local folder in Hugging Face format
     model.dtype = "float32"  # of activations, matrix products and KV cache; weights stay float32
+    # Further tokens that end a message, by their texts, as ("<|im_end|>",): beside eos_token in
+    # tokenizer_config.json and eos_token_id in generation_config.json.
+    model.eos_tokens = ()
     model.remat = True  # recompute layers in the backward pass instead of keeping activations
     model.logits_chunk_tokens = 2048  # tokens whose logits are in memory at a time, in the update
 
@@ -84,10 +87,11 @@ def default_config() -> ConfigDict:
     tasks.train = ConfigDict({"source": "", "split": "train"})
     tasks.eval = ConfigDict({"source": "", "split": "test"})  # likewise, of held-out tasks
 
-    config.prompt = prompt = ConfigDict()
+    config.prompt = prompt = ConfigDict(convert_dict=False)  # a mapping stays one value
     prompt.system = ""  # system message; none when empty
     prompt.template = "{question}"  # user message around the question
     prompt.examples = ()  # messages ({"role", "content"}) between the two, as worked examples
+    prompt.chat_template_kwargs = {}  # of the model's chat template, as {"enable_thinking": False}
 
     config.env = env = ConfigDict()
     env.name = "search"  # search: questions answered with a search engine; math: in one turn, alone
@@ -332,6 +336,11 @@ def check_keys(keys: Iterable[str], *, source: str = "") -> None:
         inside = [name for name in known if name.startswith(f"{key}.")]
         if inside:
             raise ValueError(f"{source}config.{key} is a section; set its keys, as {inside[0]}.")
+        if key.startswith(f"{MAPPING}."):
+            name = key.removeprefix(f"{MAPPING}.")
+            raise ValueError(
+                f"{source}config.{MAPPING} takes a mapping; set it whole, as {{{name!r}: False}}."
+            )
         last = key.rpartition(".")[2]
         near = [name for name in known if name.rpartition(".")[2] == last]
         near = near or difflib.get_close_matches(key, known, n=1)
@@ -339,10 +348,14 @@ def check_keys(keys: Iterable[str], *, source: str = "") -> None:
         raise ValueError(f"{source}there is no key config.{key}; {hint}")
 
 
+MAPPING = "prompt.chat_template_kwargs"
+"""The one key whose value is a mapping, with names that are the template's."""
+
+
 def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and f"{prefix}{key}" != MAPPING:
             flat += _flatten(value, f"{prefix}{key}.")
         else:
             flat.append((f"{prefix}{key}", _with_tuples(value)))
@@ -502,6 +515,15 @@ def _check_ranges(config: ConfigDict) -> None:
         expected = f"a tuple of whole numbers from 1 to eval.samples={config.eval.samples}"
         _refuse("eval.ks", config.eval.ks, expected)
     _check_k_schedule(config.advantage.k_schedule)
+    for key, texts in {"model.eos_tokens": config.model.eos_tokens}.items():
+        if not all(isinstance(text, str) and text for text in texts):
+            _refuse(key, texts, "a tuple of texts, as ('<|im_end|>',)")
+    if not all(
+        isinstance(name, str) and isinstance(value, bool | int | float | str)
+        for name, value in config.prompt.chat_template_kwargs.items()
+    ):
+        expected = "names with true, false, a number or a text each, as {'enable_thinking': False}"
+        _refuse(MAPPING, config.prompt.chat_template_kwargs, expected)
     if config.advantage.ddof not in (0, 1):
         _refuse("advantage.ddof", config.advantage.ddof, "0 (population) or 1 (sample)")
 

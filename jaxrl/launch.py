@@ -10,6 +10,7 @@ model's config.json alone, and ends with 0 if it fits and 1 if it does not.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
 import itertools
@@ -328,6 +329,21 @@ def _check_config_flags(argv: Sequence[str]) -> None:
     overrides = [_OVERRIDE.fullmatch(name) for name in names]
     configuration.check_keys([match[1] for match in overrides if match])
 
+
+class _MappingParser(flags.ArgumentParser):
+    """A mapping as Python writes it, of the key that has one."""
+
+    def parse(self, argument: Any) -> dict[str, Any]:
+        try:
+            value = ast.literal_eval(argument) if isinstance(argument, str) else argument
+        except (ValueError, SyntaxError) as error:
+            raise ValueError(f"{argument!r} is no mapping such as {{'name': False}}") from error
+        if not isinstance(value, dict):
+            raise ValueError(f"{argument!r} is no mapping such as {{'name': False}}")
+        return value
+
+
+config_flags.register_flag_parser_for_type(dict, _MappingParser())
 
 _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 

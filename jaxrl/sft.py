@@ -85,6 +85,8 @@ def encode_demonstration(
         )
     start = roles.index("assistant")
     pieces = [(tokenizer.render_prompt(messages[:start]), False)]
+    messages = [*messages]
+    messages[start] = _continue(tokenizer.opener, messages[start], place)
     for message in messages[start:]:
         if message["role"] == "assistant":
             pieces.append((tokenizer.encode(message["content"]), True))
@@ -109,6 +111,27 @@ def encode_demonstration(
         loss_mask=loss_mask,
         rollout_logprobs=np.zeros(len(token_ids), np.float32),
     )
+
+
+def _continue(opener: str, message: dict[str, str], place: str) -> dict[str, str]:
+    """The first assistant message from where the chat template's opener ends.
+
+    Raises:
+        ValueError: it is no continuation of a thought that the opener begins.
+    """
+    content, begun = message["content"], opener.strip()
+    if not begun:
+        return message
+    if content.lstrip().startswith(begun):
+        return {**message, "content": content.lstrip().removeprefix(begun).lstrip()}
+    if begun.endswith("<think>") and "</think>" not in content.partition("<think>")[0]:
+        raise ValueError(
+            f"{place}: the model's chat template begins every answer with {opener!r}, and "
+            f"{content[:40]!r} neither begins so nor ends that thought. Begin the first assistant "
+            "message with it, or see whether config.prompt.chat_template_kwargs can turn it off "
+            "(enable_thinking)."
+        )
+    return message
 
 
 def _check_turns(messages: list[dict[str, str]], tools: Sequence[str], place: str) -> None:

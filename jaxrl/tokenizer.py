@@ -2,13 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import tokenizers
 
+from jaxrl.chat import Chat, Piece
 from jaxrl.envs.base import Message
 
 _SLACK_TOKENS = 128  # behind the last id that is taken of a prefix
@@ -24,20 +25,35 @@ class Tokenizer:
         num_tokens: ids the tokenizer knows, `0 <= id < num_tokens`; a model's embedding may be
             padded beyond.
         eos_ids: any of these ends the model's message; the tokenizer's own comes first.
+        opener: what the chat template writes of each message of the model before the model does;
+            the end of every prompt, "" for most templates.
         pad_id: fills unused places; masks never depend on it.
     """
 
     vocab_bytes: list[bytes]
     num_tokens: int
     eos_ids: tuple[int, ...]
+    opener: str
     pad_id: int
 
-    def __init__(self, hf_tokenizer: Any, *, eos_ids: Iterable[int] = ()):
+    def __init__(
+        self,
+        hf_tokenizer: Any,
+        *,
+        eos_ids: Iterable[int] = (),
+        eos_tokens: Iterable[str] = (),
+        template_arguments: Mapping[str, Any] | None = None,
+    ):
         """Wrap a fast tokenizer of transformers; `from_folder` is the usual way here.
 
         Args:
             hf_tokenizer: a `PreTrainedTokenizerFast`.
             eos_ids: further ids that end a message.
+            eos_tokens: further tokens that end a message, by their texts.
+            template_arguments: of the chat template, such as `enable_thinking`.
+
+        Raises:
+            ValueError: the tokenizer is of another kind, or lacks what was named.
         """
         self._hf_tokenizer = hf_tokenizer
         spec = json.loads(hf_tokenizer.backend_tokenizer.to_str())
@@ -58,7 +74,8 @@ class Tokenizer:
         self.num_tokens = len(self.vocab_bytes)
         self._longest_token = max(len(data) for data in self.vocab_bytes)
         own = hf_tokenizer.eos_token_id
-        self.eos_ids = tuple(dict.fromkeys([*([] if own is None else [own]), *eos_ids]))
+        named = [self._one_token(text) for text in eos_tokens]
+        self.eos_ids = tuple(dict.fromkeys([*([] if own is None else [own]), *eos_ids, *named]))
         if not self.eos_ids:
             raise ValueError(
                 "the tokenizer names no end-of-sequence token and generation_config.json none "
@@ -66,9 +83,29 @@ class Tokenizer:
             )
         pad = hf_tokenizer.pad_token_id
         self.pad_id = self.eos_ids[0] if pad is None else pad
+        special = [token["id"] for token in spec["added_tokens"] if token["special"]]
+        self._added_ids = {token["id"] for token in spec["added_tokens"]}
+        arguments = dict(template_arguments or {})
+        if hf_tokenizer.chat_template:
+            _check_arguments(arguments, hf_tokenizer.get_chat_template())
+        self._chat = Chat(
+            lambda messages, asks: hf_tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=asks, **arguments
+            ),
+            bos=hf_tokenizer.bos_token or "",
+        )
+        self.opener = self._chat.opener
+        # What no message's content can write: what holds a chat together.
+        self._chat_ids = {*special, *self.eos_ids, *self.encode(self._chat.around)}
 
     @classmethod
-    def from_folder(cls, path: str | os.PathLike[str]) -> "Tokenizer":
+    def from_folder(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        eos_tokens: Iterable[str] = (),
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> "Tokenizer":
         """Load from a local folder; nothing is ever looked up on a network.
 
         `eos_ids` also takes in those of `generation_config.json`, where the folder has one.
@@ -106,7 +143,12 @@ class Tokenizer:
                 "tokenizer_config.json or a file chat_template.jinja. Add one, or set `model.path` "
                 "to an instruction-tuned model."
             )
-        return cls(hf_tokenizer, eos_ids=_generation_eos_ids(folder))
+        return cls(
+            hf_tokenizer,
+            eos_ids=_generation_eos_ids(folder),
+            eos_tokens=eos_tokens,
+            template_arguments=template_arguments,
+        )
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; strings of special tokens become these tokens, none are added."""
@@ -141,21 +183,78 @@ class Tokenizer:
         return self.encode_plain(text)[:max_tokens]
 
     def render_prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of a chat up to where the model's next message begins."""
-        try:
-            text = self._hf_tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
-            )
-        except jinja2.TemplateError as error:
-            roles = [message["role"] for message in messages]
+        """Ids of a chat up to where the model's next message begins.
+
+        What the messages hold cannot forge the chat: in their contents, strings of special tokens
+        and of tokens that the template itself writes stay plain characters. Other added tokens
+        are parsed there as anywhere: an example's `<think>` is the token that a model writes.
+
+        Raises:
+            ValueError: the template refuses the chat, or drops a message.
+        """
+        return self._encode_chat(self._chat.render(messages))
+
+    def _encode_chat(self, pieces: Sequence[Piece]) -> list[int]:
+        text = "".join(piece.text for piece in pieces)
+        is_given = [piece.is_given for piece in pieces for _ in piece.text]
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        added = [
+            (id, start, end)
+            for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True)
+            if id in self._added_ids
+        ]
+        kept = [
+            (id, start, end)
+            for id, start, end in added
+            if id not in self._chat_ids or not any(is_given[start:end])
+        ]
+        if len(kept) == len(added):
+            return encoding.ids
+        # An added token cuts a text in two, which are encoded apart; a forged one does not.
+        ids, begin = [], 0
+        for id, start, end in kept:
+            ids += [*self.encode_plain(text[begin:start]), id]
+            begin = end
+        return [*ids, *self.encode_plain(text[begin:])]
+
+    def _one_token(self, text: str) -> int:
+        ids = self.encode(text)
+        if len(ids) != 1:
             raise ValueError(
-                f"the tokenizer's chat template refuses a chat of the roles {roles}: {error}"
-            ) from error
-        return self.encode(text)
+                f"config.model.eos_tokens names {text!r}, of which the tokenizer makes {len(ids)} "
+                "tokens; expected the text of one token, as '<|im_end|>'."
+            )
+        return ids[0]
+
+    @property
+    def unknown_message_end(self) -> str:
+        """The added token that stands behind the model's messages, where nothing stops at it.
+
+        "" where one of `eos_ids` stands there, or no added token.
+        """
+        ids = self.encode(self._chat.message_end.strip())[:1]
+        is_unknown = bool(ids) and ids[0] in self._added_ids and ids[0] not in self.eos_ids
+        return self.decode(ids) if is_unknown else ""
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, special tokens included; bytes that are not UTF-8 read as U+FFFD."""
         return b"".join(self.vocab_bytes[id] for id in ids).decode("utf-8", errors="replace")
+
+
+_OWN_ARGUMENTS = ("messages", "conversation", "tokenize", "add_generation_prompt", "chat_template")
+"""Not a user's to set: they decide what is rendered, and as what."""
+
+
+def _check_arguments(arguments: Mapping[str, Any], template: str) -> None:
+    """Refuses arguments that the chat template does not read."""
+    for name in arguments:
+        is_read = re.search(rf"\b{re.escape(name)}\b", template)
+        if name in _OWN_ARGUMENTS or not is_read:
+            raise ValueError(
+                f"config.prompt.chat_template_kwargs names {name!r}, which the model's chat "
+                "template does not read; its arguments are in the template's text (chat_template "
+                "in tokenizer_config.json, or chat_template.jinja)."
+            )
 
 
 def _generation_eos_ids(folder: Path) -> list[int]:

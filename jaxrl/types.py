@@ -49,6 +49,9 @@ class Trajectory:
     sample_index: int  # within the group
     attempt: int = 0
     task: Task
+    opener: str = (
+        ""  # of the response, which the chat template has written: the prompt ends with it
+    )
     turns: tuple[Turn, ...]
     outcome: Outcome
     reward: float = 0.0
@@ -108,8 +111,9 @@ class Trajectory:
 
     @property
     def generated_text(self) -> str:
-        """Everything after the prompt, inserted observations included."""
-        return "".join(turn.text + (turn.observation or "") for turn in self.turns)
+        """The template's opener, and everything after the prompt, observations included."""
+        written = "".join(turn.text + (turn.observation or "") for turn in self.turns)
+        return self.opener + written
 
     def token_steps(self, token_text: Callable[[int], str]) -> list[TokenStep]:
         """Every sampled token by itself.

@@ -157,8 +157,33 @@ def test_a_whole_number_for_a_float_and_an_exponent_without_a_point(config, tmp_
 
 
 @pytest.mark.parametrize(
+    "values",
+    [
+        {"prompt": {"chat_template_kwargs": {"enable_thinking": False}}},
+        {"prompt.chat_template_kwargs": {"enable_thinking": False}},
+    ],
+)
+def test_arguments_of_the_chat_template_are_one_value(config, tmp_path, values):
+    file = tmp_path / "my.yaml"
+    file.write_text(yaml.safe_dump(values))
+    load_values(config, str(file))
+    assert config.prompt.chat_template_kwargs == {"enable_thinking": False}
+    validate(config)
+    other = default_config().lock()
+    other.prompt.chat_template_kwargs = {"enable_thinking": False}
+    other.prompt.chat_template_kwargs["depth"] = 2
+    assert flatten(other)["prompt.chat_template_kwargs"] == {"enable_thinking": False, "depth": 2}
+    assert default_config().prompt.chat_template_kwargs == {}
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
+        (
+            "prompt: {chat_template_kwargs: 1}",
+            "chat_template_kwargs is 1; expected a value of type",
+        ),
+        ("prompt.chat_template_kwargs.x: 1", "takes a mapping; set it whole, as {'x': False}"),
         ("rollout: {group_size: many}", "rollout.group_size is 'many'; expected a value of type"),
         ("rollout: {group_size: 2.0}", "rollout.group_size is 2.0; expected a value of type int"),
         ("optimizer.lr: fast", "optimizer.lr is 'fast'; expected a finite number"),
@@ -184,6 +209,8 @@ def test_json_round_trip(config, tmp_path):
     config.prompt.examples = ({"role": "user", "content": "Où ?"},)
     config.optimizer.lr = 1e-7
     config.advantage.k_schedule = ((0, 4), (60, 1))
+    config.prompt.chat_template_kwargs = {"enable_thinking": False}
+    config.model.eos_tokens = ("<|im_end|>",)
     file = tmp_path / "config.json"
     file.write_text(to_json(config), encoding="utf-8")
     other = default_config().lock()

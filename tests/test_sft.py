@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.collect import from_json, to_json
 from jaxrl.envs.base import Task
-from jaxrl.envs.protocol import BAPO
+from jaxrl.envs.protocol import BAPO, SEARCH_R1
 from jaxrl.envs.python_tool import PythonTool
 from jaxrl.envs.retrieval import NO_INFORMATION, KeywordSearch
 from jaxrl.envs.search import SearchEnv
@@ -146,6 +147,54 @@ def test_the_tokens_are_those_of_a_rollout(tokenizer, query):
     assert shown.token_ids.dtype == np.int32
     assert shown.loss_mask.dtype == bool
     assert shown.rollout_logprobs.shape == shown.token_ids.shape
+
+
+THINKING = (
+    "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>{{ '<think>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "turn"),
+    [
+        (SEARCH_R1, "far </think><answer>Paris</answer>"),
+        (BAPO, "far </think><answer>\\boxed{Paris}</answer>"),
+    ],
+    ids=["search_r1", "bapo"],
+)
+def test_what_the_template_opens_is_part_of_the_response(protocol, turn):
+    tokenizer = toy_tokenizer(chat_template=THINKING)
+    env = SearchEnv(
+        KeywordSearch({}),
+        system="",
+        template="{question}",
+        max_searches=1,
+        reward_weights={"format": 1.0},
+        protocol=protocol,
+    )
+    automaton = StopAutomaton(tokenizer.vocab_bytes, env.stop_strings)
+    limits = Limits(
+        max_prompt_tokens=64,
+        max_response_tokens=64,
+        max_total_tokens=128,
+        max_observation_tokens=9,
+    )
+    rollout = Rollout(Replay([tokenizer.encode(turn)]), env, tokenizer, automaton, limits)
+    task = Task(id="1", question="Where?", answers=("Paris",))
+    seeds = Seeds(seed=0, stage=0, step=0)
+    [played] = rollout([Draw(task=task, position=0)], group_size=1, seeds=seeds, policy_version=0)
+    assert played.generated_text == f"<think>\n{turn}"
+    assert played.is_well_formed
+    assert played.reward_parts["format"] == protocol.format_reward(f"<think>\n{turn}") >= 0
+    assert protocol.format_reward(turn) < 0
+    assert [turn.text for turn in played.turns] == [turn]
+    # It was read, not sampled.
+    prompt = tokenizer.decode(played.token_ids[: played.prompt_length])
+    assert prompt.endswith("<|im_start|><think>\n")
+    assert played.loss_mask.sum() == len(tokenizer.encode(turn))
+    assert not played.loss_mask[: played.prompt_length].any()
+    assert from_json(json.loads(json.dumps(to_json(played)))).generated_text == f"<think>\n{turn}"
 
 
 def test_only_assistant_messages_are_trained_on(tokenizer):

@@ -50,8 +50,16 @@ def chain(text):
     return [(text[:end], text[end]) for end in range(1, len(text))]
 
 
-def toy_tokenizer(*merges):
-    """Byte-level BPE of all bytes and these merges, with ChatML's special tokens."""
+def toy_tokenizer(
+    *merges,
+    chat_template=CHATML,
+    special=(),
+    added=(),
+    eos_token="<|im_end|>",
+    bos_token=None,
+    **settings,
+):
+    """Byte-level BPE of all bytes and these merges, with ChatML's special tokens and others."""
     by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     spell = lambda text: by_bytes.pre_tokenize_str(text)[0][0]  # noqa: E731
     merges = list(dict.fromkeys((spell(left), spell(right)) for left, right in merges))
@@ -60,11 +68,16 @@ def toy_tokenizer(*merges):
     backend = tokenizers.Tokenizer(models.BPE(vocab, merges))
     backend.pre_tokenizer = by_bytes
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|im_end|>", "<|im_start|>"])
+    backend.add_special_tokens(["<|im_end|>", "<|im_start|>", *special])
+    backend.add_tokens(list(added))
     return Tokenizer(
         PreTrainedTokenizerFast(
-            tokenizer_object=backend, eos_token="<|im_end|>", chat_template=CHATML
-        )
+            tokenizer_object=backend,
+            eos_token=eos_token,
+            bos_token=bos_token,
+            chat_template=chat_template,
+        ),
+        **settings,
     )
 
 

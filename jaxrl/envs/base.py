@@ -122,13 +122,17 @@ class Episode:
     """One sample of one task while it runs; the rollout owns and fills it."""
 
     task: Task
+    opener: str = (
+        ""  # of the response, which the chat template has written: the prompt ends with it
+    )
     turns: list[Turn] = field(default_factory=list)
     outcome: Outcome | None = None
 
     @property
     def response(self) -> str:
-        """Everything after the prompt, observations included."""
-        return "".join(turn.text + (turn.observation or "") for turn in self.turns)
+        """The template's opener, and everything after the prompt, observations included."""
+        written = "".join(turn.text + (turn.observation or "") for turn in self.turns)
+        return self.opener + written
 
     @property
     def num_tool_calls(self) -> int:

@@ -330,7 +330,7 @@ class Rollout:
                 failure = str(error)
             for sample_index in range(group_size):
                 sample = _Sample(
-                    episode=Episode(task=draw.task),
+                    episode=Episode(task=draw.task, opener=self._tokenizer.opener),
                     group_id=group_id,
                     sample_index=sample_index,
                     attempt=draw.attempt,
@@ -634,6 +634,7 @@ def _trajectory(sample: _Sample, reward: Reward | None, policy_version: int) -> 
         sample_index=sample.sample_index,
         attempt=sample.attempt,
         task=sample.episode.task,
+        opener=sample.episode.opener,
         turns=tuple(sample.episode.turns),
         outcome=sample.episode.outcome or Outcome.OUT_OF_BUDGET,
         **scored,
