@@ -417,16 +417,16 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("step", "told"), STEPS)
-def test_a_step_that_goes_wrong_is_an_environment_error(player, step, told):
+def test_a_step_that_goes_wrong_is_an_environment_error(player):
     teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
     env = search_env()
-    env.step = step
-    got = play_one(player, env)
-    assert got.outcome == Outcome.ENVIRONMENT_ERROR
-    assert got.turns[-1].error.startswith(told)
-    assert got.turns[-1].text == FIRST.removesuffix("\n\n")
-    assert player.engine.is_idle
+    for step, told in STEPS:
+        env.step = step
+        got = play_one(player, env)
+        assert got.outcome == Outcome.ENVIRONMENT_ERROR
+        assert got.turns[-1].error.startswith(told)
+        assert got.turns[-1].text == FIRST.removesuffix("\n\n")
+        assert player.engine.is_idle
 
 
 SCORES = [
@@ -444,24 +444,24 @@ SCORES = [
 ]
 
 
-@pytest.mark.parametrize(("score", "told"), SCORES)
-def test_a_score_that_goes_wrong_is_an_environment_error(player, score, told):
+def test_a_score_that_goes_wrong_is_an_environment_error(player):
     teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
     env = search_env()
-    env.score = score
-    got = play_one(player, env)
-    assert (got.outcome, got.reward) == (Outcome.ENVIRONMENT_ERROR, 0.0)
-    assert got.turns[-1].error.startswith(told)
+    for score, told in SCORES:
+        env.score = score
+        got = play_one(player, env)
+        assert (got.outcome, got.reward) == (Outcome.ENVIRONMENT_ERROR, 0.0)
+        assert got.turns[-1].error.startswith(told)
 
 
-@pytest.mark.parametrize("method", ["step", "score", "start"])
-def test_an_interrupt_in_an_environment_interrupts(player, method):
+def test_an_interrupt_in_an_environment_interrupts(player):
     teach(player, FIRST, SEARCH_R1.render_observation(FOUND), LAST)
-    env = search_env()
-    setattr(env, method, raising(KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        play_one(player, env)
-    assert player.engine.is_idle
+    for method in ("step", "score", "start"):
+        env = search_env()
+        setattr(env, method, raising(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            play_one(player, env)
+        assert player.engine.is_idle
 
 
 @pytest.mark.parametrize("bad", [SystemExit(0), None])
