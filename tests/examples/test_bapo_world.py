@@ -97,8 +97,9 @@ def test_demonstrations_are_of_mixed_quality(records):
     assert 0.2 < len(untold) / len(chats) < 0.4
     assert not any(metadata["is_correct"] for metadata in untold)
     assert 0.2 < np.mean([metadata["is_correct"] for metadata in told]) < 0.8
-    assert 0.05 < np.mean([metadata["is_abstention"] for metadata in told]) < 0.25
-    assert 0.1 < np.mean([metadata["is_abstention"] for metadata in untold]) < 0.3
+    # Rarely, so that many a group neither finds the answer nor says so, and is sampled again.
+    assert 0.01 < np.mean([metadata["is_abstention"] for metadata in told]) < 0.12
+    assert 0.02 < np.mean([metadata["is_abstention"] for metadata in untold]) < 0.15
     assert 0 < np.mean([not metadata["num_searches"] for metadata in told]) < 0.1
     ages = [c["metadata"]["num_python_calls"] for c in chats if c["data_source"].endswith("age")]
     assert 0.3 < np.mean(ages) < 0.8
