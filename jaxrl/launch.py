@@ -150,17 +150,19 @@ def _run(
             parts = assemble(config)
             if distributed.is_main():
                 stack.enter_context(held(workdir))
-                resuming.write_history(workdir, begun, changes, contents, config.stages)
-                if begun is None or set(config.stages) != {"evaluate"}:
-                    resuming.write_config(workdir, config)
         except INPUT_ERRORS as error:
             _refuse(error)
         display = Display(is_shown=distributed.is_main())
         for line in (*said, *parts.notes):
             display.say(line)
+
+        def adopt() -> None:
+            if distributed.is_main():
+                resuming.adopt(workdir, begun, changes, config, contents)
+
         begin()
         try:
-            run(config, workdir, parts, display, should_stop, contents)
+            run(config, workdir, parts, display, should_stop, contents, adopt)
         except Interrupted:
             sys.exit(EXIT_TRY_AGAIN)
         except NothingWorksError as error:

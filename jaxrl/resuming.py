@@ -255,6 +255,19 @@ def check_changes(workdir: Path, begun: Begun, changes: Sequence[Change]) -> Non
         )
 
 
+def adopt(
+    workdir: Path,
+    begun: Begun | None,
+    changes: Sequence[Change],
+    config: ConfigDict,
+    contents: Mapping[str, str],
+) -> None:
+    """Writes down that the run goes on with this configuration, first what that changes."""
+    write_history(workdir, begun, changes, contents, config.stages)
+    if begun is None or set(config.stages) != {"evaluate"}:
+        write_config(workdir, config)
+
+
 def write_history(
     workdir: Path,
     begun: Begun | None,

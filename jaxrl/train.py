@@ -179,6 +179,7 @@ def run(
     display: Display,
     should_stop: Callable[[], bool] = lambda: False,
     contents: Mapping[str, str] | None = None,
+    adopt: Callable[[], None] = lambda: None,
 ) -> None:
     """Runs the configured stages, from where the workdir's newest checkpoint stands.
 
@@ -189,6 +190,8 @@ def run(
         display: progress.
         should_stop: true once the run is to save and end.
         contents: fingerprints of the files that the configuration names, for the checkpoints.
+        adopt: called once the checkpoint to go on with, if any, is restored: from then on the run
+            is one of this configuration.
 
     Raises:
         Interrupted: `should_stop` was true. The steps that were done are saved.
@@ -207,6 +210,7 @@ def run(
     position, restored = Position(), {}
     if found:
         position, restored = Position.from_json(found[0], config), found[1]
+    adopt()
     is_main = distributed.is_main()
     if is_main and (found or set(config.stages) != {"evaluate"}):
         remove_later_files(workdir, position.step)

@@ -474,7 +474,10 @@ def test_a_full_disk_is_one_line_whatever_its_libraries_say(tmp_path, tiny_world
 def test_a_run_in_which_everything_fails_has_an_exit_code_of_its_own(
     monkeypatch, capfd, tmp_path, tiny_world
 ):
-    def run(*_):
+    def run(*arguments):
+        adopt = arguments[-1]
+        assert not (workdir / "config.json").exists()  # nothing is restored yet
+        adopt()
         raise NothingWorksError("every episode failed: no route to host")
 
     workdir = tmp_path / "workdir"
@@ -489,6 +492,7 @@ def test_a_run_in_which_everything_fails_has_an_exit_code_of_its_own(
     assert told.err == "error: every episode failed: no route to host\n"
     assert told.out == "a note\n"
     # What it began with is known from now on.
+    assert json.loads((workdir / "config.json").read_text())["seed"] == 0
     [line] = (workdir / "config_history.jsonl").read_text().splitlines()
     assert json.loads(line)["contents"].keys() >= {"tasks.train.source", "search.corpus"}
 
