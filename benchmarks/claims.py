@@ -76,8 +76,8 @@ WORLDS = {
 
 HOPS = {"optimizer.lr": 2e-4, "rollout.max_total_tokens": 208, "eval.every_steps": 5}
 MATH = {"eval.every_steps": 5}
-# Many large updates of each batch, so that ratios leave the clipping range.
-PRESSED = {"optimizer.lr": 5e-4, "optimizer.num_epochs": 2, "eval.every_steps": 10}
+# Many updates of each batch, so that ratios leave the clipping range.
+PRESSED = {"optimizer.num_epochs": 3, "eval.every_steps": 10}
 PASS_AT_K = {"eval.samples": 8, "eval.every_steps": 20}
 BAPO = {
     "shaping.boundary_aware": True,
@@ -122,7 +122,7 @@ ARMS = {
         "overlong shaping": Arm(
             world="math",
             num_steps=50,
-            changes={**MATH, "shaping.overlong_buffer": 20},  # a fifth, as published
+            changes={**MATH, "shaping.overlong_buffer": 14},  # a fifth, as published
         ),
         "GRPO, pressed": Arm(world="math", num_steps=30, changes=PRESSED),
         "clip-higher": Arm(world="math", num_steps=30, changes={**PRESSED, "loss.clip_high": 0.28}),
@@ -167,6 +167,9 @@ ARMS = {
 
 EM = Measure(name="exact match", of=report.final("all/exact_match"))
 TRUNCATED = Measure(name="truncated, last third", of=report.last_steps("outcome/out_of_budget"))
+EVER_TRUNCATED = Measure(
+    name="truncated, all steps", of=report.last_steps("outcome/out_of_budget", 1.0)
+)
 ENTROPY = Measure(name="entropy, last third", of=report.last_steps("actor/entropy"))
 GENERATED = Measure(
     name="trajectories generated", of=report.total("rollout/num_generated"), digits=0
@@ -287,8 +290,8 @@ well.""",
 Claimed ([DAPO](https://arxiv.org/abs/2503.14476)): a higher ceiling of the ratio, 1.28 rather than
 1.2, lets unlikely tokens rise and so keeps the policy's entropy from collapsing. The test: entropy
 over the last third of the steps; how a line begins is free here, so that there is entropy that no
-score takes away. Both arms are pressed: each batch gives eight large optimizer steps, since with
-few and small ones the ratio stays near 1 and no ceiling is touched.""",
+score takes away. Both arms are pressed: each batch gives twelve optimizer steps, since with few of
+them the ratio stays near 1 and no ceiling is touched.""",
         world="math",
         arms=("GRPO, pressed", "clip-higher"),
         measures=(
@@ -311,21 +314,19 @@ few and small ones the ratio stays near 1 and no ceiling is touched.""",
         says="""\
 Claimed ([DAPO](https://arxiv.org/abs/2503.14476)): a penalty that grows over the last part of the
 budget makes fewer answers run out of it. The test: the share of training trajectories that are cut
-off, over all steps and over the last third. No problem needs more than two thirds of the budget,
-but the warm start works many of them out twice.""",
+off, over all steps, since it falls within a few. The longest problem needs four fifths of the
+budget, but the warm start works many problems out twice.""",
         world="math",
         arms=(PLAIN, "overlong shaping"),
         measures=(
-            Measure(
-                name="truncated, all steps", of=report.last_steps("outcome/out_of_budget", 1.0)
-            ),
+            EVER_TRUNCATED,
             TRUNCATED,
             Measure(name="truncated, held out", of=report.final("all/truncated")),
             Measure(name="tokens, held out", of=report.final("all/tokens"), digits=1),
             EM,
         ),
         criteria=(
-            gain(TRUNCATED, "overlong shaping", least=0.005, is_higher_better=False),
+            gain(EVER_TRUNCATED, "overlong shaping", least=0.005, is_higher_better=False),
             nearly_equal(EM, "overlong shaping"),
         ),
         panels=(

@@ -71,7 +71,7 @@ WORLDS = {
         "reward.weights.math": 1.0,
         "reward.correct": "math",
         "rollout.max_prompt_tokens": 56,
-        "rollout.max_response_tokens": 96,
+        "rollout.max_response_tokens": 72,
         "rollout.max_total_tokens": 168,
     },
     "ambiguous": {
