@@ -1,5 +1,8 @@
 """What becomes of tasks whose prompts are too long, before anything runs."""
 
+import json
+import shutil
+
 import pytest
 
 from configs import debug_tiny
@@ -42,6 +45,19 @@ def test_overlong_prompts_are_refused_left_out_or_cut():
     assert note.endswith("more than 40 tokens; their last 40 tokens are kept")
     for wish in ("refuse", "drop", "truncate_left"):
         assert fit(wish, "short", "brief") == (["0", "1"], "")
+
+
+def test_an_end_of_messages_at_which_nothing_stops_is_told(tiny_world, tmp_path):
+    config = debug_tiny.get_config(str(tiny_world))
+    config.model.path = str(shutil.copytree(tiny_world / "model", tmp_path / "model"))
+    file = tmp_path / "model" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|endoftext|>"}))
+    (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
+    [note] = assemble(config).notes
+    assert note.startswith("warning: the chat template ends a message with <|im_end|>, but only ")
+    assert note.endswith("Set config.model.eos_tokens to ('<|im_end|>',)")
+    config.model.eos_tokens = ("<|im_end|>",)
+    assert assemble(config).notes == ()
 
 
 def test_never_all_tasks_are_left_out():

@@ -359,11 +359,35 @@ class TestFiles:
     def test_a_template_that_refuses_system_messages(self, refusal, model):
         file = model / "tokenizer_config.json"
         template = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}"
-        fields = json.loads(file.read_text()) | {"chat_template": template + "{% endif %}x"}
+        fields = json.loads(file.read_text())
+        fields["chat_template"] = f"{template}{{% endif %}}{fields['chat_template']}"
         file.write_text(json.dumps(fields))
         message = refusal(f"--config.model.path={model}", "--config.prompt.system=Search.")
         wanted = "the tokenizer's chat template refuses a chat of the roles ['system', 'user']"
         assert message == f"{wanted}: no system"
+
+    def test_a_template_that_drops_system_messages(self, refusal, model):
+        file = model / "tokenizer_config.json"
+        fields = json.loads(file.read_text())
+        loop = "{% for message in messages if message['role'] != 'system' %}"
+        fields["chat_template"] = fields["chat_template"].replace(
+            "{% for message in messages %}", loop
+        )
+        file.write_text(json.dumps(fields))
+        message = refusal(f"--config.model.path={model}", "--config.prompt.system=Search.")
+        assert "drops message 1, of the role 'system': 'Search.'. Put its text into" in message
+
+    @pytest.mark.parametrize(
+        ("argument", "wanted"),
+        [
+            ("={'enable_thinking': False}", "names 'enable_thinking', which the model's chat"),
+            ("={'a': []}", "is {'a': []}; expected names with true, false, a number or a text"),
+            ("=3", "'3' is no mapping such as {'name': False}"),
+            (".enable_thinking=False", "takes a mapping; set it whole, as {'enable_thinking': "),
+        ],
+    )
+    def test_arguments_of_the_chat_template(self, refusal, argument, wanted):
+        assert wanted in refusal(f"--config.prompt.chat_template_kwargs{argument}")
 
     def test_more_tokens_than_the_model_has_positions(self, refusal):
         message = refusal("--config.rollout.max_total_tokens=2048")
