@@ -5,9 +5,8 @@ Everything that can be refused is refused here, before any long work.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from jaxrl.envs.base import Env, Task
 from jaxrl.envs.math import MathEnv
 from jaxrl.envs.protocol import PROTOCOLS, Protocol, search_r1
 from jaxrl.envs.python_tool import MontyTool
-from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine
+from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine, index_folder
 from jaxrl.envs.search import SearchEnv
 from jaxrl.evaluate import check_data_sources
 from jaxrl.models.hf_weights import check_hf
@@ -57,8 +56,12 @@ class Parts:
     notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
 
 
-def assemble(config: ConfigDict) -> Parts:
-    """Reads and checks everything the configured stages need.
+def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -> Parts:
+    """Reads and checks everything the configured stages need; an index is built last.
+
+    Args:
+        config: checked.
+        show: told what it is at, where that may take long.
 
     Raises:
         FileNotFoundError, ValueError: with what arrived, what was expected, where to change it.
@@ -86,8 +89,9 @@ def assemble(config: ConfigDict) -> Parts:
         )
     check_hf(config.model.path)
     dtype = jnp.dtype(config.model.dtype)
-    envs = _make_envs(config)
-    automaton = StopAutomaton(tokenizer.vocab_bytes, envs[0].stop_strings)
+    python = _make_python() if config.env.python else None
+    control = _make_env(config, EmptySearch(), python)
+    automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
     tasks, eval_tasks, demonstrations = _read_data(config, tokenizer)
     engine = _make_engine(config, model_config, mesh, automaton, tokenizer, dtype)
     limits = Limits(
@@ -102,9 +106,14 @@ def assemble(config: ConfigDict) -> Parts:
         lag_chunks=config.rollout.observation_lag_chunks,
         deadline_s=config.env.step_deadline_s,
     )
-    rollouts = [Rollout(engine, env, tokenizer, automaton, limits, schedule) for env in envs]
-    tasks, note = fit_prompts(tasks, rollouts[0], config, "config.tasks.train.source")
-    eval_tasks, eval_note = fit_prompts(eval_tasks, rollouts[0], config, "config.tasks.eval.source")
+    without_search = Rollout(engine, control, tokenizer, automaton, limits, schedule)
+    tasks, note = fit_prompts(tasks, without_search, config, "config.tasks.train.source")
+    eval_tasks, eval_note = fit_prompts(
+        eval_tasks, without_search, config, "config.tasks.eval.source"
+    )
+    env = control
+    if config.env.name == "search":
+        env = _make_env(config, _make_search(config, show), python)
     return Parts(
         mesh=mesh,
         model_config=model_config,
@@ -121,8 +130,8 @@ def assemble(config: ConfigDict) -> Parts:
         eval_tasks=eval_tasks,
         demonstrations=demonstrations,
         engine=engine,
-        rollout=shared(rollouts[0]),
-        rollout_without_search=shared(rollouts[1]),
+        rollout=shared(Rollout(engine, env, tokenizer, automaton, limits, schedule)),
+        rollout_without_search=shared(without_search),
         is_trigger=trigger_ids(tokenizer, config.shaping.trigger_words),
         notes=tuple(
             text
@@ -253,33 +262,33 @@ def _read_data(
     return tasks, eval_tasks, demonstrations
 
 
-def _make_search(config: ConfigDict) -> SearchEngine:
+def _make_search(config: ConfigDict, show: Callable[[str], None]) -> SearchEngine:
     search = config.search
     if search.engine == "empty":
         return EmptySearch()
-    index = search.index or Path(search.corpus).parent / "index"
-    return LocalSearch(search.corpus, index, topk=search.topk)
+    return LocalSearch(
+        search.corpus,
+        index_folder(search.corpus, search.index),
+        topk=search.topk,
+        progress=lambda count: show(f"building the index of {search.corpus}, documents {count:,}"),
+    )
 
 
-def _make_envs(config: ConfigDict) -> list[Env]:
-    """The environment, and the same with a search engine that finds nothing."""
+def _make_env(config: ConfigDict, engine: SearchEngine, python: MontyTool | None) -> Env:
+    """The environment; `engine` answers its searches and `python` its code, if it has any."""
     weights = config.reward.weights.to_dict()
     prompt = {key: config.prompt[key] for key in ("system", "template", "examples")}
     settings = {**prompt, "reward_weights": {name: weights[name] for name in reward_parts(config)}}
     if config.env.name == "math":
-        return [MathEnv(**settings)] * 2
-    python = _make_python() if config.env.python else None
-    return [
-        SearchEnv(
-            engine,
-            **settings,
-            max_searches=config.rollout.max_turns,
-            protocol=_make_protocol(config),
-            correct_by=config.reward.correct,
-            python=python,
-        )
-        for engine in (_make_search(config), EmptySearch())
-    ]
+        return MathEnv(**settings)
+    return SearchEnv(
+        engine,
+        **settings,
+        max_searches=config.rollout.max_turns,
+        protocol=_make_protocol(config),
+        correct_by=config.reward.correct,
+        python=python,
+    )
 
 
 def _make_protocol(config: ConfigDict) -> Protocol:

@@ -93,6 +93,7 @@ def roll_out(
     top_p: float = 1.0,
     seeds: Seeds,
     should_stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Trajectory]:
     """Trajectories of each task under the engine's weights, in task order.
 
@@ -105,12 +106,18 @@ def roll_out(
         top_p: share of the probability that is drawn from.
         seeds: of the samples.
         should_stop: see `Rollout`.
+        progress: likewise.
     """
     usual = engine.temperature, engine.top_p
     engine.temperature, engine.top_p = temperature, top_p
     try:
         return rollout(
-            draws, group_size=num_samples, seeds=seeds, policy_version=0, should_stop=should_stop
+            draws,
+            group_size=num_samples,
+            seeds=seeds,
+            policy_version=0,
+            should_stop=should_stop,
+            progress=progress,
         )
     finally:
         engine.temperature, engine.top_p = usual

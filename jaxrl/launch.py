@@ -135,6 +135,8 @@ def _run(
     from jaxrl.versions import check_alike, fingerprints
 
     with contextlib.ExitStack() as stack:
+        display = Display(is_shown=distributed.is_main())
+        stack.callback(display.stop)
         try:
             is_accepted = _ACCEPT.value
             _check_workdir(config, workdir, is_accepted=is_accepted)
@@ -147,12 +149,11 @@ def _run(
                 changed = f"changed after step {begun.step}: "
                 said += [*begun.warnings, *(f"{changed}{change}" for change in changes)]
             said += _fit_memory(config, workdir, ignores_plan=_IGNORE_PLAN.value)
-            parts = assemble(config)
+            parts = assemble(config, display.part)
             if distributed.is_main():
                 stack.enter_context(held(workdir))
         except INPUT_ERRORS as error:
             _refuse(error)
-        display = Display(is_shown=distributed.is_main())
         for line in (*said, *parts.notes):
             display.say(line)
 

@@ -18,7 +18,9 @@ from typing import Any, Protocol
 import numpy as np
 from ml_collections import ConfigDict
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
 from rich.table import Column
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
@@ -399,20 +401,31 @@ def mean(values: Sequence[float]) -> float:
 class Display:
     """Progress on the terminal: a live line where there is one, else a line now and then."""
 
-    def __init__(self, *, every_s: float = 5.0, is_shown: bool = True):
-        """A line at least every `every_s` seconds where the output is no terminal."""
+    def __init__(self, *, every_s: float = 5.0, part_every_s: float = 30.0, is_shown: bool = True):
+        """Where the output is no terminal, lines come at most so often.
+
+        Args:
+            every_s: seconds between two lines of steps.
+            part_every_s: seconds of silence before a line of a part of a step.
+            is_shown: print at all.
+        """
         self.console = Console(highlight=False, quiet=not is_shown)
-        self._every_s = every_s
+        self._every_s, self._part_every_s = every_s, part_every_s
         self._last = -math.inf
+        self._spoken = time.monotonic()  # the last line of any kind
+        self._status: Status | None = None  # the live line outside of a stage
         self._first: tuple[int, float] | None = None  # a stage's first step and when it ended
         self._progress: Progress | None = None
 
     def say(self, text: str) -> None:
         """Prints a line; what it holds of foreign text does nothing to the terminal."""
+        self._end_part()
+        self._spoken = time.monotonic()
         self.console.print(printable(text), markup=False, emoji=False, soft_wrap=True)
 
     def start(self, stage: str, first_step: int, num_steps: int) -> None:
         """Begins a stage of `num_steps` steps, of which `first_step` are done."""
+        self._end_part()
         self._stage, self._num_steps = stage, num_steps
         self._first, self._last = None, -math.inf
         if self.console.is_terminal and not self.console.quiet:
@@ -421,20 +434,21 @@ class Display:
                 *([BarColumn()] if self.console.width >= 140 else []),
                 # Where there is little room, the numbers go on below rather than the time be cut.
                 TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),
+                TextColumn("{task.fields[part]}", table_column=Column(no_wrap=False)),
                 TimeRemainingColumn(compact=True),
                 console=self.console,
                 speed_estimate_period=3600,  # of half a minute by default, too short for one step
             )
             self._progress.start()
             self._bar = self._progress.add_task(
-                stage, total=num_steps, completed=first_step, numbers=""
+                stage, total=num_steps, completed=first_step, numbers="", part=""
             )
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Shows the state after step number `step` of the stage."""
         text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
         if self._progress is not None:
-            self._progress.update(self._bar, completed=step, numbers=text)
+            self._progress.update(self._bar, completed=step, numbers=text, part="")
             return
         now = time.monotonic()
         if self._first is None:
@@ -448,8 +462,30 @@ class Display:
             left = _duration((now - started) / (step - first_step) * (self._num_steps - step))
         self.say(f"{self._stage} {step}/{self._num_steps}  {text}  {left} left")
 
+    def part(self, text: str) -> None:
+        """Shows what a step, or what comes before the first one, is at."""
+        if self._progress is not None:
+            self._progress.update(self._bar, part=text)
+        elif self.console.is_terminal and not self.console.quiet:
+            if self._status is None:
+                self._status = self.console.status("")
+                self._status.start()
+            self._status.update(escape(text))
+        elif time.monotonic() - self._spoken >= self._part_every_s:
+            self.say(text)
+
+    def counter(self, what: str) -> Callable[[int, int], None]:
+        """Shows a part of which so many are done, of so many."""
+        return lambda done, total: self.part(f"{what} {done:,}/{total:,}")
+
+    def _end_part(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
     def stop(self) -> None:
         """Ends the stage."""
+        self._end_part()
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

@@ -77,9 +77,14 @@ SHOWN = {
     "exact match": "reward/exact_match/mean",
     "searches": "num_searches/mean",
     "python calls": "num_python_calls/mean",
+    "response": "response_length/mean",
     "tokens/s": "perf/throughput",
+    "s/step": "timing_s/step",
+    "GiB": "perf/max_memory_gib",
 }
 """What the display shows of a training step, and the metric it is."""
+
+SHOWN_OF_SFT = {"loss": "sft/loss"} | {name: SHOWN[name] for name in ("tokens/s", "s/step", "GiB")}
 
 
 @dataclasses.dataclass
@@ -248,7 +253,9 @@ def run(
         params = restored.pop("params")
     else:
         display.say(f"no checkpoint in {workdir}: starting from {config.model.path}")
-        params = load_hf(config.model.path, parts.mesh)
+        params = load_hf(
+            config.model.path, parts.mesh, progress=display.counter("loading weights, MiB")
+        )
     run_stage = {"sft": run_sft, "train": run_train, "evaluate": run_evaluate}
     try:
         for stage in config.stages:
@@ -396,12 +403,13 @@ def run_sft(this: Run, params: Params) -> Params:
             "sft/padding": packed.padding,
             "timing_s/step": step_s,
             "perf/throughput": packed.num_tokens / step_s,
+            **memory_metrics(),
             "perf/num_compilations/update": update_step.num_traces,
         }
         this.log.write(position.step, "sft", record)
         this.display.step(
             position.stage_step,
-            {"loss": record["sft/loss"], "tokens/s": record["perf/throughput"]},
+            {name: record[key] for name, key in SHOWN_OF_SFT.items() if key in record},
         )
         if is_checkpoint_due(this, num_steps):
             this.save()
@@ -504,6 +512,7 @@ def run_train(this: Run, params: Params) -> Params:
             for minibatch in minibatches
         ]
         measured = []
+        this.display.part(f"update, {len(minibatches) * config.optimizer.num_epochs} mini-batches")
         for _ in range(config.optimizer.num_epochs):
             for minibatch, batch in zip(minibatches, batches, strict=True):
                 if minibatch.num_counted == 0:
@@ -547,6 +556,7 @@ def run_train(this: Run, params: Params) -> Params:
             "timing_s/update_actor": updated - sampled,
             "timing_s/step": updated - started,
             "perf/throughput": sum(len(t.token_ids) for t in trajectories) / (updated - started),
+            **memory_metrics(),
         }
         fields = entropy_control.sample_fields(trajectories, windows, controllers)
         log_trajectories(this, trajectories, fields)
@@ -595,6 +605,7 @@ def make_generate(
             seeds=Seeds(seed=this.config.seed, stage=STAGES.index("train"), step=step),
             policy_version=policy_version,
             should_stop=this.should_stop,
+            progress=this.display.counter("trajectories"),
         )
 
     return generate
@@ -846,6 +857,16 @@ def merge(measured: Sequence[dict[str, Any]]) -> dict[str, float]:
     return merged
 
 
+def memory_metrics() -> dict[str, float]:
+    """The most memory that this process has held at once on one of its devices, where it is told.
+
+    A CPU does not tell; then there is no such metric.
+    """
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
+    return {"perf/max_memory_gib": max(peaks) / 2**30} if peaks else {}
+
+
 def engine_metrics(engine: Engine, before: Counts) -> dict[str, float]:
     """What the samplers of all processes did since this one's counters stood at `before`."""
     now, past = dataclasses.asdict(engine.counts), dataclasses.asdict(before)
@@ -887,6 +908,7 @@ def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]
             top_p=settings.top_p,
             seeds=seeds,
             should_stop=this.should_stop,
+            progress=this.display.counter(f"evaluating {suite}, trajectories"),
         )
         summaries[suite] = evaluate.summarize(
             played[suite],

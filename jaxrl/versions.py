@@ -21,7 +21,7 @@ import jaxrl
 from jaxrl.assemble import Parts
 from jaxrl.config import flatten
 from jaxrl.distributed import gather
-from jaxrl.envs.retrieval import corpus_digest
+from jaxrl.envs.retrieval import corpus_digest, index_folder
 from jaxrl.files import set_aside, written_whole
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.models.qwen import abstract_params
@@ -124,7 +124,8 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
     found |= {key: _data_digest(path) for key, path in _data_paths(config).items() if path.exists()}
     if config.env.name == "search" and config.search.engine == "local":
         corpus = Path(config.search.corpus)
-        found |= {"search.corpus": corpus_digest(corpus)} if corpus.is_file() else {}
+        folder = index_folder(corpus, config.search.index)
+        found |= {"search.corpus": corpus_digest(corpus, folder)} if corpus.is_file() else {}
     return dict(sorted(found.items()))
 
 

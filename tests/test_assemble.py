@@ -6,10 +6,11 @@ import shutil
 import pytest
 
 from configs import debug_tiny
-from jaxrl.assemble import _make_envs, assemble, fit_prompts
+from jaxrl.assemble import _make_env, assemble, fit_prompts
 from jaxrl.config import default_config
 from jaxrl.envs.base import Episode, Task, Turn
 from jaxrl.envs.math import MathEnv
+from jaxrl.envs.retrieval import EmptySearch
 from jaxrl.sampling.rollout import Limits, Rollout
 from tests.toys import toy_tokenizer
 
@@ -86,7 +87,7 @@ def test_the_amounts_of_the_configuration_are_what_is_paid():
             "reward.answer_reward": 3.0, "reward.exact_match_bonus": 7.0, "reward.not_found": 2.0,
         }
     )  # fmt: skip
-    env, _ = _make_envs(config)
+    env = _make_env(config, EmptySearch(), None)
     task = Task(id="t", question="?", answers=("Paris",))
     answers = (
         "<answer>Paris</answer>",

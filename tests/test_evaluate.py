@@ -429,7 +429,7 @@ def test_each_question_is_asked_at_the_given_temperature():
 
     draws = [Draw(task=Task(id=name, question=name), position=i) for i, name in enumerate("ab")]
     seeds = Seeds(seed=1, stage=2, step=3)
-    given = {"seeds": seeds, "should_stop": bool}
+    given = {"seeds": seeds, "should_stop": bool, "progress": print}
     got = roll_out(engine, rollout, draws, num_samples=4, temperature=0.0, top_p=0.5, **given)
     assert got == ["played"]
     settings = {"group_size": 4, "policy_version": 0, **given}

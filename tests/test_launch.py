@@ -340,6 +340,12 @@ class TestFiles:
         message = refusal(f"--config.search.corpus={corpus}")
         assert message.startswith(f"the corpus {corpus} has no documents")
 
+    def test_data_are_checked_before_an_index_is_built(self, refusal, tmp_path, monkeypatch):
+        monkeypatch.setattr("jaxrl.envs.retrieval._write_index", None)
+        corpus = write(tmp_path / "corpus.jsonl", '{"id": 1, "title": "a", "text": "b"}')
+        arguments = [f"--config.search.corpus={corpus}", f"--config.sft.source={tmp_path / 'no'}"]
+        assert refusal(*arguments).startswith(f"'{tmp_path / 'no'}' is not a file; set config.sft")
+
     def test_missing_corpus(self, refusal, tmp_path):
         assert refusal(f"--config.search.corpus={tmp_path / 'no'}").startswith("there is no corpus")
 
@@ -439,7 +445,7 @@ class TestWorkdir:
 def test_a_signal_while_all_is_made_ready(monkeypatch, capfd, tmp_path, tiny_world):
     ended = queue.Queue()
 
-    def assemble(_):
+    def assemble(*_):
         os.kill(os.getpid(), signal.SIGINT)
         raise ValueError(ended.get(timeout=10))
 
@@ -508,7 +514,7 @@ def test_a_run_in_which_everything_fails_has_an_exit_code_of_its_own(
     argv = ["launch", f"--config={CONFIG}:{tiny_world}", f"--workdir={workdir}"]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr("jaxrl.train.run", run)
-    monkeypatch.setattr("jaxrl.assemble.assemble", lambda _: SimpleNamespace(notes=("a note",)))
+    monkeypatch.setattr("jaxrl.assemble.assemble", lambda *_: SimpleNamespace(notes=("a note",)))
     with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
         launch.main(launch.parse_flags(argv))
     assert ended.value.code == 69

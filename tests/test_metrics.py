@@ -376,6 +376,35 @@ class TestDisplay:
         assert "\x1b[?25h" in text  # the cursor is back
         assert "…" not in text
 
+    def test_parts_are_told_where_it_was_silent_for_long(self, clock):
+        display = shown(part_every_s=30)
+        count = display.counter("trajectories")
+        for done in range(0, 100, 10):
+            clock[0] += 7
+            count(done, 1000)
+        display.start("train", 0, 2)
+        display.step(1, {})
+        clock[0] += 29
+        count(5, 8)
+        lines = display.console.file.getvalue().splitlines()
+        assert lines == [
+            "trajectories 40/1,000",
+            "trajectories 90/1,000",
+            "train 1/2    --:-- left",
+        ]
+
+    def test_a_terminal_shows_parts_on_a_line_that_goes(self):
+        display = shown(terminal=True, width=120)
+        display.part("building the index of [c].jsonl, documents 1,000")
+        display.say("sampler shapes")
+        display.start("train", 0, 2)
+        display.part("trajectories 3/8")
+        display.stop()
+        text = display.console.file.getvalue()
+        assert text.index("of [c].jsonl, documents 1,000") < text.index("sampler shapes")
+        assert "trajectories 3/8" in text
+        assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2  # the cursor is back
+
     def test_stopping_twice_is_harmless(self):
         display = shown(terminal=True)
         display.stop()

@@ -340,7 +340,7 @@ class Flaky(SearchEngine):
 
 def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatch):
     make_search = assemble._make_search
-    monkeypatch.setattr(assemble, "_make_search", lambda config: Flaky(make_search(config)))
+    monkeypatch.setattr(assemble, "_make_search", lambda *given: Flaky(make_search(*given)))
     play(continued(base, tiny_world, num_steps=2), tmp_path)
     for record in records(tmp_path)[1:]:
         lines = trajectories(tmp_path, record["step"])

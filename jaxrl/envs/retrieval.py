@@ -12,10 +12,12 @@ import fcntl
 import functools
 import hashlib
 import json
+import os
 import re
 import shutil
+import time
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,6 +207,10 @@ def _bigrams(word: str) -> list[str]:
 _TIE = 1e-5
 
 
+Progress = Callable[[int], None]
+"""Is told how many documents are done."""
+
+
 class LocalSearch(SearchEngine):
     """BM25 over a JSONL corpus, from an index on disk.
 
@@ -218,7 +224,13 @@ class LocalSearch(SearchEngine):
     """
 
     def __init__(
-        self, corpus: str | Path, index_dir: str | Path, *, topk: int = 3, cache_size: int = 4096
+        self,
+        corpus: str | Path,
+        index_dir: str | Path,
+        *,
+        topk: int = 3,
+        cache_size: int = 4096,
+        progress: Progress = lambda _: None,
     ) -> None:
         """Opens the index of `corpus`, building it if need be.
 
@@ -227,6 +239,7 @@ class LocalSearch(SearchEngine):
             index_dir: where indexes live; created if missing. Folders in it may be deleted.
             topk: documents an answer shows at most.
             cache_size: answers kept in memory, the least recently used dropped first.
+            progress: is told how many documents are read, where an index must be built.
 
         Raises:
             FileNotFoundError: there is no such corpus.
@@ -239,7 +252,7 @@ class LocalSearch(SearchEngine):
         if topk < 1:
             raise ValueError(f"topk is {topk}; a search must show at least 1 document.")
         self._topk = topk
-        folder = _built_index(Path(corpus), Path(index_dir))
+        folder = _built_index(Path(corpus), Path(index_dir), progress)
         for part in folder.iterdir():
             part.open("rb").close()  # tantivy would not tell which one may not be read
         index = tantivy.Index.open(str(folder))
@@ -303,39 +316,76 @@ def _group_ties(hits: Sequence[tuple[float, Any]]) -> list[list[Any]]:
     return groups
 
 
-def _built_index(corpus: Path, index_dir: Path) -> Path:
+def _built_index(corpus: Path, index_dir: Path, progress: Progress) -> Path:
     """The folder that holds the index of `corpus`, built if it was missing."""
-    folder = index_dir / _index_key(corpus)
+    folder = index_dir / _index_key(corpus, index_dir)
     if folder.exists():
         return folder
     index_dir.mkdir(parents=True, exist_ok=True)
     with _exclusive(index_dir / "lock"):
         if not folder.exists():
-            _build_index(corpus, folder, building=index_dir / "building")
+            _build_index(corpus, folder, index_dir / "building", progress)
+    corpus_digest(corpus, index_dir)  # there is a folder now to keep it in
     return folder
 
 
-def _index_key(corpus: Path) -> str:
+def _index_key(corpus: Path, index_dir: Path) -> str:
     """A name that changes with the corpus, with our tokens and with tantivy's file format."""
     if not corpus.is_file():
         raise FileNotFoundError(
             f"there is no corpus at {corpus}; expected a JSONL file with one document a line. "
             "Set the corpus of the search engine to its path."
         )
-    key = f"{corpus_digest(corpus)} {_INDEX_VERSION} {version('tantivy')}"
+    key = f"{corpus_digest(corpus, index_dir)} {_INDEX_VERSION} {version('tantivy')}"
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
-def corpus_digest(corpus: Path) -> str:
-    """SHA-256 of a corpus' content; read once, unless size or time of change are others."""
-    found = corpus.stat()
-    return _digest(corpus.resolve(), found.st_size, found.st_mtime_ns)
+def index_folder(corpus: str | Path, index: str | Path = "") -> Path:
+    """Where the indexes of a corpus live: `index`, by default a folder `index` beside it."""
+    return Path(index) if index else Path(corpus).parent / "index"
+
+
+_DIGESTS = "digests.json"
+
+_SETTLED_NS = 2 * 10**9  # file systems count changes in steps, of up to two seconds
+
+
+def corpus_digest(corpus: Path, index_dir: Path) -> str:
+    """SHA-256 of a corpus' content.
+
+    It is kept beside the indexes, and read there by the next start that finds the corpus with the
+    same name, size and time of change, wherever both lie by then. A corpus that changed just now
+    is read anew until it is settled: it might change again and look the same.
+    """
+    found, now_ns = corpus.stat(), time.time_ns()
+    key = f"{corpus.name} {found.st_size} {found.st_mtime_ns}"
+    known = _read_digests(index_dir / _DIGESTS)
+    is_settled = now_ns - found.st_mtime_ns > _SETTLED_NS
+    if is_settled and key in known:
+        return known[key]
+    hash_file = _digest if is_settled else _digest.__wrapped__
+    digest = hash_file(corpus.resolve(), found.st_size, found.st_mtime_ns)
+    if is_settled and index_dir.is_dir():
+        with contextlib.suppress(OSError):  # of others, or full: the next start reads it again
+            unfinished = index_dir / f".{_DIGESTS}.{os.getpid()}"
+            unfinished.write_text(json.dumps(known | {key: digest}, indent=1), encoding="utf-8")
+            unfinished.replace(index_dir / _DIGESTS)
+    return digest
 
 
 @functools.lru_cache(maxsize=8)
 def _digest(file: Path, size: int, mtime_ns: int) -> str:
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _read_digests(path: Path) -> dict[str, str]:
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    is_whole = isinstance(known, dict) and all(isinstance(x, str) for x in known.values())
+    return known if is_whole else {}
 
 
 @contextlib.contextmanager
@@ -346,12 +396,12 @@ def _exclusive(path: Path) -> Iterator[None]:
         yield
 
 
-def _build_index(corpus: Path, folder: Path, *, building: Path) -> None:
+def _build_index(corpus: Path, folder: Path, building: Path, progress: Progress) -> None:
     """Builds in `building`, then renames: `folder` is whole or absent, whenever we are killed."""
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     try:
-        _write_index(corpus, building)
+        _write_index(corpus, building, progress)
         for part in building.iterdir():  # some of tantivy's files are their owner's alone
             part.chmod(building.stat().st_mode & 0o666)
         building.rename(folder)
@@ -368,7 +418,7 @@ def _build_index(corpus: Path, folder: Path, *, building: Path) -> None:
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _write_index(corpus: Path, folder: Path) -> None:
+def _write_index(corpus: Path, folder: Path, progress: Progress) -> None:
     schema = (
         tantivy.SchemaBuilder()
         .add_text_field("tokens", tokenizer_name="whitespace", index_option="freq")
@@ -380,11 +430,14 @@ def _write_index(corpus: Path, folder: Path) -> None:
     # Leaving the block commits and waits for tantivy's threads, after an error too.
     num_documents = 0
     with index.writer(heap_size=256_000_000, num_threads=1) as writer:
-        for num_documents, document in enumerate(read_corpus(corpus), start=1):  # noqa: B007
+        for num_documents, document in enumerate(read_corpus(corpus), start=1):
             title = tokenize(document.title)
             tokens = " ".join(title + title + tokenize(document.text))
             record = json.dumps(document).encode()
             writer.add_document(tantivy.Document(tokens=tokens, record=record))
+            if num_documents % 1000 == 0:
+                progress(num_documents)
+        progress(num_documents)
     # Where the disk is full only at the end, tantivy commits nothing and does not say so.
     index.reload()
     if index.searcher().num_docs != num_documents:

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -130,7 +131,11 @@ def hf_places(config: QwenConfig) -> dict[str, Place]:
 
 
 def load_hf(
-    path: str | Path, mesh: Mesh | None = None, *, dtype: DTypeLike = jnp.float32
+    path: str | Path,
+    mesh: Mesh | None = None,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Params:
     """Parameters of an HF folder, each device reading only its own part of each tensor.
 
@@ -139,6 +144,7 @@ def load_hf(
             and their index.
         mesh: the parameters get `sharding.param_shardings` on it; None means the first device.
         dtype: of the parameters; float32 holds every checkpoint exactly.
+        progress: told after each parameter how many MiB are loaded, of how many.
 
     Raises:
         FileNotFoundError: the folder, its `config.json` or a weights file is not there.
@@ -163,7 +169,14 @@ def load_hf(
 
         return jax.make_array_from_callback(shapes[param].shape, layouts[param], read)
 
-    return unflatten_dict({param: load_leaf(param) for param in shapes}, sep="/")
+    item, done = jnp.dtype(dtype).itemsize, 0
+    sizes = {param: math.prod(leaf.shape) * item // 2**20 for param, leaf in shapes.items()}
+    loaded = {}
+    for param, size in sizes.items():
+        loaded[param] = load_leaf(param)
+        done += size
+        progress(done, sum(sizes.values()))
+    return unflatten_dict(loaded, sep="/")
 
 
 def check_hf(path: str | Path) -> tuple[QwenConfig, dict[str, StoredTensor]]:

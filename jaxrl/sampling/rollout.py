@@ -203,6 +203,7 @@ class Rollout:
         seeds: Seeds,
         policy_version: int,
         should_stop: Callable[[], bool] = lambda: False,
+        progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Trajectory]:
         """Samples `group_size` trajectories of every task, scored, in task order.
 
@@ -215,6 +216,7 @@ class Rollout:
             seeds: of the samples.
             policy_version: recorded with every sampled token.
             should_stop: asked before each chunk.
+            progress: told before each chunk how many trajectories have ended, of how many.
 
         Raises:
             Interrupted: `should_stop` said so.
@@ -224,7 +226,7 @@ class Rollout:
         playing = self._submit(samples, draws, group_size, seeds)
         calls: deque[_Call] = deque()  # in the order in which they were made
         try:
-            self._play(playing, calls, should_stop)
+            self._play(playing, calls, should_stop, progress)
         except BaseException:
             self._engine.clear()
             wait([call.replies for call in calls], timeout=_PATIENCE_S)
@@ -232,12 +234,18 @@ class Rollout:
         return self._score(samples, group_size, policy_version)
 
     def _play(
-        self, samples: dict[int, _Sample], calls: deque[_Call], should_stop: Callable[[], bool]
+        self,
+        samples: dict[int, _Sample],
+        calls: deque[_Call],
+        should_stop: Callable[[], bool],
+        progress: Callable[[int, int], None],
     ) -> None:
         """Decodes all samples to their ends; `calls` are those of the environment under way."""
         ahead = 0 if self._schedule.deterministic and self._schedule.lag_chunks == 1 else 1
         while not self._engine.is_idle:
             _check_stop(should_stop)
+            ended = [sample.episode.outcome is not None for sample in samples.values()]
+            progress(sum(ended), len(ended))
             for call in self._due(calls, should_stop):
                 self._await([call], should_stop)
                 calls.remove(call)

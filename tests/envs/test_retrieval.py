@@ -1,12 +1,15 @@
 import collections
+import hashlib
 import json
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -49,7 +52,9 @@ def ids(engine, query):
 
 
 def indexes(folder):
-    return sorted(p.name for p in (Path(folder) / "index").iterdir() if p.name != "lock")
+    return sorted(
+        p.name for p in (Path(folder) / "index").iterdir() if p.name not in ("lock", "digests.json")
+    )
 
 
 # The small engines
@@ -225,6 +230,41 @@ def test_the_index_is_built_once(tmp_path, monkeypatch):
     before = local_search(tmp_path, CITIES).search("capital")
     monkeypatch.setattr(retrieval, "_write_index", None)  # a second build would now fail
     assert local_search(tmp_path, CITIES).search("capital") == before
+
+
+def test_a_corpus_that_did_not_change_is_not_read_again(tmp_path, monkeypatch):
+    def read(file, *about):
+        reads.append(file.name)
+        return hash_file(file, *about)
+
+    reads, hash_file = [], hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", read)
+    old = write_corpus(tmp_path, CITIES)
+    LocalSearch(old, tmp_path / "index")
+    assert len(reads) == 2  # it changed just now, and may change again
+    os.utime(old, ns=(0, time.time_ns() - 3 * 10**9))
+    LocalSearch(old, tmp_path / "index")
+    assert len(reads) == 3
+    # Where it lies does not matter.
+    moved = Path(shutil.copytree(tmp_path, tmp_path / "moved"))
+    new = moved / old.name
+    LocalSearch(new, moved / "index")
+    assert len(reads) == 3
+    new.write_text(old.read_text() + "\n")
+    LocalSearch(new, moved / "index")
+    assert len(reads) > 3
+    os.utime(new, ns=(0, 0))
+    (moved / "index" / "digests.json").write_text("[")
+    reads.clear()
+    LocalSearch(new, moved / "index")
+    assert len(reads) == 1
+
+
+def test_documents_are_counted_where_an_index_is_built(tmp_path):
+    counts = []
+    local_search(tmp_path, CITIES, progress=counts.append)
+    local_search(tmp_path, CITIES, progress=counts.append)
+    assert counts == [4]
 
 
 def test_a_changed_corpus_is_indexed_again(tmp_path):
