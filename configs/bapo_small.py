@@ -16,7 +16,8 @@ def get_config(world: str = "data/bapo_small") -> ConfigDict:
     config = small_world(world)
     set_environment(config)
     set_method(config)
-    config.num_steps = 40
+    config.shaping.stage_tolerance = 2  # so short a run sees few low evaluations
+    config.num_steps = 60
     config.search.topk = 1
     config.search.max_observation_tokens = 40
 

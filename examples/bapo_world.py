@@ -6,8 +6,9 @@ The quickstart's people (`examples/quickstart_world.py`), of whom a document tel
 where and when they were born and when they died. Questions are about a person or the person's
 mentor, whom a first search finds. A birthplace is read in a document. An age at death is told
 nowhere: two years have to be found, and one taken from the other with the Python tool. And many
-documents leave out the birthplace or the death, so that a question about it has no answer there;
-the accepted one occurs nowhere in the world, so that whatever is answered is wrong.
+documents leave out the birthplace or the death, and some people have no document at all, so that a
+search shows somebody else. The accepted answer to a question about these occurs nowhere in the
+world, so that whatever is answered is wrong.
 
 Demonstrations are chats in BAPO's protocol, with its tags, its Python tool and answers in a
 `\boxed{..}`. They come from other worlds and are of mixed quality: they guess, search a part of the
@@ -53,6 +54,9 @@ VALUES: Mapping[str, Sequence[Any]] = {"birthplace": quickstart.CITIES, "age": A
 UNTOLD = {"birthplace": UNTOLD_WORDS["birthplace"], "age": ["101", "102", "103", "104"]}
 """Accepted answers to what no document tells; they occur nowhere else."""
 
+UNANSWERABLE = ("untold", "unknown")
+"""Data sources of questions about a fact, and about people, of which no document tells."""
+
 I_DO_NOT_KNOW = "I don't know"  # as BAPO's prompt offers it
 # As the quickstart's, but a number stands by itself: in a text, in code and in a result it is the
 # same token.
@@ -66,6 +70,7 @@ class Person(quickstart.Person):
     """What is true of somebody, and what of it is told."""
 
     untold: str | None  # "birthplace" or "age": what the document leaves out
+    is_known: bool  # there is a document
 
     @property
     def text(self) -> str:
@@ -101,19 +106,28 @@ HABITS = Habits(
 def make_people(
     num_people: int,
     num_held_out: int,
-    share_untold: float,
+    shares: Mapping[str, float],
     rng: random.Random,
     excluded: Collection[str] = (),
 ) -> People:
-    """The quickstart's people with years; a share of them has a document that leaves out a fact."""
+    """The quickstart's people with years.
+
+    Of their documents a share of `untold` leaves out a fact, and a share of `unknown` is missing.
+    """
     people = {}
     for person in quickstart.make_people(num_people, num_held_out, rng, excluded).values():
         born, age = rng.choice(BIRTHS), rng.choice(AGES)
         years = {"born": str(born), "died": str(born + age), "age": str(age)}
-        untold = rng.choice(list(UNTOLD)) if rng.random() < share_untold else None
+        untold = rng.choice(list(UNTOLD)) if rng.random() < shares["untold"] else None
+        is_known = rng.random() >= shares["unknown"]
         fields = vars(person) | {"facts": {**person.facts, **years}}
-        people[person.name] = Person(**fields, untold=untold)
+        people[person.name] = Person(**fields, untold=untold, is_known=is_known)
     return people
+
+
+def known(people: People) -> list[Person]:
+    """Those who have a document."""
+    return [person for person in people.values() if person.is_known]
 
 
 def make_question(
@@ -122,12 +136,16 @@ def make_question(
     """One question record; `metadata` says which documents answer it, if any does."""
     titles = [person.name, person.facts["mentor"]][: len(hops)]
     last, fact = people[titles[-1]], hops[-1]
-    is_told = last.untold != fact
+    if not all(people[title].is_known for title in titles):
+        source = "unknown"
+    else:
+        source = "untold" if last.untold == fact else "_".join(hops).replace("birth", "")
+    is_told = source not in UNANSWERABLE
     return {
         "id": "-".join((person.id, *hops)),
         "question": QUESTIONS[hops].format(name=person.name),
         "answers": [last.facts[fact] if is_told else rng.choice(UNTOLD[fact])],
-        "data_source": "_".join(hops).replace("birth", "") if is_told else "untold",
+        "data_source": source,
         "metadata": {"hops": list(hops), "titles": titles, "is_answerable": is_told},
     }
 
@@ -217,7 +235,7 @@ def demonstrations(
 ) -> list[dict[str, Any]]:
     """About the people of one world."""
     questions = train_questions(people, rng)
-    with quickstart.opened_engine(people.values(), topk=topk) as engine:
+    with quickstart.opened_engine(known(people), topk=topk) as engine:
         demonstrator = Demonstrator(people, engine, python, HABITS, rng)
         drawn = quickstart.drawn(questions, num, rng)
         return [demonstrator.demonstrate(question) for question in drawn]
@@ -265,7 +283,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_people", type=int, default=1000)
     parser.add_argument("--num_held_out", type=int, default=160, help="of them, for evaluation")
-    parser.add_argument("--share_untold", type=float, default=0.6, help="of the documents")
+    parser.add_argument("--untold", type=float, default=0.5, help="share that lacks a fact")
+    parser.add_argument("--unknown", type=float, default=0.1, help="share without a document")
     parser.add_argument("--num_demonstrations", type=int, default=16_000)
     parser.add_argument("--num_worlds", type=int, default=16, help="that demonstrations come from")
     parser.add_argument("--topk", type=int, default=1, help="documents in a search result")
@@ -278,18 +297,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     parts = ("people", "questions", "demos")
     rngs = {part: random.Random(f"{args.seed} {part}") for part in parts}
-    people = make_people(args.num_people, args.num_held_out, args.share_untold, rngs["people"])
+    shares = {"untold": args.untold, "unknown": args.unknown}
+    people = make_people(args.num_people, args.num_held_out, shares, rngs["people"])
     held_out = [person.name for person in people.values() if person.is_held_out]
     num_others, python = args.num_people - len(held_out), MontyTool(max_workers=1)
     files = {
-        "corpus": list(quickstart.documents(people.values())),
+        "corpus": list(quickstart.documents(known(people))),
         "questions_train": train_questions(people, rngs["questions"]),
         "questions_eval": eval_questions(people, rngs["questions"]),
         "demonstrations": [
             chat
             for _ in range(args.num_worlds)
             for chat in demonstrations(
-                make_people(num_others, 0, args.share_untold, rngs["demos"], excluded=held_out),
+                make_people(num_others, 0, shares, rngs["demos"], excluded=held_out),
                 args.num_demonstrations // args.num_worlds,
                 topk=args.topk,
                 python=python,

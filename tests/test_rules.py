@@ -170,6 +170,7 @@ def test_a_small_sibling_keeps_the_method(module):
         "shaping.overlong_max_tokens",
         "filter.tasks_per_batch",
         "shaping.bootstrap_tasks",
+        "shaping.stage_tolerance",
     }
     method = ("advantage.", "loss.", "kl.", "shaping.", "filter.")
     chosen = {key: x for key, x in flatten(published).items() if key.startswith(method)}

@@ -53,20 +53,26 @@ def test_answers_are_read_or_computed_or_nowhere(out, records):
     sources = set()
     for question in records["questions_train"] + records["questions_eval"]:
         *path, last = question["metadata"]["titles"]
-        [answer], text = question["answers"], text_of[last]
-        sources.add(question["data_source"])
+        [answer], source = question["answers"], question["data_source"]
+        sources.add(source)
         assert (path or [last])[0] in question["question"]
+        assert question["metadata"]["is_answerable"] == (source not in world.UNANSWERABLE)
+        if source in world.UNANSWERABLE:
+            assert not re.search(rf"{answer}\D", everything.replace('"answers": ["' + answer, ""))
+        if source == "unknown":
+            assert not text_of.keys() >= {*path, last}
+            continue
+        text = text_of[last]
         assert not path or f", taught by {last}, " in text_of[path[0]]
         years = [int(year) for year in re.findall(r"\b\d{4}\b", text)]
-        if question["data_source"] == "untold":
+        if source == "untold":
             fact = question["metadata"]["hops"][-1]
             assert " and died in " not in text if fact == "age" else " born in 1" in text
-            assert not re.search(rf"{answer}\D", everything.replace('"answers": ["' + answer, ""))
         elif question["metadata"]["hops"][-1] == "age":
             assert years[1] - years[0] == int(answer)
         else:
             assert f" born in {answer} in {years[0]}" in text
-    assert sources == {"place", "age", "mentor_place", "mentor_age", "untold"}
+    assert sources == {"place", "age", "mentor_place", "mentor_age", *world.UNANSWERABLE}
 
 
 def test_nothing_that_is_trained_on_names_a_held_out_person(out, records):
@@ -92,9 +98,10 @@ def test_demonstrations_keep_to_the_protocol_and_show_what_was_printed(records):
 
 def test_demonstrations_are_of_mixed_quality(records):
     chats = records["demonstrations"]
-    told = [chat["metadata"] for chat in chats if chat["data_source"] != "untold"]
-    untold = [chat["metadata"] for chat in chats if chat["data_source"] == "untold"]
-    assert 0.2 < len(untold) / len(chats) < 0.4
+    is_told = [chat["data_source"] not in world.UNANSWERABLE for chat in chats]
+    told = [chat["metadata"] for chat, can in zip(chats, is_told, strict=True) if can]
+    untold = [chat["metadata"] for chat, can in zip(chats, is_told, strict=True) if not can]
+    assert 0.2 < len(untold) / len(chats) < 0.5
     assert not any(metadata["is_correct"] for metadata in untold)
     assert 0.2 < np.mean([metadata["is_correct"] for metadata in told]) < 0.8
     # Rarely, so that many a group neither finds the answer nor says so, and is sampled again.
