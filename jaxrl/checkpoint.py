@@ -296,6 +296,27 @@ def read_newest_position(folder: Path) -> tuple[int, dict[str, Any]]:
     return max(steps, default=0), {}
 
 
+def restore_params(folder: Path, target: Params) -> tuple[int, Params]:
+    """Step and parameters of the newest checkpoint that is as it was written.
+
+    Nothing is changed: the folder may be that of a run under way.
+
+    Args:
+        folder: of checkpoints.
+        target: shapes, dtypes and shardings.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    damaged: dict[int, str] = {}
+    step = choose_step(folder, sorted(steps_in(folder), reverse=True), damaged)
+    if step is None:
+        what = "; ".join(f"checkpoint {step}: {why}" for step, why in damaged.items())
+        raise CheckpointError(f"no checkpoint in {folder} can be read: {what or 'there is none'}.")
+    with ocp.StandardCheckpointer() as checkpointer:
+        return step, checkpointer.restore((folder / str(step) / "params").absolute(), target)
+
+
 def newest_whole(folder: Path) -> int | None:
     """The newest step whose checkpoint was written to its end; None: there is none."""
     manifests = [path.parent for path in folder.glob(f"*/{MANIFEST}")]

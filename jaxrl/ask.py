@@ -1,0 +1,202 @@
+"""Asks a run's model: `python -m jaxrl.ask RUN ["question" ...] [--temperature=T] [--model=DIR]`.
+
+Each question is played through the run's environment, as in training: the same prompt, tags, tools
+and search engine. What the model wrote and what it was shown is printed, and its answer. Without
+questions, lines are read from the terminal or from what is piped in. Nothing of the run is changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+from ml_collections import ConfigDict
+from rich.console import Console
+from rich.text import Text
+
+from jaxrl import config as configuration
+from jaxrl import evaluate
+from jaxrl.assemble import Parts, assemble
+from jaxrl.checkpoint import abstract, read_newest_position, restore_params
+from jaxrl.envs.base import Outcome, Task
+from jaxrl.files import printable
+from jaxrl.learning import first_error
+from jaxrl.metrics import Display
+from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.qwen import abstract_params
+from jaxrl.sampling.rollout import Seeds
+from jaxrl.sharding import mesh_sizes, param_shardings
+from jaxrl.train import Position, is_under_way
+from jaxrl.types import Draw, Params, Trajectory
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Answers the questions that are given, or those that are typed."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl.ask", description="Asks the trained model of a run."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="a run's workdir")
+    parser.add_argument("questions", nargs="*", metavar="question", help="default: what is typed")
+    parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
+    parser.add_argument("--model", type=Path, metavar="DIR", help="default: what RUN trained")
+    arguments = parser.parse_args(argv)
+    for name in ("absl", "jax._src.xla_bridge"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    display = Display()
+    try:
+        if not arguments.temperature >= 0:
+            raise ValueError(f"--temperature={arguments.temperature}; expected 0 or more.")
+        parts, config = open_run(arguments.run, arguments.model, display)
+        questions = arguments.questions or typed(sys.stdin)
+        for number, question in enumerate(questions):
+            show(ask(parts, config, question, arguments.temperature, number), display.console)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        display.stop()
+        sys.exit(printable(f"error: {' '.join(str(error).split())}"))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        display.stop()
+
+
+def open_run(run: Path, model: Path | None, display: Display) -> tuple[Parts, ConfigDict]:
+    """What plays a run's episodes, its engine with the weights, and the configuration.
+
+    Args:
+        run: its workdir.
+        model: a folder in Hugging Face's format, in place of what the run has trained.
+        display: progress.
+
+    Raises:
+        FileNotFoundError, ValueError: there is no such run or model, or nothing is trained yet.
+    """
+    config = read_config(run)
+    _, position = read_newest_position(run / "checkpoints")
+    is_training = is_under_way(config, Position.from_json(position, config)) if position else False
+    export = run / "export"
+    if model is None and not is_training and (export / "config.json").is_file():
+        model = export
+    if model is not None:
+        config.model.path = str(model)
+    elif not position:
+        raise FileNotFoundError(
+            f"{run} holds neither export/ nor a checkpoint: no weights are trained yet. Name a "
+            "model with --model=DIR."
+        )
+    config.stages = ()  # no data are read
+    fit_host(config)
+    parts = assemble(config, display.part)
+    params, weights = load_weights(parts, run, model, display)
+    display.say(f"weights: {weights}")
+    parts.engine.set_weights(params)
+    return parts, config
+
+
+def read_config(run: Path) -> ConfigDict:
+    """The configuration that a run began with.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, or not one of this version.
+    """
+    file = run / "config.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{run} is no run: it holds no config.json. Name a run's workdir.")
+    config = configuration.default_config()
+    configuration.load_values(config, str(file))
+    return config
+
+
+def fit_host(config: ConfigDict) -> None:
+    """Changes mesh and rows, which are the run's devices', to what plays one episode here."""
+    num_devices = jax.device_count()
+    try:
+        sizes = mesh_sizes(num_devices, **config.mesh)
+    except ValueError:
+        config.mesh.update(data=1, fsdp=-1, tensor=1)
+        sizes = mesh_sizes(num_devices, **config.mesh)
+    shards = sizes["data"] * sizes["fsdp"]
+    config.rollout.update(num_slots=shards, num_rows=0, group_size=1)
+    config.optimizer.micro_rows = config.sft.optimizer.micro_rows = shards
+
+
+def load_weights(
+    parts: Parts, run: Path, model: Path | None, display: Display
+) -> tuple[Params, str]:
+    """The parameters of `model`, or without one of the run's newest checkpoint, and whose."""
+    if model is not None:
+        progress = display.counter("loading weights, MiB")
+        return load_hf(model, parts.mesh, progress=progress), str(model)
+    shapes = abstract_params(parts.model_config)
+    target = abstract(shapes, param_shardings(parts.mesh, parts.model_config))
+    step, params = restore_params(run / "checkpoints", target)
+    return params, f"checkpoint of step {step}, in the middle of its stage"
+
+
+def typed(lines: Iterable[str]) -> Iterator[str]:
+    """Questions as they are typed, one a line; an empty line is skipped."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
+        print("One question a line; Ctrl-D ends.\n> ", end="", flush=True)
+    for line in lines:
+        if line.strip():
+            yield line.strip()
+        if is_terminal:
+            print("> ", end="", flush=True)
+
+
+def ask(
+    parts: Parts, config: ConfigDict, question: str, temperature: float, number: int = 0
+) -> Trajectory:
+    """One episode of a question.
+
+    Args:
+        parts: of `open_run`.
+        config: likewise.
+        question: of the user.
+        temperature: 0 is greedy.
+        number: of the question, on which its draws depend.
+
+    Raises:
+        ValueError: the prompt leaves no room for an answer.
+    """
+    # Environments score every episode; this one's score is nobody's.
+    task = Task(id=f"question {number}", question=question, answers=("?",))
+    [trajectory] = evaluate.roll_out(
+        parts.engine,
+        parts.rollout,
+        [Draw(task=task, position=number)],
+        num_samples=1,
+        temperature=temperature,
+        top_p=config.eval.top_p,
+        seeds=Seeds(seed=config.seed, stage=0, step=0),
+    )
+    return trajectory
+
+
+def show(trajectory: Trajectory, console: Console) -> None:
+    """Prints the turns of an episode, what the tools said dimmed, and the answer."""
+
+    def write(text: str, style: str = "") -> None:
+        console.print(Text(printable(text), style=style), soft_wrap=True)
+
+    write(f"\n{trajectory.query}", "bold")
+    opener = trajectory.opener
+    for turn in trajectory.turns:
+        write(opener + turn.text)
+        opener = ""
+        if turn.observation is not None:
+            write(turn.observation.strip("\n"), "dim")
+    if trajectory.outcome == Outcome.ENVIRONMENT_ERROR:
+        write(f"no answer: the environment failed: {first_error([trajectory])}", "bold")
+    elif trajectory.outcome in (Outcome.ANSWERED, Outcome.ABSTAINED) and trajectory.final_answer:
+        write(f"answer: {trajectory.final_answer}", "bold")
+    else:
+        write(f"no answer: {str(trajectory.outcome).replace('_', ' ')}", "bold")
+
+
+if __name__ == "__main__":
+    main()

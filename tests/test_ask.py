@@ -1,0 +1,118 @@
+"""Questions to a run's model, each played through the run's environment."""
+
+import dataclasses
+import io
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from configs import debug_tiny
+from jaxrl import ask
+from jaxrl.checkpoint import Checkpointer
+from jaxrl.config import to_json
+from jaxrl.envs.base import Outcome, Turn
+from jaxrl.metrics import Display
+from jaxrl.models.hf_weights import load_hf
+from jaxrl.train import Position
+from jaxrl.types import TrainState
+from tests.episodes import make_failure, make_trajectory
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture
+def run(tmp_path, tiny_world):
+    """A workdir in which nothing is trained yet."""
+    config = debug_tiny.get_config(str(tiny_world))
+    config.mesh.data = 8  # of the machine that it ran on
+    config.rollout.max_total_tokens, config.rollout.max_response_tokens = 64, 16
+    config.optimizer.lr = 1e-6  # JSON's spelling of which is text to YAML
+    (tmp_path / "config.json").write_text(to_json(config))
+    return tmp_path
+
+
+def refused(*arguments):
+    with pytest.raises(SystemExit) as ended:
+        ask.main(list(map(str, arguments)))
+    assert "\n" not in ended.value.code
+    return ended.value.code
+
+
+def test_what_was_trained_answers(run, tiny_world, capsys):
+    shutil.copytree(tiny_world / "model", run / "export")
+    before = sorted(run.rglob("*"))
+    ask.main([str(run), "Who taught Ada?", "Where was Ben born?"])
+    weights, *first = capsys.readouterr().out.split("\n\n")
+    assert weights.split() == ["weights:", f"{run}/export"]
+    assert [text.splitlines()[0] for text in first] == ["Who taught Ada?", "Where was Ben born?"]
+    assert all("answer: " in text.splitlines()[-1] for text in first)
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_run_under_way_answers_with_its_newest_checkpoint(run, tiny_world):
+    shutil.copytree(tiny_world / "model", run / "export")  # of the warm start
+    params = jax.tree.map(lambda leaf: leaf + 1, load_hf(tiny_world / "model"))
+    count = jnp.int32(0)
+    state = TrainState(params=params, opt_state={"x": count}, num_updates=count, num_skipped=count)
+    position = Position(step=61, stage="train", stage_step=1).to_json()
+    checkpointer = Checkpointer(run / "checkpoints", keep=1)
+    checkpointer.save(61, state, position, None)
+    checkpointer.close()
+    display = Display()
+    display.console = Console(file=io.StringIO(), width=200)
+    parts, _ = ask.open_run(run, None, display)
+    assert "weights: checkpoint of step 61, in the middle" in display.console.file.getvalue()
+    got, _ = ask.load_weights(parts, run, None, display)
+    jax.tree.map(lambda one, other: (one == other).all() or pytest.fail("differs"), got, params)
+
+
+def test_an_episode_is_shown_as_it_was():
+    turns = (
+        Turn(
+            text="<search>q\x1b[2J</search>",
+            tool_call="q",
+            observation="\n<information>a [b]</information>\n",
+        ),
+        Turn(text="<answer>c</answer>"),
+    )
+    out = io.StringIO()
+    trajectory = dataclasses.replace(make_trajectory(turns=turns), opener="<think>\n")
+    ask.show(trajectory, Console(file=out, width=20))
+    lines = out.getvalue().splitlines()
+    assert lines[2:] == [
+        "<think>",
+        "<search>q\ufffd[2J</search>",
+        "<information>a [b]</information>",
+        "<answer>c</answer>",
+        "answer: x",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("trajectory", "said"),
+    [
+        (make_trajectory(outcome=Outcome.OUT_OF_BUDGET), "no answer: out of budget"),
+        (make_failure(), "no answer: the environment failed: "),
+    ],
+)
+def test_no_answer(trajectory, said):
+    out = io.StringIO()
+    ask.show(trajectory, Console(file=out, width=80))
+    assert out.getvalue().splitlines()[-1].startswith(said)
+
+
+def test_questions_that_are_piped_in():
+    assert list(ask.typed(["one?\n", "\n", " two?"])) == ["one?", "two?"]
+
+
+def test_mistakes_are_one_line(run, tmp_path):
+    assert refused(tmp_path / "no", "?") == (
+        f"error: {tmp_path / 'no'} is no run: it holds no config.json. Name a run's workdir."
+    )
+    assert refused(run, "?").startswith(f"error: {run} holds neither export/ nor a checkpoint: no")
+    message = refused(run, "?", f"--model={tmp_path / 'no'}")
+    assert message.startswith(f"error: model folder '{tmp_path / 'no'}' does not exist")
+    assert refused(run, "?", "--temperature=-1") == "error: --temperature=-1.0; expected 0 or more."
