@@ -25,6 +25,7 @@ from jaxrl.report.facts import facts_of
 from jaxrl.report.reading import read_run
 from jaxrl.sampling.rollout import Interrupted
 from jaxrl.stopping import EXIT_TRY_AGAIN
+from jaxrl.versions import fingerprints
 from tests import test_runs
 from tests.helpers import with_devices
 from tests.test_runs import assert_same_weights, lasting, records, trajectories
@@ -124,7 +125,8 @@ def play(config, workdir, should_stop=lambda: False):
     """Runs in this process; True when it was not stopped."""
     workdir.mkdir(exist_ok=True, parents=True)
     try:
-        train.run(config, workdir, assemble.assemble(config), Display(), should_stop)
+        parts, known = assemble.assemble(config), fingerprints(config)
+        train.run(config, workdir, parts, Display(), should_stop, known)
     except Interrupted:
         return False
     return True
