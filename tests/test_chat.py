@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.sft import encode_demonstration
@@ -128,6 +128,7 @@ def test_what_a_template_opens_ends_the_prompt():
 
 
 @pytest.mark.parametrize("template", [OWN_SYSTEM, FORGETS_THOUGHTS, THINKS, STRIPS])
+@settings(max_examples=50, deadline=None)
 @given(text=st.lists(st.sampled_from([*TAGS, *"a <|", "<|im_end|>", "<|im_start|>", "\n"])))
 def test_no_message_can_forge_the_chat(template, text):
     tokenizer = TOKENIZERS[template]
