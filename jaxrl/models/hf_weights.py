@@ -170,12 +170,13 @@ def load_hf(
         return jax.make_array_from_callback(shapes[param].shape, layouts[param], read)
 
     item, done = jnp.dtype(dtype).itemsize, 0
-    sizes = {param: math.prod(leaf.shape) * item // 2**20 for param, leaf in shapes.items()}
+    sizes = {param: math.prod(leaf.shape) * item for param, leaf in shapes.items()}
+    total = sum(sizes.values())
     loaded = {}
     for param, size in sizes.items():
         loaded[param] = load_leaf(param)
         done += size
-        progress(done, sum(sizes.values()))
+        progress(-(-done // 2**20), -(-total // 2**20))
     return unflatten_dict(loaded, sep="/")
 
 
