@@ -15,6 +15,7 @@ from configs.small_world import small_math
 def get_config(world: str = "data/math") -> ConfigDict:
     config = small_math(world)
     set_method(config)
+    config.num_steps = 30  # soon after, hardly any group is left that is not all right
     config.shaping.bootstrap_tasks = 64
     config.optimizer.num_minibatches = 4
     config.eval.temperature = 0.5
