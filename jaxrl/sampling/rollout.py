@@ -544,19 +544,22 @@ _REPLY_TYPES: Mapping[str, Any] = {
     "observation": Observation | None,
     "outcome": Outcome | None,
     "tool_call": _TEXT,
+    "tool": _TEXT,
     "latency_s": Real,
     "error": _TEXT,
 }
 
 
 def _checked_reply(reply: Any) -> StepResult:
-    """A reply that can be worked with: of the right types, with text that can be written."""
+    """A reply that can be worked with: of the right types, all of it such as JSON can hold."""
     try:
         _check_types("step", reply, StepResult, _REPLY_TYPES)
         if reply.observation is not None:
             texts = dict.fromkeys(("prefix", "body", "suffix"), str)
             _check_types("step", reply.observation, Observation, texts)
-    except TypeError as error:
+        if not math.isfinite(latency_s := float(reply.latency_s)):
+            raise ValueError(f"StepResult.latency_s is {latency_s}; expected a finite number")
+    except (TypeError, ValueError, OverflowError) as error:
         return _failure(str(error))
     error = reply.error
     if reply.outcome == Outcome.ENVIRONMENT_ERROR:
@@ -565,6 +568,8 @@ def _checked_reply(reply: Any) -> StepResult:
         reply,
         observation=reply.observation and _writable_fields(reply.observation),
         tool_call=reply.tool_call and writable(reply.tool_call),
+        tool=reply.tool and writable(reply.tool),
+        latency_s=latency_s,
         error=error and writable(error)[:MAX_ERROR],
     )
 

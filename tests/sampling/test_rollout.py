@@ -1,4 +1,5 @@
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -409,6 +410,9 @@ STEPS = [
         lambda *_: [StepResult(observation=Observation(prefix="", body=None, suffix=""))],
         "Observation.body is None; expected str",
     ),
+    (lambda *_: [StepResult(tool=5)], "StepResult.tool is 5; expected"),
+    (lambda *_: [StepResult(latency_s=np.nan)], "StepResult.latency_s is nan; expected a finite"),
+    (lambda *_: [StepResult(latency_s=10**400)], "int too large to convert to float"),
     (lambda *_: [StepResult(outcome=Outcome.ENVIRONMENT_ERROR)], "the environment gives no reason"),
     (
         lambda *_: [StepResult(outcome=Outcome.ENVIRONMENT_ERROR, error="half \ud800")],
@@ -427,6 +431,13 @@ def test_a_step_that_goes_wrong_is_an_environment_error(player):
         assert got.turns[-1].error.startswith(told)
         assert got.turns[-1].text == FIRST.removesuffix("\n\n")
         assert player.engine.is_idle
+
+
+def test_a_latency_of_any_real_type_can_be_written(player):
+    env = search_env()
+    env.step = lambda *_: [StepResult(outcome=Outcome.ANSWERED, latency_s=np.float32(0.5))]
+    got = play_one(player, env)
+    assert json.loads(json.dumps(to_json(got)))["turns"][0]["latency_s"] == 0.5
 
 
 SCORES = [
