@@ -168,6 +168,8 @@ class Tokenizer:
         pieces depend on what is near. Where a prefix ends, its last ids do depend on what is cut
         off, so ids are taken only where many others follow them. A run of blanks is one piece,
         however long; a prefix does not end within one, unless it has reached its largest size.
+        Where the tokenizer normalises, which sorts the marks on a letter, thousands of marks on
+        one letter are sorted within the prefix only.
         """
         wanted = max_tokens + _SLACK_TOKENS
         largest = self._longest_token * wanted  # characters: holds as many tokens in any case
