@@ -45,14 +45,13 @@ def stop_on_signals(
                 continue
             if asked.is_set():
                 os._exit(128 + received[0])
-            asked.set()
             # Not print: the signal may have come while another print held the buffer.
             name = signal.Signals(received[0]).name
-            if is_begun():
-                os.write(2, f"{name}: saving; once more to end at once\n".encode())
-                continue
-            os.write(2, f"{name}: {ENDED_EARLY}\n{_CURSOR if os.isatty(2) else ''}".encode())
-            os._exit(EXIT_TRY_AGAIN)
+            if not is_begun():
+                os.write(2, f"{name}: {ENDED_EARLY}\n{_CURSOR if os.isatty(2) else ''}".encode())
+                os._exit(EXIT_TRY_AGAIN)
+            asked.set()
+            os.write(2, f"{name}: saving; once more to end at once\n".encode())
 
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
