@@ -445,6 +445,10 @@ class TestWorkdir:
 def test_a_signal_while_all_is_made_ready(monkeypatch, capfd, tmp_path, tiny_world):
     ended = queue.Queue()
 
+    def end(code):
+        ended.put(code)
+        raise SystemExit  # of the thread that answers signals
+
     def assemble(*_):
         os.kill(os.getpid(), signal.SIGINT)
         raise ValueError(ended.get(timeout=10))
@@ -452,7 +456,7 @@ def test_a_signal_while_all_is_made_ready(monkeypatch, capfd, tmp_path, tiny_wor
     argv = ["launch", f"--config={CONFIG}:{tiny_world}", f"--workdir={tmp_path / 'run'}"]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr("jaxrl.assemble.assemble", assemble)
-    monkeypatch.setattr("os._exit", ended.put)
+    monkeypatch.setattr("os._exit", end)
     with flagsaver.flagsaver(), pytest.raises(SystemExit, match="75"):
         launch.main(launch.parse_flags(argv))
     wanted = "SIGINT: ended before the first step; there is nothing to save\n"
