@@ -245,8 +245,9 @@ def update_phase(config: ConfigDict, model: QwenConfig, target: Target, stage: s
     operand = 4 if is_cpu else itemsize
     moments = {
         "layers": {
-            # The embedding's comes last, unless it is the output layer's too.
-            "a micro-batch's gradients": new_gradients + 4 * output_table,
+            # The output layer's is float32, whatever the others are.
+            "a micro-batch's gradients": new_gradients
+            + max(itemsize * count.whole_tables, 4 * output_table),
             # Backwards: two arrays in float32, two in the compute dtype where it differs, a mask.
             "attention scores": scores * (2 * 4 + is_cast * 2 * itemsize + 1),
             "activations of a layer": inner * operand,
