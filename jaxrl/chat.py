@@ -67,9 +67,11 @@ class Chat:
         try:
             text = self._apply([dict(message) for message in messages], True)
             frame = self._frame(roles, True)
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program: anything may go wrong in it
+            what = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             raise ValueError(
-                f"the tokenizer's chat template refuses a chat of the roles {list(roles)}: {error}"
+                f"the tokenizer's chat template refuses a chat of the roles {list(roles)}: "
+                f"{what}{error}"
             ) from error
         for index, message in enumerate(messages):
             if index not in frame and message["content"].strip():
@@ -94,7 +96,7 @@ class Chat:
         """What it writes before, between and behind messages; None where it does not take them."""
         try:
             frame = self._frame(roles, asks)
-        except (jinja2.TemplateError, ValueError):
+        except Exception:  # told by `render`, if it is more than a chat that it does not take
             return None
         is_whole = frame[1::2] == tuple(range(len(roles)))
         return [str(part) for part in frame[::2]] if is_whole else None

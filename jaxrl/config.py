@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import json
 import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -295,7 +296,10 @@ def load_values(config: ConfigDict, path: str) -> None:
     defaults = flatten(default_config())
     for key, value in flat.items():
         value = flat[key] = as_default(value, defaults[key])
-        _check_type(f"{path}: {key}", value, defaults[key])
+        try:
+            _check_type(key, value, defaults[key])
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
     config.update_from_flattened_dict(flat)
 
 
@@ -387,9 +391,15 @@ def validate(config: ConfigDict, *, needs_data: bool = True) -> None:
     Raises:
         ValueError: names the key, what it holds and what is expected.
     """
-    defaults = flatten(default_config())
-    check_keys(flatten(config))
-    for key, value in flatten(config).items():
+    defaults, given = flatten(default_config()), flatten(config)
+    check_keys(given)
+    missing = next((key for key in defaults if key not in given), None)
+    if missing is not None:
+        raise ValueError(
+            f"the configuration lacks config.{missing}; begin with jaxrl.config.default_config(), "
+            "which has every key."
+        )
+    for key, value in given.items():
         _check_type(key, value, defaults[key])
     _check_choices(config)
     _check_ranges(config)
@@ -409,6 +419,8 @@ def _check_type(key: str, value: Any, default: Any) -> None:
             _refuse(key, value, "a finite number")
     elif type(value) is not type(default):
         _refuse(key, value, f"a value of type {type(default).__name__}, as {default!r}")
+    elif key.startswith("prompt.") and re.search("[\\ud800-\\udfff]", str(value)):
+        _refuse(key, value, "text in UTF-8")
 
 
 def _check_choices(config: ConfigDict) -> None:

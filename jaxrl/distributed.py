@@ -103,8 +103,11 @@ def find_job(
     assert num_processes is not None
     assert process_id is not None
     host, colon, port = coordinator.rpartition(":")
-    if not (host and colon and port.isdigit()):
-        raise ValueError(f"--coordinator={coordinator!r}; expected host:port of process 0.")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(
+            f"--coordinator={coordinator!r}; expected host:port of process 0, the port from 1 to "
+            f"{2**16 - 1}."
+        )
     if not 0 <= process_id < num_processes:
         raise ValueError(
             f"--process_id={process_id} with --num_processes={num_processes}; expected 0 to "

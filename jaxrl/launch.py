@@ -312,6 +312,16 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
         return flags.FLAGS([_plain(argument) for argument in argv])
     except Exception as error:  # a config file is a program: anything may go wrong in it
         _refuse(error)
+    except SystemExit as error:
+        if not _is_of_config(error):
+            raise  # of --help
+        _refuse(RuntimeError(f"{_config_file(argv)} ended the program: SystemExit({error.code!r})"))
+
+
+def _is_of_config(error: BaseException) -> bool:
+    """Whether an error arose in the config file, or in what it called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return any(frame.filename == _config_file(sys.argv) for frame in frames)
 
 
 def _check_config_flags(argv: Sequence[str]) -> None:
@@ -457,6 +467,8 @@ def _message(error: Exception, remedy: str = "", place_of: Path | None = None) -
         origin = origin.args[0]
     # A KeyError would quote its text; ml_collections lists all keys beside the one it suggests.
     text = str(origin.args[0]) if isinstance(origin, KeyError) and origin.args else str(origin)
+    if "Error whilst parsing config file" in text and not place:  # and a whole traceback
+        place, text = f"{_config_file(sys.argv)}: ", text.strip().splitlines()[-1]
     text = re.sub(r' Other fields present: "\{.*\}"', "", text, flags=re.DOTALL)
     return place + " ".join(text.split())
 

@@ -307,7 +307,8 @@ def read_history(workdir: Path) -> tuple[list[dict[str, Any]], list[int]]:
             line = json.loads(text)
         except (ValueError, RecursionError):
             line = None
-        if isinstance(line, dict) and isinstance(line.get("changes"), dict):
+        parts = (line.get("changes"), line.get("contents", {})) if isinstance(line, dict) else ()
+        if parts and all(isinstance(part, dict) for part in parts):
             lines.append(line)
         elif text.strip():
             bad.append(number)

@@ -107,6 +107,13 @@ def test_a_dropped_message_is_refused():
     tokenizer.render_prompt([{**SYSTEM, "content": " "}, QUESTION])  # nothing is lost
 
 
+@pytest.mark.parametrize("fault", ["1 / 0", "messages[0].content + 1", "messages[9].content.x"])
+def test_a_template_that_fails_is_told(fault):
+    tokenizer = tokenizer_of("{{ " + fault + " }}")
+    with pytest.raises(ValueError, match=r"chat template refuses a chat of the roles \['user'\]: "):
+        tokenizer.render_prompt([QUESTION])
+
+
 def test_arguments_reach_the_template():
     switched = tokenizer_of(FORGETS_THOUGHTS, template_arguments={"enable_thinking": False})
     assert rendered(switched, QUESTION).endswith("assistant\n<think>\n\n</think>\n\n")

@@ -62,6 +62,10 @@ def test_blank_lines_a_byte_order_mark_and_other_line_ends(file):
         (b'{"question": "\xff"}', "is not valid JSON in UTF-8: "),
         ("[1]", "holds a list; expected a JSON object"),
         ("[" * 100_000, "is nested too deeply to be read; flatten it"),
+        (
+            '{"question": "x", "answer": "a", "metadata": ' + '{"a": [' * 60 + "]}" * 60 + "}",
+            "is nested too deeply to be read; flatten it",
+        ),
         ('{"question": " ", "answer": "a"}', "'question' is ' '; expected text that is not blank"),
         ('{"question": "x", "answers": ["a", " "]}', "an answer is blank"),
         ("{}", "expected either 'question' or 'messages', found the fields none"),

@@ -82,6 +82,10 @@ def test_what_a_process_waits_for(capfd, monkeypatch, comes):
             {"coordinator": "a", "num_processes": 2, "process_id": 0},
             "--coordinator='a'; expected host:port",
         ),
+        (
+            {"coordinator": "a:65536", "num_processes": 2, "process_id": 0},
+            "--coordinator='a:65536'; expected host:port of process 0, the port from 1 to 65535",
+        ),
         ({"cluster": "slurm", "process_id": 0}, "--cluster=slurm and --process_id were both set"),
     ],
 )

@@ -245,6 +245,28 @@ class TestConfigFile:
         assert message.startswith(f"{file}: get_config returned a ")
         assert message.endswith("expected jaxrl.config.default_config() with changes.")
 
+    @pytest.mark.parametrize(
+        ("lines", "wanted"),
+        [
+            (["get_config = 3"], "TypeError: 'int' object is not callable"),
+            (["def get_config(world):", "    pass"], "missing 1 required positional argument"),
+            (["def get_config():", "    raise SystemExit(0)"], "ended the program: SystemExit(0)"),
+        ],
+    )
+    def test_no_configuration_comes_of_it(self, refusal, tmp_path, lines, wanted):
+        message = refusal(config=str(write(tmp_path / "bad.py", *lines)))
+        assert message.startswith(f"{tmp_path / 'bad.py'}")
+        assert wanted in message
+
+    def test_a_key_is_gone(self, refusal, tmp_path):
+        lines = ["config.unlock()", "del config.num_steps"]
+        message = refusal(config=str(write_config(tmp_path / "bad.py", *lines)))
+        assert message.startswith("the configuration lacks config.num_steps; begin with jaxrl.conf")
+
+    def test_a_prompt_that_no_tokenizer_takes(self, refusal):
+        message = refusal("--config.prompt.system=\udcff")  # so does a shell hand on other bytes
+        assert message == "config.prompt.system is '\\udcff'; expected text in UTF-8."
+
     def test_unknown_reward_part(self, refusal, tmp_path):
         lines = ["config.unlock()", "config.reward.weights.exactmatch = 1.0"]
         message = refusal(config=str(write_config(tmp_path / "bad.py", *lines)))
@@ -262,6 +284,11 @@ class TestValues:
         message = refusal(f"--values={file}")
         wanted = "there is no key config.rollout.grup_size; did you mean rollout.group_size?"
         assert message == f"{file}: {wanted}"
+
+    def test_another_type(self, refusal, tmp_path):
+        file = write(tmp_path / "my.yaml", "num_steps: many")
+        wanted = f"{file}: config.num_steps is 'many'; expected a value of type int"
+        assert refusal(f"--values={file}").startswith(wanted)
 
     def test_missing(self, refusal):
         assert refusal("--values=my.yaml").startswith("--values='my.yaml' is not a file")

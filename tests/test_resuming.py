@@ -247,13 +247,14 @@ class TestHistory:
     def test_damaged_lines_are_named(self, tmp_path):
         write_history(tmp_path, None, [], CONTENTS, ["train"])
         with (tmp_path / resuming.HISTORY).open("ab") as file:
-            file.write(b'no\n{"changes": ')
+            file.write(b'no\n{"changes": {}, "contents": "none"}\n{"changes": ')
         begin(tmp_path)
         begun = read_begun(tmp_path)
         assert begun.warnings == [
-            f"warning: {tmp_path / resuming.HISTORY}:{number} is no line of it" for number in (2, 3)
+            f"warning: {tmp_path / resuming.HISTORY}:{number} is no line of it"
+            for number in (2, 3, 4)
         ]
         changes = changes_since(begun, configured(seed=7))
         write_history(tmp_path, begun, changes, CONTENTS, ["train"])
         lines, bad = read_history(tmp_path)
-        assert (len(lines), bad) == (2, [2, 3])
+        assert (len(lines), bad) == (2, [2, 3, 4])

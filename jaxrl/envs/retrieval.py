@@ -245,7 +245,7 @@ class LocalSearch(SearchEngine):
             FileNotFoundError: there is no such corpus.
             PermissionError: corpus or index may not be read, or the index not be written.
             NotADirectoryError: `index_dir` is a file.
-            ValueError: the corpus is malformed or empty, or `topk` is below 1.
+            ValueError: the corpus is malformed or empty, its index damaged, or `topk` is below 1.
         """
         if Path(index_dir).exists() and not Path(index_dir).is_dir():
             raise NotADirectoryError(f"the index folder {index_dir} is a file; name a folder.")
@@ -255,9 +255,15 @@ class LocalSearch(SearchEngine):
         folder = _built_index(Path(corpus), Path(index_dir), progress)
         for part in folder.iterdir():
             part.open("rb").close()  # tantivy would not tell which one may not be read
-        index = tantivy.Index.open(str(folder))
+        try:
+            index = tantivy.Index.open(str(folder))
+            self._searcher = index.searcher()
+        except ValueError as error:
+            raise ValueError(
+                f"the index {folder} is damaged; delete that folder, and the next start builds it "
+                f"anew. (tantivy: {error})"
+            ) from error
         self._schema = index.schema
-        self._searcher = index.searcher()
         self._cached_search = functools.lru_cache(cache_size)(self._search)
 
     def search(self, query: str) -> str:

@@ -221,7 +221,9 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"file name ({type(error).__name__}: {error}); fetch it again."
         ) from error
     # By their names: files of the folder may be links to wherever a download has put them.
-    outside = [file for file in weight_map.values() if Path(file).name != file or file == ".."]
+    outside = [
+        file for file in weight_map.values() if Path(file).name != file or file in ("", "..")
+    ]
     if outside:
         raise ValueError(
             f"{index_file} names {outside[0]!r}; expected names of files beside it, as "

@@ -25,6 +25,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,7 @@ class QwenConfig:
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenConfig:
         """The same from the parsed JSON, where null is as absent; `source` is named in errors."""
         fields = _without_nulls(fields)
+        _check_kinds(fields, source)
         _refuse_unsupported(fields, source)
         is_qwen3 = fields["model_type"] == "qwen3"
         try:
@@ -114,6 +116,32 @@ class QwenConfig:
             )
         except KeyError as error:
             raise ValueError(f"{source} lacks the field {error.args[0]!r}.") from error
+
+
+_KINDS = {
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "an object")),
+    **dict.fromkeys(("rope_theta", "rms_norm_eps"), (Real, "a number")),
+    **dict.fromkeys(
+        (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ),
+        (int, "a whole number"),
+    ),
+}
+
+
+def _check_kinds(fields: dict[str, Any], source: str) -> None:
+    """Refuses a field that holds something of another kind than it should."""
+    for name, (kind, expected) in _KINDS.items():
+        if name in fields and not isinstance(fields[name], kind):
+            raise ValueError(f"{source}: {name!r} is {fields[name]!r:.80}; expected {expected}.")
 
 
 def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:

@@ -232,6 +232,16 @@ def test_the_index_is_built_once(tmp_path, monkeypatch):
     assert local_search(tmp_path, CITIES).search("capital") == before
 
 
+@pytest.mark.parametrize("is_emptied", [True, False])
+def test_a_damaged_index_is_told(tmp_path, is_emptied):
+    local_search(tmp_path, CITIES)
+    [folder] = [path for path in (tmp_path / "index").iterdir() if path.is_dir()]
+    for file in folder.iterdir():
+        file.unlink() if is_emptied else file.write_bytes(b"x")
+    with pytest.raises(ValueError, match=f"the index {folder} is damaged; delete that folder"):
+        local_search(tmp_path, CITIES)
+
+
 def test_a_corpus_that_did_not_change_is_not_read_again(tmp_path, monkeypatch):
     def read(file, *about):
         reads.append(file.name)

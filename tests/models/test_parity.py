@@ -172,6 +172,9 @@ def test_null_is_as_absent():
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": "64"}, "'hidden_size' is '64'; expected a whole number"),
+        ({"rms_norm_eps": []}, r"'rms_norm_eps' is \[\]; expected a number"),
+        ({"rope_scaling": "yarn"}, "'rope_scaling' is 'yarn'; expected an object"),
     ],
 )
 def test_refused_by_name(tmp_path, changes, named):
