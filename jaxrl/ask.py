@@ -23,7 +23,7 @@ from jaxrl import evaluate
 from jaxrl.assemble import Parts, assemble
 from jaxrl.checkpoint import abstract, read_newest_position, restore_params
 from jaxrl.envs.base import Outcome, Task
-from jaxrl.files import printable
+from jaxrl.files import printable, writable
 from jaxrl.learning import first_error
 from jaxrl.metrics import Display
 from jaxrl.models.hf_weights import load_hf
@@ -164,7 +164,7 @@ def ask(
         ValueError: the prompt leaves no room for an answer.
     """
     # Environments score every episode; this one's score is nobody's.
-    task = Task(id=f"question {number}", question=question, answers=("?",))
+    task = Task(id=f"question {number}", question=writable(question), answers=("?",))
     [trajectory] = evaluate.roll_out(
         parts.engine,
         parts.rollout,

@@ -44,10 +44,13 @@ def refused(*arguments):
 def test_what_was_trained_answers(run, tiny_world, capsys):
     shutil.copytree(tiny_world / "model", run / "export")
     before = sorted(run.rglob("*"))
-    ask.main([str(run), "Who taught Ada?", "Where was Ben born?"])
+    ask.main([str(run), "Who taught Ada?", "Where was Ben\udcff born?"])  # no UTF-8
     weights, *first = capsys.readouterr().out.split("\n\n")
     assert weights.split() == ["weights:", f"{run}/export"]
-    assert [text.splitlines()[0] for text in first] == ["Who taught Ada?", "Where was Ben born?"]
+    assert [text.splitlines()[0] for text in first] == [
+        "Who taught Ada?",
+        "Where was Ben\ufffd born?",
+    ]
     assert all("answer: " in text.splitlines()[-1] for text in first)
     assert sorted(run.rglob("*")) == before
 
