@@ -10,6 +10,11 @@ model's config.json alone, and ends with 0 if it fits and 1 if it does not.
 
 from __future__ import annotations
 
+from jaxrl.stopping import EXIT_NOTHING_WORKS, EXIT_TRY_AGAIN, end_on_signals
+
+if __name__ == "__main__":
+    end_on_signals()  # a moment passes until all below is imported
+
 import ast
 import contextlib
 import errno
@@ -31,7 +36,7 @@ from ml_collections import ConfigDict, config_flags
 from jaxrl import config as configuration
 from jaxrl import rules
 from jaxrl.files import FULL_DISK, full_disk, held, printable
-from jaxrl.stopping import ENDED_EARLY, EXIT_NOTHING_WORKS, EXIT_TRY_AGAIN, stop_on_signals
+from jaxrl.stopping import stop_on_signals
 
 if TYPE_CHECKING:
     from jaxrl.distributed import Job
@@ -331,6 +336,8 @@ def _check_config_flags(argv: Sequence[str]) -> None:
         raise FileNotFoundError(
             f"--config={file} is not a file; expected one such as configs/quickstart.py."
         )
+    if file is not None:
+        open(file).close()  # ml_collections would keep the reason to itself
     if file is not None and Path(file).suffix in (".yaml", ".yml", ".json"):
         raise ValueError(
             f"--config={file} takes a Python file, such as configs/quickstart.py; keys in YAML or "
@@ -374,18 +381,20 @@ def _plain(argument: str) -> str:
     """An argument with its value as absl reads it: 1000 for `--config.num_steps=1e3`.
 
     Raises:
-        ValueError: a switch is set to something else than true or false.
+        ValueError: a switch or a number is set to something else.
     """
     name, equals, value = argument.partition("=")
     match = _OVERRIDE.fullmatch(name)
     if not (equals and match):
         return argument
     default = configuration.flatten(configuration.default_config())[match[1]]
-    if isinstance(default, bool) and value.lower() not in configuration.SWITCHES:
-        raise ValueError(f"{argument}: expected true or false.")
-    if isinstance(default, float):
-        return argument  # absl reads every spelling
-    return f"{name}={configuration.as_default(value, default)}"
+    if type(default) is int and value.isdecimal():
+        return argument
+    read = configuration.as_default(value, default)
+    for kind, expected in ((bool, "true or false"), (int, "a whole number"), (float, "a number")):
+        if type(default) is kind and type(read) is not kind:
+            raise ValueError(f"{argument}: expected {expected}.")
+    return f"{name}={read}"
 
 
 def _config_file(argv: Sequence[str]) -> str | None:
@@ -403,6 +412,8 @@ def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
         raise ValueError(f"unexpected arguments {list(argv[1:])}; settings are --config.key=value.")
     file, config = _config_file(sys.argv), _CONFIG.value
     # One that could not be read raises here what went wrong, as for any attribute.
+    if file is not None and config is None:
+        raise TypeError(f"{file}: get_config returns nothing; end it with: return config")
     if file is not None and not hasattr(config, "update_from_flattened_dict"):
         raise TypeError(
             f"{file}: get_config returned a {type(config).__name__}; expected "
@@ -474,8 +485,4 @@ def _message(error: Exception, remedy: str = "", place_of: Path | None = None) -
 
 
 if __name__ == "__main__":
-    try:
-        app.run(main, flags_parser=parse_flags)
-    except KeyboardInterrupt:  # while the config file was read; `main` answers signals later on
-        print(f"SIGINT: {ENDED_EARLY}", file=sys.stderr)
-        sys.exit(EXIT_TRY_AGAIN)
+    app.run(main, flags_parser=parse_flags)

@@ -354,9 +354,9 @@ RULES = (
     # Shaping.
     Rule(
         "shaping.overlong_buffer",
-        lambda c: c.shaping.overlong_buffer > overlong_limit(c),
-        "at most shaping.overlong_max_tokens; where that is 0, rollout.max_response_tokens in "
-        "env.name='math' and rollout.max_total_tokens - rollout.max_prompt_tokens else",
+        lambda c: c.shaping.overlong_buffer > max(0, overlong_limit(c)),
+        "at most shaping.overlong_max_tokens; where that is 0, at most rollout.max_response_tokens "
+        "with env.name='math', and else rollout.max_total_tokens - rollout.max_prompt_tokens",
     ),
     Rule(
         "shaping.overlong_max_tokens",

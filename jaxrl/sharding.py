@@ -44,8 +44,8 @@ def mesh_sizes(num_devices: int, *, data: int, fsdp: int, tensor: int) -> dict[s
     is_valid = len(free) <= 1 and min(given) >= 1 and num_devices % known == 0
     if not is_valid or (not free and known != num_devices):
         raise ValueError(
-            f"config.mesh ({shape}) does not divide the {num_devices} devices; the sizes must be "
-            "positive and multiply to the number of devices, one of them may be -1 (what is left)."
+            f"config.mesh ({shape}) does not fit the number of devices, {num_devices}; the sizes "
+            "must be positive and multiply to it, and one of them may be -1 (what is left)."
         )
     if free:
         sizes[free[0]] = num_devices // known

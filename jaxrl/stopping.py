@@ -21,6 +21,17 @@ ENDED_EARLY = "ended before the first step; there is nothing to save"
 _CURSOR = "\x1b[?25h"  # shows it again, which a live line hides
 
 
+def end_on_signals() -> None:
+    """Ends the process at once with `EXIT_TRY_AGAIN` on SIGTERM or SIGINT, from now on."""
+
+    def end(number: int, _: object) -> None:
+        os.write(2, f"{signal.Signals(number).name}: {ENDED_EARLY}\n".encode())
+        os._exit(EXIT_TRY_AGAIN)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+
+
 @contextmanager
 def stop_on_signals(
     is_begun: Callable[[], bool] = lambda: True,

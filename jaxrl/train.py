@@ -270,8 +270,9 @@ def run(
         raise
     except Interrupted:
         save_position(this)
-        what = f"step {position.step} is saved" if this.saved else "there was nothing to save yet"
-        display.say(f"stopped; {what}. The same command goes on from there")
+        saved = f"step {position.step} is saved. The same command goes on from there"
+        nothing = "there was nothing to save yet. The same command begins anew"
+        display.say(f"stopped; {saved if this.saved else nothing}")
         if is_main:
             report.write_or_warn(workdir, display.say)
         raise

@@ -436,7 +436,10 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "wanted"),
         [
-            (["--config.mesh.fsdp=3", "--plan_devices=8"], "does not divide the 8 devices"),
+            (
+                ["--config.mesh.fsdp=3", "--plan_devices=8"],
+                "does not fit the number of devices, 8; ",
+            ),
             (["--config.mesh.tensor=8", "--plan_devices=8"], "4 key-value heads"),
             (["--config.optimizer.micro_rows=12", "--plan_devices=8"], "a multiple of data * fsdp"),
             (["--plan_devices=-8"], "--plan_devices=-8"),

@@ -145,6 +145,12 @@ def test_the_bound_of_overlong_is_where_something_is_charged():
         validate(settings(**rollout, **{"shaping.overlong_max_tokens": 71}))
 
 
+def test_a_budget_below_the_longest_prompt_is_named_before_a_penalty_that_is_off():
+    expected = r"config\.rollout\.max_prompt_tokens is 1024; expected less than "
+    with pytest.raises(ValueError, match=expected):
+        validate(settings(**{"rollout.max_total_tokens": 512}))
+
+
 def test_every_rule_has_an_example():
     assert [rule.key for rule in rules.RULES] == [key for key, _ in BROKEN]
 

@@ -56,6 +56,29 @@ def test_the_first_signal_asks(number):
     assert errors == f"{number.name}: saving; once more to end at once\n"
 
 
+LAUNCH = """
+import runpy, sys, time
+class Slow:
+    def find_spec(self, name, *_):
+        if name == "ml_collections":
+            print("ready", flush=True)
+            time.sleep(60)
+sys.meta_path.insert(0, Slow())
+runpy.run_module("jaxrl.launch", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_command_is_loaded(number):
+    command = [sys.executable, "-c", LAUNCH]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=30)
+    told = f"{number.name}: ended before the first step; there is nothing to save\n"
+    assert (process.returncode, errors) == (EXIT_TRY_AGAIN, told)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_second_signal_ends_also_where_python_gets_no_turn(number):
     process = start_work(500_000_000)

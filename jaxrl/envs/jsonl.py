@@ -66,6 +66,11 @@ def _parse(line: bytes, place: str) -> dict[str, Any]:
             raise RecursionError
     except RecursionError:
         raise ValueError(f"{place} is nested too deeply to be read; flatten it.") from None
+    except json.JSONDecodeError as error:  # its own text would count lines within this one
+        raise ValueError(
+            f"{place} is not valid JSON in UTF-8: {error.msg}, at character {error.pos + 1}; "
+            "expected one JSON object a line."
+        ) from error
     except ValueError as error:
         raise ValueError(f"{place} is not valid JSON in UTF-8: {error}") from error
     if not is_text:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import errno
 import fcntl
 import functools
 import hashlib
@@ -327,8 +328,18 @@ def _built_index(corpus: Path, index_dir: Path, progress: Progress) -> Path:
     folder = index_dir / _index_key(corpus, index_dir)
     if folder.exists():
         return folder
-    index_dir.mkdir(parents=True, exist_ok=True)
-    with _exclusive(index_dir / "lock"):
+    lock = index_dir / "lock"
+    try:
+        index_dir.mkdir(parents=True, exist_ok=True)
+        lock.open("a").close()
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        raise PermissionError(
+            f"{index_dir}, where the index of {corpus} belongs, cannot be written to: "
+            f"{error.strerror}; name another folder for it by config.search.index."
+        ) from error
+    with _exclusive(lock):
         if not folder.exists():
             _build_index(corpus, folder, index_dir / "building", progress)
     corpus_digest(corpus, index_dir)  # there is a folder now to keep it in
@@ -340,7 +351,7 @@ def _index_key(corpus: Path, index_dir: Path) -> str:
     if not corpus.is_file():
         raise FileNotFoundError(
             f"there is no corpus at {corpus}; expected a JSONL file with one document a line. "
-            "Set the corpus of the search engine to its path."
+            "Set config.search.corpus to its path."
         )
     key = f"{corpus_digest(corpus, index_dir)} {_INDEX_VERSION} {version('tantivy')}"
     return hashlib.sha256(key.encode()).hexdigest()[:32]

@@ -321,6 +321,20 @@ def test_an_index_that_may_not_be_read(open_folder):
         LocalSearch(open_folder / "corpus.jsonl", open_folder / "index")
 
 
+@pytest.mark.parametrize("exists", [False, True])
+def test_an_index_that_may_not_be_written(open_folder, exists):
+    write_corpus(open_folder, CITIES)
+    index = open_folder / "index"
+    if exists:
+        index.mkdir()
+    open_folder.chmod(0o755)
+    with as_nobody(), pytest.raises(PermissionError) as raised:
+        LocalSearch(open_folder / "corpus.jsonl", index)
+    said = str(raised.value)
+    assert said.startswith(f"{index}, where the index of {open_folder / 'corpus.jsonl'} belongs, ")
+    assert said.endswith("Permission denied; name another folder for it by config.search.index.")
+
+
 def run_python(code, *arguments):
     return subprocess.Popen([sys.executable, "-c", code, *map(str, arguments)], cwd=os.getcwd())
 
