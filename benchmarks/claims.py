@@ -63,7 +63,7 @@ WORLDS = {
     "hops": WorldSize(flags={"world": "hops", "seed": 1, "num_questions": 160}, sft_steps=1000),
     "math": WorldSize(
         builder="examples.math_world",
-        flags={"seed": 1, "num_held_out": 300, "shares": EASY},
+        flags={"seed": 2, "num_held_out": 300, "shares": EASY},
         sft_steps=900,
     ),
     "ambiguous": WorldSize(
@@ -75,7 +75,8 @@ WORLDS = {
 }
 
 HOPS = {"optimizer.lr": 2e-4, "rollout.max_total_tokens": 208, "eval.every_steps": 5}
-MATH = {"eval.every_steps": 5}
+# With one sample a problem, chance alone moves the step at which a score is reached by ten.
+MATH = {"eval.every_steps": 5, "eval.samples": 4}
 # Many updates of each batch, so that ratios leave the clipping range.
 PRESSED = {"optimizer.num_epochs": 3, "eval.every_steps": 10}
 PASS_AT_K = {"eval.samples": 8, "eval.every_steps": 20}
@@ -477,6 +478,7 @@ QUICK_RUN = {
     # A policy that gets nothing right never fills a batch.
     "filter.name": "none",
     "filter.tasks_per_batch": 0,
+    "advantage.k": 2,
 }
 """What `--quick` changes beside the numbers of steps."""
 

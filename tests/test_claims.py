@@ -1,5 +1,6 @@
 """The claims' benchmark: what it measures, how it judges, what it writes, and that it resumes."""
 
+import ast
 import dataclasses
 import json
 import math
@@ -7,10 +8,10 @@ import sys
 
 import pytest
 
-from benchmarks import claims, claims_report, claims_runs
+from benchmarks import claims, claims_config, claims_report, claims_runs
 from benchmarks.claims_report import Claim, Criterion, Finding, Measure, Panel
 from benchmarks.claims_runs import Job, Record
-from jaxrl.config import default_config, flatten
+from jaxrl.config import default_config, flatten, validate
 
 
 def answer(task, *, right=False, source="one_hop", outcome="answered", tokens=10, searches=1):
@@ -395,6 +396,29 @@ def test_every_setting_is_a_key_of_the_configuration():
         for arm in arms.values():
             assert set(arm.changes) <= known
     assert set(claims.QUICK_RUN) <= known
+
+
+def configured(job):
+    """The configuration that a job of `jaxrl.launch` runs."""
+    [world] = [a.rpartition(":")[2] for a in job.arguments if a.startswith("--config=")]
+    config = claims_config.get_config(world)
+    defaults = flatten(config)
+    for argument in job.arguments:
+        key, _, value = argument.removeprefix("--config.").partition("=")
+        if key in defaults:
+            kind = type(defaults[key])
+            value = value if kind is str else kind(ast.literal_eval(value))
+            config.update_from_flattened_dict({key: value})
+    return config
+
+
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_no_run_is_refused(tmp_path, is_quick):
+    jobs = claims.all_jobs(layout(tmp_path, seeds=(0,), is_quick=is_quick), claims.CLAIMS)
+    runs = [job for job in jobs if job.module == "jaxrl.launch"]
+    assert len(runs) > len(claims.CLAIMS)
+    for job in runs:
+        validate(configured(job))
 
 
 def test_folders_are_distinct_and_everything_needed_is_made(tmp_path):

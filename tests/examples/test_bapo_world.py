@@ -136,15 +136,14 @@ def test_every_name_and_every_number_is_one_token(out, records):
 def test_all_that_bapo_is_for_acts_in_a_run(tmp_path):
     worlds.main(["--world=bapo", "--seeds=0", f"--workdir={tmp_path}"])
     got = json.loads((tmp_path / "bapo" / "results.json").read_text())["0"]
-    # A third of the questions has no answer, so this is nearly all there is to know.
+    # Of these questions 0.412 have no answer.
     assert got["exact_match, sampled, before"] < 0.3
-    assert got["exact_match, sampled, after"] > 0.5
-    assert got["exact_match, greedy, after"] > 0.58
-    # And those without one are declined, at last.
-    assert got["abstained, greedy, before"] < 0.25
-    assert got["abstained, greedy, after"] > 0.25
-    assert got["precision, greedy, after"] > 0.85
-    assert got["reliability, greedy, after"] > got["reliability, greedy, before"] + 0.2
+    assert got["exact_match, sampled, after"] > 0.45
+    assert got["exact_match, greedy, after"] > 0.55
+    # Of those, many are declined, and hardly any others.
+    assert got["abstained, greedy, before"] < 0.1 < got["abstained, greedy, after"]
+    assert got["precision, greedy, after"] > got["precision, greedy, before"] + 0.1
+    assert got["reliability, sampled, after"] > got["reliability, sampled, before"] + 0.25
     assert got["pay for abstaining, last fifth"] > got["pay for abstaining, first fifth"]
     assert got["groups sampled again"] > 0
     assert 0 < got["share of steps in the late stage"] < 1
