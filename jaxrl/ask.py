@@ -52,15 +52,29 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ValueError(f"--temperature={arguments.temperature}; expected 0 or more.")
         parts, config = open_run(arguments.run, arguments.model, display)
         questions = arguments.questions or typed(sys.stdin)
+        num_refused = 0
         for number, question in enumerate(questions):
-            show(ask(parts, config, question, arguments.temperature, number), display.console)
+            try:
+                trajectory = ask(parts, config, question, arguments.temperature, number)
+            except ValueError as error:  # of this question alone
+                print(line(error), file=sys.stderr)
+                num_refused += 1
+            else:
+                show(trajectory, display.console)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         display.stop()
-        sys.exit(printable(f"error: {' '.join(str(error).split())}"))
+        sys.exit(line(error))
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
         display.stop()
+    if num_refused:
+        sys.exit(1)
+
+
+def line(error: Exception) -> str:
+    """An error as it is shown."""
+    return printable(f"error: {' '.join(str(error).split())}")
 
 
 def open_run(run: Path, model: Path | None, display: Display) -> tuple[Parts, ConfigDict]:

@@ -21,6 +21,7 @@ import errno
 import itertools
 import json
 import logging
+import os
 import re
 import sys
 import threading
@@ -179,6 +180,8 @@ def _run(
             _refuse(error)
         except Exception as error:
             if full_disk(error) is None:
+                if _is_of(error, workdir):
+                    _refuse(error)
                 raise
             saved = newest_whole(workdir / "checkpoints")
             kept = "nothing is saved yet" if saved is None else f"step {saved} is saved"
@@ -447,10 +450,19 @@ def _refuse(error: Exception, remedy: str = "", place: Path | None = None) -> No
     sys.exit(f"error: {printable(_message(full_disk(error) or error, remedy, place))}")
 
 
+def _is_of(error: Exception, folder: Path) -> bool:
+    """Whether the system refuses a file of `folder`, in a way that `_REMEDIES` knows."""
+    if not isinstance(error, OSError) or error.errno not in _REMEDIES or not error.filename:
+        return False
+    return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
+
+
 _REMEDIES = {
     errno.EACCES: "give this user the right to it (ls -l shows who has it).",
     errno.EPERM: "give this user the right to it (ls -l shows who has it).",
     errno.EROFS: "name a place that can be written to.",
+    errno.EISDIR: "a file belongs there; move the folder away.",
+    errno.ENOTDIR: "a folder belongs there; move the file away.",
     **dict.fromkeys(FULL_DISK, "free some space and run the same command again."),
 }
 """What to do about errors of the system, whose texts do not say it."""

@@ -44,8 +44,15 @@ def refused(*arguments):
 def test_what_was_trained_answers(run, tiny_world, capsys):
     shutil.copytree(tiny_world / "model", run / "export")
     before = sorted(run.rglob("*"))
-    ask.main([str(run), "Who taught Ada?", "Where was Ben\udcff born?"])  # no UTF-8
-    weights, *first = capsys.readouterr().out.split("\n\n")
+    too_long = "Who taught Ada? " * 64
+    questions = ("Who taught Ada?", too_long, "Where was Ben\udcff born?")  # the last is no UTF-8
+    with pytest.raises(SystemExit) as ended:
+        ask.main([str(run), *questions])
+    assert ended.value.code == 1
+    shown = capsys.readouterr()
+    assert shown.err.startswith("error: the prompt of task 'question 1' has ")
+    assert shown.err.count("\n") == 1
+    weights, *first = shown.out.split("\n\n")
     assert weights.split() == ["weights:", f"{run}/export"]
     assert [text.splitlines()[0] for text in first] == [
         "Who taught Ada?",

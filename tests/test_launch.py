@@ -478,6 +478,7 @@ class TestWorkdir:
             self.check(tmp_path, **{"model.path": str(tmp_path / "export")})
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_signal_while_all_is_made_ready(monkeypatch, capfd, tmp_path, tiny_world):
     ended = queue.Queue()
 
@@ -499,11 +500,36 @@ def test_a_signal_while_all_is_made_ready(monkeypatch, capfd, tmp_path, tiny_wor
     assert capfd.readouterr() == ("", wanted)
 
 
-class TestFullDisk:
-    """Of the run's folder, while it runs."""
+class TestFaultsOfTheWorkdir:
+    """While the run goes on."""
+
+    @pytest.fixture
+    def ended(self, monkeypatch, tmp_path, tiny_world):
+        def ended(run):
+            monkeypatch.setattr("jaxrl.train.run", run)
+            monkeypatch.setattr(launch, "_fit_memory", lambda *_, **__: [])
+            for flag in ("_IGNORE_PLAN", "_ACCEPT"):
+                monkeypatch.setattr(launch, flag, SimpleNamespace(value=False))
+            monkeypatch.setattr("jaxrl.assemble.assemble", lambda *_: SimpleNamespace(notes=[]))
+            config = debug_tiny.get_config(str(tiny_world))
+            with pytest.raises(SystemExit) as raised:
+                launch._run(config, tmp_path, lambda: False, lambda: None)
+            return raised.value.code
+
+        return ended
+
+    def test_a_folder_in_the_place_of_a_file(self, ended, tmp_path):
+        file = tmp_path / "metrics.jsonl"
+        file.mkdir()
+        wanted = f"error: {file}: Is a directory; a file belongs there; move the folder away."
+        assert ended(lambda *_: file.read_text()) == wanted
+
+    def test_another_folder_is_not_the_workdirs(self, ended, tmp_path):
+        with pytest.raises(IsADirectoryError):
+            ended(lambda *_: tmp_path.parent.read_text())
 
     @pytest.mark.parametrize("saved", [None, 4])
-    def test_one_line_says_what_is_saved(self, monkeypatch, tmp_path, tiny_world, saved):
+    def test_one_line_says_what_is_saved(self, ended, tmp_path, saved):
         def run(*_):
             if saved:
                 folder = tmp_path / "checkpoints" / str(saved)
@@ -511,17 +537,9 @@ class TestFullDisk:
                 (folder / "manifest.json").touch()
             raise ValueError("RESOURCE_EXHAUSTED: params/d/c0: No space left on device")
 
-        parts = SimpleNamespace(notes=[])
-        monkeypatch.setattr("jaxrl.train.run", run)
-        monkeypatch.setattr(launch, "_fit_memory", lambda *_, **__: [])
-        monkeypatch.setattr(launch, "_IGNORE_PLAN", SimpleNamespace(value=False))
-        monkeypatch.setattr("jaxrl.assemble.assemble", lambda *_: parts)
-        config = debug_tiny.get_config(str(tiny_world))
-        with pytest.raises(SystemExit) as ended:
-            launch._run(config, tmp_path, lambda: False, lambda: None)
         what = f"step {saved} is saved" if saved else "nothing is saved yet"
         wanted = f"error: {tmp_path}: No space left on device; {what}; free some space and run the"
-        assert ended.value.code.startswith(wanted)
+        assert ended(run).startswith(wanted)
 
 
 @pytest.mark.slow

@@ -151,15 +151,16 @@ def test_trajectories_as_json(tmp_path):
     assert failed["turns"][0]["error"] == "the server is down"
     assert "Où" in file.read_text(encoding="utf-8")
 
-    def test_what_happens_between_records_is_in_the_next(self, path):
-        log = MetricsLog(path, 0)
-        log.carry("timing_s/save_checkpoint", 0.5)
-        log.carry("timing_s/save_checkpoint", 0.25)
-        log.write(1, "train", {})
-        log.write(2, "train", {})
-        first, second = read(path)
-        assert first["timing_s/save_checkpoint"] == 0.75
-        assert "timing_s/save_checkpoint" not in second
+
+def test_what_happens_between_records_is_in_the_next(path):
+    log = MetricsLog(path, 0)
+    log.carry("timing_s/save_checkpoint", 0.5)
+    log.carry("timing_s/save_checkpoint", 0.25)
+    log.write(1, "train", {})
+    log.write(2, "train", {})
+    first, second = read(path)
+    assert first["timing_s/save_checkpoint"] == 0.75
+    assert "timing_s/save_checkpoint" not in second
 
 
 def events(folder):
