@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.envs.base import Outcome
-from jaxrl.statistics import pass_at_k
+from jaxrl.logs.statistics import pass_at_k
 
 ROOT = Path(__file__).parents[1]
 ARGUMENTS, FINISHED, OUTPUT = "arguments.json", "finished.json", "output.txt"

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 
 from jaxrl.models import qwen
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.sharding import make_mesh
+from jaxrl.runtime.sharding import make_mesh
 from jaxrl.types import Params
 
 

@@ -25,15 +25,21 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl import plan, sharding
-from jaxrl.assemble import make_optimizer, train_shape
+from jaxrl.components import make_optimizer, train_shape
 from jaxrl.config import default_config
-from jaxrl.method import make_policy_loss
 from jaxrl.models import qwen
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.runtime import plan, sharding
 from jaxrl.sampling.decode import Sampler, StopTables
+from jaxrl.training.method import make_policy_loss
+from jaxrl.training.update import (
+    Model,
+    batch_shardings,
+    init_state,
+    make_update_step,
+    state_shardings,
+)
 from jaxrl.types import Batch
-from jaxrl.update import Model, batch_shardings, init_state, make_update_step, state_shardings
 
 GIB = plan.GIB
 

@@ -20,17 +20,17 @@ from rich.text import Text
 
 from jaxrl import config as configuration
 from jaxrl import evaluate
-from jaxrl.assemble import Parts, assemble
-from jaxrl.checkpoint import abstract, read_newest_position, restore_params
+from jaxrl.components import Parts, assemble
 from jaxrl.envs.base import Outcome, Task
-from jaxrl.files import printable, writable
-from jaxrl.learning import first_error
-from jaxrl.metrics import Display
+from jaxrl.logs.metrics import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.qwen import abstract_params
+from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params
+from jaxrl.runtime.files import printable, writable
+from jaxrl.runtime.sharding import mesh_sizes, param_shardings
 from jaxrl.sampling.rollout import Seeds
-from jaxrl.sharding import mesh_sizes, param_shardings
 from jaxrl.train import Position, is_under_way
+from jaxrl.training.health import first_error
 from jaxrl.types import Draw, Params, Trajectory
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
-from jaxrl.rules import PARTS, check_rules
+from jaxrl.config_checks import PARTS, check_rules
 
 STAGES = ("sft", "train", "evaluate")
 REWARD_PARTS = tuple(dict.fromkeys(part for parts in PARTS.values() for part in parts))

@@ -19,21 +19,21 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.distributed import RolloutFunction
 from jaxrl.envs.base import Outcome, Task
 from jaxrl.envs.rewards import normalize_answer
-from jaxrl.files import printable, written_whole
-from jaxrl.learning import first_error
-from jaxrl.metrics import mean, plain_number
-from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.rollout import Seeds
-from jaxrl.statistics import (
+from jaxrl.logs.metrics import mean, plain_number
+from jaxrl.logs.statistics import (
     bootstrap_means,
     column_means,
     majority_at_k,
     pass_at_k,
     percentile_interval,
 )
+from jaxrl.runtime.distributed import RolloutFunction
+from jaxrl.runtime.files import printable, written_whole
+from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.rollout import Seeds
+from jaxrl.training.health import first_error
 from jaxrl.types import Draw, Trajectory
 
 RESERVED = ("all", "mean")

@@ -10,7 +10,7 @@ model's config.json alone, and ends with 0 if it fits and 1 if it does not.
 
 from __future__ import annotations
 
-from jaxrl.stopping import EXIT_NOTHING_WORKS, EXIT_TRY_AGAIN, end_on_signals
+from jaxrl.runtime.stopping import EXIT_NOTHING_WORKS, EXIT_TRY_AGAIN, end_on_signals
 
 if __name__ == "__main__":
     end_on_signals()  # a moment passes until all below is imported
@@ -35,14 +35,14 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
-from jaxrl import rules
-from jaxrl.files import FULL_DISK, full_disk, held, printable
-from jaxrl.stopping import stop_on_signals
+from jaxrl import config_checks as rules
+from jaxrl.runtime.files import FULL_DISK, full_disk, held, printable
+from jaxrl.runtime.stopping import stop_on_signals
 
 if TYPE_CHECKING:
-    from jaxrl.distributed import Job
-    from jaxrl.plan import Target
-    from jaxrl.resuming import Begun, Change
+    from jaxrl.runtime.distributed import Job
+    from jaxrl.runtime.history import Begun, Change
+    from jaxrl.runtime.plan import Target
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; it is made.")
@@ -82,8 +82,8 @@ def main(argv: Sequence[str]) -> None:
     begun = threading.Event()
     with stop_on_signals(begun.is_set) as should_stop:
         config, workdir, job = _prepare(argv)
-        from jaxrl import distributed
-        from jaxrl.checkpoint import raises_once
+        from jaxrl.runtime import distributed
+        from jaxrl.runtime.checkpoint import raises_once
 
         with raises_once():
             try:
@@ -106,7 +106,7 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
         if _PLAN.value:
             sys.exit(_plan(config))
         # Imported late: a mistake in the configuration is told at once, without loading JAX.
-        from jaxrl import distributed
+        from jaxrl.runtime import distributed
 
         job = distributed.find_job(
             coordinator=_COORDINATOR.value,
@@ -130,15 +130,16 @@ def _run(
         should_stop: asks the run to save and end.
         begin: called when there will be something to save.
     """
-    from jaxrl import distributed, resuming
-    from jaxrl.assemble import assemble
-    from jaxrl.checkpoint import CheckpointError, newest_whole
-    from jaxrl.collect import NotEnoughGroupsError
-    from jaxrl.learning import NothingWorksError
-    from jaxrl.metrics import Display, check_mirrors
+    from jaxrl.components import assemble
+    from jaxrl.logs.metrics import Display, check_mirrors
+    from jaxrl.runtime import distributed
+    from jaxrl.runtime import history as resuming
+    from jaxrl.runtime.checkpoint import CheckpointError, newest_whole
+    from jaxrl.runtime.versions import check_alike, fingerprints
     from jaxrl.sampling.rollout import Interrupted
     from jaxrl.train import run
-    from jaxrl.versions import check_alike, fingerprints
+    from jaxrl.training.collect import NotEnoughGroupsError
+    from jaxrl.training.health import NothingWorksError
 
     with contextlib.ExitStack() as stack:
         display = Display(is_shown=distributed.is_main())
@@ -192,8 +193,8 @@ def _plan(config: ConfigDict) -> int:
     """Shows the plan; the process's exit code, 0 where it fits."""
     from rich.console import Console
 
-    from jaxrl import plan
     from jaxrl.models.qwen import QwenConfig
+    from jaxrl.runtime import plan
 
     target = _plan_target()
     model = QwenConfig.from_hf(config.model.path)
@@ -214,7 +215,7 @@ def _plan(config: ConfigDict) -> int:
 
 def _plan_target() -> Target:
     """The devices that the flags name; what they leave out is this host's."""
-    from jaxrl import plan
+    from jaxrl.runtime import plan
 
     num_devices, memory_gib = _PLAN_DEVICES.value, _PLAN_MEMORY.value
     if num_devices < 0 or memory_gib < 0:
@@ -247,9 +248,9 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
     Raises:
         ValueError: the plan needs more than an accelerator has, and `ignores_plan` is off.
     """
-    from jaxrl import distributed, plan
     from jaxrl.models.qwen import QwenConfig
-    from jaxrl.resuming import read_begun
+    from jaxrl.runtime import distributed, plan
+    from jaxrl.runtime.history import read_begun
 
     begun = read_begun(workdir, is_accepted=True)
     began = begun.config if begun else {}
@@ -303,7 +304,7 @@ def _compare(
     is_accepted: bool,
 ) -> tuple[Begun | None, list[Change]]:
     """What began in the workdir, and what is another now; refuses what nobody has accepted."""
-    from jaxrl import resuming
+    from jaxrl.runtime import history as resuming
 
     begun = resuming.read_begun(workdir, is_accepted=is_accepted)
     changes = resuming.changes_since(begun, config, contents) if begun else []

@@ -18,26 +18,13 @@ import numpy as np
 import optax
 from ml_collections import ConfigDict
 
-from jaxrl import distributed, entropy_control, evaluate, kl_control, report, sft
-from jaxrl.assemble import Parts, make_optimizer, sft_shape, train_shape
-from jaxrl.batching import pack
-from jaxrl.checkpoint import Checkpointer, abstract, optimizer_items
-from jaxrl.collect import Collected, NotEnoughGroupsError, Tried, collect
-from jaxrl.collect import from_json as trajectory_from_json
-from jaxrl.collect import to_json as trajectory_to_json
+from jaxrl import evaluate, report, sft
+from jaxrl.components import Parts, make_optimizer, sft_shape, train_shape
 from jaxrl.config import STAGES, flatten
+from jaxrl.config_checks import is_measured, is_pass_at_k
 from jaxrl.data import Stream
 from jaxrl.envs.base import Task
-from jaxrl.learning import (
-    Failures,
-    NothingWorksError,
-    first_error,
-    has_learned,
-    nothing_learned,
-    why_nothing,
-)
-from jaxrl.method import Controllers, k_at, make_estimator, make_policy_loss
-from jaxrl.metrics import (
+from jaxrl.logs.metrics import (
     Display,
     MetricsLog,
     Record,
@@ -47,30 +34,45 @@ from jaxrl.metrics import (
     rollout_metrics,
     write_trajectories,
 )
-from jaxrl.minibatches import (
+from jaxrl.models import qwen
+from jaxrl.models.hf_weights import load_hf, save_hf
+from jaxrl.objectives.controllers import SkipSet
+from jaxrl.runtime import distributed
+from jaxrl.runtime.checkpoint import Checkpointer, abstract, optimizer_items
+from jaxrl.runtime.sharding import num_batch_shards, param_shardings
+from jaxrl.runtime.stopping import Best, update_best
+from jaxrl.runtime.versions import write_environment
+from jaxrl.sampling.engine import Counts, Engine
+from jaxrl.sampling.rollout import Interrupted, Seeds
+from jaxrl.training import entropy_control, kl_control
+from jaxrl.training.collect import Collected, NotEnoughGroupsError, Tried, collect
+from jaxrl.training.collect import from_json as trajectory_from_json
+from jaxrl.training.collect import to_json as trajectory_to_json
+from jaxrl.training.health import (
+    Failures,
+    NothingWorksError,
+    first_error,
+    has_learned,
+    nothing_learned,
+    why_nothing,
+)
+from jaxrl.training.method import Controllers, k_at, make_estimator, make_policy_loss
+from jaxrl.training.minibatches import (
     Divergence,
     add_logprobs,
     make_measure,
     make_minibatches,
     takes_own_logprobs,
 )
-from jaxrl.models import qwen
-from jaxrl.models.hf_weights import load_hf, save_hf
-from jaxrl.objectives.controllers import SkipSet
-from jaxrl.rules import is_measured, is_pass_at_k
-from jaxrl.sampling.engine import Counts, Engine
-from jaxrl.sampling.rollout import Interrupted, Seeds
-from jaxrl.sharding import num_batch_shards, param_shardings
-from jaxrl.stopping import Best, update_best
-from jaxrl.types import Draw, Params, TrainState, Trajectory
-from jaxrl.update import (
+from jaxrl.training.packing import pack
+from jaxrl.training.update import (
     init_state,
     make_score_step,
     make_update_step,
     put_batch,
     state_shardings,
 )
-from jaxrl.versions import write_environment
+from jaxrl.types import Draw, Params, TrainState, Trajectory
 
 SHOWN = {
     "reward": "critic/rewards/mean",

@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.batching import pack
 from jaxrl.config import default_config
-from jaxrl.method import make_policy_loss
 from jaxrl.models import qwen
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.training.method import make_policy_loss
+from jaxrl.training.packing import pack
 
 # 127 is prime and divides no other dimension: an array runs over the vocabulary exactly when 127
 # divides its number of elements, also where the vocabulary is halved or merged with other axes.

@@ -11,11 +11,11 @@ from rich.console import Console
 
 from configs import debug_tiny
 from jaxrl import ask
-from jaxrl.checkpoint import Checkpointer
 from jaxrl.config import to_json
 from jaxrl.envs.base import Outcome, Turn
-from jaxrl.metrics import Display
+from jaxrl.logs.metrics import Display
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.runtime.checkpoint import Checkpointer
 from jaxrl.train import Position
 from jaxrl.types import TrainState
 from tests.episodes import make_failure, make_trajectory

@@ -20,18 +20,19 @@ from configs import (
     search_r1_brief,
     search_r1_small,
 )
-from jaxrl import assemble, report, train
+from jaxrl import components as assemble
+from jaxrl import report, train
 from jaxrl.config import ADVANTAGES, AGGREGATIONS, KL_CONTROLLERS, KL_ESTIMATORS, flatten, validate
-from jaxrl.distributed import shared
+from jaxrl.config_checks import check_rules, has_kl_loss
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.retrieval import EmptySearch, SearchEngine, SearchError
 from jaxrl.envs.search import SearchEnv
-from jaxrl.method import Controllers
-from jaxrl.metrics import Display
+from jaxrl.logs.metrics import Display
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.rules import check_rules, has_kl_loss
+from jaxrl.runtime.distributed import shared
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.training.method import Controllers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures")
 

@@ -13,19 +13,23 @@ import numpy as np
 import pytest
 
 from configs import ares, bapo, debug_tiny, passk
-from jaxrl import assemble, entropy_control, train
-from jaxrl.collect import NotEnoughGroupsError, collect, to_json
+from jaxrl import components as assemble
+from jaxrl import train
 from jaxrl.config import default_config, validate
 from jaxrl.envs.base import Task
-from jaxrl.method import Controllers
-from jaxrl.metrics import Display
+from jaxrl.logs.metrics import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.objectives.controllers import BUCKETS
 from jaxrl.sampling.rollout import Interrupted
+from jaxrl.training import entropy_control
+from jaxrl.training.collect import NotEnoughGroupsError, collect, to_json
+from jaxrl.training.method import Controllers
 from jaxrl.types import Draw
 from tests import test_runs
 from tests.episodes import make_trajectory
 from tests.helpers import with_devices
+from tests.runtime.test_distributed import SETTINGS, Processes, assert_close
+from tests.runtime.test_distributed import lasting as lasting_anywhere
 from tests.test_combinations import (
     Chance,
     Sampler,
@@ -34,8 +38,6 @@ from tests.test_combinations import (
     saved_position,
     warm_start,
 )
-from tests.test_distributed import SETTINGS, Processes, assert_close
-from tests.test_distributed import lasting as lasting_anywhere
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures")
 

@@ -6,11 +6,12 @@ import optax
 import pytest
 from jax import export
 
-from jaxrl import sharding, update
 from jaxrl.config import default_config
-from jaxrl.method import make_policy_loss
 from jaxrl.models import qwen
+from jaxrl.runtime import sharding
 from jaxrl.sampling.decode import Sampler, StopTables
+from jaxrl.training import update
+from jaxrl.training.method import make_policy_loss
 from jaxrl.types import Batch
 
 CONFIG = qwen.QwenConfig(

@@ -16,10 +16,10 @@ from absl.testing import flagsaver
 from configs import debug_tiny
 from jaxrl import launch
 from jaxrl.config import to_json
-from jaxrl.learning import NothingWorksError
 from jaxrl.models.hf_weights import open_tensors
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.tokenizer import Tokenizer
+from jaxrl.training.health import NothingWorksError
 from tests.helpers import as_nobody
 
 CONFIG = "configs/debug_tiny.py"
@@ -492,7 +492,7 @@ def test_a_signal_while_all_is_made_ready(monkeypatch, capfd, tmp_path, tiny_wor
 
     argv = ["launch", f"--config={CONFIG}:{tiny_world}", f"--workdir={tmp_path / 'run'}"]
     monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr("jaxrl.assemble.assemble", assemble)
+    monkeypatch.setattr("jaxrl.components.assemble", assemble)
     monkeypatch.setattr("os._exit", end)
     with flagsaver.flagsaver(), pytest.raises(SystemExit, match="75"):
         launch.main(launch.parse_flags(argv))
@@ -510,7 +510,7 @@ class TestFaultsOfTheWorkdir:
             monkeypatch.setattr(launch, "_fit_memory", lambda *_, **__: [])
             for flag in ("_IGNORE_PLAN", "_ACCEPT"):
                 monkeypatch.setattr(launch, flag, SimpleNamespace(value=False))
-            monkeypatch.setattr("jaxrl.assemble.assemble", lambda *_: SimpleNamespace(notes=[]))
+            monkeypatch.setattr("jaxrl.components.assemble", lambda *_: SimpleNamespace(notes=[]))
             config = debug_tiny.get_config(str(tiny_world))
             with pytest.raises(SystemExit) as raised:
                 launch._run(config, tmp_path, lambda: False, lambda: None)
@@ -572,7 +572,7 @@ def test_a_run_in_which_everything_fails_has_an_exit_code_of_its_own(
     argv = ["launch", f"--config={CONFIG}:{tiny_world}", f"--workdir={workdir}"]
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr("jaxrl.train.run", run)
-    monkeypatch.setattr("jaxrl.assemble.assemble", lambda *_: SimpleNamespace(notes=("a note",)))
+    monkeypatch.setattr("jaxrl.components.assemble", lambda *_: SimpleNamespace(notes=("a note",)))
     with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
         launch.main(launch.parse_flags(argv))
     assert ended.value.code == 69

@@ -17,15 +17,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl import assemble, report, train
-from jaxrl.checkpoint import MANIFEST, steps_in
-from jaxrl.metrics import Display
+from jaxrl import components as assemble
+from jaxrl import report, train
+from jaxrl.logs.metrics import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.report.facts import facts_of
 from jaxrl.report.reading import read_run
+from jaxrl.runtime.checkpoint import MANIFEST, steps_in
+from jaxrl.runtime.stopping import EXIT_TRY_AGAIN
+from jaxrl.runtime.versions import fingerprints
 from jaxrl.sampling.rollout import Interrupted
-from jaxrl.stopping import EXIT_TRY_AGAIN
-from jaxrl.versions import fingerprints
 from tests import test_runs
 from tests.helpers import with_devices
 from tests.test_runs import assert_same_weights, lasting, records, trajectories

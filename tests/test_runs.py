@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl import assemble, report, train
+from jaxrl import components as assemble
+from jaxrl import report, train
 from jaxrl.envs.base import Outcome, Turn
 from jaxrl.envs.retrieval import SearchEngine
-from jaxrl.learning import NothingWorksError
-from jaxrl.metrics import Display
+from jaxrl.logs.metrics import Display
 from jaxrl.models import qwen
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.versions import fingerprints
+from jaxrl.runtime.versions import fingerprints
+from jaxrl.training.health import NothingWorksError
 
 pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
 

@@ -4,10 +4,11 @@ import jax
 import numpy as np
 
 from configs import debug_tiny
-from jaxrl import assemble, train
-from jaxrl.method import make_estimator
-from jaxrl.minibatches import make_minibatches
+from jaxrl import components as assemble
+from jaxrl import train
 from jaxrl.sampling.engine import Counts
+from jaxrl.training.method import make_estimator
+from jaxrl.training.minibatches import make_minibatches
 from tests.episodes import make_failure, make_trajectory
 
 

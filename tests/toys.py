@@ -11,10 +11,10 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl.envs.base import Env, Reward, Task
 from jaxrl.models.qwen import QwenConfig, hidden_states
+from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Limits, Rollout, Seeds
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.sharding import make_mesh
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw
 

@@ -32,8 +32,8 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxrl import sharding
 from jaxrl.models.qwen import QwenConfig, abstract_params
+from jaxrl.runtime import sharding
 from jaxrl.types import Params
 
 HF_NAMES = {

@@ -26,12 +26,12 @@ def write_report(
         FileNotFoundError: one of them is no run.
     """
     # Imported here: a run loads matplotlib when it has something to draw.
-    from jaxrl.files import written_whole
     from jaxrl.report.curves import CHART_NAMES, charts_of, group_runs
     from jaxrl.report.drawing import png
     from jaxrl.report.facts import facts_of
     from jaxrl.report.page import page
     from jaxrl.report.reading import read_run
+    from jaxrl.runtime.files import written_whole
 
     folders = {workdir.resolve(): workdir for workdir in workdirs}
     runs = [facts_of(read_run(workdir)) for workdir in folders.values()]

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxrl.files import printable
 from jaxrl.report import write_report
+from jaxrl.runtime.files import printable
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, StrMethodFormatter
 
-from jaxrl.files import taking_place
 from jaxrl.report.curves import Chart, Series
 from jaxrl.report.facts import STAGES
+from jaxrl.runtime.files import taking_place
 
 # Okabe and Ito's colours, told apart by colour-blind readers too. The page renames them to
 # variables of its style sheet, which has lighter ones for dark backgrounds.

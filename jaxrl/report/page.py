@@ -9,7 +9,6 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from jaxrl.files import printable
 from jaxrl.report.curves import MAX_POINTS, Chart, Group, spread
 from jaxrl.report.drawing import legend_of, svg
 from jaxrl.report.facts import (
@@ -23,6 +22,7 @@ from jaxrl.report.facts import (
     number_of,
     segments,
 )
+from jaxrl.runtime.files import printable
 
 MAX_SEGMENT = 3000  # characters shown of one piece of a response
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import STAGES, flat_json
-from jaxrl.resuming import HISTORY, read_history
+from jaxrl.runtime.history import HISTORY, read_history
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 
 from jaxrl.models import kv_cache, qwen
 from jaxrl.models.qwen import Cache, QwenConfig
+from jaxrl.runtime.sharding import batch_sharding, cache_sharding, prefix_sharding, replicated
 from jaxrl.sampling import next_token
-from jaxrl.sharding import batch_sharding, cache_sharding, prefix_sharding, replicated
 from jaxrl.types import Params
 
 Array = Any

@@ -22,13 +22,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.compilation import CompiledFunction
 from jaxrl.models import qwen
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.runtime.compilation import CompiledFunction
+from jaxrl.runtime.sharding import decode_shardings, num_batch_shards, on_local_mesh, replicated
 from jaxrl.sampling import decode
 from jaxrl.sampling.decode import Sampler, Slots, StopTables
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.sharding import decode_shardings, num_batch_shards, on_local_mesh, replicated
 from jaxrl.types import Params
 
 

@@ -34,7 +34,7 @@ from jaxrl.envs.base import (
     Turn,
 )
 from jaxrl.envs.calls import MAX_ERROR, error_text, in_thread, side_by_side
-from jaxrl.files import writable
+from jaxrl.runtime.files import writable
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Event, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton

@@ -397,7 +397,7 @@ def test_commands_say_what_is_wrong(tmp_path):
 ON_EIGHT_DEVICES = """
 import sys
 import jax, numpy as np
-from jaxrl import sharding
+from jaxrl.runtime import sharding
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.qwen import QwenConfig
 
@@ -432,7 +432,7 @@ import sys
 import jax, numpy as np
 port, index, source, path = sys.argv[1:]
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(index))
-from jaxrl import sharding
+from jaxrl.runtime import sharding
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.qwen import QwenConfig
 

@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.batching import BatchShape, pack
 from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.update import Model
+from jaxrl.training.packing import BatchShape, pack
+from jaxrl.training.update import Model
 from tests.helpers import tiny_params
 from tests.toys import (
     ROOMY,

@@ -1,0 +1,396 @@
+"""From a configuration to the objects of a run.
+
+Everything that can be refused is refused here, before any long work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jaxrl import sft
+from jaxrl.config_checks import reward_parts
+from jaxrl.data import overlap_note, read_tasks
+from jaxrl.envs.base import Env, Task
+from jaxrl.envs.math import MathEnv
+from jaxrl.envs.protocol import PROTOCOLS, Protocol, search_r1
+from jaxrl.envs.python_tool import MontyTool
+from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine, index_folder
+from jaxrl.envs.search import SearchEnv
+from jaxrl.evaluate import check_data_sources
+from jaxrl.models.hf_weights import check_hf
+from jaxrl.models.qwen import QwenConfig
+from jaxrl.runtime.distributed import RolloutFunction, shared
+from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh, num_batch_shards
+from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.rollout import Limits, Rollout, Schedule
+from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.tokenizer import Tokenizer
+from jaxrl.training.packing import BatchShape
+from jaxrl.training.update import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What the stages work with."""
+
+    mesh: Mesh
+    model_config: QwenConfig
+    model: Model
+    tokenizer: Tokenizer
+    tasks: list[Task]
+    eval_tasks: list[Task]
+    demonstrations: list[sft.Demonstration]
+    engine: Engine
+    rollout: RolloutFunction
+    rollout_without_search: RolloutFunction  # the control: the engine finds nothing
+    is_trigger: np.ndarray | None = None  # bool [V], ids that may count as wavering; None: all
+    notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
+
+
+def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -> Parts:
+    """Reads and checks everything the configured stages need; an index is built last.
+
+    Args:
+        config: checked.
+        show: told what it is at, where that may take long.
+
+    Raises:
+        FileNotFoundError, ValueError: with what arrived, what was expected, where to change it.
+    """
+    mesh = make_mesh(**config.mesh)
+    model_config = QwenConfig.from_hf(config.model.path)
+    check_model_fits(mesh, model_config)
+    check_rows(config, mesh)
+    check_length(config, model_config)
+    tokenizer = Tokenizer.from_folder(
+        config.model.path,
+        eos_tokens=config.model.eos_tokens,
+        template_arguments=config.prompt.chat_template_kwargs,
+    )
+    if tokenizer.num_tokens > model_config.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {config.model.path!r} knows {tokenizer.num_tokens} ids, the model "
+            f"{model_config.vocab_size} (vocab_size in config.json); they belong to two models."
+        )
+    foreign = [token for token in tokenizer.eos_ids if not 0 <= token < tokenizer.num_tokens]
+    if foreign:
+        raise ValueError(
+            f"{config.model.path}/generation_config.json: eos_token_id names {foreign}, which the "
+            f"tokenizer's {tokenizer.num_tokens} ids do not hold."
+        )
+    check_hf(config.model.path)
+    dtype = jnp.dtype(config.model.dtype)
+    python = _make_python() if config.env.python else None
+    control = _make_env(config, EmptySearch(), python)
+    automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
+    tasks, eval_tasks, demonstrations = _read_data(config, tokenizer)
+    engine = _make_engine(config, model_config, mesh, automaton, tokenizer, dtype)
+    limits = Limits(
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        max_response_tokens=config.rollout.max_response_tokens,
+        max_total_tokens=config.rollout.max_total_tokens,
+        max_observation_tokens=config.search.max_observation_tokens,
+        overlong_prompts=config.rollout.overlong_prompts,
+    )
+    schedule = Schedule(
+        deterministic=config.rollout.deterministic,
+        lag_chunks=config.rollout.observation_lag_chunks,
+        deadline_s=config.env.step_deadline_s,
+    )
+    without_search = Rollout(engine, control, tokenizer, automaton, limits, schedule)
+    tasks, note = fit_prompts(tasks, without_search, config, "config.tasks.train.source")
+    eval_tasks, eval_note = fit_prompts(
+        eval_tasks, without_search, config, "config.tasks.eval.source"
+    )
+    env = control
+    if config.env.name == "search":
+        env = _make_env(config, _make_search(config, show), python)
+    return Parts(
+        mesh=mesh,
+        model_config=model_config,
+        model=Model(
+            model_config,
+            mesh,
+            num_tokens=tokenizer.num_tokens,
+            dtype=dtype,
+            remat=config.model.remat,
+            logits_chunk_tokens=config.model.logits_chunk_tokens,
+        ),
+        tokenizer=tokenizer,
+        tasks=tasks,
+        eval_tasks=eval_tasks,
+        demonstrations=demonstrations,
+        engine=engine,
+        rollout=shared(Rollout(engine, env, tokenizer, automaton, limits, schedule)),
+        rollout_without_search=shared(without_search),
+        is_trigger=trigger_ids(tokenizer, config.shaping.trigger_words),
+        notes=tuple(
+            text
+            for text in (_end_note(tokenizer), note, eval_note, overlap_note(tasks, eval_tasks))
+            if text
+        ),
+    )
+
+
+def fit_prompts(
+    tasks: list[Task], rollout: Rollout, config: ConfigDict, key: str
+) -> tuple[list[Task], str]:
+    """The tasks that are played, and what is to be told of those with overlong prompts.
+
+    Args:
+        tasks: of one file.
+        rollout: plays them, and cuts prompts itself.
+        config: says what becomes of an overlong prompt.
+        key: the configuration key that named the file, for messages.
+
+    Raises:
+        ValueError: a prompt is overlong and refused, or all are and would be dropped.
+    """
+    limit = config.rollout.max_prompt_tokens
+    fitting = [task for task in tasks if rollout.prompt_fits(task)]
+    count = len(tasks) - len(fitting)
+    if count == 0:
+        return tasks, ""
+    what = f"{count} of {len(tasks)} tasks have prompts of more than {limit} tokens"
+    if config.rollout.overlong_prompts == "truncate_left":
+        return tasks, f"{key}: {what}; their last {limit} tokens are kept"
+    if not fitting:
+        raise ValueError(
+            f"{key}: {what}, and config.rollout.overlong_prompts='drop' would leave none; raise "
+            "config.rollout.max_prompt_tokens, or set overlong_prompts to 'truncate_left'."
+        )
+    return fitting, f"{key}: {what} and are left out"
+
+
+def _end_note(tokenizer: Tokenizer) -> str:
+    """What is to be told where nothing stops at the end of a message; "" where something does."""
+    end = tokenizer.unknown_message_end
+    if not end:
+        return ""
+    known = ", ".join(tokenizer.decode([id]) for id in tokenizer.eos_ids)
+    return (
+        f"warning: the chat template ends a message with {end}, but only {known} ends the model's; "
+        f"it may run on behind it. Set config.model.eos_tokens to ({end!r},)"
+    )
+
+
+def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
+    """Which ids are, without blanks and in lower case, one of the words, bool [V]; None of none.
+
+    Raises:
+        ValueError: no id is.
+    """
+    if not words:
+        return None
+    wanted = {word.strip().lower() for word in words}
+    texts = [data.decode("utf-8", errors="replace") for data in tokenizer.vocab_bytes]
+    found = np.array([text.strip().lower() in wanted for text in texts], bool)
+    if not found.any():
+        raise ValueError(
+            f"config.shaping.trigger_words is {tuple(words)!r}, but the tokenizer has none of "
+            "these words as a single token; no token would ever count."
+        )
+    return found
+
+
+def check_rows(config: ConfigDict, mesh: Mesh) -> None:
+    """Refuses numbers of rows that the mesh does not split evenly, of the stages that run.
+
+    Raises:
+        ValueError: names the key.
+    """
+    shards = num_batch_shards(mesh)
+    rows = {
+        "optimizer.micro_rows": (config.optimizer.micro_rows, {"train"}),
+        "sft.optimizer.micro_rows": (config.sft.optimizer.micro_rows, {"sft"}),
+        "rollout.num_slots": (config.rollout.num_slots, {"train", "evaluate"}),
+        "rollout.num_rows": (config.rollout.num_rows, {"train", "evaluate"}),
+    }
+    for key, (value, readers) in rows.items():
+        if value % shards and readers & set(config.stages):
+            raise ValueError(
+                f"config.{key} is {value}; expected a multiple of data * fsdp = {shards}, so that "
+                "every device gets the same number."
+            )
+
+
+def check_length(config: ConfigDict, model: QwenConfig) -> None:
+    """Refuses trajectories longer than the model's positions.
+
+    Raises:
+        ValueError: names the key.
+    """
+    if config.rollout.max_total_tokens > model.max_positions:
+        raise ValueError(
+            f"config.rollout.max_total_tokens={config.rollout.max_total_tokens} is beyond the "
+            f"model's {model.max_positions} positions (max_position_embeddings)."
+        )
+
+
+def _read_data(
+    config: ConfigDict, tokenizer: Tokenizer
+) -> tuple[list[Task], list[Task], list[sft.Demonstration]]:
+    tasks: list[Task] = []
+    eval_tasks: list[Task] = []
+    demonstrations: list[sft.Demonstration] = []
+    if "train" in config.stages:
+        source, split = config.tasks.train.source, config.tasks.train.split
+        tasks = read_tasks(source, "config.tasks.train.source", split=split)
+    if {"train", "evaluate"} & set(config.stages):
+        source, split = config.tasks.eval.source, config.tasks.eval.split
+        eval_tasks = read_tasks(source, "config.tasks.eval.source", split=split)
+        check_data_sources(eval_tasks, "config.tasks.eval.source")
+        eval_tasks = eval_tasks[: config.eval.max_tasks or None]
+    if "sft" in config.stages:
+        demonstrations = sft.read_demonstrations(
+            config.sft.source,
+            tokenizer,
+            max_total_tokens=config.rollout.max_total_tokens,
+            max_observation_tokens=config.search.max_observation_tokens,
+            protocol=PROTOCOLS[config.env.protocol],
+            tools=("search", "python") if config.env.python else ("search",),
+        )
+    return tasks, eval_tasks, demonstrations
+
+
+def _make_search(config: ConfigDict, show: Callable[[str], None]) -> SearchEngine:
+    search = config.search
+    if search.engine == "empty":
+        return EmptySearch()
+    return LocalSearch(
+        search.corpus,
+        index_folder(search.corpus, search.index),
+        topk=search.topk,
+        progress=lambda count: show(f"building the index of {search.corpus}, documents {count:,}"),
+    )
+
+
+def _make_env(config: ConfigDict, engine: SearchEngine, python: MontyTool | None) -> Env:
+    """The environment; `engine` answers its searches and `python` its code, if it has any."""
+    weights = config.reward.weights.to_dict()
+    prompt = {key: config.prompt[key] for key in ("system", "template", "examples")}
+    settings = {**prompt, "reward_weights": {name: weights[name] for name in reward_parts(config)}}
+    if config.env.name == "math":
+        return MathEnv(**settings)
+    return SearchEnv(
+        engine,
+        **settings,
+        max_searches=config.rollout.max_turns,
+        protocol=_make_protocol(config),
+        correct_by=config.reward.correct,
+        python=python,
+    )
+
+
+def _make_protocol(config: ConfigDict) -> Protocol:
+    if config.env.protocol != "search_r1":
+        return PROTOCOLS[config.env.protocol]
+    reward = config.reward
+    return search_r1(
+        format_reward=reward.format_reward,
+        format_failure=reward.format_failure,
+        answer_reward=reward.answer_reward,
+        exact_match_bonus=reward.exact_match_bonus,
+        not_found=reward.not_found,
+    )
+
+
+def _make_python() -> MontyTool:
+    try:
+        return MontyTool()
+    except ImportError as error:
+        raise ValueError(f"config.env.python is True, but {error}") from error
+
+
+def _make_engine(
+    config: ConfigDict,
+    model_config: QwenConfig,
+    mesh: Mesh,
+    automaton: StopAutomaton,
+    tokenizer: Tokenizer,
+    dtype: Any,
+) -> Engine:
+    rollout = config.rollout
+    num_slots = rollout.num_slots // jax.process_count()
+    return Engine(
+        model_config,
+        local_mesh(mesh),
+        automaton,
+        num_tokens=tokenizer.num_tokens,
+        eos_ids=tokenizer.eos_ids,
+        num_slots=num_slots,
+        num_rows=rollout.num_rows // jax.process_count(),
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_total_tokens=rollout.max_total_tokens,
+        chunk_tokens=rollout.chunk_tokens,
+        prompts_per_prefill=prompts_per_prefill(num_slots, rollout.group_size),
+        dtype=dtype,
+        train_mesh=mesh,
+        nucleus=min(rollout.top_p, config.eval.top_p) < 1,
+    )
+
+
+def prompts_per_prefill(num_slots: int, group_size: int) -> int:
+    """Prompts that are read side by side: as many as fill the slots with their groups."""
+    return max(num_slots // group_size, 1)
+
+
+def row_tokens(config: ConfigDict) -> int:
+    """Length of packed rows: room for the longest trajectory, in whole multiples of 16."""
+    return -(-config.rollout.max_total_tokens // 16) * 16
+
+
+def train_shape(config: ConfigDict) -> BatchShape:
+    """The shape of every mini-batch of the train stage."""
+    groups = config.rollout.tasks_per_step // config.optimizer.num_minibatches
+    return BatchShape.for_sequences(
+        groups * config.rollout.group_size,
+        micro_rows=config.optimizer.micro_rows,
+        row_tokens=row_tokens(config),
+    )
+
+
+def sft_shape(config: ConfigDict) -> BatchShape:
+    """The shape of every batch of the sft stage."""
+    return BatchShape.for_sequences(
+        config.sft.batch_size,
+        micro_rows=config.sft.optimizer.micro_rows,
+        row_tokens=row_tokens(config),
+    )
+
+
+def learning_rate(settings: ConfigDict, num_updates: int) -> optax.Schedule:
+    """Linear warm-up, then the schedule down to `final_lr_fraction` of the peak at the end."""
+    peak, warmup = settings.lr, settings.warmup_steps
+    rest = max(num_updates - warmup, 1)
+    final = settings.final_lr_fraction
+    after = {
+        "constant": lambda: optax.constant_schedule(peak),
+        "linear": lambda: optax.linear_schedule(peak, peak * final, rest),
+        "cosine": lambda: optax.cosine_decay_schedule(peak, rest, final),
+    }[settings.schedule]()
+    # The first step is at 1 / warmup of the peak: a rate of exactly 0 would waste a whole batch.
+    rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
+    return optax.join_schedules([rise, after], [warmup]) if warmup else after
+
+
+def make_optimizer(settings: ConfigDict, num_updates: int) -> optax.GradientTransformation:
+    """AdamW behind global-norm clipping, over `num_updates` optimizer steps."""
+    adamw = optax.adamw(
+        learning_rate(settings, num_updates),
+        b1=settings.beta1,
+        b2=settings.beta2,
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+    )
+    clip = optax.clip_by_global_norm(settings.grad_clip) if settings.grad_clip else optax.identity()
+    return optax.chain(clip, adamw)

@@ -1,0 +1,327 @@
+"""What a workdir knows of the run that began in it, and how far the present start differs from it.
+
+Three places know it, so that no single file's loss hides a difference: `config.json`, every
+checkpoint's position, and `config_history.jsonl`, to which each start that changes something adds
+a line: when, after which step, and every key with its value before and now.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxrl import config as configuration
+from jaxrl.config import default_config, flatten
+from jaxrl.config_checks import has_gate
+from jaxrl.runtime.files import append_line, set_aside, written_whole
+
+HISTORY = "config_history.jsonl"
+
+FREE = (
+    "stages",
+    "log",
+    "checkpoint",
+    "mesh",
+    "eval",
+    "model.remat",
+    "model.logits_chunk_tokens",
+    "optimizer.micro_rows",
+    "optimizer.skip_signal_free",
+    "sft.optimizer.micro_rows",
+    "rollout.num_slots",
+    "rollout.num_rows",
+    "rollout.chunk_tokens",
+    "rollout.deterministic",
+    "rollout.observation_lag_chunks",
+    "rollout.max_failed_steps",
+    "filter.max_batches",
+    "env.step_deadline_s",
+)
+"""Keys and sections that may change without a word of consent: what is computed stays the same,
+to rounding. Any other key makes another experiment, also one that is added later."""
+
+STEERING = (
+    "eval.every_steps",
+    "eval.suites",
+    "eval.samples",
+    "eval.temperature",
+    "eval.top_p",
+    "eval.max_tasks",
+    "eval.best_metric",
+    "eval.patience",
+    "eval.min_delta",
+)
+"""What evaluations depend on; no free keys where the course of training depends on evaluations."""
+
+TRAINING = (
+    "num_steps",
+    "tasks.train",
+    "sft",
+    "optimizer",
+    "advantage",
+    "loss",
+    "kl",
+    "filter",
+    "shaping",
+    "rollout.tasks_per_step",
+    "rollout.group_size",
+    "rollout.temperature",
+    "rollout.top_p",
+)
+"""What an evaluation by itself does not read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One difference to how the run was configured so far."""
+
+    key: str  # with sections; or a name of `versions.fingerprints` and ` (content)`
+    before: Any
+    now: Any
+    is_free: bool
+
+    def __str__(self) -> str:
+        """Key: before -> now."""
+        if self.key.endswith(" (content)"):
+            return f"config.{self.key}: another one than before"
+        return f"config.{self.key}: {self.before!r} -> {self.now!r}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begun:
+    """What a workdir knows of its run."""
+
+    step: int  # of the newest checkpoint; 0 where none can be read
+    config: dict[str, Any]  # flat; a key that nothing tells has its default
+    contents: dict[str, str]  # fingerprints of the files it read; empty where nothing tells
+    warnings: list[str] = field(default_factory=list)
+
+
+def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
+    """What is known of the run that the workdir's checkpoints belong to; None without any.
+
+    Args:
+        workdir: of the run.
+        is_accepted: whatever the run began with, it may go on.
+
+    Raises:
+        ValueError: there are checkpoints, but neither they nor `config.json` tell the
+            configuration.
+    """
+    # Imported here: the report reads the history, and loads no JAX.
+    from jaxrl.runtime.checkpoint import has_any, read_newest_position
+
+    if not has_any(workdir / "checkpoints"):
+        return None
+    step, position = read_newest_position(workdir / "checkpoints")
+    saved = position.get("config") or {}
+    warnings: list[str] = []
+    path = workdir / "config.json"
+    try:
+        told = configuration.flat_json(path)
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        told = {}
+        damage = f"{_damage(path, error)}; "
+        if saved:
+            warnings.append(f"warning: {damage}checkpoint {step} tells how the run was configured")
+        elif is_accepted:
+            warnings.append(f"warning: {damage}nothing tells how the run was configured")
+        else:
+            raise ValueError(
+                f"{damage}no checkpoint beside it tells how the run was configured either. Bring "
+                "the file back, or name another --workdir; with --accept_changes the run goes on "
+                "with the configuration that is given now."
+            ) from error
+    lines, bad = read_history(workdir)
+    warnings += [f"warning: {workdir / HISTORY}:{number} is no line of it" for number in bad]
+    if position.get("contents") and not (workdir / HISTORY).exists():
+        warnings.append(f"warning: {workdir / HISTORY} is missing: earlier changes are forgotten")
+    contents = dict(position.get("contents") or {})
+    for line in lines:
+        contents |= line.get("contents") or {}
+    defaults = plain(flatten(default_config()))
+    return Begun(
+        step=step,
+        config={**defaults, **saved, **plain(told)} if saved or told else {},
+        contents=contents,
+        warnings=warnings,
+    )
+
+
+def _damage(path: Path, error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"{path} is missing"
+    return f"{path} cannot be read ({' '.join(str(error).split())[:200]})"
+
+
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A flat configuration as it comes back from JSON."""
+    return json.loads(json.dumps(dict(config)))
+
+
+def changes_since(
+    begun: Begun, config: ConfigDict, contents: Mapping[str, str] | None = None
+) -> list[Change]:
+    """How a configuration differs from the one the run had so far.
+
+    Args:
+        begun: the run so far.
+        config: the present one.
+        contents: fingerprints of the files it names; None: files are not compared yet.
+    """
+    now = plain(flatten(config))
+    different = [key for key in now if key in begun.config and begun.config[key] != now[key]]
+    # 0 stands for what the memory holds, which is chosen later.
+    different = [key for key in different if not (key.endswith("micro_rows") and now[key] == 0)]
+    if contents is None:  # another path may hold the same
+        different = [key for key in different if not _own(key, begun.contents)]
+        contents = {}
+    found = [
+        Change(
+            key=key,
+            before=begun.config[key],
+            now=now[key],
+            is_free=is_free(key, begun.config, config) or _is_moved(key, begun.contents, contents),
+        )
+        for key in different
+    ]
+    for name in sorted({*contents, *begun.contents}):
+        key, is_model = name.partition("/")[0], name.startswith("model.path/")
+        is_known = is_model and any(n.startswith("model.path/") for n in begun.contents)
+        is_read = name in contents or (is_model and contents)
+        if key in different or not is_read or not (name in begun.contents or is_known):
+            continue
+        before, after = begun.contents.get(name), contents.get(name)
+        if before != after:
+            free = is_free(key, begun.config, config)
+            change = Change(key=f"{name} (content)", before=before, now=after, is_free=free)
+            found.append(change)
+    return found
+
+
+def is_free(key: str, before: Mapping[str, Any], config: ConfigDict) -> bool:
+    """Whether a key may change without consent.
+
+    Args:
+        key: with its sections.
+        before: the flat configuration so far.
+        config: the present one.
+    """
+    if set(config.stages) == {"evaluate"}:
+        return _is_of(key, (*FREE, *TRAINING))
+    if key in ("num_steps", "sft.num_steps"):
+        # The course of a rate that falls is a matter of how many steps there are.
+        schedule = f"{key.removesuffix('num_steps')}optimizer.schedule"
+        is_constant = {before.get(schedule), flatten(config)[schedule]} == {"constant"}
+        return is_constant or (key.startswith("sft") and "sft" not in config.stages)
+    if _is_of(key, ("sft",)) and "sft" not in config.stages:
+        return True
+    is_steered = config.checkpoint.keep_best or config.eval.patience or has_gate(config)
+    return _is_of(key, FREE) and not (is_steered and key in STEERING)
+
+
+def _is_of(key: str, names: Sequence[str]) -> bool:
+    return any(key == name or key.startswith(f"{name}.") for name in names)
+
+
+def _is_moved(key: str, before: Mapping[str, str], now: Mapping[str, str]) -> bool:
+    """Whether a key names another place with the same files."""
+    return bool(_own(key, now)) and _own(key, before) == _own(key, now)
+
+
+def _own(key: str, contents: Mapping[str, str]) -> dict[str, str]:
+    """The fingerprints of the files that a key names."""
+    return {name: value for name, value in contents.items() if name.partition("/")[0] == key}
+
+
+def check_changes(workdir: Path, begun: Begun, changes: Sequence[Change]) -> None:
+    """Refuses changes that make another experiment.
+
+    Raises:
+        ValueError: names them all.
+    """
+    refused = [change for change in changes if not change.is_free]
+    if refused:
+        raise ValueError(
+            f"{workdir} stands at step {begun.step} of a run with other settings: "
+            f"{'; '.join(map(str, refused))}. Set them back to go on, or set --workdir to another "
+            "folder to begin anew; --accept_changes goes on with them, and the history says so."
+        )
+
+
+def adopt(
+    workdir: Path,
+    begun: Begun | None,
+    changes: Sequence[Change],
+    config: ConfigDict,
+    contents: Mapping[str, str],
+) -> None:
+    """Writes down that the run goes on with this configuration, first what that changes."""
+    write_history(workdir, begun, changes, contents, config.stages)
+    if begun is None or set(config.stages) != {"evaluate"}:
+        write_config(workdir, config)
+
+
+def write_history(
+    workdir: Path,
+    begun: Begun | None,
+    changes: Sequence[Change],
+    contents: Mapping[str, str],
+    stages: Sequence[str],
+) -> None:
+    """Adds this start to the history, if it is the first or changes what is known.
+
+    An evaluation by itself changes nothing of the run: of it only the differences are kept.
+    """
+    known = {} if begun is None else begun.contents
+    is_run = set(stages) != {"evaluate"} or begun is None
+    if begun is not None and not changes and not (is_run and contents.keys() - known.keys()):
+        return
+    line = {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "step": 0 if begun is None else begun.step,
+        "stages": list(stages),
+        "changes": {change.key: {"before": change.before, "now": change.now} for change in changes},
+        "accepted": [change.key for change in changes if not change.is_free],
+        **({"contents": dict(contents)} if is_run else {}),
+    }
+    if begun is None:
+        (workdir / HISTORY).unlink(missing_ok=True)  # of a run that left nothing to go on from
+    append_line(workdir / HISTORY, json.dumps(line, ensure_ascii=False))
+
+
+def read_history(workdir: Path) -> tuple[list[dict[str, Any]], list[int]]:
+    """The lines of a workdir's history, oldest first, and the numbers of those that are damaged."""
+    path = workdir / HISTORY
+    data = path.read_bytes() if path.is_file() else b""
+    lines: list[dict[str, Any]] = []
+    bad: list[int] = []
+    for number, text in enumerate(data.splitlines(), start=1):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            line = None
+        parts = (line.get("changes"), line.get("contents", {})) if isinstance(line, dict) else ()
+        if parts and all(isinstance(part, dict) for part in parts):
+            lines.append(line)
+        elif text.strip():
+            bad.append(number)
+    return lines, bad
+
+
+def write_config(workdir: Path, config: ConfigDict) -> None:
+    """Writes `config.json`; one that cannot be read is kept beside it."""
+    path = workdir / "config.json"
+    if path.exists():
+        try:
+            configuration.flat_json(path)
+        except (OSError, ValueError, AttributeError, RecursionError):
+            set_aside(path)
+    with written_whole(path) as file:
+        file.write(configuration.to_json(config))

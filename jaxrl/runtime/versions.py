@@ -1,0 +1,251 @@
+"""What a run was made with: versions, devices, the code's commit, the model's size, its data."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+import jaxrl
+from jaxrl.components import Parts
+from jaxrl.config import flatten
+from jaxrl.envs.retrieval import corpus_digest, index_folder
+from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
+from jaxrl.models.qwen import abstract_params
+from jaxrl.runtime.distributed import gather
+from jaxrl.runtime.files import set_aside, written_whole
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
+
+
+def write_environment(
+    path: Path, step: int, parts: Parts, say: Callable[[str], None] = print
+) -> None:
+    """Adds this start of the run, after global step `step`, to its `environment.json`.
+
+    A file that cannot be read is kept beside the new one, and told.
+    """
+    starts = []
+    try:
+        starts = json.loads(path.read_text(encoding="utf-8"))
+        if not (isinstance(starts, list) and all(isinstance(start, dict) for start in starts)):
+            raise ValueError("no list of starts")
+    except FileNotFoundError:
+        if step > 0:
+            say(f"warning: {path} is missing: what earlier starts ran on is lost")
+    except (OSError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        say(
+            f"warning: {path} cannot be read ({reason}); kept as {set_aside(path).name}, and begun "
+            "anew"
+        )
+        starts = []
+    starts = [*starts, {"step": step, **environment(parts)}]
+    with written_whole(path) as file:
+        file.write(json.dumps(starts, indent=1, ensure_ascii=False) + "\n")
+
+
+def environment(parts: Parts) -> dict[str, Any]:
+    """This process's versions and devices, and what it works on."""
+    device, model = jax.devices()[0], parts.model_config
+    shapes = jax.tree.leaves(abstract_params(model))
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {
+            "jaxrl": jaxrl.__version__,
+            "python": platform.python_version(),
+            **{name: version(name) for name in PACKAGES},
+        },
+        "commit": commit(Path(jaxrl.__file__).parent),
+        "machine": {
+            "system": platform.platform(),
+            "device_kind": device.device_kind,
+            "num_devices": jax.device_count(),
+            "num_processes": jax.process_count(),
+        },
+        "model": {
+            "layers": model.num_layers,
+            "width": model.width,
+            "parameters": sum(math.prod(leaf.shape) for leaf in shapes),
+        },
+        "num_tasks": len(parts.tasks),
+        "num_eval_tasks": len(parts.eval_tasks),
+        "num_demonstrations": len(parts.demonstrations),
+    }
+
+
+def commit(folder: Path) -> str | None:
+    """The git commit of the code in `folder`, with a + where files differ from it.
+
+    None where git does not know these files, even if the folder lies inside another repository.
+    """
+    try:
+        _git(folder, "ls-files", "--error-unmatch", "__init__.py")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no", ".")
+        return _git(folder, "rev-parse", "HEAD") + "+" * bool(changed)
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True, timeout=10
+    )
+    return done.stdout.strip()
+
+
+def fingerprints(config: ConfigDict) -> dict[str, str]:
+    """What the files that the configured stages read hold, by key of the configuration.
+
+    Two files with one fingerprint are the same: where they lie, what they are called there and
+    when they changed does not matter. A name is a key (`tasks.train.source`), for the model one
+    a file (`model.path/config.json`). Files that are missing are left out.
+
+    Data, corpus and the model's small files are hashed whole. Of weights, which may have hundreds
+    of gigabytes, the hash covers the size, the header with all names and shapes, and
+    `WEIGHT_SAMPLES` blocks spread evenly; trained weights differ from others in nearly all blocks.
+    """
+    model = Path(config.model.path)
+    files = [path for pattern in (*SIDE_FILES, INDEX_FILE) for path in model.glob(pattern)]
+    found = {f"model.path/{path.name}": _digest(path) for path in files if path.is_file()}
+    weights = model.glob("*.safetensors")
+    found |= {f"model.path/{path.name}": _weights_digest(path) for path in weights}
+    found |= {key: _data_digest(path) for key, path in _data_paths(config).items() if path.exists()}
+    if config.env.name == "search" and config.search.engine == "local":
+        corpus = Path(config.search.corpus)
+        folder = index_folder(corpus, config.search.index)
+        found |= {"search.corpus": corpus_digest(corpus, folder)} if corpus.is_file() else {}
+    return dict(sorted(found.items()))
+
+
+def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) -> None:
+    """Refuses processes of one job that would train on different things; all of them call this.
+
+    Args:
+        config: of this process.
+        workdir: of this process.
+        contents: this process's `fingerprints`.
+
+    Raises:
+        ValueError: names what differs, in all processes alike.
+    """
+    settings = {f"config.{key}": repr(value) for key, value in flatten(config).items()}
+    settings["--workdir"] = repr(str(workdir.resolve()))
+    del settings["config.search.index"]  # made of the corpus, each host may have its own
+    found = differences(gather([settings, {f"config.{k}": v for k, v in contents.items()}]))
+    if found:
+        rest = len(found) - MAX_DIFFERENCES
+        more = f"; and {rest} more" if rest > 0 else ""
+        raise ValueError(
+            f"the processes of the job are not alike: {'; '.join(found[:MAX_DIFFERENCES])}{more}. "
+            "Start all of them with the same command and the same files."
+        )
+
+
+MAX_DIFFERENCES = 10  # that a message names
+
+
+def differences(everyone: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
+    """By name, in what processes differ from the first one.
+
+    Args:
+        everyone: of each process its settings, and the contents of files that settings name. Of
+            such a setting the content counts: hosts may keep their files in different places.
+    """
+    found = []
+    for is_content in (False, True):
+        every = [one[is_content] for one in everyone]
+        for name in dict.fromkeys(name for one in every for name in one):
+            values = [one.get(name) for one in every]
+            other = next((i for i, value in enumerate(values) if value != values[0]), None)
+            if other is None or (not is_content and _is_path(name, everyone)):
+                continue
+            if is_content:
+                lacking = [i for i in (0, other) if values[i] is None]
+                where = f"is missing in process {lacking[0]}" if lacking else "differs"
+                where += f" between the processes 0 and {other}" * (not lacking)
+                found.append(f"the content of {name} {where}")
+            else:
+                told = (f"{values[i]!s:.80} in process {i}" for i in (0, other))
+                found.append(f"{name} is {' and '.join(told)}")
+    return found
+
+
+def _is_path(setting: str, everyone: Sequence[Sequence[Mapping[str, str]]]) -> bool:
+    """Whether there are contents of files that a setting names."""
+    return any(
+        f"{name}/".startswith(f"{setting}/") for _, contents in everyone for name in contents
+    )
+
+
+WEIGHT_SAMPLES, _SAMPLE_BYTES = 256, 4096
+
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses a longer one
+
+
+def _data_paths(config: ConfigDict) -> dict[str, Path]:
+    """The data of the configured stages."""
+    sources = {
+        "sft.source": (config.sft.source, {"sft"}),
+        "tasks.train.source": (config.tasks.train.source, {"train"}),
+        "tasks.eval.source": (config.tasks.eval.source, {"train", "evaluate"}),
+    }
+    stages = set(config.stages)
+    return {key: Path(source) for key, (source, readers) in sources.items() if readers & stages}
+
+
+def _data_digest(path: Path) -> str:
+    """SHA-256 of a file, or of all files of a folder with their names."""
+    if path.is_file():
+        return _digest(path)
+    digest = hashlib.sha256()
+    for file in sorted(file for file in path.rglob("*") if file.is_file()):
+        digest.update(f"{file.relative_to(path)}\0{_digest(file)}\n".encode(errors="replace"))
+    return digest.hexdigest()
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _weights_digest(path: Path) -> str:
+    """SHA-256 of a safetensors file's size, header and some of its blocks."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        digest.update(str(size).encode())
+        for start, length in _weight_blocks(size, header=_header_bytes(path)):
+            file.seek(start)
+            digest.update(file.read(length))
+    return digest.hexdigest()
+
+
+def _header_bytes(path: Path) -> int:
+    """Bytes of a safetensors file before its tensors: a length of 8 bytes and so much JSON."""
+    with path.open("rb") as file:
+        return 8 + int.from_bytes(file.read(8), "little")
+
+
+def _weight_blocks(size: int, *, header: int) -> Iterator[tuple[int, int]]:
+    """Start and length of what is hashed: the header, then blocks up to the end of the file."""
+    header = min(header, size, _LONGEST_HEADER)
+    yield 0, header
+    rest = size - header
+    if rest <= WEIGHT_SAMPLES * _SAMPLE_BYTES:
+        yield header, rest
+        return
+    for index in range(WEIGHT_SAMPLES):
+        last = rest - _SAMPLE_BYTES
+        yield header + last * index // (WEIGHT_SAMPLES - 1), _SAMPLE_BYTES

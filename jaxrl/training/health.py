@@ -1,0 +1,121 @@
+"""Whether a step has taught anything, and what to tell where it has not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxrl.runtime.files import printable
+from jaxrl.types import Trajectory
+
+_LONGEST_ERROR = 200  # characters of an error's text that a warning shows
+
+
+class NothingWorksError(RuntimeError):
+    """Every episode of several batches in a row ended in an environment error."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Failures:
+    """Batches in a row of which every episode failed.
+
+    A restart goes on counting: where nothing was mended, it stops at its first batch again, and
+    no task is lost to it.
+    """
+
+    limit: int  # at which to give up; 0: never
+    say: Callable[[str], None]
+    num_batches: int
+
+    def count(self, batch: Sequence[Trajectory]) -> None:
+        """Takes note of what was sampled at a time.
+
+        Raises:
+            NothingWorksError: the limit is reached.
+        """
+        if any(trajectory.is_scored for trajectory in batch):
+            self.num_batches = 0
+            return
+        self.num_batches += 1
+        error = first_error(batch)
+        self.say(
+            f"warning: each of the {len(batch)} episodes of this batch ended in an environment "
+            f"error; the first: {error}"
+        )
+        if 0 < self.limit <= self.num_batches:
+            raise NothingWorksError(
+                f"every episode of {self.num_batches} batches in a row "
+                f"(config.rollout.max_failed_steps) ended in an environment error; the last "
+                f"batch's first: {error}. Neither the policy nor the tasks are at fault: mend what "
+                "the error names, then run the same command again. What was finished is saved."
+            )
+
+
+def first_error(trajectories: Iterable[Trajectory]) -> str:
+    """The text of the first environment error, in one short line; "" where there is none."""
+    for trajectory in trajectories:
+        if not trajectory.is_scored:
+            texts = [turn.error for turn in trajectory.turns if turn.error]
+            return short(texts[-1]) if texts else "it has no text"
+    return ""
+
+
+def short(text: str) -> str:
+    """Foreign text in one line of bounded length."""
+    line = " ".join(printable(text).split())
+    return line if len(line) <= _LONGEST_ERROR else f"{line[:_LONGEST_ERROR]} …"
+
+
+def has_learned(measured: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether one of a step's updates had a gradient, and was taken."""
+    return any(0 < float(m["grad_norm"]) < math.inf and not m["skipped"] for m in measured)
+
+
+def why_nothing(
+    trajectories: Sequence[Trajectory], measured: Sequence[Mapping[str, Any]]
+) -> str | None:
+    """Why a step had nothing to learn from; None where it had, or where every episode failed.
+
+    That every episode failed is told where the batch is sampled; see `Failures`.
+
+    Args:
+        trajectories: of the step, with their advantages.
+        measured: metrics of its updates.
+    """
+    scored = [t for t in trajectories if t.is_scored]
+    if not scored:
+        return None
+    if all(t.advantage == 0 for t in scored):
+        rewards = [t.reward for t in scored]
+        spread = f"{min(rewards):.3g}"
+        spread += f" to {max(rewards):.3g}" if min(rewards) != max(rewards) else ""
+        why = f"no trajectory had a signal: what is compared was equal (rewards {spread})"
+        failed = len(trajectories) - len(scored)
+        if failed:
+            why += (
+                f"; {failed} of {len(trajectories)} episodes ended in an environment error, the "
+                f"first: {first_error(trajectories)}"
+            )
+        return why
+    if measured and all(m["skipped"] for m in measured):
+        return "its update was skipped, since the gradient was not finite"
+    return None
+
+
+def nothing_learned(num_steps: int, learning_rate: float) -> str:
+    """What to tell at the end of a stage in which no update had a gradient."""
+    cause = (
+        "config.optimizer.lr is 0"
+        if learning_rate == 0
+        else "no update had a gradient, as all rewards that are compared were equal, every episode "
+        "failed or gradients were not finite; the warnings above say which"
+    )
+    return (
+        f"warning: NOTHING WAS LEARNED in the {num_steps} steps of the train stage: {cause}. The "
+        "weights are those it began with, but for weight decay. Look at generated_text and reward "
+        "in trajectories/, and at filter/*_share and outcome/* in metrics.jsonl: answers that are "
+        "all wrong want a warm start (sft), a better prompt or easier tasks; answers that are all "
+        "right want harder ones."
+    )

@@ -1,0 +1,387 @@
+"""Several processes as one job, started by the command as on a cluster."""
+
+import dataclasses
+import ipaddress
+import json
+import math
+import os
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.envs.base import Task, Turn
+from jaxrl.models.hf_weights import load_hf
+from jaxrl.runtime import distributed, stopping
+from jaxrl.runtime.distributed import Job, find_job, first_host
+from jaxrl.types import Draw
+from tests.episodes import make_trajectory
+from tests.helpers import with_devices
+
+NOTHING = {"coordinator": None, "num_processes": None, "process_id": None, "cluster": None}
+SETTINGS = {
+    **{"sft.num_steps": 10, "num_steps": 5, "checkpoint.every_steps": 2, "eval.every_steps": 2},
+    # Adam's first step turns rounding of a gradient near zero into a difference of the rate's size.
+    "optimizer.lr": 1e-4,
+}
+
+
+def test_a_process_on_its_own_has_no_job():
+    assert find_job(**NOTHING) is None
+
+
+def test_explicit_flags():
+    flags = {"coordinator": "host7:1234", "num_processes": 4, "process_id": 3, "cluster": None}
+    assert find_job(**flags) == Job(coordinator="host7:1234", num_processes=4, process_id=3)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "host7"])
+def test_a_port_that_is_taken(host):
+    with socket.create_server(("", 0)) as taken:
+        coordinator = f"{host}:{taken.getsockname()[1]}"
+        job = Job(coordinator=coordinator, num_processes=2, process_id=0)
+        with pytest.raises(OSError, match=f"process 0 cannot listen at {coordinator}: Address alr"):
+            distributed.join(job, deadline_s=10)
+    distributed._check_port(coordinator)  # which is free now
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_what_a_process_waits_for(capfd, monkeypatch, comes):
+    ended = queue.Queue()
+    monkeypatch.setattr("os._exit", ended.put)
+    job = Job(coordinator="host7:1234", num_processes=4, process_id=3)
+    with distributed._waiting(job, silent_s=0.05, limit_s=60 if comes else 0.1):
+        if comes:
+            time.sleep(0.2)
+        else:
+            assert ended.get(timeout=10) == distributed.EXIT_LOST
+    waiting, *error = capfd.readouterr().err.splitlines()
+    wanted = "waiting for the other processes at host7:1234, where process 0 listens, for"
+    assert waiting.startswith(f"process 3 of 4: {wanted}")
+    assert [line.partition(",")[0] for line in error] == (
+        [] if comes else ["error: process 3 of 4: not all processes came at host7:1234"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ({"num_processes": 2}, "--num_processes came without --coordinator, --process_id"),
+        (
+            {"coordinator": "a:1", "num_processes": 2, "process_id": 2},
+            "--process_id=2 with --num_processes=2; expected 0 to 1",
+        ),
+        (
+            {"coordinator": "a", "num_processes": 2, "process_id": 0},
+            "--coordinator='a'; expected host:port",
+        ),
+        (
+            {"coordinator": "a:65536", "num_processes": 2, "process_id": 0},
+            "--coordinator='a:65536'; expected host:port of process 0, the port from 1 to 65535",
+        ),
+        ({"cluster": "slurm", "process_id": 0}, "--cluster=slurm and --process_id were both set"),
+    ],
+)
+def test_flags_that_do_not_fit_are_refused(flags, message):
+    with pytest.raises(ValueError, match=message):
+        find_job(**NOTHING | flags)
+
+
+def test_slurm(monkeypatch):
+    variables = {
+        "SLURM_JOB_ID": "70003",
+        "SLURM_STEP_NODELIST": "gpu[017-020,031]",
+        "SLURM_NTASKS": "5",
+        "SLURM_PROCID": "2",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    job = find_job(**NOTHING | {"cluster": "slurm"})
+    assert job == Job(coordinator=f"gpu017:{61_440 + 70_003 % 4096}", num_processes=5, process_id=2)
+    monkeypatch.delenv("SLURM_PROCID")
+    with pytest.raises(ValueError, match=r"lacks SLURM_PROCID; start the command with srun"):
+        find_job(**NOTHING | {"cluster": "slurm"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[3-5]", "node3"),
+        ("node[003,007-015],host2", "node003"),
+        ("a1,node[3-5]", "a1"),
+        ("rack[2-3]n,x", "rack2n"),
+    ],
+)
+def test_first_host_of_a_node_list(nodes, first):
+    assert first_host(nodes) == first
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [0, 1, 5, 16])
+def test_shares_are_the_whole_in_order(monkeypatch, size, count):
+    items = list(range(count))
+    shares = []
+    monkeypatch.setattr(jax, "process_count", lambda: size)
+    for index in range(size):
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        shares.append(items[distributed.share(count)])
+    assert [item for part in shares for item in part] == items
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """Makes this process one of two that hold the same."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(
+        distributed.multihost_utils, "process_allgather", lambda x: np.stack([x, x])
+    )
+
+
+@pytest.mark.parametrize("length", [0, 5000, 300_000])
+def test_gathered_values_arrive_exactly(pair, length):
+    value = {"a": [1, -0.0, 1e-320, math.inf, None, True], "half": "\ud800", "long": "é" * length}
+    assert distributed.gather(value) == [value, value]
+    [nan, _] = distributed.gather(math.nan)
+    assert math.isnan(nan)
+
+
+def test_gathered_trajectories_arrive_bit_for_bit(pair):
+    odd = np.array([0x7FC00001, 0xFF800000, 1, 0x80000000], np.uint32).view(np.float32)
+    sent = dataclasses.replace(
+        make_trajectory(length=4, reward=0.1, parts={"f1": 1 / 3}),
+        task=Task(id="t", question="q?", answers=("a", "b"), metadata={"n": [1, {"x": None}]}),
+        turns=(Turn(text="half \ud83d", tool_call="q", latency_s=0.1), Turn(text="")),
+        rollout_logprobs=odd,
+    )
+    draws = [Draw(task=sent.task, position=i) for i in range(2)]
+    [first, second] = distributed.shared(lambda draws: [sent] * len(draws))(draws)
+    assert first.group_id == second.group_id == 0
+    for field in dataclasses.fields(sent):
+        one, other = getattr(sent, field.name), getattr(first, field.name)
+        if isinstance(one, np.ndarray):
+            assert (one.dtype, one.tobytes()) == (other.dtype, other.tobytes())
+        else:
+            assert one == other
+            assert type(one) is type(other)
+
+
+def test_the_monitors_are_reached_where_the_coordinator_is():
+    for host in ("127.0.0.1", "localhost"):
+        assert ipaddress.ip_address(distributed.route_to(host, 1234)).is_loopback
+    assert distributed.route_to("no-such-host.invalid", 1234) == "no-such-host.invalid"
+    assert distributed._bound("127.0.0.1:7") == {"coordinator_bind_address": "127.0.0.1:7"}
+    assert distributed._bound("host0:7") == distributed._bound("10.0.0.1:7") == {}
+    with distributed.listen_for(["127.0.0.1"] * 3) as listener:
+        assert listener.getsockname()[0] == "127.0.0.1"
+    # Several routes, or one that is not this host's own: at all of its addresses.
+    for routes in (["127.0.0.1", "192.0.2.1"], ["192.0.2.1"], ["no-such-host.invalid"]):
+        with distributed.listen_for(routes) as listener:
+            assert ipaddress.ip_address(listener.getsockname()[0]).is_unspecified
+
+
+def test_ipv6_loopback_is_listened_to():
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
+            port = listener.getsockname()[1]
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    distributed._check_port(f"[::1]:{port}")
+    with distributed.listen_for(["::1"]) as listener:
+        assert listener.getsockname()[0] == "::1"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+class Processes:
+    """A job of `num` processes on this machine."""
+
+    def __init__(self, world, workdir, environment, num=2, of_the_last=None, **changes):
+        settings = SETTINGS | changes
+        others = [f"--config.{key}={value}" for key, value in (of_the_last or {}).items()]
+        command = [
+            *(sys.executable, "-m", "jaxrl.launch"),
+            *(f"--config=configs/debug_tiny.py:{world}", f"--workdir={workdir}"),
+            *(f"--config.{key}={value}" for key, value in settings.items()),
+        ]
+        if num > 1:
+            command += [f"--coordinator=127.0.0.1:{free_port()}", f"--num_processes={num}"]
+            command += ["--peer_deadline_s=8"]
+        self.all = [
+            subprocess.Popen(
+                [
+                    *command,
+                    *(others if index == num - 1 else []),
+                    *([f"--process_id={index}"] if num > 1 else []),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | environment,
+                start_new_session=True,
+            )
+            for index in range(num)
+        ]
+
+    def wait(self, timeout_s=240):
+        """Exit codes and standard errors."""
+        outputs = [process.communicate(timeout=timeout_s) for process in self.all]
+        return [process.returncode for process in self.all], [error for _, error in outputs]
+
+
+@pytest.fixture(scope="module")
+def environment(quick_compilation):
+    return quick_compilation | with_devices(1)
+
+
+@pytest.fixture(scope="module")
+def runs(tiny_world, tmp_path_factory, environment):
+    """The workdirs of the same run on one process and on two."""
+    folder = tmp_path_factory.mktemp("runs")
+    for num in (1, 2):
+        codes, errors = Processes(tiny_world, folder / str(num), environment, num).wait()
+        assert codes == [0] * num, errors
+    return folder / "1", folder / "2"
+
+
+def records(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+CLOCKS = ("timing_s/", "perf/", "rollout/slot_occupancy", "rollout/imbalance")
+"""Times, rates, and what depends on how many slots and devices there are."""
+
+
+def lasting(record):
+    return {name: value for name, value in record.items() if not name.startswith(CLOCKS)}
+
+
+def assert_close(one, other, tolerance):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, float):
+            assert other[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
+        else:
+            assert other[name] == value, name
+
+
+@pytest.mark.slow
+def test_two_processes_do_what_one_does(runs):
+    one, two = ([lasting(record) for record in records(workdir)] for workdir in runs)
+    assert [r["step"] for r in one] == [r["step"] for r in two]
+    for stage, steps in (("sft", 10), ("train", 6)):
+        pairs = [(a, b) for a, b in zip(one, two, strict=True) if a["stage"] == stage]
+        assert len(pairs) == steps
+        assert_close(*pairs[0], 1e-5)
+        for a, b in pairs:
+            assert_close(a, b, 1e-3)
+
+
+@pytest.mark.slow
+def test_two_processes_leave_what_one_leaves(runs):
+    one, two = runs
+    files = [
+        sorted(path.relative_to(run) for path in run.rglob("*") if "checkpoints" not in path.parts)
+        for run in (one, two)
+    ]
+    # TensorBoard puts the time into the name.
+    files = [[path for path in paths if path.parts[0] != "tensorboard"] for paths in files]
+    assert files[0] == files[1]
+    last = "eval/evaluate_15.json"
+    assert json.loads((one / last).read_text()) == json.loads((two / last).read_text())
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
+        load_hf(one / "export"),
+        load_hf(two / "export"),
+    )
+
+
+def wait_for(condition, process, timeout_s=200):
+    until = time.monotonic() + timeout_s
+    while not condition():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize(
+    ("sent", "lost"),
+    [
+        pytest.param("SIGKILL", 1, marks=pytest.mark.slow),
+        pytest.param("SIGKILL", 0, marks=pytest.mark.slow),
+        pytest.param("SIGSTOP", 1, marks=pytest.mark.slow),
+        pytest.param("SIGSTOP", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_a_lost_process_ends_the_job_which_goes_on_when_restarted(
+    runs, tiny_world, tmp_path, environment, sent, lost
+):
+    workdir = tmp_path / "run"
+    trajectories = workdir / "trajectories"
+    # First one of the two is asked to stop: both save and say so.
+    job = Processes(tiny_world, workdir, environment)
+    wait_for(lambda: len(list(trajectories.glob("*.jsonl"))) >= 1, job.all[0])
+    job.all[lost].terminate()
+    assert job.wait(60)[0] == [stopping.EXIT_TRY_AGAIN] * 2
+    job = Processes(tiny_world, workdir, environment)
+    wait_for(lambda: len(list(trajectories.glob("*.jsonl"))) >= 3, job.all[0])
+    job.all[lost].send_signal(getattr(signal, sent))
+    started = time.monotonic()
+    codes, errors = job.wait(40)
+    assert time.monotonic() - started < 30
+    assert codes[lost] == -signal.SIGKILL
+    assert codes[1 - lost] == distributed.EXIT_LOST
+    assert all(f"error: process {lost} of 2 (" in error for error in errors)
+    shutil.rmtree(workdir / "export")  # of the sft stage
+    codes, errors = Processes(tiny_world, workdir, environment).wait()
+    assert codes == [0, 0], errors
+    assert list(map(lasting, records(workdir))) == list(map(lasting, records(runs[1])))
+    jax.tree.map(
+        np.testing.assert_array_equal, load_hf(workdir / "export"), load_hf(runs[1] / "export")
+    )
+
+
+@pytest.mark.slow
+def test_processes_with_other_data_or_settings_are_refused_by_name(
+    tiny_world, tmp_path, environment
+):
+    other = shutil.copytree(tiny_world, tmp_path / "world")
+    with (other / "questions_train.jsonl").open("a") as file:
+        file.write("\n")
+    changes = {
+        "optimizer.lr": 0.5,
+        "tasks.train.source": other / "questions_train.jsonl",
+        "sft.source": other / "demonstrations.jsonl",  # the same in another place
+    }
+    job = Processes(tiny_world, tmp_path / "run", environment, of_the_last=changes)
+    codes, errors = job.wait(120)
+    assert codes == [1, 1], errors
+    told = (
+        "error: the processes of the job are not alike: config.optimizer.lr is 0.0001 in process 0 "
+        "and 0.5 in process 1; the content of config.tasks.train.source differs between the "
+        "processes 0 and 1. Start all"
+    )
+    assert any(told in error for error in errors), errors
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.minutes
+def test_a_mistake_ends_all_processes_with_its_message(tiny_world, tmp_path, environment):
+    changes = {"mesh.tensor": 2, "mesh.data": 1}
+    codes, errors = Processes(tiny_world, tmp_path / "run", environment, **changes).wait(60)
+    assert codes == [1, 1] or sorted(codes) == [1, distributed.EXIT_LOST]
+    assert any("config.mesh.tensor=2 would span several processes" in error for error in errors)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,104 @@
+import errno
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl.runtime.files import (
+    append_line,
+    full_disk,
+    held,
+    printable,
+    set_aside,
+    writable,
+    written_whole,
+)
+from tests.helpers import no_file_beyond
+
+HOLD = "import sys, time\nfrom pathlib import Path\nfrom jaxrl.runtime.files import held\n" + (
+    "with held(Path(sys.argv[1])):\n    print('held', flush=True)\n    time.sleep(60)\n"
+)
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "folder" / "file"
+    with written_whole(path) as file:
+        file.write("old")
+        assert not path.exists()
+    with pytest.raises(TypeError), written_whole(path) as file:
+        file.writelines(["new", None])
+    assert path.read_text() == "old"
+
+
+HALF = "\ud800"  # of a surrogate pair; UTF-8 has no bytes for it
+
+
+def test_text_of_any_kind_can_be_written(tmp_path):
+    assert writable(f"a {HALF}{HALF} é 😀 \x1b\n") == "a \ufffd\ufffd é 😀 \x1b\n"
+    path = tmp_path / "file"
+    with written_whole(path) as file:
+        file.write(f"no {HALF} text\n")
+    assert path.read_text(encoding="utf-8") == "no \ufffd text\n"
+
+
+def test_text_of_any_kind_can_be_shown():
+    assert printable(f"a\tb\n{HALF} é 😀") == "a\tb\n\ufffd é 😀"
+    assert printable("\x1b]0;title\x07\x1b[2J\x9b31m\r\x7f\0") == (
+        "\ufffd]0;title\ufffd\ufffd[2J\ufffd31m\ufffd\ufffd\ufffd"
+    )
+
+
+def test_a_full_disk_takes_nothing_away_and_is_told(tmp_path):
+    path = tmp_path / "file"
+    path.write_text("old")
+    with (
+        no_file_beyond(100),
+        pytest.raises(OSError, match="too large") as raised,
+        written_whole(path) as file,
+    ):
+        file.write("new" * 100)
+    assert [file.read_text() for file in tmp_path.iterdir()] == ["old"]
+    assert full_disk(raised.value).filename == str(path)
+
+
+def test_a_full_disk_is_found_in_what_libraries_say():
+    told = KeyError("later")
+    told.__context__ = ValueError("RESOURCE_EXHAUSTED: params/d/c0: No space left on device [28]")
+    assert full_disk(told).errno == errno.ENOSPC
+    assert full_disk(OSError(errno.EACCES, "Permission denied")) is None
+    assert full_disk(None) is None
+
+
+def test_a_folder_is_held_by_one_process_until_it_is_killed(tmp_path):
+    folder = tmp_path / "run"
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    with pytest.raises(ValueError, match=rf"is in use by process {process.pid} on "), held(folder):
+        pass
+    process.kill()
+    process.wait()
+    with held(folder):
+        pass
+    with held(folder):
+        pass
+
+
+def test_damaged_files_are_kept_aside(tmp_path):
+    path = tmp_path / "x.json"
+    kept = []
+    for text in "abc":
+        path.write_text(text)
+        kept.append(set_aside(path))
+    assert [file.name for file in kept] == [f"x.json.damaged{end}" for end in ("", ".1", ".2")]
+    assert [file.read_text() for file in kept] == ["a", "b", "c"]
+    assert not path.exists()
+
+
+def test_a_line_begins_where_a_cut_one_ends(tmp_path):
+    path = tmp_path / "lines"
+    append_line(path, "one")
+    append_line(path, "tw\ud800")
+    path.write_bytes(path.read_bytes() + b"cut")
+    append_line(path, "three")
+    assert path.read_text() == "one\ntw\ufffd\ncut\nthree\n"

@@ -1,0 +1,266 @@
+"""What a start that goes on may change, what it needs consent for, and where it is written down."""
+
+import json
+
+import pytest
+
+from jaxrl.config import default_config, flatten, to_json
+from jaxrl.runtime import history as resuming
+from jaxrl.runtime.history import (
+    changes_since,
+    check_changes,
+    read_begun,
+    read_history,
+    write_history,
+)
+
+CONTENTS = {"tasks.train.source": "aa", "search.corpus": "cc", "model.path/config.json": "mm"}
+
+
+def configured(**changes):
+    config = default_config()
+    config.model.path = "models/small"
+    config.tasks.train.source = "data/train.jsonl"
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def begin(workdir, *, step=40, config=None, position=None):
+    """A workdir with one checkpoint, as a run of `config` leaves it."""
+    config = config or configured()
+    position = {"config": flatten(config), "contents": CONTENTS} if position is None else position
+    file = workdir / "checkpoints" / str(step) / "position" / "metadata"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"step": step, **position}))
+    (workdir / "config.json").write_text(to_json(config))
+    (workdir / resuming.HISTORY).touch()
+    return config
+
+
+def refused(workdir, contents=None, **changes):
+    """The keys that a start would be refused for."""
+    begun = read_begun(workdir)
+    found = changes_since(begun, configured(**changes), contents)
+    return [change.key for change in found if not change.is_free]
+
+
+def test_nothing_began_without_a_checkpoint(tmp_path):
+    assert read_begun(tmp_path) is None
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text("{")
+    assert read_begun(tmp_path) is None
+
+
+def test_the_same_again_is_no_change(tmp_path):
+    begin(tmp_path)
+    begun = read_begun(tmp_path)
+    assert (begun.step, begun.warnings) == (40, [])
+    assert changes_since(begun, configured(), CONTENTS) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer.lr", 1e-3),
+        ("tasks.train.source", "data/other.jsonl"),
+        ("reward.weights.f1", 1.0),
+        ("shaping.overlong_buffer", 10),
+        ("model.path", "models/other"),
+        ("model.dtype", "bfloat16"),
+        ("seed", 7),
+        ("prompt.system", "Search."),
+        ("env.protocol", "bapo"),
+        ("search.topk", 5),
+        ("advantage.name", "rloo"),
+        ("loss.clip_high", 0.28),
+        ("kl.target", 0.2),
+        ("rollout.group_size", 4),
+        ("sft.optimizer.lr", 1e-3),
+    ],
+)
+def test_another_experiment_needs_consent(tmp_path, key, value):
+    config = configured(stages=("sft", "train"))
+    begin(tmp_path, config=config, position={"config": flatten(config)})
+    begun = read_begun(tmp_path)
+    config = configured(stages=("sft", "train"), **{key: value})
+    changes = changes_since(begun, config)
+    was = flatten(configured())[key]
+    assert [str(change) for change in changes] == [f"config.{key}: {was!r} -> {value!r}"]
+    with pytest.raises(ValueError, match=rf"step 40 .*config.{key}: .*--accept_changes"):
+        check_changes(tmp_path, begun, changes)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_steps", 500),
+        ("log.trajectories", -1),
+        ("checkpoint.every_steps", 3),
+        ("eval.every_steps", 5),
+        ("mesh.fsdp", 2),
+        ("rollout.num_slots", 8),
+        ("optimizer.micro_rows", 4),
+        ("filter.max_batches", 0),
+        ("sft.num_steps", 3),  # no stage of this run
+    ],
+)
+def test_what_changes_no_result_is_told_only(tmp_path, key, value):
+    begin(tmp_path)
+    [change] = changes_since(read_begun(tmp_path), configured(**{key: value}))
+    assert (change.key, change.is_free) == (key, True)
+
+
+def test_more_steps_change_a_rate_that_falls(tmp_path):
+    begin(tmp_path, config=configured(**{"optimizer.schedule": "cosine"}))
+    assert refused(tmp_path, num_steps=500, **{"optimizer.schedule": "cosine"}) == ["num_steps"]
+
+
+def test_evaluations_that_steer_training_are_part_of_it(tmp_path):
+    begin(tmp_path, config=configured(**{"checkpoint.keep_best": 1}))
+    steered = {"checkpoint.keep_best": 1, "eval.samples": 4}
+    assert refused(tmp_path, **steered) == ["eval.samples"]
+    assert refused(tmp_path, **steered, stages=("evaluate",)) == []
+
+
+def test_an_evaluation_alone_may_leave_training_aside(tmp_path):
+    begin(tmp_path)
+    only = {"stages": ("evaluate",)}
+    free = {"eval.samples": 4, "eval.final_suites": ("greedy",), "optimizer.lr": 1.0}
+    assert refused(tmp_path, **only, **free, **{"filter.name": "varied"}) == []
+    asked = {"tasks.eval.source": "other.jsonl", "search.topk": 9}
+    assert refused(tmp_path, **only, **asked) == ["search.topk", "tasks.eval.source"]
+
+
+def test_names_of_free_keys_are_keys():
+    known = flatten(default_config())
+    for name in (*resuming.FREE, *resuming.STEERING, *resuming.TRAINING):
+        assert any(key == name or key.startswith(f"{name}.") for key in known), name
+
+
+class TestContents:
+    def test_the_same_path_with_another_content(self, tmp_path):
+        begin(tmp_path)
+        now = {**CONTENTS, "tasks.train.source": "xx", "model.path/tokenizer.json": "new"}
+        found = changes_since(read_begun(tmp_path), configured(), now)
+        keys = ["model.path/tokenizer.json (content)", "tasks.train.source (content)"]
+        assert [change.key for change in found] == keys
+        assert not any(change.is_free for change in found)
+        assert str(found[1]) == ("config.tasks.train.source (content): another one than before")
+
+    def test_another_path_with_the_same_content(self, tmp_path):
+        begin(tmp_path)
+        moved = {"tasks.train.source": "elsewhere/train.jsonl", "model.path": "elsewhere/small"}
+        found = changes_since(read_begun(tmp_path), configured(**moved), CONTENTS)
+        assert [(c.key, c.is_free) for c in found] == [(key, True) for key in sorted(moved)]
+        assert refused(tmp_path, None, **moved) == []  # not known before the files are read
+        other = {**CONTENTS, "tasks.train.source": "xx"}
+        assert refused(tmp_path, other, **moved) == ["tasks.train.source"]
+
+    def test_files_that_no_stage_reads_now_are_left_out(self, tmp_path):
+        begin(tmp_path)
+        now = {name: value for name, value in CONTENTS.items() if not name.startswith("tasks")}
+        assert changes_since(read_begun(tmp_path), configured(), now) == []
+
+    def test_runs_that_knew_of_none(self, tmp_path):
+        begin(tmp_path, position={"config": {}})
+        begun = read_begun(tmp_path)
+        assert changes_since(begun, configured(), CONTENTS) == []
+        write_history(tmp_path, begun, [], CONTENTS, ["train"])  # from now on it does
+        assert read_begun(tmp_path).contents == CONTENTS
+        assert refused(tmp_path, {**CONTENTS, "search.corpus": "xx"}) == ["search.corpus (content)"]
+
+
+class TestOlderRuns:
+    def test_without_newer_keys(self, tmp_path):
+        begin(tmp_path, position={})
+        fields = json.loads((tmp_path / "config.json").read_text())
+        del fields["rollout"]["top_p"], fields["filter"]
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        assert changes_since(read_begun(tmp_path), configured()) == []
+        # It ran with what is the default now.
+        assert refused(tmp_path, **{"rollout.top_p": 0.9}) == ["rollout.top_p"]
+
+    @pytest.mark.parametrize("damage", [None, "", "[]", "{", "nu\xff", "[" * 100_000])
+    def test_a_lost_configuration_does_not_switch_the_guard_off(self, tmp_path, damage):
+        begin(tmp_path)
+        path = tmp_path / "config.json"
+        if damage is None:
+            path.unlink()
+        else:
+            path.write_text(damage, encoding="latin-1")
+        [warning] = read_begun(tmp_path).warnings
+        assert warning.startswith(f"warning: {path} ")
+        assert warning.endswith("checkpoint 40 tells how the run was configured")
+        assert refused(tmp_path) == []
+        assert refused(tmp_path, seed=7) == ["seed"]
+
+    def test_an_empty_configuration_neither(self, tmp_path):
+        begin(tmp_path)
+        (tmp_path / "config.json").write_text("{}")
+        assert refused(tmp_path, seed=7) == ["seed"]
+
+    def test_nothing_tells(self, tmp_path):
+        begin(tmp_path, position={})
+        (tmp_path / "config.json").write_text("{")
+        with pytest.raises(ValueError, match=r"config.json cannot be read .* --accept_changes"):
+            read_begun(tmp_path)
+        begun = read_begun(tmp_path, is_accepted=True)
+        assert begun.warnings[0].endswith("nothing tells how the run was configured")
+        assert changes_since(begun, configured(seed=7)) == []
+        resuming.write_config(tmp_path, configured(seed=7))
+        assert (tmp_path / "config.json.damaged").read_text() == "{"
+        assert json.loads((tmp_path / "config.json").read_text())["seed"] == 7
+
+
+class TestHistory:
+    def test_a_line_for_each_start_that_changes_something(self, tmp_path):
+        write_history(tmp_path, None, [], CONTENTS, ["train"])
+        begin(tmp_path)
+        begun = read_begun(tmp_path)
+        write_history(tmp_path, begun, [], CONTENTS, ["train"])
+        changes = changes_since(begun, configured(seed=7, num_steps=7), CONTENTS)
+        write_history(tmp_path, begun, changes, CONTENTS, ["train"])
+        [first, second], bad = read_history(tmp_path)
+        assert (first["step"], first["changes"], first["contents"], bad) == (0, {}, CONTENTS, [])
+        assert second["changes"] == {
+            "seed": {"before": 0, "now": 7},
+            "num_steps": {"before": 100, "now": 7},
+        }
+        assert (second["step"], second["accepted"]) == (40, ["seed"])
+
+    def test_what_was_accepted_is_what_counts(self, tmp_path):
+        begin(tmp_path)
+        other = {**CONTENTS, "search.corpus": "xx"}
+        begun = read_begun(tmp_path)
+        write_history(tmp_path, begun, changes_since(begun, configured(), other), other, ["train"])
+        assert refused(tmp_path, other) == []
+        assert refused(tmp_path, CONTENTS) == ["search.corpus (content)"]
+
+    def test_an_evaluation_alone_accepts_nothing_for_the_run(self, tmp_path):
+        begin(tmp_path)
+        other = {**CONTENTS, "search.corpus": "xx"}
+        begun = read_begun(tmp_path)
+        changes = changes_since(begun, configured(stages=("evaluate",)), other)
+        write_history(tmp_path, begun, changes, other, ["evaluate"])
+        assert refused(tmp_path, CONTENTS) == []
+
+    def test_a_lost_history_is_told(self, tmp_path):
+        begin(tmp_path)
+        (tmp_path / resuming.HISTORY).unlink()
+        [warning] = read_begun(tmp_path).warnings
+        assert warning.endswith("is missing: earlier changes are forgotten")
+
+    def test_damaged_lines_are_named(self, tmp_path):
+        write_history(tmp_path, None, [], CONTENTS, ["train"])
+        with (tmp_path / resuming.HISTORY).open("ab") as file:
+            file.write(b'no\n{"changes": {}, "contents": "none"}\n{"changes": ')
+        begin(tmp_path)
+        begun = read_begun(tmp_path)
+        assert begun.warnings == [
+            f"warning: {tmp_path / resuming.HISTORY}:{number} is no line of it"
+            for number in (2, 3, 4)
+        ]
+        changes = changes_since(begun, configured(seed=7))
+        write_history(tmp_path, begun, changes, CONTENTS, ["train"])
+        lines, bad = read_history(tmp_path)
+        assert (len(lines), bad) == (2, [2, 3, 4])

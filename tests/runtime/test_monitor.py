@@ -1,0 +1,254 @@
+"""The monitors of a job whose processes are `sleep`s: real processes, sockets and signals."""
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxrl.runtime import monitor
+
+DEADLINE_S = 2.5
+
+
+class Worker:
+    """A process of a job and its monitor; its signs of life are ours to give."""
+
+    def __init__(self, index, num, hub, hub_fd=-1, **changes):
+        self.process = subprocess.Popen(["sleep", "600"])
+        settings = {
+            "index": index,
+            "pid": self.process.pid,
+            "names": [f"host{i}, pid {i}" for i in range(num)],
+            "hub": hub,
+            "hub_fd": hub_fd,
+            "token": "secret",
+            "deadline_s": DEADLINE_S,
+            **changes,
+        }
+        self.monitor = subprocess.Popen(
+            # -S: no package's start-up file may be what makes it start.
+            [sys.executable, "-I", "-S", monitor.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=[] if hub_fd < 0 else [hub_fd],
+            text=True,
+        )
+        self._is_silent = threading.Event()
+        self.settings = settings
+        self.say(**settings)
+        threading.Thread(target=self._beat, daemon=True).start()
+
+    def _beat(self):
+        while not self._is_silent.wait(0.3):
+            self.say(alive=True)
+
+    def say(self, **line):
+        self.monitor.stdin.write(json.dumps(line) + "\n")
+        self.monitor.stdin.flush()
+
+    def stop(self):
+        """As SIGSTOP: no more signs of life."""
+        self._is_silent.set()
+
+    def die(self):
+        """As SIGKILL: the pipe is closed too."""
+        self.stop()
+        time.sleep(0.4)
+        self.process.kill()
+        self.monitor.stdin.close()
+
+    def finish(self):
+        self.stop()
+        time.sleep(0.4)
+        self.say(finished=True)
+
+    def told(self):
+        """What its process reads once the monitor has spoken; the process then ends."""
+        line = self.monitor.stdout.readline()
+        self.die()
+        return json.loads(line)
+
+    def report(self):
+        assert self.monitor.wait(20) == 0
+        return self.monitor.stderr.read()
+
+
+@pytest.fixture
+def job():
+    made = []
+
+    def start(num):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            listener.set_inheritable(True)
+            hub = listener.getsockname()
+            made.append(Worker(0, num, hub, listener.fileno()))
+        made.extend(Worker(index, num, hub) for index in range(1, num))
+        time.sleep(1.0)
+        return made
+
+    yield start
+    for worker in made:
+        worker.stop()
+        worker.process.kill()
+        worker.monitor.kill()
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_all_name_the_killed_process(job, lost):
+    workers = job(3)
+    workers[lost].die()
+    others = [worker for worker in workers if worker is not workers[lost]]
+    assert [worker.told()["index"] for worker in others] == [lost, lost]
+    for worker in workers:
+        report = worker.report()
+        assert f"error: process {lost} of 3 (host{lost}, pid {lost}) was lost" in report
+        assert "Start the job again" in report
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_silent_process_is_named_and_killed(job, lost):
+    workers = job(2)
+    workers[lost].process.send_signal(signal.SIGSTOP)
+    workers[lost].stop()
+    started = time.monotonic()
+    assert workers[1 - lost].told()["lost"] == f"it gave no sign of life for {DEADLINE_S:g} s"
+    assert time.monotonic() - started < 3 * DEADLINE_S
+    assert workers[lost].process.wait(20) == -signal.SIGKILL
+    assert all(f"process {lost} of 2" in worker.report() for worker in workers)
+
+
+def test_a_failure_over_a_killed_process_names_the_killed_one(job):
+    workers = job(3)
+    workers[0].say(failed="Connection closed by peer")
+    workers[1].die()
+    assert workers[0].told()["index"] == 1
+
+
+def test_a_failure_is_told_with_its_reason(job):
+    workers = job(2)
+    workers[1].say(failed="ValueError: no such file")
+    wanted = {"index": 1, "lost": "it failed: ValueError: no such file", "failed": True}
+    assert workers[0].told() == wanted
+    assert workers[1].told()["index"] == 1
+
+
+def test_a_process_that_does_not_end_when_told_is_killed(job):
+    workers = job(2)
+    workers[1].die()
+    assert workers[0].process.wait(20) == -signal.SIGKILL
+
+
+def test_finished_processes_alarm_nobody(job):
+    workers = job(3)
+    for worker in workers:
+        worker.finish()
+    assert [worker.report() for worker in workers] == ["", "", ""]
+
+
+@pytest.fixture
+def hub():
+    """Where the first process of two waits for the second, and what starts that one."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.set_inheritable(True)
+        address = listener.getsockname()
+        made = [Worker(0, 2, address, listener.fileno(), deadline_s=30, hello_s=1.0)]
+
+    def join():
+        made.append(Worker(1, 2, address, deadline_s=30))
+        return made
+
+    yield address, join
+    for worker in made:
+        worker.stop()
+        worker.process.kill()
+        worker.monitor.kill()
+
+
+def assert_dropped(stranger):
+    stranger.settimeout(20)
+    with contextlib.suppress(ConnectionResetError):  # the hub has not read all
+        assert stranger.recv(100) == b""
+
+
+def finish(workers):
+    time.sleep(0.5)
+    for worker in workers:
+        worker.finish()
+    assert [worker.report() for worker in workers] == ["", ""]
+
+
+def test_strangers_are_not_heard(hub):
+    address, join = hub
+    lost = b'{"lost": "nothing", "index": 1}\n'
+    for said in (
+        b"guess 1\n" + lost,
+        b'{"hello": "secret", "index": 1}\n' + lost,
+        b"secret 7\n" + lost,
+        b"secret 0\n" + lost,
+        b"secret -1\n" + lost,
+        b"secret\n" + lost,
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[" * 60000 + b"\n",
+        b"x" * 10**6,
+        b"\xff\n",
+        b"\n",
+    ):
+        with socket.create_connection(address) as stranger:
+            try:
+                stranger.sendall(said)
+            except ConnectionError:
+                continue  # the hub has hung up before the end
+            assert_dropped(stranger)
+    finish(join())
+
+
+def test_callers_that_say_nothing_keep_no_place(hub):
+    address, join = hub
+    idle = [socket.create_connection(address) for _ in range(monitor.MAX_STRANGERS + 10)]
+    slow = socket.create_connection(address)
+    for _ in range(4):
+        slow.sendall(b"s")
+        time.sleep(0.4)
+    for stranger in (*idle, slow):
+        assert_dropped(stranger)
+        stranger.close()
+    finish(join())
+
+
+def test_nobody_is_let_in_once_all_have_come(hub):
+    address, join = hub
+    stranger = socket.create_connection(address)
+    workers = join()
+    assert_dropped(stranger)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+    finish(workers)
+
+
+@pytest.mark.parametrize("asked", [0, 2])
+def test_all_are_told_that_one_is_asked_to_stop(job, asked):
+    workers = job(3)
+    workers[asked].say(alive=True, stop=True)
+    workers[asked].say(alive=True, stop=True)
+    assert [json.loads(worker.monitor.stdout.readline()) for worker in workers] == [
+        {"stop": True}
+    ] * 3
+    for worker in workers:
+        worker.finish()
+    assert [worker.report() for worker in workers] == ["", "", ""]
+
+
+def test_a_hub_that_cannot_be_reached_is_told():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        hub = listener.getsockname()
+    worker = Worker(1, 2, hub)
+    worker.stop()
+    assert "cannot reach its monitor at 127.0.0.1:" in worker.monitor.communicate(timeout=20)[1]
+    worker.process.kill()

@@ -1,0 +1,237 @@
+"""The mesh, and that sampler and update compute on it what they compute on one device."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.models.qwen import abstract_params
+from jaxrl.runtime import sharding
+from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.stop_strings import StopAutomaton
+from tests.helpers import TINY, with_devices
+from tests.mesh_worker import CHUNK_TOKENS, MESHES, NUM_SLOTS, SHAPE, collectives
+
+AXES = ("data", "fsdp", "tensor")
+ROOT = Path(__file__).parents[2]
+
+
+def abstract_mesh(data, fsdp, tensor):
+    return AbstractMesh((data, fsdp, tensor), AXES)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(3, 1, 1), (4, 4, 1), (4, 1, 1), (-1, 3, 1), (-1, -1, 1), (0, 1, 8), (-2, -2, 2)]
+)
+def test_mesh_that_does_not_divide_the_devices_is_refused(sizes):
+    with pytest.raises(ValueError, match=r"config\.mesh .* the number of devices, 8; "):
+        sharding.make_mesh(**dict(zip(AXES, sizes, strict=True)), devices=list(range(8)))
+
+
+def test_minus_one_is_what_is_left():
+    mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1, devices=jax.devices()[:1])
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+
+
+def test_tensor_axis_that_cuts_a_head_is_refused():
+    sharding.check_model_fits(abstract_mesh(2, 2, 2), TINY)
+    with pytest.raises(ValueError, match=r"config\.mesh\.tensor=4 .* 2 key-value heads"):
+        sharding.check_model_fits(abstract_mesh(2, 1, 4), TINY)
+
+
+def test_slots_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match=r"num_slots=12 is not a multiple of data \* fsdp = 8"):
+        Engine(
+            TINY,
+            abstract_mesh(2, 4, 1),
+            StopAutomaton([b"a"], ["a"]),
+            num_tokens=1,
+            eos_ids=[],
+            num_slots=12,
+            max_prompt_tokens=16,
+            max_total_tokens=16,
+            chunk_tokens=1,
+            prompts_per_prefill=1,
+        )
+
+
+def test_weights_are_split_by_their_axes_and_where_they_divide():
+    specs = {
+        name: jax.tree.map(lambda s: s.spec, sharding.param_shardings(mesh, TINY, **settings))
+        for name, mesh, settings in [
+            ("train", abstract_mesh(1, 2, 2), {}),
+            ("decode", abstract_mesh(1, 2, 2), {"for_decode": True}),
+            ("odd", abstract_mesh(1, 3, 1), {}),
+        ]
+    }
+    mlp = {name: spec["blocks"]["mlp"]["down"]["kernel"] for name, spec in specs.items()}
+    assert mlp["train"] == P(None, "tensor", "fsdp")
+    assert mlp["decode"] == P(None, "tensor", None)
+    assert mlp["odd"] == P(None, "tensor", None)  # 3 does not divide a width of 64
+    assert specs["train"]["embed"]["embedding"] == P("tensor", "fsdp")
+    assert specs["train"]["blocks"]["attention"]["q"]["bias"] == P(None, "tensor")
+    assert specs["train"]["norm"]["scale"] == P(None)
+    for spec in specs.values():
+        assert jax.tree.structure(spec, is_leaf=lambda x: isinstance(x, P)) == jax.tree.structure(
+            abstract_params(TINY)
+        )
+
+
+def test_collectives_are_found_in_a_program():
+    text = """
+    %a = f32[8,4]{1,0} all-gather(%x), replica_groups={{0,1}}
+    %b = (f32[2,3]{1,0}, s32[]) all-reduce(%y, %z), to_apply=%add
+    %c = (bf16[4], bf16[8]) all-gather-start(%w), dimensions={0}
+    %d = f32[100] add(%all-gather.1, %x)
+    """
+    assert collectives(text) == [
+        ["all-gather", 32],
+        ["all-reduce", 6],
+        ["all-reduce", 1],
+        ["all-gather", 4],
+        ["all-gather", 8],
+    ]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """What `mesh_worker` measured, on eight virtual devices in a process of its own."""
+    path = tmp_path_factory.mktemp("mesh") / "report.json"
+    settings = {
+        "JAX_PLATFORMS": "cpu",
+        **with_devices(8),
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # of the machine code: half the compile time
+    }
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.mesh_worker", str(path)],
+        cwd=ROOT,
+        env={**os.environ, **settings},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr[-5000:]
+    return json.loads(path.read_text())
+
+
+def on_each_mesh(test):
+    return pytest.mark.minutes(pytest.mark.parametrize("name", MESHES)(test))
+
+
+def num_shards(name):
+    return MESHES[name]["data"] * MESHES[name]["fsdp"]
+
+
+def batch_axes(name):
+    return [axis for axis in sharding.BATCH if MESHES[name][axis] > 1]
+
+
+def as_list(axes):
+    return axes if isinstance(axes, list) else [axes]
+
+
+@on_each_mesh
+def test_cache_is_split_by_slots_and_heads_and_stays_so(report, name):
+    sampler = report["meshes"][name]["sampler"]
+    tensor = MESHES[name]["tensor"]
+    capacity = 64 + 4
+    for layout in (sampler["cache_before"], sampler["cache_after"]):
+        shape = [NUM_SLOTS // num_shards(name), 2 // tensor, capacity, 16]
+        assert layout["shapes"] == [shape]
+        assert layout["num_parts"] == 8
+    assert sampler["cache_before"] == sampler["cache_after"]
+    by_slot, by_head = (sampler["cache_before"]["spec"] + [None])[:2]
+    assert as_list(by_slot) == batch_axes(name)
+    assert by_head == ("tensor" if tensor > 1 else None)
+
+
+@on_each_mesh
+def test_sampler_moves_no_cache_between_devices(report, name):
+    # Keys of one slot and layer, of the heads of one device.
+    smallest = 2 // MESHES[name]["tensor"] * 68 * 16
+    moved = report["meshes"][name]["sampler"]["collectives"]
+    assert moved["place"] == []
+    assert {operation for operation, _ in moved["decode"]} <= {
+        "all-gather",
+        "all-reduce",
+        "collective-permute",
+    }
+    assert all(size < smallest for _, size in moved["decode"])
+    if MESHES[name]["tensor"] == 1:
+        assert moved["decode"] == []  # every row stays on its device, its sampling included
+    # The activations of the chunk that is read are summed over heads; nothing else is as large.
+    activations = NUM_SLOTS // num_shards(name) * 16 * TINY.width
+    for operation, size in moved["extend"]:
+        assert size < smallest or (operation == "all-reduce" and size <= activations)
+
+
+@on_each_mesh
+def test_each_program_compiles_once(report, name):
+    sampler, update = (report["meshes"][name][part] for part in ("sampler", "update"))
+    assert sampler["num_traces"] == {"prefill": 1, "place": 1, "extend": 1, "decode": 1}
+    assert sampler["num_compilations"] == 4
+    assert (update["num_traces"], update["num_compilations"]) == (1, 1)
+
+
+@on_each_mesh
+def test_forced_tokens_have_the_logprobs_of_one_device(report, name):
+    # Sampled through prefill, decode, extend and decode on the mesh, scored on one device; and
+    # given tokens scored by the training pass on both.
+    measured = report["meshes"][name]
+    assert measured["sampled_logprob_gap"] < 5e-5
+    assert measured["scored_logprob_gap"] < 5e-5
+
+
+@on_each_mesh
+def test_samples_are_those_of_one_device(report, name):
+    # Every uniform lies within its token's interval as one device has it, or so close to an end
+    # that rounding decides; only there may samples part, and what follows is another text.
+    measured = report["meshes"][name]
+    assert measured["farthest_draw"] < 1e-5
+    assert report["farthest_draw"] < 1e-5
+    assert measured["num_differing"] <= 2
+    assert report["num_sampled"] > 200
+
+
+@on_each_mesh
+def test_gradients_are_those_of_one_device(report, name):
+    measured = report["meshes"][name]
+    assert measured["gradient_distance"] < 1e-5
+    assert measured["metric_gap"] < 1e-4
+    assert 0 < measured["update"]["metrics"]["actor/pg_clipfrac"] < 1
+
+
+@on_each_mesh
+def test_update_keeps_weights_and_moments_split(report, name):
+    update = report["meshes"][name]["update"]
+    assert update["shardings_kept"]
+    assert update["num_updates"] == 3
+    split = MESHES[name]["fsdp"] * MESHES[name]["tensor"]
+    for share in (update["params_share"], update["moments_share"]):
+        assert 1 / split <= share < 1.05 / split  # norms are whole everywhere
+
+
+@on_each_mesh
+def test_update_moves_weights_rather_than_activations(report, name):
+    # Each device computes its own rows whole. Otherwise the partial activations and logits of
+    # other devices' rows would be summed all the time.
+    update = report["meshes"][name]["update"]
+    own_tokens = SHAPE.micro_rows // num_shards(name) * SHAPE.row_tokens
+    assert update["logits_tokens"] == CHUNK_TOKENS // num_shards(name)
+    if MESHES[name]["tensor"] == 1:
+        assert update["activations_moved"] == []
+    else:  # the usual sums over heads and over the MLP
+        assert max(update["activations_moved"]) == own_tokens * TINY.width
+
+
+@on_each_mesh
+def test_scores_are_split_like_the_batch(report, name):
+    micro, row = report["meshes"][name]["update"]["logprobs_spec"][:2]
+    assert micro is None
+    assert as_list(row) == batch_axes(name)

@@ -1,0 +1,169 @@
+"""What a run was made with."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from configs import debug_tiny
+from jaxrl.components import assemble
+from jaxrl.config import flatten
+from jaxrl.runtime import versions
+from jaxrl.runtime.versions import check_alike, commit, differences, fingerprints, write_environment
+
+
+@pytest.fixture(scope="module")
+def parts(tiny_world):
+    return assemble(debug_tiny.get_config(str(tiny_world)))
+
+
+def test_every_start_is_kept(tmp_path, parts):
+    path = tmp_path / "environment.json"
+    write_environment(path, 0, parts)
+    write_environment(path, 40, parts)
+    first, second = json.loads(path.read_text())
+    assert (first["step"], second["step"]) == (0, 40)
+    assert first["versions"]["jax"] == jax.__version__
+    assert first["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert first["machine"]["num_devices"] == jax.device_count()
+    assert (first["num_eval_tasks"], first["num_demonstrations"]) == (8, 400)
+    # Embedding (tied), 2 layers of attention and MLP with their norms, the last norm.
+    model, parameters = parts.model_config, first["model"]["parameters"]
+    width, head = model.width, model.head_dim
+    block = 2 * width * model.num_heads * head + 2 * width * model.num_kv_heads * head
+    block += 3 * width * model.mlp_width + 2 * width + 2 * head
+    assert parameters == model.vocab_size * width + model.num_layers * block + width
+
+
+@pytest.mark.parametrize("damage", ['[{"step": 0, ', "{}", "[1]", "\xff"])
+def test_a_damaged_file_is_told_and_kept_aside(tmp_path, parts, damage):
+    path, said = tmp_path / "environment.json", []
+    path.write_text(damage, encoding="latin-1")
+    write_environment(path, 3, parts, said.append)
+    assert [start["step"] for start in json.loads(path.read_text())] == [3]
+    assert (tmp_path / "environment.json.damaged").read_text(encoding="latin-1") == damage
+    [line] = said
+    assert line.startswith(f"warning: {path} cannot be read (")
+    assert line.endswith("kept as environment.json.damaged, and begun anew")
+
+
+def test_a_lost_file_is_told(tmp_path, parts):
+    said = []
+    write_environment(tmp_path / "environment.json", 0, parts, said.append)
+    assert said == []
+    (tmp_path / "environment.json").unlink()
+    write_environment(tmp_path / "environment.json", 3, parts, said.append)
+    assert said[0].endswith("environment.json is missing: what earlier starts ran on is lost")
+
+
+def git(folder, *arguments):
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    command = ["git", *identity, *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+
+
+def test_the_commit_of_the_code(tmp_path):
+    code = tmp_path / "package"
+    code.mkdir()
+    (code / "__init__.py").write_text("")
+    assert commit(code) is None  # no repository
+    git(tmp_path, "init")
+    assert commit(code) is None  # installed inside a repository of something else
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "x")
+    head = git(tmp_path, "rev-parse", "HEAD").strip()
+    assert commit(code) == head
+    (code / "__init__.py").write_text("changed = True")
+    assert commit(code) == head + "+"
+
+
+@pytest.fixture
+def world(tiny_world, tmp_path):
+    return shutil.copytree(tiny_world, tmp_path / "world")
+
+
+def test_fingerprints_are_of_what_the_stages_read(tiny_world, world):
+    config = debug_tiny.get_config(str(world))
+    found = fingerprints(config)
+    assert {"sft.source", "tasks.train.source", "tasks.eval.source", "search.corpus"} <= set(found)
+    assert {"model.path/config.json", "model.path/model.safetensors"} <= set(found)
+    # Neither the place nor the time of change matters.
+    assert found == fingerprints(debug_tiny.get_config(str(tiny_world)))
+    with config.unlocked():
+        config.stages = ("evaluate",)
+    assert not {"sft.source", "tasks.train.source"} & set(fingerprints(config))
+
+
+@pytest.mark.parametrize(
+    "key", ["sft.source", "tasks.train.source", "tasks.eval.source", "search.corpus"]
+)
+def test_a_file_that_changed_has_another_fingerprint(world, key):
+    config = debug_tiny.get_config(str(world))
+    before = fingerprints(config)
+    path = Path(flatten(config)[key])
+    path.write_bytes(path.read_bytes() + b"\n")
+    after = fingerprints(config)
+    assert {name for name in before if before[name] != after[name]} == {key}
+    path.unlink()
+    assert before.keys() - fingerprints(config).keys() == {key}
+
+
+def test_one_changed_weight_block_changes_the_fingerprint(world):
+    config = debug_tiny.get_config(str(world))
+    before = fingerprints(config)
+    weights = Path(config.model.path) / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    after = fingerprints(config)
+    assert {n for n in before if before[n] != after[n]} == {"model.path/model.safetensors"}
+
+
+def test_weights_are_sampled_from_their_start_to_their_end():
+    size, header = 10**9, 1000
+    [(start, length), *blocks] = versions._weight_blocks(size, header=header)
+    assert (start, length) == (0, header)
+    assert blocks[0][0] == header
+    assert sum(blocks[-1]) == size
+    assert len(blocks) == versions.WEIGHT_SAMPLES
+    assert list(versions._weight_blocks(5000, header=1000)) == [(0, 1000), (1000, 4000)]
+
+
+def test_processes_that_differ_are_told_apart_by_name():
+    one = [{"config.lr": "0.1", "config.a": "1", "config.tasks": "'x'"}, {"config.tasks": "5f"}]
+    assert differences([one, one, one]) == []
+    other = [one[0] | {"config.lr": "0.2", "--workdir": "'y'"}, {"config.tasks": "60"}]
+    assert differences([one, one, other]) == [
+        "config.lr is 0.1 in process 0 and 0.2 in process 2",
+        "--workdir is None in process 0 and 'y' in process 2",
+        "the content of config.tasks differs between the processes 0 and 2",
+    ]
+    # The same content in another place is the same; a place without any content is compared.
+    moved = [one[0] | {"config.tasks": "'z'"}, one[1]]
+    assert differences([one, moved]) == []
+    missing = ["the content of config.tasks is missing in process 1"]
+    assert differences([one, [moved[0], {}]]) == missing
+    assert len(differences([[one[0], {}], [moved[0], {}]])) == 1
+    long = "the content of config.model/a is missing in process 0"
+    assert differences(
+        [[{"config.model": "'x'"}, {}], [{"config.model": "'y'"}, {"config.model/a": "1"}]]
+    ) == [long]
+
+
+def test_a_process_with_other_settings_is_refused(tiny_world, tmp_path, monkeypatch):
+    config = debug_tiny.get_config(str(tiny_world))
+    contents = {"sft.source": "1"}
+    check_alike(config, tmp_path, contents)  # on its own
+
+    def other(value):
+        return [value, [value[0] | {"config.seed": "?"}, value[1]]]
+
+    monkeypatch.setattr(versions, "gather", other)
+    with pytest.raises(ValueError, match=r"config\.seed is 0 in process 0 and \? in process 1"):
+        check_alike(config, tmp_path, contents)
+    monkeypatch.setattr(versions, "gather", lambda value: [value, value])
+    check_alike(config, tmp_path, contents)

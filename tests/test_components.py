@@ -1,0 +1,102 @@
+"""What becomes of tasks whose prompts are too long, before anything runs."""
+
+import json
+import shutil
+
+import pytest
+
+from configs import debug_tiny
+from jaxrl.components import _make_env, assemble, fit_prompts
+from jaxrl.config import default_config
+from jaxrl.envs.base import Episode, Task, Turn
+from jaxrl.envs.math import MathEnv
+from jaxrl.envs.retrieval import EmptySearch
+from jaxrl.sampling.rollout import Limits, Rollout
+from tests.toys import toy_tokenizer
+
+KEY = "config.tasks.train.source"
+
+
+def fit(wish, *questions):
+    config = default_config()
+    config.rollout.overlong_prompts, config.rollout.max_prompt_tokens = wish, 40
+    limits = Limits(
+        max_prompt_tokens=40,
+        max_response_tokens=8,
+        max_total_tokens=64,
+        max_observation_tokens=8,
+        overlong_prompts=wish,
+    )
+    env = MathEnv(system="", template="{question}", reward_weights={"math": 1.0})
+    rollout = Rollout(None, env, toy_tokenizer(), None, limits)
+    tasks = [Task(id=str(i), question=text) for i, text in enumerate(questions)]
+    kept, note = fit_prompts(tasks, rollout, config, KEY)
+    return [task.id for task in kept], note
+
+
+def test_overlong_prompts_are_refused_left_out_or_cut():
+    questions = ("short", "x" * 50, "brief")
+    with pytest.raises(ValueError, match=r"prompt of task '1' has .* 'drop' .* or 'truncate_left'"):
+        fit("refuse", *questions)
+    kept, note = fit("drop", *questions)
+    assert kept == ["0", "2"]
+    assert note == f"{KEY}: 1 of 3 tasks have prompts of more than 40 tokens and are left out"
+    kept, note = fit("truncate_left", *questions)
+    assert kept == ["0", "1", "2"]
+    assert note.endswith("more than 40 tokens; their last 40 tokens are kept")
+    for wish in ("refuse", "drop", "truncate_left"):
+        assert fit(wish, "short", "brief") == (["0", "1"], "")
+
+
+def test_an_end_of_messages_at_which_nothing_stops_is_told(tiny_world, tmp_path):
+    config = debug_tiny.get_config(str(tiny_world))
+    config.model.path = str(shutil.copytree(tiny_world / "model", tmp_path / "model"))
+    file = tmp_path / "model" / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|endoftext|>"}))
+    (tmp_path / "model" / "generation_config.json").unlink(missing_ok=True)
+    [note] = assemble(config).notes
+    assert note.startswith("warning: the chat template ends a message with <|im_end|>, but only ")
+    assert note.endswith("Set config.model.eos_tokens to ('<|im_end|>',)")
+    config.model.eos_tokens = ("<|im_end|>",)
+    assert assemble(config).notes == ()
+
+
+def test_never_all_tasks_are_left_out():
+    with pytest.raises(ValueError, match=r"2 of 2 tasks .* would leave none; raise config.rollout"):
+        fit("drop", "x" * 50, "y" * 60)
+
+
+def test_training_and_evaluation_leave_them_out_alike(tiny_world):
+    config = debug_tiny.get_config(str(tiny_world))
+    config.stages = ("train",)
+    config.rollout.overlong_prompts, config.rollout.max_prompt_tokens = "drop", 14
+    parts = assemble(config)
+    assert (len(parts.tasks), len(parts.eval_tasks)) == (32, 2)
+    train, evaluation = parts.notes
+    assert train.startswith("config.tasks.train.source: 96 of 128 tasks have prompts of more than")
+    assert evaluation.startswith("config.tasks.eval.source: 6 of 8 tasks have prompts of more than")
+
+
+def test_the_amounts_of_the_configuration_are_what_is_paid():
+    config = default_config()
+    config.search.engine = "empty"
+    config.update_from_flattened_dict(
+        {
+            "reward.weights.format": 1.0, "reward.weights.answer": 1.0, "reward.correct": "answer",
+            "reward.format_reward": 0.25, "reward.format_failure": -0.5,
+            "reward.answer_reward": 3.0, "reward.exact_match_bonus": 7.0, "reward.not_found": 2.0,
+        }
+    )  # fmt: skip
+    env = _make_env(config, EmptySearch(), None)
+    task = Task(id="t", question="?", answers=("Paris",))
+    answers = (
+        "<answer>Paris</answer>",
+        "<answer>pariss</answer>",
+        "<answer>未找到相关内容</answer>",
+        "",
+    )
+    group = [Episode(task=task, turns=[Turn(text=text)]) for text in answers]
+    scored = env.score(group)
+    parts = [(reward.parts["format"], reward.parts["answer"]) for reward in scored]
+    assert parts == [(0.25, 7.0), (0.25, 3.0), (0.25, 2.0), (-0.5, 0.0)]
+    assert [reward.is_correct for reward in scored] == [True, True, False, False]

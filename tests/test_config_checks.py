@@ -1,0 +1,320 @@
+"""Every combination that is refused, refused with its reason; and what goes together, accepted."""
+
+import pytest
+
+from configs import (
+    ares,
+    ares_small,
+    bapo,
+    bapo_small,
+    dapo,
+    dapo_small,
+    passk,
+    passk_small,
+    search_r1,
+    search_r1_brief,
+    search_r1_small,
+)
+from jaxrl import config_checks as rules
+from jaxrl.config import default_config, flatten, validate
+
+METHODS = (search_r1, search_r1_brief, dapo, bapo, ares, passk)
+SMALL = (search_r1_small, dapo_small, bapo_small, ares_small, passk_small)
+
+# For each rule, in the order of rules.RULES: settings that break it and no rule before it.
+GATED = {"shaping.boundary_aware": True, "eval.every_steps": 1}
+BROKEN = [
+    ("env.protocol", {"env.name": "math", "env.protocol": "bapo"}),
+    ("env.python", {"env.python": True}),
+    ("reward.weights", {"reward.weights.bapo": 1.0}),
+    ("reward.correct", {"reward.correct": "math"}),
+    ("eval.suites", {"env.name": "math", "eval.suites": ("empty_search",)}),
+    ("eval.final_suites", {"env.name": "math"}),
+    ("rollout.group_size", {"rollout.group_size": 1}),
+    ("advantage.k", {"advantage.name": "pass_at_k", "advantage.k": 8}),
+    ("advantage.k", {"advantage.name": "pass_at_k_full_sampling", "advantage.k": 5}),
+    ("advantage.k_schedule", {"advantage.k_schedule": ((0, 4), (60, 1))}),  # of grpo
+    (
+        "advantage.k_schedule",
+        {"advantage.name": "pass_at_k", "advantage.k_schedule": ((0, 1), (60, 8))},
+    ),
+    (
+        "advantage.k_schedule",
+        {"advantage.name": "pass_at_k_full_sampling", "advantage.k_schedule": ((0, 5),)},
+    ),
+    ("advantage.baseline", {"advantage.baseline": True}),
+    ("shaping", {"advantage.name": "pass_at_k", "shaping.overlong_buffer": 8}),
+    (
+        "kl.place",
+        {"advantage.name": "pass_at_k", "kl.place": "reward", "kl.coef": 0.1, "kl.estimator": "k1"},
+    ),
+    ("loss.aggregation", {"loss.name": "gspo"}),
+    ("loss.dual_clip", {"loss.name": "cispo", "loss.dual_clip": 3.0}),
+    (
+        "loss.correction.level",
+        {"loss.correction.level": "token", "loss.mask_observations": False},
+    ),
+    ("loss.correction.low", {"loss.correction.low": 6.0}),
+    ("kl.coef", {"kl.low_factor": 0.5}),
+    ("kl.anchor", {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.anchor": "old"}),
+    ("kl.estimator", {"kl.coef": 0.1, "kl.place": "reward"}),
+    (
+        "kl.place",
+        {
+            "kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.controller": "budget",
+        },
+    ),
+    (
+        "kl.horizon",
+        {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.horizon": 127},  # of 16 × 8 trajectories
+    ),
+    ("kl.coef", {"kl.coef": 1e-5, "kl.controller": "log"}),
+    ("filter.name", {"filter.carry_over": True}),
+    ("filter.metric", {"filter.metric": "score"}),
+    ("filter.low", {"filter.low": 0.99}),
+    (
+        "filter.low",  # between 3 / 8 and 4 / 8
+        {"filter.name": "accuracy_range", "filter.low": 0.375, "filter.high": 0.5},
+    ),
+    ("filter.resample_early", {"filter.resample_early": True, "filter.resample_attempts": 2}),
+    ("filter.metric", {"filter.name": "varied", "filter.metric": "seq_final_reward"}),
+    (
+        "filter.max_batches",
+        {"filter.name": "varied", "filter.tasks_per_batch": 1, "filter.max_batches": 2},
+    ),
+    ("filter.metric", {**GATED, "filter.name": "varied"}),
+    ("filter.name", {**GATED, "filter.name": "accuracy_range"}),
+    ("shaping.overlong_buffer", {"shaping.overlong_buffer": 1025}),
+    (
+        "shaping.overlong_max_tokens",
+        {"shaping.overlong_buffer": 8, "shaping.overlong_max_tokens": 100_000},
+    ),
+    (
+        "shaping.boundary_aware",
+        {**GATED, "env.name": "math", "eval.final_suites": ("sampled",)},
+    ),
+    ("reward.weights", {**GATED, "reward.weights.format": 0.5}),
+    ("shaping.stage_level", {**GATED, "shaping.stage_level": False}),
+    ("eval.every_steps", {"shaping.boundary_aware": True}),
+    ("shaping.centred_gain", {"shaping.centred_gain": True}),
+    ("shaping.alpha_init", {"shaping.entropy_reward": True, "shaping.alpha_init": 2.5}),
+    ("shaping.bootstrap_tasks", {"shaping.bootstrap_tasks": 1}),
+    ("shaping.trigger_words", {"shaping.trigger_words": ("wait",)}),
+]  # fmt: skip
+
+
+def settings(**changes):
+    config = default_config()
+    config.model.path = config.tasks.train.source = config.tasks.eval.source = "x"
+    config.search.corpus = "x"
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+@pytest.mark.parametrize(("index", "broken"), list(enumerate(BROKEN)))
+def test_each_rule_refuses_with_its_reason(index, broken):
+    key, changes = broken
+    config = settings(**changes)
+    rule = rules.RULES[index]
+    first = next(rule for rule in rules.RULES if rule.is_broken(config))
+    assert first is rule
+    with pytest.raises(ValueError, match=rf"^config\.{key} is ") as refused:
+        validate(config)
+    assert str(refused.value).endswith(f"expected {rule.expected}.")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"filter.resample_attempts": 1, "reward.weights.format": 0.5},  # all wrong, yet paid
+        {"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1,
+         "filter.name": "accuracy_range"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_further_examples_are_refused(changes):
+    with pytest.raises(ValueError, match=r"^config\.(reward\.weights|filter\.low) is "):
+        validate(settings(**changes))
+
+
+def test_the_bound_of_overlong_is_where_something_is_charged():
+    rollout = {"rollout.max_total_tokens": 64, "rollout.max_prompt_tokens": 16}
+    rollout |= {"rollout.max_response_tokens": 32, "shaping.overlong_buffer": 8}
+    validate(settings(**rollout, **{"shaping.overlong_max_tokens": 70}))  # a response of 63: 1 / 8
+    with pytest.raises(ValueError, match=r"config\.shaping\.overlong_max_tokens is 71"):
+        validate(settings(**rollout, **{"shaping.overlong_max_tokens": 71}))
+
+
+def test_a_budget_below_the_longest_prompt_is_named_before_a_penalty_that_is_off():
+    expected = r"config\.rollout\.max_prompt_tokens is 1024; expected less than "
+    with pytest.raises(ValueError, match=expected):
+        validate(settings(**{"rollout.max_total_tokens": 512}))
+
+
+def test_every_rule_has_an_example():
+    assert [rule.key for rule in rules.RULES] == [key for key, _ in BROKEN]
+
+
+def test_the_defaults_break_no_rule():
+    validate(settings())
+
+
+@pytest.mark.parametrize("module", METHODS + SMALL, ids=lambda module: module.__name__)
+def test_the_methods_are_valid(module):
+    validate(module.get_config())
+
+
+@pytest.mark.parametrize("module", SMALL, ids=lambda module: module.__name__)
+def test_a_small_sibling_keeps_the_method(module):
+    """Sizes may differ; of what the method chooses, every key it sets stays as it is published."""
+    published = default_config()
+    module.set_method(published)
+    small = flatten(module.get_config())
+    sizes = {
+        "advantage.k_schedule",
+        "shaping.overlong_buffer",
+        "shaping.overlong_max_tokens",
+        "filter.tasks_per_batch",
+        "shaping.bootstrap_tasks",
+        "shaping.stage_tolerance",
+    }
+    method = ("advantage.", "loss.", "kl.", "shaping.", "filter.")
+    chosen = {key: x for key, x in flatten(published).items() if key.startswith(method)}
+    assert {key: small[key] for key in chosen.keys() - sizes} == {
+        key: chosen[key] for key in chosen.keys() - sizes
+    }
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # ARES's masks, DAPO's filter and Pass@k's advantages are one configuration.
+        {
+            "advantage.name": "pass_at_k", "filter.name": "varied", "kl.coef": 0.01,
+            "kl.low_factor": 0.5, "kl.controller": "budget", "loss.clip_high": 0.28,
+        },
+        {"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1},
+        # k itself is not read where it has a schedule.
+        {
+            "advantage.name": "pass_at_k", "advantage.k": 9,
+            "advantage.k_schedule": ((0, 7), (60, 1)),
+        },
+        {"loss.name": "gspo", "loss.aggregation": "seq-mean-token-mean"},
+        {"kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.controller": "adaptive"},
+        {**GATED, "filter.name": "varied", "filter.metric": "seq_reward"},
+        {"filter.resample_attempts": 1},
+        {**GATED, "filter.resample_attempts": 1, "filter.resample_early": True},
+        {"filter.name": "accuracy_range", "filter.low": 0.37, "filter.high": 0.5},
+        {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.horizon": 128},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_goes_together_is_accepted(changes):
+    validate(settings(**changes))
+
+
+CLIP = ("loss.clip_low", "loss.clip_high")
+TO_REF = {"kl.estimator": "k3", "kl.anchor": "ref", "kl.place": "loss"}
+PUBLISHED = {
+    search_r1: {
+        "rollout.group_size": 5, "rollout.temperature": 1.0, "optimizer.lr": 1e-6,
+        "optimizer.warmup_steps": round(0.285 * 2 * 1005), "kl.coef": 0.001, **TO_REF,
+        **dict.fromkeys(CLIP, 0.2), "loss.entropy_coef": 0.001, "loss.aggregation": "token-mean",
+        "rollout.max_response_tokens": 500, "search.max_observation_tokens": 500,
+        "rollout.max_prompt_tokens": 2048, "rollout.max_total_tokens": 4096, "search.topk": 3,
+        "rollout.tasks_per_step": 512, "optimizer.num_minibatches": 512 // 256, "num_steps": 1005,
+        "rollout.max_turns": 2, "advantage.ddof": 0, "advantage.epsilon": 1e-8,
+    },
+    dapo: {
+        "rollout.group_size": 16, "rollout.tasks_per_step": 512, "filter.tasks_per_batch": 1536,
+        "optimizer.num_minibatches": 16, "rollout.max_prompt_tokens": 2048,
+        "rollout.max_response_tokens": 20480, "optimizer.lr": 1e-6, "optimizer.weight_decay": 0.1,
+        "optimizer.schedule": "constant", "optimizer.warmup_steps": 20 * 16,
+        "optimizer.grad_clip": 1.0, "loss.entropy_coef": 0.0, "kl.coef": 0.0,
+        "rollout.temperature": 1.0, "rollout.top_p": 1.0, "eval.top_p": 0.7, "eval.samples": 32,
+        "loss.clip_low": 0.2, "loss.clip_high": 0.28, "loss.dual_clip": 10.0,
+        "loss.aggregation": "token-mean", "filter.metric": "acc", "filter.max_batches": 10,
+        "shaping.overlong_buffer": 4096, "shaping.overlong_factor": 1.0,
+        "rollout.overlong_prompts": "truncate_left",
+    },
+    bapo: {
+        "rollout.group_size": 8, "rollout.tasks_per_step": 64, "optimizer.num_minibatches": 4,
+        "optimizer.lr": 1e-6, "num_steps": 2 * 5000 // 64, **dict.fromkeys(CLIP, 0.1),
+        "kl.coef": 0.001, **TO_REF, "rollout.temperature": 1.0, "rollout.max_prompt_tokens": 1536,
+        "rollout.max_total_tokens": 1536 + 8192, "search.topk": 5, "rollout.max_turns": 3,
+        "eval.every_steps": 1, "shaping.abstention_bonus": 0.5, "shaping.abstention_rate": 0.05,
+        "shaping.stage_tolerance": 5, "filter.resample_attempts": 2, "filter.resample_early": False,
+    },
+    ares: {
+        "rollout.group_size": 8, "rollout.temperature": 1.0, "rollout.top_p": 0.99,
+        "eval.temperature": 0.5, "eval.samples": 1, "rollout.tasks_per_step": 512,
+        "optimizer.num_minibatches": 512 // 128, "rollout.max_prompt_tokens": 4096,
+        "rollout.max_response_tokens": 8192, "optimizer.lr": 1e-6, "optimizer.weight_decay": 0.01,
+        "optimizer.warmup_steps": 0, "optimizer.grad_clip": 1.0, "loss.clip_low": 0.2,
+        "loss.clip_high": 0.3, "loss.dual_clip": 3.0, "loss.aggregation": "token-mean",
+        "kl.coef": 0.01, **TO_REF, "kl.low_factor": 0.5, "kl.budget_step": 0.01,
+        "kl.budgets.easy": 0.05, "kl.budgets.medium": 0.1, "kl.budgets.hard": 0.2,
+        "eval.every_steps": 5, "checkpoint.every_steps": 5, "shaping.bootstrap_tasks": -1,
+        "shaping.entropy_window": 4, "shaping.entropy_percentile": 95.0, "shaping.alpha_init": 0.5,
+        "shaping.alpha_step": 0.05, "filter.low": 0.01, "filter.high": 0.99,
+        "filter.max_batches": 20, "num_steps": "50 epochs",
+    },
+    passk: {
+        "rollout.group_size": 32, "rollout.tasks_per_step": 128, "optimizer.lr": 1e-6,
+        "optimizer.warmup_steps": 10, "loss.clip_low": 0.2, "loss.clip_high": 0.28,
+        "loss.aggregation": "token-mean", "kl.coef": 0.0,
+    },
+}  # fmt: skip
+OTHERWISE = {
+    (search_r1, "rollout.max_response_tokens"): "share 1,500",
+    (dapo, "optimizer.warmup_steps"): "not the paper's 20",
+    (bapo, "shaping.abstention_rate"): "is 0.1, where paper and released code have 0.05",
+    (ares, "shaping.bootstrap_tasks"): "over 512 here",
+    (ares, "num_steps"): "500 steps (the paper: 50 epochs)",
+}
+"""What a configuration's docstring says where it differs."""
+
+
+@pytest.mark.parametrize("module", PUBLISHED, ids=lambda module: module.__name__)
+def test_hyper_parameters_are_published_or_said_to_differ(module):
+    flat = flatten(module.get_config())
+    said = " ".join(module.__doc__.split())
+    differing = {key for key, value in PUBLISHED[module].items() if flat[key] != value}
+    assert differing == {key for owner, key in OTHERWISE if owner is module}
+    assert [key for key in differing if OTHERWISE[module, key] not in said] == []
+
+
+def test_dapo_has_the_three_published_setups():
+    full = flatten(dapo.get_config())
+    changes = {}
+    for setup in dapo.SETUPS:
+        config = dapo.get_config(setup)
+        validate(config, needs_data=False)
+        changes[setup] = {key for key, value in flatten(config).items() if value != full[key]}
+    assert changes == {
+        "full": set(),
+        "no_dynamic_sampling": {"filter.name", "filter.tasks_per_batch"},
+        "early": {"filter.name", "filter.tasks_per_batch", "loss.aggregation"},
+    }
+    with pytest.raises(ValueError, match="no setup 'late'; expected one of full, no_dynamic_sampl"):
+        dapo.get_config("late")
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned"),
+    [
+        ({}, []),
+        ({"loss.clip_low": 0.1, "loss.clip_high": 0.3}, []),
+        ({"loss.clip_low": 0.09}, ["loss.clip_low is 0.09"]),
+        ({"loss.clip_low": 0.4, "loss.clip_high": 0.31},
+         ["loss.clip_low is 0.4", "loss.clip_high is 0.31"]),
+        # The other losses have ranges of their own; without training nothing is clipped.
+        ({"loss.name": "cispo", "loss.clip_low": 1.0, "loss.clip_high": 4.0}, []),
+        ({"loss.name": "gspo", "loss.clip_high": 4e-4}, []),
+        ({"stages": ("evaluate",), "loss.clip_low": 0.4}, []),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_unusual_clip_is_warned_of(changes, warned):
+    expected = [f"warning: config.{x}; usual is 0.1 to 0.3 with loss.name='clip'" for x in warned]
+    assert rules.warnings(settings(**changes)) == expected

@@ -1,0 +1,755 @@
+"""The update step against plain arithmetic over whole trajectories, and what must not change it."""
+
+import math
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl.components import learning_rate, make_optimizer
+from jaxrl.config import default_config
+from jaxrl.envs.base import Outcome, Task
+from jaxrl.objectives.aggregation import MODES
+from jaxrl.runtime.sharding import make_mesh, param_shardings
+from jaxrl.train import make_minibatches
+from jaxrl.training.packing import BatchShape, pack
+from jaxrl.training.update import (
+    Model,
+    chunk_width,
+    init_state,
+    make_gradient,
+    make_score_step,
+    make_update_step,
+    put_batch,
+)
+from jaxrl.types import Batch, Trajectory
+from tests.helpers import (
+    NUM_TOKENS,
+    TINY,
+    compilations,
+    dense_logprobs,
+    gather,
+    pack_all,
+    policy_loss,
+    program_text,
+    random_sequences,
+    relative_distance,
+    scatter,
+    shapes_in,
+    tiny_params,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+MESH = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+LENGTHS = [9, 20, 31, 14, 25, 6, 12, 17]
+GROUPS = [0, 0, 1, 1, 2, 2, 3, 3]
+LONGEST = 32
+SCALE = 24.0
+CHUNK_TOKENS = 12
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.3, momentum=0.9))
+
+
+def tiny_model(*, chunk_tokens=CHUNK_TOKENS, remat=True):
+    settings = {"num_tokens": NUM_TOKENS, "logits_chunk_tokens": chunk_tokens}
+    return Model(TINY, MESH, remat=remat, **settings)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return place(tiny_params())
+
+
+def place(params):
+    return jax.device_put(params, param_shardings(MESH, TINY))
+
+
+def fresh_state(params):
+    """A state around a copy of the parameters, since the state and its updates donate theirs."""
+    copies = place(jax.tree.map(np.array, params))
+    return init_state(copies, MESH, TINY, OPTIMIZER)
+
+
+def equal(one, other):
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.array_equal(np.asarray(x), np.asarray(y)) for x, y in pairs)
+
+
+# Plain arithmetic: every trajectory alone, all its logits, the losses as papers write them.
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A loss and the distribution it is about."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 0.0
+    kl_coef: float = 0.0
+    kl_anchor: str = "ref"
+    entropy_coef: float = 0.0
+    temperature: float = 1.0
+
+    @property
+    def token_loss(self):
+        names = ("clip_low", "clip_high", "dual_clip", "entropy_coef")
+        return policy_loss(
+            loss={name: getattr(self, name) for name in names},
+            kl={"coef": self.kl_coef, "anchor": self.kl_anchor},
+        )
+
+    @property
+    def settings(self):
+        return {"temperature": self.temperature, "entropy_gradient": self.entropy_coef != 0}
+
+
+VARIANTS = {
+    "clip": Variant(dual_clip=1.5),
+    "clip, KL to old": Variant(kl_coef=0.5, kl_anchor="old", temperature=1.3),
+    "clip, KL to ref, entropy": Variant(kl_coef=0.3, entropy_coef=0.2, temperature=0.7),
+}
+CLIP = "clip"
+ALL_TERMS = "clip, KL to ref, entropy"
+
+
+def padded(values, fill=0):
+    out = np.full((len(values), LONGEST), fill, np.asarray(values[0]).dtype)
+    for row, value in zip(out, values, strict=True):
+        row[: len(value)] = value
+    return out
+
+
+def by_rows(sequences):
+    """The sequences side by side, one a row, for the plain arithmetic only."""
+    names = ("token_ids", "loss_mask", "old_logprobs", "ref_logprobs")
+    arrays = {name: padded([getattr(s, name) for s in sequences]) for name in names}
+    return {**arrays, "advantages": np.array([[s.advantage] for s in sequences], np.float32)}
+
+
+def plain_weights(sequences, members, mode):
+    """What each token's loss is multiplied with when `members` are the mini-batch, `[N, L]`."""
+    counts = [int(sequences[index].loss_mask.sum()) for index in members]
+    num_valid = sum(count > 0 for count in counts)
+    weights = np.zeros((len(sequences), LONGEST), np.float32)
+    for index, count in zip(members, counts, strict=True):
+        weights[index] = {
+            "token-mean": 1 / sum(counts),
+            "seq-mean-token-sum": 1 / num_valid,
+            "seq-mean-token-mean": 1 / (num_valid * max(count, 1)),
+            "seq-mean-token-sum-norm": 1 / (num_valid * SCALE),
+        }[mode]
+    return weights
+
+
+def plain_gradient(variant):
+    def loss(params, rows, weights):
+        logprobs, entropies = jax.vmap(
+            lambda ids: dense_logprobs(params, TINY, ids, temperature=variant.temperature)
+        )(rows["token_ids"])
+        old, ref, advantages = rows["old_logprobs"], rows["ref_logprobs"], rows["advantages"]
+        ratio = jnp.exp(logprobs - old)
+        clipped = jnp.clip(ratio, 1 - variant.clip_low, 1 + variant.clip_high)
+        gain = jnp.minimum(ratio * advantages, clipped * advantages)
+        if variant.dual_clip:
+            lowest = variant.dual_clip * advantages
+            gain = jnp.where(advantages < 0, jnp.maximum(gain, lowest), gain)
+        anchor = ref if variant.kl_anchor == "ref" else old
+        kl = jnp.clip(jnp.exp(anchor - logprobs) - (anchor - logprobs) - 1, -10, 10)
+        values = -gain + variant.kl_coef * kl - variant.entropy_coef * entropies
+        return (jnp.where(rows["loss_mask"], values, 0) * weights).sum()
+
+    return jax.jit(jax.grad(loss))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """The gradient of each variant, of parameters on the host so that each compiles once."""
+    compiled = {name: plain_gradient(variant) for name, variant in VARIANTS.items()}
+
+    def gradient(name, params, rows, weights):
+        return jax.device_get(compiled[name](jax.device_get(params), rows, weights))
+
+    return gradient
+
+
+@pytest.fixture(scope="module")
+def gradients():
+    """`jaxrl.training.update`'s gradient of each variant; the update step below recomputes layers too."""
+    model = tiny_model(remat=False)
+    return {
+        name: jax.jit(make_gradient(model, variant.token_loss, **variant.settings))
+        for name, variant in VARIANTS.items()
+    }
+
+
+@jax.jit
+def plain_logprobs(params, token_ids, temperature):
+    """Logprobs and entropies of sequences side by side `[N, L]`, from all their logits."""
+    return jax.vmap(lambda ids: dense_logprobs(params, TINY, ids, temperature=temperature))(
+        token_ids
+    )
+
+
+def plain_scores(params, sequences, temperature=VARIANTS[ALL_TERMS].temperature):
+    token_ids = padded([sequence.token_ids for sequence in sequences])
+    return np.asarray(plain_logprobs(params, token_ids, temperature)[0])
+
+
+def plain_by_length(params, sequences):
+    scores = plain_scores(params, sequences)
+    return [row[: len(s.token_ids)] for row, s in zip(scores, sequences, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def sequences(params):
+    """Trajectories of old and reference policies near the current one, some out of clip range."""
+    rng = np.random.default_rng(3)
+    sequences = random_sequences(LENGTHS)
+    noisy = []
+    for sequence, scores in zip(sequences, plain_scores(params, sequences), strict=True):
+        length = len(sequence.token_ids)
+        old, ref = scores[:length] + 0.3 * rng.standard_normal((2, length), np.float32)
+        noisy.append(replace(sequence, old_logprobs=old, ref_logprobs=ref, rollout_logprobs=old))
+    return noisy
+
+
+def one_a_row(sequences, row_tokens, mode):
+    """Each trajectory in a row and a micro-batch of its own."""
+    shape = BatchShape(num_micro=1, micro_rows=1, row_tokens=row_tokens)
+    each = [
+        pack_all([s], shape, aggregation=mode, scale=SCALE, counted=sequences).batch
+        for s in sequences
+    ]
+    batch = jax.tree.map(lambda *leaves: np.concatenate(leaves), *each)
+    number = np.arange(1, len(sequences) + 1)[:, None, None]
+    return replace(batch, segment_ids=batch.segment_ids * number), len(sequences)
+
+
+def packings(sequences, mode, cuts):
+    """The same trajectories cut up in different ways: name, batch, number of micro-batches."""
+    if len(cuts) > 1:
+        yield "one a row", *one_a_row(sequences, LONGEST, mode)
+    for b, T in cuts:
+        shape = BatchShape(num_micro=8 // b, micro_rows=b, row_tokens=T)
+        for name, order in (("", range(8)), (", in another order", [5, 2, 7, 0, 6, 3, 1, 4])):
+            packed = pack_all([sequences[i] for i in order], shape, aggregation=mode, scale=SCALE)
+            yield f"{b} rows of {T}{name}", packed.batch, packed.num_micro
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [
+        pytest.param(CLIP, ((1, 32), (2, 36)), marks=pytest.mark.slow),
+        (ALL_TERMS, ((1, 32), (2, 36), (4, 96))),
+        pytest.param("clip, KL to old", ((2, 36),), marks=pytest.mark.slow),
+    ],
+)
+def test_packing_and_micro_batches_and_order_change_no_gradient(
+    name, cuts, params, gradients, plain, sequences
+):
+    for mode in MODES:
+        weights = plain_weights(sequences, range(8), mode)
+        wanted = plain(name, params, by_rows(sequences), weights)
+        metrics, first = [], None
+        for packing, batch, num_micro in packings(sequences, mode, cuts):
+            got, measured = gradients[name](params, batch, num_micro)
+            first = got if first is None else first
+            assert relative_distance(got, wanted) < 1e-5, (mode, packing)
+            assert relative_distance(got, first) < 1e-5, (mode, packing)
+            metrics.append({key: float(value) for key, value in measured.items()})
+        assert metrics[0]["actor/pg_clipfrac"] > 0.05
+        assert (metrics[0]["actor/pg_clipfrac_lower"] > 0) == (name == CLIP)
+        for other in metrics[1:]:
+            assert other == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
+
+
+def as_trajectory(sequence, group_id, outcome=Outcome.ANSWERED):
+    length = len(sequence.token_ids)
+    return Trajectory(
+        token_ids=sequence.token_ids,
+        loss_mask=sequence.loss_mask,
+        rollout_logprobs=sequence.rollout_logprobs,
+        rollout_entropies=np.zeros(length, np.float32),
+        policy_versions=np.zeros(length, np.int32),
+        prompt_length=int(sequence.loss_mask.argmax()),
+        group_id=group_id,
+        sample_index=0,
+        task=Task(id=str(group_id), question="", answers=()),
+        turns=(),
+        outcome=outcome,
+    )
+
+
+def minibatch_settings(mode, **changes):
+    config = default_config()
+    config.rollout.tasks_per_step = 4
+    config.rollout.max_response_tokens = int(SCALE)
+    config.loss.aggregation = mode
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+SHAPE = BatchShape(num_micro=4, micro_rows=2, row_tokens=36)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_groups_without_signal_may_be_dropped(mode, params, gradients, sequences):
+    # Groups 0 and 2 are all right or all wrong; the last trajectory's search engine broke.
+    advantages = np.array([s.advantage for s in sequences], np.float32)
+    advantages[[0, 1, 4, 5]] = 0
+    outcomes = [Outcome.ANSWERED] * 7 + [Outcome.ENVIRONMENT_ERROR]
+    trajectories = [as_trajectory(*row) for row in zip(sequences, GROUPS, outcomes, strict=True)]
+    old = [s.old_logprobs for s in sequences]
+
+    def gradient(packed, members):
+        batch = packed.batch
+        scored = scatter(batch, [old[index] for index in members])
+        batch = replace(batch, old_logprobs=scored, ref_logprobs=scored)
+        return gradients[CLIP](params, batch, packed.num_micro)[0]
+
+    (dropped,) = make_minibatches(trajectories, advantages, SHAPE, minibatch_settings(mode))
+    whole = pack(sequences[:7], advantages[:7], SHAPE, aggregation=mode, scale=SCALE)
+    assert dropped.num_tokens < whole.num_tokens
+    assert dropped.num_counted == whole.num_counted
+    got, wanted = gradient(dropped, [2, 3, 6]), gradient(whole, range(7))
+    assert relative_distance(got, wanted) < 1e-5
+
+    for term in ("kl.coef", "loss.entropy_coef"):  # these give every token a gradient
+        settings = minibatch_settings(mode, **{term: 0.1})
+        (kept,) = make_minibatches(trajectories, advantages, SHAPE, settings)
+        assert equal(kept.batch, whole.batch)
+
+
+def test_mini_batches_are_whole_groups_in_task_order(sequences):
+    trajectories = [as_trajectory(*row) for row in zip(sequences, GROUPS, strict=True)]
+    config = minibatch_settings("token-mean", **{"optimizer.num_minibatches": 2})
+    halves = make_minibatches(trajectories, np.ones(8, np.float32), SHAPE, config)
+    for half, members in zip(halves, (sequences[:4], sequences[4:]), strict=True):
+        for index, sequence in enumerate(members):
+            np.testing.assert_array_equal(
+                gather(half.batch, half.batch.token_ids, index), sequence.token_ids
+            )
+        assert half.num_counted == sum(int(s.loss_mask.sum()) for s in members)
+
+
+def test_masked_tokens_have_no_gradient_whatever_stands_there(params, gradients, sequences):
+    packed = pack_all(sequences, SHAPE)
+    for name in VARIANTS:
+        wanted = gradients[name](params, packed.batch, packed.num_micro)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(wanted))
+        for value in (np.inf, -np.inf, np.nan, 1e30, -1e30):
+            fields = ("advantages", "rollout_logprobs", "old_logprobs", "ref_logprobs")
+            changed = {
+                field: np.where(packed.batch.loss_mask, getattr(packed.batch, field), value)
+                for field in fields
+            }
+            got = gradients[name](params, replace(packed.batch, **changed), packed.num_micro)
+            assert equal(got, wanted), (name, value)
+
+
+def test_improbable_masked_tokens_have_no_gradient(params, gradients, sequences):
+    # Logits a thousand times larger: tokens that were not sampled are impossible, to e**-1000s.
+    rough = tiny_params()
+    rough["lm_head"]["kernel"] *= 1000
+    rough = place(rough)
+    batch = pack_all(sequences, SHAPE).batch
+    logprobs = scatter(batch, plain_by_length(rough, sequences))
+    assert logprobs[~batch.loss_mask].min() < -1000
+    nothing = replace(batch, loss_mask=np.zeros_like(batch.loss_mask))
+    for name in VARIANTS:
+        got, _ = gradients[name](rough, nothing, 4)
+        assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(got))
+        got, _ = gradients[name](rough, batch, 4)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(got))
+
+
+def test_tokens_that_no_scored_position_reads_have_no_gradient(params, gradients, sequences):
+    # Ids from 240 on are the last observation of some trajectories, the last sampled token of
+    # others, and all of one without advantage: scored or not, nothing with a gradient reads them.
+    special = range(240, 250)
+    changed = []
+    for index, sequence in enumerate(sequences):
+        ids = np.where(sequence.token_ids >= 240, 7, sequence.token_ids)
+        mask = sequence.loss_mask.copy()
+        mask[-1], mask[-3:-1] = index % 2, index % 2
+        ids[-1 if index % 2 else -3 :] = 240 + index
+        changed.append(replace(sequence, token_ids=ids, loss_mask=mask))
+    changed[0] = replace(changed[0], token_ids=np.full(LENGTHS[0], 249), advantage=0.0)
+    packed = pack_all(changed, SHAPE)
+    got, _ = gradients[CLIP](params, packed.batch, packed.num_micro)
+    rows = np.abs(np.asarray(got["embed"]["embedding"])).max(axis=1)
+    assert not rows[special].any()
+    read = np.unique(np.concatenate([s.token_ids[:-3] for s in changed[1:]]))
+    assert (rows[np.setdiff1d(read, special)] > 0).mean() > 0.5
+    assert not rows[np.setdiff1d(np.arange(254), packed.batch.token_ids)].any()
+
+    # Nor does it matter which they are, where they are not targets.
+    swapped = np.where(packed.batch.loss_mask, packed.batch.token_ids, packed.batch.token_ids ^ 1)
+    is_special = packed.batch.token_ids >= 240
+    ids = np.where(is_special, swapped, packed.batch.token_ids)
+    assert (ids != packed.batch.token_ids).sum() > 10
+    other, _ = gradients[CLIP](params, replace(packed.batch, token_ids=ids), packed.num_micro)
+    assert equal(got, other)
+
+
+def test_padded_vocabulary_has_no_gradient(params, gradients, sequences):
+    packed = pack_all(sequences, SHAPE)
+    got, _ = gradients[ALL_TERMS](params, packed.batch, packed.num_micro)
+    columns = np.abs(np.asarray(got["lm_head"]["kernel"])).max(axis=0)
+    assert not columns[NUM_TOKENS:].any()
+    assert columns[:NUM_TOKENS].all()
+
+
+# Log-probabilities and entropies.
+
+
+def test_logprobs_and_entropies_are_those_of_a_dense_softmax(params, sequences):
+    packed = pack_all(sequences, BatchShape(num_micro=1, micro_rows=2, row_tokens=96))
+    micro = jax.tree.map(lambda x: jnp.asarray(x[0]), packed.batch)
+    compute = jax.jit(lambda t: tiny_model().token_logprobs(params, micro, temperature=t))
+    token_ids = padded([s.token_ids for s in sequences])
+    for temperature in (1.0, 0.5, 2.0):
+        logprobs, entropies = compute(temperature)
+        wanted = plain_logprobs(params, token_ids, temperature)
+        for index, length in enumerate(LENGTHS):
+            for got, want in zip((logprobs, entropies), wanted, strict=True):
+                own = gather(micro, got, index)
+                assert own[0] == 0
+                np.testing.assert_allclose(own, want[index, :length], atol=2e-5, rtol=1e-5)
+        assert (np.asarray(entropies)[micro.positions > 0] > 1e-3).all()
+        for padding in (logprobs, entropies):
+            assert not np.asarray(padding)[micro.segment_ids == 0].any()
+
+
+FREQUENT = {7: 4096, 11: 512}
+"""Ids, and how often each occurs among the tokens below."""
+
+
+def frequent_tokens(*, row_tokens=256, num_rows=20):
+    """One micro-batch in which few ids are most of the text, rows of advantage 1 and -1 in turn."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(20, NUM_TOKENS, num_rows * row_tokens)
+    places = rng.permutation(len(ids))
+    for token, count in FREQUENT.items():
+        ids[places[:count]], places = token, places[count:]
+    shape = (1, num_rows, row_tokens)
+    whole, position = np.ones(shape), np.broadcast_to(np.arange(row_tokens), shape)
+    return Batch(
+        token_ids=ids.reshape(shape).astype(np.int32),
+        segment_ids=whole.astype(np.int32),
+        positions=position.astype(np.int32),
+        loss_mask=position > 0,
+        token_weights=(whole / len(ids)).astype(np.float32),
+        advantages=(whole * [[[1.0], [-1.0]] * (num_rows // 2)]).astype(np.float32),
+        rollout_logprobs=np.zeros(shape, np.float32),
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_of_frequent_tokens_are_summed_in_float32(tied):
+    # In bfloat16 a sum of ones stands still at 256.
+    config = replace(TINY, num_layers=1, qk_norm=False, tie_embeddings=tied)
+    params, batch = tiny_params(config, seed=0), frequent_tokens()
+    found = []
+    for dtype in (jnp.bfloat16, jnp.float32):
+        # 256 chunks, each of which adds to the output layer's gradient.
+        settings = {"num_tokens": NUM_TOKENS, "dtype": dtype, "logits_chunk_tokens": 20}
+        model = Model(config, MESH, remat=False, **settings)
+        gradient = make_gradient(model, policy_loss(), temperature=1.0, entropy_gradient=False)
+        found.append(jax.jit(gradient)(params, batch, 1)[0])
+    far = jax.tree.map(relative_distance, *found)
+    assert max(jax.tree.leaves(far)) < 0.02, far
+
+
+def test_chunk_width_changes_nothing(params, sequences):
+    packed = pack_all(sequences, BatchShape(num_micro=1, micro_rows=2, row_tokens=96))
+    micro = jax.tree.map(lambda x: jnp.asarray(x[0]), packed.batch)
+    results = []
+    for chunk_tokens in (1, 10**6):
+        model = tiny_model(chunk_tokens=chunk_tokens)
+        results.append(jax.jit(model.token_logprobs)(params, micro, temperature=1.0))
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6, rtol=1e-6)
+
+
+def test_widest_chunk_that_fits():
+    assert chunk_width(2, 96, 16) == 8
+    assert chunk_width(2, 96, 17) == 8
+    assert chunk_width(4, 96, 10**6) == 96
+    assert chunk_width(3, 10, 16) == 5
+    assert chunk_width(8, 96, 4) == 1  # never less than one token a row
+
+
+def test_entropies_have_a_gradient_only_where_asked(params, sequences):
+    packed = pack_all(sequences, BatchShape(num_micro=1, micro_rows=2, row_tokens=96))
+    micro = jax.tree.map(lambda x: jnp.asarray(x[0]), packed.batch)
+
+    def total(params):  # where they have one is compared with plain arithmetic above
+        _, entropies = tiny_model().token_logprobs(
+            params, micro, temperature=1.0, entropy_gradient=False
+        )
+        return (entropies * micro.loss_mask).sum()
+
+    gradient = jax.jit(jax.grad(total))(params)
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradient))
+
+
+# Whole steps.
+
+
+@pytest.fixture(scope="module")
+def update():
+    variant = VARIANTS[ALL_TERMS]
+    return make_update_step(tiny_model(), variant.token_loss, OPTIMIZER, **variant.settings)
+
+
+@pytest.fixture(scope="module")
+def score():
+    return make_score_step(tiny_model(), temperature=VARIANTS[ALL_TERMS].temperature)
+
+
+@pytest.mark.minutes
+def test_two_epochs_of_two_mini_batches_are_those_of_plain_arithmetic(
+    update, score, params, plain, sequences
+):
+    halves = [(0, 1, 2, 3), (4, 5, 6, 7)]
+    rows = by_rows(sequences)
+    rows["old_logprobs"] = plain_scores(params, sequences)  # from before the first update
+    batches = []
+    for half in halves:
+        packed = pack_all([sequences[i] for i in half], SHAPE, aggregation="seq-mean-token-mean")
+        batch = put_batch(MESH, packed.batch)
+        old = score(params, batch, packed.num_micro)
+        batches.append((packed.num_micro, replace(batch, old_logprobs=old)))
+
+    state = fresh_state(params)
+    wanted = start = jax.device_get(params)
+    momentum = jax.tree.map(np.zeros_like, wanted)
+    clipped = []
+    for _ in range(2):
+        for half, (num_micro, batch) in zip(halves, batches, strict=True):
+            state, metrics = update(state, batch, num_micro)
+            clipped.append(float(metrics["actor/pg_clipfrac"]))
+
+            weights = plain_weights(sequences, half, "seq-mean-token-mean")
+            gradient = plain(ALL_TERMS, wanted, rows, weights)
+            norm = math.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(gradient)))
+            assert norm > 0.5  # so that it is cut to that
+            assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-4)
+            momentum = jax.tree.map(
+                lambda m, g, scale=0.5 / norm: 0.9 * m + np.float32(scale) * g, momentum, gradient
+            )
+            wanted = jax.tree.map(lambda p, m: p - np.float32(0.3) * m, wanted, momentum)
+    assert clipped[0] == 0
+    assert min(clipped[2:]) > 0.05
+    got = jax.device_get(state.params)
+    assert relative_distance(got, wanted) < 1e-5
+    moves = [jax.tree.map(np.subtract, after, start) for after in (got, wanted)]
+    assert relative_distance(*moves) < 1e-4
+    assert int(state.num_updates) == 4
+    assert update.num_traces == 1
+
+
+def logits_arrays(text):
+    """Arrays over the vocabulary in a program that are not weights, by their tokens."""
+    return {
+        shape: math.prod(shape) // TINY.vocab_size
+        for shape in shapes_in(text)
+        if math.prod(shape) % 127 == 0 and set(shape) != {TINY.vocab_size, TINY.width}
+    }
+
+
+def test_no_logits_beyond_a_chunk_are_in_memory(update, score, params, sequences):
+    packed = pack_all(sequences, SHAPE)
+    batch = put_batch(MESH, packed.batch)
+    state = fresh_state(params)
+    state, _ = update(state, batch, packed.num_micro)
+    score(params, batch, packed.num_micro)
+    for text in (
+        program_text(update, state, batch, packed.num_micro),
+        program_text(score, params, batch, packed.num_micro),
+    ):
+        assert max(logits_arrays(text).values()) == CHUNK_TOKENS
+    # The same look at a program whose chunk is a whole micro-batch finds it.
+    careless = make_score_step(tiny_model(chunk_tokens=72), temperature=1.0)
+    text = careless.lower(params, batch, packed.num_micro).compile().as_text()
+    assert max(logits_arrays(text).values()) == 72
+
+
+def test_one_compilation_serves_any_number_of_micro_batches(update, params, sequences):
+    state = fresh_state(params)
+    seen = set()
+    with compilations() as compiled:
+        for members in (sequences[:2], sequences, sequences[:5], sequences[5:6], []):
+            packed = pack_all(members, SHAPE)
+            seen.add(packed.num_micro)
+            batch = packed.batch
+            if not members:
+                extra = np.zeros(batch.token_ids.shape, np.float32)
+                batch = replace(batch, old_logprobs=extra, ref_logprobs=extra)
+            state, _ = update(state, put_batch(MESH, batch), packed.num_micro)
+    assert seen == {0, 1, 2}
+    assert update.num_traces == 1
+    assert len(compiled) <= 1  # none where an earlier test compiled it
+    assert int(state.num_updates) == 5
+
+
+def test_another_shape_is_refused(update, params, sequences):
+    packed = pack_all(sequences, SHAPE)
+    state = fresh_state(params)
+    state, _ = update(state, put_batch(MESH, packed.batch), packed.num_micro)
+    other = pack_all(sequences, replace(SHAPE, num_micro=5))
+    with pytest.raises(RuntimeError, match="update was compiled again"):
+        update(state, put_batch(MESH, other.batch), other.num_micro)
+
+
+@pytest.mark.parametrize("bad", [np.inf, np.nan, 3e38])
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(bad, update, params, sequences):
+    packed = pack_all(sequences, SHAPE)
+    good = put_batch(MESH, packed.batch)
+    advantages = packed.batch.advantages.copy()
+    advantages[tuple(np.argwhere(packed.batch.loss_mask)[5])] = bad
+    broken = put_batch(MESH, replace(packed.batch, advantages=advantages))
+
+    state = fresh_state(params)
+    state, metrics = update(state, good, packed.num_micro)
+    assert (float(metrics["skipped"]), int(state.num_skipped)) == (0, 0)
+    before = jax.device_get(state)
+    state, metrics = update(state, broken, packed.num_micro)
+    assert not np.isfinite(metrics["grad_norm"])
+    assert float(metrics["skipped"]) == 1
+    assert equal((state.params, state.opt_state), (before.params, before.opt_state))
+    assert (int(state.num_updates), int(state.num_skipped)) == (1, 1)
+
+    # And the run goes on as though nothing had been.
+    state, _ = update(state, good, packed.num_micro)
+    same = fresh_state(params)
+    for _ in range(2):
+        same, _ = update(same, good, packed.num_micro)
+    assert equal((state.params, state.opt_state), (same.params, same.opt_state))
+    assert (int(state.num_updates), int(state.num_skipped)) == (2, 1)
+
+
+def test_state_is_donated(update, params, sequences):
+    packed = pack_all(sequences, SHAPE)
+    batch = put_batch(MESH, packed.batch)
+    before = fresh_state(params)
+    after, _ = update(before, batch, packed.num_micro)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves((before.params, before.opt_state)))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((after, batch)))
+
+
+@pytest.mark.minutes
+def test_single_step_takes_its_own_logprobs_for_the_old(score, params, sequences, gradients):
+    packed = pack_all(sequences, SHAPE)
+    batch = put_batch(MESH, packed.batch)
+    scored = replace(batch, old_logprobs=score(params, batch, packed.num_micro))
+    wanted, _ = gradients[ALL_TERMS](params, scored, packed.num_micro)
+    alone = replace(batch, old_logprobs=None)
+    got, metrics = gradients[ALL_TERMS](params, alone, packed.num_micro)
+    assert relative_distance(got, wanted) < 1e-5
+    assert float(metrics["actor/ppo_kl"]) == 0
+    assert float(metrics["actor/pg_clipfrac"]) == 0
+
+
+def test_scores_are_the_logprobs_of_each_token(score, params, sequences):
+    packed = pack_all(sequences, SHAPE)
+    scores = score(params, put_batch(MESH, packed.batch), packed.num_micro)
+    wanted = plain_scores(params, sequences)
+    for index, length in enumerate(LENGTHS):
+        got = gather(packed.batch, scores, index)
+        np.testing.assert_allclose(got, wanted[index, :length], atol=2e-5, rtol=1e-5)
+    assert not np.asarray(scores)[packed.batch.segment_ids == 0].any()
+    assert score.num_traces == 1
+
+
+# The optimizer.
+
+
+def optimizer_settings(**changes):
+    settings = default_config().optimizer
+    settings.update(changes)
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "final", "expected"),
+    [
+        ("constant", 0, 0.0, [8, 8, 8, 8, 8, 8]),
+        ("constant", 4, 0.0, [2, 4, 6, 8, 8, 8]),
+        ("constant", 1, 0.0, [8, 8, 8, 8, 8, 8]),
+        ("linear", 0, 0.0, [8, 8 * 5 / 6, 8 * 4 / 6, 4, 8 * 2 / 6, 8 / 6, 0, 0]),
+        ("linear", 2, 0.25, [4, 8, 8, 6.5, 5, 3.5, 2, 2]),
+        ("cosine", 0, 0.0, [8, 4 + 4 * math.cos(math.pi / 6), 6, 4, 2]),
+        ("cosine", 2, 0.5, [4, 8, 8, 6 + math.sqrt(2), 6, 6 - math.sqrt(2), 4, 4]),
+    ],
+)
+def test_learning_rates_by_hand(schedule, warmup, final, expected):
+    # Six updates: the warm-up's first, at 1 / warmup of the peak, to the last before the end.
+    settings = optimizer_settings(
+        lr=8.0, warmup_steps=warmup, schedule=schedule, final_lr_fraction=final
+    )
+    rate = learning_rate(settings, 6)
+    rates = [rate(step) for step in range(len(expected))]
+    np.testing.assert_allclose(rates, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_adamw_by_hand():
+    # Gradients of norm 5 and 0.5, clipped to 1, at rates 0.05 and 0.1, with decoupled decay.
+    settings = optimizer_settings(
+        lr=0.1, warmup_steps=2, grad_clip=1.0, weight_decay=0.5, beta1=0.8, beta2=0.9, epsilon=1e-3
+    )
+    optimizer = make_optimizer(settings, 10)
+    params = {"x": np.array([1.0, -2.0], np.float32), "y": np.array([0.5], np.float32)}
+    state = optimizer.init(params)
+    gradients = [
+        {"x": np.array([3.0, 0.0], np.float32), "y": np.array([4.0], np.float32)},
+        {"x": np.array([0.0, -0.3], np.float32), "y": np.array([0.4], np.float32)},
+    ]
+    first = dict.fromkeys(params, np.float32(0))
+    second = dict.fromkeys(params, np.float32(0))
+    wanted = dict(params)
+    for step, (gradient, factor, rate) in enumerate(
+        zip(gradients, (1 / 5, 1), (0.05, 0.1), strict=True), start=1
+    ):
+        changes, state = optimizer.update(gradient, state, params)
+        params = optax.apply_updates(params, changes)
+        for name, value in wanted.items():
+            g = gradient[name] * factor
+            first[name] = 0.8 * first[name] + 0.2 * g
+            second[name] = 0.9 * second[name] + 0.1 * g * g
+            mean, square = first[name] / (1 - 0.8**step), second[name] / (1 - 0.9**step)
+            wanted[name] = value - rate * (mean / (np.sqrt(square) + 1e-3) + 0.5 * value)
+        for name, value in wanted.items():
+            np.testing.assert_allclose(params[name], value, rtol=1e-5)
+
+
+def test_no_clipping_where_it_is_off():
+    rate = {"lr": 1.0, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0, "epsilon": 1.0}
+    for clip, norm in ((0.0, 100.0), (10.0, 10.0)):
+        optimizer = make_optimizer(optimizer_settings(grad_clip=clip, **rate), 1)
+        changes, _ = optimizer.update(
+            jnp.array([100.0]), optimizer.init(jnp.zeros(1)), jnp.zeros(1)
+        )
+        np.testing.assert_allclose(changes, [-norm / (norm + 1)], rtol=1e-5)
+
+
+def test_every_weight_decays_where_nothing_else_moves_it(params):
+    settings = optimizer_settings(lr=0.1, weight_decay=0.5)
+    optimizer = make_optimizer(settings, 10)
+    zeros = jax.tree.map(np.zeros_like, jax.device_get(params))
+    changes, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(zeros, params)
+    for change, leaf in zip(jax.tree.leaves(changes), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(change, -0.05 * np.asarray(leaf), rtol=1e-5)
+
+
+def test_put_batch_keeps_what_it_is_given(sequences):
+    packed = pack_all(sequences, SHAPE)
+    placed = put_batch(MESH, packed.batch)
+    assert isinstance(placed, Batch)
+    assert equal(placed, packed.batch)
+    assert placed.old_logprobs is not None
