@@ -177,7 +177,7 @@ def plain():
 
 @pytest.fixture(scope="module")
 def gradients():
-    """`jaxrl.training.update`'s gradient of each variant; the update step below recomputes layers too."""
+    """The gradient of each variant; the update step below recomputes layers too."""
     model = tiny_model(remat=False)
     return {
         name: jax.jit(make_gradient(model, variant.token_loss, **variant.settings))
