@@ -29,7 +29,8 @@ from jaxrl.components import make_optimizer, train_shape
 from jaxrl.config import default_config
 from jaxrl.models import qwen
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.runtime import plan, sharding
+from jaxrl.runtime import sharding
+from jaxrl.runtime.plan import memory
 from jaxrl.sampling.decode import Sampler, StopTables
 from jaxrl.training.method import make_policy_loss
 from jaxrl.training.update import (
@@ -41,7 +42,7 @@ from jaxrl.training.update import (
 )
 from jaxrl.types import Batch
 
-GIB = plan.GIB
+GIB = memory.GIB
 
 
 def qwen3(vocab_size: int, width: int, mlp_width: int, num_layers: int, heads: int) -> QwenConfig:
@@ -136,7 +137,7 @@ def sampler_programs(config: ConfigDict, model: QwenConfig, mesh: Any) -> dict[s
         num_steps=rollout.chunk_tokens,
         dtype=dtype,
     )
-    capacity = plan.cache_tokens(config)
+    capacity = memory.cache_tokens(config)
     slots = jax.eval_shape(lambda: sampler.empty_slots(rollout.num_slots, capacity))
     by_slot, by_head = sharding.batch_sharding(mesh), sharding.cache_sharding(mesh)
     whole = sharding.replicated(mesh)
@@ -161,7 +162,7 @@ def sampler_programs(config: ConfigDict, model: QwenConfig, mesh: Any) -> dict[s
     )
     shards = sharding.num_batch_shards(mesh)
     rows, num_rows = on_all((shards, rollout.num_slots // shards)), rollout.num_slots
-    counts, read = on_all((num_rows,)), plan.longest_read(config)
+    counts, read = on_all((num_rows,)), memory.longest_read(config)
     decode = jax.jit(sampler.decode_chunk, donate_argnums=1, static_argnums=5)
     extend = jax.jit(sampler.extend, donate_argnums=1)
     temperature = on_all((), jnp.float32)
@@ -183,12 +184,12 @@ def compiled_bytes(program: Any) -> int:
 
 def compare(config: ConfigDict, model: QwenConfig, devices: Sequence[Any]) -> dict[str, Any]:
     """For each program the planned and the compiled bytes of one device."""
-    target = plan.Target(
+    target = memory.Target(
         platform=devices[0].platform, num_devices=len(devices), memory_bytes=80 * GIB
     )
     mesh = sharding.make_mesh(**config.mesh, devices=list(devices))
-    update = plan.update_phase(config, model, target, "train")
-    rollout = plan.rollout_phase(config, model, target)
+    update = memory.update_phase(config, model, target, "train")
+    rollout = memory.rollout_phase(config, model, target)
     planned = {"update": update.peak}
     held = sum(rollout.kept[name] for name in ("decode weights", "KV cache"))
     sums = {name: sum(parts.values()) for name, parts in rollout.moments.items()}

@@ -42,7 +42,7 @@ from jaxrl.runtime.stopping import stop_on_signals
 if TYPE_CHECKING:
     from jaxrl.runtime.distributed import Job
     from jaxrl.runtime.history import Begun, Change
-    from jaxrl.runtime.plan import Target
+    from jaxrl.runtime.plan.memory import Target
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; it is made.")
@@ -194,28 +194,28 @@ def _plan(config: ConfigDict) -> int:
     from rich.console import Console
 
     from jaxrl.models.qwen import QwenConfig
-    from jaxrl.runtime import plan
+    from jaxrl.runtime.plan import advice, display, memory
 
     target = _plan_target()
     model = QwenConfig.from_hf(config.model.path)
-    said = plan.choose_micro_rows(config, model, target, must_fit=False)
-    made = plan.make_plan(config, model, target)
-    advice = [] if made.fits else plan.advise(config, model, target)
-    unfit = not made.fits and not advice
-    num_needed = plan.devices_needed(config, model, target) if unfit else None
+    chosen = advice.choose_micro_rows(config, model, target, must_fit=False)
+    plan = memory.make_plan(config, model, target)
+    would_fit = [] if plan.fits else advice.advise(config, model, target)
+    is_hopeless = not plan.fits and not would_fit
+    num_needed = advice.devices_needed(config, model, target) if is_hopeless else None
     console = Console(highlight=False, soft_wrap=True)
-    for line in said:
+    for line in chosen:
         console.print(printable(line), markup=False, emoji=False)
-    console.print(plan.show(made, advice, num_needed))
+    console.print(display.show(plan, would_fit, num_needed))
     if _PLAN_JSON.value is not None:
-        text = json.dumps(plan.as_json(made), indent=2) + "\n"
+        text = json.dumps(display.as_json(plan), indent=2) + "\n"
         Path(_PLAN_JSON.value).write_text(text, encoding="utf-8")
-    return 0 if made.fits else 1
+    return 0 if plan.fits else 1
 
 
 def _plan_target() -> Target:
     """The devices that the flags name; what they leave out is this host's."""
-    from jaxrl.runtime import plan
+    from jaxrl.runtime.plan import memory
 
     num_devices, memory_gib = _PLAN_DEVICES.value, _PLAN_MEMORY.value
     if num_devices < 0 or memory_gib < 0:
@@ -227,10 +227,10 @@ def _plan_target() -> Target:
     if num_devices:
         given["num_devices"] = num_devices
     if memory_gib:
-        given |= {"memory_bytes": int(memory_gib * plan.GIB), "platform": "gpu"}
+        given |= {"memory_bytes": int(memory_gib * memory.GIB), "platform": "gpu"}
     if _PLAN_PLATFORM.value:
         given["platform"] = _PLAN_PLATFORM.value
-    target = plan.Target(**given) if len(given) == 4 else replace(plan.host_target(), **given)
+    target = memory.Target(**given) if len(given) == 4 else replace(memory.host_target(), **given)
     if target.num_devices % target.num_processes:
         raise ValueError(
             f"--plan_processes={target.num_processes} does not divide the {target.num_devices} "
@@ -249,27 +249,28 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
         ValueError: the plan needs more than an accelerator has, and `ignores_plan` is off.
     """
     from jaxrl.models.qwen import QwenConfig
-    from jaxrl.runtime import distributed, plan
+    from jaxrl.runtime import distributed
     from jaxrl.runtime.history import read_begun
+    from jaxrl.runtime.plan import advice, memory
 
     begun = read_begun(workdir, is_accepted=True)
     began = begun.config if begun else {}
-    model, target = QwenConfig.from_hf(config.model.path), plan.host_target()
+    model, target = QwenConfig.from_hf(config.model.path), memory.host_target()
     least = min(distributed.gather(target.memory_bytes))  # all processes must choose the same
     target = replace(target, memory_bytes=least)
     must_fit = target.platform != "cpu" and not ignores_plan
-    said = plan.choose_micro_rows(config, model, target, began, must_fit=must_fit)
+    notes = advice.choose_micro_rows(config, model, target, began, must_fit=must_fit)
     if target.platform != "cpu":
-        peak = plan.make_plan(config, model, target).peak
+        peak = memory.make_plan(config, model, target).peak
         if peak > target.memory_bytes:
             needs = (
-                f"the plan needs {plan.gib(peak)} on each device, which has "
-                f"{plan.gib(target.memory_bytes)}; --plan tells what to change"
+                f"the plan needs {memory.gib(peak)} on each device, which has "
+                f"{memory.gib(target.memory_bytes)}; --plan tells what to change"
             )
             if must_fit:
-                raise ValueError(f"{needs}, {plan.GO_ON}.")
-            said.append(f"warning: {needs}")
-    return said
+                raise ValueError(f"{needs}, {advice.GO_ON}.")
+            notes.append(f"warning: {needs}")
+    return notes
 
 
 def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = False) -> None:

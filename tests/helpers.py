@@ -7,6 +7,7 @@ import re
 import resource
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,9 @@ from jaxrl.models import qwen
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.training.method import make_policy_loss
 from jaxrl.training.packing import pack
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # 127 is prime and divides no other dimension: an array runs over the vocabulary exactly when 127
 # divides its number of elements, also where the vocabulary is halved or merged with other axes.
@@ -206,3 +210,21 @@ def as_nobody():
     finally:
         if is_root:
             os.seteuid(0)
+
+
+def text(page):
+    """Of a document."""
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page, language):
+    """The code in a document that is marked as of a language."""
+    return [code for found, code in BLOCK.findall(text(page)) if found == language]
+
+
+def readme_config():
+    """The configuration that README shows."""
+    [code] = [code for code in blocks(ROOT / "README.md", "python") if "get_config" in code]
+    names = {}
+    exec(code, names)
+    return names["get_config"]()

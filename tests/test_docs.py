@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl.config import default_config, flatten, validate
 from jaxrl.envs.base import Episode, Outcome, Task, Turn
+from tests.helpers import BLOCK, blocks, readme_config, text
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -19,7 +20,6 @@ SOURCES = [
     if path.suffix in (".py", ".sh", ".md")
 ]
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 KEY = re.compile(r"(?<![\w./])(?:--)?config\.([a-z]\w*(?:\.\w+)*)")
 ROW = re.compile(r"^\| `([\w.]+)` \| `(.*?)` \|", re.MULTILINE)
 REPOSITORY_PATH = re.compile(
@@ -28,21 +28,6 @@ REPOSITORY_PATH = re.compile(
 MODULE = re.compile(r"python -m ([\w.]+\w)")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
-
-def text(page):
-    return page.read_text(encoding="utf-8")
-
-
-def blocks(page, language):
-    return [code for found, code in BLOCK.findall(text(page)) if found == language]
-
-
-def readme_config():
-    [code] = [code for code in blocks(ROOT / "README.md", "python") if "get_config" in code]
-    names = {}
-    exec(code, names)
-    return names["get_config"]()
 
 
 def environment():

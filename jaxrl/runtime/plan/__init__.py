@@ -1,0 +1,1 @@
+"""Whether a run fits: `memory` computes, `advice` looks for settings, `display` shows both."""

@@ -1,0 +1,228 @@
+"""What to change so that a run fits its devices: rows, single keys, several keys, more devices."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxrl.config import flatten
+from jaxrl.models.qwen import QwenConfig
+from jaxrl.runtime.plan.memory import (
+    Target,
+    batch_shape,
+    gib,
+    make_plan,
+    target_mesh,
+    update_phase,
+)
+from jaxrl.runtime.sharding import mesh_sizes, num_batch_shards
+
+GO_ON = "--ignore_memory_plan goes on all the same, since the plan may err"
+
+
+def largest_micro_rows(
+    config: ConfigDict, model: QwenConfig, target: Target, stage: str, *, must_fit: bool = True
+) -> tuple[int, int]:
+    """The largest micro-batch of a stage whose update fits a device.
+
+    No larger than a mini-batch needs. Where not even one row on each device fits, it is that,
+    unless `must_fit`.
+
+    Returns:
+        Rows, a multiple of data * fsdp, and the bytes of a device at the peak.
+
+    Raises:
+        ValueError: not even one row on each device fits, and `must_fit`.
+    """
+    shards = num_batch_shards(target_mesh(config, model, target))
+
+    def peak(rows_each: int) -> int:
+        changed = _changed(config, {_MICRO_ROWS[stage]: rows_each * shards})
+        return update_phase(changed, model, target, stage).peak
+
+    needed = batch_shape(_changed(config, {_MICRO_ROWS[stage]: 1}), stage).num_micro
+    most = -(-needed // shards)
+    usable = target.usable
+    fitting = bisect.bisect_right(range(1, most + 1), usable, key=peak)
+    if fitting == 0 and must_fit:
+        raise ValueError(
+            f"config.{_MICRO_ROWS[stage]}=0 asks for the largest micro-batch that fits, but "
+            f"{shards} rows, one on each device, would need {gib(peak(1))} of the "
+            f"{gib(usable)} that may be used of each; --plan tells what to "
+            f"change, {GO_ON}."
+        )
+    rows_each = max(fitting, 1)
+    return rows_each * shards, peak(rows_each)
+
+
+_MICRO_ROWS = {"sft": "sft.optimizer.micro_rows", "train": "optimizer.micro_rows"}
+
+
+def choose_micro_rows(
+    config: ConfigDict,
+    model: QwenConfig,
+    target: Target,
+    began: Mapping[str, Any] | None = None,
+    *,
+    must_fit: bool = True,
+) -> list[str]:
+    """Replaces a `micro_rows` of 0 by the largest that fits, in place; says what it chose.
+
+    What a run began with, the flat keys `began`, is kept without a word while it divides over the
+    mesh and fits. `must_fit` as in `largest_micro_rows`.
+    """
+    shards = num_batch_shards(target_mesh(config, model, target))
+    usable = target.usable
+    notes = []
+    for stage, key in _MICRO_ROWS.items():
+        if stage not in config.stages or _optimizer(config, stage).micro_rows:
+            continue
+        note, kept = "", (began or {}).get(key, 0)
+        if kept and kept % shards:
+            note = f" (not the {kept} it began with: no multiple of data * fsdp = {shards})"
+        elif kept:
+            peak = update_phase(_changed(config, {key: kept}), model, target, stage).peak
+            if peak <= usable:
+                _optimizer(config, stage).micro_rows = kept
+                continue
+            note = f" (not the {kept} it began with: they would need {gib(peak)})"
+        rows, peak = largest_micro_rows(config, model, target, stage, must_fit=must_fit)
+        _optimizer(config, stage).micro_rows = rows
+        notes.append(f"config.{key}=0: {rows} rows{note}, planned at {gib(peak)} on each device")
+    return notes
+
+
+def _optimizer(config: ConfigDict, stage: str) -> ConfigDict:
+    return config.sft.optimizer if stage == "sft" else config.optimizer
+
+
+def _changed(config: ConfigDict, values: dict[str, Any]) -> ConfigDict:
+    """A copy with some keys, with their sections, set."""
+    changed = config.copy_and_resolve_references()
+    changed.update_from_flattened_dict(values)
+    return changed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """Settings that make a plan fit, and the peak with them."""
+
+    settings: dict[str, Any]
+    peak: int
+
+
+def advise(config: ConfigDict, model: QwenConfig, target: Target) -> list[Advice]:
+    """What to change in a configuration that does not fit: every single key that is enough.
+
+    Where none is, keys are added up in the order of what they cost in speed, until it fits.
+    An empty list: nothing tried here helps.
+    """
+
+    def peak(settings: dict[str, Any]) -> int | None:
+        try:
+            return make_plan(_changed(config, settings), model, target).peak
+        except ValueError:
+            return None  # rows or heads that the mesh would not divide
+
+    usable = target.usable
+    single, together = [], Advice(settings={}, peak=make_plan(config, model, target).peak)
+    for options in _options(config, model, target):
+        peaks = [(settings, peak(settings)) for settings in options]
+        fitting = [Advice(settings=s, peak=p) for s, p in peaks if p is not None and p <= usable]
+        single += fitting[:1]
+        if together.peak > usable:
+            for settings in options:
+                joint = {**together.settings, **settings}
+                size = peak(joint)
+                if size is not None and size < together.peak:
+                    together = Advice(settings=joint, peak=size)
+                if together.peak <= usable:
+                    break
+    return single or ([together] if together.peak <= usable else [])
+
+
+def devices_needed(config: ConfigDict, model: QwenConfig, target: Target) -> int | None:
+    """The first doubling of the devices at which it fits, with settings as `advise` tries them.
+
+    The new devices are put along fsdp first; several processes become more of them, each with as
+    many devices as before. None: no number up to a thousandfold is enough.
+    """
+    sizes, flat = mesh_sizes(target.num_devices, **config.mesh), flatten(config)
+    for factor in (2**power for power in range(1, 11)):
+        larger = dataclasses.replace(
+            target,
+            num_devices=target.num_devices * factor,
+            num_processes=target.num_processes * (factor if target.num_processes > 1 else 1),
+        )
+        shards = sizes["data"] * sizes["fsdp"] * factor
+        rows = {key: -(-flat[key] // shards) * shards for key in _ROWS}
+        mesh = {"mesh.data": sizes["data"], "mesh.fsdp": sizes["fsdp"] * factor}
+        grown = _changed(config, {**rows, **mesh})
+        if make_plan(grown, model, larger).fits or advise(grown, model, larger):
+            return larger.num_devices
+    return None
+
+
+_ROWS = (
+    "optimizer.micro_rows", "sft.optimizer.micro_rows", "rollout.num_slots", "rollout.num_rows",
+)  # fmt: skip
+
+
+def _options(
+    config: ConfigDict, model: QwenConfig, target: Target
+) -> Iterator[list[dict[str, Any]]]:
+    """For each key its values to try, the cheapest first; keys in the order of their cost."""
+    sizes = mesh_sizes(target.num_devices, **config.mesh)
+    shards = sizes["data"] * sizes["fsdp"]
+    if config.model.dtype == "float32":
+        yield [{"model.dtype": "bfloat16"}]
+    yield [
+        {"mesh.data": shards // fsdp, "mesh.fsdp": fsdp, "mesh.tensor": sizes["tensor"]}
+        for fsdp in _doublings(sizes["fsdp"], shards)
+    ]
+    flat = flatten(config)
+    for stage, key in _MICRO_ROWS.items():
+        if stage in config.stages:
+            yield [{key: rows} for rows in _halvings(flat[key], unit=shards)]
+    yield [
+        {"model.logits_chunk_tokens": size}
+        for size in _halvings(flat["model.logits_chunk_tokens"], least=128)
+    ]
+    if not config.model.remat:
+        yield [{"model.remat": True}]
+    rows = flat["rollout.num_rows"] or flat["rollout.num_slots"]
+    yield [{"rollout.num_rows": fewer} for fewer in _halvings(rows, unit=shards)]
+    yield [
+        {"rollout.num_slots": slots, "rollout.num_rows": min(slots, flat["rollout.num_rows"])}
+        for slots in _halvings(flat["rollout.num_slots"], unit=shards)
+    ]
+    meshes = [
+        {"mesh.data": 1, "mesh.fsdp": target.num_devices // tensor, "mesh.tensor": tensor}
+        for tensor in _doublings(sizes["tensor"], math.gcd(model.num_kv_heads, target.num_local))
+    ]
+    yield meshes
+    # On fewer shards as many rows each: two devices then share the heads of what one had.
+    keys = [key for stage, key in _MICRO_ROWS.items() if stage in config.stages]
+    yield [mesh | {key: flat[key] * mesh["mesh.fsdp"] // shards for key in keys} for mesh in meshes]
+    shortest = config.rollout.max_prompt_tokens + 1
+    yield [
+        {"rollout.max_total_tokens": tokens}
+        for tokens in _halvings(config.rollout.max_total_tokens, least=shortest)
+    ]
+
+
+def _halvings(value: int, *, least: int = 1, unit: int = 1) -> list[int]:
+    """Half the value, a quarter, … down to `least`, each cut to a multiple of `unit`."""
+    sizes = [(value >> power) // unit * unit for power in range(1, 32)]
+    return [size for size in dict.fromkeys(sizes) if size >= least]
+
+
+def _doublings(value: int, most: int) -> list[int]:
+    """Twice the value, four times, … up to `most`."""
+    return [value << power for power in range(1, 32) if value << power <= most]

@@ -1,0 +1,68 @@
+"""The plan for people, as a table, and for programs, as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jaxrl.runtime.plan.advice import Advice
+from jaxrl.runtime.plan.memory import GIB, USABLE, Plan, gib
+
+
+def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
+    """The plan for people; `advice` and `num_needed` count where it does not fit."""
+    target, sizes = plan.target, plan.mesh
+    mesh = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    processes = f" of {target.num_processes} processes" if target.num_processes > 1 else ""
+    title = f"one of {target.num_devices} {target.platform} devices{processes} ({mesh})"
+    table = Table(title=title)
+    table.add_column("part")
+    table.add_column("GiB", justify="right")
+    for phase in plan.phases:
+        table.add_row(f"[bold]{phase.name}[/bold]", f"[bold]{phase.peak / GIB:.2f}[/bold]")
+        for name, size in phase.kept.items():
+            table.add_row(f"  {name}", f"{size / GIB:.2f}")
+        for moment, parts in phase.moments.items():
+            mark = " (the peak)" if moment == phase.moment else ""
+            table.add_row(f"  while at: {moment}{mark}", f"{sum(parts.values()) / GIB:.2f}")
+            for name, size in parts.items():
+                if size:
+                    table.add_row(f"    {name}", f"{size / GIB:.2f}")
+        table.add_section()
+    table.add_row("[bold]between phases[/bold]", f"{sum(plan.between.values()) / GIB:.2f}")
+    for name, size in plan.between.items():
+        table.add_row(f"  {name}", f"{size / GIB:.2f}")
+    tokens, flops = plan.tokens_per_step, plan.flops_per_step
+    lines = [
+        f"{plan.num_params:,} parameters; a step is at most {tokens:,} tokens and "
+        f"{flops:.2e} operations, {flops / target.num_devices:.2e} on each device",
+        *(f"{name}: {shape}" for name, shape in plan.shapes.items()),
+        f"{'fits' if plan.fits else 'does not fit'}: {gib(plan.peak)} at the peak, "
+        f"{gib(target.usable)} may be used ({USABLE:.0%} of {gib(target.memory_bytes)})",
+    ]
+    for one in advice:
+        settings = " ".join(f"--config.{key}={value}" for key, value in one.settings.items())
+        lines.append(f"would fit with {settings}: {gib(one.peak)}")
+    if not plan.fits and not advice:
+        more = (
+            f"{num_needed} such devices would do (plan for them)"
+            if num_needed
+            else "more devices do not help"
+        )
+        lines.append(f"no change of settings on these devices makes it fit; {more}")
+    return Group(table, *(Text(line) for line in lines))
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data, sizes in bytes."""
+    phases = [
+        {**dataclasses.asdict(phase), "moment": phase.moment, "peak": phase.peak}
+        for phase in plan.phases
+    ]
+    totals = {"peak": plan.peak, "usable": plan.target.usable, "fits": plan.fits}
+    return {**dataclasses.asdict(plan), "phases": phases, **totals}

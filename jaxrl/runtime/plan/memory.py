@@ -1,0 +1,594 @@
+"""Memory and shapes of a run on each device, from its configuration and the model's config.json.
+
+Nothing is allocated and no weights are read. What arrays will lie on a device follows from the
+shapes of parameters, optimizer state and caches and from how they are split; what a compiled
+program needs beside them is modelled term by term, and tests hold the sums to what XLA's memory
+analysis of the same programs says. What the terms owe to the architecture is in `ModelTerms`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType
+from ml_collections import ConfigDict
+
+from jaxrl.components import (
+    check_length,
+    check_rows,
+    make_optimizer,
+    prompts_per_prefill,
+    sft_shape,
+    train_shape,
+)
+from jaxrl.config import default_config
+from jaxrl.config_checks import has_kl_loss, has_kl_weights
+from jaxrl.models import kv_cache, qwen
+from jaxrl.models.qwen import QwenConfig
+from jaxrl.runtime.sharding import (
+    cache_sharding,
+    check_model_fits,
+    mesh_sizes,
+    num_batch_shards,
+    param_shardings,
+    spans_processes,
+)
+from jaxrl.sampling.engine import cache_capacity, padded_sizes
+from jaxrl.training.minibatches import takes_own_logprobs
+from jaxrl.training.packing import BatchShape
+from jaxrl.training.update import chunk_width, state_shardings
+
+USABLE = 0.9
+"""Share of a device's memory that a plan may fill: the rest is for what it does not see."""
+
+TAG_TOKENS = 32
+"""Room for the tags around a result and the token sampled last; it is read together with them."""
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """The devices that a plan is made for.
+
+    Attributes:
+        platform: cpu, gpu or tpu. A CPU multiplies bfloat16 in float32, from copies.
+        num_devices: of all machines together.
+        memory_bytes: of one device.
+        num_processes: among which the devices are divided evenly. Each samples on its own devices
+            and reads its own prompts.
+    """
+
+    platform: str
+    num_devices: int
+    memory_bytes: int
+    num_processes: int = 1
+
+    @property
+    def num_local(self) -> int:
+        """Devices of one process."""
+        return self.num_devices // self.num_processes
+
+    @property
+    def usable(self) -> int:
+        """Bytes of a device that a plan may fill."""
+        return int(self.memory_bytes * USABLE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """What lies on one device in a phase, in bytes.
+
+    Attributes:
+        name: of the phase.
+        kept: what is there all the time.
+        moments: what comes on top of it at each of the moments that could be the peak.
+    """
+
+    name: str
+    kept: dict[str, int]
+    moments: dict[str, dict[str, int]]
+
+    @property
+    def peak(self) -> int:
+        """The most that is there at once."""
+        return sum(self.kept.values()) + max(sum(parts.values()) for parts in self.moments.values())
+
+    @property
+    def moment(self) -> str:
+        """The name of the moment of the peak."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run needs on each device, and what it computes."""
+
+    target: Target
+    mesh: dict[str, int]
+    phases: tuple[Phase, ...]
+    between: dict[str, int]  # what is on a device between two phases, in the fullest stage
+    shapes: dict[str, str]
+    num_params: int
+    tokens_per_step: int  # at most: every trajectory as long as it may be
+    flops_per_step: int  # of these tokens, sampled and trained on, nothing recomputed
+
+    @property
+    def peak(self) -> int:
+        """Bytes of a device at the run's peak."""
+        return max(phase.peak for phase in self.phases)
+
+    @property
+    def fits(self) -> bool:
+        """The peak is within the usable memory."""
+        return self.peak <= self.target.usable
+
+
+def host_target() -> Target:
+    """The devices that JAX sees here, with the memory that it may use of each.
+
+    A CPU reports none; its devices share half of the machine's memory.
+    """
+    devices = jax.local_devices()
+    stats = [device.memory_stats() or {} for device in devices]
+    if all("bytes_limit" in one for one in stats):
+        memory_bytes = min(one["bytes_limit"] for one in stats)
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory_bytes = total // 2 // len(devices)
+    return Target(
+        platform=devices[0].platform,
+        num_devices=jax.device_count(),
+        memory_bytes=memory_bytes,
+        num_processes=jax.process_count(),
+    )
+
+
+def make_plan(config: ConfigDict, model: QwenConfig, target: Target) -> Plan:
+    """Plans the configured stages.
+
+    Raises:
+        ValueError: the mesh does not divide the devices, the heads or the rows, or trajectories
+            are longer than the model's positions.
+    """
+    mesh = target_mesh(config, model, target)
+    check_rows(config, mesh)
+    check_length(config, model)
+    phases = [
+        update_phase(config, model, target, stage)
+        for stage in ("sft", "train")
+        if stage in config.stages
+    ]
+    if {"train", "evaluate"} & set(config.stages):
+        phases.append(rollout_phase(config, model, target))
+    tokens = config.rollout.tasks_per_step * config.rollout.group_size
+    tokens *= config.rollout.max_total_tokens
+    held = [_between(config, model, target, stage) for stage in config.stages]
+    return Plan(
+        target=target,
+        mesh=dict(mesh.shape),
+        phases=tuple(phases),
+        between=max(held, key=lambda parts: sum(parts.values())),
+        shapes=_shapes(config, model, target),
+        num_params=_num_params(model),
+        tokens_per_step=tokens,
+        flops_per_step=tokens
+        * ModelTerms(model, mesh).flops_per_token(config.rollout.max_total_tokens),
+    )
+
+
+def target_mesh(config: ConfigDict, model: QwenConfig, target: Target) -> Any:
+    """The configured mesh over devices that need not exist.
+
+    Raises:
+        ValueError: it does not divide the devices, those of a process or the model's heads.
+    """
+    sizes = mesh_sizes(target.num_devices, **config.mesh)
+    if target.num_local % sizes["tensor"]:
+        raise spans_processes(sizes["tensor"], target.num_local)
+    mesh: Any = AbstractMesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+    check_model_fits(mesh, model)
+    return mesh
+
+
+@dataclass(frozen=True)
+class ModelTerms:
+    """What the terms owe to the architecture: values on one device, of the model on the mesh.
+
+    All else follows from the shapes of parameters and from how they are split.
+    """
+
+    model: QwenConfig
+    mesh: Any
+
+    @property
+    def heads(self) -> int:
+        """Score matrices of a layer, each of queries x keys."""
+        return self.model.num_heads // self.mesh.shape["tensor"]
+
+    @property
+    def logits(self) -> int:
+        """Of a token."""
+        return _split(self.model.vocab_size, self.mesh.shape["tensor"])
+
+    @property
+    def activations(self) -> int:
+        """Values of a token inside a layer while it is differentiated."""
+        return 4 * self._mlp + 4 * self._attention + 4 * self.model.width
+
+    @property
+    def saved_activations(self) -> int:
+        """Values of a token inside a layer that are kept for the backward pass without remat."""
+        return 3 * self._mlp + 4 * self._attention + 2 * self.model.width
+
+    @property
+    def read_activations(self) -> int:
+        """Values of a token inside a layer while prompts and results are read."""
+        return self._mlp + 2 * self._attention + 3 * self.model.width
+
+    @property
+    def _mlp(self) -> int:
+        return _split(self.model.mlp_width, self.mesh.shape["tensor"])
+
+    @property
+    def _attention(self) -> int:
+        return self.heads * self.model.head_dim
+
+    def cache_bytes(self, num_slots: int, capacity: int, dtype: np.dtype) -> int:
+        """Keys and values of a device's part of `num_slots` slots of `capacity` tokens."""
+        one_layer = jax.eval_shape(
+            lambda: kv_cache.allocate(
+                dataclasses.replace(self.model, num_layers=1), num_slots, capacity, dtype
+            )
+        )
+        split = cache_sharding(self.mesh).shard_shape(jax.tree.leaves(one_layer)[0].shape)
+        return 2 * self.model.num_layers * math.prod(split) * dtype.itemsize
+
+    def flops_per_token(self, length: int) -> int:
+        """To sample a token once and train on it once, in a sequence of `length`, causal."""
+        model = self.model
+        tables = model.vocab_size * model.width
+        outside = tables * (1 if model.tie_embeddings else 2)
+        product_params = _num_params(model) - outside + tables
+        attention = 4 * model.num_layers * model.num_heads * model.head_dim * length // 2
+        return 4 * (2 * product_params + attention)
+
+
+def update_phase(config: ConfigDict, model: QwenConfig, target: Target, stage: str) -> Phase:
+    """Memory while a mini-batch of a stage, sft or train, is trained on."""
+    update = _Update.of(config, model, target, stage)
+    count, itemsize, saved = update.count, update.itemsize, update.saved(config.model.remat)
+    copied = 4 * (count.params - count.tables) + 2 * saved
+    kept = {
+        **_state(config, model, update.mesh, stage),
+        "gradients": 4 * count.params,
+        "weights in the compute dtype": update.is_cast * itemsize * count.params,
+        "activations kept for the backward pass": saved,
+        "float32 copies of these": update.is_cpu * update.is_cast * copied,
+        "batch": _batch_bytes(config, update.shape, num_batch_shards(update.mesh), stage),
+    }
+    moments = {"layers": update.at_layers(), "output": update.at_output()}
+    return Phase(name=f"{stage} update", kept=_nonzero(kept), moments=moments)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Update:
+    """A micro-batch's update on one device, for the terms of its memory, in bytes."""
+
+    model: QwenConfig
+    mesh: Any
+    shape: BatchShape
+    itemsize: int  # bytes of a value in the compute dtype
+    logits_tokens: int  # of a row, whose logits are computed at once
+    is_cpu: bool
+
+    @classmethod
+    def of(cls, config: ConfigDict, model: QwenConfig, target: Target, stage: str) -> _Update:
+        """Of a stage, sft or train."""
+        shape, chunk = batch_shape(config, stage), config.model.logits_chunk_tokens
+        return cls(
+            model=model,
+            mesh=target_mesh(config, model, target),
+            shape=shape,
+            itemsize=jnp.dtype(config.model.dtype).itemsize,
+            logits_tokens=chunk_width(shape.micro_rows, shape.row_tokens, chunk),
+            is_cpu=target.platform == "cpu",
+        )
+
+    @property
+    def count(self) -> _Counts:
+        """Numbers of parameters."""
+        return _Counts.of(self.model, self.mesh)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the weights are multiplied in another dtype than they are kept in."""
+        return self.itemsize < 4
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the weights are split over devices that multiply them whole."""
+        return self.mesh.shape["fsdp"] > 1
+
+    @property
+    def rows(self) -> int:
+        """Of a micro-batch."""
+        return self.shape.micro_rows // num_batch_shards(self.mesh)
+
+    @property
+    def scores(self) -> int:
+        """Values of all score matrices of a layer."""
+        return self.rows * ModelTerms(self.model, self.mesh).heads * self.shape.row_tokens**2
+
+    def saved(self, remat: bool) -> int:
+        """Activations kept for the backward pass."""
+        tokens, terms = self.rows * self.shape.row_tokens, ModelTerms(self.model, self.mesh)
+        num_layers = self.model.num_layers
+        saved = num_layers * tokens * self.model.width * self.itemsize
+        if not remat:
+            saved += num_layers * 5 * self.scores
+            saved += num_layers * tokens * terms.saved_activations * self.itemsize
+        return saved
+
+    @property
+    def new_gradients(self) -> int:
+        """A micro-batch's gradients of the layers."""
+        return self.itemsize * (self.count.params - self.count.tables)
+
+    @property
+    def output_table(self) -> int:
+        """Values of the output layer, whole."""
+        return self.count.whole_tables // (1 if self.model.tie_embeddings else 2)
+
+    @property
+    def gathered_tables(self) -> int:
+        """Embedding and output layer, gathered."""
+        gathered = self.gathers * self.itemsize * self.count.whole_tables
+        has_transpose = self.is_cpu and self.model.tie_embeddings  # beside the table itself
+        return gathered * (2 if has_transpose else 1)
+
+    def at_layers(self) -> dict[str, int]:
+        """What the backward pass of a layer needs."""
+        tables = self.itemsize * self.count.whole_tables
+        operand = 4 if self.is_cpu else self.itemsize
+        inner = self.rows * self.shape.row_tokens * ModelTerms(self.model, self.mesh).activations
+        return {
+            # The output layer's is float32, whatever the others are.
+            "a micro-batch's gradients": self.new_gradients + max(tables, 4 * self.output_table),
+            # Backwards: two arrays in float32, two in the compute dtype where it differs, a mask.
+            "attention scores": self.scores * (2 * 4 + self.is_cast * 2 * self.itemsize + 1),
+            "activations of a layer": inner * operand,
+            "layers gathered": self.gathers * 2 * operand * self.count.whole_layer,
+            "embedding and output gathered": self.is_cpu * self.gathered_tables,
+        }
+
+    def at_output(self) -> dict[str, int]:
+        """What the output layer and the loss need."""
+        logits = self.rows * self.logits_tokens * ModelTerms(self.model, self.mesh).logits * 4
+        copies = self.gathers and self.is_cpu
+        is_chunked = self.logits_tokens != self.shape.row_tokens
+        return {
+            "a micro-batch's gradients": self.is_cpu * self.new_gradients
+            + 4 * (1 + copies) * self.count.whole_tables
+            + 4 * (self.is_cast and copies) * self.output_table,
+            # Logits and their gradient, further copies on a CPU; one less where nothing is chunked.
+            "logits chunk": logits * ((4 if self.is_cpu else 2) - (not is_chunked)),
+            "embedding and output gathered": self.gathered_tables,
+        }
+
+
+def rollout_phase(config: ConfigDict, model: QwenConfig, target: Target) -> Phase:
+    """Memory while trajectories are sampled, in training and evaluation alike."""
+    mesh = target_mesh(config, model, target)
+    terms, rollout, dtype = ModelTerms(model, mesh), config.rollout, jnp.dtype(config.model.dtype)
+    shards = num_batch_shards(mesh)
+    slots, rows = (n // shards for n in (rollout.num_slots, rollout.num_rows or rollout.num_slots))
+    capacity, read_tokens = cache_tokens(config), longest_read(config)
+    cache = terms.cache_bytes(rollout.num_slots, capacity, dtype)
+    decoded = cache * rows // slots  # the caches of as many slots as are decoded
+    # A process has its own prompts, whole on each of its shards.
+    own_shards = shards // target.num_processes
+    num_prompts = -(-_num_prompts(config, target) // own_shards) * own_shards
+    prompt_tokens = padded_sizes(rollout.max_prompt_tokens)[-1]
+    prompts = num_prompts * prompt_tokens * (cache // (slots * capacity))
+    kept = {
+        **_state(config, model, mesh, "train" if "train" in config.stages else "evaluate"),
+        "decode weights": _decode_weights(config, model, target),
+        "KV cache": cache,
+        "prompts' caches": prompts,
+    }
+
+    def reading(tokens: int, num_keys: int) -> dict[str, int]:
+        # Scores are in float32; where they meet the values, a part is in the compute dtype too.
+        return {
+            "attention scores": tokens * terms.heads * num_keys * 5,
+            "activations": tokens * terms.read_activations * dtype.itemsize,
+        }
+
+    new_tokens = num_prompts // own_shards * prompt_tokens
+    is_upcast = target.platform == "cpu" and dtype.itemsize < 4
+    moments = {
+        "decode": {
+            # A CPU's compiler keeps parts of the window in float32 besides.
+            "cache window of a chunk": round(decoded * (2.7 if is_upcast else 1)),
+            "logits": 3 * rows * terms.logits * 4,
+        },
+        "reading results": {
+            "caches of the rows": decoded,
+            **reading(rows * read_tokens, capacity + read_tokens),
+        },
+        "reading prompts": {"new prompts' caches": prompts, **reading(new_tokens, prompt_tokens)},
+    }
+    if config.env.name == "math":  # one turn: nothing is read between
+        del moments["reading results"]
+    if target.platform == "cpu":
+        copies = 2 * cache * 4 // dtype.itemsize
+        moments["writing results"] = {"copies of the cache, float32": copies}
+    return Phase(name="rollout", kept=_nonzero(kept), moments=moments)
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """Numbers of parameters on one device."""
+
+    params: int  # split as in training
+    tables: int  # of these, outside the layers
+    decode_params: int  # split as in decoding, over tensor only
+    whole_tables: int  # of these, embedding and output layer
+    whole_layer: int  # of these, one layer
+
+    @classmethod
+    @functools.cache
+    def of(cls, model: QwenConfig, mesh: Any) -> _Counts:
+        """Of a model on a mesh."""
+        params = qwen.abstract_params(model)
+        train, decode = param_shardings(mesh, model), param_shardings(mesh, model, for_decode=True)
+        layers = _num_values(params["blocks"], decode["blocks"])
+        total, whole = _num_values(params, train), _num_values(params, decode)
+        return cls(
+            params=total,
+            tables=total - _num_values(params["blocks"], train["blocks"]),
+            decode_params=whole,
+            whole_tables=whole - layers,
+            whole_layer=layers // model.num_layers,
+        )
+
+
+def _num_values(tree: Any, shardings: Any = None) -> int:
+    """Elements of a tree of abstract arrays, on one device where shardings are given."""
+    leaves = jax.tree.leaves(tree)
+    if shardings is None:
+        return sum(math.prod(leaf.shape) for leaf in leaves)
+    pairs = zip(leaves, jax.tree.leaves(shardings), strict=True)
+    return sum(math.prod(sharding.shard_shape(leaf.shape)) for leaf, sharding in pairs)
+
+
+@functools.cache
+def _num_params(model: QwenConfig) -> int:
+    return _num_values(qwen.abstract_params(model))
+
+
+def _split(size: int, parts: int) -> int:
+    """A device's part of a dimension; one that does not divide is whole, as `sharding` has it."""
+    return size if size % parts else size // parts
+
+
+def _state(config: ConfigDict, model: QwenConfig, mesh: Any, stage: str) -> dict[str, int]:
+    """What lies on a device from step to step: weights, moments, and the reference policy."""
+    params = _Counts.of(model, mesh).params * 4
+    state = {"parameters": params}
+    if stage != "evaluate":
+        state["optimizer state"] = 4 * _num_moments(model, mesh)
+    if stage == "train" and config.kl.coef and config.kl.anchor == "ref":
+        state["reference parameters"] = params
+    return state
+
+
+def _between(config: ConfigDict, model: QwenConfig, target: Target, stage: str) -> dict[str, int]:
+    """What is on a device between two phases of a stage, where no cache and no batch is.
+
+    The sampler has its weights from right after an update on.
+    """
+    held = _state(config, model, target_mesh(config, model, target), stage)
+    if stage != "sft":
+        held["decode weights"] = _decode_weights(config, model, target)
+    return held
+
+
+def _decode_weights(config: ConfigDict, model: QwenConfig, target: Target) -> int:
+    """Bytes of the sampler's weights on one device."""
+    count = _Counts.of(model, target_mesh(config, model, target))
+    has_head_copy = target.platform == "cpu" and model.tie_embeddings
+    weights = count.decode_params + has_head_copy * count.whole_tables
+    return jnp.dtype(config.model.dtype).itemsize * weights
+
+
+def _num_prompts(config: ConfigDict, target: Target) -> int:
+    """Prompts that a process reads side by side."""
+    num_slots = config.rollout.num_slots // target.num_processes
+    return prompts_per_prefill(num_slots, config.rollout.group_size)
+
+
+@functools.cache
+def _num_moments(model: QwenConfig, mesh: Any) -> int:
+    """Values of the optimizer's state on one device; no setting changes how many there are."""
+    optimizer = make_optimizer(default_config().optimizer, 1)
+    moments = jax.eval_shape(optimizer.init, qwen.abstract_params(model))
+    return _num_values(moments, state_shardings(mesh, model, optimizer).opt_state)
+
+
+def batch_shape(config: ConfigDict, stage: str) -> BatchShape:
+    """Of the mini-batches of a stage, sft or train."""
+    return sft_shape(config) if stage == "sft" else train_shape(config)
+
+
+def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str) -> int:
+    """All mini-batches of a step: six arrays of four bytes, a mask, and what the method adds."""
+    tokens = shape.num_micro * shape.micro_rows * shape.row_tokens // shards
+    if stage == "sft":
+        return 25 * tokens
+    needs_ref = has_kl_loss(config) and config.kl.anchor == "ref"
+    num_more = (not takes_own_logprobs(config)) + needs_ref + has_kl_weights(config)
+    return config.optimizer.num_minibatches * (25 + 4 * num_more) * tokens
+
+
+def _nonzero(parts: dict[str, int]) -> dict[str, int]:
+    return {name: size for name, size in parts.items() if size}
+
+
+def cache_tokens(config: ConfigDict) -> int:
+    """Tokens of a slot's cache."""
+    rollout = config.rollout
+    return cache_capacity(
+        max_prompt_tokens=rollout.max_prompt_tokens,
+        max_total_tokens=rollout.max_total_tokens,
+        chunk_tokens=rollout.chunk_tokens,
+    )
+
+
+def longest_read(config: ConfigDict) -> int:
+    """The widest chunk in which a result is read: its body, its tags and the pending token."""
+    longest = config.search.max_observation_tokens + TAG_TOKENS
+    sizes = padded_sizes(config.rollout.max_total_tokens)
+    return next((size for size in sizes if size >= longest), sizes[-1])
+
+
+def _shapes(config: ConfigDict, model: QwenConfig, target: Target) -> dict[str, str]:
+    """The largest shapes of the programs, over all devices."""
+    rollout = config.rollout
+    shapes = {}
+    for stage in ("sft", "train"):
+        if stage in config.stages:
+            shape = batch_shape(config, stage)
+            b, T = shape.micro_rows, shape.row_tokens
+            width = chunk_width(b, T, config.model.logits_chunk_tokens)
+            shapes[f"{stage} update"] = (
+                f"{shape.num_micro} micro-batches of {b} rows x {T} tokens; logits of "
+                f"{b} x {width} x {model.vocab_size}"
+            )
+    if {"train", "evaluate"} & set(config.stages):
+        each = " in each process" if target.num_processes > 1 else ""
+        shapes["rollout"] = (
+            f"decode {rollout.chunk_tokens} steps of up to "
+            f"{rollout.num_rows or rollout.num_slots} rows over up to "
+            f"{rollout.max_total_tokens} tokens; read results of up to {longest_read(config)} "
+            f"tokens, {_num_prompts(config, target)} prompts{each} of up to "
+            f"{padded_sizes(rollout.max_prompt_tokens)[-1]}; cache {rollout.num_slots} slots x "
+            f"{cache_tokens(config)} tokens"
+        )
+    return shapes
+
+
+def gib(size: int) -> str:
+    """A number of bytes for people."""
+    return f"{size / GIB:.2f} GiB"

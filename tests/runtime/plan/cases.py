@@ -1,0 +1,25 @@
+"""A run of a 7B model on a node of eight GPUs, for the tests of the plan."""
+
+from jaxrl.config import default_config, validate
+from jaxrl.models.qwen import QwenConfig
+from jaxrl.runtime.plan import memory
+from tests.helpers import ROOT
+
+QWEN_7B = QwenConfig.from_hf(ROOT / "configs/models/qwen2.5-7b")
+QWEN_32B = QwenConfig.from_hf(ROOT / "configs/models/qwen3-32b")
+NODE = memory.Target(platform="gpu", num_devices=8, memory_bytes=80 * memory.GIB)
+
+
+def large_run(fsdp=8, tensor=1, **keys):
+    config = default_config()
+    config.stages = ("train",)
+    config.model.path = "configs/models/qwen2.5-7b"
+    config.model.dtype = "bfloat16"
+    config.mesh.fsdp, config.mesh.tensor = fsdp, tensor
+    config.update_from_flattened_dict(keys)
+    validate(config, needs_data=False)
+    return config
+
+
+def train_phase(config, model=QWEN_7B, target=NODE):
+    return memory.update_phase(config, model, target, "train")

@@ -1,0 +1,92 @@
+"""What to change so that a run fits: rows, settings, devices."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxrl.runtime.plan import advice, memory
+from tests.runtime.plan.cases import NODE, QWEN_7B, QWEN_32B, large_run, train_phase
+
+
+class TestMicroRows:
+    def test_the_largest_that_fits(self):
+        config = large_run(**{"optimizer.micro_rows": 0, "rollout.tasks_per_step": 64})
+        rows, peak = advice.largest_micro_rows(config, QWEN_7B, NODE, "train")
+        usable = NODE.memory_bytes * memory.USABLE
+        assert rows % 8 == 0
+        assert peak <= usable
+        config.optimizer.micro_rows = rows
+        assert train_phase(config).peak == peak
+        for more in (rows + 8, 2 * rows):
+            config.optimizer.micro_rows = more
+            assert train_phase(config).peak > usable
+
+    def test_no_more_than_a_batch_needs(self):
+        endless = replace(NODE, memory_bytes=10**15)
+        config = large_run(**{"optimizer.micro_rows": 0, "optimizer.num_minibatches": 2})
+        assert advice.largest_micro_rows(config, QWEN_7B, endless, "train")[0] == 16 * 8 // 2
+
+    def test_where_nothing_fits(self):
+        small = replace(NODE, memory_bytes=16 * memory.GIB)
+        with pytest.raises(ValueError, match=r"config.optimizer.micro_rows=0 asks .* 8 rows, one"):
+            advice.choose_micro_rows(large_run(**{"optimizer.micro_rows": 0}), QWEN_7B, small)
+
+
+class TestAdvice:
+    def test_every_advice_fits_and_is_the_least_change(self):
+        config = large_run(**{"optimizer.micro_rows": 128, "rollout.max_total_tokens": 4096})
+        assert not memory.make_plan(config, QWEN_7B, NODE).fits
+        found = advice.advise(config, QWEN_7B, NODE)
+        assert {"optimizer.micro_rows": 32} in [one.settings for one in found]
+        for one in found:
+            changed = memory.make_plan(advice._changed(config, one.settings), QWEN_7B, NODE)
+            assert (changed.peak, changed.fits) == (one.peak, True)
+        assert not memory.make_plan(
+            advice._changed(config, {"optimizer.micro_rows": 64}), QWEN_7B, NODE
+        ).fits
+
+    def test_rows_stay_multiples_of_what_the_mesh_divides(self):
+        # A half and a quarter of 72 are 36 and 18, which eight devices would not divide.
+        assert advice._halvings(72, unit=8) == [32, 16, 8]
+        assert advice._halvings(2048, least=1025) == []
+        config = large_run(**{"optimizer.micro_rows": 72, "rollout.max_total_tokens": 4096})
+        assert not memory.make_plan(config, QWEN_7B, NODE).fits
+        found = advice.advise(config, QWEN_7B, NODE)
+        assert {"optimizer.micro_rows": 32} in [one.settings for one in found]
+
+    @pytest.mark.parametrize(("slots", "rows"), [(72, 0), (72, 72)])
+    def test_slots_and_rows_stay_multiples_too(self, slots, rows):
+        config = large_run(**{"rollout.num_slots": slots, "rollout.num_rows": rows})
+        tried = [option for options in advice._options(config, QWEN_7B, NODE) for option in options]
+        assert [o["rollout.num_slots"] for o in tried if "rollout.num_slots" in o] == [32, 16, 8]
+        assert {o["rollout.num_rows"] % 8 for o in tried if "rollout.num_rows" in o} == {0}
+
+    def test_the_tensor_axis_stays_inside_a_process(self):
+        target = replace(NODE, num_processes=4)
+        tried = [
+            option
+            for options in advice._options(large_run(), QWEN_32B, target)
+            for option in options
+        ]
+        assert {o["mesh.tensor"] for o in tried if o.get("mesh.data") == 1} == {2}
+
+    def test_weights_copied_to_every_device_are_split(self):
+        # 12 of state and 4 of gradients a parameter: 114 GiB on every device, 57 on halves.
+        found = advice.advise(large_run(fsdp=1, **{"mesh.data": 8}), QWEN_7B, NODE)
+        assert {"mesh.data": 2, "mesh.fsdp": 4, "mesh.tensor": 1} in [a.settings for a in found]
+
+    def test_a_tensor_axis_takes_fewer_rows_with_it(self):
+        # One row of 12288 tokens has 28 x 12288² scores; two devices share the heads of a row only
+        # where rows are halved as well.
+        keys = {"optimizer.micro_rows": 8, "rollout.max_total_tokens": 12288, "kl.coef": 0.01}
+        config = large_run(**keys, **{"rollout.num_slots": 64, "rollout.num_rows": 8})
+        assert not memory.make_plan(config, QWEN_7B, NODE).fits
+        mesh = {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2}
+        found = advice.advise(config, QWEN_7B, NODE)
+        assert {**mesh, "optimizer.micro_rows": 4} in [one.settings for one in found]
+
+    def test_more_devices_where_no_setting_helps(self):
+        config = large_run()
+        # 32.8e9 parameters of 16 bytes are 61 GiB on each of 8, without weights to multiply with.
+        assert advice.advise(config, QWEN_32B, NODE) == []
+        assert advice.devices_needed(config, QWEN_32B, NODE) == 16

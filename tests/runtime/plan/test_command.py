@@ -1,0 +1,234 @@
+"""The plan as the command shows it, and as it decides whether a run starts."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from absl.testing import flagsaver
+
+from configs import debug_tiny
+from jaxrl import launch
+from jaxrl.models.qwen import QwenConfig
+from jaxrl.runtime.plan import advice, memory
+from tests.helpers import readme_config
+from tests.runtime.plan.cases import NODE, ROOT, large_run
+
+FITS = re.findall(
+    r"^\| `(--config=(\S+) .*?)` \| ([\d.]+) GiB \| (\w+) \|",
+    (ROOT / "docs/plan.md").read_text(encoding="utf-8"),
+    re.MULTILINE,
+)
+SMALL = [
+    path
+    for path in sorted((ROOT / "configs").glob("*.py"))
+    if "def get_config" in path.read_text(encoding="utf-8")
+    and f"configs/{path.name}" not in [row[1] for row in FITS]
+]
+
+
+class TestShipped:
+    """Every configuration that is shipped fits the devices that docs/plan.md names for it."""
+
+    @pytest.mark.parametrize(("flags", "path", "peak", "phase"), FITS, ids=[row[1] for row in FITS])
+    def test_the_table(self, flags, path, peak, phase, tmp_path, monkeypatch, capsys):
+        file = tmp_path / "plan.json"
+        argv = ["launch", "--plan", "--plan_memory_gib=80", *flags.split(), f"--plan_json={file}"]
+        monkeypatch.setattr(sys, "argv", argv)
+        with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
+            launch.main(launch.parse_flags(argv))
+        assert ended.value.code == 0, capsys.readouterr().out
+        made = json.loads(file.read_text())
+        assert f"{made['peak'] / memory.GIB:.1f}" == peak
+        assert max(made["phases"], key=lambda one: one["peak"])["name"].endswith(phase)
+
+    def test_the_table_has_the_published_ones(self):
+        named = {Path(row[1]).stem for row in FITS}
+        assert named >= {"search_r1", "dapo", "bapo", "ares", "passk"}
+
+    @pytest.mark.parametrize("path", SMALL, ids=lambda path: path.stem)
+    def test_small_ones_fit_a_laptop(self, path, tiny_world):
+        names = {}
+        exec(path.read_text(encoding="utf-8"), names)
+        config = names["get_config"](str(tiny_world))
+        laptop = memory.Target(platform="cpu", num_devices=1, memory_bytes=4 * memory.GIB)
+        assert memory.make_plan(config, QwenConfig.from_hf(tiny_world / "model"), laptop).fits
+
+    def test_the_readme_s_example(self):
+        config = readme_config()
+        model = QwenConfig.from_hf(ROOT / "configs/models" / Path(config.model.path).name.lower())
+        advice.choose_micro_rows(config, model, NODE)
+        assert memory.make_plan(config, model, NODE).fits
+
+
+class TestMicroRows:
+    def test_is_stored_and_kept_at_a_restart(self, tmp_path, monkeypatch, tiny_world):
+        config = debug_tiny.get_config(str(tiny_world))
+        config.optimizer.micro_rows = config.sft.optimizer.micro_rows = 0
+        roomy = memory.Target(platform="cpu", num_devices=1, memory_bytes=memory.GIB)
+        monkeypatch.setattr(memory, "host_target", lambda: roomy)
+        [sft, _] = launch._fit_memory(config, tmp_path)
+        assert config.sft.optimizer.micro_rows == 8  # the batch
+        assert config.optimizer.micro_rows == 16  # tasks_per_step * group_size
+        assert sft.startswith("config.sft.optimizer.micro_rows=0: 8 rows, planned at 0.")
+        (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+        (tmp_path / "config.json").write_text(json.dumps({"optimizer": {"micro_rows": 12}}))
+        config.optimizer.micro_rows = 0
+        assert launch._fit_memory(config, tmp_path) == []
+        assert config.optimizer.micro_rows == 12
+
+    @pytest.mark.parametrize(
+        ("num_devices", "began", "rows", "note"),
+        [
+            (4, 2, 16, "not the 2 it began with: no multiple of data * fsdp = 4"),
+            (4, 8, 8, None),
+            (1, 2**20, 16, "not the 1048576 it began with: they would need "),
+        ],
+    )
+    def test_resumed_on_other_devices(
+        self, tmp_path, monkeypatch, tiny_world, num_devices, began, rows, note
+    ):
+        config = debug_tiny.get_config(str(tiny_world))
+        config.optimizer.micro_rows = 0
+        config.mesh.data = -1
+        target = memory.Target(platform="cpu", num_devices=num_devices, memory_bytes=memory.GIB)
+        monkeypatch.setattr(memory, "host_target", lambda: target)
+        (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+        stored = {"optimizer": {"micro_rows": began}}
+        (tmp_path / "config.json").write_text(json.dumps(stored))
+        said = launch._fit_memory(config, tmp_path)
+        assert config.optimizer.micro_rows == rows
+        assert [line for line in said if note is None or note not in line] == []
+        assert len(said) == (note is not None)
+
+
+class TestRefusal:
+    """A run on an accelerator that the plan says cannot fit does not start."""
+
+    @pytest.fixture(params=[8, 0], ids=["rows", "rows left to the memory"])
+    def config(self, request):
+        config = large_run(**{"optimizer.micro_rows": request.param})
+        config.model.path = str(ROOT / config.model.path)
+        return config
+
+    def on(self, monkeypatch, **changes):
+        target = replace(NODE, memory_bytes=memory.GIB, **changes)
+        monkeypatch.setattr(memory, "host_target", lambda: target)
+
+    @pytest.mark.parametrize("platform", ["gpu", "tpu"])
+    def test_an_accelerator_that_is_too_small(self, config, tmp_path, monkeypatch, platform):
+        self.on(monkeypatch, platform=platform)
+        with pytest.raises(ValueError, match=r" GiB .*--plan tells .*--ignore_memory_plan"):
+            launch._fit_memory(config, tmp_path)
+
+    def test_the_flag_goes_on(self, config, tmp_path, monkeypatch):
+        self.on(monkeypatch)
+        said = launch._fit_memory(config, tmp_path, ignores_plan=True)
+        assert said[-1].startswith("warning: the plan needs ")
+        assert config.optimizer.micro_rows == 8  # one on each device where the memory chooses
+
+    def test_a_cpu_is_never_refused(self, config, tmp_path, monkeypatch):
+        self.on(monkeypatch, platform="cpu")
+        launch._fit_memory(config, tmp_path)
+        assert config.optimizer.micro_rows == 8
+
+    def test_what_fits_goes_on_without_a_word(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(memory, "host_target", lambda: NODE)
+        config = large_run()
+        config.model.path = str(ROOT / config.model.path)
+        assert launch._fit_memory(config, tmp_path) == []
+
+
+class TestCommand:
+    @pytest.fixture
+    def asked(self, tmp_path):
+        """What asks for a plan of the default configuration."""
+        body = "from jaxrl.config import default_config\nget_config = default_config\n"
+        (tmp_path / "plain.py").write_text(body)
+        return [f"--config={tmp_path / 'plain.py'}", "--plan", "--config.model.dtype=bfloat16"]
+
+    @pytest.fixture
+    def run(self, asked, tmp_path):
+        def run(*arguments):
+            command = [sys.executable, "-m", "jaxrl.launch", *asked, *arguments]
+            environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+            return subprocess.run(
+                command, capture_output=True, text=True, env=environment, cwd=tmp_path
+            )
+
+        return run
+
+    def test_fits(self, run, tmp_path):
+        done = run(
+            f"--config.model.path={ROOT}/configs/models/qwen2.5-7b",
+            "--config.mesh.fsdp=8",
+            "--plan_devices=8",
+            "--plan_memory_gib=80",
+            f"--plan_json={tmp_path / 'plan.json'}",
+        )
+        assert done.returncode == 0, done.stderr
+        assert "fits: " in done.stdout
+        made = json.loads((tmp_path / "plan.json").read_text())
+        assert (made["fits"], made["mesh"]) == (True, {"data": 1, "fsdp": 8, "tensor": 1})
+        assert made["peak"] == max(phase["peak"] for phase in made["phases"])
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["plain.py", "plan.json"]
+
+    def test_does_not_fit(self, run):
+        done = run(
+            f"--config.model.path={ROOT}/configs/models/qwen3-32b",
+            "--config.mesh.fsdp=64",
+            "--config.optimizer.micro_rows=64",
+            "--plan_devices=64",
+            "--plan_memory_gib=80",
+        )
+        assert done.returncode == 1, done.stderr
+        # 65 GB of decode weights on every device: splitting heads is what helps.
+        assert "would fit with --config.mesh.data=1 --config.mesh.fsdp=" in done.stdout
+
+    @pytest.mark.parametrize(
+        ("arguments", "wanted"),
+        [
+            (
+                ["--config.mesh.fsdp=3", "--plan_devices=8"],
+                "does not fit the number of devices, 8; ",
+            ),
+            (["--config.mesh.tensor=8", "--plan_devices=8"], "4 key-value heads"),
+            (["--config.optimizer.micro_rows=12", "--plan_devices=8"], "a multiple of data * fsdp"),
+            (["--plan_devices=-8"], "--plan_devices=-8"),
+            (
+                ["--plan_devices=8", "--plan_processes=3"],
+                "--plan_processes=3 does not divide the 8",
+            ),
+            (["--plan_devices=8", "--plan_processes=0"], "plan_processes"),
+            (["--config.rollout.max_total_tokens=100000"], "model's 32768 positions"),
+            (["--config.model.path=nowhere"], "model folder 'nowhere' does not exist"),
+        ],
+    )
+    def test_refusals(self, asked, monkeypatch, capfd, arguments, wanted):
+        model = f"--config.model.path={ROOT}/configs/models/qwen2.5-7b"
+        argv = ["launch", *asked, model, "--plan_memory_gib=80", *arguments]
+        monkeypatch.setattr(sys, "argv", argv)
+        with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
+            launch.main(launch.parse_flags(argv))
+        message = ended.value.code
+        assert message.startswith("error: ")
+        assert wanted in message
+        assert "\n" not in message
+        assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.slow
+def test_a_run_that_leaves_the_micro_batch_to_the_memory_trains(tmp_path, tiny_world):
+    command = [sys.executable, "-m", "jaxrl.launch", f"--config=configs/debug_tiny.py:{tiny_world}"]
+    command += [f"--workdir={tmp_path / 'run'}", "--config.optimizer.micro_rows=0"]
+    command += ["--config.stages=('train',)", "--config.num_steps=1", "--config.eval.suites=()"]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "config.optimizer.micro_rows=0: 16 rows, planned at" in done.stdout
+    stored = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert stored["optimizer"]["micro_rows"] == 16  # all trajectories of a step

@@ -1,0 +1,161 @@
+"""The plan of memory: against arithmetic by hand, and against the compiler."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import jax
+import pytest
+
+from benchmarks import memory as programs
+from jaxrl.config import default_config
+from jaxrl.models import qwen
+from jaxrl.runtime.plan import memory
+from tests.runtime.plan.cases import NODE, QWEN_7B, QWEN_32B, ROOT, large_run, train_phase
+
+
+class TestByHand:
+    def test_7b_on_eight_devices(self):
+        # 28 layers of 3584 x (3584 + 2*512 + 3584) attention, 3 x 3584 x 18944 MLP, the biases and
+        # norms, and two tables of 152064 x 3584.
+        layer = 3584 * (2 * 3584 + 2 * 512) + 3 * 3584 * 18944 + 3584 + 2 * 512 + 2 * 3584
+        num_params = 28 * layer + 3584 + 2 * 152064 * 3584
+        made = memory.make_plan(large_run(), QWEN_7B, NODE)
+        assert made.num_params == num_params == 7_615_616_512
+        kept = made.phases[0].kept
+        # Norms and biases are whole on every device: less than a thousandth.
+        assert kept["parameters"] == pytest.approx(4 * num_params / 8, rel=1e-3)
+        assert kept["optimizer state"] == pytest.approx(8 * num_params / 8, rel=1e-3)
+        rollout = made.phases[1].kept
+        assert rollout["decode weights"] == 2 * num_params
+        # 8 of 64 slots, 28 layers, keys and values of 4 heads of 128, 2048 + 16 tokens.
+        assert rollout["KV cache"] == 8 * 28 * 2 * 4 * 128 * 2064 * 2
+        state = {name: kept[name] for name in ("parameters", "optimizer state")}
+        assert made.between == {**state, "decode weights": 2 * num_params}
+        assert made.tokens_per_step == 16 * 8 * 2048
+
+    def test_between_phases_the_fullest_stage_counts(self):
+        keys = {"kl.coef": 0.01, "sft.optimizer.micro_rows": 8}
+        config = large_run(**keys)
+        wanted = memory.make_plan(config, QWEN_7B, NODE).between
+        names = ["parameters", "optimizer state", "reference parameters", "decode weights"]
+        assert list(wanted) == names
+        for stages in (default_config().stages, ("sft", "train", "evaluate"), ("sft", "train")):
+            config.stages = stages
+            assert memory.make_plan(config, QWEN_7B, NODE).between == wanted
+        config.stages = ("evaluate",)
+        between = memory.make_plan(config, QWEN_7B, NODE).between
+        assert list(between) == ["parameters", "decode weights"]
+        config.stages = ("sft",)  # nothing is sampled
+        between = memory.make_plan(config, QWEN_7B, NODE).between
+        assert list(between) == ["parameters", "optimizer state"]
+
+    def test_each_process_reads_its_own_prompts(self):
+        def prompts(num_processes, **keys):
+            target = replace(NODE, num_devices=64, num_processes=num_processes)
+            config = large_run(fsdp=64, **{"rollout.num_slots": 512, **keys})
+            return memory.rollout_phase(config, QWEN_32B, target).kept["prompts' caches"]
+
+        # 64 layers, keys and values of 8 heads of 128, prompts of 1024 tokens: of 512 / 8 groups,
+        # or of the 64 slots of a process.
+        prompt = 64 * 2 * 8 * 128 * 1024 * 2
+        assert prompts(1) == 64 * prompt == 16 * memory.GIB
+        assert prompts(8) == 8 * prompt == 2 * memory.GIB
+        # Each process rounds its two prompts up to its eight devices.
+        assert prompts(8, **{"rollout.group_size": 32}) == 8 * prompt
+
+    def test_a_tensor_axis_stays_inside_a_process(self):
+        config = large_run(fsdp=4, tensor=4, **{"mesh.data": 4})
+        config.optimizer.micro_rows = config.sft.optimizer.micro_rows = 16
+        several = replace(NODE, num_devices=64, num_processes=32)
+        with pytest.raises(ValueError, match=r"tensor=4 would span .* own 2 devices"):
+            memory.make_plan(config, QWEN_32B, several)
+        memory.make_plan(config, QWEN_32B, replace(several, num_processes=16))
+
+    def test_a_model_has_so_many_positions(self):
+        model = replace(QWEN_7B, max_positions=2047)
+        with pytest.raises(ValueError, match=r"max_total_tokens=2048 is beyond the model's 2047"):
+            memory.make_plan(large_run(), model, NODE)
+
+    def test_only_the_rows_of_stages_that_run_are_checked(self):
+        config = large_run(fsdp=64, **{"optimizer.micro_rows": 64, "rollout.num_slots": 64})
+        assert config.sft.optimizer.micro_rows == 8
+        memory.make_plan(config, QWEN_32B, replace(NODE, num_devices=64))
+        config.stages = ("sft", "train")
+        with pytest.raises(ValueError, match=r"config.sft.optimizer.micro_rows is 8; .* = 64"):
+            memory.make_plan(config, QWEN_32B, replace(NODE, num_devices=64))
+
+    def test_math_reads_no_results(self):
+        config = large_run()
+        assert "reading results" in memory.rollout_phase(config, QWEN_7B, NODE).moments
+        config.env.name = "math"
+        assert "reading results" not in memory.rollout_phase(config, QWEN_7B, NODE).moments
+
+    def test_a_prompt_class_larger_than_a_trajectory(self):
+        tiny = {"max_prompt_tokens": 5, "max_total_tokens": 8, "chunk_tokens": 4}
+        config = large_run(**{f"rollout.{key}": value for key, value in tiny.items()})
+        kept = memory.rollout_phase(config, QWEN_7B, NODE).kept
+        assert kept["KV cache"] == 8 * 28 * 2 * 4 * 128 * 16 * 2
+
+    def test_parameters_are_what_the_model_makes(self):
+        model = programs.MODELS["tiny"]
+        params = qwen.init_params(model, 0)
+        target = memory.Target(platform="cpu", num_devices=1, memory_bytes=memory.GIB)
+        kept = train_phase(programs.small_run(1, 1, 1), model, target).kept
+        assert kept["parameters"] == sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+
+    def test_a_reference_costs_a_copy_of_the_parameters(self):
+        kept = train_phase(large_run(**{"kl.coef": 0.01})).kept
+        assert kept["reference parameters"] == kept["parameters"]
+        assert (
+            "reference parameters"
+            not in train_phase(large_run(**{"kl.coef": 0.01, "kl.anchor": "old"})).kept
+        )
+
+    def test_remat_and_sharding_save_what_they_should(self):
+        peak = lambda **settings: train_phase(large_run(**settings)).peak  # noqa: E731
+        assert peak() < peak(**{"model.remat": False})
+        assert peak() < peak(fsdp=4)
+        assert peak() < peak(**{"optimizer.micro_rows": 16})
+        whole, halved = (train_phase(large_run(fsdp=4, tensor=t)).moments for t in (1, 2))
+        # On half as many shards twice the rows, each with half the heads.
+        assert whole["layers"]["attention scores"] == halved["layers"]["attention scores"]
+
+
+class TestAgainstTheCompiler:
+    """Argument, output and temporary bytes of the real programs, compiled for shapes alone."""
+
+    def check(self, results):
+        assert results
+        for program, (planned, compiled) in results.items():
+            assert planned == pytest.approx(compiled, rel=0.15), program
+
+    @pytest.mark.slow
+    def test_one_device(self):
+        self.check(
+            programs.compare(
+                programs.small_run(1, 1, 1), programs.MODELS["tiny"], jax.devices()[:1]
+            )
+        )
+
+    @pytest.mark.minutes
+    def test_eight_devices(self):
+        self.check(self.in_a_process("--model=tiny", "--mesh=2x2x2"))
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("mesh", ["1x1x1", "1x4x1"])
+    def test_large_models(self, mesh):
+        self.check(self.in_a_process("--model=tiny,0.5b,0.6b", f"--mesh={mesh}"))
+
+    def in_a_process(self, *arguments):
+        command = [sys.executable, "-m", "benchmarks.memory", "--json=/dev/stdout", *arguments]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
+        assert done.returncode == 0, done.stderr
+        rows = json.loads(done.stdout.splitlines()[-1])
+        return {
+            " ".join((row["model"], row["mesh"], row["program"])): (row["plan"], row["compiler"])
+            for row in rows
+        }
