@@ -35,7 +35,7 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks import common
 from jaxrl.envs.base import Env, Episode, Message, Observation, Outcome, Reward, StepResult, Task
 from jaxrl.sampling.engine import Counts, Engine, Request, sample_keys
-from jaxrl.sampling.rollout import Limits, Rollout, Schedule, Seeds
+from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Schedule, Seeds
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw
@@ -257,7 +257,7 @@ def measure_latency(
         def run(number: int) -> None:
             env.latency_s = latency_s
             seeds = Seeds(seed=0, stage=0, step=number)
-            rollout(draws, group_size=4, seeds=seeds, policy_version=0)
+            rollout(draws, Sampling(group_size=4, temperature=1.0, top_p=1.0, seeds=seeds))
 
         return run
 

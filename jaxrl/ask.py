@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxrl import config as configuration
-from jaxrl import evaluate
 from jaxrl.components import Parts, assemble
 from jaxrl.envs.base import Outcome, Task
 from jaxrl.logs.metrics import Display
@@ -28,7 +27,7 @@ from jaxrl.models.qwen import abstract_params
 from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params
 from jaxrl.runtime.files import printable, writable
 from jaxrl.runtime.sharding import mesh_sizes, param_shardings
-from jaxrl.sampling.rollout import Seeds
+from jaxrl.sampling.rollout import Sampling, Seeds
 from jaxrl.train import Position, is_under_way
 from jaxrl.training.health import first_error
 from jaxrl.types import Draw, Params, Trajectory
@@ -179,15 +178,13 @@ def ask(
     """
     # Environments score every episode; this one's score is nobody's.
     task = Task(id=f"question {number}", question=writable(question), answers=("?",))
-    [trajectory] = evaluate.roll_out(
-        parts.engine,
-        parts.rollout,
-        [Draw(task=task, position=number)],
-        num_samples=1,
+    sampling = Sampling(
+        group_size=1,
         temperature=temperature,
         top_p=config.eval.top_p,
         seeds=Seeds(seed=config.seed, stage=0, step=0),
     )
+    [trajectory] = parts.rollout([Draw(task=task, position=number)], sampling)
     return trajectory
 
 

@@ -1,7 +1,7 @@
-"""Scores a policy on held-out tasks: roll out, summarise, write.
+"""Scores of a policy on held-out tasks: summarise, write.
 
-`docs/evaluation.md` says what every number is. Rolling out needs the engine; the rest reads
-trajectories alone, so they may come from anywhere as long as they are in the order of the tasks.
+`docs/evaluation.md` says what every number is. All this reads trajectories alone, so they may come
+from anywhere as long as they are in the order of the tasks.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,9 @@ from jaxrl.logs.statistics import (
     pass_at_k,
     percentile_interval,
 )
-from jaxrl.runtime.distributed import RolloutFunction
 from jaxrl.runtime.files import printable, written_whole
-from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.rollout import Seeds
 from jaxrl.training.health import first_error
-from jaxrl.types import Draw, Trajectory
+from jaxrl.types import Trajectory
 
 RESERVED = ("all", "mean")
 """Names of summaries over data sets, which no data set may have."""
@@ -81,46 +78,6 @@ def check_data_sources(tasks: Sequence[Task], key: str) -> None:
                 f"{key}: the data_source of task {task.id!r} is {task.data_source!r}, which is "
                 "what the evaluation calls its summary over data sets; rename it in that file."
             )
-
-
-def roll_out(
-    engine: Engine,
-    rollout: RolloutFunction,
-    draws: Sequence[Draw],
-    *,
-    num_samples: int,
-    temperature: float,
-    top_p: float = 1.0,
-    seeds: Seeds,
-    should_stop: Callable[[], bool] = lambda: False,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> list[Trajectory]:
-    """Trajectories of each task under the engine's weights, in task order.
-
-    Args:
-        engine: the one that `rollout` plays through.
-        rollout: plays the episodes.
-        draws: tasks, each with its place among all held-out tasks, on which its samples depend.
-        num_samples: trajectories of each task.
-        temperature: 0 is greedy.
-        top_p: share of the probability that is drawn from.
-        seeds: of the samples.
-        should_stop: see `Rollout`.
-        progress: likewise.
-    """
-    usual = engine.temperature, engine.top_p
-    engine.temperature, engine.top_p = temperature, top_p
-    try:
-        return rollout(
-            draws,
-            group_size=num_samples,
-            seeds=seeds,
-            policy_version=0,
-            should_stop=should_stop,
-            progress=progress,
-        )
-    finally:
-        engine.temperature, engine.top_p = usual
 
 
 def summarize(

@@ -43,7 +43,7 @@ from jaxrl.runtime.sharding import num_batch_shards, param_shardings
 from jaxrl.runtime.stopping import Best, update_best
 from jaxrl.runtime.versions import write_environment
 from jaxrl.sampling.engine import Counts, Engine
-from jaxrl.sampling.rollout import Interrupted, Seeds
+from jaxrl.sampling.rollout import Interrupted, Sampling, Seeds
 from jaxrl.training import entropy_control, kl_control
 from jaxrl.training.collect import Collected, NotEnoughGroupsError, Tried, collect
 from jaxrl.training.collect import from_json as trajectory_from_json
@@ -461,7 +461,6 @@ def run_train(this: Run, params: Params) -> Params:
         assert ref_params is not None
         return measure(trajectories, this.state.params, ref_params)
 
-    parts.engine.temperature, parts.engine.top_p = rollout.temperature, rollout.top_p
     parts.engine.set_weights(state.params)
     if not resumed:
         before = run_suites(this, "train", config.eval.suites)
@@ -600,13 +599,19 @@ def make_generate(
     this: Run, step: int, policy_version: int
 ) -> Callable[[Sequence[Draw]], list[Trajectory]]:
     """`generate(draws)` samples a group of each with the engine's weights."""
+    rollout = this.config.rollout
+    sampling = Sampling(
+        group_size=rollout.group_size,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        seeds=Seeds(seed=this.config.seed, stage=STAGES.index("train"), step=step),
+        policy_version=policy_version,
+    )
 
     def generate(draws: Sequence[Draw]) -> list[Trajectory]:
         return this.parts.rollout(
             draws,
-            group_size=this.config.rollout.group_size,
-            seeds=Seeds(seed=this.config.seed, stage=STAGES.index("train"), step=step),
-            policy_version=policy_version,
+            sampling,
             should_stop=this.should_stop,
             progress=this.display.counter("trajectories"),
         )
@@ -902,14 +907,16 @@ def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]
     for suite in suites:
         is_greedy = suite == "greedy"
         num_samples = 1 if is_greedy else settings.samples
-        played[suite] = evaluate.roll_out(
-            parts.engine,
-            parts.rollout_without_search if suite == "empty_search" else parts.rollout,
-            draws,
-            num_samples=num_samples,
+        sampling = Sampling(
+            group_size=num_samples,
             temperature=0.0 if is_greedy else settings.temperature,
             top_p=settings.top_p,
             seeds=seeds,
+        )
+        rollout = parts.rollout_without_search if suite == "empty_search" else parts.rollout
+        played[suite] = rollout(
+            draws,
+            sampling,
             should_stop=this.should_stop,
             progress=this.display.counter(f"evaluating {suite}, trajectories"),
         )

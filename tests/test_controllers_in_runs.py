@@ -226,10 +226,10 @@ def test_a_filter_that_gives_up_leaves_a_checkpoint_and_says_why(
     good, hopeless = sampler.for_config(config), sampler.for_config(config, Hopeless)
     batches = []
 
-    def rollout(draws, **settings):
+    def rollout(draws, sampling, **settings):
         batches.append(len(draws))
-        is_first = settings["seeds"].step == 0
-        return (good if is_first else hopeless).rollout(draws, **settings)
+        is_first = sampling.seeds.step == 0
+        return (good if is_first else hopeless).rollout(draws, sampling, **settings)
 
     parts = dataclasses.replace(good, rollout=rollout)
     message = r"after 3 batches .* only 0 of 4 groups"

@@ -14,13 +14,10 @@ from jaxrl.evaluate import (
     num_unscored_suites,
     one_line,
     read_metrics,
-    roll_out,
     subset_sizes,
     summarize,
     write,
 )
-from jaxrl.sampling.rollout import Seeds
-from jaxrl.types import Draw
 from tests.episodes import ANSWER, COMPUTE, SEARCH, make_failure, make_trajectory
 
 RIGHT = {"exact_match": 1.0, "f1": 1.0, "format": 0.5}
@@ -413,28 +410,6 @@ def test_what_could_not_be_scored_has_no_score():
     assert num_unscored_suites(as_metrics("greedy", partly)) == 0
     record = as_record(4, "train", {}, {"greedy": [make_failure()]}, {"greedy": failed})
     assert record["questions"]["greedy"][0]["error"] == "the server is down"
-
-
-class Engine:
-    temperature = 0.7
-    top_p = 0.9
-
-
-def test_each_question_is_asked_at_the_given_temperature():
-    engine, calls = Engine(), []
-
-    def rollout(draws, **settings):
-        calls.append((draws, settings, engine.temperature, engine.top_p))
-        return ["played"]
-
-    draws = [Draw(task=Task(id=name, question=name), position=i) for i, name in enumerate("ab")]
-    seeds = Seeds(seed=1, stage=2, step=3)
-    given = {"seeds": seeds, "should_stop": bool, "progress": print}
-    got = roll_out(engine, rollout, draws, num_samples=4, temperature=0.0, top_p=0.5, **given)
-    assert got == ["played"]
-    settings = {"group_size": 4, "policy_version": 0, **given}
-    assert calls == [(draws, settings, 0.0, 0.5)]
-    assert (engine.temperature, engine.top_p) == (0.7, 0.9)
 
 
 @pytest.mark.parametrize("name", ["all", "mean"])

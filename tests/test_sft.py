@@ -12,7 +12,7 @@ from jaxrl.envs.retrieval import NO_INFORMATION, KeywordSearch
 from jaxrl.envs.search import SearchEnv
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Counts, Event
-from jaxrl.sampling.rollout import Limits, Rollout, Seeds
+from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Seeds
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sft import encode_demonstration, read_demonstrations, supervised_loss
 from jaxrl.training.collect import from_json, to_json
@@ -44,7 +44,7 @@ class Replay:
     def is_idle(self):
         return self._done
 
-    def submit(self, requests):
+    def submit(self, requests, *, temperature, top_p):
         self._turn = self._turns.pop(0)
         return [0]
 
@@ -89,6 +89,9 @@ def make_chat(query, found):
     return [question, first, results[0], second, results[1], answer]
 
 
+SAMPLING = Sampling(group_size=1, temperature=1.0, top_p=1.0, seeds=Seeds(seed=0, stage=0, step=0))
+
+
 def play(tokenizer, chat, **settings):
     """The chat's assistant turns in the environment."""
     limits = Limits(
@@ -109,8 +112,7 @@ def play(tokenizer, chat, **settings):
     automaton = StopAutomaton(tokenizer.vocab_bytes, env.stop_strings)
     rollout = Rollout(Replay(turns), env, tokenizer, automaton, limits)
     task = Task(id="1", question=chat[0]["content"], answers=("Paris",))
-    seeds = Seeds(seed=0, stage=0, step=0)
-    [played] = rollout([Draw(task=task, position=0)], group_size=1, seeds=seeds, policy_version=0)
+    [played] = rollout([Draw(task=task, position=0)], SAMPLING)
     return played
 
 
@@ -182,8 +184,7 @@ def test_what_the_template_opens_is_part_of_the_response(protocol, turn):
     )
     rollout = Rollout(Replay([tokenizer.encode(turn)]), env, tokenizer, automaton, limits)
     task = Task(id="1", question="Where?", answers=("Paris",))
-    seeds = Seeds(seed=0, stage=0, step=0)
-    [played] = rollout([Draw(task=task, position=0)], group_size=1, seeds=seeds, policy_version=0)
+    [played] = rollout([Draw(task=task, position=0)], SAMPLING)
     assert played.generated_text == f"<think>\n{turn}"
     assert played.is_well_formed
     assert played.reward_parts["format"] == protocol.format_reward(f"<think>\n{turn}") >= 0

@@ -13,7 +13,7 @@ from jaxrl.envs.base import Env, Reward, Task
 from jaxrl.models.qwen import QwenConfig, hidden_states
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.rollout import Limits, Rollout, Seeds
+from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Seeds
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw
@@ -132,7 +132,7 @@ class Player:
 
     def play(
         self, env, questions, *, limits=ROOMY, group_size=1, seed=0, step=0, positions=None,
-        answers=("Paris",), schedule=None, **settings,
+        temperature=1.0, top_p=1.0, answers=("Paris",), schedule=None, **settings,
     ):  # fmt: skip
         """Trajectories of questions drawn one after another."""
         positions = range(len(questions)) if positions is None else positions
@@ -143,9 +143,13 @@ class Player:
         rollout = Rollout(self.engine, env, self.tokenizer, self.automaton, limits, schedule)
         return rollout(
             draws,
-            group_size=group_size,
-            seeds=Seeds(seed=seed, stage=0, step=step),
-            policy_version=step,
+            Sampling(
+                group_size=group_size,
+                temperature=temperature,
+                top_p=top_p,
+                seeds=Seeds(seed=seed, stage=0, step=step),
+                policy_version=step,
+            ),
             **settings,
         )
 

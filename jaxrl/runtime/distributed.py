@@ -29,7 +29,7 @@ from jax.experimental import multihost_utils
 
 from jaxrl.runtime import monitor
 from jaxrl.runtime.files import printable
-from jaxrl.sampling.rollout import Interrupted
+from jaxrl.sampling.rollout import Interrupted, Sampling
 from jaxrl.training.collect import from_json, to_json
 from jaxrl.types import Draw, Trajectory
 
@@ -433,13 +433,13 @@ def shared(rollout: RolloutFunction) -> RolloutFunction:
     Every process gets the trajectories of all, in task order; if one is interrupted, all are.
     """
 
-    def everywhere(draws: Sequence[Draw], **settings: Any) -> list[Trajectory]:
+    def everywhere(draws: Sequence[Draw], sampling: Sampling, **settings: Any) -> list[Trajectory]:
         if jax.process_count() == 1:
-            return rollout(draws, **settings)
+            return rollout(draws, sampling, **settings)
         mine = share(len(draws))
         own: list[dict[str, Any]] | None = None
         with contextlib.suppress(Interrupted):
-            sampled = rollout(draws[mine], **settings)
+            sampled = rollout(draws[mine], sampling, **settings)
             own = [to_json(replace(t, group_id=t.group_id + mine.start)) for t in sampled]
         parts = gather(own)
         if any(part is None for part in parts):

@@ -199,11 +199,6 @@ class Engine:
 
     It holds memory only while it works: weights from `set_weights`, a cache from the next `submit`
     on, both until `release`.
-
-    Attributes:
-        temperature: of the chunks dispatched from here on; 0 is greedy.
-        top_p: likewise; they draw from the most likely tokens of this probability only. Other than
-            1 needs an engine made with `nucleus`.
     """
 
     def __init__(
@@ -293,8 +288,7 @@ class Engine:
         self._prompts = _Prompts()
         self._next_request = 0
         self._nucleus = nucleus
-        self.temperature = 1.0
-        self.top_p = 1.0
+        self._temperature = self._top_p = 1.0  # of all requests there are
         self.counts = Counts()
 
     def _compile(self, config: QwenConfig, dtype: Any) -> None:
@@ -380,18 +374,29 @@ class Engine:
         _delete(self._slots)
         self._slots = None
 
-    def submit(self, requests: Sequence[Request]) -> list[int]:
+    def submit(
+        self, requests: Sequence[Request], *, temperature: float = 1.0, top_p: float = 1.0
+    ) -> list[int]:
         """Queues requests; the numbers by which events name them.
 
+        Args:
+            requests: what to sample, in the order in which slots take it.
+            temperature: of their tokens' distribution; 0 is greedy. All requests that are there at
+                a time share it.
+            top_p: likewise; they draw from the most likely tokens of this probability only. Other
+                than 1 needs an engine made with `nucleus`.
+
         Raises:
-            RuntimeError: there are no weights.
-            ValueError: a prompt is too long or a budget below 1; then none is queued.
+            RuntimeError: there are no weights, or requests that are drawn in another way.
+            ValueError: a prompt is too long, a budget below 1, a temperature below 0 or `top_p` no
+                share; then none is queued.
         """
         if self._weights is None:
             raise RuntimeError("the engine has no weights; call set_weights first.")
         for request in requests:
             _fit(len(request.prompt_ids), self.prompt_sizes)
             _check_budget(request.budget)
+        self._take_settings(temperature, top_p)
         if self.is_idle:
             # What came before, an evaluation say, may not show: a restart would not have had it.
             self._prompts = _Prompts()
@@ -401,6 +406,22 @@ class Engine:
         self._next_request += len(requests)
         self._queue.extend(zip(numbers, requests, strict=True))
         return numbers
+
+    def _take_settings(self, temperature: float, top_p: float) -> None:
+        """Refuses what cannot be drawn, or not beside the requests that are there."""
+        if not temperature >= 0.0:
+            raise ValueError(f"temperature is {temperature}; expected 0 or more.")
+        if not 0.0 < top_p <= 1.0:
+            raise ValueError(f"top_p is {top_p}; expected a number in (0, 1].")
+        if top_p != 1.0 and not self._nucleus:
+            raise RuntimeError(f"top_p is {top_p}, but the engine was made without nucleus=True.")
+        there = (self._temperature, self._top_p)
+        if not self.is_idle and (temperature, top_p) != there:
+            raise RuntimeError(
+                f"requests of temperature {temperature} and top_p {top_p} cannot join those of "
+                f"{there[0]} and {there[1]}; finish or clear them first."
+            )
+        self._temperature, self._top_p = temperature, top_p
 
     def finish(self, request: int) -> None:
         """Frees the slot of a stopped request."""
@@ -499,7 +520,6 @@ class Engine:
 
     def _dispatch(self) -> bool:
         """Starts a chunk of the rows that may run, oldest requests first; False without any."""
-        top_p = self._checked_top_p()
         running: list[list[int]] = [[] for _ in range(self.num_shards)]
         for _, slot in sorted(self._slot_of.items()):
             shard = running[slot // self._slots_per_shard]
@@ -524,9 +544,9 @@ class Engine:
             self._slots,
             rows,
             self._stops,
-            np.float32(self.temperature),
+            np.float32(self._temperature),
             length,
-            top_p,
+            np.float32(self._top_p) if self._nucleus else None,
             variant=(num_rows, length),
         )
         jax.tree.map(lambda x: x.copy_to_host_async(), report)
@@ -534,18 +554,6 @@ class Engine:
         self.counts.chunks += 1
         self.counts.slot_steps += rows.size * self.sampler.num_steps
         return True
-
-    def _checked_top_p(self) -> np.float32 | None:
-        """The argument of `decode_chunk`: None where it was compiled without."""
-        if not 0.0 < self.top_p <= 1.0:
-            raise ValueError(f"the engine's top_p is {self.top_p}; expected a number in (0, 1].")
-        if self._nucleus:
-            return np.float32(self.top_p)
-        if self.top_p != 1.0:
-            raise RuntimeError(
-                f"the engine's top_p is {self.top_p}, but it was made without nucleus=True."
-            )
-        return None
 
     def _collect(self, chunk: _Chunk) -> list[Event]:
         """Waits for a chunk and reads its report."""

@@ -107,6 +107,26 @@ class Seeds:
     step: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the trajectories of a rollout are drawn.
+
+    Attributes:
+        group_size: trajectories of each task.
+        temperature: tokens are drawn from softmax(logits / temperature); 0 is greedy.
+        top_p: only the most likely tokens of this probability are drawn, in (0, 1]; 1: all.
+        seeds: what the draws depend on.
+        policy_version: updates that the engine's weights have seen, recorded with every sampled
+            token.
+    """
+
+    group_size: int
+    temperature: float
+    top_p: float
+    seeds: Seeds
+    policy_version: int = 0
+
+
 @dataclass(kw_only=True)
 class _Sample:
     """A trajectory while it grows."""
@@ -198,23 +218,19 @@ class Rollout:
     def __call__(
         self,
         draws: Sequence[Draw],
+        sampling: Sampling,
         *,
-        group_size: int,
-        seeds: Seeds,
-        policy_version: int,
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
     ) -> list[Trajectory]:
-        """Samples `group_size` trajectories of every task, scored, in task order.
+        """Samples a group of trajectories of every task, scored, in task order.
 
         Whatever is raised here leaves the engine empty. Calls of the environment that are under
         way then get `_PATIENCE_S` to end, and are left to themselves after.
 
         Args:
             draws: the tasks.
-            group_size: trajectories of each.
-            seeds: of the samples.
-            policy_version: recorded with every sampled token.
+            sampling: how many trajectories of each, and how they are drawn.
             should_stop: asked before each chunk.
             progress: told before each chunk how many trajectories have ended, of how many.
 
@@ -222,8 +238,8 @@ class Rollout:
             Interrupted: `should_stop` said so.
             ValueError: a prompt leaves no room for an answer.
         """
-        samples = self._make_samples(draws, group_size)
-        playing = self._submit(samples, draws, group_size, seeds)
+        samples = self._make_samples(draws, sampling.group_size)
+        playing = self._submit(samples, draws, sampling)
         calls: deque[_Call] = deque()  # in the order in which they were made
         try:
             self._play(playing, calls, should_stop, progress)
@@ -231,7 +247,7 @@ class Rollout:
             self._engine.clear()
             wait([call.replies for call in calls], timeout=_PATIENCE_S)
             raise
-        return self._score(samples, group_size, policy_version)
+        return self._score(samples, sampling)
 
     def _play(
         self,
@@ -353,9 +369,10 @@ class Rollout:
         return samples
 
     def _submit(
-        self, samples: Sequence[_Sample], draws: Sequence[Draw], group_size: int, seeds: Seeds
+        self, samples: Sequence[_Sample], draws: Sequence[Draw], sampling: Sampling
     ) -> dict[int, _Sample]:
         """Hands the samples that are to be decoded to the engine; each by its request."""
+        seeds, group_size = sampling.seeds, sampling.group_size
         keys = sample_keys(
             seeds.seed,
             seeds.stage,
@@ -377,7 +394,9 @@ class Rollout:
             )
             for sample, key in opened
         ]
-        numbers = self._engine.submit(requests)
+        numbers = self._engine.submit(
+            requests, temperature=sampling.temperature, top_p=sampling.top_p
+        )
         return {number: sample for number, (sample, _) in zip(numbers, opened, strict=True)}
 
     def prompt_fits(self, task: Task) -> bool:
@@ -497,17 +516,15 @@ class Rollout:
         sample.episode.outcome = outcome
         self._engine.finish(request)
 
-    def _score(
-        self, samples: Sequence[_Sample], group_size: int, policy_version: int
-    ) -> list[Trajectory]:
+    def _score(self, samples: Sequence[_Sample], sampling: Sampling) -> list[Trajectory]:
         trajectories = []
-        for start in range(0, len(samples), group_size):
-            group = samples[start : start + group_size]
+        for start in range(0, len(samples), sampling.group_size):
+            group = samples[start : start + sampling.group_size]
             scored = [s for s in group if s.episode.outcome != Outcome.ENVIRONMENT_ERROR]
             by_index = self._rewards(scored) if scored else {}
             for sample in group:
                 reward = by_index.get(sample.sample_index)
-                trajectories.append(_trajectory(sample, reward, policy_version))
+                trajectories.append(_trajectory(sample, reward, sampling.policy_version))
         return trajectories
 
     def _rewards(self, samples: Sequence[_Sample]) -> dict[int, Reward]:

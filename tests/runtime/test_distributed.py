@@ -164,7 +164,7 @@ def test_gathered_trajectories_arrive_bit_for_bit(pair):
         rollout_logprobs=odd,
     )
     draws = [Draw(task=sent.task, position=i) for i in range(2)]
-    [first, second] = distributed.shared(lambda draws: [sent] * len(draws))(draws)
+    [first, second] = distributed.shared(lambda draws, _: [sent] * len(draws))(draws, None)
     assert first.group_id == second.group_id == 0
     for field in dataclasses.fields(sent):
         one, other = getattr(sent, field.name), getattr(first, field.name)

@@ -45,7 +45,7 @@ def noting_env(body="ok"):
 
 @functools.cache
 def player(num_slots):
-    """Compiling is slow, so engines are shared; each test sets weights and temperature."""
+    """Compiling is slow, so engines are shared; each test sets the weights."""
     settings = {
         4: {},
         16: {"num_rows": 8},
@@ -54,10 +54,9 @@ def player(num_slots):
     return Player(SMALL, TOKENIZER, STOPS, num_slots=num_slots, **settings)
 
 
-def play(num_slots, *args, params=OLD, temperature=1.0, group_size=3, **kwargs):
+def play(num_slots, *args, params=OLD, group_size=3, **kwargs):
     played = player(num_slots)
     played.engine.set_weights(params)
-    played.engine.temperature = temperature
     return played.play(*args, group_size=group_size, **kwargs)
 
 
@@ -246,6 +245,33 @@ def test_shapes_outside_the_set_are_errors():
     with pytest.raises(ValueError, match=r"33 rows or tokens do not fit .*\[16, 32\]"):
         engine.submit([request(5), request(33)])
     assert engine.is_idle
+
+
+def test_requests_of_other_settings_do_not_join_those_that_are_there():
+    engine = player(4).engine
+    engine.set_weights(OLD)
+    [number] = engine.submit([request(5)], temperature=0.7)
+    with pytest.raises(RuntimeError, match=r"temperature 1\.0 and top_p 1\.0 cannot join .* 0\.7"):
+        engine.submit([request(6)])
+    [other] = engine.submit([request(6)], temperature=0.7)
+    while engine.num_running or not engine.is_stalled:
+        engine.step()
+    engine.finish(number)
+    engine.finish(other)
+    engine.submit([request(6)])
+    engine.clear()
+    with pytest.raises(ValueError, match=r"temperature is -0\.5; expected 0 or more"):
+        engine.submit([request(5)], temperature=-0.5)
+    assert engine.is_idle
+
+
+def test_a_rollout_brings_its_temperature():
+    wanted = play(4, noting_env(), QUESTIONS[:1])
+    greedy = play(4, noting_env(), QUESTIONS[:1], temperature=0.0)
+    assert len(set(completions(greedy))) == 1
+    # What was drawn greedily in between does not show, not even with the same weights.
+    assert same_samples(wanted, player(4).play(noting_env(), QUESTIONS[:1], group_size=3))
+    assert len(set(completions(wanted))) == 3
 
 
 def test_a_request_step_by_step():

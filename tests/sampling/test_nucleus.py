@@ -30,15 +30,14 @@ def engine(nucleus):
 
 def play(engine, *, top_p=1.0, temperature=1.0, seeds=6):
     """Token ids, log-probabilities and entropies of some samples of one prompt."""
-    engine.top_p, engine.temperature = top_p, temperature
     out = []
     for seed in range(seeds):
         (key,) = sample_keys(seed, 0, 0, *np.zeros((3, 1), np.int32))
-        engine.submit([Request(prompt_ids=PROMPT, sample_key=key, budget=6)])
+        request = Request(prompt_ids=PROMPT, sample_key=key, budget=6)
+        engine.submit([request], temperature=temperature, top_p=top_p)
         (event,) = engine.step()
         out.append((event.token_ids.tolist(), event.logprobs, event.entropies))
         engine.finish(event.request)
-    engine.top_p, engine.temperature = 1.0, 1.0
     return out
 
 
@@ -83,17 +82,11 @@ def test_another_top_p_compiles_nothing():
 @pytest.mark.parametrize("top_p", [0.0, -0.1, 1.5, float("nan")])
 def test_a_top_p_that_is_no_share_is_refused(top_p):
     with pytest.raises(ValueError, match=r"top_p is .*; expected a number in \(0, 1\]"):
-        attempt(engine(True), top_p)
+        play(engine(True), top_p=top_p)
+    assert engine(True).is_idle
 
 
 def test_an_engine_without_nucleus_refuses_top_p():
-    with pytest.raises(RuntimeError, match=r"top_p is 0\.9, but it was made without nucleus=True"):
-        attempt(engine(False), 0.9)
-
-
-def attempt(engine, top_p):
-    try:
-        play(engine, top_p=top_p)
-    finally:
-        engine.clear()
-        engine.top_p = 1.0
+    with pytest.raises(RuntimeError, match=r"top_p is 0\.9, but .* without nucleus=True"):
+        play(engine(False), top_p=0.9)
+    assert engine(False).is_idle
