@@ -12,10 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from safetensors.numpy import save_file
 
 from jaxrl.models.qwen import QwenConfig, abstract_params
 from jaxrl.runtime import sharding
+from jaxrl.runtime.files import folder_taking_place
 from jaxrl.types import Params
 
 HF_NAMES = {
@@ -329,8 +328,9 @@ def save_hf(
         name: int(np.prod(place.shape)) * DTYPES[dtypes[name]].itemsize
         for name, place in places.items()
     }
-    with _written_whole(Path(path), marker="config.json") as folder:
-        if jax.process_index() == 0:
+    is_writer = jax.process_index() == 0
+    with folder_taking_place(Path(path), marker="config.json", is_writer=is_writer) as folder:
+        if is_writer:
             _write_small_files(folder, config, source)
         for file, names in _split(sizes, max_shard_size).items():
             # One file's tensors are on the host at a time.
@@ -338,12 +338,14 @@ def save_hf(
                 name: _hf_tensor(leaves[places[name].param], places[name], DTYPES[dtypes[name]])
                 for name in names
             }
-            if jax.process_index() == 0:
+            if is_writer:
                 save_file(tensors, folder / file, metadata={"format": "pt"})
                 # safetensors lets nobody but the owner read its files.
                 shutil.copymode(folder / "config.json", folder / file)
-        if jax.process_index() == 0:
+        if is_writer:
             _write_index(folder, sizes, max_shard_size)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(f"wrote {path}")  # others leave when it is there
 
 
 def _check_params(leaves: Mapping[str, Any], config: QwenConfig) -> None:
@@ -457,49 +459,11 @@ def config_fields(config: QwenConfig) -> dict[str, Any]:
     return {**fields, "attention_bias": config.qkv_bias} if is_qwen3 else fields
 
 
-@contextmanager
-def _written_whole(path: Path, *, marker: str) -> Iterator[Path]:
-    """A folder to write to, which takes the place of `path` at the end.
-
-    Only the first process touches the disk, the others leave with it.
-
-    Args:
-        path: the final folder. What is there is replaced if it is empty or holds `marker`.
-        marker: a file that tells an earlier output from a folder given by mistake.
-    """
-    path = Path(os.path.abspath(path))
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    replaced = path.with_name(f".{path.name}.replaced")
-    if path.exists() and not (path / marker).is_file() and (path.is_file() or any(path.iterdir())):
-        raise FileExistsError(
-            f"{path} exists and holds no {marker}, so it is not an earlier output to replace; "
-            "name another folder."
-        )
-    is_writer = jax.process_index() == 0
-    if is_writer:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-    except BaseException:
-        if is_writer:
-            shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    if is_writer:
-        shutil.rmtree(replaced, ignore_errors=True)
-        if path.exists():
-            path.rename(replaced)
-        unfinished.rename(path)
-        shutil.rmtree(replaced, ignore_errors=True)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"wrote {path}")
-
-
 def import_checkpoint(source: str | Path, path: str | Path) -> None:
     """HF folder to checkpoint, over all devices."""
     source = Path(source)
     params = load_hf(source, sharding.make_mesh(data=1, fsdp=-1, tensor=1))
-    with _written_whole(Path(path), marker=f"source/{DTYPES_FILE}") as folder:
+    with folder_taking_place(Path(path), marker=f"source/{DTYPES_FILE}") as folder:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder / "params", params)
         (folder / "source").mkdir()

@@ -28,7 +28,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxrl.runtime import distributed
-from jaxrl.runtime.files import written_whole
+from jaxrl.runtime.files import begin_replacing, free_name, remove_whole, settle, written_whole
 from jaxrl.types import Params, TrainState
 
 MANIFEST = "manifest.json"
@@ -136,8 +136,7 @@ class Checkpointer:
         if distributed.is_main():
             with written_whole(self._folder / "saving") as file:
                 file.write(str(step))
-            if (self._folder / str(step)).exists():
-                (self._folder / str(step)).rename(self._folder / f"{step}.replaced")
+            begin_replacing(self._folder / str(step))
         distributed.meet()
         self._manager.reload()
         self._manager.save(step, args=ocp.args.Composite(**items), force=True)
@@ -152,7 +151,7 @@ class Checkpointer:
         (self._folder / "saving").unlink()
         values = self._values()
         for old in values.keys() - kept_steps(values, self._keep, self._keep_best):
-            (self._folder / str(old)).rename(self._folder / f"{old}.removed")
+            remove_whole(self._folder / str(old))
         _clean(self._folder)
 
     def wait(self) -> None:
@@ -417,22 +416,15 @@ def _clean(folder: Path) -> None:
         if step.isdecimal() and not (folder / step / MANIFEST).exists():
             shutil.rmtree(folder / step, ignore_errors=True)
         marker.unlink()
-    for replaced in folder.glob("*.replaced"):
-        if replaced.with_suffix("").exists():
-            shutil.rmtree(replaced)
-        else:
-            replaced.rename(replaced.with_suffix(""))
-    for removed in folder.glob("*.removed"):
-        shutil.rmtree(removed)
+    for left in (*folder.glob("*.replaced"), *folder.glob("*.removed")):
+        settle(left.with_suffix(""))
 
 
 def _set_aside(path: Path) -> Path:
     """Moves a checkpoint to `damaged/`, under a name that is free there."""
-    folder = path.parent / "damaged"
-    folder.mkdir(exist_ok=True)
-    names = [path.name, *(f"{path.name}.{number}" for number in range(1, 10_000))]
-    moved = folder / next(name for name in names if not (folder / name).exists())
-    return path.rename(moved)
+    damaged = path.parent / "damaged"
+    damaged.mkdir(exist_ok=True)
+    return path.rename(free_name(damaged / path.name))
 
 
 def optimizer_items(state: TrainState) -> dict[str, Any]:

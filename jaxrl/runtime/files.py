@@ -1,4 +1,7 @@
-"""Files that appear whole or not at all, whenever the process is killed, and text fit for them."""
+"""Files and folders that appear whole or not at all, whenever the process is killed.
+
+And the text that is fit for them.
+"""
 
 from __future__ import annotations
 
@@ -91,15 +94,91 @@ def taking_place(path: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def folder_taking_place(path: Path, *, marker: str, is_writer: bool = True) -> Iterator[Path]:
+    """A folder to write to, which takes the place of `path` at the end.
+
+    Args:
+        path: the final folder. What is there is replaced if it is empty or holds `marker`.
+        marker: a file that tells an earlier output from a folder given by mistake.
+        is_writer: whether this process touches the disk; of several, one does.
+
+    Raises:
+        FileExistsError: there is something else at `path`.
+    """
+    path = Path(os.path.abspath(path))
+    if is_writer:
+        settle(path)
+    if path.exists() and not (path / marker).is_file() and (path.is_file() or any(path.iterdir())):
+        raise FileExistsError(
+            f"{path} exists and holds no {marker}, so it is not an earlier output to replace; "
+            "name another folder."
+        )
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    if is_writer:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+    except BaseException:
+        if is_writer:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    if is_writer:
+        begin_replacing(path)
+        unfinished.rename(path)
+        settle(path)
+
+
+def begin_replacing(folder: Path) -> None:
+    """Makes room for a new folder, if one is there; until `settle` it is `<its name>.replaced`."""
+    if folder.exists():
+        folder.rename(_beside(folder, "replaced"))
+
+
+def remove_whole(folder: Path) -> None:
+    """Removes a folder, of which nobody ever sees a part; a kill may leave `<its name>.removed`."""
+    _remove(folder, _beside(folder, "removed"))
+
+
+def settle(folder: Path) -> None:
+    """Ends the replacement of a folder, and what a kill has left of one or of its removal.
+
+    Where there is no new folder, the replaced one comes back.
+    """
+    replaced, removed = _beside(folder, "replaced"), _beside(folder, "removed")
+    if replaced.exists():
+        if folder.exists():
+            _remove(replaced, removed)
+        else:
+            replaced.rename(folder)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def _beside(folder: Path, end: str) -> Path:
+    return folder.with_name(f"{folder.name}.{end}")
+
+
+def _remove(folder: Path, removed: Path) -> None:
+    shutil.rmtree(removed, ignore_errors=True)
+    folder.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
 def set_aside(path: Path, *, is_copied: bool = False) -> Path:
     """Moves a damaged file to `<its name>.damaged`, or one with a number where there is one.
 
     With `is_copied` it stays where it is too.
     """
-    ends = itertools.chain([""], (f".{number}" for number in itertools.count(1)))
-    names = (path.with_name(f"{path.name}.damaged{end}") for end in ends)
-    aside = next(name for name in names if not name.exists())
+    aside = free_name(path.with_name(f"{path.name}.damaged"))
     return Path(shutil.copy2(path, aside)) if is_copied else path.rename(aside)
+
+
+def free_name(path: Path) -> Path:
+    """The path, with a number at its end where something has that name."""
+    ends = itertools.chain([""], (f".{number}" for number in itertools.count(1)))
+    names = (path.with_name(f"{path.name}{end}") for end in ends)
+    return next(name for name in names if not name.exists())
 
 
 def append_line(path: Path, text: str) -> None:

@@ -6,10 +6,14 @@ import pytest
 
 from jaxrl.runtime.files import (
     append_line,
+    begin_replacing,
+    folder_taking_place,
     full_disk,
     held,
     printable,
+    remove_whole,
     set_aside,
+    settle,
     writable,
     written_whole,
 )
@@ -28,6 +32,52 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(TypeError), written_whole(path) as file:
         file.writelines(["new", None])
     assert path.read_text() == "old"
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "out" / "folder"
+    for text in ("first", "second"):
+        with folder_taking_place(path, marker="x") as folder:
+            (folder / "x").write_text(text)
+            assert not path.exists() or (path / "x").read_text() == "first"
+        assert (path / "x").read_text() == text
+        assert list(path.parent.iterdir()) == [path]
+    with pytest.raises(OSError, match="x/y"), folder_taking_place(path, marker="x") as folder:
+        (folder / "x" / "y").write_text("third")
+    assert (path / "x").read_text() == "second"
+    assert list(path.parent.iterdir()) == [path]
+    with (
+        pytest.raises(FileExistsError, match="holds no y, so it is not an earlier output"),
+        folder_taking_place(path, marker="y"),
+    ):
+        pass
+
+
+def test_of_several_processes_one_touches_the_disk(tmp_path):
+    with folder_taking_place(tmp_path / "out", marker="x", is_writer=False):
+        assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("killed_after", [1, 2, 3])
+def test_a_folder_is_settled_whenever_its_replacement_was_killed(tmp_path, killed_after):
+    path, new = tmp_path / "7", tmp_path / "new"
+    for folder in (path, new):
+        folder.mkdir()
+        (folder / "x").write_text(folder.name)
+    steps = [
+        lambda: begin_replacing(path),
+        lambda: new.rename(path),
+        lambda: (tmp_path / "7.replaced").rename(tmp_path / "7.removed"),
+    ]
+    for step in steps[:killed_after]:
+        step()
+    settle(path)
+    assert (path / "x").read_text() == ("7" if killed_after == 1 else "new")
+    assert {file.name for file in tmp_path.iterdir()} - {"new"} == {"7"}
+    settle(path)
+    remove_whole(path)
+    assert {file.name for file in tmp_path.iterdir()} - {"new"} == set()
 
 
 HALF = "\ud800"  # of a surrogate pair; UTF-8 has no bytes for it
