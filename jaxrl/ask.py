@@ -21,7 +21,7 @@ from rich.text import Text
 from jaxrl import config as configuration
 from jaxrl.components import Parts, assemble
 from jaxrl.envs.base import Outcome, Task
-from jaxrl.logs.metrics import Display
+from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.qwen import abstract_params
 from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params

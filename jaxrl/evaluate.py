@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxrl.codecs import question_record
 from jaxrl.envs.base import Outcome, Task
 from jaxrl.envs.rewards import normalize_answer
 from jaxrl.logs.metrics import mean, plain_number
@@ -275,27 +276,9 @@ def as_record(
         },
         "intervals": {suite: summary.intervals for suite, summary in summaries.items()},
         "questions": {
-            suite: [_question(trajectory) for trajectory in trajectories]
+            suite: [question_record(t, first_error([t])) for t in trajectories]
             for suite, trajectories in suites.items()
         },
-    }
-
-
-def _question(trajectory: Trajectory) -> dict[str, Any]:
-    return {
-        "task_id": trajectory.task_id,
-        "sample_index": trajectory.sample_index,
-        "data_source": trajectory.task.data_source,
-        "question": trajectory.task.question,
-        "answers": list(trajectory.task.answers),
-        "final_answer": trajectory.final_answer,
-        "outcome": str(trajectory.outcome),
-        "searches": trajectory.searches,
-        **({"python_calls": trajectory.python_calls} if trajectory.python_calls else {}),
-        **({} if trajectory.is_scored else {"error": first_error([trajectory])}),
-        "num_sampled": trajectory.num_sampled,
-        "response": trajectory.generated_text,
-        **trajectory.reward_parts,
     }
 
 

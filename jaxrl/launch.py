@@ -131,7 +131,8 @@ def _run(
         begin: called when there will be something to save.
     """
     from jaxrl.components import assemble
-    from jaxrl.logs.metrics import Display, check_mirrors
+    from jaxrl.logs.display import Display
+    from jaxrl.logs.writers import check_mirrors
     from jaxrl.runtime import distributed
     from jaxrl.runtime import history as resuming
     from jaxrl.runtime.checkpoint import CheckpointError, newest_whole

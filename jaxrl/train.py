@@ -19,21 +19,16 @@ import optax
 from ml_collections import ConfigDict
 
 from jaxrl import evaluate, report, sft
+from jaxrl.codecs import from_json as trajectory_from_json
+from jaxrl.codecs import to_json as trajectory_to_json
 from jaxrl.components import Parts, make_optimizer, sft_shape, train_shape
 from jaxrl.config import STAGES, flatten
 from jaxrl.config_checks import is_measured, is_pass_at_k
 from jaxrl.data import Stream
 from jaxrl.envs.base import Task
-from jaxrl.logs.metrics import (
-    Display,
-    MetricsLog,
-    Record,
-    open_log,
-    plain_number,
-    plain_numbers,
-    rollout_metrics,
-    write_trajectories,
-)
+from jaxrl.logs.display import Display
+from jaxrl.logs.metrics import plain_number, plain_numbers, rollout_metrics
+from jaxrl.logs.writers import MetricsLog, Record, open_log, write_trajectories
 from jaxrl.models import qwen
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.objectives.controllers import SkipSet
@@ -46,8 +41,6 @@ from jaxrl.sampling.engine import Counts, Engine
 from jaxrl.sampling.rollout import Interrupted, Sampling, Seeds
 from jaxrl.training import entropy_control, kl_control
 from jaxrl.training.collect import Collected, NotEnoughGroupsError, Tried, collect
-from jaxrl.training.collect import from_json as trajectory_from_json
-from jaxrl.training.collect import to_json as trajectory_to_json
 from jaxrl.training.health import (
     Failures,
     NothingWorksError,

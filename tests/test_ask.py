@@ -13,7 +13,7 @@ from configs import debug_tiny
 from jaxrl import ask
 from jaxrl.config import to_json
 from jaxrl.envs.base import Outcome, Turn
-from jaxrl.logs.metrics import Display
+from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import Checkpointer
 from jaxrl.train import Position

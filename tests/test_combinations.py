@@ -27,7 +27,7 @@ from jaxrl.config_checks import check_rules, has_kl_loss
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.retrieval import EmptySearch, SearchEngine, SearchError
 from jaxrl.envs.search import SearchEnv
-from jaxrl.logs.metrics import Display
+from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.distributed import shared
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule

@@ -15,14 +15,15 @@ import pytest
 from configs import ares, bapo, debug_tiny, passk
 from jaxrl import components as assemble
 from jaxrl import train
+from jaxrl.codecs import to_json
 from jaxrl.config import default_config, validate
 from jaxrl.envs.base import Task
-from jaxrl.logs.metrics import Display
+from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.objectives.controllers import BUCKETS
 from jaxrl.sampling.rollout import Interrupted
 from jaxrl.training import entropy_control
-from jaxrl.training.collect import NotEnoughGroupsError, collect, to_json
+from jaxrl.training.collect import NotEnoughGroupsError, collect
 from jaxrl.training.method import Controllers
 from jaxrl.types import Draw
 from tests import test_runs

@@ -19,7 +19,7 @@ import pytest
 
 from jaxrl import components as assemble
 from jaxrl import report, train
-from jaxrl.logs.metrics import Display
+from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.report.facts import facts_of
 from jaxrl.report.reading import read_run

@@ -18,7 +18,7 @@ from jaxrl import components as assemble
 from jaxrl import report, train
 from jaxrl.envs.base import Outcome, Turn
 from jaxrl.envs.retrieval import SearchEngine
-from jaxrl.logs.metrics import Display
+from jaxrl.logs.display import Display
 from jaxrl.models import qwen
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.versions import fingerprints

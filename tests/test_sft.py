@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.codecs import from_json, to_json
 from jaxrl.envs.base import Task
 from jaxrl.envs.protocol import BAPO, SEARCH_R1
 from jaxrl.envs.python_tool import PythonTool
@@ -15,7 +16,6 @@ from jaxrl.sampling.engine import Counts, Event
 from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Seeds
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sft import encode_demonstration, read_demonstrations, supervised_loss
-from jaxrl.training.collect import from_json, to_json
 from jaxrl.types import Batch, Draw
 from tests.toys import chain, toy_tokenizer
 

@@ -27,10 +27,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxrl.codecs import from_json, to_json
 from jaxrl.runtime import monitor
 from jaxrl.runtime.files import printable
 from jaxrl.sampling.rollout import Interrupted, Sampling
-from jaxrl.training.collect import from_json, to_json
 from jaxrl.types import Draw, Trajectory
 
 Value = TypeVar("Value")

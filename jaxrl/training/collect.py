@@ -6,18 +6,15 @@ them decide alike. Groups are whole throughout.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl.config_checks import overlong_limit
-from jaxrl.envs.base import Outcome, Task, Turn
 from jaxrl.envs.rewards import normalize_answer
 from jaxrl.logs.metrics import mean
 from jaxrl.objectives.filters import keep_informative, needs_resampling, within_accuracy
@@ -324,41 +321,3 @@ def by_group(trajectories: Sequence[Trajectory]) -> list[Group]:
 def renumbered(group: Group, group_id: int) -> Group:
     """The group under another id."""
     return [dataclasses.replace(trajectory, group_id=group_id) for trajectory in group]
-
-
-ARRAYS = {
-    "token_ids": np.int32,
-    "loss_mask": bool,
-    "rollout_logprobs": np.float32,
-    "rollout_entropies": np.float32,
-    "policy_versions": np.int32,
-}
-
-
-def to_json(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as plain JSON values, exactly; arrays as base64 of their little-endian bytes."""
-    fields = {f.name: getattr(trajectory, f.name) for f in dataclasses.fields(trajectory)}
-    for name, dtype in ARRAYS.items():
-        data = np.ascontiguousarray(fields[name], np.dtype(dtype).newbyteorder("<")).tobytes()
-        fields[name] = base64.b64encode(data).decode("ascii")
-    task = dataclasses.asdict(trajectory.task)
-    turns = [dataclasses.asdict(turn) for turn in trajectory.turns]
-    parts = dict(trajectory.reward_parts)
-    outcome = str(trajectory.outcome)
-    return {**fields, "task": task, "turns": turns, "reward_parts": parts, "outcome": outcome}
-
-
-def from_json(saved: Mapping[str, Any]) -> Trajectory:
-    """The inverse of `to_json`."""
-    fields = dict(saved)
-    for name, dtype in ARRAYS.items():
-        data = base64.b64decode(fields[name])
-        array = np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
-        fields[name] = array.astype(dtype)
-    task = dict(fields["task"])
-    task["answers"] = tuple(task["answers"])
-    task["messages"] = None if task["messages"] is None else tuple(task["messages"])
-    fields["task"] = Task(**task)
-    fields["turns"] = tuple(Turn(**turn) for turn in fields["turns"])
-    fields["outcome"] = Outcome(fields["outcome"])
-    return Trajectory(**fields)

@@ -4,12 +4,12 @@ import json
 import numpy as np
 import pytest
 
+from jaxrl.codecs import from_json, to_json
 from jaxrl.envs.base import Observation, Outcome, Reward, StepResult, Task
 from jaxrl.envs.protocol import SEARCH_R1
 from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine, SearchError
 from jaxrl.envs.search import SearchEnv
 from jaxrl.sampling.rollout import Rollout, encode_observation
-from jaxrl.training.collect import from_json, to_json
 from tests.helpers import tiny_params
 from tests.toys import (
     ROOMY,

@@ -1,14 +1,13 @@
 """Filters, resampling and shaping on trajectories made by hand; the sampler is a table."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
 
 from jaxrl.config import default_config
 from jaxrl.envs.base import Outcome, Task
-from jaxrl.training.collect import NotEnoughGroupsError, collect, from_json, shape, to_json
+from jaxrl.training.collect import NotEnoughGroupsError, collect, shape
 from jaxrl.training.health import Failures, NothingWorksError
 from jaxrl.types import Draw
 from tests.episodes import make_failure, make_trajectory
@@ -231,20 +230,3 @@ def test_shaping_adds_parts_and_leaves_failures_alone():
     # 11 tokens after the prompt, 3 of them in the buffer of 4.
     assert (slow.reward, dict(slow.reward_parts)) == (-0.75, {"abstention": 0, "overlong": -0.75})
     assert (failed.reward, dict(failed.reward_parts)) == (0.0, {})
-
-
-def test_carried_trajectories_survive_json_bit_for_bit():
-    rng = np.random.default_rng(0)
-    wild = rng.standard_normal(6).astype(np.float32) * np.float32(1e-30)
-    made = member(
-        1, rollout_logprobs=wild, rollout_entropies=np.nextafter(wild, np.float32(1)),
-        is_abstention=True, reward_parts={"f1": 1 / 3},
-    )  # fmt: skip
-    made = dataclasses.replace(
-        made, reward=0.1 + 0.2, task=Task(id="é", messages=({"role": "user", "content": "?"},))
-    )
-    got = from_json(json.loads(json.dumps(to_json(made))))
-    for field in dataclasses.fields(made):
-        np.testing.assert_equal(getattr(got, field.name), getattr(made, field.name))
-    assert got.token_ids.dtype == np.int32
-    assert got.loss_mask.dtype == bool

@@ -1,0 +1,100 @@
+"""Trajectories as JSON: exactly, for checkpoints and other processes, and readable, for people."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxrl.envs.base import Outcome, Task, Turn
+from jaxrl.types import Trajectory
+
+ARRAYS = {
+    "token_ids": np.int32,
+    "loss_mask": bool,
+    "rollout_logprobs": np.float32,
+    "rollout_entropies": np.float32,
+    "policy_versions": np.int32,
+}
+
+
+def to_json(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory as plain JSON values, exactly; arrays as base64 of their little-endian bytes."""
+    fields = {f.name: getattr(trajectory, f.name) for f in dataclasses.fields(trajectory)}
+    for name, dtype in ARRAYS.items():
+        data = np.ascontiguousarray(fields[name], np.dtype(dtype).newbyteorder("<")).tobytes()
+        fields[name] = base64.b64encode(data).decode("ascii")
+    task = dataclasses.asdict(trajectory.task)
+    turns = [dataclasses.asdict(turn) for turn in trajectory.turns]
+    parts = dict(trajectory.reward_parts)
+    outcome = str(trajectory.outcome)
+    return {**fields, "task": task, "turns": turns, "reward_parts": parts, "outcome": outcome}
+
+
+def from_json(saved: Mapping[str, Any]) -> Trajectory:
+    """The inverse of `to_json`."""
+    fields = dict(saved)
+    for name, dtype in ARRAYS.items():
+        data = base64.b64decode(fields[name])
+        array = np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
+        fields[name] = array.astype(dtype)
+    task = dict(fields["task"])
+    task["answers"] = tuple(task["answers"])
+    task["messages"] = None if task["messages"] is None else tuple(task["messages"])
+    fields["task"] = Task(**task)
+    fields["turns"] = tuple(Turn(**turn) for turn in fields["turns"])
+    fields["outcome"] = Outcome(fields["outcome"])
+    return Trajectory(**fields)
+
+
+def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
+    """A trajectory of training, readable, as `trajectories/` holds it; numbers are rounded."""
+    return {
+        "task_id": trajectory.task_id,
+        "question": trajectory.task.question,
+        "query": trajectory.query,
+        "answers": list(trajectory.task.answers),
+        "data_source": trajectory.task.data_source,
+        "group_id": trajectory.group_id,
+        "sample_index": trajectory.sample_index,
+        "attempt": trajectory.attempt,
+        "outcome": str(trajectory.outcome),
+        "reward": None if trajectory.outcome == "environment_error" else trajectory.reward,
+        "reward_parts": dict(trajectory.reward_parts),
+        "final_answer": trajectory.final_answer,
+        "is_correct": trajectory.is_correct,
+        "advantage": trajectory.advantage,
+        "generated_text": trajectory.generated_text,
+        "turns": [dataclasses.asdict(turn) for turn in trajectory.turns],
+        "prompt_length": trajectory.prompt_length,
+        "token_ids": trajectory.token_ids.tolist(),
+        "loss_mask": trajectory.loss_mask.astype(int).tolist(),
+        "rollout_logprobs": [round(float(x), 6) for x in trajectory.rollout_logprobs],
+        "rollout_entropies": [round(float(x), 6) for x in trajectory.rollout_entropies],
+        "policy_versions": trajectory.policy_versions.tolist(),
+    }
+
+
+def question_record(trajectory: Trajectory, error: str) -> dict[str, Any]:
+    """A trajectory of an evaluation, readable, as the evaluation's file holds it.
+
+    `error` is the text of its environment error, "" without one.
+    """
+    return {
+        "task_id": trajectory.task_id,
+        "sample_index": trajectory.sample_index,
+        "data_source": trajectory.task.data_source,
+        "question": trajectory.task.question,
+        "answers": list(trajectory.task.answers),
+        "final_answer": trajectory.final_answer,
+        "outcome": str(trajectory.outcome),
+        "searches": trajectory.searches,
+        **({"python_calls": trajectory.python_calls} if trajectory.python_calls else {}),
+        **({"error": error} if error else {}),
+        "num_sampled": trajectory.num_sampled,
+        "response": trajectory.generated_text,
+        **trajectory.reward_parts,
+    }

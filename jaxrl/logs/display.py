@@ -1,0 +1,119 @@
+"""Progress on the terminal."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.status import Status
+from rich.table import Column
+
+from jaxrl.runtime.files import printable
+
+
+class Display:
+    """Progress on the terminal: a live line where there is one, else a line now and then."""
+
+    def __init__(self, *, every_s: float = 5.0, part_every_s: float = 30.0, is_shown: bool = True):
+        """Where the output is no terminal, lines come at most so often.
+
+        Args:
+            every_s: seconds between two lines of steps.
+            part_every_s: seconds of silence before a line of a part of a step.
+            is_shown: print at all.
+        """
+        self.console = Console(highlight=False, quiet=not is_shown)
+        self._every_s, self._part_every_s = every_s, part_every_s
+        self._last = -math.inf
+        self._spoken = time.monotonic()  # the last line of any kind
+        self._status: Status | None = None  # the live line outside of a stage
+        self._first: tuple[int, float] | None = None  # a stage's first step and when it ended
+        self._progress: Progress | None = None
+
+    def say(self, text: str) -> None:
+        """Prints a line; what it holds of foreign text does nothing to the terminal."""
+        self._end_part()
+        self._spoken = time.monotonic()
+        self.console.print(printable(text), markup=False, emoji=False, soft_wrap=True)
+
+    def start(self, stage: str, first_step: int, num_steps: int) -> None:
+        """Begins a stage of `num_steps` steps, of which `first_step` are done."""
+        self._end_part()
+        self._stage, self._num_steps = stage, num_steps
+        self._first, self._last = None, -math.inf
+        if self.console.is_terminal and not self.console.quiet:
+            self._progress = Progress(
+                TextColumn("{task.description} {task.completed}/{task.total}"),
+                *([BarColumn()] if self.console.width >= 140 else []),
+                # Where there is little room, the numbers go on below rather than the time be cut.
+                TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),
+                TextColumn("{task.fields[part]}", table_column=Column(no_wrap=False)),
+                TimeRemainingColumn(compact=True),
+                console=self.console,
+                speed_estimate_period=3600,  # of half a minute by default, too short for one step
+            )
+            self._progress.start()
+            self._bar = self._progress.add_task(
+                stage, total=num_steps, completed=first_step, numbers="", part=""
+            )
+
+    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Shows the state after step number `step` of the stage."""
+        text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
+        if self._progress is not None:
+            self._progress.update(self._bar, completed=step, numbers=text, part="")
+            return
+        now = time.monotonic()
+        if self._first is None:
+            self._first = (step, now)  # speeds count from here on: the first step compiles
+        if now - self._last < self._every_s and step < self._num_steps:
+            return
+        self._last = now
+        first_step, started = self._first
+        left = "--:--"
+        if step > first_step:
+            left = _duration((now - started) / (step - first_step) * (self._num_steps - step))
+        self.say(f"{self._stage} {step}/{self._num_steps}  {text}  {left} left")
+
+    def part(self, text: str) -> None:
+        """Shows what a step, or what comes before the first one, is at."""
+        if self._progress is not None:
+            self._progress.update(self._bar, part=text)
+        elif self.console.is_terminal and not self.console.quiet:
+            if self._status is None:
+                self._status = self.console.status("")
+                self._status.start()
+            self._status.update(escape(text))
+        elif time.monotonic() - self._spoken >= self._part_every_s:
+            self.say(text)
+
+    def counter(self, what: str) -> Callable[[int, int], None]:
+        """Shows a part of which so many are done, of so many."""
+        return lambda done, total: self.part(f"{what} {done:,}/{total:,}")
+
+    def _end_part(self) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def stop(self) -> None:
+        """Ends the stage."""
+        self._end_part()
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _short(value: float) -> str:
+    """Three digits, or a whole number with its thousands apart."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

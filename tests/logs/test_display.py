@@ -1,0 +1,110 @@
+import io
+import math
+
+import pytest
+from rich.console import Console
+
+from jaxrl.logs.display import Display
+
+NUMBERS = {"reward": 0.123456, "exact match": 0.25, "searches": 1.5, "tokens/s": 16_759.3}
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+def shown(*, width=80, terminal=False, **settings):
+    """A display that writes to memory."""
+    display = Display(**settings)
+    display.console = Console(
+        file=io.StringIO(), width=width, force_terminal=terminal, highlight=False
+    )
+    return display
+
+
+class TestDisplay:
+    def test_lines_now_and_then(self, clock):
+        display = shown(every_s=5)
+        display.start("train", 10, 70)
+        for step in range(11, 71):
+            clock[0] += 2 if step > 11 else 100  # the first step compiles
+            display.step(step, NUMBERS)
+        display.stop()
+        lines = display.console.file.getvalue().splitlines()
+        numbers = "reward 0.123  exact match 0.25  searches 1.5  tokens/s 16,759"
+        assert lines[0] == f"train 11/70  {numbers}  --:-- left"
+        assert lines[1] == f"train 14/70  {numbers}  1:52 left"
+        assert lines[-1] == f"train 70/70  {numbers}  0:00 left"
+        assert len(lines) == 1 + 19 + 1
+
+    def test_hours(self, clock):
+        display = shown()
+        display.start("sft", 0, 101)
+        display.step(1, {})
+        clock[0] += 60
+        display.step(2, {"loss": math.nan})
+        assert display.console.file.getvalue().endswith("\nsft 2/101  loss nan  1:39:00 left\n")
+
+    def test_text_is_not_markup(self):
+        display = shown(width=20)
+        display.say("decode 8 steps of [4, 16] rows; [red]")
+        assert display.console.file.getvalue() == "decode 8 steps of [4, 16] rows; [red]\n"
+
+    def test_foreign_text_does_nothing_to_a_terminal(self):
+        display = shown(width=80, terminal=True)
+        display.say("a :heart: \x1b[2J\ud800 b")
+        assert display.console.file.getvalue() == "a :heart: \ufffd[2J\ufffd b\n"
+
+    @pytest.mark.parametrize("width", [80, 120, 200])
+    def test_a_terminal_shows_everything(self, width):
+        display = shown(width=width, terminal=True)
+        display.start("train", 0, 600)
+        display.step(100, NUMBERS)
+        display.say("train 100 greedy: exact match all 0.250")
+        display.stop()
+        text = display.console.file.getvalue()
+        assert "train 100/600" in text
+        numbers = "reward 0.123 exact match 0.25 searches 1.5 tokens/s 16,759"
+        assert all(word in text for word in numbers.split())
+        assert "train 100 greedy: exact match all 0.250" in text
+        assert "\x1b[?25h" in text  # the cursor is back
+        assert "…" not in text
+
+    def test_parts_are_told_where_it_was_silent_for_long(self, clock):
+        display = shown(part_every_s=30)
+        count = display.counter("trajectories")
+        for done in range(0, 100, 10):
+            clock[0] += 7
+            count(done, 1000)
+        display.start("train", 0, 2)
+        display.step(1, {})
+        clock[0] += 29
+        count(5, 8)
+        lines = display.console.file.getvalue().splitlines()
+        assert lines == [
+            "trajectories 40/1,000",
+            "trajectories 90/1,000",
+            "train 1/2    --:-- left",
+        ]
+
+    def test_a_terminal_shows_parts_on_a_line_that_goes(self):
+        display = shown(terminal=True, width=120)
+        display.part("building the index of [c].jsonl, documents 1,000")
+        display.say("sampler shapes")
+        display.start("train", 0, 2)
+        display.part("trajectories 3/8")
+        display.stop()
+        text = display.console.file.getvalue()
+        assert text.index("of [c].jsonl, documents 1,000") < text.index("sampler shapes")
+        assert "trajectories 3/8" in text
+        assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 2  # the cursor is back
+
+    def test_stopping_twice_is_harmless(self):
+        display = shown(terminal=True)
+        display.stop()
+        display.start("train", 0, 6)
+        display.stop()
+        display.stop()

@@ -1,0 +1,277 @@
+import dataclasses
+import json
+import math
+import struct
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tensorboardX.proto.event_pb2 import Event
+
+from jaxrl.config import default_config
+from jaxrl.envs.base import Task
+from jaxrl.logs.writers import (
+    MetricsLog,
+    TensorBoard,
+    WandB,
+    check_mirrors,
+    missing_files,
+    open_log,
+    write_trajectories,
+)
+from tests.episodes import make_failure, make_trajectory
+from tests.helpers import no_file_beyond
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class TestLog:
+    def test_numbers_of_any_kind(self, path):
+        log = MetricsLog(path, 0)
+        values = {"a": 1, "b": np.float32(0.5), "c": jnp.int32(3), "d": math.nan, "e": -math.inf}
+        log.write(7, "train", values)
+        [record] = read(path)
+        assert record.pop("timing_s/wall") >= 0
+        assert list(record) == ["step", "stage", "a", "b", "c", "d", "e"]
+        assert list(record.values()) == [7, "train", 1, 0.5, 3, None, None]
+        assert "NaN" not in path.read_text()
+
+    def test_is_cut_back(self, path):
+        log = MetricsLog(path, 0)
+        for step in range(5):
+            log.write(step, "train", {})
+        assert log.num_records == 5
+        with path.open("a") as file:
+            file.write('{"step": 5, "sta')  # killed while it wrote
+        log = MetricsLog(path, 3)
+        assert log.num_records == 3
+        log.write(3, "train", {"again": 1})
+        assert [record["step"] for record in read(path)] == [0, 1, 2, 3]
+        assert list(path.parent.iterdir()) == [path]
+
+    def test_a_last_line_that_is_not_whole_is_no_record(self, path, capsys):
+        path.write_text('{"step": 1}\n{"step": 2')
+        MetricsLog(path, 2)
+        assert path.read_text() == '{"step": 1}\n'
+        assert f"warning: {path} holds 1 of the 2 records" in capsys.readouterr().out
+
+    def test_a_new_run_begins_anew(self, path):
+        path.write_text('{"step": 1}\n')
+        assert MetricsLog(path, 0).num_records == 0
+        assert path.read_text() == ""
+
+    @pytest.mark.parametrize(
+        ("kept", "where"),
+        [
+            (None, "it is missing"),
+            (0, "the first ones are lost"),
+            (3, "the last one is of step 2 (train)"),
+        ],
+    )
+    def test_lost_records_are_told_and_counted(self, path, kept, where):
+        said = []
+        lines = [f'{{"step": {step}, "stage": "train"}}\n' for step in range(9)]
+        if kept is not None:
+            path.write_text("".join(lines[:kept]))
+        log = MetricsLog(path, 9, say=said.append)
+        head = f"warning: {path} holds {kept or 0} of the 9 records that the run has written; "
+        assert said == [f"{head}{where}. What is lost is in no report"]
+        assert log.num_records == 9  # as W&B counts them
+        # Killed before the next checkpoint, the run goes on from the same one.
+        log.write(9, "train", {})
+        MetricsLog(path, 9, is_later=lambda record: record["step"] > 8, say=said.append)
+        assert path.read_text() == "".join(lines[: kept or 0])
+
+    @pytest.mark.parametrize("bad", ["{", "[1]", '{"stage": "train"}', "\udcff", "[" * 9999, ""])
+    def test_a_bad_line_is_named_and_kept_aside(self, path, bad):
+        said = []
+        text = f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n{{"step": 4}}\n'
+        path.write_text(text, errors="surrogateescape")
+        log = MetricsLog(path, 3, say=said.append)
+        aside = path.with_name("metrics.jsonl.damaged")
+        named = f"warning: {path}:2 is no record and is left out; {aside} keeps it"
+        assert said[0] == named
+        assert "holds 2 of the 3 records" in said[1]
+        assert aside.read_text(errors="surrogateescape") == text
+        assert [record["step"] for record in log.records()] == [1, 3]
+
+
+def test_files_that_records_speak_of_and_that_are_missing(tmp_path):
+    records = [
+        {"step": 2, "stage": "train", "val-core/all/exact_match/greedy": 0.5},
+        *({"step": step, "stage": "train", "timing_s/step": 1.0} for step in (3, 4, 5)),
+        {"step": 5, "stage": "evaluate", "val-core/all/exact_match/greedy": 0.5},
+        {"step": 1, "stage": "sft", "timing_s/step": 1.0},
+    ]
+    [line] = missing_files(tmp_path, records)
+    assert line.endswith(
+        "eval/train_2.json, trajectories/step_000003.jsonl, trajectories/step_000004.jsonl and 2 "
+        "more"
+    )
+    for name in ("eval/train_2.json", "eval/evaluate_5.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "trajectories").mkdir()
+    for step in (3, 4, 5):
+        (tmp_path / "trajectories" / f"step_{step:06d}.jsonl").touch()
+    assert missing_files(tmp_path, records) == []
+
+
+def test_trajectories_as_json(tmp_path):
+    asked = ({"role": "system", "content": "Search."}, {"role": "user", "content": "Warum ?"})
+    members = [make_trajectory(reward=1.0, parts={"exact_match": 1.0}), make_failure()]
+    members[0] = dataclasses.replace(members[0], advantage=0.25)
+    members[1] = dataclasses.replace(members[1], task=Task(id="t1", messages=asked))
+    file = tmp_path / "trajectories" / "step_000001.jsonl"
+    fields = [{"difficulty": "hard"}, {"difficulty": None}]
+    write_trajectories(file, members, fields)
+    good, failed = read(file)
+    assert (good["difficulty"], failed["difficulty"]) == ("hard", None)
+    assert (good["question"], good["answers"], good["advantage"]) == ("Où ?", ["x"], 0.25)
+    assert (good["query"], failed["query"], failed["question"]) == ("Où ?", "Warum ?", None)
+    assert failed["advantage"] is None  # nobody has computed it
+    assert (good["outcome"], failed["outcome"]) == ("answered", "environment_error")
+    assert good["token_ids"] == members[0].token_ids.tolist()
+    assert good["loss_mask"] == [0, 0, 1, 1, 1, 1]
+    assert good["policy_versions"] == [-1, -1, 3, 3, 3, 3]
+    assert good["generated_text"] == "<search>q</search>\n\nfound\n\n<answer>x</answer>"
+    assert [turn["tool_call"] for turn in good["turns"]] == ["q", None]
+    assert failed["turns"][0]["error"] == "the server is down"
+    assert "Où" in file.read_text(encoding="utf-8")
+
+
+def test_what_happens_between_records_is_in_the_next(path):
+    log = MetricsLog(path, 0)
+    log.carry("timing_s/save_checkpoint", 0.5)
+    log.carry("timing_s/save_checkpoint", 0.25)
+    log.write(1, "train", {})
+    log.write(2, "train", {})
+    first, second = read(path)
+    assert first["timing_s/save_checkpoint"] == 0.75
+    assert "timing_s/save_checkpoint" not in second
+
+
+def events(folder):
+    """Steps and values as another reader of the format finds them.
+
+    A record is its length (8 bytes), a checksum (4), the event, a checksum (4).
+    """
+    found = []
+    for path in sorted(folder.iterdir()):
+        data = path.read_bytes()
+        while data:
+            [size] = struct.unpack("<Q", data[:8])
+            event = Event.FromString(data[12 : 12 + size])
+            values = {v.tag: v.simple_value for v in event.summary.value}
+            found += [(event.step, values)] if values else []
+            data = data[16 + size :]
+    return found
+
+
+class TestTensorBoard:
+    def write(self, workdir, num_records, steps):
+        log = open_log(workdir, num_records, default_config(), print, is_written=True)
+        for step in steps:
+            log.write(step, "train", {"actor/entropy": step / 2, "nothing": math.nan})
+        log.close()
+
+    def test_holds_every_record(self, tmp_path):
+        self.write(tmp_path, 0, [1, 2, 2])
+        found = events(tmp_path / "tensorboard")
+        assert [(step, values["actor/entropy"]) for step, values in found] == [
+            (1, 0.5),
+            (2, 1.0),
+            (2, 1.0),
+        ]
+        assert set(found[0][1]) == {"actor/entropy", "timing_s/wall"}
+
+    def test_a_full_disk_ends_the_mirror_and_waits_for_nobody(self, tmp_path):
+        said = []
+        mirror = TensorBoard(tmp_path / "tensorboard", [{"step": 1, "x": 1.0}], said.append)
+        with no_file_beyond(50):
+            for step in range(2, 30):
+                mirror.write(step, {"step": step, "x": 1.0})
+            mirror.close()
+        [warning] = said
+        assert warning.startswith("warning: TensorBoard failed and is left out from here on: OSErr")
+
+    def test_forgets_what_a_restart_takes_back(self, tmp_path):
+        self.write(tmp_path, 0, [1, 2, 3, 4])
+        self.write(tmp_path, 2, [3])
+        assert [step for step, _ in events(tmp_path / "tensorboard")] == [1, 2, 3]
+
+
+class Failing:
+    """A W&B run whose connection breaks at a record."""
+
+    def __init__(self, *, step, breaks_at):
+        self.step, self.breaks_at, self.sent, self.is_finished = step, breaks_at, [], False
+
+    def log(self, record, step):
+        if step == self.breaks_at:
+            raise ConnectionError("gone")
+        self.sent.append(step)
+
+    def finish(self):
+        self.is_finished = True
+
+
+class TestWandB:
+    def mirror(self, run, said):
+        mirror = WandB.__new__(WandB)
+        mirror._run, mirror._sent, mirror._say, mirror._is_alive = run, run.step, said.append, True
+        return mirror
+
+    def test_a_broken_connection_ends_the_mirror_and_not_the_run(self):
+        run, said = Failing(step=1, breaks_at=3), []
+        mirror = self.mirror(run, said)
+        for index in range(6):
+            mirror.write(index, {"step": index})
+        mirror.close()
+        assert run.sent == [1, 2]  # W&B had the first
+        assert said == ["warning: W&B failed and is left out from here on: ConnectionError('gone')"]
+
+    def test_without_the_package(self, monkeypatch):
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        check_mirrors("")
+        with pytest.raises(ValueError, match=r"pip install -e '\.\[wandb\]'"):
+            check_mirrors("project")
+
+    @pytest.mark.minutes
+    def test_offline(self, tmp_path, monkeypatch):
+        pytest.importorskip("wandb")
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        config = default_config()
+        config.log.wandb_project = "project"
+        for num_records in (0, 1):
+            log = open_log(tmp_path, num_records, config, print, is_written=True)
+            log.write(num_records, "train", {"actor/entropy": 0.5})
+            log.close()
+        folders = list((tmp_path / "wandb").glob("offline-run-*"))
+        run_id = (tmp_path / "wandb" / "run_id").read_text()
+        assert len(folders) == 2
+        assert all(folder.name.endswith(run_id) for folder in folders)  # the same run
+
+
+def test_an_environment_error_has_no_reward_in_the_log(tmp_path):
+    file = tmp_path / "trajectories" / "step_000001.jsonl"
+    write_trajectories(file, [make_failure(), make_trajectory(reward=0.5)], [{}, {}])
+    rewards = [json.loads(line)["reward"] for line in file.read_text().splitlines()]
+    assert rewards == [None, 0.5]
+
+
+def test_an_error_that_no_file_can_hold_is_written_as_far_as_it_can(tmp_path):
+    file = tmp_path / "step_000001.jsonl"
+    failure = make_failure()
+    turn = dataclasses.replace(failure.turns[-1], error="half a \ud83d pair")
+    failure = dataclasses.replace(failure, turns=(turn,))
+    write_trajectories(file, [failure], [{}])
+    [line] = file.read_text(encoding="utf-8").splitlines()
+    assert json.loads(line)["turns"][-1]["error"] == "half a \ufffd pair"

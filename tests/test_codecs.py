@@ -1,0 +1,27 @@
+import dataclasses
+import json
+
+import numpy as np
+
+from jaxrl.codecs import from_json, to_json
+from jaxrl.envs.base import Task
+from tests.episodes import make_trajectory
+
+
+def test_a_trajectory_survives_json_bit_for_bit():
+    rng = np.random.default_rng(0)
+    wild = rng.standard_normal(6).astype(np.float32) * np.float32(1e-30)
+    made = dataclasses.replace(
+        make_trajectory(),
+        rollout_logprobs=wild,
+        rollout_entropies=np.nextafter(wild, np.float32(1)),
+        is_abstention=True,
+        reward=0.1 + 0.2,
+        reward_parts={"f1": 1 / 3},
+        task=Task(id="é", messages=({"role": "user", "content": "?"},)),
+    )
+    got = from_json(json.loads(json.dumps(to_json(made))))
+    for field in dataclasses.fields(made):
+        np.testing.assert_equal(getattr(got, field.name), getattr(made, field.name))
+    assert got.token_ids.dtype == np.int32
+    assert got.loss_mask.dtype == bool
