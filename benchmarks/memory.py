@@ -25,21 +25,17 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl.components import make_optimizer, train_shape
 from jaxrl.config import default_config
 from jaxrl.models import qwen
+from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime import sharding
 from jaxrl.runtime.plan import memory
 from jaxrl.sampling.decode import Sampler, StopTables
 from jaxrl.training.method import make_policy_loss
-from jaxrl.training.update import (
-    Model,
-    batch_shardings,
-    init_state,
-    make_update_step,
-    state_shardings,
-)
+from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.packing import train_shape
+from jaxrl.training.update import batch_shardings, init_state, make_update_step, state_shardings
 from jaxrl.types import Batch
 
 GIB = memory.GIB

@@ -25,12 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import common
-from jaxrl.components import make_optimizer
 from jaxrl.config import default_config
+from jaxrl.models.policy import Model
 from jaxrl.sft import Demonstration
 from jaxrl.training.method import make_policy_loss
+from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape, Packed, pack
-from jaxrl.training.update import Model, init_state, make_update_step, put_batch
+from jaxrl.training.update import init_state, make_update_step, put_batch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
@@ -27,6 +26,7 @@ from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine, index_f
 from jaxrl.envs.search import SearchEnv
 from jaxrl.evaluate import check_data_sources
 from jaxrl.models.hf_weights import check_hf
+from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime.distributed import RolloutFunction, shared
 from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh, num_batch_shards
@@ -34,8 +34,6 @@ from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer
-from jaxrl.training.packing import BatchShape
-from jaxrl.training.update import Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,55 +340,3 @@ def _make_engine(
 def prompts_per_prefill(num_slots: int, group_size: int) -> int:
     """Prompts that are read side by side: as many as fill the slots with their groups."""
     return max(num_slots // group_size, 1)
-
-
-def row_tokens(config: ConfigDict) -> int:
-    """Length of packed rows: room for the longest trajectory, in whole multiples of 16."""
-    return -(-config.rollout.max_total_tokens // 16) * 16
-
-
-def train_shape(config: ConfigDict) -> BatchShape:
-    """The shape of every mini-batch of the train stage."""
-    groups = config.rollout.tasks_per_step // config.optimizer.num_minibatches
-    return BatchShape.for_sequences(
-        groups * config.rollout.group_size,
-        micro_rows=config.optimizer.micro_rows,
-        row_tokens=row_tokens(config),
-    )
-
-
-def sft_shape(config: ConfigDict) -> BatchShape:
-    """The shape of every batch of the sft stage."""
-    return BatchShape.for_sequences(
-        config.sft.batch_size,
-        micro_rows=config.sft.optimizer.micro_rows,
-        row_tokens=row_tokens(config),
-    )
-
-
-def learning_rate(settings: ConfigDict, num_updates: int) -> optax.Schedule:
-    """Linear warm-up, then the schedule down to `final_lr_fraction` of the peak at the end."""
-    peak, warmup = settings.lr, settings.warmup_steps
-    rest = max(num_updates - warmup, 1)
-    final = settings.final_lr_fraction
-    after = {
-        "constant": lambda: optax.constant_schedule(peak),
-        "linear": lambda: optax.linear_schedule(peak, peak * final, rest),
-        "cosine": lambda: optax.cosine_decay_schedule(peak, rest, final),
-    }[settings.schedule]()
-    # The first step is at 1 / warmup of the peak: a rate of exactly 0 would waste a whole batch.
-    rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
-    return optax.join_schedules([rise, after], [warmup]) if warmup else after
-
-
-def make_optimizer(settings: ConfigDict, num_updates: int) -> optax.GradientTransformation:
-    """AdamW behind global-norm clipping, over `num_updates` optimizer steps."""
-    adamw = optax.adamw(
-        learning_rate(settings, num_updates),
-        b1=settings.beta1,
-        b2=settings.beta2,
-        eps=settings.epsilon,
-        weight_decay=settings.weight_decay,
-    )
-    clip = optax.clip_by_global_norm(settings.grad_clip) if settings.grad_clip else optax.identity()
-    return optax.chain(clip, adamw)

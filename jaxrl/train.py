@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 from jaxrl import evaluate, report, sft
 from jaxrl.codecs import from_json as trajectory_from_json
 from jaxrl.codecs import to_json as trajectory_to_json
-from jaxrl.components import Parts, make_optimizer, sft_shape, train_shape
+from jaxrl.components import Parts
 from jaxrl.config import STAGES, flatten
 from jaxrl.config_checks import is_measured, is_pass_at_k
 from jaxrl.data import Stream
@@ -57,7 +57,8 @@ from jaxrl.training.minibatches import (
     make_minibatches,
     takes_own_logprobs,
 )
-from jaxrl.training.packing import pack
+from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.packing import pack, sft_shape, train_shape
 from jaxrl.training.update import (
     init_state,
     make_score_step,

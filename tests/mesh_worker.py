@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.training.packing import BatchShape
-from jaxrl.training.update import Model, init_state, make_score_step, make_update_step, put_batch
+from jaxrl.training.update import init_state, make_score_step, make_update_step, put_batch
 from tests.helpers import (
     NUM_TOKENS,
     TINY,

@@ -4,11 +4,11 @@ import jax
 import numpy as np
 
 from configs import debug_tiny
-from jaxrl import components as assemble
 from jaxrl import train
 from jaxrl.sampling.engine import Counts
 from jaxrl.training.method import make_estimator
 from jaxrl.training.minibatches import make_minibatches
+from jaxrl.training.packing import train_shape
 from tests.episodes import make_failure, make_trajectory
 
 
@@ -21,7 +21,7 @@ def minibatches(members, **changes):
     config.update_from_flattened_dict(
         {"rollout.tasks_per_step": 2, "rollout.group_size": 3, "optimizer.micro_rows": 2, **changes}
     )
-    shape = assemble.train_shape(config)
+    shape = train_shape(config)
     return make_minibatches(members, make_estimator(config)(members, 0, 4), shape, config)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from ml_collections import ConfigDict
 
 from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.balancing import largest_differencing
@@ -48,6 +49,30 @@ class BatchShape:
         """Room for any `num_sequences` sequences, were each to fill a row of its own."""
         num_micro = max(-(-num_sequences // micro_rows), 1)
         return cls(num_micro=num_micro, micro_rows=micro_rows, row_tokens=row_tokens)
+
+
+def row_tokens(config: ConfigDict) -> int:
+    """Length of packed rows: room for the longest trajectory, in whole multiples of 16."""
+    return -(-config.rollout.max_total_tokens // 16) * 16
+
+
+def train_shape(config: ConfigDict) -> BatchShape:
+    """The shape of every mini-batch of the train stage."""
+    groups = config.rollout.tasks_per_step // config.optimizer.num_minibatches
+    return BatchShape.for_sequences(
+        groups * config.rollout.group_size,
+        micro_rows=config.optimizer.micro_rows,
+        row_tokens=row_tokens(config),
+    )
+
+
+def sft_shape(config: ConfigDict) -> BatchShape:
+    """The shape of every batch of the sft stage."""
+    return BatchShape.for_sequences(
+        config.sft.batch_size,
+        micro_rows=config.sft.optimizer.micro_rows,
+        row_tokens=row_tokens(config),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl.models.policy import Model
 from jaxrl.models.qwen import abstract_params
 from jaxrl.runtime import checkpoint
 from jaxrl.runtime.checkpoint import (
@@ -22,7 +23,7 @@ from jaxrl.runtime.checkpoint import (
 )
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.packing import BatchShape
-from jaxrl.training.update import Model, init_state, make_update_step, put_batch, state_shardings
+from jaxrl.training.update import init_state, make_update_step, put_batch, state_shardings
 from jaxrl.types import TrainState
 from tests.helpers import NUM_TOKENS, TINY, pack_all, policy_loss, random_sequences
 

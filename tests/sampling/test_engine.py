@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from jaxrl.envs.base import Observation, Outcome, StepResult
+from jaxrl.models.policy import Model
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.training.packing import BatchShape, pack
-from jaxrl.training.update import Model
 from tests.helpers import tiny_params
 from tests.toys import (
     ROOMY,

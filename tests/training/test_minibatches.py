@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jaxrl.config import default_config
 from jaxrl.config_checks import has_kl_loss
+from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.minibatches import (
     Divergence,
@@ -22,7 +23,7 @@ from jaxrl.training.minibatches import (
     unpack,
 )
 from jaxrl.training.packing import BatchShape, pack
-from jaxrl.training.update import Model, make_score_step, put_batch
+from jaxrl.training.update import make_score_step, put_batch
 from tests.episodes import make_failure, make_trajectory
 from tests.helpers import NUM_TOKENS, TINY, dense_logprobs, gather, scatter, tiny_params
 

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.components import learning_rate, make_optimizer
 from jaxrl.config import default_config
 from jaxrl.envs.base import Outcome, Task
 from jaxrl.objectives.aggregation import MODES
@@ -18,7 +17,6 @@ from jaxrl.train import make_minibatches
 from jaxrl.training.packing import BatchShape, pack
 from jaxrl.training.update import (
     Model,
-    chunk_width,
     init_state,
     make_gradient,
     make_score_step,
@@ -404,27 +402,6 @@ def test_padded_vocabulary_has_no_gradient(params, gradients, sequences):
     assert columns[:NUM_TOKENS].all()
 
 
-# Log-probabilities and entropies.
-
-
-def test_logprobs_and_entropies_are_those_of_a_dense_softmax(params, sequences):
-    packed = pack_all(sequences, BatchShape(num_micro=1, micro_rows=2, row_tokens=96))
-    micro = jax.tree.map(lambda x: jnp.asarray(x[0]), packed.batch)
-    compute = jax.jit(lambda t: tiny_model().token_logprobs(params, micro, temperature=t))
-    token_ids = padded([s.token_ids for s in sequences])
-    for temperature in (1.0, 0.5, 2.0):
-        logprobs, entropies = compute(temperature)
-        wanted = plain_logprobs(params, token_ids, temperature)
-        for index, length in enumerate(LENGTHS):
-            for got, want in zip((logprobs, entropies), wanted, strict=True):
-                own = gather(micro, got, index)
-                assert own[0] == 0
-                np.testing.assert_allclose(own, want[index, :length], atol=2e-5, rtol=1e-5)
-        assert (np.asarray(entropies)[micro.positions > 0] > 1e-3).all()
-        for padding in (logprobs, entropies):
-            assert not np.asarray(padding)[micro.segment_ids == 0].any()
-
-
 FREQUENT = {7: 4096, 11: 512}
 """Ids, and how often each occurs among the tokens below."""
 
@@ -463,39 +440,6 @@ def test_gradients_of_frequent_tokens_are_summed_in_float32(tied):
         found.append(jax.jit(gradient)(params, batch, 1)[0])
     far = jax.tree.map(relative_distance, *found)
     assert max(jax.tree.leaves(far)) < 0.02, far
-
-
-def test_chunk_width_changes_nothing(params, sequences):
-    packed = pack_all(sequences, BatchShape(num_micro=1, micro_rows=2, row_tokens=96))
-    micro = jax.tree.map(lambda x: jnp.asarray(x[0]), packed.batch)
-    results = []
-    for chunk_tokens in (1, 10**6):
-        model = tiny_model(chunk_tokens=chunk_tokens)
-        results.append(jax.jit(model.token_logprobs)(params, micro, temperature=1.0))
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_allclose(one, other, atol=2e-6, rtol=1e-6)
-
-
-def test_widest_chunk_that_fits():
-    assert chunk_width(2, 96, 16) == 8
-    assert chunk_width(2, 96, 17) == 8
-    assert chunk_width(4, 96, 10**6) == 96
-    assert chunk_width(3, 10, 16) == 5
-    assert chunk_width(8, 96, 4) == 1  # never less than one token a row
-
-
-def test_entropies_have_a_gradient_only_where_asked(params, sequences):
-    packed = pack_all(sequences, BatchShape(num_micro=1, micro_rows=2, row_tokens=96))
-    micro = jax.tree.map(lambda x: jnp.asarray(x[0]), packed.batch)
-
-    def total(params):  # where they have one is compared with plain arithmetic above
-        _, entropies = tiny_model().token_logprobs(
-            params, micro, temperature=1.0, entropy_gradient=False
-        )
-        return (entropies * micro.loss_mask).sum()
-
-    gradient = jax.jit(jax.grad(total))(params)
-    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradient))
 
 
 # Whole steps.
@@ -665,86 +609,6 @@ def test_scores_are_the_logprobs_of_each_token(score, params, sequences):
         np.testing.assert_allclose(got, wanted[index, :length], atol=2e-5, rtol=1e-5)
     assert not np.asarray(scores)[packed.batch.segment_ids == 0].any()
     assert score.num_traces == 1
-
-
-# The optimizer.
-
-
-def optimizer_settings(**changes):
-    settings = default_config().optimizer
-    settings.update(changes)
-    return settings
-
-
-@pytest.mark.parametrize(
-    ("schedule", "warmup", "final", "expected"),
-    [
-        ("constant", 0, 0.0, [8, 8, 8, 8, 8, 8]),
-        ("constant", 4, 0.0, [2, 4, 6, 8, 8, 8]),
-        ("constant", 1, 0.0, [8, 8, 8, 8, 8, 8]),
-        ("linear", 0, 0.0, [8, 8 * 5 / 6, 8 * 4 / 6, 4, 8 * 2 / 6, 8 / 6, 0, 0]),
-        ("linear", 2, 0.25, [4, 8, 8, 6.5, 5, 3.5, 2, 2]),
-        ("cosine", 0, 0.0, [8, 4 + 4 * math.cos(math.pi / 6), 6, 4, 2]),
-        ("cosine", 2, 0.5, [4, 8, 8, 6 + math.sqrt(2), 6, 6 - math.sqrt(2), 4, 4]),
-    ],
-)
-def test_learning_rates_by_hand(schedule, warmup, final, expected):
-    # Six updates: the warm-up's first, at 1 / warmup of the peak, to the last before the end.
-    settings = optimizer_settings(
-        lr=8.0, warmup_steps=warmup, schedule=schedule, final_lr_fraction=final
-    )
-    rate = learning_rate(settings, 6)
-    rates = [rate(step) for step in range(len(expected))]
-    np.testing.assert_allclose(rates, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_adamw_by_hand():
-    # Gradients of norm 5 and 0.5, clipped to 1, at rates 0.05 and 0.1, with decoupled decay.
-    settings = optimizer_settings(
-        lr=0.1, warmup_steps=2, grad_clip=1.0, weight_decay=0.5, beta1=0.8, beta2=0.9, epsilon=1e-3
-    )
-    optimizer = make_optimizer(settings, 10)
-    params = {"x": np.array([1.0, -2.0], np.float32), "y": np.array([0.5], np.float32)}
-    state = optimizer.init(params)
-    gradients = [
-        {"x": np.array([3.0, 0.0], np.float32), "y": np.array([4.0], np.float32)},
-        {"x": np.array([0.0, -0.3], np.float32), "y": np.array([0.4], np.float32)},
-    ]
-    first = dict.fromkeys(params, np.float32(0))
-    second = dict.fromkeys(params, np.float32(0))
-    wanted = dict(params)
-    for step, (gradient, factor, rate) in enumerate(
-        zip(gradients, (1 / 5, 1), (0.05, 0.1), strict=True), start=1
-    ):
-        changes, state = optimizer.update(gradient, state, params)
-        params = optax.apply_updates(params, changes)
-        for name, value in wanted.items():
-            g = gradient[name] * factor
-            first[name] = 0.8 * first[name] + 0.2 * g
-            second[name] = 0.9 * second[name] + 0.1 * g * g
-            mean, square = first[name] / (1 - 0.8**step), second[name] / (1 - 0.9**step)
-            wanted[name] = value - rate * (mean / (np.sqrt(square) + 1e-3) + 0.5 * value)
-        for name, value in wanted.items():
-            np.testing.assert_allclose(params[name], value, rtol=1e-5)
-
-
-def test_no_clipping_where_it_is_off():
-    rate = {"lr": 1.0, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0, "epsilon": 1.0}
-    for clip, norm in ((0.0, 100.0), (10.0, 10.0)):
-        optimizer = make_optimizer(optimizer_settings(grad_clip=clip, **rate), 1)
-        changes, _ = optimizer.update(
-            jnp.array([100.0]), optimizer.init(jnp.zeros(1)), jnp.zeros(1)
-        )
-        np.testing.assert_allclose(changes, [-norm / (norm + 1)], rtol=1e-5)
-
-
-def test_every_weight_decays_where_nothing_else_moves_it(params):
-    settings = optimizer_settings(lr=0.1, weight_decay=0.5)
-    optimizer = make_optimizer(settings, 10)
-    zeros = jax.tree.map(np.zeros_like, jax.device_get(params))
-    changes, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(zeros, params)
-    for change, leaf in zip(jax.tree.leaves(changes), jax.tree.leaves(params), strict=True):
-        np.testing.assert_allclose(change, -0.05 * np.asarray(leaf), rtol=1e-5)
 
 
 def test_put_batch_keeps_what_it_is_given(sequences):

@@ -21,17 +21,11 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
-from jaxrl.components import (
-    check_length,
-    check_rows,
-    make_optimizer,
-    prompts_per_prefill,
-    sft_shape,
-    train_shape,
-)
+from jaxrl.components import check_length, check_rows, prompts_per_prefill
 from jaxrl.config import default_config
 from jaxrl.config_checks import has_kl_loss, has_kl_weights
 from jaxrl.models import kv_cache, qwen
+from jaxrl.models.policy import chunk_width
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime.sharding import (
     cache_sharding,
@@ -43,8 +37,9 @@ from jaxrl.runtime.sharding import (
 )
 from jaxrl.sampling.engine import cache_capacity, padded_sizes
 from jaxrl.training.minibatches import takes_own_logprobs
-from jaxrl.training.packing import BatchShape
-from jaxrl.training.update import chunk_width, state_shardings
+from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.packing import BatchShape, sft_shape, train_shape
+from jaxrl.training.update import state_shardings
 
 USABLE = 0.9
 """Share of a device's memory that a plan may fill: the rest is for what it does not see."""
