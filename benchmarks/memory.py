@@ -32,9 +32,9 @@ from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime import sharding
 from jaxrl.runtime.plan import memory
 from jaxrl.sampling.decode import Sampler, StopTables
-from jaxrl.training.method import make_policy_loss
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import train_shape
+from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import batch_shardings, init_state, make_update_step, state_shardings
 from jaxrl.types import Batch
 

@@ -26,11 +26,11 @@ import numpy as np
 
 from benchmarks import common
 from jaxrl.config import default_config
+from jaxrl.demonstrations import Demonstration
 from jaxrl.models.policy import Model
-from jaxrl.sft import Demonstration
-from jaxrl.training.method import make_policy_loss
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape, Packed, pack
+from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import init_state, make_update_step, put_batch
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxrl import config as configuration
-from jaxrl.components import Parts, assemble
+from jaxrl.components import Components, assemble
 from jaxrl.envs.base import Outcome, Task
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
@@ -28,7 +28,7 @@ from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_par
 from jaxrl.runtime.files import printable, writable
 from jaxrl.runtime.sharding import mesh_sizes, param_shardings
 from jaxrl.sampling.rollout import Sampling, Seeds
-from jaxrl.train import Position, is_under_way
+from jaxrl.session import Progress
 from jaxrl.training.health import first_error
 from jaxrl.types import Draw, Params, Trajectory
 
@@ -49,12 +49,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if not arguments.temperature >= 0:
             raise ValueError(f"--temperature={arguments.temperature}; expected 0 or more.")
-        parts, config = open_run(arguments.run, arguments.model, display)
+        components, config = open_run(arguments.run, arguments.model, display)
         questions = arguments.questions or typed(sys.stdin)
         num_refused = 0
         for number, question in enumerate(questions):
             try:
-                trajectory = ask(parts, config, question, arguments.temperature, number)
+                trajectory = ask(components, config, question, arguments.temperature, number)
             except ValueError as error:  # of this question alone
                 print(line(error), file=sys.stderr)
                 num_refused += 1
@@ -76,7 +76,7 @@ def line(error: Exception) -> str:
     return printable(f"error: {' '.join(str(error).split())}")
 
 
-def open_run(run: Path, model: Path | None, display: Display) -> tuple[Parts, ConfigDict]:
+def open_run(run: Path, model: Path | None, display: Display) -> tuple[Components, ConfigDict]:
     """What plays a run's episodes, its engine with the weights, and the configuration.
 
     Args:
@@ -88,25 +88,25 @@ def open_run(run: Path, model: Path | None, display: Display) -> tuple[Parts, Co
         FileNotFoundError, ValueError: there is no such run or model, or nothing is trained yet.
     """
     config = read_config(run)
-    _, position = read_newest_position(run / "checkpoints")
-    is_training = is_under_way(config, Position.from_json(position, config)) if position else False
+    _, saved = read_newest_position(run / "checkpoints")
+    is_training = bool(saved) and Progress.from_json(saved, config).is_under_way(config)
     export = run / "export"
     if model is None and not is_training and (export / "config.json").is_file():
         model = export
     if model is not None:
         config.model.path = str(model)
-    elif not position:
+    elif not saved:
         raise FileNotFoundError(
             f"{run} holds neither export/ nor a checkpoint: no weights are trained yet. Name a "
             "model with --model=DIR."
         )
     config.stages = ()  # no data are read
     fit_host(config)
-    parts = assemble(config, display.part)
-    params, weights = load_weights(parts, run, model, display)
+    components = assemble(config, display.part)
+    params, weights = load_weights(components, run, model, display)
     display.say(f"weights: {weights}")
-    parts.engine.set_weights(params)
-    return parts, config
+    components.engine.set_weights(params)
+    return components, config
 
 
 def read_config(run: Path) -> ConfigDict:
@@ -137,14 +137,14 @@ def fit_host(config: ConfigDict) -> None:
 
 
 def load_weights(
-    parts: Parts, run: Path, model: Path | None, display: Display
+    components: Components, run: Path, model: Path | None, display: Display
 ) -> tuple[Params, str]:
     """The parameters of `model`, or without one of the run's newest checkpoint, and whose."""
     if model is not None:
         progress = display.counter("loading weights, MiB")
-        return load_hf(model, parts.mesh, progress=progress), str(model)
-    shapes = abstract_params(parts.model_config)
-    target = abstract(shapes, param_shardings(parts.mesh, parts.model_config))
+        return load_hf(model, components.mesh, progress=progress), str(model)
+    shapes = abstract_params(components.model_config)
+    target = abstract(shapes, param_shardings(components.mesh, components.model_config))
     step, params = restore_params(run / "checkpoints", target)
     return params, f"checkpoint of step {step}, in the middle of its stage"
 
@@ -162,12 +162,12 @@ def typed(lines: Iterable[str]) -> Iterator[str]:
 
 
 def ask(
-    parts: Parts, config: ConfigDict, question: str, temperature: float, number: int = 0
+    components: Components, config: ConfigDict, question: str, temperature: float, number: int = 0
 ) -> Trajectory:
     """One episode of a question.
 
     Args:
-        parts: of `open_run`.
+        components: of `open_run`.
         config: likewise.
         question: of the user.
         temperature: 0 is greedy.
@@ -184,8 +184,8 @@ def ask(
         top_p=config.eval.top_p,
         seeds=Seeds(seed=config.seed, stage=0, step=0),
     )
-    [trajectory] = parts.rollout([Draw(task=task, position=number)], sampling)
-    return trajectory
+    [group] = components.rollout([Draw(task=task, stream_index=number)], sampling)
+    return group.trajectories[0]
 
 
 def show(trajectory: Trajectory, console: Console) -> None:

@@ -21,9 +21,17 @@ ARRAYS = {
 }
 
 
+MEASURED = ("divergence", "windows")
+"""Fields that a step finds out anew."""
+
+
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
-    """A trajectory as plain JSON values, exactly; arrays as base64 of their little-endian bytes."""
-    fields = {f.name: getattr(trajectory, f.name) for f in dataclasses.fields(trajectory)}
+    """A trajectory as it was sampled, as plain JSON values, exactly.
+
+    Arrays are base64 of their little-endian bytes. What a step has measured is left out.
+    """
+    known = [field.name for field in dataclasses.fields(trajectory)]
+    fields = {name: getattr(trajectory, name) for name in known if name not in MEASURED}
     for name, dtype in ARRAYS.items():
         data = np.ascontiguousarray(fields[name], np.dtype(dtype).newbyteorder("<")).tobytes()
         fields[name] = base64.b64encode(data).decode("ascii")
@@ -36,7 +44,8 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
 
 def from_json(saved: Mapping[str, Any]) -> Trajectory:
     """The inverse of `to_json`."""
-    fields = dict(saved)
+    known = {field.name for field in dataclasses.fields(Trajectory)}
+    fields = {name: value for name, value in saved.items() if name in known}
     for name, dtype in ARRAYS.items():
         data = base64.b64decode(fields[name])
         array = np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
@@ -58,7 +67,6 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "query": trajectory.query,
         "answers": list(trajectory.task.answers),
         "data_source": trajectory.task.data_source,
-        "group_id": trajectory.group_id,
         "sample_index": trajectory.sample_index,
         "attempt": trajectory.attempt,
         "outcome": str(trajectory.outcome),

@@ -15,16 +15,15 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl import sft
 from jaxrl.config_checks import reward_parts
-from jaxrl.data import overlap_note, read_tasks
+from jaxrl.data import check_data_sources, overlap_note, read_tasks
+from jaxrl.demonstrations import Demonstration, read_demonstrations
 from jaxrl.envs.base import Env, Task
 from jaxrl.envs.math import MathEnv
 from jaxrl.envs.protocol import PROTOCOLS, Protocol, search_r1
 from jaxrl.envs.python_tool import MontyTool
 from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine, index_folder
 from jaxrl.envs.search import SearchEnv
-from jaxrl.evaluate import check_data_sources
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
@@ -37,7 +36,7 @@ from jaxrl.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class Components:
     """What the stages work with."""
 
     mesh: Mesh
@@ -46,7 +45,7 @@ class Parts:
     tokenizer: Tokenizer
     tasks: list[Task]
     eval_tasks: list[Task]
-    demonstrations: list[sft.Demonstration]
+    demonstrations: list[Demonstration]
     engine: Engine
     rollout: RolloutFunction
     rollout_without_search: RolloutFunction  # the control: the engine finds nothing
@@ -54,7 +53,7 @@ class Parts:
     notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
 
 
-def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -> Parts:
+def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -> Components:
     """Reads and checks everything the configured stages need; an index is built last.
 
     Args:
@@ -112,7 +111,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
     env = control
     if config.env.name == "search":
         env = _make_env(config, _make_search(config, show), python)
-    return Parts(
+    return Components(
         mesh=mesh,
         model_config=model_config,
         model=Model(
@@ -236,10 +235,10 @@ def check_length(config: ConfigDict, model: QwenConfig) -> None:
 
 def _read_data(
     config: ConfigDict, tokenizer: Tokenizer
-) -> tuple[list[Task], list[Task], list[sft.Demonstration]]:
+) -> tuple[list[Task], list[Task], list[Demonstration]]:
     tasks: list[Task] = []
     eval_tasks: list[Task] = []
-    demonstrations: list[sft.Demonstration] = []
+    demonstrations: list[Demonstration] = []
     if "train" in config.stages:
         source, split = config.tasks.train.source, config.tasks.train.split
         tasks = read_tasks(source, "config.tasks.train.source", split=split)
@@ -249,7 +248,7 @@ def _read_data(
         check_data_sources(eval_tasks, "config.tasks.eval.source")
         eval_tasks = eval_tasks[: config.eval.max_tasks or None]
     if "sft" in config.stages:
-        demonstrations = sft.read_demonstrations(
+        demonstrations = read_demonstrations(
             config.sft.source,
             tokenizer,
             max_total_tokens=config.rollout.max_total_tokens,

@@ -241,6 +241,20 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split()).rstrip(".")
 
 
+def check_data_sources(tasks: Sequence[Task], key: str) -> None:
+    """Refuses a data set with the name of a summary over data sets.
+
+    Raises:
+        ValueError: names the task and the configuration key of its file.
+    """
+    for task in tasks:
+        if task.data_source in RESERVED:
+            raise ValueError(
+                f"{key}: the data_source of task {task.id!r} is {task.data_source!r}, which is "
+                "what the evaluation calls its summary over data sets; rename it in that file."
+            )
+
+
 def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
     """A warning where held-out questions are among the tasks that are trained on; else "".
 
@@ -266,6 +280,10 @@ def _identity(task: Task) -> Hashable:
             " ?."
         )
     return tuple((message["role"], message["content"]) for message in task.messages or ())
+
+
+RESERVED = ("all", "mean")
+"""Names of summaries over data sets, which no data set may have."""
 
 
 class Stream(Generic[Item]):

@@ -1,14 +1,16 @@
-"""Scores of a policy on held-out tasks: summarise, write.
+"""Scores a policy on held-out tasks: roll out, summarise, write; suites and their stage.
 
-`docs/evaluation.md` says what every number is. All this reads trajectories alone, so they may come
-from anywhere as long as they are in the order of the tasks.
+`docs/evaluation.md` says what every number is. Rolling out needs the engine; the rest reads
+trajectories alone, so they may come from anywhere as long as they are in the order of the tasks.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.codecs import question_record
-from jaxrl.envs.base import Outcome, Task
+from jaxrl.config import STAGES
+from jaxrl.envs.base import Outcome
 from jaxrl.envs.rewards import normalize_answer
 from jaxrl.logs.metrics import mean, plain_number
 from jaxrl.logs.statistics import (
@@ -30,12 +33,12 @@ from jaxrl.logs.statistics import (
     pass_at_k,
     percentile_interval,
 )
+from jaxrl.runtime import distributed
 from jaxrl.runtime.files import printable, written_whole
+from jaxrl.sampling.rollout import Sampling, Seeds
+from jaxrl.session import Session
 from jaxrl.training.health import first_error
-from jaxrl.types import Trajectory
-
-RESERVED = ("all", "mean")
-"""Names of summaries over data sets, which no data set may have."""
+from jaxrl.types import Draw, Group, Params, members
 
 COUNTS = ("num_questions", "unscored_questions", "environment_errors")
 """What is counted rather than averaged, and has no interval."""
@@ -44,9 +47,6 @@ OUTCOMES = tuple(outcome for outcome in Outcome if outcome != Outcome.ENVIRONMEN
 
 RELIABILITY = ("precision", "reliability")
 """What follows from the shares of right answers and of abstentions."""
-
-Question = Sequence[Trajectory]
-"""All samples of one question."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,24 +67,9 @@ class Summary:
     intervals: dict[str, dict[str, tuple[float, float] | None]]
 
 
-def check_data_sources(tasks: Sequence[Task], key: str) -> None:
-    """Refuses a data set with the name of a summary over data sets.
-
-    Raises:
-        ValueError: names the task and the configuration key of its file.
-    """
-    for task in tasks:
-        if task.data_source in RESERVED:
-            raise ValueError(
-                f"{key}: the data_source of task {task.id!r} is {task.data_source!r}, which is "
-                "what the evaluation calls its summary over data sets; rename it in that file."
-            )
-
-
 def summarize(
-    trajectories: Sequence[Trajectory],
+    questions: Sequence[Group],
     *,
-    num_samples: int,
     has_python: bool = False,
     ks: Sequence[int] = (),
     num_resamples: int,
@@ -97,19 +82,18 @@ def summarize(
     pass@k and maj@k.
 
     Args:
-        trajectories: in task order, the samples of a task side by side.
-        num_samples: of each task.
+        questions: the samples of each question, as many of every one.
         has_python: count calls of Python as well.
         ks: see `subset_sizes`.
         num_resamples: of the bootstrap.
         seed: of the bootstrap.
     """
-    questions = _by_question(trajectories, num_samples)
+    [num_samples] = {len(question.trajectories) for question in questions}
     ks = subset_sizes(num_samples, ks)
     measured = [_measures(question, ks, has_python) for question in questions]
     names = list(dict.fromkeys(name for measures in measured for name in measures))
     values = np.array([[m.get(name, math.nan) for name in names] for m in measured])
-    sources = [question[0].task.data_source for question in questions]
+    sources = [question.trajectories[0].task.data_source for question in questions]
     sets = {
         source: [row for row, own in enumerate(sources) if own == source]
         for source in dict.fromkeys(sources)
@@ -156,27 +140,9 @@ def subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
     return tuple(ks) or (*(power for power in powers if power < num_samples), num_samples)
 
 
-def _by_question(trajectories: Sequence[Trajectory], num_samples: int) -> list[Question]:
-    questions = [
-        trajectories[start : start + num_samples]
-        for start in range(0, len(trajectories), num_samples)
-    ]
-    for question in questions:
-        if len({t.task_id for t in question}) > 1 or len(question) != num_samples:
-            raise ValueError(
-                f"{len(trajectories)} trajectories are not {num_samples} of each task side by "
-                f"side: found the tasks {[t.task_id for t in question]} together."
-            )
-    return questions
-
-
-def _scored(question: Question) -> list[Trajectory]:
-    return [t for t in question if t.outcome != Outcome.ENVIRONMENT_ERROR]
-
-
-def _measures(question: Question, ks: Sequence[int], has_python: bool) -> dict[str, float]:
+def _measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str, float]:
     """What the samples of one question say; NaN where there are too few of them."""
-    scored = _scored(question)
+    scored = question.scored
     parts = sorted({name for t in scored for name in t.reward_parts})
     formats = [t.is_well_formed for t in scored if "format" in t.reward_parts]
     right = [t.reward_parts.get("exact_match") == 1.0 for t in scored]
@@ -215,9 +181,9 @@ def _with_reliability(values: np.ndarray, names: Sequence[str]) -> np.ndarray:
     return np.concatenate([values, np.stack(more, axis=-1)], axis=-1)
 
 
-def _counts(questions: Sequence[Question]) -> dict[str, int]:
-    num_scored = [len(_scored(question)) for question in questions]
-    num_samples = sum(len(question) for question in questions)
+def _counts(questions: Sequence[Group]) -> dict[str, int]:
+    num_scored = [len(question.scored) for question in questions]
+    num_samples = len(members(questions))
     counts = (len(questions), num_scored.count(0), num_samples - sum(num_scored))
     return dict(zip(COUNTS, counts, strict=True))
 
@@ -244,7 +210,7 @@ def as_record(
     step: int,
     stage: str,
     settings: Mapping[str, Any],
-    suites: Mapping[str, Sequence[Trajectory]],
+    suites: Mapping[str, Sequence[Group]],
     summaries: Mapping[str, Summary],
     *,
     weights_step: int | None = None,
@@ -256,7 +222,7 @@ def as_record(
         step: of the run.
         stage: that evaluates.
         settings: how it was measured.
-        suites: the trajectories of each suite.
+        suites: the questions of each suite.
         summaries: of the same suites.
         weights_step: whose weights were evaluated; by default those of `step`.
         made_with: names all else that it depends on, for `read_metrics`.
@@ -276,8 +242,8 @@ def as_record(
         },
         "intervals": {suite: summary.intervals for suite, summary in summaries.items()},
         "questions": {
-            suite: [question_record(t, first_error([t])) for t in trajectories]
-            for suite, trajectories in suites.items()
+            suite: [question_record(t, first_error([t])) for t in members(questions)]
+            for suite, questions in suites.items()
         },
     }
 
@@ -435,3 +401,99 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     out = io.StringIO()
     Console(file=out, width=80, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def evaluate(session: Session, params: Params) -> Params:
+    """The stage: scores parameters in all final suites, unless that is done and on disk."""
+    progress, workdir = session.progress, session.workdir
+    file = workdir / "eval" / f"evaluate_{progress.step}.json"
+    done = None
+    if distributed.is_main():
+        done = read_metrics(file, progress.whose_weights, made_with(session))
+    metrics = distributed.from_main(done)
+    if metrics is None:
+        session.components.engine.set_weights(params)
+        metrics = run_suites(session, "evaluate", session.config.eval.final_suites)
+        session.components.engine.release()
+    else:
+        text = file.with_suffix(".txt")
+        session.display.say(f"evaluated before, with the same settings: {text}")
+    metrics["weights_step"] = progress.whose_weights
+    session.metrics_log.write(progress.step, "evaluate", metrics)
+    return params
+
+
+def made_with(session: Session) -> str:
+    """A hash of what an evaluation depends on beside the weights: settings, questions, corpus."""
+    sections = ("seed", "model", "env", "prompt", "search", "rollout", "reward", "eval")
+    settings = {name: session.config.to_dict()[name] for name in sections}
+    read = ("model.path/", "tasks.eval.source", "search.corpus")
+    content = {name: value for name, value in session.contents.items() if name.startswith(read)}
+    return hashlib.sha256(json.dumps([settings, content], sort_keys=True).encode()).hexdigest()
+
+
+def run_suites(session: Session, stage: str, suites: Sequence[str]) -> dict[str, float]:
+    """Evaluates the engine's weights and writes `eval/<stage>_<step>.json` and `.txt`."""
+    step, display, settings = session.progress.step, session.display, session.config.eval
+    started = time.perf_counter()
+    played = {suite: play(session, suite) for suite in suites}
+    summaries = {
+        suite: summarize(
+            groups,
+            has_python=session.config.env.python,
+            ks=settings.ks,
+            num_resamples=settings.resamples,
+            seed=session.config.seed,
+        )
+        for suite, groups in played.items()
+    }
+    session.components.engine.clear()  # the cache; the weights are the next rollout's
+    whose_weights = session.progress.whose_weights
+    record = as_record(
+        step,
+        stage,
+        settings.to_dict(),
+        played,
+        summaries,
+        weights_step=whose_weights,
+        made_with=made_with(session),
+    )
+    text = as_text(step, stage, summaries, weights_step=whose_weights)
+    if distributed.is_main():
+        write(session.workdir / "eval" / f"{stage}_{step}.json", record, text)
+    for suite, summary in summaries.items():
+        if is_unscored(summary):
+            error = first_error(members(played[suite]))
+            display.say(
+                f"warning: {stage} {step} {suite}: no question could be scored, since every "
+                f"episode ended in an environment error; the first: {error}"
+            )
+    lines = [f"{stage} {step} {one_line(suite, summary)}" for suite, summary in summaries.items()]
+    for line in [text] if stage == "evaluate" else lines:
+        display.say(line)
+    metrics = {"timing_s/testing": time.perf_counter() - started}
+    for suite, summary in summaries.items():
+        metrics |= as_metrics(suite, summary)
+    return metrics
+
+
+def play(session: Session, suite: str) -> list[Group]:
+    """The held-out tasks under the engine's weights, as the suite wants them."""
+    config, components = session.config, session.components
+    is_greedy = suite == "greedy"
+    rollout = components.rollout
+    if suite == "empty_search":
+        rollout = components.rollout_without_search
+    return rollout(
+        [Draw(task=task, stream_index=i) for i, task in enumerate(components.eval_tasks)],
+        Sampling(
+            group_size=1 if is_greedy else config.eval.samples,
+            temperature=0.0 if is_greedy else config.eval.temperature,
+            top_p=config.eval.top_p,
+            seeds=Seeds(
+                seed=config.seed, stage=STAGES.index("evaluate"), step=session.progress.step
+            ),
+        ),
+        should_stop=session.should_stop,
+        progress=session.display.counter(f"evaluating {suite}, trajectories"),
+    )

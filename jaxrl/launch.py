@@ -133,12 +133,12 @@ def _run(
     from jaxrl.components import assemble
     from jaxrl.logs.display import Display
     from jaxrl.logs.writers import check_mirrors
+    from jaxrl.run import run
     from jaxrl.runtime import distributed
     from jaxrl.runtime import history as resuming
     from jaxrl.runtime.checkpoint import CheckpointError, newest_whole
     from jaxrl.runtime.versions import check_alike, fingerprints
     from jaxrl.sampling.rollout import Interrupted
-    from jaxrl.train import run
     from jaxrl.training.collect import NotEnoughGroupsError
     from jaxrl.training.health import NothingWorksError
 
@@ -157,12 +157,12 @@ def _run(
                 changed = f"changed after step {begun.step}: "
                 said += [*begun.warnings, *(f"{changed}{change}" for change in changes)]
             said += _fit_memory(config, workdir, ignores_plan=_IGNORE_PLAN.value)
-            parts = assemble(config, display.part)
+            components = assemble(config, display.part)
             if distributed.is_main():
                 stack.enter_context(held(workdir))
         except INPUT_ERRORS as error:
             _refuse(error)
-        for line in (*said, *parts.notes):
+        for line in (*said, *components.notes):
             display.say(line)
 
         def adopt() -> None:
@@ -171,7 +171,7 @@ def _run(
 
         begin()
         try:
-            run(config, workdir, parts, display, should_stop, contents, adopt)
+            run(config, workdir, components, display, should_stop, contents, adopt)
         except Interrupted:
             sys.exit(EXIT_TRY_AGAIN)
         except NothingWorksError as error:

@@ -1,153 +1,74 @@
-"""The supervised warm start: demonstrations of the protocol, the same update machinery."""
+"""The supervised warm start: demonstrations of the protocol, through the same update step."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import time
 
 import jax
 import numpy as np
 
-from jaxrl.data import check_messages, read_jsonl
-from jaxrl.envs.protocol import SEARCH_R1, Protocol
+from jaxrl.data import Stream
+from jaxrl.logs.steps import SHOWN, memory_metrics
 from jaxrl.objectives.losses import negative_log_likelihood
-from jaxrl.sampling.rollout import encode_observation
-from jaxrl.tokenizer import Tokenizer
-from jaxrl.types import Batch
+from jaxrl.runtime import distributed
+from jaxrl.runtime.sharding import num_batch_shards
+from jaxrl.sampling.rollout import Interrupted
+from jaxrl.session import Session, stage_optimizer
+from jaxrl.training.packing import pack, sft_shape
+from jaxrl.training.update import make_update_step, put_batch
+from jaxrl.types import Batch, Params
+
+SHOWN_OF_SFT = {"loss": "sft/loss"} | {name: SHOWN[name] for name in ("tokens/s", "s/step", "GiB")}
+"""What the display shows of a step, and the metric it is."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Demonstration:
-    """A worked episode; the tokens of its assistant messages are trained on."""
-
-    token_ids: np.ndarray  # int32 [L]
-    loss_mask: np.ndarray  # bool [L]
-    rollout_logprobs: np.ndarray  # float32 [L], zeros: nothing was sampled
-
-
-def read_demonstrations(
-    path: str,
-    tokenizer: Tokenizer,
-    *,
-    max_total_tokens: int,
-    max_observation_tokens: int,
-    protocol: Protocol = SEARCH_R1,
-    tools: Sequence[str] = ("search",),
-) -> list[Demonstration]:
-    """Encodes a JSONL of chats exactly as a rollout would have written them.
-
-    The messages before the first of the assistant are the prompt. Those of the role `tool` are raw
-    results, rendered by the protocol and cut as the environment's observations are. `tools` are the
-    tags that call one in this run.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: a line is malformed or too long (file and line are named).
-    """
-
-    def parse(fields: dict[str, Any], place: str) -> Demonstration:
-        messages: Any = fields.get("messages")
-        check_messages(messages, place)
-        demonstration = encode_demonstration(
-            messages,
-            tokenizer,
-            max_observation_tokens=max_observation_tokens,
-            protocol=protocol,
-            tools=tools,
-            place=place,
+def sft(session: Session, params: Params) -> Params:
+    """Trains on demonstrations; returns the trained parameters."""
+    config, components, progress = session.config, session.components, session.progress
+    num_steps, batch_size = config.sft.num_steps, config.sft.batch_size
+    if not session.begin("sft"):
+        return params
+    optimizer = stage_optimizer(config, "sft")
+    state = session.state = session.start_state(params, optimizer)
+    update_step = make_update_step(components.model, supervised_loss, optimizer)
+    stream = Stream(components.demonstrations, seed=config.seed)
+    shape, num_shards = sft_shape(config), num_batch_shards(components.mesh)
+    session.display.start("sft", progress.stage_step, num_steps)
+    while progress.stage_step < num_steps:
+        if distributed.anywhere(session.should_stop()):
+            raise Interrupted
+        started = time.perf_counter()
+        packed = pack(
+            stream.take(progress.items_taken, batch_size),
+            np.ones(batch_size),
+            shape,
+            aggregation="token-mean",
+            num_shards=num_shards,
         )
-        if len(demonstration.token_ids) > max_total_tokens:
-            raise ValueError(
-                f"{place}: the demonstration has {len(demonstration.token_ids)} tokens; expected "
-                f"at most config.rollout.max_total_tokens={max_total_tokens}."
-            )
-        return demonstration
-
-    return read_jsonl(path, parse, "config.sft.source")
-
-
-def encode_demonstration(
-    messages: list[dict[str, str]],
-    tokenizer: Tokenizer,
-    *,
-    max_observation_tokens: int,
-    protocol: Protocol = SEARCH_R1,
-    tools: Sequence[str] = ("search",),
-    place: str = "demonstration",
-) -> Demonstration:
-    """Prompt, then assistant turns (trained on) and observations (masked) in order."""
-    roles = [message["role"] for message in messages]
-    if "assistant" not in roles or roles[0] == "assistant":
-        raise ValueError(
-            f"{place}: expected a prompt and then an assistant message, found {roles}."
-        )
-    start = roles.index("assistant")
-    pieces = [(tokenizer.render_prompt(messages[:start]), False)]
-    messages = [*messages]
-    messages[start] = _continue(tokenizer.opener, messages[start], place)
-    for message in messages[start:]:
-        if message["role"] == "assistant":
-            pieces.append((tokenizer.encode(message["content"]), True))
-        elif message["role"] == "tool":
-            observation = protocol.render_observation(message["content"])
-            ids, _ = encode_observation(
-                tokenizer, observation, max_body_tokens=max_observation_tokens
-            )
-            pieces.append((ids, False))
-        else:
-            raise ValueError(
-                f"{place}: role {message['role']!r} after the first assistant message; expected "
-                "'assistant' or 'tool'."
-            )
-    _check_turns(messages[start:], tools, place)
-    token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in pieces])
-    loss_mask = np.concatenate([np.full(len(ids), sampled) for ids, sampled in pieces])
-    if not loss_mask.any():
-        raise ValueError(f"{place}: the assistant's messages are all empty; there is no example.")
-    return Demonstration(
-        token_ids=token_ids,
-        loss_mask=loss_mask,
-        rollout_logprobs=np.zeros(len(token_ids), np.float32),
-    )
-
-
-def _continue(opener: str, message: dict[str, str], place: str) -> dict[str, str]:
-    """The first assistant message from where the chat template's opener ends.
-
-    Raises:
-        ValueError: it is no continuation of a thought that the opener begins.
-    """
-    content, begun = message["content"], opener.strip()
-    if not begun:
-        return message
-    if content.lstrip().startswith(begun):
-        return {**message, "content": content.lstrip().removeprefix(begun).lstrip()}
-    if begun.endswith("<think>") and "</think>" not in content.partition("<think>")[0]:
-        raise ValueError(
-            f"{place}: the model's chat template begins every answer with {opener!r}, and "
-            f"{content[:40]!r} neither begins so nor ends that thought. Begin the first assistant "
-            "message with it, or see whether config.prompt.chat_template_kwargs can turn it off "
-            "(enable_thinking)."
-        )
-    return message
-
-
-def _check_turns(messages: list[dict[str, str]], tools: Sequence[str], place: str) -> None:
-    """Refuses what no rollout could have written: a result that nobody asked for."""
-    closings = tuple(f"</{tool}>" for tool in tools)
-    for before, message in itertools.pairwise(messages):
-        is_called = before["role"] == "assistant" and before["content"].endswith(closings)
-        if message["role"] == "tool" and not is_called:
-            hint = ""
-            if before["content"].endswith("</python>"):
-                hint = " Set config.env.python=True to offer Python."
-            raise ValueError(
-                f"{place}: a message of the role 'tool' follows {before['content'][-40:]!r}; "
-                f"expected an assistant message that ends with {' or '.join(map(repr, closings))}."
-                + hint
-            )
+        batch = put_batch(components.mesh, packed.batch)
+        state, metrics = update_step(state, batch, packed.num_micro)
+        session.state = state
+        metrics = {name: float(value) for name, value in metrics.items()}
+        step_s = time.perf_counter() - started
+        progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
+        progress.items_taken += batch_size
+        record = {
+            "sft/loss": metrics["sft/nll_loss"],
+            "sft/entropy": metrics["sft/entropy"],
+            "sft/grad_norm": metrics["grad_norm"],
+            "sft/num_skipped": int(state.num_skipped),
+            "sft/padding": packed.padding,
+            "timing_s/step": step_s,
+            "perf/throughput": packed.num_tokens / step_s,
+            **memory_metrics(),
+            "perf/num_compilations/update": update_step.num_traces,
+        }
+        session.metrics_log.write(progress.step, "sft", record)
+        shown = {name: record[key] for name, key in SHOWN_OF_SFT.items() if key in record}
+        session.display.step(progress.stage_step, shown)
+        if session.is_checkpoint_due():
+            session.save()
+    return session.end(state)
 
 
 def supervised_loss(

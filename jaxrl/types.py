@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -21,8 +24,8 @@ class Draw:
     """A task to roll out, and where it stands in the task stream, which seeds its samples."""
 
     task: Task
-    position: int
-    attempt: int = 0  # of the same draw; another one is sampled anew
+    stream_index: int
+    attempt: int = 0  # tries before this one to sample the same draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,42 @@ class TokenStep:
     position: int  # in the trajectory's ids, observations counted
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Divergence:
+    """How far the policy before the update is from the reference, along one trajectory."""
+
+    old_logprobs: np.ndarray  # float32 [L], nats
+    ref_logprobs: np.ndarray  # float32 [L], nats
+    per_token: np.ndarray  # float32 [L], nats, by `kl.estimator`; 0 where nothing is trained
+    num_tokens: int  # that are trained on
+
+    @property
+    def total(self) -> float:
+        """The sum over the trajectory, in nats."""
+        return float(self.per_token.sum())
+
+    @property
+    def mean(self) -> float:
+        """Nats a token; NaN where none is trained on."""
+        return self.total / self.num_tokens if self.num_tokens else math.nan
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Windows:
+    """What the windows of entropy along one trajectory say (ARES)."""
+
+    values: np.ndarray  # float32 [L], nats; 0 where there is no whole window
+    valid: np.ndarray  # bool [L]
+    is_high: np.ndarray  # bool [L], at the threshold or above
+    percentile: float  # of the values, nats; NaN without any
+    excess: float  # the sum of what lies above the threshold, nats
+
+    @property
+    def count(self) -> int:
+        """Tokens followed by a window of high entropy."""
+        return int(self.is_high.sum())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
     """One episode on the host: every token the model read or wrote."""
@@ -45,7 +84,6 @@ class Trajectory:
     rollout_entropies: np.ndarray  # float32 [L], nats; 0 outside loss_mask
     policy_versions: np.ndarray  # int32 [L], updates the sampling weights had seen; -1 outside
     prompt_length: int
-    group_id: int  # shared by all trajectories of one task drawn once; negative counts for nothing
     sample_index: int  # within the group
     attempt: int = 0
     task: Task
@@ -60,7 +98,10 @@ class Trajectory:
     is_correct: bool = False  # says the environment; these three are read by group logic
     is_abstention: bool = False  # declines to answer
     is_well_formed: bool = True
-    advantage: float | None = None  # None until the step has it
+    # What a training step finds out about it; None until then, or where no term asks for it.
+    divergence: Divergence | None = None
+    windows: Windows | None = None
+    advantage: float | None = None
 
     @property
     def query(self) -> str:
@@ -79,6 +120,12 @@ class Trajectory:
     def is_scored(self) -> bool:
         """False for an environment error, which is in no statistics and no loss."""
         return self.outcome != Outcome.ENVIRONMENT_ERROR
+
+    @property
+    def error(self) -> str:
+        """What the environment failed with; "" where it did not."""
+        texts = [turn.error for turn in self.turns if turn.error]
+        return "" if self.is_scored else texts[-1] if texts else "it has no text"
 
     @property
     def num_sampled(self) -> int:
@@ -142,6 +189,140 @@ class Trajectory:
     def generated_positions(self) -> list[int]:
         """Where in `full_input_ids` the sampled tokens stand."""
         return [int(position) for position in np.flatnonzero(self.loss_mask)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """All trajectories of one task, drawn once, in the order of `sample_index`."""
+
+    trajectories: tuple[Trajectory, ...]  # at least one
+
+    @property
+    def task_id(self) -> str:
+        """The task's id in its data set."""
+        return self.trajectories[0].task_id
+
+    @property
+    def scored(self) -> list[Trajectory]:
+        """Those without an environment error."""
+        return [t for t in self.trajectories if t.is_scored]
+
+    @property
+    def num_correct(self) -> int:
+        """Scored trajectories that are correct."""
+        return sum(t.is_correct for t in self.scored)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupStats:
+    """What became of one group; of its trajectories, environment errors left out."""
+
+    task_id: str
+    num_correct: int
+    num_scored: int
+    mean_entropy: float  # nats a token, the mean over trajectories; NaN without any
+    error: str = ""  # what the environment first failed with
+
+    @classmethod
+    def of(cls, group: Group) -> GroupStats:
+        """The numbers of a group as it was sampled last."""
+        entropies = [t.mean_entropy for t in group.scored]
+        return cls(
+            task_id=group.task_id,
+            num_correct=group.num_correct,
+            num_scored=len(group.scored),
+            mean_entropy=float(np.mean(entropies)) if entropies else math.nan,
+            error=next((t.error for t in group.trajectories if not t.is_scored), ""),
+        )
+
+    @property
+    def kind(self) -> str:
+        """One of `GROUP_KINDS`."""
+        if not self.num_scored:
+            return "failed"
+        if 0 < self.num_correct < self.num_scored:
+            return "mixed"
+        return "all_right" if self.num_correct else "all_wrong"
+
+
+GROUP_KINDS = ("all_right", "all_wrong", "mixed", "failed")
+"""Of a failed group all trajectories had environment errors."""
+
+
+def members(groups: Sequence[Group]) -> list[Trajectory]:
+    """The trajectories of all groups, group by group."""
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+def with_fields(groups: Sequence[Group], **columns: Sequence[Any]) -> list[Group]:
+    """Groups whose trajectories have other values in some fields.
+
+    Args:
+        groups: as they are.
+        columns: by name of a field, its value in each trajectory, in the order of `members`.
+    """
+    rows = zip(*columns.values(), strict=True)
+
+    def changed(trajectories: Sequence[Trajectory]) -> Iterator[Trajectory]:
+        for trajectory in trajectories:
+            yield dataclasses.replace(trajectory, **dict(zip(columns, next(rows), strict=True)))
+
+    made = [Group(trajectories=tuple(changed(group.trajectories))) for group in groups]
+    assert next(rows, None) is None, "more values than trajectories"
+    return made
+
+
+class Columns:
+    """What objectives read of the trajectories of some groups, an array over all of them each.
+
+    A column has the name of the parameter that takes it. Of a group's trajectories all stand side
+    by side; N counts those with environment errors too, which are in no group.
+    """
+
+    def __init__(self, groups: Sequence[Group]):
+        """The columns of `groups`, in the order of `members`."""
+        self._groups = groups
+        self._members = members(groups)
+
+    @cached_property
+    def group_ids(self) -> np.ndarray:
+        """int32 [N], the group's index; -1 for an environment error."""
+        ids = [
+            index if t.is_scored else -1
+            for index, group in enumerate(self._groups)
+            for t in group.trajectories
+        ]
+        return np.array(ids, np.int32)
+
+    @cached_property
+    def rewards(self) -> np.ndarray:
+        """float32 [N]."""
+        return np.array([t.reward for t in self._members], np.float32)
+
+    @cached_property
+    def is_correct(self) -> np.ndarray:
+        """Bool [N], what the environment says; False for its errors."""
+        return np.array([t.is_correct and t.is_scored for t in self._members], bool)
+
+    @cached_property
+    def is_abstention(self) -> np.ndarray:
+        """Bool [N], the answer says that the model does not know."""
+        return np.array([t.is_abstention for t in self._members], bool)
+
+    @cached_property
+    def is_well_formed(self) -> np.ndarray:
+        """Bool [N], the response keeps to the protocol."""
+        return np.array([t.is_well_formed for t in self._members], bool)
+
+    @cached_property
+    def token_counts(self) -> np.ndarray:
+        """int32 [N], sampled tokens."""
+        return np.array([t.num_sampled for t in self._members], np.int32)
+
+    @cached_property
+    def mean_entropies(self) -> np.ndarray:
+        """float32 [N], nats a sampled token."""
+        return np.array([t.mean_entropy for t in self._members], np.float32)
 
 
 @struct.dataclass

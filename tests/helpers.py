@@ -12,11 +12,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxrl.training.method import make_policy_loss
 
 from jaxrl.config import default_config
 from jaxrl.models import qwen
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.training.method import make_policy_loss
 from jaxrl.training.packing import pack
 
 ROOT = Path(__file__).parents[1]

@@ -10,6 +10,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
+from jaxrl.training.method import Controllers
 
 from configs import (
     ares_small,
@@ -32,7 +33,6 @@ from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.distributed import shared
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.training.method import Controllers
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures")
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jaxrl.objectives.controllers import BUCKETS
 
 from configs import debug_tiny, quickstart
 from jaxrl import config as configuration
@@ -16,7 +17,6 @@ from jaxrl.config import (
     to_json,
     validate,
 )
-from jaxrl.objectives.controllers import BUCKETS
 
 ROOT = Path(configuration.__file__).parent
 

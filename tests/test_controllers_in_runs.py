@@ -11,6 +11,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jaxrl.objectives.controllers import BUCKETS
+from jaxrl.training.method import Controllers
 
 from configs import ares, bapo, debug_tiny, passk
 from jaxrl import components as assemble
@@ -20,11 +22,9 @@ from jaxrl.config import default_config, validate
 from jaxrl.envs.base import Task
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.objectives.controllers import BUCKETS
 from jaxrl.sampling.rollout import Interrupted
 from jaxrl.training import entropy_control
 from jaxrl.training.collect import NotEnoughGroupsError, collect
-from jaxrl.training.method import Controllers
 from jaxrl.types import Draw
 from tests import test_runs
 from tests.episodes import make_trajectory

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxrl.training.entropy_control import token_kl_weights
+from jaxrl.training.method import Controllers, make_estimator, make_policy_loss
 
 from jaxrl.config import ADVANTAGES, KL_ESTIMATORS, default_config, validate
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.train import has_reference
-from jaxrl.training.entropy_control import token_kl_weights
-from jaxrl.training.method import Controllers, make_estimator, make_policy_loss
 from jaxrl.training.minibatches import as_trained, make_minibatches, takes_own_logprobs
 from jaxrl.training.packing import BatchShape, balance_rows
 from jaxrl.training.update import make_gradient, put_batch

@@ -6,6 +6,8 @@ import types
 
 import numpy as np
 import pytest
+from jaxrl.objectives.controllers import KLBudget, SkipSet
+from jaxrl.training.method import Controllers
 
 from configs import dapo, dapo_small, search_r1_small
 from jaxrl import config_checks as rules
@@ -13,12 +15,10 @@ from jaxrl.codecs import to_json
 from jaxrl.config import default_config
 from jaxrl.data import Stream
 from jaxrl.envs.base import Task
-from jaxrl.objectives.controllers import KLBudget, SkipSet
 from jaxrl.objectives.entropy import EntropyThreshold
 from jaxrl.train import Position, open_gate, skip_solved
 from jaxrl.train import draw as draw_tasks
 from jaxrl.training.collect import NotEnoughGroupsError, Tried, collect, shape
-from jaxrl.training.method import Controllers
 from jaxrl.types import Draw
 from tests.episodes import make_failure, make_trajectory
 

@@ -2,11 +2,11 @@ import math
 
 import jax
 import numpy as np
+from jaxrl.training.method import make_estimator
 
 from configs import debug_tiny
 from jaxrl import train
 from jaxrl.sampling.engine import Counts
-from jaxrl.training.method import make_estimator
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import train_shape
 from tests.episodes import make_failure, make_trajectory

@@ -1,4 +1,4 @@
-"""Where the policy is undecided: window entropies, their threshold, and the KL they relax.
+"""Where the policy is undecided: window entropies, and the KL they relax.
 
 ARES (https://arxiv.org/abs/2510.08457) lets a policy stray further from its reference at the
 tokens from which on it is undecided.
@@ -6,8 +6,6 @@ tokens from which on it is undecided.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -101,51 +99,6 @@ def kl_weights(
     xp = _numpy_or_jax(high_entropy_mask, kl_coef, low_factor, bucket_scale)
     weights = kl_coef * bucket_scale * xp.where(high_entropy_mask, low_factor, 1.0)
     return weights.astype(xp.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class EntropyThreshold:
-    """The window entropy from which on a token counts as undecided, as training goes on.
-
-    Attributes:
-        value: nats; None before the first estimate.
-    """
-
-    value: float | None
-
-    @classmethod
-    def init(cls) -> EntropyThreshold:
-        """Before any estimate."""
-        return cls(value=None)
-
-    def update(
-        self,
-        window_entropies: Sequence[np.ndarray],
-        *,
-        percentile: float = 95.0,
-        decay: float = 0.99,
-    ) -> EntropyThreshold:
-        """Moves towards the median, over samples, of a high percentile of their windows.
-
-        The first estimate is taken as it is; then `decay * value + (1 - decay) * estimate`.
-        Samples without a window are left out, and so are those with a value that is not finite,
-        which would stay in the average for good; without any sample, nothing changes.
-
-        Args:
-            window_entropies: of each sample, its defined window entropies in nats, one axis.
-            percentile: of a sample's windows, interpolated linearly.
-            decay: of the moving average.
-        """
-        samples = [
-            x.astype(np.float64) for x in window_entropies if x.size and np.isfinite(x).all()
-        ]
-        levels = [np.percentile(sample, percentile) for sample in samples]
-        if not levels:
-            return self
-        estimate = float(np.median(levels))
-        if self.value is None:
-            return EntropyThreshold(value=estimate)
-        return EntropyThreshold(value=decay * self.value + (1.0 - decay) * estimate)
 
 
 def _numpy_or_jax(*arrays: ScalarLike | Array) -> Any:

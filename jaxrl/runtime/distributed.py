@@ -20,18 +20,18 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxrl.codecs import from_json, to_json
+from jaxrl import codecs
 from jaxrl.runtime import monitor
 from jaxrl.runtime.files import printable
 from jaxrl.sampling.rollout import Interrupted, Sampling
-from jaxrl.types import Draw, Trajectory
+from jaxrl.types import Draw, Group
 
 Value = TypeVar("Value")
 
@@ -423,7 +423,7 @@ def from_main(value: Value) -> Value:
     return gather(value)[0]
 
 
-RolloutFunction = Callable[..., list[Trajectory]]
+RolloutFunction = Callable[..., list[Group]]
 """Called as `sampling.rollout.Rollout` is."""
 
 
@@ -433,17 +433,21 @@ def shared(rollout: RolloutFunction) -> RolloutFunction:
     Every process gets the trajectories of all, in task order; if one is interrupted, all are.
     """
 
-    def everywhere(draws: Sequence[Draw], sampling: Sampling, **settings: Any) -> list[Trajectory]:
+    def everywhere(draws: Sequence[Draw], sampling: Sampling, **settings: Any) -> list[Group]:
         if jax.process_count() == 1:
             return rollout(draws, sampling, **settings)
         mine = share(len(draws))
-        own: list[dict[str, Any]] | None = None
+        own: list[list[dict[str, Any]]] | None = None
         with contextlib.suppress(Interrupted):
             sampled = rollout(draws[mine], sampling, **settings)
-            own = [to_json(replace(t, group_id=t.group_id + mine.start)) for t in sampled]
+            own = [[codecs.to_json(t) for t in group.trajectories] for group in sampled]
         parts = gather(own)
         if any(part is None for part in parts):
             raise Interrupted("a rollout was asked to stop")
-        return [from_json(saved) for part in parts for saved in part or ()]
+        return [
+            Group(trajectories=tuple(map(codecs.from_json, saved)))
+            for part in parts
+            for saved in part or ()
+        ]
 
     return everywhere

@@ -18,7 +18,7 @@ import jax
 from ml_collections import ConfigDict
 
 import jaxrl
-from jaxrl.components import Parts
+from jaxrl.components import Components
 from jaxrl.config import flatten
 from jaxrl.envs.retrieval import corpus_digest, index_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
@@ -30,7 +30,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers"
 
 
 def write_environment(
-    path: Path, step: int, parts: Parts, say: Callable[[str], None] = print
+    path: Path, step: int, components: Components, say: Callable[[str], None] = print
 ) -> None:
     """Adds this start of the run, after global step `step`, to its `environment.json`.
 
@@ -51,14 +51,14 @@ def write_environment(
             "anew"
         )
         starts = []
-    starts = [*starts, {"step": step, **environment(parts)}]
+    starts = [*starts, {"step": step, **environment(components)}]
     with written_whole(path) as file:
         file.write(json.dumps(starts, indent=1, ensure_ascii=False) + "\n")
 
 
-def environment(parts: Parts) -> dict[str, Any]:
+def environment(components: Components) -> dict[str, Any]:
     """This process's versions and devices, and what it works on."""
-    device, model = jax.devices()[0], parts.model_config
+    device, model = jax.devices()[0], components.model_config
     shapes = jax.tree.leaves(abstract_params(model))
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -79,9 +79,9 @@ def environment(parts: Parts) -> dict[str, Any]:
             "width": model.width,
             "parameters": sum(math.prod(leaf.shape) for leaf in shapes),
         },
-        "num_tasks": len(parts.tasks),
-        "num_eval_tasks": len(parts.eval_tasks),
-        "num_demonstrations": len(parts.demonstrations),
+        "num_tasks": len(components.tasks),
+        "num_eval_tasks": len(components.eval_tasks),
+        "num_demonstrations": len(components.demonstrations),
     }
 
 

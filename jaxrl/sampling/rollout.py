@@ -39,7 +39,7 @@ from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Event, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer
-from jaxrl.types import Draw, Trajectory
+from jaxrl.types import Draw, Group, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,6 @@ class _Sample:
     """A trajectory while it grows."""
 
     episode: Episode
-    group_id: int
     sample_index: int
     attempt: int
     token_ids: list[int]
@@ -222,7 +221,7 @@ class Rollout:
         *,
         should_stop: Callable[[], bool] = lambda: False,
         progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> list[Trajectory]:
+    ) -> list[Group]:
         """Samples a group of trajectories of every task, scored, in task order.
 
         Whatever is raised here leaves the engine empty. Calls of the environment that are under
@@ -345,7 +344,7 @@ class Rollout:
     def _make_samples(self, draws: Sequence[Draw], group_size: int) -> list[_Sample]:
         """All samples with their prompts; those of a task that cannot be opened have ended."""
         samples = []
-        for group_id, draw in enumerate(draws):
+        for draw in draws:
             prompt: list[int] = []
             failure: str | None = None
             try:
@@ -355,7 +354,6 @@ class Rollout:
             for sample_index in range(group_size):
                 sample = _Sample(
                     episode=Episode(task=draw.task, opener=self._tokenizer.opener),
-                    group_id=group_id,
                     sample_index=sample_index,
                     attempt=draw.attempt,
                     token_ids=list(prompt),
@@ -377,7 +375,7 @@ class Rollout:
             seeds.seed,
             seeds.stage,
             seeds.step,
-            np.repeat([draw.position for draw in draws], group_size),
+            np.repeat([draw.stream_index for draw in draws], group_size),
             np.tile(np.arange(group_size), len(draws)),
             np.repeat([draw.attempt for draw in draws], group_size),
         )
@@ -516,16 +514,17 @@ class Rollout:
         sample.episode.outcome = outcome
         self._engine.finish(request)
 
-    def _score(self, samples: Sequence[_Sample], sampling: Sampling) -> list[Trajectory]:
-        trajectories = []
+    def _score(self, samples: Sequence[_Sample], sampling: Sampling) -> list[Group]:
+        groups = []
         for start in range(0, len(samples), sampling.group_size):
             group = samples[start : start + sampling.group_size]
             scored = [s for s in group if s.episode.outcome != Outcome.ENVIRONMENT_ERROR]
             by_index = self._rewards(scored) if scored else {}
-            for sample in group:
-                reward = by_index.get(sample.sample_index)
-                trajectories.append(_trajectory(sample, reward, sampling.policy_version))
-        return trajectories
+            made = [
+                _trajectory(s, by_index.get(s.sample_index), sampling.policy_version) for s in group
+            ]
+            groups.append(Group(trajectories=tuple(made)))
+        return groups
 
     def _rewards(self, samples: Sequence[_Sample]) -> dict[int, Reward]:
         """By sample index; a sample that cannot be scored ends as an environment error instead."""
@@ -660,7 +659,6 @@ def _trajectory(sample: _Sample, reward: Reward | None, policy_version: int) -> 
         rollout_entropies=np.array(sample.entropies, np.float32),
         policy_versions=np.where(loss_mask, policy_version, -1).astype(np.int32),
         prompt_length=sample.prompt_length,
-        group_id=sample.group_id,
         sample_index=sample.sample_index,
         attempt=sample.attempt,
         task=sample.episode.task,

@@ -26,7 +26,7 @@ class Failures:
     """
 
     limit: int  # at which to give up; 0: never
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     num_batches: int
 
     def count(self, batch: Sequence[Trajectory]) -> None:
@@ -40,7 +40,7 @@ class Failures:
             return
         self.num_batches += 1
         error = first_error(batch)
-        self.say(
+        self.log(
             f"warning: each of the {len(batch)} episodes of this batch ended in an environment "
             f"error; the first: {error}"
         )
@@ -55,11 +55,7 @@ class Failures:
 
 def first_error(trajectories: Iterable[Trajectory]) -> str:
     """The text of the first environment error, in one short line; "" where there is none."""
-    for trajectory in trajectories:
-        if not trajectory.is_scored:
-            texts = [turn.error for turn in trajectory.turns if turn.error]
-            return short(texts[-1]) if texts else "it has no text"
-    return ""
+    return next((short(t.error) for t in trajectories if not t.is_scored), "")
 
 
 def short(text: str) -> str:

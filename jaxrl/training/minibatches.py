@@ -1,92 +1,61 @@
-"""Trajectories to mini-batches on the devices, with the log-probabilities that the update needs."""
+"""Groups to mini-batches on the devices, with the log-probabilities that the update needs."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl.config_checks import has_kl_loss
-from jaxrl.objectives.kl import kl_estimate
+from jaxrl.config_checks import has_kl_loss, has_kl_weights, is_measured
+from jaxrl.objectives.entropy import kl_weights
+from jaxrl.objectives.shaping import relaxed_kl
 from jaxrl.runtime.compilation import CompiledFunction
-from jaxrl.runtime.sharding import num_batch_shards, replicated
+from jaxrl.training.controllers import Controllers, KLBudget
 from jaxrl.training.packing import BatchShape, Packed, pack
 from jaxrl.training.update import put_batch
-from jaxrl.types import Batch, Params, Trajectory
-
-
-@dataclass(frozen=True, kw_only=True)
-class Divergence:
-    """How far the policy before the update is from the reference, along one trajectory."""
-
-    old_logprobs: np.ndarray  # float32 [L], nats
-    ref_logprobs: np.ndarray  # float32 [L], nats
-    per_token: np.ndarray  # float32 [L], nats, by `kl.estimator`; 0 where nothing is trained
-    num_tokens: int  # that are trained on
-
-    @property
-    def total(self) -> float:
-        """The sum over the trajectory, in nats."""
-        return float(self.per_token.sum())
-
-    @property
-    def mean(self) -> float:
-        """Nats a token; NaN where none is trained on."""
-        return self.total / self.num_tokens if self.num_tokens else math.nan
+from jaxrl.types import Batch, Group, Params, Trajectory, members
 
 
 def make_minibatches(
-    trajectories: Sequence[Trajectory],
-    advantages: np.ndarray,
+    groups: Sequence[Group],
     shape: BatchShape,
     config: ConfigDict,
     *,
-    kl_weights: Sequence[np.ndarray] | None = None,
-    divergences: Sequence[Divergence | None] | None = None,
+    controllers: Controllers,
     num_shards: int = 1,
 ) -> list[Packed]:
-    """Whole groups in task order to mini-batches, each packed alone.
+    """Whole groups in task order to mini-batches on the host, each packed alone.
 
     Environment errors are left out. Trajectories without an advantage may be too
     (`optimizer.skip_signal_free`), where neither a KL nor an entropy term gives them a gradient;
     they still count in the loss's denominator.
 
     Args:
-        trajectories: in groups of ids 0, 1, …
-        advantages: float32 [N].
+        groups: with their advantages; with their divergences where these were measured.
         shape: of every mini-batch.
-        config: of the run.
-        kl_weights: of each trajectory float32 [L], where tokens differ in them.
-        divergences: measured before, so that log-probabilities need not be computed again.
+        config: says how many mini-batches there are and what is trained on.
+        controllers: by which tokens differ in the coefficient of their KL term.
         num_shards: devices that share the rows of a micro-batch.
     """
-    num_minibatches = config.optimizer.num_minibatches
     has_other_terms = has_kl_loss(config) or config.loss.entropy_coef != 0
     needs_all = has_other_terms or not config.optimizer.skip_signal_free
-    groups = config.rollout.tasks_per_step // num_minibatches
-    fields = _token_fields(config, kl_weights, divergences)
+    size = config.rollout.tasks_per_step // config.optimizer.num_minibatches
     minibatches = []
-    for index in range(num_minibatches):
-        members = [
-            i for i, t in enumerate(trajectories) if t.group_id // groups == index and t.is_scored
-        ]
-        kept = [i for i in members if needs_all or advantages[i] != 0]
+    for start in range(0, size * config.optimizer.num_minibatches, size):
+        scored = [t for t in members(groups[start : start + size]) if t.is_scored]
+        kept = [t for t in scored if needs_all or t.advantage != 0]
         minibatches.append(
             pack(
-                [as_trained(trajectories[i], config) for i in kept],
-                np.array([advantages[i] for i in kept], np.float32),
+                [as_trained(t, config) for t in kept],
+                np.array([t.advantage for t in kept], np.float32),
                 shape,
                 aggregation=config.loss.aggregation,
                 scale=config.rollout.max_response_tokens,
-                counted=[as_trained(trajectories[i], config) for i in members],
-                token_fields={name: [of[i] for i in kept] for name, of in fields.items()},
+                counted=[as_trained(t, config) for t in scored],
+                token_fields=_token_fields(kept, controllers, config),
                 num_shards=num_shards,
             )
         )
@@ -102,19 +71,51 @@ def as_trained(trajectory: Trajectory, config: ConfigDict) -> Trajectory:
 
 
 def _token_fields(
-    config: ConfigDict,
-    kl_weights: Sequence[np.ndarray] | None,
-    divergences: Sequence[Divergence | None] | None,
+    trajectories: Sequence[Trajectory], controllers: Controllers, config: ConfigDict
 ) -> dict[str, list[np.ndarray]]:
+    """What is known of every token beforehand: KL coefficients, and what was measured."""
     fields: dict[str, list[np.ndarray]] = {}
-    nothing = np.zeros(0, np.float32)  # of environment errors, which are not packed
-    if kl_weights is not None:
-        fields["kl_weights"] = list(kl_weights)
-    if divergences is not None and not takes_own_logprobs(config):
-        fields["old_logprobs"] = [d.old_logprobs if d else nothing for d in divergences]
-    if divergences is not None and has_kl_loss(config):
-        fields["ref_logprobs"] = [d.ref_logprobs if d else nothing for d in divergences]
+    if has_kl_weights(config):
+        fields["kl_weights"] = token_kl_weights(trajectories, controllers, config)
+    if is_measured(config):
+        found = [t.divergence for t in trajectories]
+        if not takes_own_logprobs(config):
+            fields["old_logprobs"] = [d.old_logprobs for d in found if d is not None]
+        if has_kl_loss(config):
+            fields["ref_logprobs"] = [d.ref_logprobs for d in found if d is not None]
     return fields
+
+
+def token_kl_weights(
+    trajectories: Sequence[Trajectory], controllers: Controllers, config: ConfigDict
+) -> list[np.ndarray]:
+    """The KL coefficient of every token, float32 `[L]` each.
+
+    Args:
+        trajectories: with their windows, where the coefficient depends on them.
+        controllers: their KL state before the step, the others after it.
+        config: its section `kl`.
+    """
+    kl = config.kl
+    scales = np.ones(len(trajectories))
+    if isinstance(controllers.kl, KLBudget):
+        multipliers = controllers.kl.multipliers
+        scales *= [multipliers[controllers.bucket(t.task_id)] for t in trajectories]
+    if kl.second_chance:
+        scales *= relaxed_kl(
+            [controllers.bucket(t.task_id) for t in trajectories],
+            np.array([t.is_correct for t in trajectories], bool),
+            np.array([t.windows.excess for t in trajectories if t.windows], np.float32),
+        )
+    coef = controllers.kl_coef(config)
+    masks = [
+        np.zeros(len(t.token_ids), bool) if t.windows is None else t.windows.is_high
+        for t in trajectories
+    ]
+    return [
+        kl_weights(mask[None], kl_coef=coef, low_factor=kl.low_factor, bucket_scale=float(scale))[0]
+        for mask, scale in zip(masks, scales, strict=True)
+    ]
 
 
 def takes_own_logprobs(config: ConfigDict) -> bool:
@@ -126,81 +127,33 @@ def takes_own_logprobs(config: ConfigDict) -> bool:
     return updates == 1 and not config.filter.carry_over
 
 
-def add_logprobs(
-    batch: Batch,
-    packed: Packed,
+def put_minibatches(
+    minibatches: Sequence[Packed],
+    mesh: Mesh,
     score: CompiledFunction,
     params: Params,
     ref_params: Params | None,
-    *,
-    needs_old: bool,
-) -> Batch:
-    """Old and reference log-probabilities, where they are needed and not there yet."""
-    plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
-    if needs_old and batch.old_logprobs is None:
-        old = score(params, plain, packed.num_micro)
-        batch = dataclasses.replace(batch, old_logprobs=old)
-    if ref_params is not None and batch.ref_logprobs is None:
-        ref = score(ref_params, plain, packed.num_micro)
-        batch = dataclasses.replace(batch, ref_logprobs=ref)
-    return batch
+    config: ConfigDict,
+) -> list[Batch]:
+    """Mini-batches on the devices; old and reference log-probabilities are computed if missing.
 
-
-def make_measure(
-    score: CompiledFunction, mesh: Mesh, shape: BatchShape, config: ConfigDict
-) -> Callable[[Sequence[Trajectory], Params, Params], list[Divergence | None]]:
-    """`measure(trajectories, params, ref_params)`, of each its divergence; None of failed ones.
-
-    As many trajectories at a time as a mini-batch has rows, through the program that scores
-    mini-batches.
+    Args:
+        minibatches: on the host; log-probabilities that were measured are in them.
+        mesh: rows are split over its data and fsdp axes.
+        score: `make_score_step`'s.
+        params: the policy before the update.
+        ref_params: the reference; None where there is none.
+        config: says which log-probabilities the loss reads.
     """
-    # One micro-batch at a time, which is what objectives know.
-    estimate = jax.vmap(partial(kl_estimate, estimator=config.kl.estimator))
-
-    def compare(old: jax.Array, ref: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
-        return old, ref, estimate(old, ref, mask)
-
-    whole = replicated(mesh)  # of several processes, each reads all
-    compare = jax.jit(compare, out_shardings=(whole, whole, whole))
-    capacity = shape.num_micro * shape.micro_rows
-
-    def measure(
-        trajectories: Sequence[Trajectory], params: Params, ref_params: Params
-    ) -> list[Divergence | None]:
-        found: list[Divergence | None] = [None] * len(trajectories)
-        scored = [i for i, t in enumerate(trajectories) if t.is_scored]
-        for start in range(0, len(scored), capacity):
-            chunk = scored[start : start + capacity]
-            members = [as_trained(trajectories[i], config) for i in chunk]
-            packed = pack(
-                members,
-                np.zeros(len(members), np.float32),
-                shape,
-                aggregation="token-mean",
-                num_shards=num_batch_shards(mesh),
-            )
-            batch = put_batch(mesh, packed.batch)
-            old = score(params, batch, packed.num_micro)
-            ref = score(ref_params, batch, packed.num_micro)
-            arrays = [np.asarray(x) for x in compare(old, ref, batch.loss_mask)]
-            pieces = [
-                unpack(packed, array, [len(t.token_ids) for t in members]) for array in arrays
-            ]
-            for index, member, *parts in zip(chunk, members, *pieces, strict=True):
-                old_part, ref_part, per_token = parts
-                found[index] = Divergence(
-                    old_logprobs=old_part,
-                    ref_logprobs=ref_part,
-                    per_token=per_token,
-                    num_tokens=member.num_sampled,
-                )
-        return found
-
-    return measure
-
-
-def unpack(packed: Packed, values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    """The values `[A, b, T]` of each sequence `[L]`, in the order in which they were packed."""
-    segments = np.asarray(packed.batch.segment_ids).ravel()
-    order = np.argsort(segments, kind="stable")[np.count_nonzero(segments == 0) :]
-    return np.split(values.ravel()[order], np.cumsum(lengths)[:-1])
+    needs_old, needs_ref = not takes_own_logprobs(config), has_kl_loss(config)
+    batches = []
+    for packed in minibatches:
+        batch = put_batch(mesh, packed.batch)
+        plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
+        if needs_old and batch.old_logprobs is None:
+            batch = dataclasses.replace(batch, old_logprobs=score(params, plain, packed.num_micro))
+        if needs_ref and ref_params is not None and batch.ref_logprobs is None:
+            found = score(ref_params, plain, packed.num_micro)
+            batch = dataclasses.replace(batch, ref_logprobs=found)
+        batches.append(batch)
+    return batches

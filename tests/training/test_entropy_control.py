@@ -6,15 +6,12 @@ import math
 
 import numpy as np
 import pytest
-
-from jaxrl.config import default_config
 from jaxrl.objectives.controllers import (
     AdaptiveKL,
     DifficultyBuckets,
     EntropyCoefficients,
     KLBudget,
 )
-from jaxrl.objectives.entropy import EntropyThreshold
 from jaxrl.training.entropy_control import (
     Windows,
     advance,
@@ -24,6 +21,9 @@ from jaxrl.training.entropy_control import (
     window_metrics,
 )
 from jaxrl.training.method import Controllers
+
+from jaxrl.config import default_config
+from jaxrl.objectives.entropy import EntropyThreshold
 from tests.episodes import make_failure, make_trajectory
 
 ENTROPIES = [0.1, 0.2, 1.0, 2.0, 1.5, 0.5, 0.1, 0.0, 0.3, 0.2]

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from jaxrl.objectives.controllers import AdaptiveKL, DifficultyBuckets, KLBudget, LogKL
+from jaxrl.training.method import Controllers
 
 from jaxrl.config import default_config
-from jaxrl.objectives.controllers import AdaptiveKL, DifficultyBuckets, KLBudget, LogKL
 from jaxrl.training import kl_control
-from jaxrl.training.method import Controllers
 from jaxrl.training.minibatches import Divergence
 from tests.episodes import make_failure, make_trajectory
 

@@ -6,8 +6,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-
-from jaxrl.config import ADVANTAGES, default_config
 from jaxrl.objectives.controllers import (
     AdaptiveKL,
     DifficultyBuckets,
@@ -17,9 +15,11 @@ from jaxrl.objectives.controllers import (
     SkipSet,
     StageGate,
 )
+from jaxrl.training.method import Controllers, k_at, make_estimator
+
+from jaxrl.config import ADVANTAGES, default_config
 from jaxrl.objectives.entropy import EntropyThreshold
 from jaxrl.training import method
-from jaxrl.training.method import Controllers, k_at, make_estimator
 from tests.episodes import make_failure, make_trajectory
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -5,7 +5,6 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from jaxrl.objectives.controllers import (
     AdaptiveKL,
     DifficultyBuckets,

@@ -1,0 +1,147 @@
+"""Demonstrations: worked episodes, encoded exactly as a rollout would have written them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxrl.data import check_messages, read_jsonl
+from jaxrl.envs.protocol import SEARCH_R1, Protocol
+from jaxrl.sampling.rollout import encode_observation
+from jaxrl.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demonstration:
+    """A worked episode; the tokens of its assistant messages are trained on."""
+
+    token_ids: np.ndarray  # int32 [L]
+    loss_mask: np.ndarray  # bool [L]
+    rollout_logprobs: np.ndarray  # float32 [L], zeros: nothing was sampled
+
+
+def read_demonstrations(
+    path: str,
+    tokenizer: Tokenizer,
+    *,
+    max_total_tokens: int,
+    max_observation_tokens: int,
+    protocol: Protocol = SEARCH_R1,
+    tools: Sequence[str] = ("search",),
+) -> list[Demonstration]:
+    """Encodes a JSONL of chats exactly as a rollout would have written them.
+
+    The messages before the first of the assistant are the prompt. Those of the role `tool` are raw
+    results, rendered by the protocol and cut as the environment's observations are. `tools` are the
+    tags that call one in this run.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: a line is malformed or too long (file and line are named).
+    """
+
+    def parse(fields: dict[str, Any], place: str) -> Demonstration:
+        messages: Any = fields.get("messages")
+        check_messages(messages, place)
+        demonstration = encode_demonstration(
+            messages,
+            tokenizer,
+            max_observation_tokens=max_observation_tokens,
+            protocol=protocol,
+            tools=tools,
+            place=place,
+        )
+        if len(demonstration.token_ids) > max_total_tokens:
+            raise ValueError(
+                f"{place}: the demonstration has {len(demonstration.token_ids)} tokens; expected "
+                f"at most config.rollout.max_total_tokens={max_total_tokens}."
+            )
+        return demonstration
+
+    return read_jsonl(path, parse, "config.sft.source")
+
+
+def encode_demonstration(
+    messages: list[dict[str, str]],
+    tokenizer: Tokenizer,
+    *,
+    max_observation_tokens: int,
+    protocol: Protocol = SEARCH_R1,
+    tools: Sequence[str] = ("search",),
+    place: str = "demonstration",
+) -> Demonstration:
+    """Prompt, then assistant turns (trained on) and observations (masked) in order."""
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles or roles[0] == "assistant":
+        raise ValueError(
+            f"{place}: expected a prompt and then an assistant message, found {roles}."
+        )
+    start = roles.index("assistant")
+    pieces = [(tokenizer.render_prompt(messages[:start]), False)]
+    messages = [*messages]
+    messages[start] = _continue(tokenizer.opener, messages[start], place)
+    for message in messages[start:]:
+        if message["role"] == "assistant":
+            pieces.append((tokenizer.encode(message["content"]), True))
+        elif message["role"] == "tool":
+            observation = protocol.render_observation(message["content"])
+            ids, _ = encode_observation(
+                tokenizer, observation, max_body_tokens=max_observation_tokens
+            )
+            pieces.append((ids, False))
+        else:
+            raise ValueError(
+                f"{place}: role {message['role']!r} after the first assistant message; expected "
+                "'assistant' or 'tool'."
+            )
+    _check_turns(messages[start:], tools, place)
+    token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in pieces])
+    loss_mask = np.concatenate([np.full(len(ids), sampled) for ids, sampled in pieces])
+    if not loss_mask.any():
+        raise ValueError(f"{place}: the assistant's messages are all empty; there is no example.")
+    return Demonstration(
+        token_ids=token_ids,
+        loss_mask=loss_mask,
+        rollout_logprobs=np.zeros(len(token_ids), np.float32),
+    )
+
+
+def _continue(opener: str, message: dict[str, str], place: str) -> dict[str, str]:
+    """The first assistant message from where the chat template's opener ends.
+
+    Raises:
+        ValueError: it is no continuation of a thought that the opener begins.
+    """
+    content, begun = message["content"], opener.strip()
+    if not begun:
+        return message
+    if content.lstrip().startswith(begun):
+        return {**message, "content": content.lstrip().removeprefix(begun).lstrip()}
+    if begun.endswith("<think>") and "</think>" not in content.partition("<think>")[0]:
+        raise ValueError(
+            f"{place}: the model's chat template begins every answer with {opener!r}, and "
+            f"{content[:40]!r} neither begins so nor ends that thought. Begin the first assistant "
+            "message with it, or see whether config.prompt.chat_template_kwargs can turn it off "
+            "(enable_thinking)."
+        )
+    return message
+
+
+def _check_turns(messages: list[dict[str, str]], tools: Sequence[str], place: str) -> None:
+    """Refuses what no rollout could have written: a result that nobody asked for."""
+    closings = tuple(f"</{tool}>" for tool in tools)
+    for before, message in itertools.pairwise(messages):
+        is_called = before["role"] == "assistant" and before["content"].endswith(closings)
+        if message["role"] == "tool" and not is_called:
+            hint = ""
+            if before["content"].endswith("</python>"):
+                hint = " Set config.env.python=True to offer Python."
+            raise ValueError(
+                f"{place}: a message of the role 'tool' follows {before['content'][-40:]!r}; "
+                f"expected an assistant message that ends with {' or '.join(map(repr, closings))}."
+                + hint
+            )

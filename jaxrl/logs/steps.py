@@ -1,0 +1,196 @@
+"""What a training step reports: its times, its updates, where the policy wavers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxrl.logs.metrics import mean
+from jaxrl.runtime import distributed
+from jaxrl.sampling.engine import Counts, Engine
+from jaxrl.training.controllers import BUCKETS, Controllers, mean_divergences
+from jaxrl.training.packing import Packed
+from jaxrl.types import Group, Trajectory, members
+
+SHOWN = {
+    "reward": "critic/rewards/mean",
+    "exact match": "reward/exact_match/mean",
+    "searches": "num_searches/mean",
+    "python calls": "num_python_calls/mean",
+    "response": "response_length/mean",
+    "tokens/s": "perf/throughput",
+    "s/step": "timing_s/step",
+    "GiB": "perf/max_memory_gib",
+}
+"""What the display shows of a training step, and the metric it is."""
+
+
+@dataclass(kw_only=True)
+class Clock:
+    """How long the parts of a step take, and what the sampler does in it."""
+
+    started: float
+    counts: Counts  # the sampler's, at the start
+    sampled_at: float = math.nan
+    updated_at: float = math.nan
+
+    @classmethod
+    def start(cls, engine: Engine) -> Clock:
+        """A step begins."""
+        return cls(started=time.perf_counter(), counts=dataclasses.replace(engine.counts))
+
+    def sampled(self) -> None:
+        """All trajectories are there."""
+        self.sampled_at = time.perf_counter()
+
+    def updated(self) -> None:
+        """The update is done, and the sampler has its weights."""
+        self.updated_at = time.perf_counter()
+
+    def metrics(self, engine: Engine, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Seconds, tokens a second, and the work of the samplers of all processes."""
+        step_s = self.updated_at - self.started
+        return {
+            **engine_metrics(engine, self.counts),
+            "timing_s/gen": self.sampled_at - self.started,
+            "timing_s/update_actor": self.updated_at - self.sampled_at,
+            "timing_s/step": step_s,
+            "perf/throughput": sum(len(t.token_ids) for t in trajectories) / step_s,
+        }
+
+
+def engine_metrics(engine: Engine, before: Counts) -> dict[str, float]:
+    """What the samplers of all processes did since this one's counters stood at `before`."""
+    now, past = dataclasses.asdict(engine.counts), dataclasses.asdict(before)
+    parts = distributed.gather({name: now[name] - past[name] for name in now})
+    done = {name: sum(part[name] for part in parts) for name in now}
+    return {
+        "rollout/slot_occupancy": done["sampled"] / max(done["slot_steps"], 1),
+        "rollout/prefilled_prompt_tokens": done["prefilled_prompt"],
+        "rollout/prefilled_resume_tokens": done["prefilled_resume"],
+        "rollout/sampled_tokens": done["sampled"],
+        "perf/num_compilations/sampler": engine.num_compilations,
+    }
+
+
+def memory_metrics() -> dict[str, float]:
+    """The most memory that this process has held at once on one of its devices, where it is told.
+
+    A CPU does not tell; then there is no such metric.
+    """
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
+    return {"perf/max_memory_gib": max(peaks) / 2**30} if peaks else {}
+
+
+def merge(measured: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Metrics of a step from those of its updates: the largest of maxima, else the mean.
+
+    An update in which nothing was measured is left out.
+    """
+    if not measured:
+        return {}
+    merged = {}
+    for name in measured[0]:
+        values = [float(metrics[name]) for metrics in measured]
+        values = [value for value in values if not math.isnan(value)] or [math.nan]
+        reduced = max(values) if name.endswith("_max") else float(np.mean(values))
+        merged[name if "/" in name else f"actor/{name}"] = reduced
+    if "rollout_corr/weight_mean" in merged:
+        square = merged["rollout_corr/weight_square_mean"]
+        merged["rollout_corr/effective_sample_share"] = (
+            merged["rollout_corr/weight_mean"] ** 2 / square if square else math.nan
+        )
+    return merged
+
+
+def packing_metrics(minibatches: Sequence[Packed]) -> dict[str, float]:
+    """How full the rows were, and how evenly the devices."""
+    return {
+        "rollout/padding": float(np.mean([packed.padding for packed in minibatches])),
+        "rollout/imbalance": float(np.mean([packed.imbalance for packed in minibatches])),
+    }
+
+
+def kl_metrics(
+    groups: Sequence[Group], controllers: Controllers, config: ConfigDict
+) -> dict[str, float]:
+    """The KL coefficient of a step, and the divergence that was measured in it, nats a token."""
+    return {
+        "actor/kl_coef": controllers.kl_coef(config),
+        "actor/kl_measured": mean([value for _, value in mean_divergences(groups)]),
+    }
+
+
+def window_metrics(groups: Sequence[Group], controllers: Controllers) -> dict[str, float]:
+    """How many tokens waver, in all and by difficulty, and how long each difficulty thinks."""
+    metrics: dict[str, float] = {}
+    scored = [t for t in members(groups) if t.is_scored]
+    if controllers.threshold is not None:
+        metrics["entropy/high_window_tokens"] = mean(_window_counts(scored))
+    if controllers.coefficients is not None:
+        metrics["entropy/inversions"] = _inversions(groups)
+    if controllers.buckets is None:
+        return metrics
+    for name in BUCKETS:
+        own = [t for t in scored if controllers.bucket(t.task_id) == name]
+        metrics[f"difficulty/{name}/share"] = len(own) / max(len(scored), 1)
+        metrics[f"difficulty/{name}/response_length"] = mean([t.num_sampled for t in own])
+        if controllers.threshold is not None:
+            metrics[f"difficulty/{name}/high_window_tokens"] = mean(_window_counts(own))
+    return metrics
+
+
+def _window_counts(trajectories: Sequence[Trajectory]) -> list[int]:
+    return [t.windows.count for t in trajectories if t.windows is not None]
+
+
+def _inversions(groups: Sequence[Group]) -> float:
+    """Of the groups with right and wrong answers, those where a wrong one earns as much; a share.
+
+    NaN without such groups.
+    """
+    inverted = []
+    for group in groups:
+        right, wrong = (
+            [t.reward for t in group.scored if t.is_correct == wanted] for wanted in (True, False)
+        )
+        if right and wrong:
+            inverted.append(max(wrong) >= min(right))
+    return mean(inverted)
+
+
+def sample_fields(groups: Sequence[Group], controllers: Controllers) -> list[dict[str, Any]]:
+    """What is kept of each trajectory beside itself, for the file of a step's trajectories."""
+    fields: list[dict[str, Any]] = []
+    for group_id, group in enumerate(groups):
+        for trajectory in group.trajectories:
+            found: dict[str, Any] = {
+                "group_id": group_id,
+                "uid": trajectory.task_id,
+                "global_id": f"{trajectory.task_id}/{trajectory.sample_index}",
+                "ground_truth": list(trajectory.task.answers),
+                "accuracy": float(trajectory.is_correct) if trajectory.is_scored else None,
+            }
+            if (windows := trajectory.windows) is not None:
+                has_level = not np.isnan(windows.percentile)
+                found["high_entropy_token_num"] = windows.count
+                found["entropy_percentile_thresholds"] = windows.percentile if has_level else None
+                found["high_entropy_threshold"] = controllers.level
+            if controllers.buckets is not None:
+                found["difficulty"] = controllers.bucket(trajectory.task_id)
+            if controllers.coefficients is not None:
+                name = found["difficulty"]
+                targets, alphas = controllers.coefficients.targets, controllers.coefficients.alphas
+                found["target_high_entropy_token_num"] = targets.get(name)
+                found["alpha_entropy"] = alphas[name]
+            fields.append(found)
+    return fields

@@ -1,0 +1,188 @@
+"""A run: its stages in order, from where the newest checkpoint stands to the end."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from jaxrl import report
+from jaxrl.components import Components
+from jaxrl.evaluate import evaluate
+from jaxrl.logs.display import Display
+from jaxrl.logs.writers import open_log
+from jaxrl.models import qwen
+from jaxrl.models.hf_weights import load_hf
+from jaxrl.runtime import distributed
+from jaxrl.runtime.checkpoint import Checkpointer, abstract, optimizer_items
+from jaxrl.runtime.sharding import param_shardings
+from jaxrl.runtime.versions import write_environment
+from jaxrl.sampling.rollout import Interrupted
+from jaxrl.session import Progress, Session, has_reference, stage_optimizer
+from jaxrl.sft import sft
+from jaxrl.train import train
+from jaxrl.training.collect import NotEnoughGroupsError
+from jaxrl.training.health import Failures, NothingWorksError, nothing_learned
+from jaxrl.training.update import init_state, state_shardings
+from jaxrl.types import Params
+
+STAGE_FUNCTIONS: dict[str, Callable[[Session, Params], Params]] = {
+    "sft": sft,
+    "train": train,
+    "evaluate": evaluate,
+}
+"""Each stage from the parameters it begins with to those it ends with."""
+
+
+def run(
+    config: ConfigDict,
+    workdir: Path,
+    components: Components,
+    display: Display,
+    should_stop: Callable[[], bool] = lambda: False,
+    contents: Mapping[str, str] | None = None,
+    adopt: Callable[[], None] = lambda: None,
+) -> None:
+    """Runs the configured stages, from where the workdir's newest checkpoint stands.
+
+    Args:
+        config: checked.
+        workdir: folder in which the run lives; it is there.
+        components: what the configuration was made into.
+        display: progress.
+        should_stop: true once the run is to save and end.
+        contents: fingerprints of the files that the configuration names, for the checkpoints.
+        adopt: called once the checkpoint to go on with, if any, is restored: from then on the
+            workdir belongs to this configuration.
+
+    Raises:
+        Interrupted: `should_stop` was true. The steps that were done are saved.
+        NothingWorksError: every episode failed, several times in a row. Likewise.
+        CheckpointError: there are checkpoints, but the one to go on with cannot be read.
+    """
+    session = open_session(config, workdir, components, display, should_stop, contents, adopt)
+    progress = session.progress
+    try:
+        params = start_params(session)
+        for stage in config.stages:
+            params = STAGE_FUNCTIONS[stage](session, params)
+    except (NotEnoughGroupsError, NothingWorksError, Interrupted) as error:
+        session.save_progress()
+        if isinstance(error, Interrupted):
+            saved = f"step {progress.step} is saved. The same command goes on from there"
+            nothing = "there was nothing to save yet. The same command begins anew"
+            display.say(f"stopped; {saved if session.saved else nothing}")
+        if not isinstance(error, NotEnoughGroupsError):
+            write_report(session)
+        raise
+    finally:
+        display.stop()
+        session.metrics_log.close()
+        session.checkpointer.close()
+    write_report(session)
+    paths = [path for path in workdir.iterdir() if not path.name.startswith(".")]
+    names = sorted(path.name + "/" * path.is_dir() for path in paths)
+    display.say(f"done; {workdir} holds {', '.join(names)}")
+    if progress.has_learned_nothing:
+        display.say(nothing_learned(progress.stage_step, config.optimizer.lr))
+
+
+def open_session(
+    config: ConfigDict,
+    workdir: Path,
+    components: Components,
+    display: Display,
+    should_stop: Callable[[], bool],
+    contents: Mapping[str, str] | None,
+    adopt: Callable[[], None],
+) -> Session:
+    """The session of `run`, as the workdir's newest checkpoint left it; arguments as there."""
+    checkpointer = Checkpointer(
+        workdir / "checkpoints",
+        keep=config.checkpoint.keep,
+        keep_best=config.checkpoint.keep_best,
+        say=display.say,
+    )
+    found = checkpointer.restore_newest(
+        lambda saved: restore_targets(config, components, Progress.from_json(saved, config))
+    )
+    progress = Progress.from_json(found[0], config) if found else Progress()
+    adopt()
+    is_main = distributed.is_main()
+    if is_main and (found or set(config.stages) != {"evaluate"}):
+        remove_later_files(workdir, progress.step)
+    metrics_log = open_log(
+        workdir,
+        progress.num_records,
+        config,
+        display.say,
+        is_written=is_main,
+        is_later=progress.is_passed_by,
+    )
+    if is_main:
+        environment = workdir / "environment.json"
+        write_environment(environment, progress.step, components, display.say)
+    failures = Failures(
+        limit=config.rollout.max_failed_steps, log=display.say, num_batches=progress.num_failed
+    )
+    return Session(
+        config=config,
+        workdir=workdir,
+        components=components,
+        checkpointer=checkpointer,
+        metrics_log=metrics_log,
+        display=display,
+        progress=progress,
+        restored=found[1] if found else {},
+        should_stop=should_stop,
+        contents=contents or {},
+        failures=failures,
+        saved=dataclasses.replace(progress) if found else None,
+    )
+
+
+def start_params(session: Session) -> Params:
+    """The parameters that the first stage begins with: the checkpoint's, else the model's."""
+    config, display, progress = session.config, session.display, session.progress
+    display.say(f"sampler shapes: {session.components.engine.shapes()}")
+    if session.saved:
+        display.say(f"resuming after step {progress.step} ({progress.stage} {progress.stage_step})")
+        return session.restored.pop("params")
+    display.say(f"no checkpoint in {session.workdir}: starting from {config.model.path}")
+    counter = display.counter("loading weights, MiB")
+    return load_hf(config.model.path, session.components.mesh, progress=counter)
+
+
+def write_report(session: Session) -> None:
+    """The run as a page, by one of its processes."""
+    if distributed.is_main():
+        report.write_or_warn(session.workdir, session.display.say)
+
+
+def restore_targets(
+    config: ConfigDict, components: Components, progress: Progress
+) -> dict[str, Any]:
+    """What of a checkpoint at this progress the run goes on with, abstract."""
+    model_config, mesh = components.model_config, components.mesh
+    shapes = qwen.abstract_params(model_config)
+    params = abstract(shapes, param_shardings(mesh, model_config))
+    if not progress.is_under_way(config):
+        return {"params": params}
+    optimizer = stage_optimizer(config, progress.stage)
+    fresh = jax.eval_shape(lambda params: init_state(params, mesh, model_config, optimizer), shapes)
+    state = abstract(fresh, state_shardings(mesh, model_config, optimizer))
+    targets = {"params": params, "optimizer": optimizer_items(state)}
+    return targets | ({"ref_params": params} if has_reference(config, progress.stage) else {})
+
+
+def remove_later_files(workdir: Path, step: int) -> None:
+    """Removes what a killed run wrote after the step it is resumed from."""
+    for path in [*workdir.glob("trajectories/*"), *workdir.glob("eval/*")]:
+        name = re.fullmatch(r"(?:step|sft|train|evaluate)_(\d+)\.\w+", path.name)
+        if path.name.endswith(".unfinished") or (name and int(name[1]) > step):
+            path.unlink()

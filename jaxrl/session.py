@@ -1,0 +1,210 @@
+"""A run under way: what its stages work with, where it stands, and how that is saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from ml_collections import ConfigDict
+
+from jaxrl import codecs
+from jaxrl.components import Components
+from jaxrl.config import STAGES, flatten
+from jaxrl.logs.display import Display
+from jaxrl.logs.metrics import plain_numbers
+from jaxrl.logs.writers import MetricsLog, Record
+from jaxrl.models.hf_weights import save_hf
+from jaxrl.runtime.checkpoint import Checkpointer
+from jaxrl.runtime.stopping import Best
+from jaxrl.training.controllers import Controllers
+from jaxrl.training.health import Failures
+from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.update import init_state
+from jaxrl.types import Group, Params, TrainState
+
+
+@dataclass
+class Progress:
+    """Where a run stands; with the weights, all that a restart needs."""
+
+    step: int = 0  # steps done, over all stages
+    stage: str = ""  # the stage under way, or the last one done
+    stage_step: int = 0  # its steps done
+    items_taken: int = 0  # of its stream of tasks or demonstrations
+    num_records: int = 0  # in metrics.jsonl
+    record: dict[str, Any] | None = None  # of the last step, while its evaluation is to be done
+    value: float | None = None  # of eval.best_metric after this very step
+    best: Best = field(default_factory=Best)  # of the stage
+    stopped_early: bool = False  # the stage ended for want of improvement
+    num_failed: int = 0  # batches in a row of which every episode failed
+    num_learned: int = 0  # the train stage's steps whose update had a gradient
+    weights_step: int | None = None  # whose weights it ended with, where it stopped early
+    # Of the train stage: the states of its controllers, and groups sampled beyond what was needed.
+    controllers: Controllers = field(default_factory=Controllers)
+    leftover: list[Group] = field(default_factory=list, compare=False)
+
+    def is_passed_by(self, record: Record) -> bool:
+        """Whether a record of `metrics.jsonl` is of something that comes after this progress."""
+        here = (STAGES.index(self.stage) if self.stage else -1, self.step)
+        stage = record.get("stage", "train")
+        there = (STAGES.index(stage) if stage in STAGES else len(STAGES), record["step"])
+        return there > here or (there == here and self.record is not None)
+
+    def is_under_way(self, config: ConfigDict) -> bool:
+        """True in the middle of a stage that trains: its steps are not all done and recorded."""
+        if self.stage not in config.stages or self.stage_step == 0 or self.stopped_early:
+            return False
+        return self.record is not None or self.stage_step < num_stage_steps(config, self.stage)
+
+    def is_out_of_patience(self, config: ConfigDict) -> bool:
+        """True when so many evaluations have not improved that the stage ends."""
+        return 0 < config.eval.patience <= self.best.num_stale
+
+    @property
+    def has_learned_nothing(self) -> bool:
+        """True in or after a train stage no step of which had an update with a gradient."""
+        return self.stage == "train" and self.stage_step > 0 and self.num_learned == 0
+
+    @property
+    def whose_weights(self) -> int:
+        """The step whose weights the run holds: the last one, unless the stage stopped early."""
+        return self.step if self.weights_step is None else self.weights_step
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        leftover = [[codecs.to_json(t) for t in g.trajectories] for g in self.leftover]
+        record = None if self.record is None else plain_numbers(self.record)
+        plain = dataclasses.asdict(dataclasses.replace(self, leftover=[]))
+        return {**plain, "record": record, "leftover": leftover}
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any], config: ConfigDict) -> Progress:
+        """The inverse of `to_json`, for a run of this configuration."""
+        # Checkpoints from before there were these have none. Leftover groups of another size, or
+        # without the switch by which their old log-probabilities are computed, are of no use.
+        size = config.rollout.group_size if config.filter.carry_over else None
+        found = saved.get("leftover", saved.get("carried", []))
+        leftover = [
+            Group(trajectories=tuple(map(codecs.from_json, group)))
+            for group in found
+            if len(group) == size
+        ]
+        controllers = Controllers.from_json(saved.get("controllers", {}), config)
+        best = Best(**saved["best"])
+        known = {field.name for field in dataclasses.fields(cls)}
+        saved = {"num_learned": saved["stage_step"], **saved}  # older ones did not count
+        kept = {name: value for name, value in saved.items() if name in known}
+        return cls(**{**kept, "best": best, "controllers": controllers, "leftover": leftover})
+
+
+def num_stage_steps(config: ConfigDict, stage: str) -> int:
+    """How many steps a stage that trains has."""
+    return int(config.num_steps if stage == "train" else config.sft.num_steps)
+
+
+def stage_optimizer(config: ConfigDict, stage: str) -> optax.GradientTransformation:
+    """The optimizer of a stage."""
+    if stage == "sft":
+        return make_optimizer(config.sft.optimizer, config.sft.num_steps)
+    updates_per_step = config.optimizer.num_minibatches * config.optimizer.num_epochs
+    return make_optimizer(config.optimizer, config.num_steps * updates_per_step)
+
+
+@dataclass(kw_only=True)
+class Session:
+    """What the stages of a run work with, and share."""
+
+    config: ConfigDict
+    workdir: Path
+    components: Components
+    checkpointer: Checkpointer
+    metrics_log: MetricsLog
+    display: Display
+    progress: Progress
+    restored: dict[str, Any]  # from the checkpoint the run began with; each stage takes its own
+    should_stop: Callable[[], bool]
+    contents: Mapping[str, str]  # fingerprints of the files that the run reads
+    failures: Failures  # batches in a row of which every episode failed
+    state: TrainState | None = None  # as progress says, in the middle of a stage that trains
+    ref_params: Params | None = None  # the reference of the train stage's KL term
+    saved: Progress | None = None  # where the newest checkpoint stands
+
+    def begin(self, stage: str) -> bool:
+        """Moves the progress to a stage; False when the checkpoint says it is done."""
+        progress = self.progress
+        if progress.stage and STAGES.index(progress.stage) > STAGES.index(stage):
+            return False
+        if progress.stage == stage:
+            return progress.is_under_way(self.config)
+        progress.stage, progress.stage_step, progress.items_taken = stage, 0, 0
+        progress.value, progress.best, progress.num_learned = None, Best(), 0
+        progress.controllers, progress.leftover = Controllers.init(self.config), []
+        return True
+
+    def start_state(self, params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+        """A fresh state at the start of a stage, the checkpoint's in its middle."""
+        if self.progress.stage_step > 0:
+            return TrainState(params=params, **self.restored.pop("optimizer"))
+        components = self.components
+        return init_state(params, components.mesh, components.model_config, optimizer)
+
+    def start_reference(self, params: Params) -> Params | None:
+        """A frozen copy of the policy at the start of the stage, where a KL term needs it."""
+        if not has_reference(self.config, "train"):
+            return None
+        if self.progress.stage_step > 0:
+            return self.restored.pop("ref_params")
+        return jax.tree.map(jax.numpy.copy, params)
+
+    def end(self, state: TrainState) -> Params:
+        """Exports the parameters, then checkpoints: that tells a restart that the stage is done."""
+        self.display.stop()
+        self.components.engine.release()
+        self.state = state
+        folder, source = self.workdir / "export", self.config.model.path
+        save_hf(state.params, self.components.model_config, folder, source=source)
+        self.save()
+        self.state = None  # the next stage needs the room
+        return state.params
+
+    def is_checkpoint_due(self) -> bool:
+        """True every so many steps, but for the stage's last one, which ends with a checkpoint."""
+        stage_step = self.progress.stage_step
+        num_steps = num_stage_steps(self.config, self.progress.stage)
+        return stage_step % self.config.checkpoint.every_steps == 0 and stage_step < num_steps
+
+    def save(self) -> None:
+        """Checkpoints the state at its progress."""
+        assert self.state is not None
+        started = time.perf_counter()
+        self.progress.num_records = self.metrics_log.num_records
+        self.progress.num_failed = self.failures.num_batches
+        self.saved = dataclasses.replace(self.progress)
+        # By what the checkpoint was made with a later start is measured.
+        origin = {"config": flatten(self.config), "contents": dict(self.contents)}
+        self.checkpointer.save(
+            self.progress.step,
+            self.state,
+            self.progress.to_json() | origin,
+            self.ref_params,
+            value=self.progress.value,
+        )
+        self.metrics_log.carry("timing_s/save_checkpoint", time.perf_counter() - started)
+
+    def save_progress(self) -> None:
+        """Saves a stage that ends before its time, unless that is done."""
+        self.display.stop()
+        if self.progress.stage_step > 0 and self.progress != self.saved:
+            self.save()
+        self.checkpointer.wait()
+
+
+def has_reference(config: ConfigDict, stage: str) -> bool:
+    """True where a KL term needs the policy as it was at the start of the stage."""
+    return stage == "train" and config.kl.coef != 0 and config.kl.anchor == "ref"

@@ -1,0 +1,632 @@
+"""What a run learns about itself between steps: coefficients, targets, gates, difficulties.
+
+Every state is a frozen dataclass of plain JSON values, which a checkpoint stores as it is. `init`
+gives the first one and `update` the next one; settings are arguments, not state. `Controllers`
+holds those that the method uses; `advance` moves them after the trajectories of a step, and
+`open_gate` after an evaluation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxrl.config_checks import has_gate, is_measured, needs_buckets, needs_windows
+from jaxrl.logs.metrics import mean
+from jaxrl.objectives.entropy import high_window_entropy_mask, window_entropy
+from jaxrl.types import Group, GroupStats, Trajectory, Windows, members, with_fields
+
+BUCKETS = ("easy", "medium", "hard")
+"""Difficulties of tasks, as the current policy finds them."""
+
+KL_BUDGETS: Mapping[str, float] = {"easy": 0.05, "medium": 0.1, "hard": 0.2}
+"""ARES's bounds on the KL divergence to the reference, in nats, by difficulty."""
+
+
+def difficulty(num_correct: int, num_samples: int) -> str:
+    """How hard a task is by its group: easy from 2/3 correct, medium from 1/3, else hard.
+
+    ARES (https://arxiv.org/abs/2510.08457). Counts rather than a ratio, so that 2 of 3 is exact.
+    """
+    if not 0 <= num_correct <= num_samples or num_samples == 0:
+        raise ValueError(f"{num_correct} of {num_samples} samples are correct; expected a share.")
+    if 3 * num_correct >= 2 * num_samples:
+        return "easy"
+    return "medium" if 3 * num_correct >= num_samples else "hard"
+
+
+@dataclass(frozen=True)
+class DifficultyBuckets:
+    """The difficulty of every task as it was when last sampled."""
+
+    buckets: dict[str, str] = field(default_factory=dict)  # by task id
+
+    @classmethod
+    def init(cls) -> DifficultyBuckets:
+        """No task is known."""
+        return cls()
+
+    def update(
+        self, task_ids: Sequence[str], num_correct: Sequence[int], num_samples: Sequence[int]
+    ) -> DifficultyBuckets:
+        """After one batch of groups; groups of the same task are counted together."""
+        counts: dict[str, tuple[int, int]] = {}
+        for task_id, right, total in zip(task_ids, num_correct, num_samples, strict=True):
+            before_right, before_total = counts.get(task_id, (0, 0))
+            counts[task_id] = before_right + int(right), before_total + int(total)
+        found = {task_id: difficulty(*count) for task_id, count in counts.items()}
+        return DifficultyBuckets(self.buckets | found)
+
+
+@dataclass(frozen=True)
+class EntropyCoefficients:
+    """How strongly, and around what count, `shaping.entropy_reward` shapes each difficulty."""
+
+    alphas: dict[str, float]  # in units of reward, by bucket
+    targets: dict[str, int]  # tokens of high window entropy; a bucket not seen yet has none
+
+    @classmethod
+    def init(cls, *, alpha: float = 0.5) -> EntropyCoefficients:
+        """The same coefficient for every bucket, and no targets."""
+        return cls(dict.fromkeys(BUCKETS, alpha), {})
+
+    def update(
+        self,
+        mean_counts: Sequence[float],
+        buckets: Sequence[str],
+        *,
+        rate: float = 0.05,
+        max_alpha: float = 2.0,
+    ) -> EntropyCoefficients:
+        """After one batch of groups.
+
+        ARES (https://arxiv.org/abs/2510.08457): alpha follows the mean count less the target,
+        upwards for easy and medium tasks, where it scales a penalty, and downwards for hard ones,
+        where it scales a bonus. Then the mean, rounded, is the new target. The released code moves
+        the target first, which leaves alpha only the rounding to follow.
+
+        A bucket that is absent stays as it is; one without a target only gets its target.
+
+        Args:
+            mean_counts: tokens of high window entropy, the mean over each group.
+            buckets: the difficulty of each group's task.
+            rate: change of alpha per token of difference.
+            max_alpha: alpha stays between 0 and this.
+        """
+        alphas, targets = dict(self.alphas), dict(self.targets)
+        for bucket in BUCKETS:
+            pairs = zip(mean_counts, buckets, strict=True)
+            values = [float(count) for count, place in pairs if place == bucket]
+            if not values:
+                continue
+            average = math.fsum(values) / len(values)
+            if bucket in targets:
+                step = rate * (average - targets[bucket]) * (-1 if bucket == "hard" else 1)
+                alphas[bucket] = min(max(alphas[bucket] + step, 0.0), max_alpha)
+            targets[bucket] = round(average)
+        return EntropyCoefficients(alphas, targets)
+
+
+@dataclass(frozen=True)
+class KLBudget:
+    """A multiplier of the KL coefficient for each difficulty, by dual ascent on a budget."""
+
+    multipliers: dict[str, float]  # by bucket
+
+    @classmethod
+    def init(cls) -> KLBudget:
+        """A multiplier of 1 for every bucket."""
+        return cls(dict.fromkeys(BUCKETS, 1.0))
+
+    def update(
+        self,
+        kls: Mapping[str, float],
+        *,
+        budgets: Mapping[str, float] = KL_BUDGETS,
+        rate: float = 0.01,
+    ) -> KLBudget:
+        """`max(0, multiplier + rate * (kl - budget))`; buckets without a measurement stay.
+
+        ARES (https://arxiv.org/abs/2510.08457). The multiplier is applied to the coefficient that
+        was configured; the released code compounds it.
+
+        Args:
+            kls: nats, by bucket: the mean over its trajectories of their mean per token. NaN is
+                no measurement.
+            budgets: nats, by bucket.
+            rate: change of a multiplier per nat.
+        """
+        moved = {
+            bucket: max(0.0, self.multipliers[bucket] + rate * (float(kl) - budgets[bucket]))
+            for bucket, kl in kls.items()
+            if not math.isnan(kl)
+        }
+        return KLBudget(self.multipliers | moved)
+
+
+@dataclass(frozen=True)
+class StageGate:
+    """Whether training has left the early stage, in which correctness still rises."""
+
+    best: float | None = None  # highest validation so far; None: there was none yet
+    tolerance: int = 0  # validations below the best of their time
+    is_late: bool = False
+
+    @classmethod
+    def init(cls) -> StageGate:
+        """Early, with nothing seen."""
+        return cls()
+
+    def update(self, value: float, *, max_tolerance: int = 5) -> StageGate:
+        """After one validation.
+
+        BAPO (https://arxiv.org/abs/2601.11037). Validations below the best are counted over the
+        whole run, not in a row; one more than `max_tolerance` of them is the end of the early
+        stage, for good.
+
+        Args:
+            value: mean correctness, without any bonus. NaN changes nothing.
+            max_tolerance: validations below the best that are tolerated.
+        """
+        if math.isnan(value):
+            return self
+        best = float(value) if self.best is None else max(self.best, float(value))
+        tolerance = self.tolerance + (value < best)
+        return StageGate(best, tolerance, self.is_late or tolerance > max_tolerance)
+
+
+@dataclass(frozen=True)
+class AdaptiveKL:
+    """A KL coefficient that holds the divergence near a target."""
+
+    coef: float
+
+    @classmethod
+    def init(cls, coef: float) -> AdaptiveKL:
+        """The coefficient to start from."""
+        return cls(coef)
+
+    def update(
+        self, kl: float, num_samples: int, *, target: float = 0.1, horizon: int = 10_000
+    ) -> AdaptiveKL:
+        """`coef * (1 + clip(kl / target - 1, -0.2, 0.2) * num_samples / horizon)`.
+
+        Section 2.2 of https://arxiv.org/abs/1909.08593, counted in samples as there. NaN, where no
+        token was scored, changes nothing.
+
+        Args:
+            kl: nats a token, measured on the batch.
+            num_samples: trajectories in the batch.
+            target: nats a token.
+            horizon: samples over which the full error would be made up five times.
+        """
+        if math.isnan(kl):
+            return self
+        error = _clip(float(kl) / target - 1.0, 0.2)
+        return AdaptiveKL(self.coef * (1.0 + error * num_samples / horizon))
+
+
+@dataclass(frozen=True)
+class LogKL:
+    """A KL coefficient that drifts slowly, on a logarithmic scale, towards a target divergence."""
+
+    coef: float
+    average: float = 0.0  # moving average of kl / target - 1
+    num_updates: int = 0
+
+    @classmethod
+    def init(cls, coef: float) -> LogKL:
+        """The coefficient to start from."""
+        return cls(coef)
+
+    def update(
+        self,
+        kl: float,
+        *,
+        target: float = 0.01,
+        decay: float = 0.97,
+        rate: float = 0.05,
+        every: int = 100,
+        dead_zone: float = 0.02,
+        min_coef: float = 1e-4,
+        max_coef: float = 100.0,
+    ) -> LogKL:
+        """Averages the error `kl / target - 1`; every so often the coefficient follows it.
+
+        `log coef += rate * clip(average, -0.2, 0.2)`, what the code of ARES
+        (https://github.com/shawn0728/ARES) runs in place of the paper's dual ascent, `KLBudget`.
+        There the divergence is averaged and then, at the changes only, its error once more; here
+        the error is averaged once, at every update. NaN changes nothing.
+
+        Args:
+            kl: nats a token, measured on the batch.
+            target: nats a token.
+            decay: of the average, per update.
+            rate: change of the logarithm at an average error of 1.
+            every: updates from one change of the coefficient to the next.
+            dead_zone: a smaller average error changes nothing.
+            min_coef: the coefficient is never below.
+            max_coef: the coefficient is never above.
+        """
+        if math.isnan(kl):
+            return self
+        average = decay * self.average + (1.0 - decay) * (float(kl) / target - 1.0)
+        state = dataclasses.replace(self, average=average, num_updates=self.num_updates + 1)
+        if state.num_updates % every or abs(average) < dead_zone:
+            return state
+        coef = self.coef * math.exp(rate * _clip(average, 0.2))
+        return dataclasses.replace(state, coef=min(max(coef, min_coef), max_coef))
+
+
+def _clip(value: float, limit: float) -> float:
+    return min(max(value, -limit), limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class EntropyThreshold:
+    """The window entropy from which on a token counts as undecided, as training goes on.
+
+    Attributes:
+        value: nats; None before the first estimate.
+    """
+
+    value: float | None
+
+    @classmethod
+    def init(cls) -> EntropyThreshold:
+        """Before any estimate."""
+        return cls(value=None)
+
+    def update(
+        self,
+        window_entropies: Sequence[np.ndarray],
+        *,
+        percentile: float = 95.0,
+        decay: float = 0.99,
+    ) -> EntropyThreshold:
+        """Moves towards the median, over samples, of a high percentile of their windows.
+
+        The first estimate is taken as it is; then `decay * value + (1 - decay) * estimate`.
+        Samples without a window are left out, and so are those with a value that is not finite,
+        which would stay in the average for good; without any sample, nothing changes.
+
+        Args:
+            window_entropies: of each sample, its defined window entropies in nats, one axis.
+            percentile: of a sample's windows, interpolated linearly.
+            decay: of the moving average.
+        """
+        samples = [
+            x.astype(np.float64) for x in window_entropies if x.size and np.isfinite(x).all()
+        ]
+        levels = [np.percentile(sample, percentile) for sample in samples]
+        if not levels:
+            return self
+        estimate = float(np.median(levels))
+        if self.value is None:
+            return EntropyThreshold(value=estimate)
+        return EntropyThreshold(value=decay * self.value + (1.0 - decay) * estimate)
+
+
+@dataclass(frozen=True)
+class SkipSet:
+    """Tasks that are drawn no more: always solved, and without hesitation."""
+
+    task_ids: dict[str, float] = field(default_factory=dict)  # with the mean entropy, in nats
+
+    @classmethod
+    def init(cls) -> SkipSet:
+        """Nothing is skipped."""
+        return cls()
+
+    def __contains__(self, task_id: str) -> bool:
+        """Whether the task is skipped."""
+        return task_id in self.task_ids
+
+    def update(
+        self,
+        task_ids: Sequence[str],
+        num_correct: Sequence[int],
+        num_samples: Sequence[int],
+        mean_entropies: Sequence[float],
+        *,
+        threshold: float,
+    ) -> SkipSet:
+        """After one batch of groups.
+
+        ARES (https://arxiv.org/abs/2510.08457). A task once skipped stays so.
+
+        Args:
+            task_ids: of the groups.
+            num_correct: correct trajectories of each group.
+            num_samples: all trajectories of each group.
+            mean_entropies: nats a sampled token, over each group.
+            threshold: nats; a group all correct with less than this is skipped from now on.
+        """
+        groups = zip(task_ids, num_correct, num_samples, mean_entropies, strict=True)
+        solved = {
+            task_id: float(entropy)
+            for task_id, right, total, entropy in groups
+            if 0 < right == total and entropy < threshold
+        }
+        return SkipSet(self.task_ids | solved)
+
+
+@dataclasses.dataclass(frozen=True)
+class Controllers:
+    """The states that change from step to step; None for what the method does not use."""
+
+    gate: StageGate | None = None
+    threshold: EntropyThreshold | None = None
+    buckets: DifficultyBuckets | None = None
+    coefficients: EntropyCoefficients | None = None
+    kl: AdaptiveKL | LogKL | KLBudget | None = None
+    skipped: SkipSet | None = None
+
+    @classmethod
+    def init(cls, config: ConfigDict) -> Controllers:
+        """The states before the first step."""
+        return cls(
+            gate=StageGate.init() if has_gate(config) else None,
+            threshold=EntropyThreshold.init() if needs_windows(config) else None,
+            buckets=DifficultyBuckets.init() if needs_buckets(config) else None,
+            coefficients=(
+                EntropyCoefficients.init(alpha=config.shaping.alpha_init)
+                if config.shaping.entropy_reward
+                else None
+            ),
+            kl=_init_kl(config.kl) if is_measured(config) else None,
+            skipped=SkipSet.init() if config.filter.skip_solved else None,
+        )
+
+    @classmethod
+    def from_json(cls, saved: dict[str, Any], config: ConfigDict) -> Controllers:
+        """The inverse of `dataclasses.asdict`; what a changed configuration needs anew is fresh."""
+        fresh = cls.init(config)
+        states = {field.name: getattr(fresh, field.name) for field in dataclasses.fields(cls)}
+        for name, state in states.items():
+            found = saved.get(name)
+            if state is not None and found and found.keys() == dataclasses.asdict(state).keys():
+                states[name] = type(state)(**found)
+        return cls(**states)
+
+    @property
+    def is_late(self) -> bool:
+        """False in the early stage of a method that has one."""
+        return self.gate is None or self.gate.is_late
+
+    @property
+    def level(self) -> float | None:
+        """Window entropy from which on a token wavers, in nats; None before it is known."""
+        return None if self.threshold is None else self.threshold.value
+
+    def bucket(self, task_id: str) -> str:
+        """The difficulty of a task; hard where nothing is known of it."""
+        return "hard" if self.buckets is None else self.buckets.buckets.get(task_id, "hard")
+
+    def kl_coef(self, config: ConfigDict) -> float:
+        """The KL coefficient as it stands."""
+        return self.kl.coef if isinstance(self.kl, AdaptiveKL | LogKL) else config.kl.coef
+
+    def metrics(self) -> dict[str, Any]:
+        """Every number of every state, as `controller/<name>/<field>`; of tasks, how many."""
+        states: dict[str, dict[str, Any]] = {}
+        for one in dataclasses.fields(self):
+            state = getattr(self, one.name)
+            if isinstance(state, DifficultyBuckets):
+                counts = Counter(state.buckets.values())
+                states[one.name] = {name: counts[name] for name in BUCKETS}
+            elif isinstance(state, SkipSet):
+                states[one.name] = {"count": len(state.task_ids)}
+            elif state is not None:
+                states[one.name] = dataclasses.asdict(state)
+        found: dict[str, Any] = {}
+        for name, state in states.items():
+            for key, value in state.items():
+                inner = value if isinstance(value, dict) else {"": value}
+                for last, number in inner.items():
+                    found["/".join(x for x in ("controller", name, key, last) if x)] = number
+        return found
+
+
+def _init_kl(kl: ConfigDict) -> AdaptiveKL | LogKL | KLBudget | None:
+    match kl.controller:
+        case "adaptive":
+            return AdaptiveKL.init(coef=kl.coef)
+        case "log":
+            return LogKL.init(coef=kl.coef)
+        case "budget":
+            return KLBudget.init()
+    return None
+
+
+def advance(
+    controllers: Controllers,
+    groups: Sequence[Group],
+    tried: Sequence[GroupStats],
+    config: ConfigDict,
+    is_trigger: np.ndarray | None,
+) -> tuple[Controllers, list[Group]]:
+    """The controllers after what a step has sampled, and its groups with their windows marked.
+
+    The divergence of each trajectory was measured before the update, so that the coefficients of a
+    step depend on the steps before it alone: a step takes the state `kl` as it was before, and
+    every other one as it is after.
+
+    Args:
+        controllers: before the step.
+        groups: to be trained on, with their divergences.
+        tried: every group that was sampled, whether it passed the filter or not.
+        config: says how fast each state moves.
+        is_trigger: bool [V], ids that may count as wavering; None counts all.
+    """
+    scored = [group for group in groups if group.scored]
+    moved = dataclasses.replace(
+        controllers,
+        buckets=_advance_buckets(controllers.buckets, scored),
+        skipped=_advance_skipped(controllers.skipped, tried, config),
+    )
+    groups = list(groups)
+    if moved.threshold is not None:
+        found = [_window_entropy(t, config.shaping.entropy_window) for t in members(groups)]
+        threshold = _advance_threshold(moved.threshold, members(groups), found, config)
+        windows = [
+            _mark(t, *one, threshold.value, is_trigger, config)
+            for t, one in zip(members(groups), found, strict=True)
+        ]
+        groups = with_fields(groups, windows=windows)
+        moved = dataclasses.replace(moved, threshold=threshold)
+    moved = dataclasses.replace(moved, coefficients=_advance_coefficients(moved, groups, config))
+    return dataclasses.replace(moved, kl=_advance_kl(moved, groups, config)), groups
+
+
+def open_gate(controllers: Controllers, correctness: float, config: ConfigDict) -> Controllers:
+    """The controllers after an evaluation.
+
+    Args:
+        controllers: before it.
+        correctness: share of greedy answers that are correct; NaN where nothing was scored.
+        config: says how many evaluations below the best one the early stage outlives.
+    """
+    if controllers.gate is None:
+        return controllers
+    moved = controllers.gate.update(correctness, max_tolerance=config.shaping.stage_tolerance)
+    return dataclasses.replace(controllers, gate=moved)
+
+
+def _advance_buckets(
+    state: DifficultyBuckets | None, scored: Sequence[Group]
+) -> DifficultyBuckets | None:
+    if state is None:
+        return None
+    return state.update(
+        [group.task_id for group in scored],
+        [group.num_correct for group in scored],
+        [len(group.scored) for group in scored],
+    )
+
+
+def _advance_skipped(
+    state: SkipSet | None, tried: Sequence[GroupStats], config: ConfigDict
+) -> SkipSet | None:
+    """With the tasks added that every sample of the step solved, surely.
+
+    A group with environment errors says too little: one survivor would skip its task for good.
+    """
+    if state is None:
+        return None
+    whole = [group for group in tried if group.num_scored == config.rollout.group_size]
+    return state.update(
+        [group.task_id for group in whole],
+        [group.num_correct for group in whole],
+        [group.num_scored for group in whole],
+        [group.mean_entropy for group in whole],
+        threshold=config.filter.skip_entropy,
+    )
+
+
+def _window_entropy(trajectory: Trajectory, window: int) -> tuple[np.ndarray, np.ndarray]:
+    values, valid = window_entropy(
+        trajectory.rollout_entropies[None],
+        trajectory.loss_mask[None],
+        np.ones((1, len(trajectory.token_ids)), np.int32),
+        window=window,
+    )
+    return np.asarray(values[0], np.float32), np.asarray(valid[0])
+
+
+def _advance_threshold(
+    state: EntropyThreshold,
+    trajectories: Sequence[Trajectory],
+    found: Sequence[tuple[np.ndarray, np.ndarray]],
+    config: ConfigDict,
+) -> EntropyThreshold:
+    pairs = zip(trajectories, found, strict=True)
+    return state.update(
+        [values[valid] for trajectory, (values, valid) in pairs if trajectory.is_scored],
+        percentile=config.shaping.entropy_percentile,
+        decay=config.shaping.entropy_decay,
+    )
+
+
+def _mark(
+    trajectory: Trajectory,
+    values: np.ndarray,
+    valid: np.ndarray,
+    level: float | None,
+    is_trigger: np.ndarray | None,
+    config: ConfigDict,
+) -> Windows:
+    """The windows of one trajectory: those that reach `level`, in nats, are high."""
+    is_high = high_window_entropy_mask(values[None], valid[None], threshold=level)[0]
+    if is_trigger is not None:
+        is_high = is_high & is_trigger[trajectory.token_ids]
+    inside = values[valid].astype(np.float64)
+    percentile = math.nan
+    if len(inside):
+        percentile = float(np.percentile(inside, config.shaping.entropy_percentile))
+    beyond = np.maximum(inside - (np.inf if level is None else level), 0.0)
+    return Windows(
+        values=values,
+        valid=valid,
+        is_high=np.asarray(is_high),
+        percentile=percentile,
+        excess=float(beyond.sum()),
+    )
+
+
+def _advance_coefficients(
+    controllers: Controllers, groups: Sequence[Group], config: ConfigDict
+) -> EntropyCoefficients | None:
+    """By the windows of each group's scored trajectories, once there is a threshold."""
+    state = controllers.coefficients
+    if state is None or controllers.level is None:
+        return state
+    scored = [group for group in groups if group.scored]
+    return state.update(
+        [mean([t.windows.count for t in group.scored if t.windows]) for group in scored],
+        [controllers.bucket(group.task_id) for group in scored],
+        rate=config.shaping.alpha_step,
+        max_alpha=config.shaping.alpha_max,
+    )
+
+
+def _advance_kl(
+    controllers: Controllers, groups: Sequence[Group], config: ConfigDict
+) -> AdaptiveKL | LogKL | KLBudget | None:
+    """By the mean divergence a token of the trajectories that have tokens to train."""
+    settings = config.kl
+    found = mean_divergences(groups)
+    values = [value for _, value in found]
+    match controllers.kl:
+        case AdaptiveKL() as state:
+            return state.update(
+                mean(values), len(values), target=settings.target, horizon=settings.horizon
+            )
+        case LogKL() as state:
+            return state.update(mean(values), target=settings.target)
+        case KLBudget() as state:
+            by_bucket: dict[str, list[float]] = {}
+            for task_id, value in found:
+                by_bucket.setdefault(controllers.bucket(task_id), []).append(value)
+            return state.update(
+                {name: mean(its) for name, its in by_bucket.items()},
+                budgets=settings.budgets.to_dict(),
+                rate=settings.budget_step,
+            )
+    return None
+
+
+def mean_divergences(groups: Sequence[Group]) -> list[tuple[str, float]]:
+    """Task and nats a token of every trajectory that was measured and has tokens to train."""
+    return [
+        (t.task_id, t.divergence.mean)
+        for t in members(groups)
+        if t.divergence is not None and t.divergence.num_tokens
+    ]

@@ -1,0 +1,83 @@
+"""How far the policy has strayed from its reference, measured once a step and before the update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from jaxrl.objectives.kl import kl_estimate
+from jaxrl.runtime.compilation import CompiledFunction
+from jaxrl.runtime.sharding import num_batch_shards, replicated
+from jaxrl.training.minibatches import as_trained
+from jaxrl.training.packing import BatchShape, Packed, pack
+from jaxrl.training.update import put_batch
+from jaxrl.types import Divergence, Group, Params, members, with_fields
+
+
+def make_measure(
+    score: CompiledFunction, mesh: Mesh, shape: BatchShape, config: ConfigDict
+) -> Callable[[Sequence[Group], Params, Params], list[Group]]:
+    """`measure(groups, params, ref_params)` puts a divergence on every scored trajectory.
+
+    One that has a divergence keeps it. As many trajectories at a time as a mini-batch has rows go
+    through the program that scores mini-batches.
+
+    Args:
+        score: `make_score_step`'s.
+        mesh: rows are split over its data and fsdp axes.
+        shape: of a mini-batch.
+        config: its section `kl` names the estimator, `loss` what is trained on.
+    """
+    # One micro-batch at a time, which is what objectives know.
+    estimate = jax.vmap(partial(kl_estimate, estimator=config.kl.estimator))
+
+    def compare(old: jax.Array, ref: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
+        return old, ref, estimate(old, ref, mask)
+
+    whole = replicated(mesh)  # of several processes, each reads all
+    compare = jax.jit(compare, out_shardings=(whole, whole, whole))
+    capacity = shape.num_micro * shape.micro_rows
+
+    def measure(groups: Sequence[Group], params: Params, ref_params: Params) -> list[Group]:
+        trajectories = members(groups)
+        found = [t.divergence for t in trajectories]
+        missing = [i for i, t in enumerate(trajectories) if t.is_scored and t.divergence is None]
+        for start in range(0, len(missing), capacity):
+            chunk = missing[start : start + capacity]
+            trained = [as_trained(trajectories[i], config) for i in chunk]
+            packed = pack(
+                trained,
+                np.zeros(len(trained), np.float32),
+                shape,
+                aggregation="token-mean",
+                num_shards=num_batch_shards(mesh),
+            )
+            batch = put_batch(mesh, packed.batch)
+            old = score(params, batch, packed.num_micro)
+            ref = score(ref_params, batch, packed.num_micro)
+            arrays = [np.asarray(x) for x in compare(old, ref, batch.loss_mask)]
+            lengths = [len(t.token_ids) for t in trained]
+            pieces = [unpack(packed, array, lengths) for array in arrays]
+            for index, trajectory, *own in zip(chunk, trained, *pieces, strict=True):
+                old_logprobs, ref_logprobs, per_token = own
+                found[index] = Divergence(
+                    old_logprobs=old_logprobs,
+                    ref_logprobs=ref_logprobs,
+                    per_token=per_token,
+                    num_tokens=trajectory.num_sampled,
+                )
+        return with_fields(groups, divergence=found)
+
+    return measure
+
+
+def unpack(packed: Packed, values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
+    """The values `[A, b, T]` of each sequence `[L]`, in the order in which they were packed."""
+    segments = np.asarray(packed.batch.segment_ids).ravel()
+    order = np.argsort(segments, kind="stable")[np.count_nonzero(segments == 0) :]
+    return np.split(values.ravel()[order], np.cumsum(lengths)[:-1])

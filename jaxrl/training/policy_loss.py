@@ -1,0 +1,83 @@
+"""The policy loss: ratio, correction, KL and entropy terms, compiled into the update step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from jaxrl.objectives import losses
+from jaxrl.objectives.corrections import importance_weights
+from jaxrl.objectives.kl import kl_estimate
+from jaxrl.training.update import TokenLoss
+from jaxrl.types import Batch
+
+POLICY_LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "clip": (losses.clipped_policy_loss, losses.clip_metrics),
+    "gspo": (losses.gspo_policy_loss, losses.gspo_metrics),
+    "cispo": (losses.cispo_policy_loss, losses.cispo_metrics),
+}
+"""Each loss and what it measures of itself, for the same arguments."""
+
+
+def make_policy_loss(loss: ConfigDict, kl: ConfigDict) -> TokenLoss:
+    """The policy loss with its KL and entropy terms; a term that is off adds nothing."""
+    policy_loss, loss_metrics = POLICY_LOSSES[loss.name]
+    settings: dict[str, Any] = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
+    if loss.name == "clip":
+        settings["dual_clip"] = loss.dual_clip or None
+    needs_segments = loss.name == "gspo"
+    correction = loss.correction.to_dict()
+    is_corrected = correction["level"] != "none"
+    entropy_coef, estimator, anchor_name = loss.entropy_coef, kl.estimator, kl.anchor
+    kl_coef = kl.coef if kl.place == "loss" else 0.0
+    mask_observations = loss.mask_observations
+
+    def token_loss(
+        logprobs: jax.Array, entropies: jax.Array, batch: Batch
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        mask = batch.loss_mask
+        # With one optimizer step a batch, the policy before the update is the current one.
+        current = jax.lax.stop_gradient(logprobs)
+        old = current if batch.old_logprobs is None else batch.old_logprobs
+        arguments: tuple[Any, ...] = (logprobs, old, batch.advantages, mask)
+        arguments += (batch.segment_ids,) if needs_segments else ()
+        values = policy_loss(*arguments, **settings)
+        # Of an observation that is trained on, the sampler has no log-probability.
+        is_sampled = mask if mask_observations else mask & (batch.rollout_logprobs != 0)
+        gap = jnp.where(is_sampled, old - batch.rollout_logprobs, 0.0)
+        metrics = {
+            "actor/entropy": entropies,
+            **{f"actor/{name}": x for name, x in loss_metrics(*arguments, **settings).items()},
+            "rollout_corr/logprob_diff_mean": jnp.abs(gap),
+            "rollout_corr/logprob_diff_max": jnp.abs(gap),
+            "rollout_corr/k3_kl": kl_estimate(
+                batch.rollout_logprobs, old, is_sampled, estimator="k3"
+            ),
+        }
+        if is_corrected:
+            weights = importance_weights(
+                old, batch.rollout_logprobs, mask, batch.segment_ids, **correction
+            )
+            values = values * weights
+            metrics["rollout_corr/weight_mean"] = weights
+            metrics["rollout_corr/weight_square_mean"] = weights**2
+        metrics["actor/pg_loss"] = values
+        if kl_coef:
+            anchor = batch.ref_logprobs if anchor_name == "ref" else old
+            assert anchor is not None
+            divergence = kl_estimate(logprobs, anchor, mask, estimator=estimator)
+            values = values + _kl_weights(batch, kl_coef) * divergence
+            metrics["actor/kl_loss"] = divergence
+        if entropy_coef:
+            values = values - entropy_coef * jnp.where(mask, entropies, 0.0)
+        return values, metrics
+
+    return token_loss
+
+
+def _kl_weights(batch: Batch, kl_coef: float) -> jax.Array | float:
+    return kl_coef if batch.kl_weights is None else batch.kl_weights

@@ -1,0 +1,107 @@
+"""All that changes a reward after the environment has paid it: length, abstention, KL, entropy.
+
+Each function takes groups and returns them with more reward, and keeps what it added as a part of
+its own name in `reward_parts`. An environment error has no reward, and none is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from jaxrl.config_checks import overlong_limit
+from jaxrl.envs.rewards import normalize_answer
+from jaxrl.objectives.shaping import boundary_aware_rewards, entropy_reward, overlong_penalty
+from jaxrl.training.controllers import Controllers
+from jaxrl.types import Columns, Group, members, with_fields
+
+
+def add_reward(groups: Sequence[Group], part: str, amounts: np.ndarray) -> list[Group]:
+    """Groups whose trajectories have so much more reward.
+
+    Args:
+        groups: as they are.
+        part: name under which the amounts are kept.
+        amounts: float [N], in the order of `members`; those of failures are not read.
+    """
+    paid = [
+        (
+            float(np.float32(t.reward) + np.float32(amount)),
+            {**t.reward_parts, part: float(amount)},
+        )
+        if t.is_scored
+        else (t.reward, t.reward_parts)
+        for t, amount in zip(members(groups), amounts, strict=True)
+    ]
+    rewards, parts = zip(*paid, strict=True) if paid else ((), ())
+    return with_fields(groups, reward=rewards, reward_parts=parts)
+
+
+def shape(groups: Sequence[Group], config: ConfigDict, *, is_late: bool) -> list[Group]:
+    """What abstentions earn and what length costs, before groups are filtered.
+
+    Args:
+        groups: with the environment's rewards.
+        config: its section `shaping` says which of the two there are.
+        is_late: False in the early stage of a method that has one.
+    """
+    shaping = config.shaping
+    shaped = list(groups)
+    if shaping.boundary_aware:
+        columns = Columns(shaped)
+        paid = boundary_aware_rewards(
+            columns.rewards,
+            columns.is_abstention,
+            columns.is_well_formed,
+            [normalize_answer(t.final_answer) for t in members(shaped)],
+            columns.group_ids,
+            is_late=is_late,
+            sample_level=shaping.sample_level,
+            bonus=shaping.abstention_bonus,
+            max_rate=shaping.abstention_rate,
+        )
+        shaped = add_reward(shaped, "abstention", paid - columns.rewards)
+    if shaping.overlong_buffer:
+        penalties = overlong_penalty(
+            np.array([t.response_length for t in members(shaped)]),
+            max_length=overlong_limit(config),
+            buffer=shaping.overlong_buffer,
+            factor=shaping.overlong_factor,
+        )
+        shaped = add_reward(shaped, "overlong", penalties)
+    return shaped
+
+
+def kl_penalties(groups: Sequence[Group], coef: float) -> np.ndarray:
+    """What the KL term takes off each reward: `coef` times the measured divergence, float64 [N]."""
+    found = [t.divergence for t in members(groups)]
+    return np.array([coef * divergence.total if divergence else 0.0 for divergence in found])
+
+
+def charge_kl(groups: Sequence[Group], coef: float) -> list[Group]:
+    """The KL term in the reward; `coef` is its coefficient."""
+    return add_reward(groups, "kl", -kl_penalties(groups, coef))
+
+
+def pay_entropy(
+    groups: Sequence[Group], controllers: Controllers, config: ConfigDict
+) -> list[Group]:
+    """ARES's entropy reward, by difficulty; 0 before the threshold of high entropy is known."""
+    if controllers.coefficients is None:
+        return list(groups)
+    trajectories = members(groups)
+    amounts = np.zeros(len(trajectories), np.float32)
+    if controllers.level is not None:
+        scored = [i for i, t in enumerate(trajectories) if t.is_scored]
+        counts = [w.count for i in scored if (w := trajectories[i].windows) is not None]
+        amounts[scored] = entropy_reward(
+            np.array(counts, np.int32),
+            np.array([trajectories[i].is_correct for i in scored], bool),
+            [controllers.bucket(trajectories[i].task_id) for i in scored],
+            targets=controllers.coefficients.targets,
+            coefficients=controllers.coefficients.alphas,
+            centred_gain=config.shaping.centred_gain,
+        )
+    return add_reward(groups, "entropy", amounts)
