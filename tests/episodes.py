@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxrl.envs.base import Outcome, Task, Turn
-from jaxrl.types import Trajectory
+from jaxrl.types import Group, Trajectory
 
 COMPUTE = Turn(
     text="<python>print(6 * 7)</python>",
@@ -19,7 +19,7 @@ FAILED = Turn(text="<search>q</search>", tool_call="q", error="the server is dow
 def make_trajectory(
     *,
     reward=0.0,
-    group_id=0,
+    task_number=0,
     sample_index=0,
     outcome=Outcome.ANSWERED,
     length=6,
@@ -28,7 +28,7 @@ def make_trajectory(
     data_source="nq",
 ):
     """Two prompt tokens, then sampled ones."""
-    rng = np.random.default_rng([group_id, sample_index])
+    rng = np.random.default_rng([task_number, sample_index])
     mask = np.arange(length) >= 2
     return Trajectory(
         token_ids=rng.integers(1, 50, length).astype(np.int32),
@@ -37,9 +37,8 @@ def make_trajectory(
         rollout_entropies=np.where(mask, 0.5, 0.0).astype(np.float32),
         policy_versions=np.where(mask, 3, -1).astype(np.int32),
         prompt_length=2,
-        group_id=group_id,
         sample_index=sample_index,
-        task=Task(id=f"t{group_id}", question="Où ?", answers=("x",), data_source=data_source),
+        task=Task(id=f"t{task_number}", question="Où ?", answers=("x",), data_source=data_source),
         turns=turns,
         outcome=outcome,
         reward=reward,
@@ -52,3 +51,11 @@ def make_trajectory(
 def make_failure(**fields):
     """An environment error, which has no reward."""
     return make_trajectory(outcome=Outcome.ENVIRONMENT_ERROR, turns=(FAILED,), **fields)
+
+
+def grouped(trajectories):
+    """Groups of those that share a task, in order of the first of each."""
+    by_task = {}
+    for trajectory in trajectories:
+        by_task.setdefault(trajectory.task_id, []).append(trajectory)
+    return [Group(trajectories=tuple(of_task)) for of_task in by_task.values()]

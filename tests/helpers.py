@@ -12,12 +12,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxrl.training.method import make_policy_loss
 
 from jaxrl.config import default_config
 from jaxrl.models import qwen
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.training.packing import pack
+from jaxrl.training.policy_loss import make_policy_loss
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

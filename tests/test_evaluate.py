@@ -35,7 +35,7 @@ def members():
 
 
 def sample(question, index, parts, answer, **fields):
-    made = make_trajectory(group_id=question, sample_index=index, parts=parts, **fields)
+    made = make_trajectory(task_number=question, sample_index=index, parts=parts, **fields)
     return dataclasses.replace(made, final_answer=answer)
 
 
@@ -47,10 +47,10 @@ def four_samples():
         sample(0, 2, RIGHT, "tower"),
         sample(0, 3, WRONG, "palace"),
         sample(1, 0, RIGHT, "Oslo", data_source="hotpot"),
-        make_failure(group_id=1, sample_index=1, data_source="hotpot"),
-        make_failure(group_id=1, sample_index=2, data_source="hotpot"),
+        make_failure(task_number=1, sample_index=1, data_source="hotpot"),
+        make_failure(task_number=1, sample_index=2, data_source="hotpot"),
         sample(1, 3, WRONG, "", data_source="hotpot", outcome=Outcome.MALFORMED),
-        *(make_failure(group_id=2, sample_index=i, data_source="hotpot") for i in range(4)),
+        *(make_failure(task_number=2, sample_index=i, data_source="hotpot") for i in range(4)),
     ]
 
 
@@ -399,12 +399,12 @@ def test_one_line():
 
 
 def test_what_could_not_be_scored_has_no_score():
-    failed = summary([make_failure(), make_failure(group_id=1)])
+    failed = summary([make_failure(), make_failure(task_number=1)])
     assert one_line("greedy", failed) == "greedy: nothing could be scored (2 environment errors)"
     assert "nan" not in as_text(4, "train", {"greedy": failed})
     assert num_unscored_suites(as_metrics("greedy", failed)) == 1
     partly = summary(
-        [make_trajectory(parts={"exact_match": 1.0}), make_failure(group_id=1, data_source="x")]
+        [make_trajectory(parts={"exact_match": 1.0}), make_failure(task_number=1, data_source="x")]
     )
     assert one_line("greedy", partly).startswith("greedy: exact match all 1.000, nq 1.000, x -, ")
     assert num_unscored_suites(as_metrics("greedy", partly)) == 0

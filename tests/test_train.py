@@ -13,7 +13,7 @@ from tests.episodes import make_failure, make_trajectory
 
 
 def trajectory(group_id, reward, seed=0, **fields):
-    return make_trajectory(group_id=group_id, reward=reward, sample_index=seed, **fields)
+    return make_trajectory(task_number=group_id, reward=reward, sample_index=seed, **fields)
 
 
 def minibatches(members, **changes):
@@ -26,7 +26,7 @@ def minibatches(members, **changes):
 
 
 def test_a_loss_without_environment_errors_is_that_of_the_others_alone():
-    failed = make_failure(group_id=0, length=9, sample_index=2)
+    failed = make_failure(task_number=0, length=9, sample_index=2)
     others = [trajectory(0, 1.0), trajectory(0, 0.0, seed=1), trajectory(1, 1.0)]
     others += [trajectory(1, 1.0, seed=1), trajectory(1, 0.0, seed=2)]
     [got] = minibatches([*others[:2], failed, *others[2:]])

@@ -16,7 +16,7 @@ from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Seeds
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer
-from jaxrl.types import Draw
+from jaxrl.types import Draw, members
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -131,27 +131,24 @@ class Player:
         )
 
     def play(
-        self, env, questions, *, limits=ROOMY, group_size=1, seed=0, step=0, positions=None,
+        self, env, questions, *, limits=ROOMY, group_size=1, seed=0, step=0, stream_indices=None,
         temperature=1.0, top_p=1.0, answers=("Paris",), schedule=None, **settings,
     ):  # fmt: skip
         """Trajectories of questions drawn one after another."""
-        positions = range(len(questions)) if positions is None else positions
+        places = range(len(questions)) if stream_indices is None else stream_indices
         draws = [
-            Draw(task=Task(id=f"task {p}", question=q, answers=answers), position=p)
-            for p, q in zip(positions, questions, strict=True)
+            Draw(task=Task(id=f"task {p}", question=q, answers=answers), stream_index=p)
+            for p, q in zip(places, questions, strict=True)
         ]
         rollout = Rollout(self.engine, env, self.tokenizer, self.automaton, limits, schedule)
-        return rollout(
-            draws,
-            Sampling(
-                group_size=group_size,
-                temperature=temperature,
-                top_p=top_p,
-                seeds=Seeds(seed=seed, stage=0, step=step),
-                policy_version=step,
-            ),
-            **settings,
+        sampling = Sampling(
+            group_size=group_size,
+            temperature=temperature,
+            top_p=top_p,
+            seeds=Seeds(seed=seed, stage=0, step=step),
+            policy_version=step,
         )
+        return members(rollout(draws, sampling, **settings))
 
 
 def taught(params, config, token_ids, *, start):

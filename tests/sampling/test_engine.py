@@ -331,16 +331,16 @@ def test_samples_depend_on_seed_step_position_and_index():
     base = play(16, noting_env(), tasks)
     assert same_samples(base, play(16, noting_env(), tasks))  # bit for bit
     assert len(set(completions(base))) == 6
-    for changed in ({"seed": 1}, {"step": 1}, {"positions": [2, 3]}):
+    for changed in ({"seed": 1}, {"step": 1}, {"stream_indices": [2, 3]}):
         other = play(16, noting_env(), tasks, **changed)
         assert not set(completions(base)) & set(completions(other)), changed
     # A task's samples depend on its place in the stream, not on what is drawn beside it.
-    (alone,) = [play(16, noting_env(), [tasks[1]], positions=[1])]
+    (alone,) = [play(16, noting_env(), [tasks[1]], stream_indices=[1])]
     assert completions(alone) == completions(base)[3:]
 
 
 def test_a_task_drawn_twice_in_a_step_is_drawn_anew():
-    got = play(16, noting_env(), ["where?", "where?"], positions=[4, 5])
+    got = play(16, noting_env(), ["where?", "where?"], stream_indices=[4, 5])
     assert [t.group_id for t in got] == [0, 0, 0, 1, 1, 1]
     assert len(set(completions(got))) == 6
 
