@@ -33,8 +33,8 @@ import tokenizers
 from examples import quickstart_world as quickstart
 from examples.claims_world import UNTOLD as UNTOLD_WORDS
 from jaxrl.envs.protocol import BAPO
-from jaxrl.envs.python_tool import MontyTool, PythonTool
 from jaxrl.envs.retrieval import Document, LocalSearch, render_documents
+from jaxrl.envs.tools import MontyTool, Tool
 
 WORDS = frozenset((*quickstart.FIRST_NAMES, *quickstart.LAST_NAMES, *quickstart.CITIES))
 BIRTHS = range(1900, 1930)
@@ -172,7 +172,7 @@ class Demonstrator(quickstart.Demonstrator):
         self,
         people: People,
         engine: LocalSearch,
-        python: PythonTool,
+        python: Tool,
         habits: Habits,
         rng: random.Random,
     ):
@@ -231,7 +231,7 @@ class Demonstrator(quickstart.Demonstrator):
 
 
 def demonstrations(
-    people: People, num: int, *, topk: int, python: PythonTool, rng: random.Random
+    people: People, num: int, *, topk: int, python: Tool, rng: random.Random
 ) -> list[dict[str, Any]]:
     """About the people of one world."""
     questions = train_questions(people, rng)

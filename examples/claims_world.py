@@ -287,7 +287,7 @@ class Examiner:
 
     def _meant_pupil(self, person: Person) -> Person | None:
         """One of the three pupils, the first that the search shows most often."""
-        titles = quickstart.shown_titles(self._engine.search(person.name))
+        titles = quickstart.shown_titles(self._engine.run(person.name))
         shown = [title for title in titles if self._people[title].facts["mentor"] == person.name]
         if len(shown) < PUPILS:
             return None
@@ -419,7 +419,7 @@ class Demonstrator:
             musing = " ".join(words) + " "
         turn = f"<think> {musing}{plan} </think><search> {query} </search>"
         messages.append({"role": "assistant", "content": turn})
-        messages.append({"role": "tool", "content": self._engine.search(query)})
+        messages.append({"role": "tool", "content": self._engine.run(query)})
         return quickstart.shown_titles(messages[-1]["content"])
 
     def _query(self, person: Person, sought: str) -> str:

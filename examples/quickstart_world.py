@@ -239,7 +239,7 @@ class Demonstrator:
         query = self._query(self._people[name], attribute)
         turn = f"<think> find {attribute} of {name} </think><search> {query} </search>"
         messages.append({"role": "assistant", "content": turn})
-        messages.append({"role": "tool", "content": self._engine.search(query)})
+        messages.append({"role": "tool", "content": self._engine.run(query)})
         titles = shown_titles(messages[-1]["content"])
         shown = name if name in titles else next(iter(titles), None)
         return None if shown is None else self._people[shown]
@@ -544,7 +544,7 @@ def print_hit_rates(people: People, engine: LocalSearch) -> None:
     for style in (*GOOD_QUERIES, *POOR_QUERIES):
         titles = [
             shown_titles(
-                engine.search(style.format(first=p.first, last=p.last, attribute="birthplace"))
+                engine.run(style.format(first=p.first, last=p.last, attribute="birthplace"))
             )
             for p in held_out
         ]

@@ -5,6 +5,7 @@ Everything that can be refused is refused here, before any long work.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +21,10 @@ from jaxrl.data import check_data_sources, overlap_note, read_tasks
 from jaxrl.demonstrations import Demonstration, read_demonstrations
 from jaxrl.envs.base import Env, Task
 from jaxrl.envs.math import MathEnv
-from jaxrl.envs.protocol import PROTOCOLS, Protocol, search_r1
-from jaxrl.envs.python_tool import MontyTool
+from jaxrl.envs.protocol import PROTOCOLS, Protocol
 from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine, index_folder
 from jaxrl.envs.search import SearchEnv
+from jaxrl.envs.tools import TOOLS, Tool
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
@@ -86,10 +87,10 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
         )
     check_hf(config.model.path)
     dtype = jnp.dtype(config.model.dtype)
-    python = _make_python() if config.env.python else None
-    control = _make_env(config, EmptySearch(), python)
+    tools = _make_tools(config)
+    control = _make_env(config, EmptySearch(), tools)
     automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
-    tasks, eval_tasks, demonstrations = _read_data(config, tokenizer)
+    tasks, eval_tasks, demonstrations = _read_data(config, tokenizer, tools)
     engine = _make_engine(config, model_config, mesh, automaton, tokenizer, dtype)
     limits = Limits(
         max_prompt_tokens=config.rollout.max_prompt_tokens,
@@ -110,7 +111,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
     )
     env = control
     if config.env.name == "search":
-        env = _make_env(config, _make_search(config, show), python)
+        env = _make_env(config, _make_search(config, show), tools)
     return Components(
         mesh=mesh,
         model_config=model_config,
@@ -234,7 +235,7 @@ def check_length(config: ConfigDict, model: QwenConfig) -> None:
 
 
 def _read_data(
-    config: ConfigDict, tokenizer: Tokenizer
+    config: ConfigDict, tokenizer: Tokenizer, tools: Sequence[Tool]
 ) -> tuple[list[Task], list[Task], list[Demonstration]]:
     tasks: list[Task] = []
     eval_tasks: list[Task] = []
@@ -253,8 +254,8 @@ def _read_data(
             tokenizer,
             max_total_tokens=config.rollout.max_total_tokens,
             max_observation_tokens=config.search.max_observation_tokens,
-            protocol=PROTOCOLS[config.env.protocol],
-            tools=("search", "python") if config.env.python else ("search",),
+            protocol=_protocol(config)([tool.name for tool in tools]),
+            tools=("search", *(tool.name for tool in tools)),
         )
     return tasks, eval_tasks, demonstrations
 
@@ -271,8 +272,8 @@ def _make_search(config: ConfigDict, show: Callable[[str], None]) -> SearchEngin
     )
 
 
-def _make_env(config: ConfigDict, engine: SearchEngine, python: MontyTool | None) -> Env:
-    """The environment; `engine` answers its searches and `python` its code, if it has any."""
+def _make_env(config: ConfigDict, engine: SearchEngine, tools: Sequence[Tool]) -> Env:
+    """The environment; `engine` answers its searches and `tools` its other calls, if it has any."""
     weights = config.reward.weights.to_dict()
     prompt = {key: config.prompt[key] for key in ("system", "template", "examples")}
     settings = {**prompt, "reward_weights": {name: weights[name] for name in reward_parts(config)}}
@@ -280,19 +281,22 @@ def _make_env(config: ConfigDict, engine: SearchEngine, python: MontyTool | None
         return MathEnv(**settings)
     return SearchEnv(
         engine,
+        tools=tools,
         **settings,
         max_searches=config.rollout.max_turns,
-        protocol=_make_protocol(config),
+        protocol=_protocol(config),
         correct_by=config.reward.correct,
-        python=python,
     )
 
 
-def _make_protocol(config: ConfigDict) -> Protocol:
+def _protocol(config: ConfigDict) -> Callable[..., Protocol]:
+    """The configured protocol, still without the names of its tools."""
+    protocol = PROTOCOLS[config.env.protocol]
     if config.env.protocol != "search_r1":
-        return PROTOCOLS[config.env.protocol]
+        return protocol
     reward = config.reward
-    return search_r1(
+    return functools.partial(
+        protocol,
         format_reward=reward.format_reward,
         format_failure=reward.format_failure,
         answer_reward=reward.answer_reward,
@@ -301,9 +305,9 @@ def _make_protocol(config: ConfigDict) -> Protocol:
     )
 
 
-def _make_python() -> MontyTool:
+def _make_tools(config: ConfigDict) -> list[Tool]:
     try:
-        return MontyTool()
+        return [TOOLS["python"]()] if config.env.python else []
     except ImportError as error:
         raise ValueError(f"config.env.python is True, but {error}") from error
 

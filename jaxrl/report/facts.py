@@ -43,7 +43,7 @@ KINDS = {
 """Kinds of failure, and what they mean."""
 
 _SCORE = re.compile(r"val-core/(.+)/exact_match/(mean@\d+|greedy|empty_search)")
-_TAG_NAMES = "|".join(dict.fromkeys(tag for p in PROTOCOLS.values() for tag in p.tags))
+_TAG_NAMES = "|".join(dict.fromkeys(tag for make in PROTOCOLS.values() for tag in make().tags))
 _SEGMENT = re.compile(rf"<({_TAG_NAMES})>(.*?)(?:</\1>|(?=<(?:{_TAG_NAMES})>)|\Z)", re.DOTALL)
 
 

@@ -91,9 +91,9 @@ def test_last_query_of_another_tool():
 
 
 def test_the_two_protocols():
-    assert PROTOCOLS == {"search_r1": SEARCH_R1, "bapo": BAPO}
+    assert {name: make().name for name, make in PROTOCOLS.items()} == {n: n for n in PROTOCOLS}
     assert SEARCH_R1.reward_parts == ("format", "answer", "exact_match", "f1")
-    assert BAPO.reward_parts == ("format", "bapo", "exact_match", "f1")
+    assert BAPO.reward_parts == ("format", "exact_match", "f1", "bapo")
     good = r"<think>?</think><answer>\boxed{A}</answer>"
     assert BAPO.format_reward(good) == 0.0
     assert BAPO.format_reward(good.replace(r"\boxed{A}", "A")) == -1.0

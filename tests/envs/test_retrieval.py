@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -22,8 +21,6 @@ from jaxrl.envs.retrieval import (
     EmptySearch,
     KeywordSearch,
     LocalSearch,
-    SearchEngine,
-    SearchError,
     render_documents,
     tokenize,
 )
@@ -62,37 +59,13 @@ def indexes(folder):
 
 def test_keyword_search():
     engine = KeywordSearch({"France": "Paris", "capital": "a city"})
-    assert engine.search("the CAPITAL of france") == "Paris"
-    assert engine.search("Capital?") == "a city"
-    assert engine.search("Rome") == "No information found for: Rome"
+    assert engine.run("the CAPITAL of france") == "Paris"
+    assert engine.run("Capital?") == "a city"
+    assert engine.run("Rome") == "No information found for: Rome"
 
 
 def test_empty_search():
-    assert EmptySearch().batch_search(["a", "b"]) == ["No information found"] * 2
-
-
-def test_batch_search_runs_side_by_side_and_keeps_order():
-    meeting = threading.Barrier(3, timeout=5)
-
-    class Waiting(SearchEngine):
-        def search(self, query):
-            meeting.wait()  # passes only when three searches run at once
-            return query.upper()
-
-    assert Waiting().batch_search(["a", "b", "c"]) == ["A", "B", "C"]
-    assert Waiting().batch_search([]) == []
-
-
-def test_batch_search_says_which_query_failed():
-    class Failing(SearchEngine):
-        def search(self, query):
-            if query == "b":
-                raise SearchError("down")
-            return query
-
-    first, failed, last = Failing().batch_search(["a", "b", "c"])
-    assert (first, str(failed), last) == ("a", "down", "c")
-    assert isinstance(failed, SearchError)
+    assert EmptySearch().run_batch(["a", "b"]) == ["No information found"] * 2
 
 
 # Tokens and text
@@ -131,10 +104,10 @@ def test_render_documents():
 
 def test_local_search_renders_the_best_documents(tmp_path):
     engine = local_search(tmp_path, CITIES, topk=1)
-    assert engine.search("capital of France") == (
+    assert engine.run("capital of France") == (
         "Doc 1(Title: Paris) Paris is the capital of France."
     )
-    assert engine.batch_search(["Germany", "?!", "nowhere"]) == [
+    assert engine.run_batch(["Germany", "?!", "nowhere"]) == [
         "Doc 1(Title: Berlin) Berlin is the capital of Germany. It is not Paris.",
         "No information found",
         "No information found",
@@ -227,9 +200,9 @@ def test_ranks_as_brute_force_bm25_whatever_the_order_of_lines(texts, query, ran
 
 
 def test_the_index_is_built_once(tmp_path, monkeypatch):
-    before = local_search(tmp_path, CITIES).search("capital")
+    before = local_search(tmp_path, CITIES).run("capital")
     monkeypatch.setattr(retrieval, "_write_index", None)  # a second build would now fail
-    assert local_search(tmp_path, CITIES).search("capital") == before
+    assert local_search(tmp_path, CITIES).run("capital") == before
 
 
 @pytest.mark.parametrize("is_emptied", [True, False])

@@ -1,11 +1,12 @@
 import time
+from functools import partial
 
 import pytest
 
-from jaxrl.envs.base import Episode, Outcome, Task, Turn
+from jaxrl.envs.base import Episode, Outcome, Task, ToolError, Turn
 from jaxrl.envs.calls import MAX_ERROR
-from jaxrl.envs.protocol import BAPO, search_r1
-from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine, SearchError
+from jaxrl.envs.protocol import bapo, search_r1
+from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine
 from jaxrl.envs.search import SearchEnv
 
 TASK = Task(id="t", question="What is the capital of France?", answers=("Paris", "City of Paris"))
@@ -18,16 +19,16 @@ class RecordingSearch(SearchEngine):
         self.batches = []
         self.singles = []
 
-    def search(self, query):
+    def run(self, query):
         self.singles.append(query)
         if "bad" in query:
-            raise SearchError(f"no reply to {query}")
+            raise ToolError(f"no reply to {query}")
         return f"found {query}"
 
-    def batch_search(self, queries):
+    def run_batch(self, queries):
         self.batches.append(list(queries))
         if any("bad" in query for query in queries):
-            raise SearchError("batch failed")
+            raise ToolError("batch failed")
         return [f"found {query}" for query in queries]
 
 
@@ -137,7 +138,7 @@ def test_only_the_rows_whose_search_fails_are_lost():
 
 def test_an_engine_that_loses_results_is_asked_row_by_row():
     class Lossy(RecordingSearch):
-        def batch_search(self, queries):
+        def run_batch(self, queries):
             return ["only one"]
 
     results = step(make_env(Lossy()), "<search>a</search>", "<search>b</search>")
@@ -150,14 +151,14 @@ def test_an_engine_that_loses_results_is_asked_row_by_row():
         (ConnectionError("refused"), "ConnectionError: refused"),
         (KeyError("result"), "KeyError: 'result'"),
         (SystemExit(0), "SystemExit: 0"),
-        (None, "the engine gave NoneType; expected text"),
-        (b"bytes", "the engine gave bytes; expected text"),
+        (None, "search gave NoneType; expected text"),
+        (b"bytes", "search gave bytes; expected text"),
         (RuntimeError("x" * 10**6), "RuntimeError: " + "x" * (MAX_ERROR - 14)),
     ],
 )
 def test_whatever_goes_wrong_in_an_engine_loses_only_its_row(behaviour, told):
     class Broken(SearchEngine):
-        def search(self, query):
+        def run(self, query):
             if query != "bad":
                 return f"found {query}"
             if isinstance(behaviour, BaseException):
@@ -165,8 +166,8 @@ def test_whatever_goes_wrong_in_an_engine_loses_only_its_row(behaviour, told):
             return behaviour
 
     class Together(Broken):
-        def batch_search(self, queries):
-            return [self.search(query) for query in queries]
+        def run_batch(self, queries):
+            return [self.run(query) for query in queries]
 
     for engine in (Broken(), Together()):
         good, bad = step(make_env(engine), "<search>good</search>", "<search>bad</search>")
@@ -178,7 +179,7 @@ def test_only_the_queries_that_failed_are_asked_again():
     asked = []
 
     class Flaky(SearchEngine):
-        def search(self, query):
+        def run(self, query):
             asked.append(query)
             if query == "bad" and asked.count("bad") == 1:
                 raise ConnectionError("reset")
@@ -191,7 +192,7 @@ def test_only_the_queries_that_failed_are_asked_again():
 
 def test_an_interrupt_in_an_engine_interrupts():
     class Interrupting(SearchEngine):
-        def search(self, query):
+        def run(self, query):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -200,7 +201,7 @@ def test_an_interrupt_in_an_engine_interrupts():
 
 def test_latency_is_that_of_the_search():
     class Slow(SearchEngine):
-        def search(self, query):
+        def run(self, query):
             time.sleep(0.02)
             return "x"
 
@@ -293,7 +294,7 @@ def test_what_is_correct_is_a_setting():
     episode = Episode(task=TASK, turns=[Turn(text="<answer>old Paris</answer>")])
     for part in ("f1", "answer"):
         assert make_env(correct_by=part).score([episode])[0].is_correct
-    env = make_env(protocol=BAPO, reward_weights={"bapo": 1.0}, correct_by="bapo")
+    env = make_env(protocol=bapo, reward_weights={"bapo": 1.0}, correct_by="bapo")
     assert not env.score([episode])[0].is_correct  # -1 for its format
 
 
@@ -303,14 +304,14 @@ def test_what_is_correct_is_a_setting():
 )
 @pytest.mark.parametrize("amounts", [{}, {"answer_reward": 0.0, "not_found": 2.0}], ids=str)
 def test_by_its_answer_reward_what_matches_is_correct_whatever_it_pays(answer, is_correct, amounts):
-    env = make_env(protocol=search_r1(**amounts), correct_by="answer")
+    env = make_env(protocol=partial(search_r1, **amounts), correct_by="answer")
     [reward] = env.score([Episode(task=TASK, turns=[Turn(text=f"<answer>{answer}</answer>")])])
     assert reward.is_correct == is_correct
 
 
 def test_the_amounts_of_format_and_answer_are_settings():
     amounts = {"format_reward": -0.25, "format_failure": 0.5, "answer_reward": 4.0}
-    env = make_env(protocol=search_r1(**amounts, exact_match_bonus=7.0, not_found=0.25))
+    env = make_env(protocol=partial(search_r1, **amounts, exact_match_bonus=7.0, not_found=0.25))
     texts = ["<answer>Paris</answer>", "<answer>paris!</answer>", "<answer>未找到相关内容</answer>"]
     group = [Episode(task=TASK, turns=[Turn(text=text)]) for text in (*texts, "Paris")]
     scored = env.score(group)
@@ -325,13 +326,13 @@ def test_an_abstention_has_its_own_outcome():
     episode = play(env, TASK, ["<search>q</search>", "<answer>Sorry, I don’t know.</answer>"])
     assert episode.outcome == Outcome.ABSTAINED
     assert play(env, TASK, ["<think>I don't know</think><answer>x</answer>"]).outcome == "answered"
-    bapo = make_env(protocol=BAPO, reward_weights={"bapo": 1.0})
-    assert play(bapo, TASK, [r"<answer>\boxed{I DON'T KNOW}</answer>"]).outcome == "abstained"
+    boxing = make_env(protocol=bapo, reward_weights={"bapo": 1.0})
+    assert play(boxing, TASK, [r"<answer>\boxed{I DON'T KNOW}</answer>"]).outcome == "abstained"
 
 
 @pytest.mark.parametrize("part", ["bapo", "exact_match", "f1"])
 def test_an_abstention_is_never_correct(part):
-    env = make_env(protocol=BAPO, reward_weights={part: 1.0}, correct_by=part)
+    env = make_env(protocol=bapo, reward_weights={part: 1.0}, correct_by=part)
     answer = r"<think>?</think><answer>I don't know: \boxed{Paris}</answer>"
     [reward] = env.score([Episode(task=TASK, turns=[Turn(text=answer)])])
     assert reward.parts == {"format": 0, "bapo": 0, "exact_match": 0, "f1": 0}
@@ -346,7 +347,7 @@ def test_an_abstention_is_never_correct(part):
 
 def test_an_episode_in_bapos_protocol():
     engine = KeywordSearch({"france": "Paris</result> is it."})
-    env = make_env(engine, protocol=BAPO, reward_weights={"bapo": 1.0, "answer": 0.0})
+    env = make_env(engine, protocol=bapo, reward_weights={"bapo": 1.0, "answer": 0.0})
     first = "<think>?</think> <search>France</search>"
     last = r"<think>So.</think> <answer>It is \boxed{Paris, France}.</answer>"
     episode = play(env, TASK, [first, last])
@@ -366,7 +367,7 @@ def test_an_episode_in_bapos_protocol():
 
 
 def test_blank_queries_are_answered_in_the_protocol():
-    [result] = step(make_env(protocol=BAPO, reward_weights={"f1": 1.0}), "<search></search>")
+    [result] = step(make_env(protocol=bapo, reward_weights={"f1": 1.0}), "<search></search>")
     assert result.observation.text == " <result>\nNo information found\n</result>"
 
 
@@ -375,7 +376,10 @@ def test_blank_queries_are_answered_in_the_protocol():
     [
         ({"correct_by": "format"}, "expected one of answer, exact_match, f1"),
         ({"correct_by": "bapo"}, "in the protocol 'search_r1'"),
-        ({"protocol": BAPO}, "no reward part 'answer'. Known parts are format, bapo"),
+        (
+            {"protocol": bapo},
+            "no reward part 'answer'. Known parts are format, exact_match",
+        ),
         ({"reward_weights": {"exact_matc": 1.0}}, "did you mean 'exact_match'"),
         ({"reward_weights": {"zzz": 1.0}}, "Known parts are format, answer, exact_match"),
         ({"reward_weights": {}}, "would pay nothing"),

@@ -158,7 +158,7 @@ def test_a_search_for_a_master_shows_the_three_pupils(worlds, tmp_path):
     asked = [q for q in files["questions_train"] if q["data_source"] == "ambiguous"]
     for question in asked:
         master, pupil = question["metadata"]["titles"]
-        result = engine.search(master)
+        result = engine.run(master)
         assert result.count(f" taught by {master}.") == 3
         assert f"(Title: {pupil})" in result
         assert f" {question['answers'][0]} " in result

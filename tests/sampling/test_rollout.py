@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from jaxrl.codecs import from_json, to_json
-from jaxrl.envs.base import Observation, Outcome, Reward, StepResult, Task
+from jaxrl.envs.base import Observation, Outcome, Reward, StepResult, Task, ToolError
 from jaxrl.envs.protocol import SEARCH_R1
-from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine, SearchError
+from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine
 from jaxrl.envs.search import SearchEnv
 from jaxrl.sampling.rollout import Rollout, encode_observation
 from tests.helpers import tiny_params
@@ -279,8 +279,8 @@ def test_a_prompt_may_be_cut_from_the_left(player):
 
 
 class DeadSearch(SearchEngine):
-    def search(self, query):
-        raise SearchError("the server is gone")
+    def run(self, query):
+        raise ToolError("the server is gone")
 
 
 def test_a_search_error_ends_the_episode_without_a_reward(player):
@@ -317,13 +317,13 @@ def test_environment_errors_leave_their_group_alone(player):
     class Flaky(EmptySearch):
         calls = 0
 
-        def batch_search(self, queries):
-            raise SearchError("ask alone")
+        def run_batch(self, queries):
+            raise ToolError("ask alone")
 
-        def search(self, query):
+        def run(self, query):
             type(self).calls += 1
             if self.calls == 1:
-                raise SearchError("once")
+                raise ToolError("once")
             return FOUND
 
     got = player.play(search_env(Flaky()), ["Where?"], group_size=2)

@@ -1,54 +1,103 @@
-"""Python for the model: code in, what it printed out, in a sandbox."""
+"""What a model can call: a text in, a text out. Search engines are tools, and Python is one.
+
+A tool knows neither the tags around its calls nor what an episode is paid.
+"""
 
 from __future__ import annotations
 
 import abc
 import datetime
+import functools
 import importlib
 import weakref
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from jaxrl.envs.base import ToolError
+from jaxrl.envs.calls import error_text, side_by_side
 
-MAX_WORKERS = 8  # snippets that run at once
-
-MAX_ERROR = 2_000  # characters of an error that are kept
-
-NO_OUTPUT = "No output"
-"""What a snippet that prints nothing is answered with."""
+MAX_ERROR = 2_000  # characters of a snippet's error that are kept
 
 
-class PythonTool(abc.ABC):
-    """Runs snippets; `run` may be called from several threads at once."""
+class Tool(abc.ABC):
+    """Answers calls; `run` may be called from several threads at once."""
+
+    name: ClassVar[str]
+    """What the model calls it by: `<name>..</name>` around a call."""
+
+    blank: ClassVar[str]
+    """What a blank call is answered with; it does not reach the tool."""
+
+    max_threads: ClassVar[int] = 32
+    """Calls that run side by side at most."""
 
     @abc.abstractmethod
-    def run(self, code: str) -> str:
-        """What the code printed, or how it failed: the model's errors are text too.
+    def run(self, call: str, /) -> str:
+        """The answer to one call; what is wrong with the call itself is an answer too.
 
-        Both are bounded, whatever the code does: one line can make an error of any length.
+        The same call has the same answer, of bounded length.
 
         Raises:
-            ToolError: the sandbox failed, not the code.
+            ToolError: the tool failed, not the model's call; trying again may help.
         """
 
-    def batch_run(self, codes: Sequence[str]) -> list[str | ToolError]:
-        """The outcomes of several snippets, in their order, run side by side."""
+    def run_batch(self, calls: Sequence[str], /) -> Sequence[str | ToolError]:
+        """The answers to several calls, in their order, side by side.
 
-        def outcome(code: str) -> str | ToolError:
-            try:
-                return self.run(code)
-            except ToolError as error:
-                return error
-
-        if not codes:
-            return []
-        with ThreadPoolExecutor(min(len(codes), MAX_WORKERS)) as pool:
-            return list(pool.map(outcome, codes))
+        In place of an answer stands why there is none. A tool that cannot tell which call failed
+        raises `ToolError`; then all are made again, each alone.
+        """
+        return side_by_side(functools.partial(_run_one, self), calls, max_threads=self.max_threads)
 
 
-class MontyTool(PythonTool):
+def run_all(tool: Tool, calls: Sequence[str]) -> list[str | ToolError]:
+    """What a tool answers to each call, or how it failed for that call, whatever it raised.
+
+    Calls that failed are made once more, each alone; side by side, or a dead server would cost
+    one timeout a call.
+    """
+    found = _run_together(tool, calls)
+    failed = [i for i, answer in enumerate(found) if isinstance(answer, ToolError)]
+    answers = side_by_side(lambda i: _run_one(tool, calls[i]), failed, max_threads=tool.max_threads)
+    for i, answer in zip(failed, answers, strict=True):
+        found[i] = answer
+    return found
+
+
+def _run_together(tool: Tool, calls: Sequence[str]) -> list[str | ToolError]:
+    try:
+        found = [_text_or_error(tool, answer) for answer in tool.run_batch(calls)]
+        if len(found) != len(calls):
+            raise ToolError(f"{len(calls)} calls of {tool.name} got {len(found)} answers.")
+        return found
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # as in `_run_one`; of which call it does not say
+        return [_as_tool_error(error)] * len(calls)
+
+
+def _run_one(tool: Tool, call: str) -> str | ToolError:
+    try:
+        return _text_or_error(tool, tool.run(call))
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a tool is the user's, and so is what it raises
+        return _as_tool_error(error)
+
+
+def _text_or_error(tool: Tool, answer: object) -> str | ToolError:
+    """What a tool gave, where that is a text or an error; else what is wrong with it."""
+    if isinstance(answer, str | ToolError):
+        return answer
+    return ToolError(f"{tool.name} gave {type(answer).__name__}; expected text")
+
+
+def _as_tool_error(error: BaseException) -> ToolError:
+    """An exception as the failure of a tool, with its type unless it is one already."""
+    return error if isinstance(error, ToolError) else ToolError(error_text(error))
+
+
+class MontyTool(Tool):
     """Monty (https://github.com/pydantic/monty), an interpreter of much of Python in Rust.
 
     Code runs in worker processes without files, network, environment or other programs, and under
@@ -57,13 +106,17 @@ class MontyTool(PythonTool):
     Some of the standard library is there (math, re, json, datetime, itertools, ..), no packages.
     """
 
+    name = "python"
+    blank = "No output"
+    max_threads = 8
+
     def __init__(
         self,
         *,
         timeout_s: float = 5.0,
         max_memory: int = 64 * 2**20,
         max_output: int = 100_000,
-        max_workers: int = MAX_WORKERS,
+        max_workers: int = max_threads,
     ) -> None:
         """Starts a worker.
 
@@ -99,7 +152,7 @@ class MontyTool(PythonTool):
         self._pool.__enter__()
         weakref.finalize(self, self._pool.__exit__, None, None, None)
 
-    def run(self, code: str) -> str:
+    def run(self, code: str, /) -> str:
         """What the code printed; the type and text of its error, without traceback, if it failed.
 
         A worker that dies may have been killed from outside, as the system does when memory runs
@@ -128,7 +181,7 @@ class MontyTool(PythonTool):
             # As they come, these say what was measured, which is different each time.
             fixed = {"TimeoutError": _TIMEOUT, "MemoryError": "MemoryError: limit exceeded"}
             return fixed.get(message.partition(":")[0], message)
-        return printed.output.strip("\n") or NO_OUTPUT
+        return printed.output.strip("\n") or self.blank
 
 
 def _shortened(error: str) -> str:
@@ -136,3 +189,7 @@ def _shortened(error: str) -> str:
 
 
 _TIMEOUT = "TimeoutError: time limit exceeded"
+
+
+TOOLS: Mapping[str, type[Tool]] = {"python": MontyTool}
+"""Tools that a search environment can offer beside its search engine."""

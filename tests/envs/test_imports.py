@@ -1,0 +1,26 @@
+"""Environments know text only: they import neither JAX nor the rest of jaxrl."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jaxrl.envs
+
+MODULES = sorted(path.stem for path in Path(jaxrl.envs.__path__[0]).glob("*.py"))
+
+SHOW = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(f"jaxrl.envs.{name}".removesuffix(".__init__"))
+print("\\n".join(sys.modules))
+"""
+
+
+def test_environments_import_neither_jax_nor_the_rest_of_jaxrl():
+    command = [sys.executable, "-c", SHOW, *MODULES]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert {f"jaxrl.envs.{name}" for name in ("search", "math", "tools")} <= set(loaded)
+    ours = [name for name in loaded if name.split(".")[0] == "jaxrl"]
+    assert [name for name in ours if not f"{name}.".startswith("jaxrl.envs.")] == ["jaxrl"]
+    foreign = {"jax", "jaxlib", "flax", "numpy", "ml_collections", "transformers"}
+    assert not foreign & {name.split(".")[0] for name in loaded}
