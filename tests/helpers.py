@@ -141,6 +141,13 @@ def dense_logprobs(params, config, token_ids, **settings):
     return jnp.pad(logprobs, (1, 0)), jnp.pad(entropies, (1, 0))
 
 
+def settings(**changes):
+    """The default configuration with some keys changed."""
+    config = default_config()
+    config.update_from_flattened_dict(changes)
+    return config
+
+
 def policy_loss(*, loss=None, kl=None):
     """The loss of the train stage with some settings changed."""
     config = default_config()

@@ -1,22 +1,16 @@
 """Random valid combinations of everything that a method chooses, each through two whole steps."""
 
 import dataclasses
-import json
 import math
-import os
-import zlib
-from functools import cache
 
 import jax
 import numpy as np
 import pytest
-from jaxrl.training.method import Controllers
 
 from configs import (
     ares_small,
     bapo_small,
     dapo_small,
-    debug_tiny,
     passk_small,
     search_r1_brief,
     search_r1_small,
@@ -25,35 +19,21 @@ from jaxrl import components as assemble
 from jaxrl import report, train
 from jaxrl.config import ADVANTAGES, AGGREGATIONS, KL_CONTROLLERS, KL_ESTIMATORS, flatten, validate
 from jaxrl.config_checks import check_rules, has_kl_loss
-from jaxrl.envs.base import ToolError
-from jaxrl.envs.protocol import PROTOCOLS
-from jaxrl.envs.retrieval import EmptySearch, SearchEngine
-from jaxrl.envs.search import SearchEnv
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.runtime.distributed import shared
-from jaxrl.sampling.rollout import Limits, Rollout, Schedule
-from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.training.controllers import Controllers
+from tests.runs import (
+    METHOD_SIZES,
+    Sampler,
+    base_config,
+    records,
+    saved_position,
+    warm_start,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures")
 
 SEEDS, MORE_SEEDS = range(12), range(12, 52)
-SIZES = {
-    "stages": ("train",),
-    "num_steps": 2,
-    "model.remat": False,  # which compiles quicker
-    "rollout.tasks_per_step": 4,
-    "rollout.group_size": 4,
-    "advantage.k": 2,
-    "rollout.max_response_tokens": 40,
-    "rollout.max_total_tokens": 112,
-    "search.max_observation_tokens": 24,
-    "eval.max_tasks": 4,
-    "eval.suites": (),
-    "optimizer.weight_decay": 0.0,  # so that without a gradient nothing moves
-    "checkpoint.every_steps": 2,
-    "log.trajectories": 2,
-}
 # Choices that only make sense with others bring them along.
 GATED = {"shaping.boundary_aware": True, "eval.every_steps": 1, "eval.suites": ("greedy",)}
 GSPO = {
@@ -140,12 +120,6 @@ DIMENSIONS = [
 ]
 
 
-def base_config(world, source=""):
-    config = debug_tiny.get_config(str(world))
-    config.update_from_flattened_dict(SIZES | {"model.path": source or config.model.path})
-    return config
-
-
 def is_valid(config):
     try:
         check_rules(config)
@@ -183,96 +157,6 @@ def _get(config, key):
     return config[section][name] if section.count(".") == 0 else _get(config, section)[name]
 
 
-def warm_start(world, folder):
-    """The weights of a short warm start, which search and answer; made once for all tests."""
-    made = folder / "warm_start"
-    if not made.is_dir():
-        workdir = folder / f"warm_start_{os.getpid()}"
-        config = debug_tiny.get_config(str(world))
-        config.update_from_flattened_dict({"stages": ("sft",), "sft.num_steps": 40})
-        workdir.mkdir()
-        train.run(config, workdir, assemble.assemble(config), Display())
-        try:
-            workdir.rename(made)
-        except OSError:  # another process was first
-            return str(workdir / "export")
-    return str(made / "export")
-
-
-class Unreliable(SearchEngine):
-    """Fails for some queries, always the same ones."""
-
-    def __init__(self, engine):
-        self._engine = engine
-
-    def run(self, query):
-        if zlib.crc32(query.encode()) % 5 == 0:
-            raise ToolError(f"no answer to {query!r}")
-        return self._engine.run(query)
-
-
-class Chance(SearchEnv):
-    """Searches in earnest, but its verdicts are a hash of the response.
-
-    So every filter, gate and bucket finds groups of all kinds among a tiny model's answers.
-    """
-
-    def score(self, group):
-        return [self._verdict(e, r) for e, r in zip(group, super().score(group), strict=True)]
-
-    def _verdict(self, episode, reward):
-        number = zlib.crc32(episode.response.encode())
-        is_correct, is_abstention = number % 3 == 0, number % 3 == 1 and number % 7 < 2
-        return dataclasses.replace(
-            reward,
-            total=reward.total + (1.0 if is_correct else 0.0),
-            parts={**reward.parts, "exact_match": float(is_correct)},
-            is_correct=is_correct,
-            is_abstention=is_abstention,
-            is_well_formed=number % 11 > 1,
-        )
-
-
-class Sampler:
-    """Engines by what they compile, since assembling one for every combination would take long."""
-
-    def __init__(self, config):
-        self._config = config
-        self.parts = cache(self._parts)
-
-    def _parts(self, nucleus):
-        config = self._config.copy_and_resolve_references()
-        config.rollout.top_p = 0.9 if nucleus else 1.0
-        parts = assemble.assemble(config)
-        engine = parts.engine
-        engine.row_sizes, engine.resume_sizes = engine.row_sizes[-1:], engine.resume_sizes[-1:]
-        engine.length_sizes = engine.length_sizes[-1:]  # one will do: a compilation is seconds
-        return parts
-
-    def for_config(self, config, make_env=None):
-        """The parts of a run, with an environment whose verdicts are chance unless told."""
-        parts = self.parts(config.rollout.top_p < 1)
-        weights = config.reward.weights.to_dict()
-        protocol = PROTOCOLS[config.env.protocol]
-        env = (make_env or Chance)(
-            Unreliable(EmptySearch()),
-            system=config.prompt.system,
-            template=config.prompt.template,
-            reward_weights={key: weights[key] for key in protocol().reward_parts},
-            protocol=protocol,
-            max_searches=config.rollout.max_turns,
-        )
-        limits = Limits(
-            max_prompt_tokens=config.rollout.max_prompt_tokens,
-            max_response_tokens=config.rollout.max_response_tokens,
-            max_total_tokens=config.rollout.max_total_tokens,
-            max_observation_tokens=config.search.max_observation_tokens,
-        )
-        automaton = StopAutomaton(parts.tokenizer.vocab_bytes, env.stop_strings)
-        rollout = Rollout(parts.engine, env, parts.tokenizer, automaton, limits, Schedule())
-        return dataclasses.replace(parts, rollout=shared(rollout))
-
-
 @pytest.fixture(scope="module")
 def source(tiny_world, cache_folder, quick_compilation):
     return warm_start(tiny_world, cache_folder)
@@ -281,20 +165,6 @@ def source(tiny_world, cache_folder, quick_compilation):
 @pytest.fixture(scope="module")
 def sampler(tiny_world, source):
     return Sampler(base_config(tiny_world, source))
-
-
-def records(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
-def saved_position(config, parts, workdir):
-    """Where the newest checkpoint stands, and its weights."""
-    checkpointer = train.Checkpointer(workdir / "checkpoints", keep=2)
-    saved, restored = checkpointer.restore_newest(
-        lambda saved: train.restore_targets(config, parts, train.Position.from_json(saved, config))
-    )
-    checkpointer.close()
-    return train.Position.from_json(saved, config), restored["params"]
 
 
 def train_two_steps(seed, world, source, sampler, workdir):
@@ -372,7 +242,7 @@ SIBLINGS = {
 def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "write_or_warn", lambda *_: None)
     config = module.get_config(str(tiny_world))
-    sizes = SIZES | {"model.path": source, "eval.suites": config.eval.suites}
+    sizes = METHOD_SIZES | {"model.path": source, "eval.suites": config.eval.suites}
     sizes |= {"rollout.num_slots": 16, "rollout.max_turns": 2, "optimizer.num_minibatches": 1}
     sizes["rollout.max_prompt_tokens"] = 32
     sizes |= {"filter.max_batches": 0, "checkpoint.every_steps": 1, "eval.samples": 1}

@@ -1,5 +1,7 @@
 """Every combination that is refused, refused with its reason; and what goes together, accepted."""
 
+from functools import partial
+
 import pytest
 
 from configs import (
@@ -17,6 +19,7 @@ from configs import (
 )
 from jaxrl import config_checks as rules
 from jaxrl.config import default_config, flatten, validate
+from tests import helpers
 
 METHODS = (search_r1, search_r1_brief, dapo, bapo, ares, passk)
 SMALL = (search_r1_small, dapo_small, bapo_small, ares_small, passk_small)
@@ -103,12 +106,8 @@ BROKEN = [
 ]  # fmt: skip
 
 
-def settings(**changes):
-    config = default_config()
-    config.model.path = config.tasks.train.source = config.tasks.eval.source = "x"
-    config.search.corpus = "x"
-    config.update_from_flattened_dict(changes)
-    return config
+PATHS = ("model.path", "tasks.train.source", "tasks.eval.source", "search.corpus")
+settings = partial(helpers.settings, **dict.fromkeys(PATHS, "x"))
 
 
 @pytest.mark.parametrize(("index", "broken"), list(enumerate(BROKEN)))

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +10,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from jaxrl.objectives.controllers import BUCKETS
-from jaxrl.training.method import Controllers
 
 from configs import ares, bapo, debug_tiny, passk
 from jaxrl import components as assemble
@@ -25,16 +22,21 @@ from jaxrl.models.hf_weights import load_hf
 from jaxrl.sampling.rollout import Interrupted
 from jaxrl.training import entropy_control
 from jaxrl.training.collect import NotEnoughGroupsError, collect
+from jaxrl.training.controllers import BUCKETS, Controllers
 from jaxrl.types import Draw
-from tests import test_runs
 from tests.episodes import make_trajectory
 from tests.helpers import with_devices
-from tests.runtime.test_distributed import SETTINGS, Processes, assert_close
-from tests.runtime.test_distributed import lasting as lasting_anywhere
-from tests.test_combinations import (
+from tests.runs import (
+    JOB_SETTINGS,
+    SIZES,
     Chance,
+    Processes,
     Sampler,
+    assert_close,
     base_config,
+    killed,
+    lasting,
+    lasting_anywhere,
     records,
     saved_position,
     warm_start,
@@ -76,15 +78,6 @@ CARRYING = {
 }
 
 
-def lasting(workdir):
-    """Records without what depends on the clock or on what this process compiled."""
-    clocks = ("timing_s/", "perf/")
-    return [
-        {name: value for name, value in record.items() if not name.startswith(clocks)}
-        for record in records(workdir)
-    ]
-
-
 def assert_same_end(config, parts, workdir, wanted):
     assert lasting(workdir) == lasting(wanted)
     jax.tree.map(
@@ -101,16 +94,6 @@ def without_latencies(groups):
     saved = [to_json(trajectory) for group in groups for trajectory in group]
     turns = [[{**turn, "latency_s": 0} for turn in one["turns"]] for one in saved]
     return [{**one, "turns": its} for one, its in zip(saved, turns, strict=True)]
-
-
-def killed(workdir, copy, *, after):
-    """A copy of a run as it stood when it was killed some time after a checkpoint."""
-    shutil.copytree(workdir, copy)
-    shutil.rmtree(copy / "export")
-    for checkpoint in (copy / "checkpoints").iterdir():
-        if checkpoint.name.isdigit() and int(checkpoint.name) > after:
-            shutil.rmtree(checkpoint)
-    return copy
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +302,7 @@ def test_another_process_decides_the_same():
 
 
 SHARED = {
-    **test_runs.SIZES,
+    **SIZES,
     **{"num_steps": 2, "stages": ("train",), "eval.suites": (), "checkpoint.every_steps": 9},
     **{"optimizer.lr": 1e-4, "shaping.entropy_reward": True, "shaping.bootstrap_tasks": 4},
     **{"kl.coef": 0.05, "kl.controller": "budget", "kl.low_factor": 0.5},
@@ -333,7 +316,7 @@ def test_two_processes_have_the_states_of_one(tiny_world, source, tmp_path, quic
     """Whatever is measured, decided and learnt is the same, however many processes share it."""
     changes = SHARED | {"model.path": source}
     config = debug_tiny.get_config(str(tiny_world))
-    config.update_from_flattened_dict(SETTINGS | changes)
+    config.update_from_flattened_dict(JOB_SETTINGS | changes)
     (tmp_path / "1").mkdir()
     train.run(config, tmp_path / "1", assemble.assemble(config), Display())
     environment = quick_compilation | with_devices(1)

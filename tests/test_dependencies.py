@@ -1,4 +1,4 @@
-"""What pyproject.toml asks for is used, and what is used is asked for."""
+"""What pyproject.toml asks for is used, what is used is asked for, and tests are apart."""
 
 import ast
 import re
@@ -56,3 +56,16 @@ def test_whatever_is_imported_is_asked_for():
     asked = {MODULES.get(name, name) for name in CORE | OPTIONAL}
     own = {"jaxrl", "configs", "examples", "benchmarks"}
     assert imported("jaxrl", "examples", "configs") - asked - own == set()
+
+
+def test_no_test_module_imports_another():
+    """What tests share is in modules without tests: helpers, episodes, toys, runs."""
+    modules = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    found = []
+    for path in (ROOT / "tests").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                source = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+                whole = [source + alias.name for alias in node.names]
+                found += [(path.name, name) for name in whole if modules & {*name.split(".")}]
+    assert found == []

@@ -27,15 +27,14 @@ from jaxrl.runtime.checkpoint import MANIFEST, steps_in
 from jaxrl.runtime.stopping import EXIT_TRY_AGAIN
 from jaxrl.runtime.versions import fingerprints
 from jaxrl.sampling.rollout import Interrupted
-from tests import test_runs
 from tests.helpers import with_devices
-from tests.test_runs import assert_same_weights, lasting, records, trajectories
+from tests.runs import SIZES, assert_same_weights, lasting, records, run_settings, trajectories
 
 pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
 
 NUM_SFT, NUM_TRAIN = 24, 6
 SETTINGS = {
-    **test_runs.SIZES,
+    **SIZES,
     "sft.num_steps": NUM_SFT,
     "num_steps": NUM_TRAIN,
     "checkpoint.every_steps": 2,
@@ -50,7 +49,7 @@ PICTURES = {"report.html", "plots"}
 
 
 def settings(tiny_world, **changes):
-    return test_runs.settings(tiny_world, **{**SETTINGS, **changes})
+    return run_settings(tiny_world, **SETTINGS | changes)
 
 
 def command(tiny_world, workdir, **changes):

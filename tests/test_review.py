@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import types
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +13,6 @@ from jaxrl.training.method import Controllers
 from configs import dapo, dapo_small, search_r1_small
 from jaxrl import config_checks as rules
 from jaxrl.codecs import to_json
-from jaxrl.config import default_config
 from jaxrl.data import Stream
 from jaxrl.envs.base import Task
 from jaxrl.objectives.entropy import EntropyThreshold
@@ -20,14 +20,10 @@ from jaxrl.train import Position, open_gate, skip_solved
 from jaxrl.train import draw as draw_tasks
 from jaxrl.training.collect import NotEnoughGroupsError, Tried, collect, shape
 from jaxrl.types import Draw
+from tests import helpers
 from tests.episodes import make_failure, make_trajectory
 
-
-def settings(**changes):
-    config = default_config()
-    config.rollout.tasks_per_step, config.rollout.group_size = 1, 4
-    config.update_from_flattened_dict(changes)
-    return config
+settings = partial(helpers.settings, **{"rollout.tasks_per_step": 1, "rollout.group_size": 4})
 
 
 def draw(position, count):

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 
-from configs import debug_tiny
 from jaxrl import components as assemble
 from jaxrl import report, train
 from jaxrl.envs.base import Outcome, Turn
@@ -23,16 +22,18 @@ from jaxrl.models import qwen
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.versions import fingerprints
 from jaxrl.training.health import NothingWorksError
+from tests.runs import (
+    SIZES,
+    assert_same_weights,
+    killed,
+    lasting,
+    records,
+    run_settings,
+    trajectories,
+)
 
 pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
 
-# As small as they can be and still search: the sampler compiles a program for each of its shapes.
-SIZES = {
-    "rollout.num_slots": 4,
-    "rollout.max_response_tokens": 40,
-    "rollout.max_total_tokens": 112,
-    "search.max_observation_tokens": 24,
-}
 CHECKPOINTS = {"checkpoint.every_steps": 3, "checkpoint.keep": 100}
 BASE = {**SIZES, **CHECKPOINTS, "sft.num_steps": 40, "eval.every_steps": 3, "log.trajectories": -1}
 
@@ -53,12 +54,6 @@ def base(tiny_world, tmp_path_factory, quick_compilation):
     return workdir
 
 
-def settings(tiny_world, **changes):
-    config = debug_tiny.get_config(str(tiny_world))
-    config.update_from_flattened_dict({**SIZES, "log.trajectories": -1, **changes})
-    return config
-
-
 def play(config, workdir, **parts):
     """Runs in this process, with some of the parts replaced."""
     workdir.mkdir(parents=True, exist_ok=True)
@@ -66,40 +61,6 @@ def play(config, workdir, **parts):
     contents = fingerprints(config)
     train.run(config, workdir, dataclasses.replace(made, **parts), Display(), contents=contents)
     return made
-
-
-def records(workdir):
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def lasting(workdir):
-    """Records without what depends on the clock or on what this process compiled."""
-    clocks = ("timing_s/", "perf/")
-    return [
-        {name: value for name, value in record.items() if not name.startswith(clocks)}
-        for record in records(workdir)
-    ]
-
-
-def trajectories(workdir, step):
-    lines = (workdir / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def assert_same_weights(folder, other):
-    jax.tree.map(np.testing.assert_array_equal, load_hf(folder), load_hf(other))
-
-
-def restarted(workdir, tmp_path, *, after):
-    """A copy of a run as it stood when it was killed some time after a checkpoint."""
-    copy = tmp_path / "restarted"
-    shutil.copytree(workdir, copy)
-    shutil.rmtree(copy / "export")
-    for checkpoint in (copy / "checkpoints").iterdir():
-        if checkpoint.name.isdigit() and int(checkpoint.name) > after:
-            shutil.rmtree(checkpoint)
-    return copy
 
 
 def test_a_run_leaves_what_it_promises(base):
@@ -178,7 +139,7 @@ def test_each_program_is_compiled_once(base, tiny_world):
     assert {r["perf/num_compilations/update"] for r in found[41:45]} == {1}
     # The sampler's when they are first needed, each at most once.
     counts = [r["perf/num_compilations/sampler"] for r in found[41:45]]
-    functions = assemble.assemble(settings(tiny_world, **BASE)).engine.functions
+    functions = assemble.assemble(run_settings(tiny_world, **BASE)).engine.functions
     assert counts == sorted(counts)
     assert counts[-1] <= sum(len(function.variants) for function in functions)
 
@@ -192,8 +153,8 @@ def test_each_program_is_compiled_once(base, tiny_world):
     ],
 )
 def test_a_restart_changes_nothing(base, tiny_world, tmp_path, capsys, after, stage):
-    workdir = restarted(base, tmp_path, after=after)
-    play(settings(tiny_world, **BASE), workdir)
+    workdir = killed(base, tmp_path / "restarted", after=after)
+    play(run_settings(tiny_world, **BASE), workdir)
     assert f"resuming after step {after} ({stage} " in capsys.readouterr().out
     assert lasting(workdir) == lasting(base)
     assert_same_weights(workdir / "export", base / "export")
@@ -214,7 +175,7 @@ def test_a_finished_run_does_nothing_again(base, tiny_world, tmp_path, monkeypat
 
     before = contents()
     monkeypatch.setattr(train, "run_suites", lambda *_: pytest.fail("it evaluates again"))
-    play(settings(tiny_world, **BASE), workdir)
+    play(run_settings(tiny_world, **BASE), workdir)
     assert contents() == before
     assert lasting(workdir) == lasting(base)
     said = f"evaluated before, with the same settings: {workdir / 'eval' / 'evaluate_44.txt'}"
@@ -225,7 +186,7 @@ def test_evaluating_takes_the_newest_checkpoint(base, tiny_world, tmp_path):
     workdir = tmp_path / "evaluated"
     shutil.copytree(base, workdir)
     (workdir / "eval" / "evaluate_44.json").unlink()
-    play(settings(tiny_world, **BASE, stages=("evaluate",)), workdir)
+    play(run_settings(tiny_world, **BASE, stages=("evaluate",)), workdir)
     got = json.loads((workdir / "eval" / "evaluate_44.json").read_text())
     wanted = json.loads((base / "eval" / "evaluate_44.json").read_text())
     assert got == wanted
@@ -236,7 +197,7 @@ def test_several_samples_of_a_question(base, tiny_world, tmp_path):
     workdir = tmp_path / "samples"
     shutil.copytree(base, workdir)
     several = {"eval.samples": 3, "eval.ks": (1, 3), "stages": ("evaluate",)}
-    play(settings(tiny_world, **BASE, **several), workdir)
+    play(run_settings(tiny_world, **BASE, **several), workdir)
     got = json.loads((workdir / "eval" / "evaluate_44.json").read_text())
     before = json.loads((base / "eval" / "evaluate_44.json").read_text())
     assert got["questions"]["greedy"] == before["questions"]["greedy"]
@@ -264,7 +225,7 @@ def continued(base, tiny_world, **changes):
     """Reinforcement learning alone, from the weights that the base run ended with."""
     export = str(base / "export")
     usual = {"model.path": export, "stages": ("train",), "eval.suites": ("sampled",)}
-    return settings(tiny_world, **usual, **changes)
+    return run_settings(tiny_world, **usual, **changes)
 
 
 @pytest.mark.slow
@@ -290,7 +251,7 @@ def test_a_restart_with_a_reference_policy_changes_nothing(base, tiny_world, tmp
     assert found[3]["actor/kl_loss"] > 1e-6
     assert max(r["rollout_corr/logprob_diff_max"] for r in found[1:]) < 1e-4
     assert {record["perf/num_compilations/update"] for record in found[1:]} == {1}
-    workdir = restarted(whole, tmp_path, after=2)
+    workdir = killed(whole, tmp_path / "restarted", after=2)
     play(config, workdir)
     assert lasting(workdir) == lasting(whole)
     assert_same_weights(workdir / "export", whole / "export")
@@ -302,7 +263,7 @@ def live_bytes():
 
 
 def test_the_update_has_the_memory_for_itself(tiny_world, tmp_path, monkeypatch):
-    config = settings(tiny_world, **{"sft.num_steps": 2, "num_steps": 2})
+    config = run_settings(tiny_world, **{"sft.num_steps": 2, "num_steps": 2})
     made, put_batch, measured = assemble.assemble(config), train.put_batch, []
     before = live_bytes()  # the sampler's tables among them, but neither its weights nor its cache
 

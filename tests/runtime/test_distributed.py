@@ -4,13 +4,10 @@ import dataclasses
 import ipaddress
 import json
 import math
-import os
 import queue
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 
 import jax
@@ -24,13 +21,9 @@ from jaxrl.runtime.distributed import Job, find_job, first_host
 from jaxrl.types import Draw
 from tests.episodes import make_trajectory
 from tests.helpers import with_devices
+from tests.runs import Processes, assert_close, lasting_anywhere, records
 
 NOTHING = {"coordinator": None, "num_processes": None, "process_id": None, "cluster": None}
-SETTINGS = {
-    **{"sft.num_steps": 10, "num_steps": 5, "checkpoint.every_steps": 2, "eval.every_steps": 2},
-    # Adam's first step turns rounding of a gradient near zero into a difference of the rate's size.
-    "optimizer.lr": 1e-4,
-}
 
 
 def test_a_process_on_its_own_has_no_job():
@@ -200,47 +193,6 @@ def test_ipv6_loopback_is_listened_to():
         assert listener.getsockname()[0] == "::1"
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-class Processes:
-    """A job of `num` processes on this machine."""
-
-    def __init__(self, world, workdir, environment, num=2, of_the_last=None, **changes):
-        settings = SETTINGS | changes
-        others = [f"--config.{key}={value}" for key, value in (of_the_last or {}).items()]
-        command = [
-            *(sys.executable, "-m", "jaxrl.launch"),
-            *(f"--config=configs/debug_tiny.py:{world}", f"--workdir={workdir}"),
-            *(f"--config.{key}={value}" for key, value in settings.items()),
-        ]
-        if num > 1:
-            command += [f"--coordinator=127.0.0.1:{free_port()}", f"--num_processes={num}"]
-            command += ["--peer_deadline_s=8"]
-        self.all = [
-            subprocess.Popen(
-                [
-                    *command,
-                    *(others if index == num - 1 else []),
-                    *([f"--process_id={index}"] if num > 1 else []),
-                ],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=os.environ | environment,
-                start_new_session=True,
-            )
-            for index in range(num)
-        ]
-
-    def wait(self, timeout_s=240):
-        """Exit codes and standard errors."""
-        outputs = [process.communicate(timeout=timeout_s) for process in self.all]
-        return [process.returncode for process in self.all], [error for _, error in outputs]
-
-
 @pytest.fixture(scope="module")
 def environment(quick_compilation):
     return quick_compilation | with_devices(1)
@@ -256,30 +208,9 @@ def runs(tiny_world, tmp_path_factory, environment):
     return folder / "1", folder / "2"
 
 
-def records(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
-CLOCKS = ("timing_s/", "perf/", "rollout/slot_occupancy", "rollout/imbalance")
-"""Times, rates, and what depends on how many slots and devices there are."""
-
-
-def lasting(record):
-    return {name: value for name, value in record.items() if not name.startswith(CLOCKS)}
-
-
-def assert_close(one, other, tolerance):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        if isinstance(value, float):
-            assert other[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
-        else:
-            assert other[name] == value, name
-
-
 @pytest.mark.slow
 def test_two_processes_do_what_one_does(runs):
-    one, two = ([lasting(record) for record in records(workdir)] for workdir in runs)
+    one, two = ([lasting_anywhere(record) for record in records(workdir)] for workdir in runs)
     assert [r["step"] for r in one] == [r["step"] for r in two]
     for stage, steps in (("sft", 10), ("train", 6)):
         pairs = [(a, b) for a, b in zip(one, two, strict=True) if a["stage"] == stage]
@@ -348,7 +279,8 @@ def test_a_lost_process_ends_the_job_which_goes_on_when_restarted(
     shutil.rmtree(workdir / "export")  # of the sft stage
     codes, errors = Processes(tiny_world, workdir, environment).wait()
     assert codes == [0, 0], errors
-    assert list(map(lasting, records(workdir))) == list(map(lasting, records(runs[1])))
+    ended = [[lasting_anywhere(record) for record in records(run)] for run in (workdir, runs[1])]
+    assert ended[0] == ended[1]
     jax.tree.map(
         np.testing.assert_array_equal, load_hf(workdir / "export"), load_hf(runs[1] / "export")
     )

@@ -1,23 +1,19 @@
 """Filters, resampling and shaping on trajectories made by hand; the sampler is a table."""
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
 
-from jaxrl.config import default_config
 from jaxrl.envs.base import Outcome, Task
 from jaxrl.training.collect import NotEnoughGroupsError, collect, shape
 from jaxrl.training.health import Failures, NothingWorksError
 from jaxrl.types import Draw
+from tests import helpers
 from tests.episodes import make_failure, make_trajectory
 
-
-def settings(**changes):
-    config = default_config()
-    config.rollout.tasks_per_step, config.rollout.group_size = 2, 2
-    config.update_from_flattened_dict(changes)
-    return config
+settings = partial(helpers.settings, **{"rollout.tasks_per_step": 2, "rollout.group_size": 2})
 
 
 def member(right, *, group=0, sample=0, reward=None, **fields):

@@ -1,6 +1,7 @@
 """Where values of single tokens come to stand in mini-batches, and how they are measured."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
@@ -9,7 +10,6 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from jaxrl.config import default_config
 from jaxrl.config_checks import has_kl_loss
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, param_shardings
@@ -24,6 +24,7 @@ from jaxrl.training.minibatches import (
 )
 from jaxrl.training.packing import BatchShape, pack
 from jaxrl.training.update import make_score_step, put_batch
+from tests import helpers
 from tests.episodes import make_failure, make_trajectory
 from tests.helpers import NUM_TOKENS, TINY, dense_logprobs, gather, scatter, tiny_params
 
@@ -34,12 +35,14 @@ MESH = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
 LENGTHS = [9, 14, 32, 20, 5, 17, 11, 30]
 
 
-def settings(**changes):
-    config = default_config()
-    config.rollout.tasks_per_step, config.rollout.group_size = 4, 2
-    config.rollout.max_response_tokens = 30
-    config.update_from_flattened_dict(changes)
-    return config
+settings = partial(
+    helpers.settings,
+    **{
+        "rollout.tasks_per_step": 4,
+        "rollout.group_size": 2,
+        "rollout.max_response_tokens": 30,
+    },
+)
 
 
 def trajectories():

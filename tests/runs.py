@@ -1,0 +1,263 @@
+"""What tests of whole runs share: small configurations, jobs of processes, and what runs leave."""
+
+import dataclasses
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import zlib
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from configs import debug_tiny
+from jaxrl.components import assemble
+from jaxrl.envs.base import ToolError
+from jaxrl.envs.protocol import PROTOCOLS
+from jaxrl.envs.retrieval import EmptySearch, SearchEngine
+from jaxrl.envs.search import SearchEnv
+from jaxrl.logs.display import Display
+from jaxrl.models.hf_weights import load_hf
+from jaxrl.run import restore_targets, run
+from jaxrl.runtime.checkpoint import Checkpointer
+from jaxrl.runtime.distributed import shared
+from jaxrl.sampling.rollout import Limits, Rollout, Schedule
+from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.session import Progress
+
+# As small as they can be and still search: the sampler compiles a program for each of its shapes.
+SIZES = {
+    "rollout.num_slots": 4,
+    "rollout.max_response_tokens": 40,
+    "rollout.max_total_tokens": 112,
+    "search.max_observation_tokens": 24,
+}
+METHOD_SIZES = {
+    "stages": ("train",),
+    "num_steps": 2,
+    "model.remat": False,  # which compiles quicker
+    "rollout.tasks_per_step": 4,
+    "rollout.group_size": 4,
+    "advantage.k": 2,
+    "rollout.max_response_tokens": 40,
+    "rollout.max_total_tokens": 112,
+    "search.max_observation_tokens": 24,
+    "eval.max_tasks": 4,
+    "eval.suites": (),
+    "optimizer.weight_decay": 0.0,  # so that without a gradient nothing moves
+    "checkpoint.every_steps": 2,
+    "log.trajectories": 2,
+}
+JOB_SETTINGS = {
+    **{"sft.num_steps": 10, "num_steps": 5, "checkpoint.every_steps": 2, "eval.every_steps": 2},
+    # Adam's first step turns rounding of a gradient near zero into a difference of the rate's size.
+    "optimizer.lr": 1e-4,
+}
+CLOCKS = ("timing_s/", "perf/", "rollout/slot_occupancy", "rollout/imbalance")
+"""Times, rates, and what depends on how many slots and devices there are."""
+
+
+def run_settings(tiny_world, **changes):
+    """A run of all stages in a tiny world."""
+    config = debug_tiny.get_config(str(tiny_world))
+    config.update_from_flattened_dict({**SIZES, "log.trajectories": -1, **changes})
+    return config
+
+
+def base_config(world, source=""):
+    """Two steps of reinforcement learning, for methods of all kinds."""
+    config = debug_tiny.get_config(str(world))
+    config.update_from_flattened_dict(METHOD_SIZES | {"model.path": source or config.model.path})
+    return config
+
+
+def records(workdir):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def lasting(workdir):
+    """Records without what depends on the clock or on what this process compiled."""
+    clocks = ("timing_s/", "perf/")
+    return [
+        {name: value for name, value in record.items() if not name.startswith(clocks)}
+        for record in records(workdir)
+    ]
+
+
+def trajectories(workdir, step):
+    lines = (workdir / "trajectories" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def assert_same_weights(folder, other):
+    jax.tree.map(np.testing.assert_array_equal, load_hf(folder), load_hf(other))
+
+
+def killed(workdir, copy, *, after):
+    """A copy of a run as it stood when it was killed some time after a checkpoint."""
+    shutil.copytree(workdir, copy)
+    shutil.rmtree(copy / "export")
+    for checkpoint in (copy / "checkpoints").iterdir():
+        if checkpoint.name.isdigit() and int(checkpoint.name) > after:
+            shutil.rmtree(checkpoint)
+    return copy
+
+
+def warm_start(world, folder):
+    """The weights of a short warm start, which search and answer; made once for all tests."""
+    made = folder / "warm_start"
+    if not made.is_dir():
+        workdir = folder / f"warm_start_{os.getpid()}"
+        config = debug_tiny.get_config(str(world))
+        config.update_from_flattened_dict({"stages": ("sft",), "sft.num_steps": 40})
+        workdir.mkdir()
+        run(config, workdir, assemble(config), Display())
+        try:
+            workdir.rename(made)
+        except OSError:  # another process was first
+            return str(workdir / "export")
+    return str(made / "export")
+
+
+class Unreliable(SearchEngine):
+    """Fails for some queries, always the same ones."""
+
+    def __init__(self, engine):
+        self._engine = engine
+
+    def run(self, query):
+        if zlib.crc32(query.encode()) % 5 == 0:
+            raise ToolError(f"no answer to {query!r}")
+        return self._engine.run(query)
+
+
+class Chance(SearchEnv):
+    """Searches in earnest, but its verdicts are a hash of the response.
+
+    So every filter, gate and bucket finds groups of all kinds among a tiny model's answers.
+    """
+
+    def score(self, group):
+        return [self._verdict(e, r) for e, r in zip(group, super().score(group), strict=True)]
+
+    def _verdict(self, episode, reward):
+        number = zlib.crc32(episode.response.encode())
+        is_correct, is_abstention = number % 3 == 0, number % 3 == 1 and number % 7 < 2
+        return dataclasses.replace(
+            reward,
+            total=reward.total + (1.0 if is_correct else 0.0),
+            parts={**reward.parts, "exact_match": float(is_correct)},
+            is_correct=is_correct,
+            is_abstention=is_abstention,
+            is_well_formed=number % 11 > 1,
+        )
+
+
+class Sampler:
+    """Engines by what they compile, since assembling one for every combination would take long."""
+
+    def __init__(self, config):
+        self._config = config
+        self.parts = cache(self._parts)
+
+    def _parts(self, nucleus):
+        config = self._config.copy_and_resolve_references()
+        config.rollout.top_p = 0.9 if nucleus else 1.0
+        parts = assemble(config)
+        engine = parts.engine
+        engine.row_sizes, engine.resume_sizes = engine.row_sizes[-1:], engine.resume_sizes[-1:]
+        engine.length_sizes = engine.length_sizes[-1:]  # one will do: a compilation is seconds
+        return parts
+
+    def for_config(self, config, make_env=None):
+        """The parts of a run, with an environment whose verdicts are chance unless told."""
+        parts = self.parts(config.rollout.top_p < 1)
+        weights = config.reward.weights.to_dict()
+        protocol = PROTOCOLS[config.env.protocol]
+        env = (make_env or Chance)(
+            Unreliable(EmptySearch()),
+            system=config.prompt.system,
+            template=config.prompt.template,
+            reward_weights={key: weights[key] for key in protocol().reward_parts},
+            protocol=protocol,
+            max_searches=config.rollout.max_turns,
+        )
+        limits = Limits(
+            max_prompt_tokens=config.rollout.max_prompt_tokens,
+            max_response_tokens=config.rollout.max_response_tokens,
+            max_total_tokens=config.rollout.max_total_tokens,
+            max_observation_tokens=config.search.max_observation_tokens,
+        )
+        automaton = StopAutomaton(parts.tokenizer.vocab_bytes, env.stop_strings)
+        rollout = Rollout(parts.engine, env, parts.tokenizer, automaton, limits, Schedule())
+        return dataclasses.replace(parts, rollout=shared(rollout))
+
+
+def saved_position(config, parts, workdir):
+    """Where the newest checkpoint stands, and its weights."""
+    checkpointer = Checkpointer(workdir / "checkpoints", keep=2)
+    saved, restored = checkpointer.restore_newest(
+        lambda saved: restore_targets(config, parts, Progress.from_json(saved, config))
+    )
+    checkpointer.close()
+    return Progress.from_json(saved, config), restored["params"]
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+class Processes:
+    """A job of `num` processes on this machine."""
+
+    def __init__(self, world, workdir, environment, num=2, of_the_last=None, **changes):
+        settings = JOB_SETTINGS | changes
+        others = [f"--config.{key}={value}" for key, value in (of_the_last or {}).items()]
+        command = [
+            *(sys.executable, "-m", "jaxrl.launch"),
+            *(f"--config=configs/debug_tiny.py:{world}", f"--workdir={workdir}"),
+            *(f"--config.{key}={value}" for key, value in settings.items()),
+        ]
+        if num > 1:
+            command += [f"--coordinator=127.0.0.1:{free_port()}", f"--num_processes={num}"]
+            command += ["--peer_deadline_s=8"]
+        self.all = [
+            subprocess.Popen(
+                [
+                    *command,
+                    *(others if index == num - 1 else []),
+                    *([f"--process_id={index}"] if num > 1 else []),
+                ],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | environment,
+                start_new_session=True,
+            )
+            for index in range(num)
+        ]
+
+    def wait(self, timeout_s=240):
+        """Exit codes and standard errors."""
+        outputs = [process.communicate(timeout=timeout_s) for process in self.all]
+        return [process.returncode for process in self.all], [error for _, error in outputs]
+
+
+def lasting_anywhere(record):
+    """A record without what depends on the clock or on the number of devices."""
+    return {name: value for name, value in record.items() if not name.startswith(CLOCKS)}
+
+
+def assert_close(one, other, tolerance):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        if isinstance(value, float):
+            assert other[name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
+        else:
+            assert other[name] == value, name
