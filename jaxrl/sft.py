@@ -10,6 +10,7 @@ import numpy as np
 from jaxrl.data import Stream
 from jaxrl.logs.steps import SHOWN, memory_metrics
 from jaxrl.objectives.losses import negative_log_likelihood
+from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime import distributed
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.sampling.rollout import Interrupted
@@ -48,7 +49,7 @@ def sft(session: Session, params: Params) -> Params:
         batch = put_batch(components.mesh, packed.batch)
         state, metrics = update_step(state, batch, packed.num_micro)
         session.state = state
-        metrics = {name: float(value) for name, value in metrics.items()}
+        metrics = {name: float(metric.value) for name, metric in metrics.items()}
         step_s = time.perf_counter() - started
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.items_taken += batch_size
@@ -73,7 +74,7 @@ def sft(session: Session, params: Params) -> Params:
 
 def supervised_loss(
     logprobs: jax.Array, entropies: jax.Array, batch: Batch
-) -> tuple[jax.Array, dict[str, jax.Array]]:
+) -> tuple[jax.Array, dict[str, Metric]]:
     """Cross-entropy of the demonstrations' assistant tokens; see `update.TokenLoss`."""
     loss = negative_log_likelihood(logprobs, batch.loss_mask)
-    return loss, {"sft/nll_loss": loss, "sft/entropy": entropies}
+    return loss, {"sft/nll_loss": Metric(loss, "loss"), "sft/entropy": Metric(entropies)}

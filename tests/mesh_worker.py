@@ -255,7 +255,7 @@ def train(mesh, params):
         "num_traces": step.num_traces,
         "num_compilations": len(compiled),
         "num_updates": int(state.num_updates),
-        "metrics": {name: float(value) for name, value in metrics.items()},
+        "metrics": {name: float(metric.value) for name, metric in metrics.items()},
     }
     return report, gradient, np.asarray(logprobs)
 

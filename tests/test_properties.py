@@ -274,8 +274,9 @@ def test_packing_order_padding_micro_batches_and_balance_change_no_gradient(choi
             assert packed.num_micro < 8
             got, metrics = gradient(params, packed.batch, packed.num_micro)
             assert relative_distance(got, wanted) < 1e-5, (order, num_shards)
-            for name, value in measured.items():
-                assert float(metrics[name]) == pytest.approx(float(value), rel=1e-4, abs=1e-6)
+            for name, metric in measured.items():
+                wanted_value = pytest.approx(float(metric.value), rel=1e-4, abs=1e-6)
+                assert float(metrics[name].value) == wanted_value
     # And each trajectory does have a say.
     other = packed_batch(members[:7], shape, mode)
     got, _ = gradient(params, other.batch, other.num_micro)

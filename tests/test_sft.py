@@ -284,4 +284,4 @@ def test_loss_by_hand():
     )
     loss, metrics = supervised_loss(jnp.array([[-3.0, -1.0, -2.0]]), jnp.ones((1, 3)), batch)
     np.testing.assert_allclose(loss, [[0.0, 1.0, 2.0]])
-    np.testing.assert_allclose(metrics["sft/nll_loss"], loss)
+    np.testing.assert_allclose(metrics["sft/nll_loss"].value, loss)

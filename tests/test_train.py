@@ -51,15 +51,6 @@ def test_trajectories_without_advantage_stay_where_another_term_needs_them():
     assert [m.num_tokens for m in minibatches(members, **{"loss.entropy_coef": 0.1})] == [36]
 
 
-def test_merged_metrics():
-    measured = [
-        {"actor/pg_loss": 1.0, "x/gap_max": 3.0, "grad_norm": 2.0},
-        {"actor/pg_loss": 3.0, "x/gap_max": 1.0, "grad_norm": 4.0},
-    ]
-    assert train.merge(measured) == {"actor/pg_loss": 2.0, "x/gap_max": 3.0, "actor/grad_norm": 3.0}
-    assert train.merge([]) == {}
-
-
 def test_a_failed_trajectory_is_in_no_group():
     members = [trajectory(0, 1.0), trajectory(0, 0.0, seed=1), make_failure(sample_index=2)]
     config = debug_tiny.get_config()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl.logs.metrics import mean
+from jaxrl.objectives.metrics import REDUCTIONS, Metric
 from jaxrl.runtime import distributed
 from jaxrl.sampling.engine import Counts, Engine
 from jaxrl.training.controllers import BUCKETS, Controllers, mean_divergences
@@ -91,18 +92,18 @@ def memory_metrics() -> dict[str, float]:
     return {"perf/max_memory_gib": max(peaks) / 2**30} if peaks else {}
 
 
-def merge(measured: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of a step from those of its updates: the largest of maxima, else the mean.
+def merge(measured: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """Metrics of a step from those of its updates, each by its reduction.
 
     An update in which nothing was measured is left out.
     """
     if not measured:
         return {}
     merged = {}
-    for name in measured[0]:
-        values = [float(metrics[name]) for metrics in measured]
+    for name, metric in measured[0].items():
+        values = [float(metrics[name].value) for metrics in measured]
         values = [value for value in values if not math.isnan(value)] or [math.nan]
-        reduced = max(values) if name.endswith("_max") else float(np.mean(values))
+        reduced = float(REDUCTIONS[metric.reduction].merge(values))
         merged[name if "/" in name else f"actor/{name}"] = reduced
     if "rollout_corr/weight_mean" in merged:
         square = merged["rollout_corr/weight_square_mean"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
+from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime.files import printable
 from jaxrl.types import Trajectory
 
@@ -64,13 +64,15 @@ def short(text: str) -> str:
     return line if len(line) <= _LONGEST_ERROR else f"{line[:_LONGEST_ERROR]} …"
 
 
-def has_learned(measured: Sequence[Mapping[str, Any]]) -> bool:
+def has_learned(measured: Sequence[Mapping[str, Metric]]) -> bool:
     """Whether one of a step's updates had a gradient, and was taken."""
-    return any(0 < float(m["grad_norm"]) < math.inf and not m["skipped"] for m in measured)
+    return any(
+        0 < float(m["grad_norm"].value) < math.inf and not m["skipped"].value for m in measured
+    )
 
 
 def why_nothing(
-    trajectories: Sequence[Trajectory], measured: Sequence[Mapping[str, Any]]
+    trajectories: Sequence[Trajectory], measured: Sequence[Mapping[str, Metric]]
 ) -> str | None:
     """Why a step had nothing to learn from; None where it had, or where every episode failed.
 
@@ -95,7 +97,7 @@ def why_nothing(
                 f"first: {first_error(trajectories)}"
             )
         return why
-    if measured and all(m["skipped"] for m in measured):
+    if measured and all(m["skipped"].value for m in measured):
         return "its update was skipped, since the gradient was not finite"
     return None
 

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from jaxrl.objectives import losses
 from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.kl import kl_estimate
+from jaxrl.objectives.metrics import Metric
 from jaxrl.training.update import TokenLoss
 from jaxrl.types import Batch
 
@@ -38,7 +39,7 @@ def make_policy_loss(loss: ConfigDict, kl: ConfigDict) -> TokenLoss:
 
     def token_loss(
         logprobs: jax.Array, entropies: jax.Array, batch: Batch
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+    ) -> tuple[jax.Array, dict[str, Metric]]:
         mask = batch.loss_mask
         # With one optimizer step a batch, the policy before the update is the current one.
         current = jax.lax.stop_gradient(logprobs)
@@ -50,12 +51,15 @@ def make_policy_loss(loss: ConfigDict, kl: ConfigDict) -> TokenLoss:
         is_sampled = mask if mask_observations else mask & (batch.rollout_logprobs != 0)
         gap = jnp.where(is_sampled, old - batch.rollout_logprobs, 0.0)
         metrics = {
-            "actor/entropy": entropies,
-            **{f"actor/{name}": x for name, x in loss_metrics(*arguments, **settings).items()},
-            "rollout_corr/logprob_diff_mean": jnp.abs(gap),
-            "rollout_corr/logprob_diff_max": jnp.abs(gap),
-            "rollout_corr/k3_kl": kl_estimate(
-                batch.rollout_logprobs, old, is_sampled, estimator="k3"
+            "actor/entropy": Metric(entropies),
+            **{
+                f"actor/{name}": Metric(x)
+                for name, x in loss_metrics(*arguments, **settings).items()
+            },
+            "rollout_corr/logprob_diff_mean": Metric(jnp.abs(gap)),
+            "rollout_corr/logprob_diff_max": Metric(jnp.abs(gap), "maximum"),
+            "rollout_corr/k3_kl": Metric(
+                kl_estimate(batch.rollout_logprobs, old, is_sampled, estimator="k3")
             ),
         }
         if is_corrected:
@@ -63,15 +67,15 @@ def make_policy_loss(loss: ConfigDict, kl: ConfigDict) -> TokenLoss:
                 old, batch.rollout_logprobs, mask, batch.segment_ids, **correction
             )
             values = values * weights
-            metrics["rollout_corr/weight_mean"] = weights
-            metrics["rollout_corr/weight_square_mean"] = weights**2
-        metrics["actor/pg_loss"] = values
+            metrics["rollout_corr/weight_mean"] = Metric(weights)
+            metrics["rollout_corr/weight_square_mean"] = Metric(weights**2)
+        metrics["actor/pg_loss"] = Metric(values, "loss")
         if kl_coef:
             anchor = batch.ref_logprobs if anchor_name == "ref" else old
             assert anchor is not None
             divergence = kl_estimate(logprobs, anchor, mask, estimator=estimator)
             values = values + _kl_weights(batch, kl_coef) * divergence
-            metrics["actor/kl_loss"] = divergence
+            metrics["actor/kl_loss"] = Metric(divergence, "loss")
         if entropy_coef:
             values = values - entropy_coef * jnp.where(mask, entropies, 0.0)
         return values, metrics

@@ -16,17 +16,15 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.models import qwen
 from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime.compilation import CompiledFunction
 from jaxrl.runtime.sharding import BATCH, param_shardings, replicated
 from jaxrl.types import Batch, Params, TrainState
 
-TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, jax.Array]]]
+TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, Metric]]]
 """Log-probabilities and entropies `[b, T]` and their micro-batch to losses and metrics `[b, T]`.
 
-`token_weights` adds the losses up.
-
-Metrics are averaged over the sampled tokens; of one whose name ends in `_max`, the largest counts;
-one that ends in `_loss` is added up like the loss.
+`token_weights` adds the losses up. Each metric says how it is reduced.
 """
 
 
@@ -96,54 +94,43 @@ def make_score_step(model: Model, *, temperature: float) -> CompiledFunction:
 
 def make_gradient(
     model: Model, token_loss: TokenLoss, *, temperature: float, entropy_gradient: bool
-) -> Callable[[Params, Batch, jax.Array], tuple[Params, dict[str, jax.Array]]]:
+) -> Callable[[Params, Batch, jax.Array], tuple[Params, dict[str, Metric]]]:
     """`gradient(params, batch, num_micro) -> (gradients, metrics)`, summed over micro-batches.
 
     The loop over micro-batches runs a traced number of times and differentiates inside, so that
     one compilation serves any number of them.
     """
 
-    def micro_loss(params: Params, micro: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+    def micro_loss(params: Params, micro: Batch) -> tuple[jax.Array, tuple[Any, jax.Array]]:
         logprobs, entropies = model.token_logprobs(
             params, micro, temperature=temperature, entropy_gradient=entropy_gradient
         )
         values, metrics = token_loss(logprobs, entropies, micro)
-        sums = {}
-        for name, value in metrics.items():
-            value = jax.lax.stop_gradient(value)
-            if name.endswith("_max"):
-                sums[name] = jnp.where(micro.loss_mask, value, 0.0).max()
-            else:
-                weights = micro.token_weights if name.endswith("_loss") else micro.loss_mask
-                sums[name] = (value * weights).sum()
-        sums["num_tokens"] = micro.loss_mask.sum().astype(jnp.float32)
-        return (values * micro.token_weights).sum(), sums
+        reduced = {
+            name: metric.reduce(micro.loss_mask, micro.token_weights)
+            for name, metric in metrics.items()
+        }
+        num_tokens = micro.loss_mask.sum().astype(jnp.float32)
+        return (values * micro.token_weights).sum(), (reduced, num_tokens)
 
     def gradient(
         params: Params, batch: Batch, num_micro: jax.Array
-    ) -> tuple[Params, dict[str, jax.Array]]:
+    ) -> tuple[Params, dict[str, Metric]]:
         differentiate = jax.grad(micro_loss, has_aux=True)
         abstract = jax.eval_shape(micro_loss, params, _micro(batch, jnp.int32(0)))[1]
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, abstract))
         shardings = param_shardings(model.mesh, model.config)
 
         def body(index: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
-            gradients, sums = carry
-            new_gradients, new_sums = differentiate(params, _micro(batch, index))
+            gradients, (metrics, num_tokens) = carry
+            new_gradients, (new, num_new) = differentiate(params, _micro(batch, index))
             gradients = jax.tree.map(jnp.add, gradients, new_gradients)
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)
-            merge = {name: jnp.maximum if name.endswith("_max") else jnp.add for name in sums}
-            return gradients, {name: merge[name](sums[name], new_sums[name]) for name in sums}
+            metrics = {name: metric.combine(new[name]) for name, metric in metrics.items()}
+            return gradients, (metrics, num_tokens + num_new)
 
-        gradients, sums = jax.lax.fori_loop(0, num_micro, body, zeros)
-        num_tokens = sums.pop("num_tokens")
-        # Of no token at all there is no mean: not a number, rather than a dip to 0 in a curve.
-        counts = {
-            name: jnp.where(num_tokens > 0, 1.0, jnp.nan) if name.endswith("_max") else num_tokens
-            for name in sums
-            if not name.endswith("_loss")
-        }
-        return gradients, {name: value / counts.get(name, 1.0) for name, value in sums.items()}
+        gradients, (metrics, num_tokens) = jax.lax.fori_loop(0, num_micro, body, zeros)
+        return gradients, {name: metric.finish(num_tokens) for name, metric in metrics.items()}
 
     return gradient
 
@@ -175,7 +162,7 @@ def make_update_step(
 
     def update(
         state: TrainState, batch: Batch, num_micro: jax.Array
-    ) -> tuple[TrainState, dict[str, jax.Array]]:
+    ) -> tuple[TrainState, dict[str, Metric]]:
         gradients, metrics = gradient(state.params, batch, num_micro)
         norm = optax.tree.norm(gradients)
         is_finite = jnp.isfinite(norm)
@@ -194,6 +181,6 @@ def make_update_step(
 
         state = jax.lax.cond(is_finite, apply, skip, state)
         state = jax.lax.with_sharding_constraint(state, shardings)
-        return state, {**metrics, "grad_norm": norm, "skipped": 1.0 - is_finite}
+        return state, {**metrics, "grad_norm": Metric(norm), "skipped": Metric(1.0 - is_finite)}
 
     return CompiledFunction(update, name="update", donate_argnums=(0,))

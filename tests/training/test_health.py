@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from jaxrl.objectives.metrics import Metric
 from jaxrl.training.health import (
     Failures,
     NothingWorksError,
@@ -14,10 +15,10 @@ from jaxrl.training.health import (
 )
 from tests.episodes import FAILED, make_failure, make_trajectory
 
-UPDATED = {"grad_norm": 0.5, "skipped": 0.0}
-STILL = {"grad_norm": 0.0, "skipped": 0.0}
-SKIPPED = {"grad_norm": float("nan"), "skipped": 1.0}
-ENDLESS = {"grad_norm": float("inf"), "skipped": 1.0}
+UPDATED = {"grad_norm": Metric(0.5), "skipped": Metric(0.0)}
+STILL = {"grad_norm": Metric(0.0), "skipped": Metric(0.0)}
+SKIPPED = {"grad_norm": Metric(float("nan")), "skipped": Metric(1.0)}
+ENDLESS = {"grad_norm": Metric(float("inf")), "skipped": Metric(1.0)}
 
 
 def failure(text):

@@ -258,7 +258,7 @@ def test_packing_and_micro_batches_and_order_change_no_gradient(
             first = got if first is None else first
             assert relative_distance(got, wanted) < 1e-5, (mode, packing)
             assert relative_distance(got, first) < 1e-5, (mode, packing)
-            metrics.append({key: float(value) for key, value in measured.items()})
+            metrics.append({key: float(metric.value) for key, metric in measured.items()})
         assert metrics[0]["actor/pg_clipfrac"] > 0.05
         assert (metrics[0]["actor/pg_clipfrac_lower"] > 0) == (name == CLIP)
         for other in metrics[1:]:
@@ -477,13 +477,13 @@ def test_two_epochs_of_two_mini_batches_are_those_of_plain_arithmetic(
     for _ in range(2):
         for half, (num_micro, batch) in zip(halves, batches, strict=True):
             state, metrics = update(state, batch, num_micro)
-            clipped.append(float(metrics["actor/pg_clipfrac"]))
+            clipped.append(float(metrics["actor/pg_clipfrac"].value))
 
             weights = plain_weights(sequences, half, "seq-mean-token-mean")
             gradient = plain(ALL_TERMS, wanted, rows, weights)
             norm = math.sqrt(sum(float((leaf**2).sum()) for leaf in jax.tree.leaves(gradient)))
             assert norm > 0.5  # so that it is cut to that
-            assert float(metrics["grad_norm"]) == pytest.approx(norm, rel=1e-4)
+            assert float(metrics["grad_norm"].value) == pytest.approx(norm, rel=1e-4)
             momentum = jax.tree.map(
                 lambda m, g, scale=0.5 / norm: 0.9 * m + np.float32(scale) * g, momentum, gradient
             )
@@ -561,11 +561,11 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(bad, update, param
 
     state = fresh_state(params)
     state, metrics = update(state, good, packed.num_micro)
-    assert (float(metrics["skipped"]), int(state.num_skipped)) == (0, 0)
+    assert (float(metrics["skipped"].value), int(state.num_skipped)) == (0, 0)
     before = jax.device_get(state)
     state, metrics = update(state, broken, packed.num_micro)
-    assert not np.isfinite(metrics["grad_norm"])
-    assert float(metrics["skipped"]) == 1
+    assert not np.isfinite(metrics["grad_norm"].value)
+    assert float(metrics["skipped"].value) == 1
     assert equal((state.params, state.opt_state), (before.params, before.opt_state))
     assert (int(state.num_updates), int(state.num_skipped)) == (1, 1)
 
@@ -596,8 +596,8 @@ def test_single_step_takes_its_own_logprobs_for_the_old(score, params, sequences
     alone = replace(batch, old_logprobs=None)
     got, metrics = gradients[ALL_TERMS](params, alone, packed.num_micro)
     assert relative_distance(got, wanted) < 1e-5
-    assert float(metrics["actor/ppo_kl"]) == 0
-    assert float(metrics["actor/pg_clipfrac"]) == 0
+    assert float(metrics["actor/ppo_kl"].value) == 0
+    assert float(metrics["actor/pg_clipfrac"].value) == 0
 
 
 def test_scores_are_the_logprobs_of_each_token(score, params, sequences):
