@@ -1,9 +1,9 @@
-"""Trajectories made by hand."""
+"""Trajectories made by hand, and the tasks and measurements that go with them."""
 
 import numpy as np
 
 from jaxrl.envs.base import Outcome, Task, Turn
-from jaxrl.types import Group, Trajectory
+from jaxrl.types import Divergence, Group, Trajectory, Windows
 
 COMPUTE = Turn(
     text="<python>print(6 * 7)</python>",
@@ -59,3 +59,36 @@ def grouped(trajectories):
     for trajectory in trajectories:
         by_task.setdefault(trajectory.task_id, []).append(trajectory)
     return [Group(trajectories=tuple(of_task)) for of_task in by_task.values()]
+
+
+class NumberedTasks:
+    """A stream of the tasks q0, q1, …, in this order again and again."""
+
+    def __init__(self, num_items=1000):
+        self.num_items = num_items
+
+    def take(self, position, count):
+        places = range(position, position + count)
+        return [Task(id=f"q{place % self.num_items}", question="?") for place in places]
+
+
+def strayed(*values):
+    """A divergence of so much at each token, the two of the prompt first."""
+    per_token = np.array([0, 0, *values], np.float32)
+    return Divergence(
+        old_logprobs=np.zeros_like(per_token),
+        ref_logprobs=np.zeros_like(per_token),
+        per_token=per_token,
+        num_tokens=len(values),
+    )
+
+
+def wavering(count, *, length=40, percentile=1.5, excess=0.0):
+    """Windows of which the first `count` are high."""
+    return Windows(
+        values=np.zeros(length, np.float32),
+        valid=np.ones(length, bool),
+        is_high=np.arange(length) < count,
+        percentile=percentile,
+        excess=excess,
+    )

@@ -93,11 +93,9 @@ def collect(
         )
         groups, num_again = _roll_out_again(roll_out, draws, config, controllers.is_late)
         failures.count(members(groups))
-        scores = Columns(groups).rewards
         shaped = rewards.shape(groups, config, is_late=controllers.is_late)
-        if settings.name != "none" and settings.metric == "seq_final_reward":
-            shaped = measure(shaped)
-        batches.kept += _passing(shaped, scores, config, controllers)
+        scores = Columns(groups).rewards
+        batches.kept += _passing(shaped, scores, config, controllers, measure)
         batches.tried += map(GroupStats.of, shaped)
         batches.count += 1
         batches.num_resampled += num_again
@@ -110,7 +108,7 @@ def collect(
     surplus = batches.kept[wanted:]
     return Collected(
         groups=batches.kept[:wanted],
-        leftover=[_unmeasured(group) for group in surplus] if settings.carry_over else [],
+        leftover=surplus if settings.carry_over else [],
         items_taken=batches.items_taken,
         tried=batches.tried,
         metrics=_metrics(batches, num_old=len(leftover), surplus=surplus, settings=settings),
@@ -146,12 +144,6 @@ def draw(
             num_skipped = 0
         items_taken += 1
     return draws, items_taken
-
-
-def _unmeasured(group: Group) -> Group:
-    """The group without divergences: by the next step the policy is another."""
-    fresh = (dataclasses.replace(t, divergence=None) for t in group.trajectories)
-    return Group(trajectories=tuple(fresh))
 
 
 def _metrics(
@@ -225,15 +217,20 @@ def _roll_out_again(
 
 
 def _passing(
-    groups: Sequence[Group], scores: np.ndarray, config: ConfigDict, controllers: Controllers
+    groups: Sequence[Group],
+    scores: np.ndarray,
+    config: ConfigDict,
+    controllers: Controllers,
+    measure: Measure,
 ) -> list[Group]:
-    """The groups that pass the filter.
+    """The groups that pass the filter, without what is measured for it.
 
     Args:
         groups: with shaped rewards.
         scores: float32 [N], the rewards before they were shaped.
         config: its section `filter` names the filter.
         controllers: before the step.
+        measure: for a filter that sees the KL term of the reward.
     """
     settings, columns = config.filter, Columns(groups)
     if settings.name == "none":
@@ -248,7 +245,7 @@ def _passing(
             "score": lambda: scores,
             "seq_reward": lambda: columns.rewards,
             "seq_final_reward": lambda: (
-                columns.rewards - rewards.kl_penalties(groups, controllers.kl_coef(config))
+                columns.rewards - rewards.kl_penalties(measure(groups), controllers.kl_coef(config))
             ),
         }[settings.metric]()
         flags = keep_informative(np.asarray(values, np.float32), columns.group_ids)

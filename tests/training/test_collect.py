@@ -1,4 +1,4 @@
-"""Filters, resampling and shaping on trajectories made by hand; the sampler is a table."""
+"""Filters and resampling on trajectories made by hand; the sampler is a table."""
 
 import dataclasses
 from functools import partial
@@ -6,23 +6,21 @@ from functools import partial
 import numpy as np
 import pytest
 
-from jaxrl.envs.base import Outcome, Task
-from jaxrl.training.collect import NotEnoughGroupsError, collect, shape
+from jaxrl.training.collect import NotEnoughGroupsError, collect
+from jaxrl.training.controllers import Controllers, StageGate
 from jaxrl.training.health import Failures, NothingWorksError
-from jaxrl.types import Draw
+from jaxrl.types import Group, members, with_fields
 from tests import helpers
-from tests.episodes import make_failure, make_trajectory
+from tests.episodes import NumberedTasks, make_failure, make_trajectory, strayed
 
 settings = partial(helpers.settings, **{"rollout.tasks_per_step": 2, "rollout.group_size": 2})
 
 
-def member(right, *, group=0, sample=0, reward=None, **fields):
+def member(right, *, sample=0, reward=None, **fields):
     """A trajectory that is right, wrong, or (None) an environment error."""
     if right is None:
-        return make_failure(group_id=group, sample_index=sample)
-    made = make_trajectory(
-        reward=float(right) if reward is None else reward, group_id=group, sample_index=sample
-    )
+        return make_failure(sample_index=sample)
+    made = make_trajectory(reward=float(right) if reward is None else reward, sample_index=sample)
     return dataclasses.replace(made, is_correct=bool(right), **fields)
 
 
@@ -33,17 +31,16 @@ class Sampler:
         self.groups, self.calls = groups, []
 
     def __call__(self, draws):
-        self.calls.append([(draw.position, draw.attempt) for draw in draws])
+        self.calls.append([(draw.stream_index, draw.attempt) for draw in draws])
         return [
-            dataclasses.replace(trajectory, group_id=index, attempt=draw.attempt, task=draw.task)
-            for index, draw in enumerate(draws)
-            for trajectory in self.groups[draw.position][draw.attempt]
+            Group(
+                trajectories=tuple(
+                    dataclasses.replace(trajectory, attempt=draw.attempt, task=draw.task)
+                    for trajectory in self.groups[draw.stream_index][draw.attempt]
+                )
+            )
+            for draw in draws
         ]
-
-
-def take(position, count):
-    places = range(position, position + count)
-    return [Draw(task=Task(id=f"q{p}", question="?"), position=p) for p in places], position + count
 
 
 def sampler(*groups):
@@ -57,21 +54,33 @@ def sampler(*groups):
     )
 
 
+def failures(limit=0):
+    said = []
+    return Failures(limit=limit, log=said.append, num_batches=0), said
+
+
 def run(sample, **changes):
-    known = {"items_taken", "carried", "is_late"}
-    arguments = {key: changes.pop(key) for key in known & changes.keys()}
-    config = settings(**changes)
-    return collect(sample, take, config, **{"items_taken": 0, **arguments})
+    defaults = {
+        "items_taken": 0,
+        "leftover": (),
+        "controllers": Controllers(),
+        "measure": list,
+        "failures": failures()[0],
+    }
+    arguments = {key: changes.pop(key, default) for key, default in defaults.items()}
+    return collect(sample, NumberedTasks(), settings(**changes), **arguments)
 
 
 def tasks_of(groups):
-    return [t.task_id for t in groups]
+    """The task of every trajectory."""
+    return [t.task_id for t in members(groups)]
 
 
 def test_without_a_filter_a_step_is_one_batch():
     got = run(sampler([1, 1], [0, 0]))
-    assert [t.group_id for t in got.trajectories] == [0, 0, 1, 1]
-    assert (got.items_taken, got.carried) == (2, [])
+    assert tasks_of(got.groups) == ["q0", "q0", "q1", "q1"]
+    assert [group.task_id for group in got.groups] == ["q0", "q1"]
+    assert (got.items_taken, got.leftover) == (2, [])
     assert got.metrics["rollout/num_generated"] == 4
     assert got.metrics["filter/kept_share"] == 1.0
 
@@ -80,10 +89,10 @@ def test_dynamic_sampling_draws_until_enough_groups_differ():
     sample = sampler([1, 1], [1, 0], [0, 0], [0, 0], [0, 1], [1, 0])
     got = run(sample, **{"filter.name": "varied"})
     assert sample.calls == [[(0, 0), (1, 0)], [(2, 0), (3, 0)], [(4, 0), (5, 0)]]
-    assert tasks_of(got.trajectories) == ["q1", "q1", "q4", "q4"]
-    assert [t.group_id for t in got.trajectories] == [0, 0, 1, 1]
+    assert tasks_of(got.groups) == ["q1", "q1", "q4", "q4"]
+    assert [group.task_id for group in got.groups] == ["q1", "q4"]
     # The third differing group is surplus, and dropped.
-    assert (got.items_taken, got.carried) == (6, [])
+    assert (got.items_taken, got.leftover) == (6, [])
     assert got.metrics == {
         "rollout/num_generated": 12,
         "filter/num_batches": 3,
@@ -103,12 +112,12 @@ def test_surplus_groups_are_carried_over_and_come_first():
     sample = sampler([1, 0], [0, 1], [1, 0], [1, 1], [1, 0])
     changes = {"filter.name": "varied", "filter.carry_over": True, "filter.tasks_per_batch": 3}
     first = run(sample, **changes)
-    assert tasks_of(first.trajectories) == ["q0", "q0", "q1", "q1"]
-    assert [tasks_of(group) for group in first.carried] == [["q2", "q2"]]
+    assert tasks_of(first.groups) == ["q0", "q0", "q1", "q1"]
+    assert [tasks_of([group]) for group in first.leftover] == [["q2", "q2"]]
     changes["filter.tasks_per_batch"] = 2
-    then = run(sample, **changes, items_taken=first.items_taken, carried=first.carried)
-    assert tasks_of(then.trajectories) == ["q2", "q2", "q4", "q4"]
-    assert [t.group_id for t in then.trajectories] == [0, 0, 1, 1]
+    then = run(sample, **changes, items_taken=first.items_taken, leftover=first.leftover)
+    assert tasks_of(then.groups) == ["q2", "q2", "q4", "q4"]
+    assert [group.task_id for group in then.groups] == ["q2", "q4"]
     assert then.metrics["filter/kept_share"] == 0.5
 
 
@@ -121,17 +130,12 @@ def test_the_filter_gives_up_and_tells_what_the_groups_were():
     assert "the 6 groups sampled were: 3 all right, 1 all wrong, 1 mixed, 1 failed" in message
 
 
-def failures(limit):
-    said = []
-    return Failures(limit=limit, say=said.append, num_batches=0), said
-
-
 def test_batches_in_which_everything_failed_stop_a_filter_that_would_wait_for_ever():
-    config = settings(**{"filter.name": "varied", "filter.max_batches": 0})
+    changes = {"filter.name": "varied", "filter.max_batches": 0}
     sample = sampler([0, 0], [None, None], *[[None, None]] * 20)
     counted, said = failures(3)
     with pytest.raises(NothingWorksError, match=r"3 batches in a row .*: the server is down\."):
-        collect(sample, take, config, items_taken=0, failures=counted)
+        run(sample, **changes, failures=counted)
     assert (len(sample.calls), len(said)) == (4, 3)
 
 
@@ -140,7 +144,7 @@ def test_a_filter_that_waits_says_so_and_why_groups_failed():
     sample = sampler(*[[0, 0], [None, None]] * 20)
     counted, said = failures(3)
     with pytest.raises(NotEnoughGroupsError, match=r"20 failed \(the first .* the server is down"):
-        collect(sample, take, settings(**changes), items_taken=0, failures=counted)
+        run(sample, **changes, failures=counted)
     assert [line.partition(";")[0] for line in said] == [
         f"warning: 0 of 2 groups have passed the filter in {count} batches" for count in (10, 20)
     ]
@@ -151,7 +155,7 @@ def test_online_filtering_is_strict_and_counts_scored_members_only():
     changes = {"filter.name": "accuracy_range", "filter.low": 0.25, "filter.high": 0.75}
     got = run(sampler(*groups, [1, 0, 0, 1]), **changes, **{"filter.tasks_per_batch": 5})
     # 2 of 3 and 2 of 4; 1/4 and 3/4 lie on the bounds.
-    assert sorted(set(tasks_of(got.trajectories))) == ["q0", "q4"]
+    assert sorted(set(tasks_of(got.groups))) == ["q0", "q4"]
 
 
 @pytest.mark.parametrize(("metric", "kept"), [("acc", "q2"), ("score", "q1"), ("seq_reward", "q0")])
@@ -167,20 +171,30 @@ def test_the_metric_says_what_a_group_is_compared_by(metric, kept):
         "shaping.overlong_max_tokens": 10,
     }  # fmt: skip
     got = run(table, **changes)
-    assert set(tasks_of(got.trajectories)) == {kept}
+    assert set(tasks_of(got.groups)) == {kept}
 
 
 def test_the_final_reward_counts_the_kl_penalty():
     changes = {
         "filter.name": "varied", "filter.metric": "seq_final_reward", "rollout.tasks_per_step": 1,
+        "kl.coef": 0.5, "kl.place": "reward", "filter.max_batches": 1,
     }  # fmt: skip
-    config = settings(**changes)
-    even = collect(
-        sampler([0, 0]), take, config, items_taken=0, penalty=lambda ts: np.arange(len(ts)) * 0.1
-    )
-    assert tasks_of(even.trajectories) == ["q0", "q0"]
-    # The penalty itself is not taken off here: that is done once, for what is trained on.
-    assert [t.reward for t in even.trajectories] == [0.0, 0.0]
+
+    def measure(groups):
+        found = [strayed(0.1 * i) for i, _ in enumerate(members(groups))]
+        return with_fields(groups, divergence=found)
+
+    even = run(sampler([0, 0]), **changes, measure=measure)
+    assert tasks_of(even.groups) == ["q0", "q0"]
+    # The penalty itself is not taken off here: that is done once, for what is trained on. So is
+    # measuring: what a trajectory is measured with may show in its last bits.
+    assert [t.reward for t in members(even.groups)] == [0.0, 0.0]
+    assert [t.divergence for t in members(even.groups)] == [None, None]
+    # By its rewards alone the group is even, and so it is where all strayed as far.
+    with pytest.raises(NotEnoughGroupsError):
+        run(sampler([0, 0]), **changes | {"filter.metric": "seq_reward"}, measure=measure)
+    with pytest.raises(NotEnoughGroupsError):
+        run(sampler([0, 0]), **changes)
 
 
 def test_groups_without_success_or_abstention_are_sampled_again_as_a_whole():
@@ -188,19 +202,21 @@ def test_groups_without_success_or_abstention_are_sampled_again_as_a_whole():
     changes = {"filter.resample_attempts": 2}
     got = run(sample, **changes, **{"rollout.tasks_per_step": 3})
     assert sample.calls == [[(0, 0), (1, 0), (2, 0)], [(0, 1), (2, 1)], [(0, 2)]]
-    assert [t.attempt for t in got.trajectories] == [2, 2, 0, 0, 1, 1]
-    assert [t.reward for t in got.trajectories] == [1, 0, 0, 1, 1, 1]
-    assert [t.group_id for t in got.trajectories] == [0, 0, 1, 1, 2, 2]
+    assert [t.attempt for t in members(got.groups)] == [2, 2, 0, 0, 1, 1]
+    assert [t.reward for t in members(got.groups)] == [1, 0, 0, 1, 1, 1]
+    assert tasks_of(got.groups) == ["q0", "q0", "q1", "q1", "q2", "q2"]
+    assert [group.task_id for group in got.groups] == ["q0", "q1", "q2"]
     assert got.metrics["filter/resampled_groups"] == 3
     assert got.metrics["rollout/num_generated"] == 12
 
 
 def test_resampling_waits_for_the_late_stage():
     sample = sampler(([0, 0], [1, 1]), [0, 1])
-    got = run(sample, **{"filter.resample_attempts": 2}, is_late=False)
-    assert [t.attempt for t in got.trajectories] == [0, 0, 0, 0]
-    late = run(sample, **{"filter.resample_attempts": 2}, is_late=True)
-    assert [t.attempt for t in late.trajectories] == [1, 1, 0, 0]
+    early, late = (Controllers(gate=StageGate(is_late=is_late)) for is_late in (False, True))
+    got = run(sample, **{"filter.resample_attempts": 2}, controllers=early)
+    assert [t.attempt for t in members(got.groups)] == [0, 0, 0, 0]
+    got = run(sample, **{"filter.resample_attempts": 2}, controllers=late)
+    assert [t.attempt for t in members(got.groups)] == [1, 1, 0, 0]
 
 
 def test_an_abstention_is_no_reason_to_sample_again():
@@ -208,21 +224,3 @@ def test_an_abstention_is_no_reason_to_sample_again():
     sample = Sampler([[honest], [[member(1), member(0, sample=1)]]])
     changes = {"filter.resample_attempts": 2}
     assert run(sample, **changes).metrics["filter/resampled_groups"] == 0
-
-
-def test_shaping_adds_parts_and_leaves_failures_alone():
-    long = {"token_ids": np.ones(13, np.int32), "loss_mask": np.arange(13) >= 2}
-    group = [
-        member(0, is_abstention=True, outcome=Outcome.ABSTAINED),
-        member(0, sample=1, **long),
-        member(None, sample=2),
-    ]
-    changes = {
-        "shaping.boundary_aware": True, "shaping.sample_level": False, "shaping.overlong_buffer": 4,
-        "shaping.overlong_max_tokens": 12,
-    }  # fmt: skip
-    honest, slow, failed = shape(group, settings(**changes), is_late=True)
-    assert (honest.reward, dict(honest.reward_parts)) == (0.5, {"abstention": 0.5, "overlong": 0})
-    # 11 tokens after the prompt, 3 of them in the buffer of 4.
-    assert (slow.reward, dict(slow.reward_parts)) == (-0.75, {"abstention": 0, "overlong": -0.75})
-    assert (failed.reward, dict(failed.reward_parts)) == (0.0, {})
