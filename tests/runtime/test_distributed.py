@@ -18,7 +18,7 @@ from jaxrl.envs.base import Task, Turn
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import distributed, stopping
 from jaxrl.runtime.distributed import Job, find_job, first_host
-from jaxrl.types import Draw
+from jaxrl.types import Draw, Group
 from tests.episodes import make_trajectory
 from tests.helpers import with_devices
 from tests.runs import Processes, assert_close, lasting_anywhere, records
@@ -156,9 +156,10 @@ def test_gathered_trajectories_arrive_bit_for_bit(pair):
         turns=(Turn(text="half \ud83d", tool_call="q", latency_s=0.1), Turn(text="")),
         rollout_logprobs=odd,
     )
-    draws = [Draw(task=sent.task, position=i) for i in range(2)]
-    [first, second] = distributed.shared(lambda draws, _: [sent] * len(draws))(draws, None)
-    assert first.group_id == second.group_id == 0
+    draws = [Draw(task=sent.task, stream_index=i) for i in range(2)]
+    group = Group(trajectories=(sent,))
+    both = distributed.shared(lambda draws, _: [group] * len(draws))(draws, None)
+    [[first], [_]] = (group.trajectories for group in both)
     for field in dataclasses.fields(sent):
         one, other = getattr(sent, field.name), getattr(first, field.name)
         if isinstance(one, np.ndarray):
