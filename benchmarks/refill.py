@@ -251,7 +251,7 @@ def measure_latency(
     )
     engine.set_weights(jax.block_until_ready(common.random_params(model)))
     tasks = [Task(id=str(index), question="") for index in range(work.num_episodes // 4)]
-    draws = [Draw(task=task, position=index) for index, task in enumerate(tasks)]
+    draws = [Draw(task=task, stream_index=index) for index, task in enumerate(tasks)]
 
     def play(rollout: Rollout, latency_s: float) -> Callable[[int], Any]:
         def run(number: int) -> None:

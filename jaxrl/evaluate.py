@@ -88,7 +88,13 @@ def summarize(
         num_resamples: of the bootstrap.
         seed: of the bootstrap.
     """
-    [num_samples] = {len(question.trajectories) for question in questions}
+    sizes = sorted({len(question.trajectories) for question in questions})
+    if len(sizes) != 1:
+        raise ValueError(
+            f"questions have {' and '.join(map(str, sizes)) or 'no'} samples; expected as many of "
+            "each one."
+        )
+    [num_samples] = sizes
     ks = subset_sizes(num_samples, ks)
     measured = [_measures(question, ks, has_python) for question in questions]
     names = list(dict.fromkeys(name for measures in measured for name in measures))

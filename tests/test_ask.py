@@ -16,7 +16,7 @@ from jaxrl.envs.base import Outcome, Turn
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import Checkpointer
-from jaxrl.train import Position
+from jaxrl.session import Progress
 from jaxrl.types import TrainState
 from tests.episodes import make_failure, make_trajectory
 
@@ -67,7 +67,7 @@ def test_a_run_under_way_answers_with_its_newest_checkpoint(run, tiny_world):
     params = jax.tree.map(lambda leaf: leaf + 1, load_hf(tiny_world / "model"))
     count = jnp.int32(0)
     state = TrainState(params=params, opt_state={"x": count}, num_updates=count, num_skipped=count)
-    position = Position(step=61, stage="train", stage_step=1).to_json()
+    position = Progress(step=61, stage="train", stage_step=1).to_json()
     checkpointer = Checkpointer(run / "checkpoints", keep=1)
     checkpointer.save(61, state, position, None)
     checkpointer.close()

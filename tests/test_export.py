@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import optax
 import pytest
 from jax import export
-from jaxrl.training.method import make_policy_loss
 
 from jaxrl.config import default_config
 from jaxrl.models import qwen
 from jaxrl.runtime import sharding
 from jaxrl.sampling.decode import Sampler, StopTables
 from jaxrl.training import update
+from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.types import Batch
 
 CONFIG = qwen.QwenConfig(

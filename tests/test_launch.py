@@ -48,7 +48,7 @@ def refusal(monkeypatch, capfd, tmp_path, tiny_world):
         argv = ["launch", f"--config={config}", f"--workdir={workdir}", *arguments]
         monkeypatch.setattr(sys, "argv", argv)
         sys.modules.pop("config_config", None)  # a config file is loaded into what is there
-        monkeypatch.setattr("jaxrl.train.run", lambda *_: pytest.fail("the run was begun"))
+        monkeypatch.setattr("jaxrl.run.run", lambda *_: pytest.fail("the run was begun"))
         for name in ("socket.connect", "getaddrinfo"):
             monkeypatch.setattr(f"socket.{name}", lambda *_, **__: pytest.fail("network"))
         with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
@@ -506,7 +506,7 @@ class TestFaultsOfTheWorkdir:
     @pytest.fixture
     def ended(self, monkeypatch, tmp_path, tiny_world):
         def ended(run):
-            monkeypatch.setattr("jaxrl.train.run", run)
+            monkeypatch.setattr("jaxrl.run.run", run)
             monkeypatch.setattr(launch, "_fit_memory", lambda *_, **__: [])
             for flag in ("_IGNORE_PLAN", "_ACCEPT"):
                 monkeypatch.setattr(launch, flag, SimpleNamespace(value=False))
@@ -571,7 +571,7 @@ def test_a_run_in_which_everything_fails_has_an_exit_code_of_its_own(
     workdir = tmp_path / "workdir"
     argv = ["launch", f"--config={CONFIG}:{tiny_world}", f"--workdir={workdir}"]
     monkeypatch.setattr(sys, "argv", argv)
-    monkeypatch.setattr("jaxrl.train.run", run)
+    monkeypatch.setattr("jaxrl.run.run", run)
     monkeypatch.setattr("jaxrl.components.assemble", lambda *_: SimpleNamespace(notes=("a note",)))
     with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
         launch.main(launch.parse_flags(argv))

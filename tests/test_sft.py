@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl.codecs import from_json, to_json
+from jaxrl.demonstrations import encode_demonstration, read_demonstrations
 from jaxrl.envs.base import Task
 from jaxrl.envs.protocol import BAPO, bapo, search_r1
 from jaxrl.envs.retrieval import NO_INFORMATION, KeywordSearch
@@ -15,8 +16,8 @@ from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Counts, Event
 from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Seeds
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.sft import encode_demonstration, read_demonstrations, supervised_loss
-from jaxrl.types import Batch, Draw
+from jaxrl.sft import supervised_loss
+from jaxrl.types import Batch, Draw, members
 from tests.toys import chain, toy_tokenizer
 
 # Found text that is too long, that forges tags and special tokens, and that is not there.
@@ -112,7 +113,7 @@ def play(tokenizer, chat, **settings):
     automaton = StopAutomaton(tokenizer.vocab_bytes, env.stop_strings)
     rollout = Rollout(Replay(turns), env, tokenizer, automaton, limits)
     task = Task(id="1", question=chat[0]["content"], answers=("Paris",))
-    [played] = rollout([Draw(task=task, position=0)], SAMPLING)
+    [played] = members(rollout([Draw(task=task, stream_index=0)], SAMPLING))
     return played
 
 
@@ -186,7 +187,7 @@ def test_what_the_template_opens_is_part_of_the_response(protocol, turn):
     )
     rollout = Rollout(Replay([tokenizer.encode(turn)]), env, tokenizer, automaton, limits)
     task = Task(id="1", question="Where?", answers=("Paris",))
-    [played] = rollout([Draw(task=task, position=0)], SAMPLING)
+    [played] = members(rollout([Draw(task=task, stream_index=0)], SAMPLING))
     assert played.generated_text == f"<think>\n{turn}"
     assert played.is_well_formed
     assert played.reward_parts["format"] == protocol().format_reward(f"<think>\n{turn}") >= 0

@@ -2,27 +2,31 @@ import math
 
 import jax
 import numpy as np
-from jaxrl.training.method import make_estimator
 
 from configs import debug_tiny
-from jaxrl import train
+from jaxrl.logs.steps import engine_metrics
 from jaxrl.sampling.engine import Counts
+from jaxrl.session import Progress
+from jaxrl.training.controllers import Controllers
+from jaxrl.training.estimators import make_estimator
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import train_shape
-from tests.episodes import make_failure, make_trajectory
+from jaxrl.types import members
+from tests.episodes import grouped, make_failure, make_trajectory
 
 
 def trajectory(group_id, reward, seed=0, **fields):
     return make_trajectory(task_number=group_id, reward=reward, sample_index=seed, **fields)
 
 
-def minibatches(members, **changes):
+def minibatches(trajectories, **changes):
     config = debug_tiny.get_config()
     config.update_from_flattened_dict(
         {"rollout.tasks_per_step": 2, "rollout.group_size": 3, "optimizer.micro_rows": 2, **changes}
     )
     shape = train_shape(config)
-    return make_minibatches(members, make_estimator(config)(members, 0, 4), shape, config)
+    groups = make_estimator(config)(grouped(trajectories), 0, 4)
+    return make_minibatches(groups, shape, config, controllers=Controllers())
 
 
 def test_a_loss_without_environment_errors_is_that_of_the_others_alone():
@@ -37,26 +41,31 @@ def test_a_loss_without_environment_errors_is_that_of_the_others_alone():
 
 def test_groups_stay_whole_in_minibatches():
     rewards = [(0, 1.0), (0, 0.0), (0, 0.0), (1, 1.0), (1, 1.0), (1, 1.0)]
-    members = [trajectory(group, reward, seed=i) for i, (group, reward) in enumerate(rewards)]
-    first, second = minibatches(members, **{"optimizer.num_minibatches": 2})
+    made = [trajectory(group, reward, seed=i) for i, (group, reward) in enumerate(rewards)]
+    first, second = minibatches(made, **{"optimizer.num_minibatches": 2})
     # Group 1 is all right: it has no signal and is left out, but still counts as sampled.
     assert (first.num_tokens, first.num_counted) == (3 * 6, 3 * 4)
     assert (second.num_tokens, second.num_micro, second.num_counted) == (0, 0, 3 * 4)
 
 
 def test_trajectories_without_advantage_stay_where_another_term_needs_them():
-    members = [trajectory(group, 1.0, seed=i) for group in (0, 1) for i in range(3)]
-    assert [m.num_tokens for m in minibatches(members)] == [0]
-    assert [m.num_tokens for m in minibatches(members, **{"kl.coef": 0.1})] == [36]
-    assert [m.num_tokens for m in minibatches(members, **{"loss.entropy_coef": 0.1})] == [36]
+    made = [trajectory(group, 1.0, seed=i) for group in (0, 1) for i in range(3)]
+    assert [m.num_tokens for m in minibatches(made)] == [0]
+    assert [m.num_tokens for m in minibatches(made, **{"kl.coef": 0.1})] == [36]
+    assert [m.num_tokens for m in minibatches(made, **{"loss.entropy_coef": 0.1})] == [36]
+
+
+def estimated(trajectories, config):
+    groups = make_estimator(config)(grouped(trajectories), 0, 4)
+    return [t.advantage for t in members(groups)]
 
 
 def test_a_failed_trajectory_is_in_no_group():
-    members = [trajectory(0, 1.0), trajectory(0, 0.0, seed=1), make_failure(sample_index=2)]
+    trajectories = [trajectory(0, 1.0), trajectory(0, 0.0, seed=1), make_failure(sample_index=2)]
     config = debug_tiny.get_config()
-    np.testing.assert_allclose(make_estimator(config)(members, 0, 4), [0.5, -0.5, 0.0])
+    np.testing.assert_allclose(estimated(trajectories, config), [0.5, -0.5, 0.0])
     config.advantage.normalize_std = True
-    got = make_estimator(config)(members, 0, 4)
+    got = estimated(trajectories, config)
     np.testing.assert_allclose(got, np.array([0.5, -0.5, 0.0]) / math.sqrt(0.5), rtol=1e-5)
 
 
@@ -68,7 +77,7 @@ class StubEngine:
 def test_the_sampler_is_measured_step_by_step():
     # Since the start of the process it would differ after a restart.
     before = Counts(prefilled_prompt=4, prefilled_resume=3, sampled=20, slot_steps=100)
-    assert train.engine_metrics(StubEngine(), before) == {
+    assert engine_metrics(StubEngine(), before) == {
         "rollout/slot_occupancy": 0.4,
         "rollout/prefilled_prompt_tokens": 6,
         "rollout/prefilled_resume_tokens": 5,
@@ -77,7 +86,7 @@ def test_the_sampler_is_measured_step_by_step():
     }
 
 
-def test_which_records_come_after_a_position():
+def test_which_records_come_after_a_checkpoint():
     done = [
         ("sft", 24),
         ("train", 24),
@@ -89,12 +98,12 @@ def test_which_records_come_after_a_position():
     records = [{"stage": stage, "step": step} for stage, step in done]
 
     def counted(**fields):
-        position = train.Position(**fields)
-        return sum(not position.is_passed_by(record) for record in records)
+        progress = Progress(**fields)
+        return sum(not progress.is_passed_by(record) for record in records)
 
     assert counted() == 0
     assert counted(stage="sft", step=24) == 1  # the evaluation before the first step is to come
     assert counted(stage="train", step=26) == 4
     assert counted(stage="train", step=26, record={}) == 3  # its own record is to come
     assert counted(stage="train", step=27) == 5
-    assert train.Position(stage="train", step=1).is_passed_by({"step": 1, "stage": "unknown"})
+    assert Progress(stage="train", step=1).is_passed_by({"step": 1, "stage": "unknown"})
