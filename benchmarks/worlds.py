@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl.objectives.controllers import BUCKETS
+from jaxrl.training.controllers import BUCKETS
 
 from benchmarks.claims_report import table
 from benchmarks.claims_runs import ROOT, Job, read_steps, seconds_of
