@@ -106,7 +106,7 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def run_jobs(
-    jobs: Sequence[Job], *, num_workers: int, cache: Path, say: Callable[[str], None] = print
+    jobs: Sequence[Job], *, num_workers: int, cache: Path, log: Callable[[str], None] = print
 ) -> None:
     """Runs what is not finished, as soon as what it needs is, so many side by side.
 
@@ -118,7 +118,7 @@ def run_jobs(
         cores.put(core)
     done = finished(jobs)
     waiting = [job for job in jobs if job.folder not in done]
-    say(f"{len(done)} of {len(jobs)} jobs are done")
+    log(f"{len(done)} of {len(jobs)} jobs are done")
 
     def run(job: Job) -> Job:
         core = cores.get()
@@ -143,7 +143,7 @@ def run_jobs(
             for future in over:
                 job = future.result()
                 done.add(job.folder)
-                say(f"{len(done)} of {len(jobs)}: {job.folder} {seconds_of(job.folder):.0f} s")
+                log(f"{len(done)} of {len(jobs)}: {job.folder} {seconds_of(job.folder):.0f} s")
 
 
 def finished(jobs: Sequence[Job]) -> set[Path]:

@@ -104,7 +104,7 @@ def open_run(run: Path, model: Path | None, display: Display) -> tuple[Component
     fit_host(config)
     components = assemble(config, display.part)
     params, weights = load_weights(components, run, model, display)
-    display.say(f"weights: {weights}")
+    display.log(f"weights: {weights}")
     components.engine.set_weights(params)
     return components, config
 

@@ -423,7 +423,7 @@ def evaluate(session: Session, params: Params) -> Params:
         session.components.engine.release()
     else:
         text = file.with_suffix(".txt")
-        session.display.say(f"evaluated before, with the same settings: {text}")
+        session.display.log(f"evaluated before, with the same settings: {text}")
     metrics["weights_step"] = progress.whose_weights
     session.metrics_log.write(progress.step, "evaluate", metrics)
     return params
@@ -470,13 +470,13 @@ def run_suites(session: Session, stage: str, suites: Sequence[str]) -> dict[str,
     for suite, summary in summaries.items():
         if is_unscored(summary):
             error = first_error(members(played[suite]))
-            display.say(
+            display.log(
                 f"warning: {stage} {step} {suite}: no question could be scored, since every "
                 f"episode ended in an environment error; the first: {error}"
             )
     lines = [f"{stage} {step} {one_line(suite, summary)}" for suite, summary in summaries.items()]
     for line in [text] if stage == "evaluate" else lines:
-        display.say(line)
+        display.log(line)
     metrics = {"timing_s/testing": time.perf_counter() - started}
     for suite, summary in summaries.items():
         metrics |= as_metrics(suite, summary)

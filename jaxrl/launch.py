@@ -35,7 +35,7 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
-from jaxrl import config_checks as rules
+from jaxrl import config_checks
 from jaxrl.runtime.files import FULL_DISK, full_disk, held, printable
 from jaxrl.runtime.stopping import stop_on_signals
 
@@ -122,20 +122,19 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
 def _run(
     config: ConfigDict, workdir: Path, should_stop: Callable[[], bool], begin: Callable[[], None]
 ) -> None:
-    """Holds the workdir, assembles the parts, which refuses what is wrong, and runs the stages.
+    """Holds the workdir, assembles the components, refusing what is wrong, and runs the stages.
 
     Args:
         config: checked.
-        workdir: of the run.
-        should_stop: asks the run to save and end.
+        workdir: the folder to run in; it is made.
+        should_stop: true once the run is to save and end.
         begin: called when there will be something to save.
     """
     from jaxrl.components import assemble
     from jaxrl.logs.display import Display
     from jaxrl.logs.writers import check_mirrors
     from jaxrl.run import run
-    from jaxrl.runtime import distributed
-    from jaxrl.runtime import history as resuming
+    from jaxrl.runtime import distributed, history
     from jaxrl.runtime.checkpoint import CheckpointError, newest_whole
     from jaxrl.runtime.versions import check_alike, fingerprints
     from jaxrl.sampling.rollout import Interrupted
@@ -152,22 +151,22 @@ def _run(
             contents = fingerprints(config)
             check_alike(config, workdir, contents)
             begun, changes = _compare(config, workdir, contents, is_accepted=is_accepted)
-            said = rules.warnings(config)
+            notes = config_checks.warnings(config)
             if begun is not None:
                 changed = f"changed after step {begun.step}: "
-                said += [*begun.warnings, *(f"{changed}{change}" for change in changes)]
-            said += _fit_memory(config, workdir, ignores_plan=_IGNORE_PLAN.value)
+                notes += [*begun.warnings, *(f"{changed}{change}" for change in changes)]
+            notes += _fit_memory(config, workdir, ignores_plan=_IGNORE_PLAN.value)
             components = assemble(config, display.part)
             if distributed.is_main():
                 stack.enter_context(held(workdir))
         except INPUT_ERRORS as error:
             _refuse(error)
-        for line in (*said, *components.notes):
-            display.say(line)
+        for line in (*notes, *components.notes):
+            display.log(line)
 
         def adopt() -> None:
             if distributed.is_main():
-                resuming.adopt(workdir, begun, changes, config, contents)
+                history.adopt(workdir, begun, changes, config, contents)
 
         begin()
         try:
@@ -306,12 +305,12 @@ def _compare(
     is_accepted: bool,
 ) -> tuple[Begun | None, list[Change]]:
     """What began in the workdir, and what is another now; refuses what nobody has accepted."""
-    from jaxrl.runtime import history as resuming
+    from jaxrl.runtime import history
 
-    begun = resuming.read_begun(workdir, is_accepted=is_accepted)
-    changes = resuming.changes_since(begun, config, contents) if begun else []
+    begun = history.read_begun(workdir, is_accepted=is_accepted)
+    changes = history.changes_since(begun, config, contents) if begun else []
     if begun and not is_accepted:
-        resuming.check_changes(workdir, begun, changes)
+        history.check_changes(workdir, begun, changes)
     return begun, changes
 
 

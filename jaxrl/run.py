@@ -76,7 +76,7 @@ def run(
         if isinstance(error, Interrupted):
             saved = f"step {progress.step} is saved. The same command goes on from there"
             nothing = "there was nothing to save yet. The same command begins anew"
-            display.say(f"stopped; {saved if session.saved else nothing}")
+            display.log(f"stopped; {saved if session.saved else nothing}")
         if not isinstance(error, NotEnoughGroupsError):
             write_report(session)
         raise
@@ -87,9 +87,9 @@ def run(
     write_report(session)
     paths = [path for path in workdir.iterdir() if not path.name.startswith(".")]
     names = sorted(path.name + "/" * path.is_dir() for path in paths)
-    display.say(f"done; {workdir} holds {', '.join(names)}")
+    display.log(f"done; {workdir} holds {', '.join(names)}")
     if progress.has_learned_nothing:
-        display.say(nothing_learned(progress.stage_step, config.optimizer.lr))
+        display.log(nothing_learned(progress.stage_step, config.optimizer.lr))
 
 
 def open_session(
@@ -106,7 +106,7 @@ def open_session(
         workdir / "checkpoints",
         keep=config.checkpoint.keep,
         keep_best=config.checkpoint.keep_best,
-        say=display.say,
+        log=display.log,
     )
     found = checkpointer.restore_newest(
         lambda saved: restore_targets(config, components, Progress.from_json(saved, config))
@@ -120,15 +120,15 @@ def open_session(
         workdir,
         progress.num_records,
         config,
-        display.say,
+        display.log,
         is_written=is_main,
         is_later=progress.is_passed_by,
     )
     if is_main:
         environment = workdir / "environment.json"
-        write_environment(environment, progress.step, components, display.say)
+        write_environment(environment, progress.step, components, display.log)
     failures = Failures(
-        limit=config.rollout.max_failed_steps, log=display.say, num_batches=progress.num_failed
+        limit=config.rollout.max_failed_steps, log=display.log, num_batches=progress.num_failed
     )
     return Session(
         config=config,
@@ -149,11 +149,11 @@ def open_session(
 def start_params(session: Session) -> Params:
     """The parameters that the first stage begins with: the checkpoint's, else the model's."""
     config, display, progress = session.config, session.display, session.progress
-    display.say(f"sampler shapes: {session.components.engine.shapes()}")
+    display.log(f"sampler shapes: {session.components.engine.shapes()}")
     if session.saved:
-        display.say(f"resuming after step {progress.step} ({progress.stage} {progress.stage_step})")
+        display.log(f"resuming after step {progress.step} ({progress.stage} {progress.stage_step})")
         return session.restored.pop("params")
-    display.say(f"no checkpoint in {session.workdir}: starting from {config.model.path}")
+    display.log(f"no checkpoint in {session.workdir}: starting from {config.model.path}")
     counter = display.counter("loading weights, MiB")
     return load_hf(config.model.path, session.components.mesh, progress=counter)
 
@@ -161,7 +161,7 @@ def start_params(session: Session) -> Params:
 def write_report(session: Session) -> None:
     """The run as a page, by one of its processes."""
     if distributed.is_main():
-        report.write_or_warn(session.workdir, session.display.say)
+        report.write_or_warn(session.workdir, session.display.log)
 
 
 def restore_targets(

@@ -133,7 +133,7 @@ def train(session: Session, params: Params) -> Params:
         progress.items_taken, progress.value = collected.items_taken, None
         progress.num_learned += has_learned(measured) and config.optimizer.lr > 0
         if (why := why_nothing(members(groups), measured)) is not None:
-            session.display.say(f"warning: train {progress.stage_step}: {why}")
+            session.display.log(f"warning: train {progress.stage_step}: {why}")
         progress.record = {
             **record_of(session, groups, collected, current, measured, clock),
             **packing_metrics(minibatches),
@@ -145,7 +145,7 @@ def train(session: Session, params: Params) -> Params:
     if progress.stage_step < config.num_steps:
         state = take_best(session, state)
     if progress.has_learned_nothing:
-        session.display.say(nothing_learned(progress.stage_step, config.optimizer.lr))
+        session.display.log(nothing_learned(progress.stage_step, config.optimizer.lr))
     return session.end(state)
 
 
@@ -203,7 +203,7 @@ def bootstrap(session: Session) -> None:
     tasks = components.tasks[: count if count >= 0 else None]
     if not tasks:
         return
-    session.display.say(f"train: one pass over {len(tasks)} tasks sets up the controllers")
+    session.display.log(f"train: one pass over {len(tasks)} tasks sets up the controllers")
     groups: list[Group] = []
     size = config.rollout.tasks_per_step
     for start in range(0, len(tasks), size):
@@ -339,7 +339,7 @@ def take_best(session: Session, state: TrainState) -> TrainState:
     step, best = session.checkpointer.restore_best(wanted)
     progress.stopped_early, progress.weights_step = True, step
     progress.value = progress.best.value
-    session.display.say(
+    session.display.log(
         f"train {progress.stage_step}: {config.eval.best_metric} did not improve by more than "
         f"{config.eval.min_delta} in {config.eval.patience} evaluations; ending with the "
         f"checkpoint of step {step}, the best"

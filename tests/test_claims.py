@@ -299,7 +299,7 @@ def module(tmp_path, monkeypatch):
 
 def run(jobs, tmp_path, num_workers=2):
     said = []
-    claims_runs.run_jobs(jobs, num_workers=num_workers, cache=tmp_path / "cache", say=said.append)
+    claims_runs.run_jobs(jobs, num_workers=num_workers, cache=tmp_path / "cache", log=said.append)
     return said
 
 

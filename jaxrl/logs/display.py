@@ -34,7 +34,7 @@ class Display:
         self._first: tuple[int, float] | None = None  # a stage's first step and when it ended
         self._progress: Progress | None = None
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Prints a line; what it holds of foreign text does nothing to the terminal."""
         self._end_part()
         self._spoken = time.monotonic()
@@ -77,7 +77,7 @@ class Display:
         left = "--:--"
         if step > first_step:
             left = _duration((now - started) / (step - first_step) * (self._num_steps - step))
-        self.say(f"{self._stage} {step}/{self._num_steps}  {text}  {left} left")
+        self.log(f"{self._stage} {step}/{self._num_steps}  {text}  {left} left")
 
     def part(self, text: str) -> None:
         """Shows what a step, or what comes before the first one, is at."""
@@ -89,7 +89,7 @@ class Display:
                 self._status.start()
             self._status.update(escape(text))
         elif time.monotonic() - self._spoken >= self._part_every_s:
-            self.say(text)
+            self.log(text)
 
     def counter(self, what: str) -> Callable[[int, int], None]:
         """Shows a part of which so many are done, of so many."""

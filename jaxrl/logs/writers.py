@@ -48,7 +48,7 @@ class MetricsLog:
         num_records: int,
         *,
         is_later: Callable[[Record], bool] = lambda _: False,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ):
         """Opens the log, cut back to its first `num_records` records.
 
@@ -56,11 +56,11 @@ class MetricsLog:
         records count too: what follows keeps its number.
 
         Args:
-            path: of the file; it need not exist.
+            path: `metrics.jsonl`, which need not exist; None: nothing is written.
             num_records: that the run has written up to the checkpoint it goes on from.
             is_later: whether a record was written after that checkpoint. In a file that has lost
                 some, there may be such among the first ones.
-            say: tells what is damaged or lost.
+            log: tells what is damaged or lost.
         """
         self._path = path
         self.num_records = num_records
@@ -76,14 +76,14 @@ class MetricsLog:
         if bad:
             aside = set_aside(path, is_copied=True)
             for number in bad:
-                say(f"warning: {path}:{number} is no record and is left out; {aside} keeps it")
+                log(f"warning: {path}:{number} is no record and is left out; {aside} keeps it")
         kept = [line for line, record in found if record is not None and not is_later(record)]
         if len(kept) < num_records:
             where = "it is missing" if not path.exists() else "the first ones are lost"
             if kept:
                 last = json.loads(kept[-1])
                 where = f"the last one is of step {last['step']} ({last.get('stage', 'train')})"
-            say(
+            log(
                 f"warning: {path} holds {len(kept)} of the {num_records} records that the run has "
                 f"written; {where}. What is lost is in no report"
             )
@@ -153,24 +153,24 @@ def open_log(
     workdir: Path,
     num_records: int,
     config: ConfigDict,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     *,
     is_written: bool,
     is_later: Callable[[Record], bool] = lambda _: False,
 ) -> MetricsLog:
-    """The workdir's log, cut back to `num_records` records, with its mirrors.
+    """The workdir's `metrics.jsonl`, cut back to `num_records` records, with its mirrors.
 
     Told are records that are lost or damaged, and files that they speak of and that are missing.
     """
     if not is_written:
         return MetricsLog(None, num_records)
-    log = MetricsLog(workdir / "metrics.jsonl", num_records, is_later=is_later, say=say)
-    for warning in missing_files(workdir, log.records()):
-        say(warning)
-    log.mirrors.append(TensorBoard(workdir / "tensorboard", log.records(), say))
+    metrics_log = MetricsLog(workdir / "metrics.jsonl", num_records, is_later=is_later, log=log)
+    for warning in missing_files(workdir, metrics_log.records()):
+        log(warning)
+    metrics_log.mirrors.append(TensorBoard(workdir / "tensorboard", metrics_log.records(), log))
     if config.log.wandb_project:
-        log.mirrors.append(WandB(workdir, config.log.wandb_project, config.to_dict(), say))
-    return log
+        metrics_log.mirrors.append(WandB(workdir, config.log.wandb_project, config.to_dict(), log))
+    return metrics_log
 
 
 class _Fallible:
@@ -178,8 +178,8 @@ class _Fallible:
 
     name: str
 
-    def __init__(self, say: Callable[[str], None]):
-        self._say = say
+    def __init__(self, log: Callable[[str], None]):
+        self._log = log
         self._is_alive = True
 
     def _try(self, action: Callable[[], object]) -> None:
@@ -189,7 +189,7 @@ class _Fallible:
             action()
         except Exception as error:  # training goes on, whatever fails here
             self._is_alive = False
-            self._say(f"warning: {self.name} failed and is left out from here on: {error!r}")
+            self._log(f"warning: {self.name} failed and is left out from here on: {error!r}")
 
 
 class TensorBoard(_Fallible):
@@ -201,9 +201,9 @@ class TensorBoard(_Fallible):
 
     name = "TensorBoard"
 
-    def __init__(self, folder: Path, records: Iterable[Record], say: Callable[[str], None]):
+    def __init__(self, folder: Path, records: Iterable[Record], log: Callable[[str], None]):
         """Replaces the folder by one that shows `records`."""
-        super().__init__(say)
+        super().__init__(log)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         self._writer = EventsWriter(str(folder / "events"))
@@ -240,14 +240,14 @@ class WandB(_Fallible):
     name = "W&B"
 
     def __init__(
-        self, workdir: Path, project: str, config: Mapping[str, Any], say: Callable[[str], None]
+        self, workdir: Path, project: str, config: Mapping[str, Any], log: Callable[[str], None]
     ):
         """Starts or continues the run whose id the workdir keeps.
 
         Raises:
             RuntimeError: W&B refuses, for instance without a key.
         """
-        super().__init__(say)
+        super().__init__(log)
         import wandb  # an extra: only who asks for it has it
 
         id_file = workdir / "wandb" / "run_id"
@@ -298,7 +298,7 @@ def write_trajectories(
     """Writes trajectories as JSONL, each with its text, its turns and its token arrays.
 
     Args:
-        path: of the file.
+        path: the JSONL file; it is replaced.
         trajectories: to write, with their advantages.
         fields: further JSON values of each.
     """

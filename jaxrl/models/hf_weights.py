@@ -305,7 +305,7 @@ def save_hf(
 
     Args:
         params: stacked parameters, wherever they lie.
-        config: of the model.
+        config: the sizes that the parameters were made with.
         path: the folder to write.
         source: the HF folder that training began with. Its config, tokenizer and generation
             settings are copied byte for byte, and each tensor is stored in the dtype it has there.

@@ -51,12 +51,12 @@ def write_report(
     return out
 
 
-def write_or_warn(workdir: Path, say: Callable[[str], None]) -> None:
+def write_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
     """The report at the end of a run, which no mistake in it may spoil."""
     try:
-        say(f"report: {write_report([workdir])}")
+        log(f"report: {write_report([workdir])}")
     except Exception as error:
-        say(
+        log(
             f"warning: no report: {error!r}. The run is whole; "
             f"python -m jaxrl.report {workdir} tries again."
         )

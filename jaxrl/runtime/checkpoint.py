@@ -77,7 +77,7 @@ class Checkpointer:
         *,
         keep: int,
         keep_best: int = 0,
-        say: Callable[[str], None] = print,
+        log: Callable[[str], None] = print,
     ):
         """Opens a folder of checkpoints.
 
@@ -85,11 +85,11 @@ class Checkpointer:
             folder: it is made.
             keep: the newest so many stay.
             keep_best: beside them, those with the so many highest values.
-            say: prints a line, about checkpoints that could not be read.
+            log: prints a line, about checkpoints that could not be read.
         """
         self._folder = folder.absolute()
         self._keep, self._keep_best = keep, keep_best
-        self._say = say
+        self._log = log
         if distributed.is_main():
             _clean(self._folder)
         distributed.meet()
@@ -223,8 +223,8 @@ class Checkpointer:
             if distributed.is_main():
                 for step, what in damaged.items():
                     moved = _set_aside(self._folder / str(step))
-                    self._say(f"warning: checkpoint {step} is damaged ({what}); moved to {moved}")
-                self._say(f"using checkpoint {chosen} instead")
+                    self._log(f"warning: checkpoint {step} is damaged ({what}); moved to {moved}")
+                self._log(f"using checkpoint {chosen} instead")
             distributed.meet()
             self._manager.reload()
         return chosen
@@ -254,7 +254,7 @@ def choose_step(folder: Path, steps: Sequence[int], rejected: dict[int, str]) ->
     """The first of `steps` whose files are as they were written.
 
     Args:
-        folder: of checkpoints.
+        folder: the one that holds all checkpoints, each in a folder of its step.
         steps: in order of preference.
         rejected: steps that are out of question, and why; those found damaged are added.
     """
@@ -301,7 +301,7 @@ def restore_params(folder: Path, target: Params) -> tuple[int, Params]:
     Nothing is changed: the folder may be that of a run under way.
 
     Args:
-        folder: of checkpoints.
+        folder: the one that holds all checkpoints, each in a folder of its step.
         target: shapes, dtypes and shardings.
 
     Raises:

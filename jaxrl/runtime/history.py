@@ -107,7 +107,7 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
     """What is known of the run that the workdir's checkpoints belong to; None without any.
 
     Args:
-        workdir: of the run.
+        workdir: the folder with `checkpoints/` and `config.json`.
         is_accepted: whatever the run began with, it may go on.
 
     Raises:

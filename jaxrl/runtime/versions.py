@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +30,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers"
 
 
 def write_environment(
-    path: Path, step: int, components: Components, say: Callable[[str], None] = print
+    path: Path, step: int, components: Components, log: Callable[[str], None] = print
 ) -> None:
     """Adds this start of the run, after global step `step`, to its `environment.json`.
 
@@ -43,10 +43,10 @@ def write_environment(
             raise ValueError("no list of starts")
     except FileNotFoundError:
         if step > 0:
-            say(f"warning: {path} is missing: what earlier starts ran on is lost")
+            log(f"warning: {path} is missing: what earlier starts ran on is lost")
     except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:200]
-        say(
+        log(
             f"warning: {path} cannot be read ({reason}); kept as {set_aside(path).name}, and begun "
             "anew"
         )
@@ -133,8 +133,8 @@ def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) 
     """Refuses processes of one job that would train on different things; all of them call this.
 
     Args:
-        config: of this process.
-        workdir: of this process.
+        config: what this process was started with.
+        workdir: where this process writes.
         contents: this process's `fingerprints`.
 
     Raises:

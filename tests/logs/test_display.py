@@ -50,12 +50,12 @@ class TestDisplay:
 
     def test_text_is_not_markup(self):
         display = shown(width=20)
-        display.say("decode 8 steps of [4, 16] rows; [red]")
+        display.log("decode 8 steps of [4, 16] rows; [red]")
         assert display.console.file.getvalue() == "decode 8 steps of [4, 16] rows; [red]\n"
 
     def test_foreign_text_does_nothing_to_a_terminal(self):
         display = shown(width=80, terminal=True)
-        display.say("a :heart: \x1b[2J\ud800 b")
+        display.log("a :heart: \x1b[2J\ud800 b")
         assert display.console.file.getvalue() == "a :heart: \ufffd[2J\ufffd b\n"
 
     @pytest.mark.parametrize("width", [80, 120, 200])
@@ -63,7 +63,7 @@ class TestDisplay:
         display = shown(width=width, terminal=True)
         display.start("train", 0, 600)
         display.step(100, NUMBERS)
-        display.say("train 100 greedy: exact match all 0.250")
+        display.log("train 100 greedy: exact match all 0.250")
         display.stop()
         text = display.console.file.getvalue()
         assert "train 100/600" in text
@@ -93,7 +93,7 @@ class TestDisplay:
     def test_a_terminal_shows_parts_on_a_line_that_goes(self):
         display = shown(terminal=True, width=120)
         display.part("building the index of [c].jsonl, documents 1,000")
-        display.say("sampler shapes")
+        display.log("sampler shapes")
         display.start("train", 0, 2)
         display.part("trajectories 3/8")
         display.stop()

@@ -80,13 +80,13 @@ class TestLog:
         lines = [f'{{"step": {step}, "stage": "train"}}\n' for step in range(9)]
         if kept is not None:
             path.write_text("".join(lines[:kept]))
-        log = MetricsLog(path, 9, say=said.append)
+        log = MetricsLog(path, 9, log=said.append)
         head = f"warning: {path} holds {kept or 0} of the 9 records that the run has written; "
         assert said == [f"{head}{where}. What is lost is in no report"]
         assert log.num_records == 9  # as W&B counts them
         # Killed before the next checkpoint, the run goes on from the same one.
         log.write(9, "train", {})
-        MetricsLog(path, 9, is_later=lambda record: record["step"] > 8, say=said.append)
+        MetricsLog(path, 9, is_later=lambda record: record["step"] > 8, log=said.append)
         assert path.read_text() == "".join(lines[: kept or 0])
 
     @pytest.mark.parametrize("bad", ["{", "[1]", '{"stage": "train"}', "\udcff", "[" * 9999, ""])
@@ -94,7 +94,7 @@ class TestLog:
         said = []
         text = f'{{"step": 1}}\n{bad}\n{{"step": 3}}\n{{"step": 4}}\n'
         path.write_text(text, errors="surrogateescape")
-        log = MetricsLog(path, 3, say=said.append)
+        log = MetricsLog(path, 3, log=said.append)
         aside = path.with_name("metrics.jsonl.damaged")
         named = f"warning: {path}:2 is no record and is left out; {aside} keeps it"
         assert said[0] == named
@@ -226,7 +226,7 @@ class Failing:
 class TestWandB:
     def mirror(self, run, said):
         mirror = WandB.__new__(WandB)
-        mirror._run, mirror._sent, mirror._say, mirror._is_alive = run, run.step, said.append, True
+        mirror._run, mirror._sent, mirror._log, mirror._is_alive = run, run.step, said.append, True
         return mirror
 
     def test_a_broken_connection_ends_the_mirror_and_not_the_run(self):

@@ -252,7 +252,7 @@ def test_a_save_that_was_killed_is_as_if_it_had_not_begun(opened, mesh, folder):
     (folder / "4.orbax-checkpoint-tmp" / "params").mkdir(parents=True)
     (folder / "1").rename(folder / "1.removed")
     said = []
-    other = opened(say=said.append)
+    other = opened(log=said.append)
     got, _ = other.restore_newest(targets_for(abstract_state(mesh)))
     assert (got, said) == ({"step": 2}, [])
     other.save(3, make_state(mesh, 3), {"step": 3}, None)
@@ -400,7 +400,7 @@ def test_damage_is_never_loaded_silently(three_checkpoints, folder, seed):
         damaged[step] = damage(folder / str(step), rng)
     before = contents(folder)
     said = []
-    opened = Checkpointer(folder, keep=3, say=said.append)
+    opened = Checkpointer(folder, keep=3, log=said.append)
     if num_damaged == 3:
         with pytest.raises(ValueError, match=r"no checkpoint in .* can be read: ") as refusal:
             opened.restore_newest(targets_for(SMALL_STATE))
@@ -424,7 +424,7 @@ def test_damage_is_never_loaded_silently(three_checkpoints, folder, seed):
     for step in range(best + 1, 4):
         opened.save(step, small_state(10 * step), {"step": step}, None)
     opened.close()
-    opened = Checkpointer(folder, keep=3, say=said.append)
+    opened = Checkpointer(folder, keep=3, log=said.append)
     position, items = opened.restore_newest(targets_for(SMALL_STATE))
     opened.close()
     assert position == {"step": 3}
@@ -462,7 +462,7 @@ def test_a_damaged_best_one(three_checkpoints, folder):
         checkpoint.write_manifest(folder / str(step), step, value)
     lose_file(folder / "2" / "params", random.Random(0))
     said = []
-    opened = Checkpointer(folder, keep=3, say=said.append)
+    opened = Checkpointer(folder, keep=3, log=said.append)
     step, state = opened.restore_best(SMALL_STATE)
     opened.close()
     assert step == 1

@@ -56,8 +56,8 @@ class Target:
 
     Attributes:
         platform: cpu, gpu or tpu. A CPU multiplies bfloat16 in float32, from copies.
-        num_devices: of all machines together.
-        memory_bytes: of one device.
+        num_devices: devices of all machines together.
+        memory_bytes: what JAX may use of one device.
         num_processes: among which the devices are divided evenly. Each samples on its own devices
             and reads its own prompts.
     """
@@ -83,7 +83,7 @@ class Phase:
     """What lies on one device in a phase, in bytes.
 
     Attributes:
-        name: of the phase.
+        name: what is done, as the table shows it.
         kept: what is there all the time.
         moments: what comes on top of it at each of the moments that could be the peak.
     """
