@@ -1,5 +1,7 @@
 """Trajectories made by hand, and the tasks and measurements that go with them."""
 
+import dataclasses
+
 import numpy as np
 
 from jaxrl.envs.base import Outcome, Task, Turn
@@ -51,6 +53,22 @@ def make_trajectory(
 def make_failure(**fields):
     """An environment error, which has no reward."""
     return make_trajectory(outcome=Outcome.ENVIRONMENT_ERROR, turns=(FAILED,), **fields)
+
+
+def thinking(entropies, *, right=False, task_number=0, sample_index=0, tool=(), failed=False):
+    """A trajectory whose sampled tokens have these entropies, but those of a tool have none.
+
+    Two tokens of the prompt come first.
+    """
+    length = 2 + len(entropies)
+    make = make_failure if failed else make_trajectory
+    made = make(task_number=task_number, sample_index=sample_index, length=length)
+    mask = np.arange(length) >= 2
+    mask[[2 + place for place in tool]] = False
+    values = np.concatenate([[0, 0], entropies]).astype(np.float32)
+    return dataclasses.replace(
+        made, loss_mask=mask, rollout_entropies=np.where(mask, values, 0), is_correct=right
+    )
 
 
 def grouped(trajectories):

@@ -1,15 +1,9 @@
-import dataclasses
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from jaxrl.objectives.entropy import (
-    EntropyThreshold,
     high_window_entropy_mask,
     kl_weights,
     window_entropy,
@@ -125,70 +119,6 @@ def test_scale_by_trajectory_or_token(convert):
     for scale in ([[1.0], [3.0]], [[1.0, 1.0], [3.0, 3.0]]):
         got = kl_weights(marked, kl_coef=0.1, low_factor=0.5, bucket_scale=convert(np.array(scale)))
         np.testing.assert_allclose(got, [[0.05, 0.1], [0.15, 0.3]], rtol=1e-6)
-
-
-def test_threshold_by_hand():
-    # Six windows: the 95th percentile lies at place 4.75 of 0.15 ... 1.175, 1.25.
-    values, valid = window_entropy(ENTROPIES, ALL, IDS, window=4)
-    state = EntropyThreshold.init()
-    assert state.value is None
-    state = state.update([values[valid]])
-    np.testing.assert_allclose(state.value, 1.23125, rtol=1e-6)
-    state = EntropyThreshold(value=1.0).update([np.array([1.2])])
-    np.testing.assert_allclose(state.value, 1.002, rtol=1e-12)
-    np.testing.assert_allclose(state.update([np.array([0.8])]).value, 0.99998, rtol=1e-12)
-
-
-def test_threshold_takes_the_median_over_samples_that_have_windows():
-    none = np.zeros(0, np.float32)
-    samples = [none, np.array([1.0, 3.0]), np.array([9.0]), none, np.array([4.0, 4.0])]
-    # First quarters 1.5, 9 and 4, whose median is 4; of all five windows together it is 3.
-    got = EntropyThreshold.init().update(samples, percentile=25.0)
-    assert got.value == 4.0
-    assert EntropyThreshold.init().update(samples[:4], percentile=50.0).value == 5.5
-    assert EntropyThreshold(value=2.0).update(samples, percentile=50.0, decay=0.5).value == 3.0
-
-
-@pytest.mark.parametrize("state", [EntropyThreshold.init(), EntropyThreshold(value=0.7)])
-def test_threshold_stays_without_windows(state):
-    assert state.update([]) == state
-    assert state.update([np.zeros(0)]) == state
-
-
-def test_threshold_survives_json():
-    state = EntropyThreshold.init()
-    for _ in range(2):
-        saved = json.loads(json.dumps(dataclasses.asdict(state)))
-        assert EntropyThreshold(**saved) == state
-        state = state.update([np.array([1.1, 0.3], np.float32)])
-
-
-@settings(max_examples=25, deadline=None)
-@given(
-    sizes=st.lists(st.integers(0, 9), max_size=5),
-    seed=st.integers(0, 2**32 - 1),
-    percentile=st.sampled_from([0.0, 37.5, 95.0, 100.0]),
-)
-def test_threshold_agrees_with_a_slow_loop(sizes, seed, percentile):
-    rng = np.random.default_rng(seed)
-    samples = [rng.random(size) for size in sizes]
-    levels = []
-    for windows in samples:
-        if len(windows):
-            ordered = sorted(windows)
-            place = percentile / 100 * (len(ordered) - 1)
-            below = int(place)
-            above = min(below + 1, len(ordered) - 1)
-            share = place - below
-            levels.append((1 - share) * ordered[below] + share * ordered[above])
-    levels.sort()
-    state = EntropyThreshold(value=0.25)
-    expected = 0.25
-    if levels:
-        middle = (levels[(len(levels) - 1) // 2] + levels[len(levels) // 2]) / 2
-        expected = 0.9 * 0.25 + 0.1 * middle
-    got = state.update(samples, percentile=percentile, decay=0.9)
-    np.testing.assert_allclose(got.value, expected, rtol=1e-9)
 
 
 def test_entropy_of_the_sampler_by_hand():

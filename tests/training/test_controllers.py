@@ -1,20 +1,41 @@
+"""The states by themselves, what a step makes of them all, and how a checkpoint keeps them."""
+
 import dataclasses
 import json
 import math
+from functools import partial
 
+import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from jaxrl.objectives.controllers import (
+
+from jaxrl.objectives.entropy import window_entropy
+from jaxrl.training.controllers import (
     AdaptiveKL,
+    Controllers,
     DifficultyBuckets,
     EntropyCoefficients,
+    EntropyThreshold,
     KLBudget,
     LogKL,
     SkipSet,
     StageGate,
+    advance,
     difficulty,
+    mean_divergences,
+    open_gate,
 )
+from jaxrl.training.minibatches import token_kl_weights
+from jaxrl.training.rewards import pay_entropy
+from jaxrl.types import GroupStats, members
+from tests.episodes import grouped, make_failure, make_trajectory, strayed, thinking
+from tests.helpers import settings
+
+ENTROPIES = [0.1, 0.2, 1.0, 2.0, 1.5, 0.5, 0.1, 0.0, 0.3, 0.2]
+WINDOWS = [1.175, 1.25, 1.025, 0.525, 0.225, 0.15]  # of four tokens each
+PERCENTILE = 1.23125
 
 # Difficulty
 
@@ -93,6 +114,72 @@ def test_an_absent_bucket_stays():
     assert state.update([5], ["easy"]) == state
 
 
+def test_threshold_by_hand():
+    # Six windows: the 95th percentile lies at place 4.75 of 0.15 ... 1.175, 1.25.
+    entropies = np.array([ENTROPIES], np.float32)
+    whole = np.ones((1, 10), bool)
+    values, valid = window_entropy(entropies, whole, whole.astype(np.int32), window=4)
+    state = EntropyThreshold.init()
+    assert state.value is None
+    state = state.update([values[valid]])
+    np.testing.assert_allclose(state.value, 1.23125, rtol=1e-6)
+    state = EntropyThreshold(value=1.0).update([np.array([1.2])])
+    np.testing.assert_allclose(state.value, 1.002, rtol=1e-12)
+    np.testing.assert_allclose(state.update([np.array([0.8])]).value, 0.99998, rtol=1e-12)
+
+
+def test_threshold_takes_the_median_over_samples_that_have_windows():
+    none = np.zeros(0, np.float32)
+    samples = [none, np.array([1.0, 3.0]), np.array([9.0]), none, np.array([4.0, 4.0])]
+    # First quarters 1.5, 9 and 4, whose median is 4; of all five windows together it is 3.
+    got = EntropyThreshold.init().update(samples, percentile=25.0)
+    assert got.value == 4.0
+    assert EntropyThreshold.init().update(samples[:4], percentile=50.0).value == 5.5
+    assert EntropyThreshold(value=2.0).update(samples, percentile=50.0, decay=0.5).value == 3.0
+
+
+@pytest.mark.parametrize("state", [EntropyThreshold.init(), EntropyThreshold(value=0.7)])
+def test_threshold_stays_without_windows(state):
+    assert state.update([]) == state
+    assert state.update([np.zeros(0)]) == state
+
+
+def test_threshold_survives_json():
+    state = EntropyThreshold.init()
+    for _ in range(2):
+        saved = json.loads(json.dumps(dataclasses.asdict(state)))
+        assert EntropyThreshold(**saved) == state
+        state = state.update([np.array([1.1, 0.3], np.float32)])
+
+
+@hypothesis_settings(max_examples=25, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 9), max_size=5),
+    seed=st.integers(0, 2**32 - 1),
+    percentile=st.sampled_from([0.0, 37.5, 95.0, 100.0]),
+)
+def test_threshold_agrees_with_a_slow_loop(sizes, seed, percentile):
+    rng = np.random.default_rng(seed)
+    samples = [rng.random(size) for size in sizes]
+    levels = []
+    for windows in samples:
+        if len(windows):
+            ordered = sorted(windows)
+            place = percentile / 100 * (len(ordered) - 1)
+            below = int(place)
+            above = min(below + 1, len(ordered) - 1)
+            share = place - below
+            levels.append((1 - share) * ordered[below] + share * ordered[above])
+    levels.sort()
+    state = EntropyThreshold(value=0.25)
+    expected = 0.25
+    if levels:
+        middle = (levels[(len(levels) - 1) // 2] + levels[len(levels) // 2]) / 2
+        expected = 0.9 * 0.25 + 0.1 * middle
+    got = state.update(samples, percentile=percentile, decay=0.9)
+    np.testing.assert_allclose(got.value, expected, rtol=1e-9)
+
+
 # KL
 
 
@@ -106,7 +193,7 @@ def test_dual_ascent_by_hand():
     assert other.multipliers["easy"] == 1.125
 
 
-@settings(max_examples=30)
+@hypothesis_settings(max_examples=30)
 @given(st.lists(st.floats(0, 1), max_size=20))
 def test_dual_ascent_agrees_with_a_loop(kls):
     state, expected = KLBudget.init(), {"easy": 1.0, "medium": 1.0, "hard": 1.0}
@@ -129,29 +216,29 @@ def test_adaptive_kl_by_hand():
 
 def test_log_kl_by_hand():
     # An error of 1 from the start: after two updates the average is 1 - 0.9**2 = 0.19.
-    settings = {"target": 0.5, "decay": 0.9, "every": 2, "rate": 1.0}
-    state = LogKL.init(2.0).update(1.0, **settings)
+    keywords = {"target": 0.5, "decay": 0.9, "every": 2, "rate": 1.0}
+    state = LogKL.init(2.0).update(1.0, **keywords)
     assert (state.coef, state.num_updates) == (2.0, 1)
     assert state.average == pytest.approx(0.1)
-    state = state.update(1.0, **settings)
+    state = state.update(1.0, **keywords)
     assert state.coef == pytest.approx(2.0 * math.exp(0.19))
     for _ in range(2):
-        state = state.update(1.0, **settings)
+        state = state.update(1.0, **keywords)
     assert state.coef == pytest.approx(2.0 * math.exp(0.19 + 0.2))  # 0.3439 is clipped
     assert state.num_updates == 4
 
 
 def test_log_kl_rests_in_the_dead_zone_and_keeps_its_range():
-    settings = {"target": 1.0, "decay": 0.0, "every": 1, "rate": 100.0}
-    assert LogKL(0.5).update(1.019, **settings).coef == 0.5
-    assert LogKL(0.5).update(0.981, **settings).coef == 0.5
-    assert LogKL(0.5).update(1.021, **settings).coef == pytest.approx(0.5 * math.exp(2.1))
-    assert LogKL(0.5).update(2.0, **settings).coef == 100.0
-    assert LogKL(0.5).update(0.0, **settings).coef == 1e-4
-    assert LogKL(0.5).update(math.nan, **settings) == LogKL(0.5)
+    keywords = {"target": 1.0, "decay": 0.0, "every": 1, "rate": 100.0}
+    assert LogKL(0.5).update(1.019, **keywords).coef == 0.5
+    assert LogKL(0.5).update(0.981, **keywords).coef == 0.5
+    assert LogKL(0.5).update(1.021, **keywords).coef == pytest.approx(0.5 * math.exp(2.1))
+    assert LogKL(0.5).update(2.0, **keywords).coef == 100.0
+    assert LogKL(0.5).update(0.0, **keywords).coef == 1e-4
+    assert LogKL(0.5).update(math.nan, **keywords) == LogKL(0.5)
 
 
-@settings(max_examples=10, deadline=None)
+@hypothesis_settings(max_examples=10, deadline=None)
 @given(st.lists(st.floats(0, 0.05), min_size=250, max_size=320))
 def test_log_kl_agrees_with_a_loop(kls):
     state, log_coef, average = LogKL.init(0.01), math.log(0.01), 0.0
@@ -166,10 +253,10 @@ def test_log_kl_agrees_with_a_loop(kls):
 # The stage gate
 
 
-def gates(values, **settings):
+def gates(values, **keywords):
     state, found = StageGate.init(), []
     for value in values:
-        state = state.update(value, **settings)
+        state = state.update(value, **keywords)
         found.append(state.is_late)
     return found
 
@@ -211,8 +298,20 @@ def test_only_the_surely_solved_are_skipped():
 
 # All of them
 
+
+def test_values_that_are_not_finite_move_no_controller():
+    budget = KLBudget.init().update({"easy": math.nan, "hard": 1.0})
+    assert budget.multipliers == {"easy": 1.0, "medium": 1.0, "hard": pytest.approx(1.008)}
+    good, bad = np.array([1.0, 2.0], np.float32), np.array([1.0, np.nan], np.float32)
+    threshold = EntropyThreshold.init().update([good, bad], percentile=50.0)
+    assert threshold.value == 1.5
+    assert threshold.update([bad]) == threshold
+
+
 STATES = [
     DifficultyBuckets.init().update(["a", "ü"], [1, 3], [3, 3]),
+    EntropyThreshold.init(),
+    EntropyThreshold.init().update([np.array([1.1, 0.3], np.float32)]),
     EntropyCoefficients.init(),
     EntropyCoefficients.init().update([1 / 3, 7], ["easy", "hard"]).update([2 / 3], ["easy"]),
     KLBudget.init().update({"medium": 1 / 3}),
@@ -235,3 +334,508 @@ def test_states_are_frozen(state):
     name = dataclasses.fields(state)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(state, name, None)
+
+
+# As a method needs them, in checkpoints and in records.
+
+ALL = {
+    "shaping.boundary_aware": True,
+    "shaping.entropy_reward": True,
+    "filter.skip_solved": True,
+    "kl.coef": 0.02,
+    "kl.controller": "budget",
+    "shaping.alpha_init": 0.25,
+}
+MOVED = Controllers(
+    gate=StageGate(best=1 / 3, tolerance=2, is_late=False),
+    threshold=EntropyThreshold(value=0.1 + 0.2),
+    buckets=DifficultyBuckets({"q0": "easy", "q1": "hard"}),
+    coefficients=EntropyCoefficients({"easy": 0.6, "medium": 0.0, "hard": 0.65}, {"easy": 12}),
+    kl=KLBudget({"easy": 1.004, "medium": 0.0, "hard": 1e-17}),
+    skipped=SkipSet({"q0": 0.05}),
+)
+
+
+def through_json(controllers, **changes):
+    saved = json.loads(json.dumps(dataclasses.asdict(controllers)))
+    return Controllers.from_json(saved, settings(**{**ALL, **changes}))
+
+
+def test_a_method_without_states_has_none():
+    assert Controllers.init(settings()) == Controllers()
+    assert Controllers().metrics() == {}
+    assert Controllers().is_late
+    assert Controllers().level is None
+    assert Controllers().bucket("q0") == "hard"
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"shaping.boundary_aware": True}, ["gate"]),
+        ({"shaping.boundary_aware": True, "shaping.stage_level": False}, []),
+        ({"shaping.entropy_reward": True}, ["threshold", "buckets", "coefficients"]),
+        ({"kl.coef": 0.1, "kl.low_factor": 0.5}, ["threshold"]),
+        ({"kl.coef": 0.1, "kl.second_chance": True}, ["threshold", "buckets"]),
+        ({"kl.coef": 0.1, "kl.controller": "budget"}, ["buckets", "kl"]),
+        ({"kl.coef": 0.1, "kl.controller": "adaptive"}, ["kl"]),
+        ({"kl.coef": 0.1, "kl.place": "reward"}, []),
+        ({"filter.skip_solved": True}, ["skipped"]),
+    ],
+    ids=str,
+)
+def test_a_method_has_the_states_that_it_reads(changes, names):
+    made = Controllers.init(settings(**changes))
+    states = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
+    assert {name for name, state in states.items() if state is not None} == set(names)
+
+
+def test_first_states_are_those_of_the_configuration():
+    made = Controllers.init(settings(**ALL))
+    assert made.coefficients.alphas == {"easy": 0.25, "medium": 0.25, "hard": 0.25}
+    assert made.kl_coef(settings(**ALL)) == 0.02
+    for name, kind in (("adaptive", AdaptiveKL), ("log", LogKL)):
+        config = settings(**{**ALL, "kl.controller": name})
+        assert Controllers.init(config).kl == kind(0.02)
+        assert dataclasses.replace(MOVED, kl=kind(0.07)).kl_coef(config) == 0.07
+
+
+@pytest.mark.parametrize(
+    "kl", [MOVED.kl, AdaptiveKL(0.1 + 0.2), LogKL(1e-4, -1 / 3, 7)], ids=lambda kl: str(type(kl))
+)
+def test_states_survive_json_bit_for_bit(kl):
+    names = {KLBudget: "budget", AdaptiveKL: "adaptive", LogKL: "log"}
+    moved = dataclasses.replace(MOVED, kl=kl)
+    assert through_json(moved, **{"kl.controller": names[type(kl)]}) == moved
+    assert through_json(Controllers.init(settings(**ALL))) == Controllers.init(settings(**ALL))
+
+
+def test_a_changed_configuration_keeps_what_it_still_reads():
+    # Another controller of the KL term starts afresh; the rest goes on.
+    got = through_json(MOVED, **{"kl.controller": "log"})
+    assert got == dataclasses.replace(MOVED, kl=LogKL(0.02))
+    # What is turned off is dropped; what is turned on starts afresh.
+    off = through_json(MOVED, **{"shaping.entropy_reward": False, "shaping.boundary_aware": False})
+    assert off == Controllers(buckets=MOVED.buckets, kl=MOVED.kl, skipped=MOVED.skipped)
+    saved = json.loads(json.dumps(dataclasses.asdict(off)))
+    again = Controllers.from_json(saved, settings(**ALL))
+    assert again.buckets == MOVED.buckets
+    assert (again.gate, again.threshold) == (StageGate.init(), EntropyThreshold.init())
+    # So does all of a checkpoint that knows of no controllers.
+    assert Controllers.from_json({}, settings(**ALL)) == Controllers.init(settings(**ALL))
+
+
+def test_every_state_is_a_metric():
+    assert MOVED.metrics() == {
+        "controller/gate/best": 1 / 3,
+        "controller/gate/tolerance": 2,
+        "controller/gate/is_late": False,
+        "controller/threshold/value": 0.1 + 0.2,
+        "controller/buckets/easy": 1,
+        "controller/buckets/medium": 0,
+        "controller/buckets/hard": 1,
+        "controller/coefficients/alphas/easy": 0.6,
+        "controller/coefficients/alphas/medium": 0.0,
+        "controller/coefficients/alphas/hard": 0.65,
+        "controller/coefficients/targets/easy": 12,
+        "controller/kl/multipliers/easy": 1.004,
+        "controller/kl/multipliers/medium": 0.0,
+        "controller/kl/multipliers/hard": 1e-17,
+        "controller/skipped/count": 1,
+    }
+    moved = dataclasses.replace(MOVED, kl=LogKL(1e-4, 0.5, 7))
+    assert moved.metrics()["controller/kl/average"] == 0.5
+
+
+def test_of_tasks_only_their_count_is_a_metric():
+    for count in (0, 1, 3, 4):
+        skipped = SkipSet({f"q{i}": 0.0 for i in range(count)})
+        buckets = DifficultyBuckets({f"q{i}": "easy" for i in range(count)})
+        assert Controllers(skipped=skipped, buckets=buckets).metrics() == {
+            "controller/skipped/count": count,
+            "controller/buckets/easy": count,
+            "controller/buckets/medium": 0,
+            "controller/buckets/hard": 0,
+        }
+
+
+def test_what_is_read_of_the_states():
+    assert not MOVED.is_late
+    assert dataclasses.replace(MOVED, gate=StageGate(is_late=True)).is_late
+    assert MOVED.level == 0.1 + 0.2
+    assert [MOVED.bucket(task) for task in ("q0", "q1", "new")] == ["easy", "hard", "hard"]
+
+
+# A step moves them.
+
+ares_settings = partial(settings, **{"shaping.entropy_reward": True})
+kl_settings = partial(settings, **{"kl.coef": 0.5})
+
+
+def first(config):
+    return Controllers.init(config)
+
+
+def moved(controllers, trajectories, config, is_trigger=None):
+    """The controllers after a step of these trajectories, and the windows of each."""
+    after, groups = advance(controllers, grouped(trajectories), (), config, is_trigger)
+    return after, [t.windows for t in members(groups)]
+
+
+# Windows and their threshold.
+
+
+def test_windows_and_the_first_threshold_by_hand():
+    # The percentiles are 1.23125, then 0.5 of windows that are all alike, and 2; their median.
+    group = [
+        thinking(ENTROPIES),
+        thinking([0.5] * 8, sample_index=1),
+        thinking([2.0] * 6, sample_index=2),
+    ]
+    config = ares_settings()
+    controllers, windows = moved(first(config), group, config)
+    assert controllers.level == pytest.approx(PERCENTILE, abs=1e-6)
+    one, low, high = windows
+    np.testing.assert_allclose(one.values, [0, 0, *WINDOWS, 0, 0, 0, 0], atol=1e-6)
+    np.testing.assert_array_equal(one.valid, [False] * 2 + [True] * 6 + [False] * 4)
+    assert [w.count for w in windows] == [1, 0, 2]
+    np.testing.assert_array_equal(np.flatnonzero(one.is_high), [3])
+    assert [w.percentile for w in windows] == pytest.approx([PERCENTILE, 0.5, 2.0], abs=1e-6)
+    excess = [1.25 - PERCENTILE, 0, 2 * (2 - PERCENTILE)]
+    assert [w.excess for w in windows] == pytest.approx(excess, abs=1e-6)
+    assert low.values.dtype == high.values.dtype == np.float32
+
+
+def test_the_threshold_moves_before_it_is_used():
+    # 0.9 and an estimate of 1.23125 make 0.9033125: still three windows above.
+    config = ares_settings()
+    controllers = dataclasses.replace(first(config), threshold=EntropyThreshold(0.9))
+    controllers, [window] = moved(controllers, [thinking(ENTROPIES)], config)
+    assert controllers.level == pytest.approx(0.99 * 0.9 + 0.01 * PERCENTILE, abs=1e-7)
+    assert window.count == 3
+    excess = sum(value - controllers.level for value in WINDOWS[:3])
+    assert window.excess == pytest.approx(excess, abs=1e-5)
+
+
+def test_windows_pass_over_what_a_tool_wrote():
+    config = ares_settings()
+    controllers, [window] = moved(first(config), [thinking(ENTROPIES, tool=(4, 5))], config)
+    places = np.flatnonzero(window.valid) - 2
+    np.testing.assert_array_equal(places, [0, 1, 2, 3])
+    np.testing.assert_allclose(window.values[places + 2], [0.825, 0.775, 0.6, 0.15], atol=1e-6)
+    assert controllers.level == pytest.approx(np.percentile([0.825, 0.775, 0.6, 0.15], 95))
+
+
+def test_settings_of_the_threshold_are_the_configuration_s():
+    changes = {
+        "shaping.entropy_window": 2,
+        "shaping.entropy_percentile": 50.0,
+        "shaping.entropy_decay": 0.5,
+    }
+    config = ares_settings(**changes)
+    controllers = dataclasses.replace(first(config), threshold=EntropyThreshold(1.0))
+    # Windows of two: 0.6, 1.5, 1.75, 1.0, 0.3, 0.05, 0.15, 0.25; their median is 0.45.
+    controllers, [window] = moved(controllers, [thinking(ENTROPIES)], config)
+    assert controllers.level == pytest.approx(0.725, abs=1e-6)
+    assert window.count == 3
+
+
+def test_too_short_for_a_window_is_left_out_of_the_threshold():
+    config = ares_settings()
+    group = [thinking([9.0] * 4), thinking(ENTROPIES, sample_index=1)]
+    controllers, [short, _] = moved(first(config), group, config)
+    assert controllers.level == pytest.approx(PERCENTILE, abs=1e-6)
+    assert short.count == short.excess == 0
+    assert np.isnan(short.percentile)
+
+
+def test_without_any_window_nothing_is_known():
+    config = ares_settings(**{"kl.coef": 0.1, "kl.second_chance": True})
+    group = [thinking([9.0] * 4, right=True), thinking([1.0], sample_index=1)]
+    controllers, windows = moved(first(config), group, config)
+    assert controllers.level is None
+    assert [w.count for w in windows] == [0, 0]
+    # Difficulties are known all the same; targets are not, and rewards stay what they were.
+    assert controllers.buckets.buckets == {"t0": "medium"}
+    assert controllers.coefficients == first(config).coefficients
+    _, groups = advance(first(config), grouped(group), (), config, None)
+    shaped = members(pay_entropy(groups, controllers, config))
+    assert [t.reward for t in shaped] == [t.reward for t in group]
+    assert [dict(t.reward_parts) for t in shaped] == [{"entropy": 0.0}] * 2
+    weights = token_kl_weights(shaped, controllers, config)
+    for one, weight in zip(group, weights, strict=True):
+        np.testing.assert_array_equal(weight, np.full(len(one.token_ids), 0.1, np.float32))
+
+
+def test_environment_errors_move_nothing():
+    config = ares_settings()
+    good = [thinking(ENTROPIES, right=True), thinking([0.5] * 8, sample_index=1)]
+    wild = thinking([7.0] * 9, right=True, sample_index=2, failed=True)
+    alone, _ = moved(first(config), good, config)
+    together, windows = moved(first(config), [wild, *good], config)
+    assert together == alone
+    assert len(windows) == 3
+    lost, _ = moved(first(config), [wild], config)
+    assert lost == first(config)
+
+
+def test_only_trigger_words_count():
+    config = ares_settings()
+    one = thinking(ENTROPIES)
+    controllers = dataclasses.replace(first(config), threshold=EntropyThreshold(0.9))
+    is_trigger = np.zeros(60, bool)
+    is_trigger[one.token_ids[[2, 4, 7]]] = True
+    places = [t for t in (2, 3, 4) if is_trigger[one.token_ids[t]]]
+    _, [window] = moved(controllers, [one], config, is_trigger)
+    np.testing.assert_array_equal(np.flatnonzero(window.is_high), places)
+    assert 0 < window.count < 3
+    assert window.excess > 0.5  # of all tokens, triggers or not
+
+
+# Difficulties and coefficients.
+
+
+def group_of(task, num_right, size, counts):
+    """A group whose members have so many tokens above a threshold of 1."""
+    made = []
+    for sample in range(size):
+        count = counts[sample % len(counts)]
+        # A window follows a token: the first of count + 4 alike tokens have one.
+        entropies = [2.0] * (count + 4) if count else [0.1] * 6
+        made.append(
+            thinking(entropies, right=sample < num_right, task_number=task, sample_index=sample)
+        )
+    return made
+
+
+def calibrated(config, **alphas):
+    return dataclasses.replace(
+        first(config),
+        threshold=EntropyThreshold(1.0),
+        coefficients=EntropyCoefficients(
+            {"easy": 0.5, "medium": 0.5, "hard": 0.5} | alphas,
+            {"easy": 10, "medium": 20, "hard": 10},
+        ),
+    )
+
+
+def test_coefficients_follow_the_distance_to_the_previous_target():
+    # With a decay of 1 the threshold stays. Two easy tasks with means of 10 and 14, the target 10;
+    # a medium one with 4, the target 20; a hard one with 7, the target 10.
+    config = ares_settings(**{"shaping.entropy_decay": 1.0})
+    batch = [
+        *group_of(0, 2, 3, [10]),
+        *group_of(1, 3, 3, [12, 14, 16]),
+        *group_of(2, 1, 3, [4]),
+        *group_of(3, 0, 3, [6, 7, 8]),
+    ]
+    got, windows = moved(calibrated(config), batch, config)
+    assert [w.count for w in windows] == [10, 10, 10, 12, 14, 16, 4, 4, 4, 6, 7, 8]
+    assert got.buckets.buckets == {"t0": "easy", "t1": "easy", "t2": "medium", "t3": "hard"}
+    assert got.coefficients.alphas == pytest.approx({"easy": 0.6, "medium": 0.0, "hard": 0.65})
+    assert got.coefficients.targets == {"easy": 12, "medium": 4, "hard": 7}
+
+
+def test_step_and_bound_of_the_coefficients_are_the_configuration_s():
+    changes = {"shaping.alpha_step": 0.5, "shaping.alpha_max": 1.0, "shaping.entropy_decay": 1.0}
+    config = ares_settings(**changes)
+    batch = [*group_of(0, 3, 3, [11]), *group_of(3, 0, 3, [7])]
+    got, _ = moved(calibrated(config, easy=0.25), batch, config)
+    assert got.coefficients.alphas == pytest.approx({"easy": 0.75, "medium": 0.5, "hard": 1.0})
+    assert got.coefficients.targets == {"easy": 11, "medium": 20, "hard": 7}  # one was absent
+
+
+def test_one_update_goes_by_the_difficulties_of_its_own_batch():
+    config = ares_settings(**{"shaping.entropy_decay": 1.0})
+    controllers = dataclasses.replace(
+        calibrated(config), buckets=DifficultyBuckets({"t0": "hard", "t9": "medium"})
+    )
+    got, _ = moved(controllers, group_of(0, 3, 3, [12]), config)
+    assert got.buckets.buckets == {"t0": "easy", "t9": "medium"}
+    assert got.coefficients.alphas == pytest.approx({"easy": 0.6, "medium": 0.5, "hard": 0.5})
+
+
+def test_the_order_of_groups_and_within_them_says_nothing():
+    config = ares_settings()
+    batch = [*group_of(0, 2, 3, [10]), *group_of(7, 1, 3, [4]), *group_of(3, 0, 3, [6, 7, 8])]
+    wanted, _ = moved(calibrated(config), batch, config)
+    mixed = [batch[i] for i in (4, 8, 0, 3, 7, 1, 5, 2, 6)]
+    got, _ = moved(calibrated(config), mixed, config)
+    assert got.buckets == wanted.buckets
+    assert got.threshold == wanted.threshold
+    assert got.coefficients.targets == wanted.coefficients.targets
+    assert got.coefficients.alphas == pytest.approx(wanted.coefficients.alphas)
+
+
+def test_states_that_a_method_lacks_stay_away():
+    batch = [thinking(ENTROPIES, right=True)]
+    plain = settings()
+    assert moved(first(plain), batch, plain) == (Controllers(), [None])
+    budget = settings()
+    budget.kl.coef, budget.kl.controller = 0.1, "budget"
+    got, windows = moved(first(budget), batch, budget)
+    assert (got.buckets.buckets, got.threshold, windows) == ({"t0": "easy"}, None, [None])
+
+
+# Divergences.
+
+
+BATCH = [
+    make_trajectory(reward=1.0, length=6),
+    make_failure(sample_index=1),
+    make_trajectory(reward=0.25, task_number=1, length=4),
+]
+FOUND = [strayed(0.5, -0.25, 1.0, 0.75), None, strayed(0.25, 0.75)]
+
+
+def measured(trajectories, found):
+    """Groups of them, with what was found along each."""
+    pairs = zip(trajectories, found, strict=True)
+    return grouped(dataclasses.replace(t, divergence=divergence) for t, divergence in pairs)
+
+
+def after(controllers, trajectories, found, config):
+    """The controllers after a step in which so much was measured."""
+    return advance(controllers, measured(trajectories, found), (), config, None)[0]
+
+
+def test_means_per_token_leave_out_what_has_no_token():
+    last = make_trajectory(task_number=2, length=2)
+    got = mean_divergences(measured([*BATCH, last], [*FOUND, strayed()]))
+    assert got == [("t0", pytest.approx(0.5)), ("t1", pytest.approx(0.5))]
+
+
+def test_adaptive_by_hand():
+    # 0.2 nats a token are twice the target; the error counts as 0.2, for 512 of 10,000 samples.
+    config = kl_settings(**{"kl.coef": 0.001, "kl.controller": "adaptive"})
+    batch, found = [make_trajectory(length=4)] * 512, [strayed(0.1, 0.3)] * 512
+    got = after(Controllers(kl=AdaptiveKL(0.001)), batch, found, config)
+    assert got.kl.coef == pytest.approx(0.00101024)
+    # Errors are no samples; trajectories count alike, however long they are.
+    got = after(
+        Controllers(kl=AdaptiveKL(1.0)),
+        [*BATCH, make_trajectory(length=3)],
+        [*FOUND, strayed(-0.85)],
+        kl_settings(**{"kl.controller": "adaptive", "kl.horizon": 30}),
+    )
+    # A mean of 0.05, half the target: the error counts as -0.2, for three of thirty samples.
+    assert got.kl.coef == pytest.approx(1 - 0.2 * 3 / 30)
+
+
+def test_adaptive_goes_by_its_target():
+    config = kl_settings(**{"kl.controller": "adaptive", "kl.target": 0.625, "kl.horizon": 10})
+    got = after(Controllers(kl=AdaptiveKL(1.0)), BATCH, FOUND, config)
+    assert got.kl.coef == pytest.approx(1 - 0.2 * 2 / 10)
+
+
+def test_log_by_hand():
+    # The mean of 0.5 is four times the target above it: the average rises by 0.03 of 4.
+    config = kl_settings(**{"kl.controller": "log", "kl.target": 0.1})
+    state = LogKL(0.02, average=1.0, num_updates=98)
+    got = after(Controllers(kl=state), BATCH, FOUND, config)
+    assert got.kl.average == pytest.approx(0.97 + 0.03 * 4)
+    assert (got.kl.coef, got.kl.num_updates) == (0.02, 99)
+    # At the hundredth update the coefficient follows, by at most 0.05 * 0.2 of its logarithm.
+    got = after(got, BATCH, FOUND, config)
+    assert got.kl.coef == pytest.approx(0.02 * np.exp(0.01))
+
+
+def test_budgets_by_hand():
+    # Easy tasks strayed 0.45 nats a token on average, 0.4 beyond their budget; hard ones 0.1 less
+    # than theirs; of medium ones there were none.
+    config = kl_settings(**{"kl.controller": "budget"})
+    buckets = DifficultyBuckets({"t0": "easy", "t1": "hard"})
+    right = [make_trajectory(sample_index=i, length=n) for i, n in ((0, 6), (2, 3))]
+    right = [dataclasses.replace(t, is_correct=True) for t in right]
+    batch = [right[0], *BATCH[1:], right[1]]
+    found = [strayed(0.4, 0.2, 0.4, 0.2), None, strayed(0.0, 0.2), strayed(0.6)]
+    controllers = Controllers(buckets=buckets, kl=KLBudget.init())
+    got = after(controllers, batch, found, config)
+    assert got.kl.multipliers == pytest.approx({"easy": 1.004, "medium": 1.0, "hard": 0.999})
+    assert got.buckets == buckets
+    tight = kl_settings(
+        **{"kl.controller": "budget", "kl.budgets.hard": 0.05, "kl.budget_step": 100.0}
+    )
+    got = after(controllers, batch, found, tight)
+    assert got.kl.multipliers == pytest.approx({"easy": 41.0, "medium": 1.0, "hard": 6.0})
+    idle = kl_settings(**{"kl.controller": "budget", "kl.budget_step": 100.0})
+    got = after(controllers, batch, found, idle)
+    assert got.kl.multipliers["hard"] == 0  # never below
+
+
+def test_where_nothing_was_measured_nothing_moves():
+    for name, state in (
+        ("adaptive", AdaptiveKL(0.1)),
+        ("log", LogKL(0.1)),
+        ("budget", KLBudget.init()),
+    ):
+        config = kl_settings(**{"kl.controller": name})
+        controllers = Controllers(kl=state)
+        lost = after(controllers, [BATCH[1]], [None], config)
+        assert lost == controllers
+    fixed = Controllers.init(kl_settings())
+    assert after(fixed, BATCH, [None] * 3, kl_settings()) == fixed
+    in_reward = kl_settings(**{"kl.place": "reward", "kl.estimator": "k1"})
+    assert after(fixed, BATCH, FOUND, in_reward) == fixed
+
+
+# Skipped tasks and the gate.
+
+
+def group_that_is(*right):
+    """A group of members that are right, wrong, or (None) environment errors."""
+    [made] = grouped(
+        make_failure(sample_index=i)
+        if is_right is None
+        else dataclasses.replace(make_trajectory(sample_index=i), is_correct=is_right)
+        for i, is_right in enumerate(right)
+    )
+    return made
+
+
+def test_a_task_is_not_skipped_for_what_failures_left_of_its_group():
+    config = settings(
+        **{"filter.skip_solved": True, "filter.skip_entropy": 1.0, "rollout.group_size": 4}
+    )
+    all_four, survivor = (
+        group_that_is(True, True, True, True),
+        group_that_is(True, None, None, None),
+    )
+    whole = dataclasses.replace(GroupStats.of(all_four), task_id="whole")
+    rest = dataclasses.replace(GroupStats.of(survivor), task_id="rest")
+    controllers, _ = advance(Controllers.init(config), (), [whole, rest], config, None)
+    assert list(controllers.skipped.task_ids) == ["whole"]
+
+
+def test_the_gate_is_told_of_evaluations_where_there_is_one():
+    config = settings(**{"shaping.boundary_aware": True, "shaping.stage_tolerance": 0})
+    early = open_gate(Controllers.init(config), 0.5, config)
+    assert (early.gate.best, early.is_late) == (0.5, False)
+    assert open_gate(early, math.nan, config) == early
+    assert open_gate(early, 0.4, config).is_late
+    assert open_gate(Controllers(), 0.5, config) == Controllers()
+
+
+# All of them.
+
+
+def test_the_same_batch_makes_the_same_decisions():
+    """Bit for bit: every process decides from the same gathered trajectories."""
+    config = ares_settings(**{"kl.coef": 0.1, "kl.controller": "budget", "kl.low_factor": 0.5})
+
+    def decide():
+        batch = [
+            *group_of(0, 2, 3, [10, 3]),
+            *group_of(1, 0, 3, [4]),
+            thinking(ENTROPIES, task_number=2),
+        ]
+        controllers = calibrated(config)
+        for _ in range(3):
+            controllers, groups = advance(controllers, grouped(batch), (), config, None)
+        rewards = [t.reward for t in members(pay_entropy(groups, controllers, config))]
+        weights = token_kl_weights(members(groups), controllers, config)
+        return json.dumps(dataclasses.asdict(controllers)), rewards, np.concatenate(weights)
+
+    (states, rewards, weights), (states_again, rewards_again, weights_again) = decide(), decide()
+    assert (states, rewards) == (states_again, rewards_again)
+    np.testing.assert_array_equal(weights, weights_again)

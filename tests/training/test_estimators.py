@@ -1,0 +1,186 @@
+"""Estimators by name on trajectories made by hand."""
+
+import dataclasses
+from functools import cache
+
+import numpy as np
+import pytest
+
+from jaxrl.config import ADVANTAGES
+from jaxrl.training import estimators
+from jaxrl.training.estimators import k_at, make_estimator
+from jaxrl.types import members
+from tests.episodes import grouped, make_failure, make_trajectory
+from tests.helpers import settings
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+NUM_TRAJECTORIES = 10  # in every call, so that each estimator compiles once
+
+
+@cache
+def estimator(name, changes):
+    return make_estimator(settings(**{"advantage.name": name, **dict(changes)}))
+
+
+def estimate(name, trajectories, step=0, k=4, **changes):
+    """Advantages by name, of a batch that environment errors fill up."""
+    rest = failures(task_number=99, count=NUM_TRAJECTORIES - len(trajectories))
+    groups = grouped([*trajectories, *rest])
+    got = members(estimator(name, tuple(changes.items()))(groups, step, k))
+    assert [dataclasses.replace(t, advantage=None) for t in got] == members(groups)
+    assert all(t.advantage == 0 for t in got[len(trajectories) :])
+    return np.array([t.advantage for t in got[: len(trajectories)]])
+
+
+def rewarded(rewards, ids=None, tokens=None):
+    """Trajectories of these rewards, two prompt tokens before those that are sampled."""
+    ids = [0] * len(rewards) if ids is None else ids
+    tokens = [4] * len(rewards) if tokens is None else tokens
+    return [
+        make_trajectory(reward=reward, task_number=task, sample_index=i, length=2 + count)
+        for i, (reward, task, count) in enumerate(zip(rewards, ids, tokens, strict=True))
+    ]
+
+
+def judged(verdicts, task_number=0, entropy=0.5):
+    """Trajectories of these verdicts, with rewards that would say the opposite."""
+    made = [
+        make_trajectory(reward=1.0 - right, task_number=task_number, sample_index=i)
+        for i, right in enumerate(verdicts)
+    ]
+    return [
+        dataclasses.replace(
+            t,
+            is_correct=bool(right),
+            rollout_entropies=np.where(t.loss_mask, entropy, 0).astype(np.float32),
+        )
+        for t, right in zip(made, verdicts, strict=True)
+    ]
+
+
+def failures(task_number=0, count=2):
+    """Environment errors, which would be right and richly rewarded."""
+    made = [make_failure(task_number=task_number, reward=9.0, sample_index=9) for _ in range(count)]
+    return [dataclasses.replace(t, is_correct=True) for t in made]
+
+
+REWARDS = [2.5, 0.5, -1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "ids", "expected"),
+    [
+        ("grpo", {}, [0] * 4, [1.3568, 0.150756, -0.753778, -0.753778]),
+        (
+            "grpo",
+            {"advantage.ddof": 0, "advantage.epsilon": 1e-8},
+            [0] * 4,
+            [1.566699, 0.174078, -0.870388, -0.870388],
+        ),
+        ("grpo", {"advantage.normalize_std": False}, [0] * 4, [2.25, 0.25, -1.25, -1.25]),
+        ("rloo", {}, [0] * 4, [3.0, 1 / 3, -5 / 3, -5 / 3]),
+        ("reinforce_plus_plus", {}, [0] * 4, [1.660548, 0.247316, -0.812609, -0.812609]),
+        (
+            "reinforce_plus_plus",
+            {"advantage.baseline": True},
+            [0, 0, 1, 1],
+            [1.490788, -1.219736, 0.135526, 0.135526],
+        ),
+    ],
+)
+def test_advantages_of_rewards_by_hand(name, changes, ids, expected):
+    made = rewarded(REWARDS, ids, tokens=[2, 3, 1, 4])
+    # Errors stand among the others, and count for nothing.
+    first, second = failures(ids[0])
+    got = estimate(name, [first, *made[:2], second, *made[2:]], **changes)
+    np.testing.assert_allclose(got[[1, 2, 4, 5]], expected, atol=2e-6)
+    np.testing.assert_array_equal(got[[0, 3]], 0)
+    np.testing.assert_array_equal(got, got.astype(np.float32))  # no digit is lost later
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("pass_at_k", 0.522233, -0.174078),
+        ("pass_at_k_combination", 1.429596, -0.476532),
+        ("pass_at_k_exceeding", 0.522233 * 0.436543, -0.174078 * 0.436543),
+    ],
+)
+def test_advantages_of_verdicts_by_hand(name, right, wrong):
+    # Eight of which two are right, with k = 4; errors would make it ten of which four are.
+    got = estimate(name, [*judged([0, 1, 0, 0, 1, 0, 0, 0]), *failures()])
+    expected = np.where([0, 1, 0, 0, 1, 0, 0, 0], right, wrong)
+    np.testing.assert_allclose(got[:8], expected, atol=2e-6)
+    np.testing.assert_array_equal(got[8:], 0)
+
+
+def test_full_sampling_by_hand():
+    verdicts = judged([1, 0, 0, 0, 0, 0, 0, 0])
+    got = estimate("pass_at_k_full_sampling", [*verdicts[:3], *failures(), *verdicts[3:]])
+    np.testing.assert_allclose(got, [1, 1, 1, 0, 0, 1, -1, -1, -1, -1], atol=1e-6)
+
+
+def test_the_entropy_of_sampled_tokens_says_which_groups_exploit():
+    sure, unsure = judged([1, 0, 0, 0], 3, entropy=0.2), judged([1, 0, 0, 0], 5, entropy=0.8)
+    got = estimate("pass_at_k_entropy_guided", sure + unsure, k=2)
+    np.testing.assert_allclose(got[:4], [1, *[-1 / 3] * 3], atol=1e-6)
+    np.testing.assert_allclose(got[4:], [1.732051, *[-0.57735] * 3], atol=1e-6)
+
+
+def test_bootstrap_draws_anew_at_every_step_and_repeats():
+    verdicts = judged([1, 0, 0, 1, 0, 0, 0, 0])
+    draws = [estimate("pass_at_k_bootstrap", verdicts, step, k=2) for step in range(6)]
+    again = estimate("pass_at_k_bootstrap", verdicts, 3, k=2)
+    np.testing.assert_array_equal(again, draws[3])
+    assert len({draw.tobytes() for draw in draws}) > 3
+    other = estimate("pass_at_k_bootstrap", verdicts, 3, k=2, seed=1)
+    assert not np.array_equal(other, draws[3])
+    for draw in draws:  # every subset's members share its advantage, and these add up to zero
+        assert draw.sum() == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_pass_at_k_reads_verdicts_only_and_the_others_rewards_only(name):
+    verdicts = judged([1, 1, 0, 0, 0, 0, 1, 0])
+    priced = [dataclasses.replace(t, reward=0.1 * i) for i, t in enumerate(verdicts)]
+    turned = [dataclasses.replace(t, is_correct=not t.is_correct) for t in priced]
+    of_verdicts, of_prices, of_turned = (estimate(name, x, k=2) for x in (verdicts, priced, turned))
+    reads_verdicts = name.startswith("pass_at_k")
+    assert np.array_equal(of_verdicts, of_prices) == reads_verdicts
+    assert np.array_equal(of_prices, of_turned) != reads_verdicts
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_only_environment_errors_are_nothing(name):
+    np.testing.assert_array_equal(estimate(name, failures(count=8), k=2), 0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [((), [4, 4, 4, 4]), (((0, 3),), [3, 3, 3, 3]), (((0, 3), (1, 2), (3, 1)), [3, 2, 2, 1])],
+)
+def test_k_follows_its_schedule_by_the_step_of_the_stage(schedule, expected):
+    advantage = settings(**{"advantage.k_schedule": schedule}).advantage
+    assert [k_at(advantage, stage_step) for stage_step in range(4)] == expected
+
+
+@pytest.mark.parametrize("name", ["pass_at_k", "pass_at_k_combination"])
+def test_with_k_of_one_pass_at_k_is_grpo_with_the_deviation_of_the_population(name):
+    got = estimate(name, judged([1, 0, 0, 0]), k=1)
+    np.testing.assert_allclose(got, [1.732051, *[-0.57735] * 3], atol=2e-6)
+
+
+def test_each_k_compiles_once(monkeypatch):
+    traced = []
+
+    def traces(is_correct, group_ids, *, k):
+        traced.append(k)
+        return is_correct * k
+
+    monkeypatch.setitem(estimators._ESTIMATORS, "pass_at_k", traces)
+    estimate = make_estimator(settings(**{"advantage.name": "pass_at_k"}))
+    for step, k in enumerate([4, 4, 1, 1, 1, 4]):
+        [group] = estimate(grouped(judged([0, 1])), step, k)
+        assert [t.advantage for t in group.trajectories] == [0, k]
+    assert traced == [4, 1]

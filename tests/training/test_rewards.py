@@ -1,0 +1,147 @@
+"""What changes a reward, on trajectories made by hand: abstentions, length, divergence, entropy."""
+
+import dataclasses
+from functools import partial
+
+import numpy as np
+import pytest
+
+from configs import dapo, dapo_small, search_r1_small
+from jaxrl.config_checks import overlong_limit
+from jaxrl.envs.base import Outcome
+from jaxrl.training.controllers import (
+    AdaptiveKL,
+    Controllers,
+    DifficultyBuckets,
+    EntropyCoefficients,
+    EntropyThreshold,
+)
+from jaxrl.training.rewards import charge_kl, kl_penalties, pay_entropy, shape
+from jaxrl.types import members, with_fields
+from tests.episodes import grouped, make_failure, make_trajectory, strayed, wavering
+from tests.helpers import settings
+
+
+def test_shaping_adds_parts_and_leaves_failures_alone():
+    long = {"token_ids": np.ones(13, np.int32), "loss_mask": np.arange(13) >= 2}
+    group = [
+        dataclasses.replace(make_trajectory(outcome=Outcome.ABSTAINED), is_abstention=True),
+        dataclasses.replace(make_trajectory(sample_index=1), **long),
+        make_failure(sample_index=2),
+    ]
+    changes = {
+        "shaping.boundary_aware": True, "shaping.sample_level": False, "shaping.overlong_buffer": 4,
+        "shaping.overlong_max_tokens": 12,
+    }  # fmt: skip
+    honest, slow, failed = members(shape(grouped(group), settings(**changes), is_late=True))
+    assert (honest.reward, dict(honest.reward_parts)) == (0.5, {"abstention": 0.5, "overlong": 0})
+    # 11 tokens after the prompt, 3 of them in the buffer of 4.
+    assert (slow.reward, dict(slow.reward_parts)) == (-0.75, {"abstention": 0, "overlong": -0.75})
+    assert (failed.reward, dict(failed.reward_parts)) == (0.0, {})
+
+
+def test_searching_is_not_overlong_by_the_limit_of_what_is_sampled():
+    """64 tokens may be sampled, and two results of 72 come on top."""
+    config = search_r1_small.get_config()
+    config.shaping.overlong_buffer = 16
+    assert overlong_limit(config) == 192 - 32
+    searched = make_trajectory(length=2 + 100)
+    [got] = members(shape(grouped([searched]), config, is_late=True))
+    assert got.reward_parts["overlong"] == 0
+    config.shaping.overlong_max_tokens = 176
+    assert overlong_limit(config) == 176
+    assert overlong_limit(dapo_small.get_config()) == 96
+    assert overlong_limit(dapo.get_config()) == 20480
+
+
+# Divergence.
+
+IN_REWARD = {"kl.coef": 0.5, "kl.place": "reward", "kl.estimator": "k1"}
+BATCH = grouped(
+    [
+        make_trajectory(reward=1.0, length=6),
+        make_failure(sample_index=1),
+        make_trajectory(reward=0.25, task_number=1, length=4),
+    ]
+)
+STRAYED = with_fields(BATCH, divergence=[strayed(0.5, -0.25, 1.0, 0.75), None, strayed(0.25, 0.75)])
+
+
+def test_the_penalty_by_hand():
+    # Sums of 2 and 1 nat, times a coefficient of 0.5.
+    np.testing.assert_allclose(kl_penalties(STRAYED, 0.5), [1, 0, 0.5])
+    got = members(charge_kl(STRAYED, 0.5))
+    assert [t.reward for t in got] == [0.0, 0.0, -0.25]
+    assert got[0].reward_parts["kl"] == -1
+    assert got[2].reward_parts["kl"] == -0.5
+    assert got[1] == members(BATCH)[1]
+
+
+def test_the_penalty_has_the_coefficient_as_it_stands():
+    config = settings(**IN_REWARD, **{"kl.controller": "adaptive"})
+    coef = Controllers(kl=AdaptiveKL(2.0)).kl_coef(config)
+    got = members(charge_kl(STRAYED, coef))
+    assert [t.reward for t in got] == [-3.0, 0.0, -1.75]
+
+
+def test_what_was_not_measured_costs_nothing():
+    np.testing.assert_array_equal(kl_penalties(BATCH, 0.5), [0, 0, 0])
+
+
+# Entropy.
+
+entropy_settings = partial(settings, **{"shaping.entropy_reward": True})
+CALIBRATED = Controllers(
+    threshold=EntropyThreshold(1.0),
+    buckets=DifficultyBuckets({"t0": "easy"}),
+    coefficients=EntropyCoefficients(
+        {"easy": 0.5, "medium": 0.5, "hard": 0.5}, {"easy": 10, "medium": 20, "hard": 10}
+    ),
+)
+
+
+def with_windows(trajectories, windows):
+    return with_fields(grouped(trajectories), windows=windows)
+
+
+REWARDS = {  # right and wrong, for counts of 0, 4, 10, 13, 20 where the target is 10
+    "easy": ([0, 0, 0, -0.080357, -0.5], [0.15, 0.15, 0.15, 0.203754, 0.295781]),
+    "medium": ([-0.5, -0.181818, 0, -0.003788, -0.5], [0.2, 0.2, 0.2, 0.219934, 0.38103]),
+    "hard": ([-0.18, -0.03125, 0.457525, 0.53833, 0.593408], [0.3, 0.3, 0.3, 0.3, 0.53833]),
+}
+
+
+@pytest.mark.parametrize("bucket", REWARDS)
+def test_entropy_rewards_by_hand(bucket):
+    config = entropy_settings()
+    controllers = Controllers(
+        threshold=EntropyThreshold(1.0),
+        buckets=DifficultyBuckets({"t0": bucket}),
+        coefficients=EntropyCoefficients(dict.fromkeys(REWARDS, 0.5), {bucket: 10}),
+    )
+    for right, expected in zip((True, False), REWARDS[bucket], strict=True):
+        batch = [
+            dataclasses.replace(make_trajectory(reward=0.25, sample_index=i), is_correct=right)
+            for i in range(5)
+        ]
+        groups = with_windows(batch, [wavering(count) for count in (0, 4, 10, 13, 20)])
+        got = members(pay_entropy(groups, controllers, config))
+        np.testing.assert_allclose([t.reward_parts["entropy"] for t in got], expected, atol=1e-6)
+        np.testing.assert_allclose([t.reward for t in got], 0.25 + np.array(expected), atol=1e-6)
+
+
+def test_environment_errors_and_methods_without_it_earn_no_entropy_reward():
+    config = entropy_settings()
+    groups = with_windows([make_failure(), make_trajectory(sample_index=1)], [wavering(20)] * 2)
+    failed, scored = members(pay_entropy(groups, CALIBRATED, config))
+    assert failed == members(groups)[0]
+    assert scored.reward == pytest.approx(0.6 * 0.5 / (1 + np.exp(-(10 - 1.5) / 2)))
+    plain = settings()
+    assert pay_entropy(groups, Controllers.init(plain), plain) == groups
+
+
+def test_a_centred_gain_where_asked_for():
+    config = entropy_settings(**{"shaping.centred_gain": True})
+    groups = with_windows([make_trajectory()], [wavering(10)])
+    [wrong] = members(pay_entropy(groups, CALIBRATED, config))
+    assert wrong.reward == 0
