@@ -1,7 +1,25 @@
+"""What a step reports of itself, on trajectories made by hand."""
+
+import dataclasses
+import json
 import math
 
-from jaxrl.logs.steps import merge
+import numpy as np
+import pytest
+
+from jaxrl.logs.steps import kl_metrics, merge, sample_fields, window_metrics
 from jaxrl.objectives.metrics import Metric
+from jaxrl.training.controllers import (
+    AdaptiveKL,
+    Controllers,
+    DifficultyBuckets,
+    EntropyCoefficients,
+    EntropyThreshold,
+    LogKL,
+)
+from jaxrl.types import with_fields
+from tests.episodes import grouped, make_failure, make_trajectory, strayed, wavering
+from tests.helpers import settings
 
 
 def update(loss, gap, norm):
@@ -22,3 +40,123 @@ def test_an_update_in_which_nothing_was_measured_is_left_out():
     merged = merge([update(1.0, math.nan, 2.0), update(3.0, 1.0, math.nan)])
     assert merged == {"actor/pg_loss": 2.0, "x/gap": 1.0, "actor/grad_norm": 2.0}
     assert math.isnan(merge([update(1.0, math.nan, 2.0)])["x/gap"])
+
+
+@pytest.mark.parametrize(
+    ("state", "coef"), [(None, 0.5), (AdaptiveKL(2.0), 2.0), (LogKL(0.125), 0.125)]
+)
+def test_the_divergence_of_a_step_and_its_coefficient(state, coef):
+    # Half a nat a token in either trajectory.
+    groups = grouped(
+        [
+            make_trajectory(length=6),
+            make_failure(sample_index=1),
+            make_trajectory(task_number=1, length=4),
+        ]
+    )
+    found = [strayed(0.5, -0.25, 1.0, 0.75), None, strayed(0.25, 0.75)]
+    got = kl_metrics(
+        with_fields(groups, divergence=found), Controllers(kl=state), settings(**{"kl.coef": 0.5})
+    )
+    assert got == {"actor/kl_coef": coef, "actor/kl_measured": 0.5}
+
+
+def test_fields_of_a_sample():
+    controllers = Controllers(
+        threshold=EntropyThreshold(1.25),
+        buckets=DifficultyBuckets({"t0": "easy"}),
+        coefficients=EntropyCoefficients(
+            {"easy": 0.5, "medium": 0.5, "hard": 0.5}, {"easy": 10, "medium": 20}
+        ),
+    )
+    right = dataclasses.replace(make_trajectory(), is_correct=True)
+    groups = grouped([right, make_failure(task_number=4)])
+    windows = [wavering(7), wavering(0, percentile=math.nan)]
+    one, failed = sample_fields(with_fields(groups, windows=windows), controllers)
+    assert one == {
+        "group_id": 0,
+        "uid": "t0",
+        "global_id": "t0/0",
+        "ground_truth": ["x"],
+        "accuracy": 1.0,
+        "high_entropy_token_num": 7,
+        "entropy_percentile_thresholds": 1.5,
+        "high_entropy_threshold": 1.25,
+        "difficulty": "easy",
+        "target_high_entropy_token_num": 10,
+        "alpha_entropy": 0.5,
+    }
+    assert failed["group_id"] == 1
+    assert failed["accuracy"] is None
+    assert failed["entropy_percentile_thresholds"] is None
+    assert failed["difficulty"] == "hard"
+    assert failed["target_high_entropy_token_num"] is None
+    assert json.loads(json.dumps([one, failed])) == [one, failed]
+    [plain] = sample_fields(grouped([right]), Controllers())
+    assert plain == {
+        "group_id": 0,
+        "uid": "t0",
+        "global_id": "t0/0",
+        "ground_truth": ["x"],
+        "accuracy": 1.0,
+    }
+
+
+def test_a_sample_is_called_the_same_in_every_step():
+    of_t1 = [make_trajectory(task_number=1, sample_index=index) for index in (0, 1)]
+    alone, beside = (
+        sample_fields(grouped(batch), Controllers())
+        for batch in (of_t1, [make_trajectory(), *of_t1])
+    )
+    assert [fields["global_id"] for fields in alone] == ["t1/0", "t1/1"]
+    assert [fields["group_id"] for fields in beside] == [0, 1, 1]
+    assert beside[1:] == [{**fields, "group_id": 1} for fields in alone]
+
+
+def test_metrics_by_difficulty():
+    controllers = Controllers(
+        threshold=EntropyThreshold(1.0), buckets=DifficultyBuckets({"t0": "easy", "t1": "hard"})
+    )
+    members_and_counts = [
+        (make_trajectory(length=6), 3),
+        (make_trajectory(task_number=1, length=9), 8),
+        (make_trajectory(task_number=1, length=13), 10),
+        (make_failure(length=30), 30),
+    ]
+    groups = grouped(
+        dataclasses.replace(t, windows=wavering(count)) for t, count in members_and_counts
+    )
+    got = window_metrics(groups, controllers)
+    assert got["entropy/high_window_tokens"] == 7
+    assert got["difficulty/easy/share"] == pytest.approx(1 / 3)
+    assert got["difficulty/hard/share"] == pytest.approx(2 / 3)
+    assert got["difficulty/medium/share"] == 0
+    assert got["difficulty/easy/response_length"] == 4
+    assert got["difficulty/hard/response_length"] == 9
+    assert got["difficulty/easy/high_window_tokens"] == 3
+    assert got["difficulty/hard/high_window_tokens"] == 9
+    assert np.isnan(got["difficulty/medium/high_window_tokens"])
+    assert window_metrics(groups, Controllers()) == {}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "share"),
+    [
+        ([[1.0, 0.4], [1.0, 0.9]], 0.0),
+        ([[1.0, 0.4], [0.9, 0.9]], 0.5),
+        ([[0.3, 0.4], [0.9, 1.1]], 1.0),
+        ([[None, 0.4], [0.3, None]], math.nan),
+    ],
+    ids=str,
+)
+def test_inversions_are_groups_in_which_a_wrong_answer_earns_as_much(rewards, share):
+    """Of each group the reward of its right answer, then of its wrong one."""
+    batch = [
+        dataclasses.replace(make_trajectory(task_number=g, reward=x), is_correct=is_correct)
+        for g, pair in enumerate(rewards)
+        for x, is_correct in zip(pair, (True, False), strict=True)
+        if x is not None
+    ]
+    controllers = Controllers(coefficients=EntropyCoefficients.init())
+    got = window_metrics(grouped([*batch, make_failure(task_number=1)]), controllers)
+    assert got["entropy/inversions"] == pytest.approx(share, nan_ok=True)

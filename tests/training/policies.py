@@ -1,0 +1,54 @@
+"""Four groups and two policies, and what these say of them."""
+
+import dataclasses
+from functools import cache
+
+import jax
+import numpy as np
+
+from jaxrl.models.policy import Model
+from jaxrl.runtime.sharding import make_mesh, param_shardings
+from jaxrl.training.packing import BatchShape
+from jaxrl.training.update import make_score_step
+from tests.episodes import make_failure, make_trajectory
+from tests.helpers import NUM_TOKENS, TINY, dense_logprobs, tiny_params
+
+SHAPE = BatchShape(num_micro=3, micro_rows=2, row_tokens=32)
+MESH = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+LENGTHS = [9, 14, 32, 20, 5, 17, 11, 30]
+
+
+def trajectories():
+    """Four groups of two; the second member of the third is an environment error."""
+    made = []
+    for index, length in enumerate(LENGTHS):
+        make = make_failure if index == 5 else make_trajectory
+        one = make(task_number=index // 2, sample_index=index % 2, length=length)
+        # An observation in the middle, so that masks have gaps.
+        mask = one.loss_mask & (np.arange(length) % 9 != 6)
+        logprobs = np.where(mask, one.rollout_logprobs, 0).astype(np.float32)
+        made.append(dataclasses.replace(one, loss_mask=mask, rollout_logprobs=logprobs))
+    return made
+
+
+@cache
+def policies():
+    """The policy and its reference."""
+    return [jax.device_put(tiny_params(seed=seed), param_shardings(MESH, TINY)) for seed in (0, 2)]
+
+
+@cache
+def score():
+    return make_score_step(Model(TINY, MESH, num_tokens=NUM_TOKENS, remat=False), temperature=1.0)
+
+
+@cache
+def dense():
+    """Log-probabilities of every trajectory under both policies, from all its logits."""
+    longest = max(LENGTHS)
+    compute = jax.jit(lambda params, ids: dense_logprobs(params, TINY, ids)[0])
+    found = []
+    for params in policies():
+        rows = [np.pad(t.token_ids, (0, longest - len(t.token_ids))) for t in trajectories()]
+        found.append([np.asarray(compute(params, row)) for row in rows])
+    return [[row[:length] for row, length in zip(rows, LENGTHS, strict=True)] for rows in found]
