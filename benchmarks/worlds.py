@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl.training.controllers import BUCKETS
-
 from benchmarks.claims_report import table
 from benchmarks.claims_runs import ROOT, Job, read_steps, seconds_of
+from jaxrl.training.controllers import BUCKETS
 
 Figures = dict[str, float]
 """Numbers of one run by the head of their column; NaN where it does not have one."""

@@ -235,3 +235,13 @@ def readme_config():
     names = {}
     exec(code, names)
     return names["get_config"]()
+
+
+def per_token_of(policy_loss):
+    """The function that gives the values of a policy loss alone."""
+    return lambda *arrays, **settings: policy_loss(*arrays, **settings).per_token
+
+
+def metrics_of(policy_loss):
+    """The function that gives the metrics of a policy loss alone."""
+    return lambda *arrays, **settings: policy_loss(*arrays, **settings).metrics

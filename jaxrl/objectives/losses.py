@@ -1,5 +1,8 @@
 """Per-token losses; `aggregation.token_weights` says how they add up."""
 
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +13,16 @@ from jaxrl.objectives.segments import segment_sums
 Array = jax.Array | np.ndarray
 
 
+class PolicyLoss(NamedTuple):
+    """What a policy loss returns; both are zero outside `loss_mask`.
+
+    Metrics are averaged over the sampled tokens; none has a part in the gradient.
+    """
+
+    per_token: Float[jax.Array, "R T"]
+    metrics: Mapping[str, Float[jax.Array, "R T"]]
+
+
 def clipped_policy_loss(
     logprobs: Float[Array, "R T"],
     old_logprobs: Float[Array, "R T"],
@@ -18,8 +31,8 @@ def clipped_policy_loss(
     *,
     clip_low: float,
     clip_high: float,
-    dual_clip: float | None = None,
-) -> Float[jax.Array, "R T"]:
+    dual_clip: float = 0.0,
+) -> PolicyLoss:
     """Per-token clipped surrogate loss; zero outside `loss_mask`.
 
     PPO equation 7 (https://arxiv.org/abs/1707.06347) with the asymmetric range of
@@ -34,44 +47,27 @@ def clipped_policy_loss(
         clip_low: the ratio's floor is `1 - clip_low`.
         clip_high: the ratio's ceiling is `1 + clip_high`.
         dual_clip: above 1; where the advantage is negative, the loss is at most this many times
-            its size. None for no such limit.
+            its size. 0 for no such limit.
+
+    Returns:
+        The loss; the means of its metrics are verl's of these names. `pg_clipfrac`: 1 where the
+        clipped ratio set the surrogate. `pg_clipfrac_lower`: 1 where the dual clip then set the
+        loss. `ppo_kl`: `old_logprobs - logprobs` in nats, within 20, which estimates
+        KL(old || current).
     """
     log_ratio = _log_ratio(logprobs, old_logprobs, loss_mask)
     plain, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
     loss = jnp.maximum(plain, clipped)
-    if dual_clip is not None:
-        loss = jnp.where(advantages < 0, jnp.minimum(loss, -dual_clip * advantages), loss)
-    return jnp.where(loss_mask, loss, 0.0)
-
-
-def clip_metrics(
-    logprobs: Float[Array, "R T"],
-    old_logprobs: Float[Array, "R T"],
-    advantages: Float[Array, "R T"],
-    loss_mask: Bool[Array, "R T"],
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-) -> dict[str, Float[jax.Array, "R T"]]:
-    """What `clipped_policy_loss` of the same arguments did to each token; zero outside the mask.
-
-    Their means over the sampled tokens are verl's metrics of these names.
-
-    Returns:
-        pg_clipfrac: 1 where the clipped ratio set the surrogate.
-        pg_clipfrac_lower: 1 where the dual clip then set the loss.
-        ppo_kl: `old_logprobs - logprobs` in nats, within 20; estimates KL(old || current).
-    """
-    log_ratio = _log_ratio(logprobs, old_logprobs, loss_mask)
-    plain, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
-    limit = jnp.inf if dual_clip is None else -dual_clip * advantages
-    is_dual = (advantages < 0) & (jnp.maximum(plain, clipped) > limit)
-    return {
+    limit = -dual_clip * advantages if dual_clip else jnp.inf
+    is_dual = (advantages < 0) & (loss > limit)
+    if dual_clip:
+        loss = jnp.where(advantages < 0, jnp.minimum(loss, limit), loss)
+    metrics = {
         "pg_clipfrac": jnp.where(loss_mask & (clipped > plain), 1.0, 0.0),
         "pg_clipfrac_lower": jnp.where(loss_mask & is_dual, 1.0, 0.0),
         "ppo_kl": -log_ratio,
     }
+    return PolicyLoss(jnp.where(loss_mask, loss, 0.0), metrics)
 
 
 def gspo_policy_loss(
@@ -83,7 +79,7 @@ def gspo_policy_loss(
     *,
     clip_low: float,
     clip_high: float,
-) -> Float[jax.Array, "R T"]:
+) -> PolicyLoss:
     """Clipped surrogate of whole trajectories, at each of their tokens; zero outside `loss_mask`.
 
     GSPO (https://arxiv.org/abs/2507.18071) compares trajectories by the geometric mean of their
@@ -101,34 +97,18 @@ def gspo_policy_loss(
         segment_ids: which trajectory a token belongs to; contiguous, 0 on padding.
         clip_low: the ratio's floor is `1 - clip_low`; the paper has 3e-4.
         clip_high: the ratio's ceiling is `1 + clip_high`; the paper has 4e-4.
-    """
-    log_ratio = _log_trajectory_ratio(logprobs, old_logprobs, loss_mask, segment_ids)
-    plain, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
-    return jnp.where(loss_mask, jnp.maximum(plain, clipped), 0.0)
-
-
-def gspo_metrics(
-    logprobs: Float[Array, "R T"],
-    old_logprobs: Float[Array, "R T"],
-    advantages: Float[Array, "R T"],
-    loss_mask: Bool[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> dict[str, Float[jax.Array, "R T"]]:
-    """What `gspo_policy_loss` of the same arguments did to each token; zero outside the mask.
 
     Returns:
-        pg_clipfrac: 1 where the trajectory's clipped ratio set the surrogate.
-        ppo_kl: `old_logprobs - logprobs` in nats, within 20; estimates KL(old || current).
+        The loss, and of its metrics: `pg_clipfrac`, 1 where the trajectory's clipped ratio set the
+        surrogate; `ppo_kl` as of `clipped_policy_loss`.
     """
     log_ratio = _log_trajectory_ratio(logprobs, old_logprobs, loss_mask, segment_ids)
     plain, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
-    return {
+    metrics = {
         "pg_clipfrac": jnp.where(loss_mask & (clipped > plain), 1.0, 0.0),
         "ppo_kl": -_log_ratio(logprobs, old_logprobs, loss_mask),
     }
+    return PolicyLoss(jnp.where(loss_mask, jnp.maximum(plain, clipped), 0.0), metrics)
 
 
 def cispo_policy_loss(
@@ -139,7 +119,7 @@ def cispo_policy_loss(
     *,
     clip_low: float,
     clip_high: float,
-) -> Float[jax.Array, "R T"]:
+) -> PolicyLoss:
     """Per-token REINFORCE loss under a clipped importance weight; zero outside `loss_mask`.
 
     CISPO (https://arxiv.org/abs/2506.13585):
@@ -154,36 +134,22 @@ def cispo_policy_loss(
         loss_mask: True where the policy sampled the token.
         clip_low: the weight's floor is `1 - clip_low`; 1 for none, as in the paper.
         clip_high: the weight's ceiling is `1 + clip_high`.
-    """
-    ratio = jnp.exp(_log_ratio(logprobs, old_logprobs, loss_mask))
-    weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
-    # Masked here too, or an advantage without a finite value would reach the gradient.
-    loss = -weight * advantages * jnp.where(loss_mask, logprobs, 0.0)
-    return jnp.where(loss_mask, loss, 0.0)
-
-
-def cispo_metrics(
-    logprobs: Float[Array, "R T"],
-    old_logprobs: Float[Array, "R T"],
-    advantages: Float[Array, "R T"],
-    loss_mask: Bool[Array, "R T"],
-    *,
-    clip_low: float,
-    clip_high: float,
-) -> dict[str, Float[jax.Array, "R T"]]:
-    """What `cispo_policy_loss` of the same arguments did to each token; zero outside the mask.
 
     Returns:
-        pg_clipfrac: 1 where the ratio lay outside the range, whatever the advantage.
-        ppo_kl: `old_logprobs - logprobs` in nats, within 20; estimates KL(old || current).
+        The loss, and of its metrics: `pg_clipfrac`, 1 where the ratio lay outside the range,
+        whatever the advantage; `ppo_kl` as of `clipped_policy_loss`.
     """
     log_ratio = _log_ratio(logprobs, old_logprobs, loss_mask)
     ratio = jnp.exp(log_ratio)
+    weight = jax.lax.stop_gradient(jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high))
+    # Masked here too, or an advantage without a finite value would reach the gradient.
+    loss = -weight * advantages * jnp.where(loss_mask, logprobs, 0.0)
     is_clipped = (ratio < 1.0 - clip_low) | (ratio > 1.0 + clip_high)
-    return {
+    metrics = {
         "pg_clipfrac": jnp.where(loss_mask & is_clipped, 1.0, 0.0),
         "ppo_kl": -log_ratio,
     }
+    return PolicyLoss(jnp.where(loss_mask, loss, 0.0), metrics)
 
 
 def negative_log_likelihood(
@@ -226,3 +192,11 @@ def _surrogates(
     """The surrogate loss with the ratio as it is and with the ratio clipped."""
     ratio = jnp.exp(log_ratio)
     return -ratio * advantages, -jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages
+
+
+LOSSES: dict[str, Callable[..., Any]] = {
+    "clip": clipped_policy_loss,
+    "gspo": gspo_policy_loss,
+    "cispo": cispo_policy_loss,
+}
+"""By name in `loss.name`. Arrays are bound by the names of their parameters (`policy_loss`)."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,20 +15,13 @@ from jaxrl.objectives.metrics import Metric
 from jaxrl.training.update import TokenLoss
 from jaxrl.types import Batch
 
-POLICY_LOSSES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "clip": (losses.clipped_policy_loss, losses.clip_metrics),
-    "gspo": (losses.gspo_policy_loss, losses.gspo_metrics),
-    "cispo": (losses.cispo_policy_loss, losses.cispo_metrics),
-}
-"""Each loss and what it measures of itself, for the same arguments."""
-
 
 def make_policy_loss(loss: ConfigDict, kl: ConfigDict) -> TokenLoss:
     """The policy loss with its KL and entropy terms; a term that is off adds nothing."""
-    policy_loss, loss_metrics = POLICY_LOSSES[loss.name]
+    policy_loss = losses.LOSSES[loss.name]
     settings: dict[str, Any] = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
     if loss.name == "clip":
-        settings["dual_clip"] = loss.dual_clip or None
+        settings["dual_clip"] = loss.dual_clip
     needs_segments = loss.name == "gspo"
     correction = loss.correction.to_dict()
     is_corrected = correction["level"] != "none"
@@ -46,16 +38,13 @@ def make_policy_loss(loss: ConfigDict, kl: ConfigDict) -> TokenLoss:
         old = current if batch.old_logprobs is None else batch.old_logprobs
         arguments: tuple[Any, ...] = (logprobs, old, batch.advantages, mask)
         arguments += (batch.segment_ids,) if needs_segments else ()
-        values = policy_loss(*arguments, **settings)
+        values, measured = policy_loss(*arguments, **settings)
         # Of an observation that is trained on, the sampler has no log-probability.
         is_sampled = mask if mask_observations else mask & (batch.rollout_logprobs != 0)
         gap = jnp.where(is_sampled, old - batch.rollout_logprobs, 0.0)
         metrics = {
             "actor/entropy": Metric(entropies),
-            **{
-                f"actor/{name}": Metric(x)
-                for name, x in loss_metrics(*arguments, **settings).items()
-            },
+            **{f"actor/{name}": Metric(value) for name, value in measured.items()},
             "rollout_corr/logprob_diff_mean": Metric(jnp.abs(gap)),
             "rollout_corr/logprob_diff_max": Metric(jnp.abs(gap), "maximum"),
             "rollout_corr/k3_kl": Metric(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.objectives import losses
 from jaxrl.objectives.advantages import (
     advantages_of_subsets,
     entropy_guided,
@@ -22,17 +23,17 @@ from jaxrl.objectives.advantages import (
 )
 from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.kl import kl_estimate
-from jaxrl.objectives.losses import (
-    cispo_policy_loss,
-    clipped_policy_loss,
-    gspo_policy_loss,
-)
+from tests.helpers import per_token_of
 from tests.objectives.enumerable import (
     binomial,
     expected_loss_gradient,
     expected_policy_gradient,
     world,
 )
+
+cispo_policy_loss = per_token_of(losses.cispo_policy_loss)
+clipped_policy_loss = per_token_of(losses.clipped_policy_loss)
+gspo_policy_loss = per_token_of(losses.gspo_policy_loss)
 
 ONE, TWO = world(1), world(2)  # of one token each, of one or two tokens
 PLACES = {1: ONE, 2: TWO}

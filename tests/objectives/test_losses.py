@@ -5,17 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.objectives import losses
 from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.kl import kl_estimate
-from jaxrl.objectives.losses import (
-    cispo_metrics,
-    cispo_policy_loss,
-    clip_metrics,
-    clipped_policy_loss,
-    gspo_metrics,
-    gspo_policy_loss,
-    negative_log_likelihood,
-)
+from jaxrl.objectives.losses import negative_log_likelihood
+from tests.helpers import metrics_of, per_token_of
+
+cispo_metrics = metrics_of(losses.cispo_policy_loss)
+cispo_policy_loss = per_token_of(losses.cispo_policy_loss)
+clip_metrics = metrics_of(losses.clipped_policy_loss)
+clipped_policy_loss = per_token_of(losses.clipped_policy_loss)
+gspo_metrics = metrics_of(losses.gspo_policy_loss)
+gspo_policy_loss = per_token_of(losses.gspo_policy_loss)
 
 DAPO_RANGE = {"clip_low": 0.2, "clip_high": 0.28}
 
@@ -42,12 +43,12 @@ def one_token(ratio, advantage):
 @pytest.mark.parametrize(
     ("ratio", "advantage", "dual_clip", "expected"),
     [
-        (1.5, 1, None, -1.28),
-        (1.25, 1, None, -1.25),
-        (0.5, 1, None, -0.5),
-        (0.5, -1, None, 0.8),
-        (1.5, -1, None, 1.5),
-        (5, -1, None, 5),
+        (1.5, 1, 0.0, -1.28),
+        (1.25, 1, 0.0, -1.25),
+        (0.5, 1, 0.0, -0.5),
+        (0.5, -1, 0.0, 0.8),
+        (1.5, -1, 0.0, 1.5),
+        (5, -1, 0.0, 5),
         (5, -1, 3.0, 3),
         (5, -1, 10.0, 5),
         (12, -1, 10.0, 10),
