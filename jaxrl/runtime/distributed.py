@@ -151,15 +151,16 @@ def first_host(nodes: str) -> str:
 class Peers:
     """This process's side of its monitor; a context around its work."""
 
-    def __init__(self, deadline_s: float):
+    def __init__(self, coordinator: str | None, deadline_s: float):
         """Starts the monitors of all processes; every process of the job calls this.
 
         Args:
+            coordinator: host and port of process 0; None where JAX has found out by itself.
             deadline_s: seconds without a sign of life after which a process counts as lost.
         """
         index, name = jax.process_index(), f"{socket.gethostname()}, pid {os.getpid()}"
         # Each process may know the host of process 0 by another address.
-        routes = gather(route_to(*_coordinator()))
+        routes = gather(route_to(first_address(coordinator)))
         listener = listen_for(routes[1:]) if index == 0 else None
         port = listener.getsockname()[1] if listener else 0
         everyone = gather([name, port, secrets.token_hex(16)])
@@ -285,7 +286,7 @@ def join(job: Job, *, deadline_s: float) -> Peers | None:
             heartbeat_timeout_seconds=int(2 * deadline_s + 60),
             initialization_timeout=int(JOIN_S + 60),  # it would abort with a stack of calls
         )
-    return Peers(deadline_s) if jax.process_count() > 1 else None
+    return Peers(job.coordinator, deadline_s) if jax.process_count() > 1 else None
 
 
 def _check_port(coordinator: str) -> None:
@@ -336,25 +337,39 @@ def _bound(coordinator: str) -> dict[str, Any]:
     return {"coordinator_bind_address": coordinator} if host == "localhost" else {}
 
 
-def _coordinator() -> tuple[str, int]:
-    """The name or address by which every host reaches that of process 0, and JAX's port there."""
-    from jax._src.distributed import global_state  # JAX alone knows it where it found it itself
+def first_address(coordinator: str | None) -> str:
+    """The name or address by which every host reaches that of process 0; all processes call this.
 
-    assert global_state.coordinator_address is not None
-    host, _, port = global_state.coordinator_address.rpartition(":")
-    return host.strip("[]"), int(port)
+    Where JAX has found the coordinator by itself, the first process tells its own address.
+    """
+    if coordinator is not None:
+        return coordinator.rpartition(":")[0].strip("[]")
+    return from_main(own_address())
 
 
-def route_to(host: str, port: int) -> str:
+def own_address() -> str:
+    """This host's address on the network of its default route; its name where it has none."""
+    for family, far_away in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((far_away, _ANY_PORT))  # kept free for documents; nothing is sent
+            return str(probe.getsockname()[0])
+    return socket.gethostname()
+
+
+def route_to(host: str) -> str:
     """The address by which this host reaches another; its name where the system knows none."""
     found: list[Any] = []
     with contextlib.suppress(OSError):
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
     for family, kind, protocol, _, address in found:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # of UDP: asks for the route and sends nothing
             return str(probe.getpeername()[0])
     return host
+
+
+_ANY_PORT = 9
+"""For sockets that ask for a route; no packet ever gets there."""
 
 
 def _family(address: str) -> socket.AddressFamily:

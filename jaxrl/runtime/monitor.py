@@ -196,8 +196,8 @@ class Monitor:
                 return self._end(loss)
             if time.monotonic() - self._beat >= BEAT_S:
                 self._beat = time.monotonic()
-                self._tell(alive=True)
-        self._tell(finished=True)
+                self._tell_others(alive=True)
+        self._tell_others(finished=True)
 
     def _accept(self) -> None:
         if self._listener is None:
@@ -239,8 +239,8 @@ class Monitor:
                 self._failed = (time.monotonic(), loss)
             if "stop" in line and not self._is_stopping:
                 self._is_stopping = True
-                self._tell(stop=True)
-                self._say(stop=True)
+                self._tell_others(stop=True)
+                self._tell_own(stop=True)
             if "finished" in line:
                 link.is_finished = True
         return None
@@ -293,13 +293,13 @@ class Monitor:
             return None
         return self._failed[1]
 
-    def _tell(self, **line: Any) -> None:
+    def _tell_others(self, **line: Any) -> None:
         """Writes a line to the other monitors that this one knows."""
         for link in self._links:
             if link.index is not None:
                 link.write(**line)
 
-    def _say(self, **line: Any) -> None:
+    def _tell_own(self, **line: Any) -> None:
         """Writes a line to the own process."""
         with contextlib.suppress(OSError):
             os.write(1, json.dumps(line).encode() + b"\n")
@@ -307,7 +307,7 @@ class Monitor:
     def _end(self, loss: Loss) -> None:
         """Names the lost process everywhere and ends the own one."""
         settings = self._settings
-        self._tell(**asdict(loss))
+        self._tell_others(**asdict(loss))
         if settings.hub_fd < 0 and loss.index == settings.index:
             # The first loss counts: that of another process may have caused this one.
             loss = self._verdict() or loss
@@ -337,7 +337,7 @@ class Monitor:
         """Asks the own process to end; kills it if it does not, or cannot since it was stopped."""
         is_silent = time.monotonic() - self._own.heard > self._settings.deadline_s
         until = time.monotonic() + (0 if is_silent else GRACE_S)
-        self._say(**asdict(loss))
+        self._tell_own(**asdict(loss))
         for link in [link for link in self._links if link is not self._own]:
             self._drop(link)
         if self._listener is not None:

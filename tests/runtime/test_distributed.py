@@ -171,8 +171,8 @@ def test_gathered_trajectories_arrive_bit_for_bit(pair):
 
 def test_the_monitors_are_reached_where_the_coordinator_is():
     for host in ("127.0.0.1", "localhost"):
-        assert ipaddress.ip_address(distributed.route_to(host, 1234)).is_loopback
-    assert distributed.route_to("no-such-host.invalid", 1234) == "no-such-host.invalid"
+        assert ipaddress.ip_address(distributed.route_to(host)).is_loopback
+    assert distributed.route_to("no-such-host.invalid") == "no-such-host.invalid"
     assert distributed._bound("127.0.0.1:7") == {"coordinator_bind_address": "127.0.0.1:7"}
     assert distributed._bound("host0:7") == distributed._bound("10.0.0.1:7") == {}
     with distributed.listen_for(["127.0.0.1"] * 3) as listener:
@@ -181,6 +181,21 @@ def test_the_monitors_are_reached_where_the_coordinator_is():
     for routes in (["127.0.0.1", "192.0.2.1"], ["192.0.2.1"], ["no-such-host.invalid"]):
         with distributed.listen_for(routes) as listener:
             assert ipaddress.ip_address(listener.getsockname()[0]).is_unspecified
+
+
+def test_where_the_first_process_is_reached(monkeypatch):
+    assert distributed.first_address("host0:1234") == "host0"
+    assert distributed.first_address("[::1]:1234") == "::1"
+    # Where JAX has found the coordinator by itself: an address that this host has.
+    address = distributed.first_address(None)
+    with distributed.listen_for([distributed.route_to(address)] * 2) as listener:
+        assert listener.getsockname()[0] in (address, distributed.route_to(address))
+
+    def no_network(*_):
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(distributed.socket.socket, "connect", no_network)
+    assert distributed.own_address() == socket.gethostname()
 
 
 def test_ipv6_loopback_is_listened_to():

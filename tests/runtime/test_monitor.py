@@ -42,14 +42,14 @@ class Worker:
         )
         self._is_silent = threading.Event()
         self.settings = settings
-        self.say(**settings)
+        self.write(**settings)
         threading.Thread(target=self._beat, daemon=True).start()
 
     def _beat(self):
         while not self._is_silent.wait(0.3):
-            self.say(alive=True)
+            self.write(alive=True)
 
-    def say(self, **line):
+    def write(self, **line):
         self.monitor.stdin.write(json.dumps(line) + "\n")
         self.monitor.stdin.flush()
 
@@ -67,7 +67,7 @@ class Worker:
     def finish(self):
         self.stop()
         time.sleep(0.4)
-        self.say(finished=True)
+        self.write(finished=True)
 
     def told(self):
         """What its process reads once the monitor has spoken; the process then ends."""
@@ -126,14 +126,14 @@ def test_a_silent_process_is_named_and_killed(job, lost):
 
 def test_a_failure_over_a_killed_process_names_the_killed_one(job):
     workers = job(3)
-    workers[0].say(failed="Connection closed by peer")
+    workers[0].write(failed="Connection closed by peer")
     workers[1].die()
     assert workers[0].told()["index"] == 1
 
 
 def test_a_failure_is_told_with_its_reason(job):
     workers = job(2)
-    workers[1].say(failed="ValueError: no such file")
+    workers[1].write(failed="ValueError: no such file")
     wanted = {"index": 1, "lost": "it failed: ValueError: no such file", "failed": True}
     assert workers[0].told() == wanted
     assert workers[1].told()["index"] == 1
@@ -235,8 +235,8 @@ def test_nobody_is_let_in_once_all_have_come(hub):
 @pytest.mark.parametrize("asked", [0, 2])
 def test_all_are_told_that_one_is_asked_to_stop(job, asked):
     workers = job(3)
-    workers[asked].say(alive=True, stop=True)
-    workers[asked].say(alive=True, stop=True)
+    workers[asked].write(alive=True, stop=True)
+    workers[asked].write(alive=True, stop=True)
     assert [json.loads(worker.monitor.stdout.readline()) for worker in workers] == [
         {"stop": True}
     ] * 3
