@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from jaxrl.objectives.controllers import BUCKETS
 
 from configs import debug_tiny, quickstart
 from jaxrl import config as configuration
@@ -17,6 +16,7 @@ from jaxrl.config import (
     to_json,
     validate,
 )
+from jaxrl.training.controllers import BUCKETS
 
 ROOT = Path(configuration.__file__).parent
 

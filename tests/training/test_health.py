@@ -32,7 +32,7 @@ def equal(**fields):
 
 def counted(limit):
     said = []
-    return Failures(limit=limit, say=said.append, num_batches=0), said
+    return Failures(limit=limit, log=said.append, num_batches=0), said
 
 
 def test_the_first_error_is_one_short_printable_line():

@@ -9,14 +9,14 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.config import default_config
 from jaxrl.envs.base import Outcome, Task
+from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import MODES
 from jaxrl.runtime.sharding import make_mesh, param_shardings
-from jaxrl.train import make_minibatches
+from jaxrl.training.controllers import Controllers
+from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import BatchShape, pack
 from jaxrl.training.update import (
-    Model,
     init_state,
     make_gradient,
     make_score_step,
@@ -24,6 +24,7 @@ from jaxrl.training.update import (
     put_batch,
 )
 from jaxrl.types import Batch, Trajectory
+from tests.episodes import grouped
 from tests.helpers import (
     NUM_TOKENS,
     TINY,
@@ -36,6 +37,7 @@ from tests.helpers import (
     random_sequences,
     relative_distance,
     scatter,
+    settings,
     shapes_in,
     tiny_params,
 )
@@ -265,7 +267,7 @@ def test_packing_and_micro_batches_and_order_change_no_gradient(
             assert other == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
 
 
-def as_trajectory(sequence, group_id, outcome=Outcome.ANSWERED):
+def as_trajectory(sequence, task_number, advantage=1.0, outcome=Outcome.ANSWERED):
     length = len(sequence.token_ids)
     return Trajectory(
         token_ids=sequence.token_ids,
@@ -274,21 +276,17 @@ def as_trajectory(sequence, group_id, outcome=Outcome.ANSWERED):
         rollout_entropies=np.zeros(length, np.float32),
         policy_versions=np.zeros(length, np.int32),
         prompt_length=int(sequence.loss_mask.argmax()),
-        group_id=group_id,
         sample_index=0,
-        task=Task(id=str(group_id), question="", answers=()),
+        task=Task(id=str(task_number), question="", answers=()),
         turns=(),
         outcome=outcome,
+        advantage=float(advantage),
     )
 
 
 def minibatch_settings(mode, **changes):
-    config = default_config()
-    config.rollout.tasks_per_step = 4
-    config.rollout.max_response_tokens = int(SCALE)
-    config.loss.aggregation = mode
-    config.update_from_flattened_dict(changes)
-    return config
+    sizes = {"rollout.tasks_per_step": 4, "rollout.max_response_tokens": int(SCALE)}
+    return settings(**sizes, **{"loss.aggregation": mode}, **changes)
 
 
 SHAPE = BatchShape(num_micro=4, micro_rows=2, row_tokens=36)
@@ -300,7 +298,8 @@ def test_groups_without_signal_may_be_dropped(mode, params, gradients, sequences
     advantages = np.array([s.advantage for s in sequences], np.float32)
     advantages[[0, 1, 4, 5]] = 0
     outcomes = [Outcome.ANSWERED] * 7 + [Outcome.ENVIRONMENT_ERROR]
-    trajectories = [as_trajectory(*row) for row in zip(sequences, GROUPS, outcomes, strict=True)]
+    rows = zip(sequences, GROUPS, advantages, outcomes, strict=True)
+    groups = grouped(as_trajectory(*row) for row in rows)
     old = [s.old_logprobs for s in sequences]
 
     def gradient(packed, members):
@@ -309,7 +308,8 @@ def test_groups_without_signal_may_be_dropped(mode, params, gradients, sequences
         batch = replace(batch, old_logprobs=scored, ref_logprobs=scored)
         return gradients[CLIP](params, batch, packed.num_micro)[0]
 
-    (dropped,) = make_minibatches(trajectories, advantages, SHAPE, minibatch_settings(mode))
+    config = minibatch_settings(mode)
+    (dropped,) = make_minibatches(groups, SHAPE, config, controllers=Controllers())
     whole = pack(sequences[:7], advantages[:7], SHAPE, aggregation=mode, scale=SCALE)
     assert dropped.num_tokens < whole.num_tokens
     assert dropped.num_counted == whole.num_counted
@@ -317,15 +317,15 @@ def test_groups_without_signal_may_be_dropped(mode, params, gradients, sequences
     assert relative_distance(got, wanted) < 1e-5
 
     for term in ("kl.coef", "loss.entropy_coef"):  # these give every token a gradient
-        settings = minibatch_settings(mode, **{term: 0.1})
-        (kept,) = make_minibatches(trajectories, advantages, SHAPE, settings)
+        config = minibatch_settings(mode, **{term: 0.1})
+        (kept,) = make_minibatches(groups, SHAPE, config, controllers=Controllers())
         assert equal(kept.batch, whole.batch)
 
 
 def test_mini_batches_are_whole_groups_in_task_order(sequences):
-    trajectories = [as_trajectory(*row) for row in zip(sequences, GROUPS, strict=True)]
+    groups = grouped(as_trajectory(*row) for row in zip(sequences, GROUPS, strict=True))
     config = minibatch_settings("token-mean", **{"optimizer.num_minibatches": 2})
-    halves = make_minibatches(trajectories, np.ones(8, np.float32), SHAPE, config)
+    halves = make_minibatches(groups, SHAPE, config, controllers=Controllers())
     for half, members in zip(halves, (sequences[:4], sequences[4:]), strict=True):
         for index, sequence in enumerate(members):
             np.testing.assert_array_equal(
