@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import jax
@@ -260,16 +261,22 @@ def with_fields(groups: Sequence[Group], **columns: Sequence[Any]) -> list[Group
     Args:
         groups: as they are.
         columns: by name of a field, its value in each trajectory, in the order of `members`.
+
+    Raises:
+        ValueError: a column has more or fewer values than there are trajectories.
     """
-    rows = zip(*columns.values(), strict=True)
-
-    def changed(trajectories: Sequence[Trajectory]) -> Iterator[Trajectory]:
-        for trajectory in trajectories:
-            yield dataclasses.replace(trajectory, **dict(zip(columns, next(rows), strict=True)))
-
-    made = [Group(trajectories=tuple(changed(group.trajectories))) for group in groups]
-    assert next(rows, None) is None, "more values than trajectories"
-    return made
+    trajectories = members(groups)
+    for name, values in columns.items():
+        if len(values) != len(trajectories):
+            raise ValueError(
+                f"{name}: {len(values)} values for {len(trajectories)} trajectories; expected one "
+                "for each."
+            )
+    changed = (
+        dataclasses.replace(trajectory, **{name: values[i] for name, values in columns.items()})
+        for i, trajectory in enumerate(trajectories)
+    )
+    return [Group(trajectories=tuple(islice(changed, len(g.trajectories)))) for g in groups]
 
 
 class Columns:

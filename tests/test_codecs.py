@@ -5,7 +5,7 @@ import numpy as np
 
 from jaxrl.codecs import from_json, to_json
 from jaxrl.envs.base import Task
-from tests.episodes import make_trajectory
+from tests.episodes import make_trajectory, strayed, wavering
 
 
 def test_a_trajectory_survives_json_bit_for_bit():
@@ -25,3 +25,16 @@ def test_a_trajectory_survives_json_bit_for_bit():
         np.testing.assert_equal(getattr(got, field.name), getattr(made, field.name))
     assert got.token_ids.dtype == np.int32
     assert got.loss_mask.dtype == bool
+
+
+def test_what_a_step_finds_out_anew_is_not_kept():
+    made = make_trajectory()
+    found = {"divergence": strayed(0.1, 0.2, 0.3, 0.4), "windows": wavering(2, length=6)}
+    assert to_json(dataclasses.replace(made, **found)) == to_json(made)
+    got = from_json(to_json(made))
+    assert (got.divergence, got.windows, got.advantage) == (None, None, None)
+
+
+def test_what_older_trajectories_held_beside_is_passed_over():
+    saved = to_json(make_trajectory()) | {"group_id": 3}
+    assert to_json(from_json(saved)) == to_json(make_trajectory())

@@ -223,7 +223,7 @@ def test_json_round_trip(config, tmp_path):
 def test_what_computes_sees_no_configuration():
     folders = ("objectives", "models", "sampling", "envs")
     paths = [path for name in folders for path in (ROOT / name).rglob("*.py")]
-    paths += [ROOT / name for name in ("update.py", "batching.py", "sharding.py")]
+    paths += [ROOT / name for name in ("training/update.py", "runtime/sharding.py")]
     assert [path for path in paths if "ConfigDict" in path.read_text(encoding="utf-8")] == []
 
 

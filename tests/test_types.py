@@ -1,4 +1,11 @@
-from tests.episodes import make_trajectory
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from jaxrl.types import Columns, Group, GroupStats, members, with_fields
+from tests.episodes import FAILED, grouped, make_failure, make_trajectory, strayed, wavering
 
 
 def test_token_steps_are_the_sampled_tokens():
@@ -9,3 +16,108 @@ def test_token_steps_are_the_sampled_tokens():
     assert [step.token_id for step in steps] == ids[2:]
     assert [step.token_text for step in steps] == [f"<{token}>" for token in ids[2:]]
     assert [step.log_prob for step in steps] == [-1.0] * 3
+
+
+def right(**fields):
+    return dataclasses.replace(make_trajectory(**fields), is_correct=True)
+
+
+# Three groups of different sizes; of the last one nothing was scored.
+GROUPS = [
+    Group(
+        trajectories=(
+            right(reward=1.0, length=6),
+            make_failure(sample_index=1, reward=9.0, length=5),
+            make_trajectory(reward=-0.5, sample_index=2, length=8),
+        )
+    ),
+    Group(trajectories=(right(reward=0.25, task_number=1, length=3),)),
+    Group(trajectories=(dataclasses.replace(make_failure(task_number=2), is_correct=True),)),
+]
+
+
+class TestGroup:
+    def test_of_whom_it_is(self):
+        assert [group.task_id for group in GROUPS] == ["t0", "t1", "t2"]
+        assert [len(group.scored) for group in GROUPS] == [2, 1, 0]
+        assert [group.num_correct for group in GROUPS] == [1, 1, 0]
+
+    def test_members_are_side_by_side(self):
+        found = [(t.task_id, t.sample_index) for t in members(GROUPS)]
+        assert found == [("t0", 0), ("t0", 1), ("t0", 2), ("t1", 0), ("t2", 0)]
+        assert members([]) == []
+
+    def test_what_became_of_it(self):
+        mixed, lone, failed = (GroupStats.of(group) for group in GROUPS)
+        assert mixed == GroupStats(
+            task_id="t0", num_correct=1, num_scored=2, mean_entropy=0.5, error=FAILED.error
+        )
+        assert (lone.num_correct, lone.num_scored, lone.error) == (1, 1, "")
+        assert (failed.num_correct, failed.num_scored) == (0, 0)
+        assert math.isnan(failed.mean_entropy)
+        wrong = GroupStats.of(Group(trajectories=(make_trajectory(),)))
+        kinds = [stats.kind for stats in (mixed, lone, wrong, failed)]
+        assert kinds == ["mixed", "all_right", "all_wrong", "failed"]
+
+
+class TestColumns:
+    def test_by_hand(self):
+        columns = Columns(GROUPS)
+        # An environment error is in no group, and never right, whatever it says of itself.
+        wanted = {
+            "group_ids": (np.int32, [0, -1, 0, 1, -1]),
+            "rewards": (np.float32, [1.0, 9.0, -0.5, 0.25, 0.0]),
+            "is_correct": (bool, [True, False, False, True, False]),
+            "token_counts": (np.int32, [4, 3, 6, 1, 4]),
+            "mean_entropies": (np.float32, [0.5] * 5),
+        }
+        for name, (dtype, values) in wanted.items():
+            column = getattr(columns, name)
+            assert column.dtype == dtype, name
+            np.testing.assert_array_equal(column, values, err_msg=name)
+
+    def test_what_environments_say_of_answers(self):
+        honest = dataclasses.replace(make_trajectory(), is_abstention=True)
+        garbled = dataclasses.replace(make_trajectory(), is_well_formed=False)
+        columns = Columns(grouped([honest, garbled]))
+        np.testing.assert_array_equal(columns.is_abstention, [True, False])
+        np.testing.assert_array_equal(columns.is_well_formed, [True, False])
+
+    def test_a_task_that_is_drawn_twice_has_two_groups(self):
+        twice = [Group(trajectories=(make_trajectory(sample_index=i),)) for i in (0, 1)]
+        np.testing.assert_array_equal(Columns(twice).group_ids, [0, 1])
+
+    def test_of_no_group(self):
+        columns = Columns([])
+        for name in ("group_ids", "rewards", "is_correct", "token_counts", "mean_entropies"):
+            assert getattr(columns, name).shape == (0,)
+
+
+class TestWithFields:
+    def test_each_gets_its_own(self):
+        changed = with_fields(GROUPS, advantage=[1, 2, 3, 4, 5], reward=[5, 4, 3, 2, 1])
+        assert [len(group.trajectories) for group in changed] == [3, 1, 1]
+        assert [t.advantage for t in members(changed)] == [1, 2, 3, 4, 5]
+        assert [t.reward for t in members(changed)] == [5, 4, 3, 2, 1]
+        assert [t.task_id for t in members(changed)] == [t.task_id for t in members(GROUPS)]
+        assert [t.advantage for t in members(GROUPS)] == [None] * 5  # they are as they were
+        assert with_fields([], advantage=[]) == []
+
+    @pytest.mark.parametrize("count", [4, 6])
+    def test_too_few_or_too_many_values_are_refused(self, count):
+        with pytest.raises(ValueError, match=f"advantage: {count} values for 5 trajectories"):
+            with_fields(GROUPS, advantage=[0.0] * count)
+
+    def test_columns_of_different_lengths_are_refused(self):
+        with pytest.raises(ValueError, match="reward: 4 values for 5 trajectories"):
+            with_fields(GROUPS, advantage=[0.0] * 5, reward=[0.0] * 4)
+
+
+def test_a_divergence_in_all_and_by_token():
+    assert strayed(0.5, -0.25, 1.0, 0.75).total == 2.0
+    assert strayed(0.5, -0.25, 1.0, 0.75).mean == 0.5
+    assert math.isnan(strayed().mean)
+
+
+def test_windows_count_what_is_high():
+    assert (wavering(0).count, wavering(7).count) == (0, 7)
