@@ -1,18 +1,19 @@
 import math
+import types
 
 import jax
 import numpy as np
 
 from configs import debug_tiny
-from jaxrl.logs.steps import engine_metrics
-from jaxrl.sampling.engine import Counts
 from jaxrl.session import Progress
+from jaxrl.train import open_gate_by
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import make_estimator
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import train_shape
 from jaxrl.types import members
 from tests.episodes import grouped, make_failure, make_trajectory
+from tests.helpers import settings
 
 
 def trajectory(group_id, reward, seed=0, **fields):
@@ -69,41 +70,11 @@ def test_a_failed_trajectory_is_in_no_group():
     np.testing.assert_allclose(got, np.array([0.5, -0.5, 0.0]) / math.sqrt(0.5), rtol=1e-5)
 
 
-class StubEngine:
-    counts = Counts(prefilled_prompt=10, prefilled_resume=8, sampled=60, slot_steps=200)
-    num_compilations = 3
-
-
-def test_the_sampler_is_measured_step_by_step():
-    # Since the start of the process it would differ after a restart.
-    before = Counts(prefilled_prompt=4, prefilled_resume=3, sampled=20, slot_steps=100)
-    assert engine_metrics(StubEngine(), before) == {
-        "rollout/slot_occupancy": 0.4,
-        "rollout/prefilled_prompt_tokens": 6,
-        "rollout/prefilled_resume_tokens": 5,
-        "rollout/sampled_tokens": 40,
-        "perf/num_compilations/sampler": 3,
-    }
-
-
-def test_which_records_come_after_a_checkpoint():
-    done = [
-        ("sft", 24),
-        ("train", 24),
-        ("train", 25),
-        ("train", 26),
-        ("train", 27),
-        ("evaluate", 27),
-    ]
-    records = [{"stage": stage, "step": step} for stage, step in done]
-
-    def counted(**fields):
-        progress = Progress(**fields)
-        return sum(not progress.is_passed_by(record) for record in records)
-
-    assert counted() == 0
-    assert counted(stage="sft", step=24) == 1  # the evaluation before the first step is to come
-    assert counted(stage="train", step=26) == 4
-    assert counted(stage="train", step=26, record={}) == 3  # its own record is to come
-    assert counted(stage="train", step=27) == 5
-    assert Progress(stage="train", step=1).is_passed_by({"step": 1, "stage": "unknown"})
+def test_an_evaluation_in_which_every_search_failed_says_nothing_to_the_gate():
+    config = settings(**{"shaping.boundary_aware": True})
+    session = types.SimpleNamespace(config=config, progress=Progress())
+    session.progress.controllers = Controllers.init(config)
+    open_gate_by(session, {"val-core/all/exact_match/greedy": 0.5})
+    open_gate_by(session, {"timing_s/testing": 1.0})
+    assert session.progress.controllers.gate.best == 0.5
+    assert session.progress.controllers.gate.tolerance == 0

@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl.logs.steps import kl_metrics, merge, sample_fields, window_metrics
+from jaxrl.logs.steps import engine_metrics, kl_metrics, merge, sample_fields, window_metrics
 from jaxrl.objectives.metrics import Metric
+from jaxrl.sampling.engine import Counts
 from jaxrl.training.controllers import (
     AdaptiveKL,
     Controllers,
@@ -160,3 +161,20 @@ def test_inversions_are_groups_in_which_a_wrong_answer_earns_as_much(rewards, sh
     controllers = Controllers(coefficients=EntropyCoefficients.init())
     got = window_metrics(grouped([*batch, make_failure(task_number=1)]), controllers)
     assert got["entropy/inversions"] == pytest.approx(share, nan_ok=True)
+
+
+class StubEngine:
+    counts = Counts(prefilled_prompt=10, prefilled_resume=8, sampled=60, slot_steps=200)
+    num_compilations = 3
+
+
+def test_the_sampler_is_measured_step_by_step():
+    # Since the start of the process it would differ after a restart.
+    before = Counts(prefilled_prompt=4, prefilled_resume=3, sampled=20, slot_steps=100)
+    assert engine_metrics(StubEngine(), before) == {
+        "rollout/slot_occupancy": 0.4,
+        "rollout/prefilled_prompt_tokens": 6,
+        "rollout/prefilled_resume_tokens": 5,
+        "rollout/sampled_tokens": 40,
+        "perf/num_compilations/sampler": 3,
+    }

@@ -1,13 +1,16 @@
 """Filters and resampling on trajectories made by hand; the sampler is a table."""
 
 import dataclasses
+import math
 from functools import partial
 
 import numpy as np
 import pytest
 
-from jaxrl.training.collect import NotEnoughGroupsError, collect
-from jaxrl.training.controllers import Controllers, StageGate
+from jaxrl.data import Stream
+from jaxrl.envs.base import Task
+from jaxrl.training.collect import NotEnoughGroupsError, collect, draw
+from jaxrl.training.controllers import Controllers, SkipSet, StageGate
 from jaxrl.training.health import Failures, NothingWorksError
 from jaxrl.types import Group, members, with_fields
 from tests import helpers
@@ -224,3 +227,39 @@ def test_an_abstention_is_no_reason_to_sample_again():
     sample = Sampler([[honest], [[member(1), member(0, sample=1)]]])
     changes = {"filter.resample_attempts": 2}
     assert run(sample, **changes).metrics["filter/resampled_groups"] == 0
+
+
+@pytest.mark.parametrize(("size", "taken"), [(4, 2), (1, 1)])
+def test_the_survivor_of_failures_is_no_group_of_one(size, taken):
+    """Alone of four it has no advantage; where groups have one member, each is kept."""
+    sample = sampler([1, None, None, None][:size], [1, 0, None, None])
+    changes = {"rollout.tasks_per_step": 1, "rollout.group_size": size}
+    assert run(sample, **{"filter.name": "varied"}, **changes).items_taken == taken
+
+
+def test_shares_of_no_group_are_not_zero():
+    changes = {"filter.name": "varied", "filter.carry_over": True, "rollout.tasks_per_step": 1}
+    before = [Group(trajectories=(member(1), member(0, sample=1)))]
+    got = run(sampler(), **changes, items_taken=5, leftover=before)
+    shares = {name: value for name, value in got.metrics.items() if name.endswith("_share")}
+    assert len(shares) == 5
+    assert all(math.isnan(value) for value in shares.values())
+    assert got.items_taken == 5
+
+
+@pytest.mark.parametrize(("num_solved", "count"), [(98, 16), (85, 64), (99, 7), (0, 5)])
+def test_draws_go_on_while_anything_is_left(num_solved, count):
+    """However many draws a batch needs, and however often the solved tasks come by meanwhile."""
+    stream = Stream([Task(id=f"q{i}", question="?") for i in range(100)], seed=0)
+    solved = SkipSet({f"q{i}": 0.0 for i in range(num_solved)})
+    draws, items_taken = draw(stream, 0, count, solved)
+    assert len(draws) == count
+    passed = [task.id for task in stream.take(0, items_taken)]
+    assert [one.task.id for one in draws] == [name for name in passed if name not in solved]
+    assert [one.task.id for one in draws] == [passed[one.stream_index] for one in draws]
+
+
+def test_a_stream_without_anything_left_says_so():
+    stream = Stream([Task(id=f"q{i}", question="?") for i in range(3)], seed=0)
+    with pytest.raises(NotEnoughGroupsError, match="all 3 tasks are solved and skipped"):
+        draw(stream, 5, 1, SkipSet({f"q{i}": 0.0 for i in range(3)}))

@@ -1,0 +1,63 @@
+"""Where a run stands, through JSON and under a changed configuration."""
+
+from functools import partial
+
+import pytest
+
+from jaxrl.codecs import to_json
+from jaxrl.session import Progress
+from jaxrl.training.controllers import Controllers
+from jaxrl.types import members
+from tests import helpers
+from tests.episodes import grouped, make_trajectory
+
+settings = partial(helpers.settings, **{"rollout.tasks_per_step": 1, "rollout.group_size": 4})
+
+
+def test_a_checkpoint_from_before_there_were_controllers_is_read():
+    config = settings(**{"shaping.boundary_aware": True})
+    saved = Progress(step=3, stage="train").to_json()
+    del saved["controllers"], saved["leftover"]
+    read = Progress.from_json(saved, config)
+    assert (read.step, read.controllers) == (3, Controllers.init(config))
+
+
+@pytest.mark.parametrize("name", ["leftover", "carried"])  # older checkpoints say "carried"
+@pytest.mark.parametrize(
+    ("changes", "count"),
+    [({}, 1), ({"rollout.group_size": 8}, 0), ({"filter.carry_over": False}, 0)],
+    ids=str,
+)
+def test_leftover_groups_that_no_longer_fit_are_dropped(changes, count, name):
+    config = settings(**{"filter.name": "varied", "filter.carry_over": True} | changes)
+    [group] = grouped(make_trajectory(sample_index=i) for i in range(4))
+    saved = Progress(leftover=[group]).to_json()
+    assert saved["leftover"][0][0] == to_json(group.trajectories[0])
+    saved[name] = saved.pop("leftover")
+    read = Progress.from_json(saved, config).leftover
+    assert len(read) == count
+    for trajectory, wanted in zip(members(read), group.trajectories if count else (), strict=True):
+        assert to_json(trajectory) == to_json(wanted)
+
+
+def test_which_records_come_after_a_checkpoint():
+    done = [
+        ("sft", 24),
+        ("train", 24),
+        ("train", 25),
+        ("train", 26),
+        ("train", 27),
+        ("evaluate", 27),
+    ]
+    records = [{"stage": stage, "step": step} for stage, step in done]
+
+    def counted(**fields):
+        progress = Progress(**fields)
+        return sum(not progress.is_passed_by(record) for record in records)
+
+    assert counted() == 0
+    assert counted(stage="sft", step=24) == 1  # the evaluation before the first step is to come
+    assert counted(stage="train", step=26) == 4
+    assert counted(stage="train", step=26, record={}) == 3  # its own record is to come
+    assert counted(stage="train", step=27) == 5
+    assert Progress(stage="train", step=1).is_passed_by({"step": 1, "stage": "unknown"})
