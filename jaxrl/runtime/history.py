@@ -307,8 +307,8 @@ def read_history(workdir: Path) -> tuple[list[dict[str, Any]], list[int]]:
             line = json.loads(text)
         except (ValueError, RecursionError):
             line = None
-        parts = (line.get("changes"), line.get("contents", {})) if isinstance(line, dict) else ()
-        if parts and all(isinstance(part, dict) for part in parts):
+        fields = (line.get("changes"), line.get("contents", {})) if isinstance(line, dict) else ()
+        if fields and all(isinstance(value, dict) for value in fields):
             lines.append(line)
         elif text.strip():
             bad.append(number)

@@ -27,10 +27,10 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
         table.add_row(f"[bold]{phase.name}[/bold]", f"[bold]{phase.peak / GIB:.2f}[/bold]")
         for name, size in phase.kept.items():
             table.add_row(f"  {name}", f"{size / GIB:.2f}")
-        for moment, parts in phase.moments.items():
+        for moment, terms in phase.moments.items():
             mark = " (the peak)" if moment == phase.moment else ""
-            table.add_row(f"  while at: {moment}{mark}", f"{sum(parts.values()) / GIB:.2f}")
-            for name, size in parts.items():
+            table.add_row(f"  while at: {moment}{mark}", f"{sum(terms.values()) / GIB:.2f}")
+            for name, size in terms.items():
                 if size:
                     table.add_row(f"    {name}", f"{size / GIB:.2f}")
         table.add_section()

@@ -95,7 +95,7 @@ class Phase:
     @property
     def peak(self) -> int:
         """The most that is there at once."""
-        return sum(self.kept.values()) + max(sum(parts.values()) for parts in self.moments.values())
+        return sum(self.kept.values()) + max(sum(terms.values()) for terms in self.moments.values())
 
     @property
     def moment(self) -> str:
@@ -171,7 +171,7 @@ def make_plan(config: ConfigDict, model: QwenConfig, target: Target) -> Plan:
         target=target,
         mesh=dict(mesh.shape),
         phases=tuple(phases),
-        between=max(held, key=lambda parts: sum(parts.values())),
+        between=max(held, key=lambda terms: sum(terms.values())),
         shapes=_shapes(config, model, target),
         num_params=_num_params(model),
         tokens_per_step=tokens,
@@ -473,9 +473,9 @@ def _num_params(model: QwenConfig) -> int:
     return _num_values(qwen.abstract_params(model))
 
 
-def _split(size: int, parts: int) -> int:
+def _split(size: int, num_shards: int) -> int:
     """A device's part of a dimension; one that does not divide is whole, as `sharding` has it."""
-    return size if size % parts else size // parts
+    return size if size % num_shards else size // num_shards
 
 
 def _state(config: ConfigDict, model: QwenConfig, mesh: Any, stage: str) -> dict[str, int]:
@@ -537,8 +537,8 @@ def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str)
     return config.optimizer.num_minibatches * (25 + 4 * num_more) * tokens
 
 
-def _nonzero(parts: dict[str, int]) -> dict[str, int]:
-    return {name: size for name, size in parts.items() if size}
+def _nonzero(terms: dict[str, int]) -> dict[str, int]:
+    return {name: size for name, size in terms.items() if size}
 
 
 def cache_tokens(config: ConfigDict) -> int:
