@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl.config import default_config
-from jaxrl.models import qwen
 from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime import sharding
@@ -103,7 +102,7 @@ def update_program(config: ConfigDict, model: QwenConfig, mesh: Any) -> Any:
     loss = make_policy_loss(config.loss, config.kl)
     step = make_update_step(policy, loss, optimizer)
     abstract = jax.eval_shape(
-        lambda p: init_state(p, mesh, model, optimizer), qwen.abstract_params(model)
+        lambda p: init_state(p, mesh, model, optimizer), model.abstract_params()
     )
     state = like(abstract, state_shardings(mesh, model, optimizer))
     shape = train_shape(config)
@@ -143,9 +142,7 @@ def sampler_programs(config: ConfigDict, model: QwenConfig, mesh: Any) -> dict[s
         cache=like(slots.cache, jax.tree.map(lambda _: by_head, slots.cache)),
     )
     shardings = sharding.decode_shardings(mesh, model)
-    abstract = jax.eval_shape(
-        lambda p: qwen.decode_weights(p, model, dtype), qwen.abstract_params(model)
-    )
+    abstract = jax.eval_shape(lambda p: model.decode_weights(p, dtype), model.abstract_params())
     weights = like(abstract, {name: shardings[name] for name in abstract})
 
     def on_all(dimensions: tuple[int, ...], dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:

@@ -23,7 +23,6 @@ from jaxrl.components import Components, assemble
 from jaxrl.envs.base import Outcome, Task
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.models.qwen import abstract_params
 from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params
 from jaxrl.runtime.files import printable, writable
 from jaxrl.runtime.sharding import mesh_sizes, param_shardings
@@ -103,7 +102,7 @@ def open_run(run: Path, model: Path | None, display: Display) -> tuple[Component
     config.stages = ()  # no data are read
     fit_host(config)
     components = assemble(config, display.part)
-    params, weights = load_weights(components, run, model, display)
+    params, weights = load_weights(components, config, run, model, display)
     display.log(f"weights: {weights}")
     components.engine.set_weights(params)
     return components, config
@@ -137,13 +136,15 @@ def fit_host(config: ConfigDict) -> None:
 
 
 def load_weights(
-    components: Components, run: Path, model: Path | None, display: Display
+    components: Components, config: ConfigDict, run: Path, model: Path | None, display: Display
 ) -> tuple[Params, str]:
     """The parameters of `model`, or without one of the run's newest checkpoint, and whose."""
     if model is not None:
         progress = display.counter("loading weights, MiB")
-        return load_hf(model, components.mesh, progress=progress), str(model)
-    shapes = abstract_params(components.model_config)
+        named = config.model.architecture
+        params = load_hf(model, components.mesh, architecture=named, progress=progress)
+        return params, str(model)
+    shapes = components.model_config.abstract_params()
     target = abstract(shapes, param_shardings(components.mesh, components.model_config))
     step, params = restore_params(run / "checkpoints", target)
     return params, f"checkpoint of step {step}, in the middle of its stage"

@@ -1,7 +1,7 @@
 """Chats to text by a model's chat template: nothing that was given is lost, and nothing added.
 
-Templates rewrite what they are given. Qwen3's takes the thoughts out of earlier messages, so that
-worked examples would answer without having searched; Qwen2.5's writes a system message of its own
+Templates rewrite what they are given. Some take the thoughts out of earlier messages, so that
+worked examples would answer without having searched; others write a system message of their own
 where there is none. So a chat is rendered twice: as it is, and with marks in place of its messages'
 contents, which shows what the template itself writes and where.
 """

@@ -25,9 +25,9 @@ from jaxrl.envs.protocol import PROTOCOLS, Protocol
 from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine, index_folder
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import TOOLS, Tool
+from jaxrl.models.architecture import Architecture, read_model
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.policy import Model
-from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime.distributed import RolloutFunction, shared
 from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh, num_batch_shards
 from jaxrl.sampling.engine import Engine
@@ -41,7 +41,7 @@ class Components:
     """What the stages work with."""
 
     mesh: Mesh
-    model_config: QwenConfig
+    model_config: Architecture
     model: Model
     tokenizer: Tokenizer
     tasks: list[Task]
@@ -65,7 +65,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
         FileNotFoundError, ValueError: with what arrived, what was expected, where to change it.
     """
     mesh = make_mesh(**config.mesh)
-    model_config = QwenConfig.from_hf(config.model.path)
+    model_config = read_model(config.model.path, config.model.architecture)
     check_model_fits(mesh, model_config)
     check_rows(config, mesh)
     check_length(config, model_config)
@@ -85,7 +85,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
             f"{config.model.path}/generation_config.json: eos_token_id names {foreign}, which the "
             f"tokenizer's {tokenizer.num_tokens} ids do not hold."
         )
-    check_hf(config.model.path)
+    check_hf(config.model.path, config.model.architecture)
     dtype = jnp.dtype(config.model.dtype)
     tools = _make_tools(config)
     control = _make_env(config, EmptySearch(), tools)
@@ -221,7 +221,7 @@ def check_rows(config: ConfigDict, mesh: Mesh) -> None:
             )
 
 
-def check_length(config: ConfigDict, model: QwenConfig) -> None:
+def check_length(config: ConfigDict, model: Architecture) -> None:
     """Refuses trajectories longer than the model's positions.
 
     Raises:
@@ -314,7 +314,7 @@ def _make_tools(config: ConfigDict) -> list[Tool]:
 
 def _make_engine(
     config: ConfigDict,
-    model_config: QwenConfig,
+    model_config: Architecture,
     mesh: Mesh,
     automaton: StopAutomaton,
     tokenizer: Tokenizer,

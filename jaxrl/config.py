@@ -71,6 +71,7 @@ def default_config() -> ConfigDict:
 
     config.model = model = ConfigDict()
     model.path = ""  # local folder in Hugging Face format
+    model.architecture = ""  # name or dotted name of its class; "": by model_type of config.json
     model.dtype = "float32"  # of activations, matrix products and KV cache; weights stay float32
     # Further tokens that end a message, by their texts, as ("<|im_end|>",): beside eos_token in
     # tokenizer_config.json and eos_token_id in generation_config.json.

@@ -193,11 +193,11 @@ def _plan(config: ConfigDict) -> int:
     """Shows the plan; the process's exit code, 0 where it fits."""
     from rich.console import Console
 
-    from jaxrl.models.qwen import QwenConfig
+    from jaxrl.models.architecture import read_model
     from jaxrl.runtime.plan import advice, display, memory
 
     target = _plan_target()
-    model = QwenConfig.from_hf(config.model.path)
+    model = read_model(config.model.path, config.model.architecture)
     chosen = advice.choose_micro_rows(config, model, target, must_fit=False)
     plan = memory.make_plan(config, model, target)
     would_fit = [] if plan.fits else advice.advise(config, model, target)
@@ -248,14 +248,14 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
     Raises:
         ValueError: the plan needs more than an accelerator has, and `ignores_plan` is off.
     """
-    from jaxrl.models.qwen import QwenConfig
+    from jaxrl.models.architecture import read_model
     from jaxrl.runtime import distributed
     from jaxrl.runtime.history import read_begun
     from jaxrl.runtime.plan import advice, memory
 
     begun = read_begun(workdir, is_accepted=True)
     began = begun.config if begun else {}
-    model, target = QwenConfig.from_hf(config.model.path), memory.host_target()
+    model, target = read_model(config.model.path, config.model.architecture), memory.host_target()
     least = min(distributed.gather(target.memory_bytes))  # all processes must choose the same
     target = replace(target, memory_bytes=least)
     must_fit = target.platform != "cpu" and not ignores_plan

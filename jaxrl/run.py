@@ -16,7 +16,6 @@ from jaxrl.components import Components
 from jaxrl.evaluate import evaluate
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import open_log
-from jaxrl.models import qwen
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import Checkpointer, abstract, optimizer_items
@@ -155,7 +154,12 @@ def start_params(session: Session) -> Params:
         return session.restored.pop("params")
     display.log(f"no checkpoint in {session.workdir}: starting from {config.model.path}")
     counter = display.counter("loading weights, MiB")
-    return load_hf(config.model.path, session.components.mesh, progress=counter)
+    return load_hf(
+        config.model.path,
+        session.components.mesh,
+        architecture=config.model.architecture,
+        progress=counter,
+    )
 
 
 def write_report(session: Session) -> None:
@@ -169,7 +173,7 @@ def restore_targets(
 ) -> dict[str, Any]:
     """What of a checkpoint at this progress the run goes on with, abstract."""
     model_config, mesh = components.model_config, components.mesh
-    shapes = qwen.abstract_params(model_config)
+    shapes = model_config.abstract_params()
     params = abstract(shapes, param_shardings(mesh, model_config))
     if not progress.is_under_way(config):
         return {"params": params}

@@ -60,7 +60,7 @@ class Tokenizer:
         spec |= {"truncation": None, "padding": None}
         self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec))
         # Without added tokens nothing is matched ahead of the merges, which also keeps markers
-        # that are not flagged as special (`<think>`, `<tool_call>` in Qwen3) apart.
+        # that are not flagged as special (`<think>`, `<tool_call>`) apart.
         self._plain = tokenizers.Tokenizer.from_str(json.dumps(spec | {"added_tokens": []}))
         for token in spec["added_tokens"]:
             if token["special"] and token["id"] in self.encode_plain(token["content"]):
@@ -291,7 +291,7 @@ def _vocab_bytes(spec: dict[str, Any]) -> list[bytes]:
         raise ValueError(
             f"the tokenizer is {model['type']} with "
             + (f"tokens such as {foreign[0]!r}" if foreign else f"the pre-tokenizer {steps[:200]}")
-            + "; expected byte-level BPE as in GPT-2, Qwen or Llama 3. Set `model.path` to such a "
+            + "; expected byte-level BPE as in GPT-2 or Llama 3. Set `model.path` to such a "
             "model."
         )
     known = {

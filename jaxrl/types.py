@@ -17,7 +17,7 @@ from flax import struct
 from jaxrl.envs.base import Outcome, Task, Turn
 
 Params = dict[str, Any]
-"""A plain nested dict of arrays; `models.qwen` documents the tree."""
+"""A plain nested dict of arrays; see `models.architecture`."""
 
 
 @dataclass(frozen=True, kw_only=True)

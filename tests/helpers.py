@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config import default_config
-from jaxrl.models import qwen
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.training.packing import pack
 from jaxrl.training.policy_loss import make_policy_loss
@@ -62,7 +61,7 @@ def tiny_params(config=TINY, seed=0):
         fan_in = leaf.shape[-1 if "embed" in name else -2]
         return noise * np.float32((2 if is_table else 1) / fan_in**0.5)
 
-    return jax.tree_util.tree_map_with_path(rough, qwen.abstract_params(config))
+    return jax.tree_util.tree_map_with_path(rough, config.abstract_params())
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def dense_table(params, config, token_ids, *, num_tokens=NUM_TOKENS, temperature
     token_ids = jnp.asarray(token_ids)
     positions = jnp.arange(len(token_ids))
     row = (token_ids[None], positions[None], jnp.ones((1, len(token_ids)), jnp.int32))
-    hidden = qwen.hidden_states(params, config, *row, remat=False)[0]
+    hidden = config.hidden_states(params, *row, remat=False)[0]
     head = params["embed"]["embedding"].T if config.tie_embeddings else params["lm_head"]["kernel"]
     return jax.nn.log_softmax((hidden @ head)[:, :num_tokens] / temperature)
 

@@ -73,9 +73,9 @@ def test_a_run_under_way_answers_with_its_newest_checkpoint(run, tiny_world):
     checkpointer.close()
     display = Display()
     display.console = Console(file=io.StringIO(), width=200)
-    parts, _ = ask.open_run(run, None, display)
+    parts, config = ask.open_run(run, None, display)
     assert "weights: checkpoint of step 61, in the middle" in display.console.file.getvalue()
-    got, _ = ask.load_weights(parts, run, None, display)
+    got, _ = ask.load_weights(parts, config, run, None, display)
     jax.tree.map(lambda one, other: (one == other).all() or pytest.fail("differs"), got, params)
 
 

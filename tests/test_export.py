@@ -42,8 +42,8 @@ def programs():
     mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1, devices=device)
     sampler = Sampler(config=CONFIG, mesh=mesh, num_tokens=60, num_steps=4, dtype=jnp.bfloat16)
     slots = jax.eval_shape(lambda: sampler.empty_slots(8, 64))
-    params = qwen.abstract_params(CONFIG)
-    weights = jax.eval_shape(lambda p: qwen.decode_weights(p, CONFIG, jnp.bfloat16), params)
+    params = CONFIG.abstract_params()
+    weights = jax.eval_shape(lambda p: CONFIG.decode_weights(p, jnp.bfloat16), params)
     stops = StopTables(
         next_state=shape((5, 64), jnp.int8),
         is_hit=shape((5, 64), jnp.bool_),

@@ -16,8 +16,8 @@ from absl.testing import flagsaver
 from configs import debug_tiny
 from jaxrl import launch
 from jaxrl.config import to_json
+from jaxrl.models.architecture import read_model
 from jaxrl.models.hf_weights import open_tensors
-from jaxrl.models.qwen import QwenConfig
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.training.health import NothingWorksError
 from tests.helpers import as_nobody
@@ -323,7 +323,7 @@ class TestFiles:
         [
             ("model.safetensors", open_tensors),
             ("tokenizer.json", Tokenizer.from_folder),
-            ("config.json", QwenConfig.from_hf),
+            ("config.json", read_model),
         ],
     )
     def test_a_model_that_may_not_be_read(self, tiny_world, open_folder, name, read):

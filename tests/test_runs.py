@@ -18,7 +18,6 @@ from jaxrl import report, train
 from jaxrl.envs.base import Outcome, Turn
 from jaxrl.envs.retrieval import SearchEngine
 from jaxrl.logs.display import Display
-from jaxrl.models import qwen
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.versions import fingerprints
 from jaxrl.training.health import NothingWorksError
@@ -280,7 +279,7 @@ def test_the_update_has_the_memory_for_itself(tiny_world, tmp_path, monkeypatch)
     monkeypatch.setattr(train.Checkpointer, "save", save_and_wait)
     monkeypatch.setattr(train, "put_batch", measuring)
     train.run(config, tmp_path, made, Display())
-    leaves = jax.tree.leaves(qwen.abstract_params(made.model_config))
+    leaves = jax.tree.leaves(made.model_config.abstract_params())
     weights = 4 * sum(leaf.size for leaf in leaves)  # float32; the state has two moments as well
     assert len(measured) == 4
     for held in measured:  # the batch of the step before is the rest

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.envs.base import Env, Reward, Task
-from jaxrl.models.qwen import QwenConfig, hidden_states
+from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Seeds
@@ -170,7 +170,7 @@ def taught(params, config, token_ids, *, start):
 @jax.jit(static_argnums=1)
 def _features(params, config, token_ids):
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
-    return hidden_states(params, config, token_ids, positions, jnp.ones_like(positions))
+    return config.hidden_states(params, token_ids, positions, jnp.ones_like(positions))
 
 
 _active_counts = []

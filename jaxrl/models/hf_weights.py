@@ -14,7 +14,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,32 +30,10 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from jaxrl.models.qwen import QwenConfig, abstract_params
+from jaxrl.models.architecture import Architecture, read_fields, read_model
 from jaxrl.runtime import sharding
 from jaxrl.runtime.files import folder_taking_place
 from jaxrl.types import Params
-
-HF_NAMES = {
-    "embed/embedding": "model.embed_tokens.weight",
-    "blocks/input_norm/scale": "model.layers.{}.input_layernorm.weight",
-    "blocks/attention/q/kernel": "model.layers.{}.self_attn.q_proj.weight",
-    "blocks/attention/q/bias": "model.layers.{}.self_attn.q_proj.bias",
-    "blocks/attention/k/kernel": "model.layers.{}.self_attn.k_proj.weight",
-    "blocks/attention/k/bias": "model.layers.{}.self_attn.k_proj.bias",
-    "blocks/attention/v/kernel": "model.layers.{}.self_attn.v_proj.weight",
-    "blocks/attention/v/bias": "model.layers.{}.self_attn.v_proj.bias",
-    "blocks/attention/o/kernel": "model.layers.{}.self_attn.o_proj.weight",
-    "blocks/attention/o/bias": "model.layers.{}.self_attn.o_proj.bias",
-    "blocks/attention/q_norm/scale": "model.layers.{}.self_attn.q_norm.weight",
-    "blocks/attention/k_norm/scale": "model.layers.{}.self_attn.k_norm.weight",
-    "blocks/post_attention_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
-    "blocks/mlp/gate/kernel": "model.layers.{}.mlp.gate_proj.weight",
-    "blocks/mlp/up/kernel": "model.layers.{}.mlp.up_proj.weight",
-    "blocks/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
-    "norm/scale": "model.norm.weight",
-    "lm_head/kernel": "lm_head.weight",
-}
-"""Parameter to HF tensor, `{}` the layer. A `kernel` is [in, out] here and [out, in] there."""
 
 DTYPES = {
     "F32": np.dtype(np.float32),
@@ -80,7 +58,6 @@ SIDE_FILES = (
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES_FILE = "tensor_dtypes.json"
-TIED_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -116,16 +93,16 @@ class StoredTensor:
         return self.data.get_dtype()
 
 
-def hf_places(config: QwenConfig) -> dict[str, Place]:
+def hf_places(config: Architecture) -> dict[str, Place]:
     """Every tensor that an HF folder of this model holds, by HF name."""
-    leaves = flatten_dict(abstract_params(config), sep="/")
+    leaves = flatten_dict(config.abstract_params(), sep="/")
     places = {}
-    for param in sorted(leaves, key=list(HF_NAMES).index):
+    for param, name in config.hf_names().items():
         is_stacked = param.startswith("blocks/")
         shape = leaves[param].shape[1:] if is_stacked else leaves[param].shape
         shape = shape[::-1] if param.endswith("/kernel") else shape
         for layer in range(config.num_layers) if is_stacked else [None]:
-            places[HF_NAMES[param].format(layer)] = Place(param, layer, shape)
+            places[name.format(layer)] = Place(param, layer, shape)
     return places
 
 
@@ -133,6 +110,7 @@ def load_hf(
     path: str | Path,
     mesh: Mesh | None = None,
     *,
+    architecture: str = "",
     dtype: DTypeLike = jnp.float32,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Params:
@@ -142,6 +120,7 @@ def load_hf(
         path: a folder with `config.json` and `model.safetensors`, or several safetensors files
             and their index.
         mesh: the parameters get `sharding.param_shardings` on it; None means the first device.
+        architecture: see `read_model`.
         dtype: of the parameters; float32 holds every checkpoint exactly.
         progress: told after each parameter how many MiB are loaded, of how many.
 
@@ -149,8 +128,9 @@ def load_hf(
         FileNotFoundError: the folder, its `config.json` or a weights file is not there.
         ValueError: a file is damaged, or its tensors are not those of the config.
     """
-    config, stored = check_hf(path)
-    shapes = flatten_dict(abstract_params(config), sep="/")
+    config, stored = check_hf(path, architecture)
+    names = config.hf_names()
+    shapes = flatten_dict(config.abstract_params(), sep="/")
     if mesh is None:
         layouts = dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
     else:
@@ -160,10 +140,10 @@ def load_hf(
         def read(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None  # only shapeless arrays have none
             if not param.startswith("blocks/"):
-                return _read_part(stored[HF_NAMES[param]], param, index).astype(dtype)
+                return _read_part(stored[names[param]], param, index).astype(dtype)
             layers = range(config.num_layers)[index[0]]
-            names = [HF_NAMES[param].format(layer) for layer in layers]
-            parts = [_read_part(stored[name], param, index[1:]).astype(dtype) for name in names]
+            tensors = [stored[names[param].format(layer)] for layer in layers]
+            parts = [_read_part(tensor, param, index[1:]).astype(dtype) for tensor in tensors]
             return np.stack(parts)
 
         return jax.make_array_from_callback(shapes[param].shape, layouts[param], read)
@@ -179,13 +159,15 @@ def load_hf(
     return unflatten_dict(loaded, sep="/")
 
 
-def check_hf(path: str | Path) -> tuple[QwenConfig, dict[str, StoredTensor]]:
+def check_hf(
+    path: str | Path, architecture: str = ""
+) -> tuple[Architecture, dict[str, StoredTensor]]:
     """The config and the tensors of an HF folder, checked by their headers without reading them.
 
     Raises:
         FileNotFoundError, ValueError: as `load_hf` does.
     """
-    config = QwenConfig.from_hf(path)
+    config = read_model(path, architecture)
     stored = open_tensors(Path(path))
     _check_tensors(stored, config, Path(path))
     return config, stored
@@ -251,9 +233,9 @@ def _open_file(file: Path) -> list[StoredTensor]:
         ) from error
 
 
-def _check_tensors(stored: Mapping[str, StoredTensor], config: QwenConfig, folder: Path) -> None:
+def _check_tensors(stored: Mapping[str, StoredTensor], config: Architecture, folder: Path) -> None:
     """Refuses tensors that are missing, unexpected, misshapen or of an unknown dtype."""
-    places = hf_places(config)
+    places, copies = hf_places(config), config.hf_copies()
     for name, place in places.items():
         if name not in stored:
             files = sorted({tensor.file.name for tensor in stored.values()})
@@ -262,8 +244,8 @@ def _check_tensors(stored: Mapping[str, StoredTensor], config: QwenConfig, folde
                 f"config.json calls for; looked in {', '.join(files) or 'no file'}."
             )
     for name, tensor in stored.items():
-        if name == TIED_HEAD and config.tie_embeddings:
-            _check_tied_head(tensor, stored[HF_NAMES["embed/embedding"]])
+        if name in copies:
+            _check_copy(tensor, stored[copies[name]])
         elif name not in places:
             raise ValueError(
                 f"{tensor.file} holds the tensor {name!r} {list(tensor.shape)}, which the model "
@@ -281,18 +263,18 @@ def _check_tensors(stored: Mapping[str, StoredTensor], config: QwenConfig, folde
             )
 
 
-def _check_tied_head(head: StoredTensor, embedding: StoredTensor) -> None:
+def _check_copy(copy: StoredTensor, tensor: StoredTensor) -> None:
     """A stored output layer of tied embeddings must be the embedding once more."""
-    if head.shape != embedding.shape or not np.array_equal(head.data[:], embedding.data[:]):
+    if copy.shape != tensor.shape or not np.array_equal(copy.data[:], tensor.data[:]):
         raise ValueError(
-            f"{head.file}: tensor {head.name!r} differs from {embedding.name!r} although "
+            f"{copy.file}: tensor {copy.name!r} differs from {tensor.name!r} although "
             "config.json says tie_word_embeddings; set it to false if both are meant."
         )
 
 
 def save_hf(
     params: Params,
-    config: QwenConfig,
+    config: Architecture,
     path: str | Path,
     *,
     source: str | Path | None = None,
@@ -321,9 +303,10 @@ def save_hf(
     dtypes = dict.fromkeys(hf_places(config), "F32")
     if source is not None:
         _check_source(config, Path(source), Path(path))
-        dtypes = tensor_dtypes(Path(source))
+        dtypes = tensor_dtypes(Path(source), config)
     places = hf_places(config)
-    places |= {name: places[HF_NAMES["embed/embedding"]] for name in dtypes if name not in places}
+    copies = config.hf_copies()
+    places |= {name: places[copies[name]] for name in dtypes if name not in places}
     sizes = {
         name: int(np.prod(place.shape)) * DTYPES[dtypes[name]].itemsize
         for name, place in places.items()
@@ -348,8 +331,8 @@ def save_hf(
         multihost_utils.sync_global_devices(f"wrote {path}")  # others leave when it is there
 
 
-def _check_params(leaves: Mapping[str, Any], config: QwenConfig) -> None:
-    expected = flatten_dict(abstract_params(config), sep="/")
+def _check_params(leaves: Mapping[str, Any], config: Architecture) -> None:
+    expected = flatten_dict(config.abstract_params(), sep="/")
     for param in sorted({*expected, *leaves}):
         arrived = list(leaves[param].shape) if param in leaves else "nothing"
         wanted = list(expected[param].shape) if param in expected else "nothing"
@@ -359,11 +342,12 @@ def _check_params(leaves: Mapping[str, Any], config: QwenConfig) -> None:
             )
 
 
-def _check_source(config: QwenConfig, source: Path, path: Path) -> None:
-    found = QwenConfig.from_hf(source)
+def _check_source(config: Architecture, source: Path, path: Path) -> None:
+    fields, file = read_fields(source)
+    found = config.from_dict(fields, source=file)
     if found != config:
-        wanted = asdict(config)
-        differing = [name for name, value in asdict(found).items() if value != wanted[name]]
+        wanted = vars(config)
+        differing = [name for name, value in vars(found).items() if value != wanted[name]]
         raise ValueError(
             f"{str(source)!r} holds another model than the one to export: its "
             f"{', '.join(differing)} differ."
@@ -372,12 +356,12 @@ def _check_source(config: QwenConfig, source: Path, path: Path) -> None:
         raise ValueError(f"export to another folder than its source {str(source)!r}.")
 
 
-def tensor_dtypes(source: Path) -> dict[str, str]:
-    """The dtype of each tensor of an HF folder, or of a checkpoint's `source/`."""
+def tensor_dtypes(source: Path, config: Architecture) -> dict[str, str]:
+    """The dtype of each tensor of an HF folder of that model, or of a checkpoint's `source/`."""
     if (source / DTYPES_FILE).is_file():
         return json.loads((source / DTYPES_FILE).read_text(encoding="utf-8"))
     stored = open_tensors(source)
-    _check_tensors(stored, QwenConfig.from_hf(source), source)
+    _check_tensors(stored, config, source)
     return {name: tensor.dtype for name, tensor in stored.items()}
 
 
@@ -416,9 +400,9 @@ def _write_index(folder: Path, sizes: Mapping[str, int], max_shard_size: int) ->
         _write_json(folder / INDEX_FILE, index)
 
 
-def _write_small_files(folder: Path, config: QwenConfig, source: str | Path | None) -> None:
+def _write_small_files(folder: Path, config: Architecture, source: str | Path | None) -> None:
     if source is None:
-        _write_json(folder / "config.json", config_fields(config))
+        _write_json(folder / "config.json", config.hf_config())
     else:
         _copy_side_files(Path(source), folder)
 
@@ -434,45 +418,26 @@ def _copy_side_files(source: Path, folder: Path) -> None:
                 shutil.copyfile(file, folder / file.name)
 
 
-def config_fields(config: QwenConfig) -> dict[str, Any]:
-    """A `config.json` for a model that did not come from an HF folder."""
-    is_qwen3 = config.qk_norm
-    fields = {
-        "architectures": ["Qwen3ForCausalLM" if is_qwen3 else "Qwen2ForCausalLM"],
-        "model_type": "qwen3" if is_qwen3 else "qwen2",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.width,
-        "intermediate_size": config.mlp_width,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_positions,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tie_embeddings,
-        "use_sliding_window": False,
-        "torch_dtype": "float32",
-    }
-    return {**fields, "attention_bias": config.qkv_bias} if is_qwen3 else fields
-
-
-def import_checkpoint(source: str | Path, path: str | Path) -> None:
+def import_checkpoint(source: str | Path, path: str | Path, architecture: str = "") -> None:
     """HF folder to checkpoint, over all devices."""
     source = Path(source)
-    params = load_hf(source, sharding.make_mesh(data=1, fsdp=-1, tensor=1))
+    mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1)
+    params = load_hf(source, mesh, architecture=architecture)
+    dtypes = tensor_dtypes(source, read_model(source, architecture))
     with folder_taking_place(Path(path), marker=f"source/{DTYPES_FILE}") as folder:
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder / "params", params)
         (folder / "source").mkdir()
         _copy_side_files(source, folder / "source")
-        _write_json(folder / "source" / DTYPES_FILE, tensor_dtypes(source))
+        _write_json(folder / "source" / DTYPES_FILE, dtypes)
 
 
 def export_checkpoint(
-    checkpoint: str | Path, path: str | Path, *, max_shard_size: int = 5 * 10**9
+    checkpoint: str | Path,
+    path: str | Path,
+    architecture: str = "",
+    *,
+    max_shard_size: int = 5 * 10**9,
 ) -> None:
     """Checkpoint of `import_checkpoint` to HF folder, over all devices."""
     source = Path(checkpoint) / "source"
@@ -481,11 +446,11 @@ def export_checkpoint(
             f"{str(checkpoint)!r} holds no source/{DTYPES_FILE}; expected a folder written by "
             "`python -m jaxrl.models.hf_weights import`."
         )
-    config = QwenConfig.from_hf(source)
+    config = read_model(source, architecture)
     mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1)
     target = jax.tree.map(
         lambda leaf, layout: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout),
-        abstract_params(config),
+        config.abstract_params(),
         sharding.param_shardings(mesh, config),
     )
     with ocp.StandardCheckpointer() as checkpointer:
@@ -502,15 +467,17 @@ def main(arguments: list[str] | None = None) -> None:
     for command in (importer, exporter):
         command.add_argument("source", metavar="SRC")
         command.add_argument("path", metavar="DST")
+        command.add_argument("--architecture", default="", help="default: by config.json")
     exporter.add_argument(
         "--max_shard_size", type=int, default=5 * 10**9, metavar="BYTES", help="of each file"
     )
     options = parser.parse_args(arguments)
+    where = (options.source, options.path, options.architecture)
     try:
         if options.command == "import":
-            import_checkpoint(options.source, options.path)
+            import_checkpoint(*where)
         else:
-            export_checkpoint(options.source, options.path, max_shard_size=options.max_shard_size)
+            export_checkpoint(*where, max_shard_size=options.max_shard_size)
     except (OSError, ValueError) as error:
         raise SystemExit(f"{parser.prog}: {error}") from error
 

@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxrl.models.qwen import Cache, QwenConfig
+from jaxrl.models.architecture import Architecture, Cache
 
 
-def allocate(config: QwenConfig, num_slots: int, capacity: int, dtype: DTypeLike) -> Cache:
+def allocate(config: Architecture, num_slots: int, capacity: int, dtype: DTypeLike) -> Cache:
     """Zeroed caches `[num_slots, K, capacity, H]`, a pair for each layer."""
     shape = (num_slots, config.num_kv_heads, capacity, config.head_dim)
     return tuple(

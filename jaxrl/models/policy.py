@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl.models import qwen
-from jaxrl.models.qwen import QwenConfig
+from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.sharding import batch_sharding, param_shardings
 from jaxrl.types import Batch, Params
 
@@ -19,7 +18,7 @@ class Model:
 
     def __init__(
         self,
-        config: QwenConfig,
+        config: Architecture,
         mesh: Mesh,
         *,
         num_tokens: int,
@@ -66,10 +65,9 @@ class Model:
         Returns:
             Log-probabilities and entropies, float32 [b, T], nats.
         """
-        params = self._gather_tables(qwen.train_weights(params, self.dtype))
-        hidden = qwen.hidden_states(
+        params = self._gather_tables(self.config.train_weights(params, self.dtype))
+        hidden = self.config.hidden_states(
             params,
-            self.config,
             batch.token_ids,
             batch.positions,
             batch.segment_ids,
@@ -84,7 +82,7 @@ class Model:
 
         def chunk(_: None, xs: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
             hidden, targets = xs
-            logits = qwen.unembed(params, self.config, hidden, num_tokens=self.num_tokens)
+            logits = self.config.unembed(params, hidden, num_tokens=self.num_tokens)
             return None, _logprobs_and_entropies(logits / temperature, targets, entropy_gradient)
 
         if width < T:
@@ -106,8 +104,11 @@ class Model:
         whole = param_shardings(self.mesh, self.config, for_decode=True)
         tables = {}
         for name in params.keys() - {"blocks"}:
-            [layout] = whole[name].values()
-            tables[name] = jax.lax.with_sharding_constraint(params[name], layout)
+            first, *_ = whole[name].values()  # for what `train_weights` has put beside it too
+            tables[name] = {
+                leaf: jax.lax.with_sharding_constraint(array, whole[name].get(leaf, first))
+                for leaf, array in params[name].items()
+            }
         return {**params, **tables}
 
 

@@ -21,102 +21,22 @@ would copy each layer's cache.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.models import attention
+from jaxrl.models.architecture import Architecture, Cache, MemoryTerms
 from jaxrl.types import Params
-
-Cache = tuple[tuple[jax.Array, jax.Array], ...]
-"""Keys and values of each layer, `[rows, K, S, H]`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class QwenConfig:
-    """Every field of a Qwen `config.json` that changes the arithmetic."""
-
-    vocab_size: int
-    width: int
-    mlp_width: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float
-    rms_norm_eps: float
-    tie_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    qk_norm: bool
-    max_positions: int
-
-    @classmethod
-    def from_hf(cls, path: str | Path) -> QwenConfig:
-        """Reads `config.json` of an HF folder, in its old and its new spelling.
-
-        Raises:
-            FileNotFoundError: there is no such folder or no `config.json` in it.
-            ValueError: the file names an architecture or a feature without a parity test here.
-        """
-        file = Path(path) / "config.json"
-        if not Path(path).is_dir():
-            raise FileNotFoundError(
-                f"model folder {str(path)!r} does not exist; set config.model.path to a local "
-                "folder in Hugging Face format (config.json, *.safetensors, tokenizer.json)."
-            )
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"{str(path)!r} holds no config.json; config.model.path must be a folder in "
-                "Hugging Face format."
-            )
-        try:
-            fields = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{file} is not valid JSON: {error}") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"{file} holds a {type(fields).__name__}, expected a JSON object.")
-        return cls.from_dict(fields, source=str(file))
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenConfig:
-        """The same from the parsed JSON, where null is as absent; `source` is named in errors."""
-        fields = _without_nulls(fields)
-        _check_kinds(fields, source)
-        _refuse_unsupported(fields, source)
-        is_qwen3 = fields["model_type"] == "qwen3"
-        try:
-            num_heads = fields["num_attention_heads"]
-            return cls(
-                vocab_size=fields["vocab_size"],
-                width=fields["hidden_size"],
-                mlp_width=fields["intermediate_size"],
-                num_layers=fields["num_hidden_layers"],
-                num_heads=num_heads,
-                num_kv_heads=fields.get("num_key_value_heads") or num_heads,
-                head_dim=fields.get("head_dim")
-                or (128 if is_qwen3 else fields["hidden_size"] // num_heads),
-                rope_theta=float(_rope_theta(fields)),
-                rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-                tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
-                qkv_bias=bool(fields.get("attention_bias", False)) if is_qwen3 else True,
-                output_bias=bool(fields.get("attention_bias", False)) if is_qwen3 else False,
-                qk_norm=is_qwen3,
-                max_positions=fields.get("max_position_embeddings", 32768),
-            )
-        except KeyError as error:
-            raise ValueError(f"{source} lacks the field {error.args[0]!r}.") from error
-
 
 _KINDS = {
     **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "an object")),
@@ -243,11 +163,6 @@ def init_params(config: QwenConfig, seed: int) -> Params:
     return nnx.to_pure_dict(nnx.state(Qwen(config, rngs=nnx.Rngs(seed)), nnx.Param))
 
 
-def abstract_params(config: QwenConfig) -> Params:
-    """The parameter tree as `jax.ShapeDtypeStruct`s, without making any weight."""
-    return jax.tree.map(lambda leaf: leaf, _traced_params(config))  # a tree that is the caller's
-
-
 @cache
 def _traced_params(config: QwenConfig) -> Params:
     # Asked for dozens of times a run, and a quarter of a second to trace.
@@ -256,77 +171,9 @@ def _traced_params(config: QwenConfig) -> Params:
     )
 
 
-def logical_axes(config: QwenConfig) -> dict[str, Any]:
-    """Names of each parameter's axes, in the shape of the parameter tree; see `sharding`."""
-
-    def linear(inputs: str, outputs: str, has_bias: bool = False) -> dict[str, Any]:
-        kernel = {"kernel": ("layer", inputs, outputs)}
-        return {**kernel, "bias": ("layer", outputs)} if has_bias else kernel
-
-    qk_norm = {"scale": ("layer", None)}
-    attention_axes = {
-        "q": linear("width", "heads", config.qkv_bias),
-        "k": linear("width", "heads", config.qkv_bias),
-        "v": linear("width", "heads", config.qkv_bias),
-        "o": linear("heads", "width", config.output_bias),
-        **({"q_norm": qk_norm, "k_norm": qk_norm} if config.qk_norm else {}),
-    }
-    axes = {
-        "embed": {"embedding": ("vocab", "width")},
-        "blocks": {
-            "input_norm": {"scale": ("layer", None)},
-            "attention": attention_axes,
-            "post_attention_norm": {"scale": ("layer", None)},
-            "mlp": {
-                "gate": linear("width", "mlp"),
-                "up": linear("width", "mlp"),
-                "down": linear("mlp", "width"),
-            },
-        },
-        "norm": {"scale": (None,)},
-    }
-    return axes if config.tie_embeddings else {**axes, "lm_head": {"kernel": ("width", "vocab")}}
-
-
 def cast(params: Params, dtype: DTypeLike) -> Params:
     """The parameters in the dtype that matrix products use."""
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-
-
-def train_weights(params: Params, dtype: DTypeLike) -> Params:
-    """Weights as `hidden_states` and `unembed` read them for a gradient: cast, but for two kinds.
-
-    Sums over tokens are float32. Biases stay float32, and are cast where they are added. Beside
-    embedding and output layer stands `master`, the float32 table of the same shape, to which their
-    gradient goes; nothing reads its values. Other kernels get their gradient from one product,
-    which sums in float32 and rounds once.
-    """
-    weights = jax.tree_util.tree_map_with_path(
-        lambda path, leaf: leaf if path[-1].key == "bias" else leaf.astype(dtype), params
-    )
-    if jnp.dtype(dtype) != jnp.float32:
-        for name in {"embed", "lm_head"} & params.keys():
-            [table] = params[name].values()
-            weights[name] = {**weights[name], "master": table}
-    return weights
-
-
-def decode_weights(params: Params, config: QwenConfig, dtype: DTypeLike) -> Params:
-    """Weights as `extend` and `decode` read them: cast, `blocks` a tuple of layers.
-
-    On a CPU a tied model gets an `lm_head` too.
-    """
-    params = cast(params, dtype)
-    layers = tuple(
-        jax.tree.map(lambda leaf, index=index: leaf[index], params["blocks"])
-        for index in range(config.num_layers)
-    )
-    weights = {**params, "blocks": layers}
-    if config.tie_embeddings and jax.default_backend() == "cpu":
-        # A product with a transposed matrix takes a CPU up to twice as long. Elsewhere it costs
-        # nothing, and the copy would cost memory.
-        weights["lm_head"] = {"kernel": params["embed"]["embedding"].T}
-    return weights
 
 
 def rms_norm(
@@ -461,146 +308,298 @@ def _block(
     return x + _linear(mlp["down"], gated)
 
 
-def hidden_states(
-    params: Params,
-    config: QwenConfig,
-    token_ids: Int[Array, "R T"],
-    positions: Int[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
-    *,
-    remat: bool = True,
-) -> Float[Array, "R T D"]:
-    """Final normed hidden states of packed rows, the layers scanned.
+HF_NAMES = {
+    "embed/embedding": "model.embed_tokens.weight",
+    "blocks/input_norm/scale": "model.layers.{}.input_layernorm.weight",
+    "blocks/attention/q/kernel": "model.layers.{}.self_attn.q_proj.weight",
+    "blocks/attention/q/bias": "model.layers.{}.self_attn.q_proj.bias",
+    "blocks/attention/k/kernel": "model.layers.{}.self_attn.k_proj.weight",
+    "blocks/attention/k/bias": "model.layers.{}.self_attn.k_proj.bias",
+    "blocks/attention/v/kernel": "model.layers.{}.self_attn.v_proj.weight",
+    "blocks/attention/v/bias": "model.layers.{}.self_attn.v_proj.bias",
+    "blocks/attention/o/kernel": "model.layers.{}.self_attn.o_proj.weight",
+    "blocks/attention/o/bias": "model.layers.{}.self_attn.o_proj.bias",
+    "blocks/attention/q_norm/scale": "model.layers.{}.self_attn.q_norm.weight",
+    "blocks/attention/k_norm/scale": "model.layers.{}.self_attn.k_norm.weight",
+    "blocks/post_attention_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
+    "blocks/mlp/gate/kernel": "model.layers.{}.mlp.gate_proj.weight",
+    "blocks/mlp/up/kernel": "model.layers.{}.mlp.up_proj.weight",
+    "blocks/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
+    "norm/scale": "model.norm.weight",
+    "lm_head/kernel": "lm_head.weight",
+}
+"""Parameter to HF tensor, `{}` the layer. A `kernel` is [in, out] here and [out, in] there."""
 
-    Args:
-        params: stacked parameters, or their `train_weights`.
-        config: of the model.
-        token_ids: ids of the rows.
-        positions: position of each token in its own sequence.
-        segment_ids: a token attends to earlier tokens of the same segment in its row.
-        remat: recompute each layer in the backward pass rather than keep its activations.
-    """
-    R, T = token_ids.shape
-    angles = rope_angles(positions.reshape(-1), config)
-    same_segment = attention.packed_mask(segment_ids)
-
-    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        q, k, v = (x.reshape(R, T, *x.shape[1:]) for x in (q, k, v))
-        return attention.train(q, k, v, same_segment).reshape(R * T, *q.shape[2:])
-
-    def step(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-        return _block(layer, config, x, angles, attend), None
-
-    table, ids = params["embed"], token_ids.reshape(-1)
-    if "master" in table:
-        x = _look_up(table["embedding"], table["master"], ids)
-    else:
-        x = table["embedding"][ids]
-    x, _ = jax.lax.scan(jax.checkpoint(step) if remat else step, x, params["blocks"])
-    return rms_norm(x, params["norm"]["scale"], config.rms_norm_eps).reshape(R, T, -1)
+OUTPUT_AXES = {"lm_head": {"kernel": ("width", "vocab")}}
 
 
-def unembed(
-    params: Params, config: QwenConfig, hidden: Float[Array, "... D"], *, num_tokens: int
-) -> Float[Array, "... V"]:
-    """Float32 logits; ids from `num_tokens` on, which no tokenizer knows, get the lowest value.
+@dataclass(frozen=True, kw_only=True)
+class QwenConfig(Architecture):
+    """Every field of a Qwen `config.json` that changes the arithmetic."""
 
-    Checkpoints pad their vocabulary. Masking those ids here, in sampler and trainer alike, keeps
-    both on one distribution.
-    """
-    is_tied = "lm_head" not in params
-    table = params["embed" if is_tied else "lm_head"]
-    if "master" in table:
-        axes, weights = ("vd", table["embedding"]) if is_tied else ("dv", table["kernel"])
-        logits = _project(axes, hidden, weights, table["master"])
-    else:
-        kernel = table["embedding"].T if is_tied else table["kernel"]
-        logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
-    if num_tokens >= config.vocab_size:
-        return logits
-    return jnp.where(jnp.arange(config.vocab_size) < num_tokens, logits, attention.LOWEST)
+    vocab_size: int
+    width: int
+    mlp_width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    max_positions: int
 
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenConfig:
+        """The old and the new spelling of its fields; null is as absent.
 
-def extend(
-    weights: Params,
-    config: QwenConfig,
-    cache: Cache | None,
-    token_ids: Int[Array, "R C"],
-    start: Int[Array, " R"],
-    lengths: Int[Array, " R"],
-) -> tuple[Float[Array, "R D"], Cache]:
-    """Reads a chunk of tokens after what the cache holds; prompts and observations alike.
+        Raises:
+            ValueError: the file names an architecture or a feature without a parity test here.
+        """
+        fields = _without_nulls(fields)
+        _check_kinds(fields, source)
+        _refuse_unsupported(fields, source)
+        is_qwen3 = fields["model_type"] == "qwen3"
+        try:
+            num_heads = fields["num_attention_heads"]
+            return cls(
+                vocab_size=fields["vocab_size"],
+                width=fields["hidden_size"],
+                mlp_width=fields["intermediate_size"],
+                num_layers=fields["num_hidden_layers"],
+                num_heads=num_heads,
+                num_kv_heads=fields.get("num_key_value_heads") or num_heads,
+                head_dim=fields.get("head_dim")
+                or (128 if is_qwen3 else fields["hidden_size"] // num_heads),
+                rope_theta=float(_rope_theta(fields)),
+                rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
+                tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
+                qkv_bias=bool(fields.get("attention_bias", False)) if is_qwen3 else True,
+                output_bias=bool(fields.get("attention_bias", False)) if is_qwen3 else False,
+                qk_norm=is_qwen3,
+                max_positions=fields.get("max_position_embeddings", 32768),
+            )
+        except KeyError as error:
+            raise ValueError(f"{source} lacks the field {error.args[0]!r}.") from error
 
-    Args:
-        weights: of `decode_weights`.
-        config: of the model.
-        cache: keys and values so far, `[R, K, S, H]` a layer; None when there are none.
-        token_ids: the chunk, padded on the right.
-        start: tokens each row's cache holds, which is the position of the chunk's first token.
-        lengths: valid tokens of each row's chunk, at least 1.
+    def hf_config(self) -> dict[str, Any]:
+        """The inverse of `from_dict`."""
+        is_qwen3 = self.qk_norm
+        fields = {
+            "architectures": ["Qwen3ForCausalLM" if is_qwen3 else "Qwen2ForCausalLM"],
+            "model_type": "qwen3" if is_qwen3 else "qwen2",
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.width,
+            "intermediate_size": self.mlp_width,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_theta": self.rope_theta,
+            "tie_word_embeddings": self.tie_embeddings,
+            "use_sliding_window": False,
+            "torch_dtype": "float32",
+        }
+        return {**fields, "attention_bias": self.qkv_bias} if is_qwen3 else fields
 
-    Returns:
-        The normed hidden state of each row's last valid token, and the chunk's keys and values,
-        `[R, K, C, H]` a layer, for the caller to write at `start`.
-    """
-    R, C = token_ids.shape
-    angles = rope_angles((start[:, None] + jnp.arange(C)).reshape(-1), config)
-    written = []
-    x = weights["embed"]["embedding"][token_ids.reshape(-1)]
-    for index, layer in enumerate(weights["blocks"]):
+    def abstract_params(self) -> Params:
+        """Traced once."""
+        return jax.tree.map(lambda leaf: leaf, _traced_params(self))  # a tree that is the caller's
 
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array, index: int = index) -> jax.Array:
-            q, k, v = (x.reshape(R, C, *x.shape[1:]) for x in (q, k, v))
-            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-            written.append((k, v))
-            past = cache[index] if cache is not None else None
-            return attention.extend(q, k, v, past, start).reshape(R * C, *q.shape[2:])
+    def logical_axes(self) -> dict[str, Any]:
+        """Heads and the inner width of the MLP over `tensor`, widths over `fsdp`."""
 
-        x = _block(layer, config, x, angles, attend)
-    last = jnp.take_along_axis(x.reshape(R, C, -1), (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return rms_norm(last, weights["norm"]["scale"], config.rms_norm_eps), tuple(written)
+        def linear(inputs: str, outputs: str, has_bias: bool = False) -> dict[str, Any]:
+            kernel = {"kernel": ("layer", inputs, outputs)}
+            return {**kernel, "bias": ("layer", outputs)} if has_bias else kernel
 
+        qk_norm = {"scale": ("layer", None)}
+        attention_axes = {
+            "q": linear("width", "heads", self.qkv_bias),
+            "k": linear("width", "heads", self.qkv_bias),
+            "v": linear("width", "heads", self.qkv_bias),
+            "o": linear("heads", "width", self.output_bias),
+            **({"q_norm": qk_norm, "k_norm": qk_norm} if self.qk_norm else {}),
+        }
+        axes = {
+            "embed": {"embedding": ("vocab", "width")},
+            "blocks": {
+                "input_norm": {"scale": ("layer", None)},
+                "attention": attention_axes,
+                "post_attention_norm": {"scale": ("layer", None)},
+                "mlp": {
+                    "gate": linear("width", "mlp"),
+                    "up": linear("width", "mlp"),
+                    "down": linear("mlp", "width"),
+                },
+            },
+            "norm": {"scale": (None,)},
+        }
+        return axes if self.tie_embeddings else {**axes, **OUTPUT_AXES}
 
-def decode(
-    weights: Params,
-    config: QwenConfig,
-    window: Cache,
-    valid: Bool[Array, "B W"],
-    index: Int[Array, ""],
-    token_ids: Int[Array, " B"],
-    positions: Int[Array, " B"],
-) -> tuple[Float[Array, "B D"], Cache]:
-    """Reads one token a row.
+    def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
+        """Cast, but for two kinds.
 
-    Args:
-        weights: of `decode_weights`.
-        config: of the model.
-        window: of `kv_cache.open_window`: keys `[B, K, H, W]` and values `[B, K, W, H]` a layer.
-        valid: what each row may attend to, `index` included.
-        index: where in the window all rows write this token.
-        token_ids: the tokens to read.
-        positions: their positions.
+        Sums over tokens are float32. Biases stay float32, and are cast where they are added. Beside
+        embedding and output layer stands `master`, the float32 table of the same shape, to which
+        their gradient goes; nothing reads its values. Other kernels get their gradient from one
+        product, which sums in float32 and rounds once.
+        """
+        weights = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if path[-1].key == "bias" else leaf.astype(dtype), params
+        )
+        if jnp.dtype(dtype) != jnp.float32:
+            for name in {"embed", "lm_head"} & params.keys():
+                [table] = params[name].values()
+                weights[name] = {**weights[name], "master": table}
+        return weights
 
-    Returns:
-        The normed hidden state after each token, and the window with this step written.
-    """
-    written = []
-    angles = rope_angles(positions, config)
-    x = weights["embed"]["embedding"][token_ids]
-    put = jax.lax.dynamic_update_slice_in_dim
-    for layer, (old_keys, old_values) in zip(weights["blocks"], window, strict=True):
+    def decode_weights(self, params: Params, dtype: DTypeLike) -> Params:
+        """Cast, `blocks` a tuple of layers; on a CPU a tied model gets an `lm_head` too."""
+        params = cast(params, dtype)
+        layers = tuple(
+            jax.tree.map(lambda leaf, index=index: leaf[index], params["blocks"])
+            for index in range(self.num_layers)
+        )
+        weights = {**params, "blocks": layers}
+        if self.tie_embeddings and jax.default_backend() == "cpu":
+            # A product with a transposed matrix takes a CPU up to twice as long. Elsewhere it costs
+            # nothing, and the copy would cost memory.
+            weights["lm_head"] = {"kernel": params["embed"]["embedding"].T}
+        return weights
 
-        def attend(
-            q: jax.Array,
-            k: jax.Array,
-            v: jax.Array,
-            old_keys: jax.Array = old_keys,
-            old_values: jax.Array = old_values,
-        ) -> jax.Array:
-            keys = put(old_keys, k[..., None], index, axis=3)
-            values = put(old_values, v[:, :, None], index, axis=2)
-            written.append((keys, values))
-            return attention.decode(q, keys, values, valid)
+    def hidden_states(
+        self,
+        params: Params,
+        token_ids: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+        segment_ids: Int[Array, "R T"],
+        *,
+        remat: bool = True,
+    ) -> Float[Array, "R T D"]:
+        """Final normed hidden states of packed rows, the layers scanned."""
+        R, T = token_ids.shape
+        angles = rope_angles(positions.reshape(-1), self)
+        same_segment = attention.packed_mask(segment_ids)
 
-        x = _block(layer, config, x, angles, attend)
-    return rms_norm(x, weights["norm"]["scale"], config.rms_norm_eps), tuple(written)
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            q, k, v = (x.reshape(R, T, *x.shape[1:]) for x in (q, k, v))
+            return attention.train(q, k, v, same_segment).reshape(R * T, *q.shape[2:])
+
+        def step(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
+            return _block(layer, self, x, angles, attend), None
+
+        table, ids = params["embed"], token_ids.reshape(-1)
+        if "master" in table:
+            x = _look_up(table["embedding"], table["master"], ids)
+        else:
+            x = table["embedding"][ids]
+        x, _ = jax.lax.scan(jax.checkpoint(step) if remat else step, x, params["blocks"])
+        return rms_norm(x, params["norm"]["scale"], self.rms_norm_eps).reshape(R, T, -1)
+
+    def unembed(
+        self, params: Params, hidden: Float[Array, "... D"], *, num_tokens: int
+    ) -> Float[Array, "... V"]:
+        """Float32 logits; ids from `num_tokens` on get the lowest value.
+
+        Checkpoints pad their vocabulary. Masking those ids here, in sampler and trainer alike,
+        keeps both on one distribution.
+        """
+        is_tied = "lm_head" not in params
+        table = params["embed" if is_tied else "lm_head"]
+        if "master" in table:
+            axes, weights = ("vd", table["embedding"]) if is_tied else ("dv", table["kernel"])
+            logits = _project(axes, hidden, weights, table["master"])
+        else:
+            kernel = table["embedding"].T if is_tied else table["kernel"]
+            logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+        if num_tokens >= self.vocab_size:
+            return logits
+        return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, attention.LOWEST)
+
+    def extend(
+        self,
+        weights: Params,
+        cache: Cache | None,
+        token_ids: Int[Array, "R C"],
+        start: Int[Array, " R"],
+        lengths: Int[Array, " R"],
+    ) -> tuple[Float[Array, "R D"], Cache]:
+        """Reads a chunk of tokens after what the cache holds; the hidden states are normed."""
+        R, C = token_ids.shape
+        angles = rope_angles((start[:, None] + jnp.arange(C)).reshape(-1), self)
+        written = []
+        x = weights["embed"]["embedding"][token_ids.reshape(-1)]
+        for index, layer in enumerate(weights["blocks"]):
+
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array, index: int = index) -> jax.Array:
+                q, k, v = (x.reshape(R, C, *x.shape[1:]) for x in (q, k, v))
+                k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+                written.append((k, v))
+                past = cache[index] if cache is not None else None
+                return attention.extend(q, k, v, past, start).reshape(R * C, *q.shape[2:])
+
+            x = _block(layer, self, x, angles, attend)
+        last = jnp.take_along_axis(x.reshape(R, C, -1), (lengths - 1)[:, None, None], axis=1)[:, 0]
+        return rms_norm(last, weights["norm"]["scale"], self.rms_norm_eps), tuple(written)
+
+    def decode(
+        self,
+        weights: Params,
+        window: Cache,
+        valid: Bool[Array, "B W"],
+        index: Int[Array, ""],
+        token_ids: Int[Array, " B"],
+        positions: Int[Array, " B"],
+    ) -> tuple[Float[Array, "B D"], Cache]:
+        """Reads one token a row; the hidden states are normed."""
+        written = []
+        angles = rope_angles(positions, self)
+        x = weights["embed"]["embedding"][token_ids]
+        put = jax.lax.dynamic_update_slice_in_dim
+        for layer, (old_keys, old_values) in zip(weights["blocks"], window, strict=True):
+
+            def attend(
+                q: jax.Array,
+                k: jax.Array,
+                v: jax.Array,
+                old_keys: jax.Array = old_keys,
+                old_values: jax.Array = old_values,
+            ) -> jax.Array:
+                keys = put(old_keys, k[..., None], index, axis=3)
+                values = put(old_values, v[:, :, None], index, axis=2)
+                written.append((keys, values))
+                return attention.decode(q, keys, values, valid)
+
+            x = _block(layer, self, x, angles, attend)
+        return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps), tuple(written)
+
+    def decode_axes(self) -> dict[str, Any]:
+        """As `decode_weights` may have it, with an `lm_head`."""
+        return {**super().decode_axes(), **OUTPUT_AXES}
+
+    def hf_names(self) -> dict[str, str]:
+        """In the order of the layers' computation."""
+        params = flatten_dict(self.abstract_params(), sep="/")
+        return {name: tensor for name, tensor in HF_NAMES.items() if name in params}
+
+    def hf_copies(self) -> dict[str, str]:
+        """A tied output layer, which older exports hold."""
+        return {"lm_head.weight": HF_NAMES["embed/embedding"]} if self.tie_embeddings else {}
+
+    def memory_terms(self, tensor: int) -> MemoryTerms:
+        """Of attention and a gated MLP, both split over `tensor` devices where that divides."""
+        inner = self.mlp_width if self.mlp_width % tensor else self.mlp_width // tensor
+        attended = self.num_heads // tensor * self.head_dim
+        return MemoryTerms(
+            activations=4 * inner + 4 * attended + 4 * self.width,
+            saved_activations=3 * inner + 4 * attended + 2 * self.width,
+            read_activations=inner + 2 * attended + 3 * self.width,
+        )

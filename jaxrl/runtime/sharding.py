@@ -1,21 +1,22 @@
 """The device mesh and how arrays lie on it: the only place that knows.
 
-Parameters name their axes (`models.qwen.logical_axes`); the rules below map those names to the
+Parameters name their axes (`Architecture.logical_axes`); the rules below map those names to the
 mesh axes `data`, `fsdp` and `tensor`. Everything with a batch axis is split over data and fsdp.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.models.qwen import QwenConfig, abstract_params, logical_axes
+from jaxrl.models.architecture import Architecture, is_axes
+from jaxrl.types import Params
 
 BATCH = ("data", "fsdp")
 """The mesh axes over which rows and slots are split."""
@@ -100,7 +101,7 @@ def on_local_mesh(array: jax.Array, sharding: NamedSharding) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
 
 
-def check_model_fits(mesh: Mesh, config: QwenConfig) -> None:
+def check_model_fits(mesh: Mesh, config: Architecture) -> None:
     """Refuses a tensor axis that would cut through an attention head.
 
     Raises:
@@ -138,13 +139,27 @@ def prefix_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(None, "tensor", None, None))
 
 
-def param_shardings(mesh: Mesh, config: QwenConfig, *, for_decode: bool = False) -> dict[str, Any]:
+def param_shardings(
+    mesh: Mesh, config: Architecture, *, for_decode: bool = False
+) -> dict[str, Any]:
     """A sharding for every parameter.
 
     A dimension that its mesh axis does not divide stays whole. With `for_decode` only `tensor`
     splits weights, so that a decoding step gathers none.
     """
+    return _shardings(mesh, config.logical_axes(), config.abstract_params(), for_decode)
 
+
+def decode_shardings(mesh: Mesh, config: Architecture) -> dict[str, Any]:
+    """A sharding for every weight of `Architecture.decode_weights`."""
+    weights = jax.eval_shape(
+        lambda params: config.decode_weights(params, jnp.float32), config.abstract_params()
+    )
+    axes = config.decode_axes()
+    return _shardings(mesh, {name: axes[name] for name in weights}, weights, for_decode=True)
+
+
+def _shardings(mesh: Mesh, axes: dict[str, Any], shapes: Params, for_decode: bool) -> Any:
     def leaf(axes: tuple[str | None, ...], shape: jax.ShapeDtypeStruct) -> NamedSharding:
         names = [RULES[axis] for axis in axes]
         if for_decode:
@@ -155,14 +170,4 @@ def param_shardings(mesh: Mesh, config: QwenConfig, *, for_decode: bool = False)
         ]
         return NamedSharding(mesh, P(*whole))
 
-    return jax.tree.map(
-        leaf, logical_axes(config), abstract_params(config), is_leaf=lambda x: isinstance(x, tuple)
-    )
-
-
-def decode_shardings(mesh: Mesh, config: QwenConfig) -> dict[str, Any]:
-    """A sharding for every weight of `models.qwen.decode_weights`, and for an `lm_head`."""
-    untied = dataclasses.replace(config, tie_embeddings=False)
-    shardings = param_shardings(mesh, untied, for_decode=True)
-    layer = jax.tree.map(lambda s: NamedSharding(mesh, P(*s.spec[1:])), shardings["blocks"])
-    return {**shardings, "blocks": (layer,) * config.num_layers}
+    return jax.tree.map(leaf, axes, shapes, is_leaf=is_axes)

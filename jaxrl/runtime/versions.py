@@ -22,7 +22,6 @@ from jaxrl.components import Components
 from jaxrl.config import flatten
 from jaxrl.envs.retrieval import corpus_digest, index_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
-from jaxrl.models.qwen import abstract_params
 from jaxrl.runtime.distributed import gather
 from jaxrl.runtime.files import set_aside, written_whole
 
@@ -59,7 +58,7 @@ def write_environment(
 def environment(components: Components) -> dict[str, Any]:
     """This process's versions and devices, and what it works on."""
     device, model = jax.devices()[0], components.model_config
-    shapes = jax.tree.leaves(abstract_params(model))
+    shapes = jax.tree.leaves(model.abstract_params())
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {

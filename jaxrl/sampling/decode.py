@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 
-from jaxrl.models import kv_cache, qwen
-from jaxrl.models.qwen import Cache, QwenConfig
+from jaxrl.models import kv_cache
+from jaxrl.models.architecture import Architecture, Cache
 from jaxrl.runtime.sharding import batch_sharding, cache_sharding, prefix_sharding, replicated
 from jaxrl.sampling import next_token
 from jaxrl.types import Params
@@ -71,7 +71,7 @@ class Sampler:
         dtype: of weights, activations and caches.
     """
 
-    config: QwenConfig
+    config: Architecture
     mesh: Mesh
     num_tokens: int
     num_steps: int
@@ -109,7 +109,7 @@ class Sampler:
         by_row = batch_sharding(self.mesh)
         token_ids = jax.lax.with_sharding_constraint(token_ids, by_row)
         start = jnp.zeros(token_ids.shape[0], jnp.int32)
-        hidden, prefix = qwen.extend(weights, self.config, None, token_ids, start, lengths)
+        hidden, prefix = self.config.extend(weights, None, token_ids, start, lengths)
         shardings = (replicated(self.mesh), prefix_sharding(self.mesh))
         hidden, prefix = jax.lax.with_sharding_constraint((hidden, prefix), shardings)
         return hidden, prefix
@@ -166,7 +166,7 @@ class Sampler:
         """
         start = kv_cache.take_rows(slots.length, rows)
         past = jax.tree.map(lambda x: kv_cache.take_rows(x, rows), slots.cache)
-        hidden, new = qwen.extend(weights, self.config, past, token_ids, start, lengths)
+        hidden, new = self.config.extend(weights, past, token_ids, start, lengths)
         put = lambda old, x: kv_cache.put_rows(old, rows, x)  # noqa: E731
         return self._constrain(
             Slots(
@@ -222,7 +222,7 @@ class Sampler:
             index: jax.Array, carry: tuple[Slots, Cache, Report]
         ) -> tuple[Slots, Cache, Report]:
             small, window, report = carry
-            logits = qwen.unembed(weights, self.config, small.hidden, num_tokens=self.num_tokens)
+            logits = self.config.unembed(weights, small.hidden, num_tokens=self.num_tokens)
             token, logprob, entropy = next_token.sample(logits, uniforms[index], temperature, top_p)
             budget = small.budget - small.active
             status = _status(stops, small.stop_state, token, budget)
@@ -234,8 +234,8 @@ class Sampler:
                 status=jnp.where(small.active, status, report.status),
             )
             valid = is_past | ((place >= length) & (place <= length + index))
-            hidden, window = qwen.decode(
-                weights, self.config, window, valid, length + index, token, small.length
+            hidden, window = self.config.decode(
+                weights, window, valid, length + index, token, small.length
             )
             small = dataclasses.replace(
                 small,

@@ -22,8 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.models import qwen
-from jaxrl.models.qwen import QwenConfig
+from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.compilation import CompiledFunction
 from jaxrl.runtime.sharding import decode_shardings, num_batch_shards, on_local_mesh, replicated
 from jaxrl.sampling import decode
@@ -203,7 +202,7 @@ class Engine:
 
     def __init__(
         self,
-        config: QwenConfig,
+        config: Architecture,
         mesh: Mesh,
         automaton: StopAutomaton,
         *,
@@ -291,14 +290,12 @@ class Engine:
         self._temperature = self._top_p = 1.0  # of all requests there are
         self.counts = Counts()
 
-    def _compile(self, config: QwenConfig, dtype: Any) -> None:
+    def _compile(self, config: Architecture, dtype: Any) -> None:
         extends = [(rows, size) for rows in self.resume_sizes for size in self.read_sizes]
-        prepare = lambda params: qwen.decode_weights(params, config, dtype)  # noqa: E731
-        names = jax.eval_shape(prepare, qwen.abstract_params(config))
+        prepare = lambda params: config.decode_weights(params, dtype)  # noqa: E731
         layouts = decode_shardings(self._train_mesh, config)
-        self._prepare = jax.jit(prepare, out_shardings={name: layouts[name] for name in names})
-        layouts = decode_shardings(self._mesh, config)
-        self._layouts = {name: layouts[name] for name in names}
+        self._prepare = jax.jit(prepare, out_shardings=layouts)
+        self._layouts = decode_shardings(self._mesh, config)
         decodes = [(rows, length) for rows in self.row_sizes for length in self.length_sizes]
         sampler = self.sampler
         self.functions = (

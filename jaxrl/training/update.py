@@ -13,9 +13,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.models import qwen
+from jaxrl.models.architecture import Architecture
 from jaxrl.models.policy import Model
-from jaxrl.models.qwen import QwenConfig
 from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime.compilation import CompiledFunction
 from jaxrl.runtime.sharding import BATCH, param_shardings, replicated
@@ -29,12 +28,12 @@ TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, M
 
 
 def state_shardings(
-    mesh: Mesh, config: QwenConfig, optimizer: optax.GradientTransformation
+    mesh: Mesh, config: Architecture, optimizer: optax.GradientTransformation
 ) -> TrainState:
     """Optimizer moments lie like their parameters, counters on every device."""
     params = param_shardings(mesh, config)
     whole = replicated(mesh)
-    abstract = jax.eval_shape(optimizer.init, qwen.abstract_params(config))
+    abstract = jax.eval_shape(optimizer.init, config.abstract_params())
     moments = optax.tree_map_params(
         optimizer,
         lambda _, sharding: sharding,
@@ -47,7 +46,7 @@ def state_shardings(
 
 
 def init_state(
-    params: Params, mesh: Mesh, config: QwenConfig, optimizer: optax.GradientTransformation
+    params: Params, mesh: Mesh, config: Architecture, optimizer: optax.GradientTransformation
 ) -> TrainState:
     """A fresh optimizer around parameters, which are donated: there is one master copy."""
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.models import hf_weights
-from jaxrl.models.hf_weights import config_fields, hf_places, load_hf, main, save_hf
+from jaxrl.models.architecture import read_model
+from jaxrl.models.hf_weights import hf_places, load_hf, main, save_hf
 from jaxrl.models.qwen import QwenConfig, init_params
 from tests.helpers import with_devices
 
@@ -96,7 +97,7 @@ def test_import_then_export_is_bit_exact(tmp_path, name, max_shard_size):
     source, path = GOLDEN / name, tmp_path / "export"
     save_hf(
         load_hf(source),
-        QwenConfig.from_hf(source),
+        read_model(source),
         path,
         source=source,
         max_shard_size=max_shard_size,
@@ -143,7 +144,7 @@ def test_every_bfloat16_survives(tmp_path, hf_folder):
     rewrite(hf_folder, change)
     params = load_hf(hf_folder)
     path = tmp_path / "export"
-    save_hf(params, QwenConfig.from_hf(hf_folder), path, source=hf_folder)
+    save_hf(params, read_model(hf_folder), path, source=hf_folder)
     assert tensors_of(path) == tensors_of(hf_folder)
     dtypes = {kind for kind, _, _ in tensors_of(path).values()}
     assert dtypes == {"float32", "bfloat16", "float16"}
@@ -158,7 +159,7 @@ def test_side_files_are_copied_and_others_are_not(tmp_path, hf_folder):
     kept = ["tokenizer.json", "tokenizer_config.json", "merges.txt", "vocab.json", "LICENSE"]
     for name in [*kept, "chat_template.jinja", "README.md", "pytorch_model.bin"]:
         (hf_folder / name).write_bytes(f"{name} \r\n é".encode())
-    params, config = load_hf(hf_folder), QwenConfig.from_hf(hf_folder)
+    params, config = load_hf(hf_folder), read_model(hf_folder)
     save_hf(params, config, tmp_path / "export", source=hf_folder)
     assert {file.name for file in (tmp_path / "export").iterdir()} == {
         *kept,
@@ -174,12 +175,12 @@ def test_side_files_are_copied_and_others_are_not(tmp_path, hf_folder):
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("is_qwen3", [True, False])
 def test_model_without_a_source(tmp_path, is_qwen3, tied):
-    fields = config_fields(CONFIG) | {"tie_word_embeddings": tied, "attention_bias": True}
+    fields = CONFIG.hf_config() | {"tie_word_embeddings": tied, "attention_bias": True}
     fields["model_type"] = "qwen3" if is_qwen3 else "qwen2"
     config = QwenConfig.from_dict(fields)
     params = init_params(config, seed=0)
     save_hf(params, config, tmp_path / "export")
-    assert QwenConfig.from_hf(tmp_path / "export") == config
+    assert read_model(tmp_path / "export") == config
     jax.tree.map(np.testing.assert_array_equal, load_hf(tmp_path / "export"), params)
 
 
@@ -191,7 +192,7 @@ def test_head_stored_though_tied(tmp_path):
 
     rewrite(source, add_head)
     params = load_hf(source)
-    save_hf(params, QwenConfig.from_hf(source), tmp_path / "export", source=source)
+    save_hf(params, read_model(source), tmp_path / "export", source=source)
     assert tensors_of(tmp_path / "export") == tensors_of(source)
 
     rewrite(source, lambda tensors: tensors["lm_head.weight"].__setitem__((3, 4), 0.5))
@@ -265,7 +266,7 @@ def test_damaged_header(tmp_path_factory, data):
 @pytest.fixture
 def sharded_folder(tmp_path):
     source = GOLDEN / "qwen3_untied"
-    params, config = load_hf(source), QwenConfig.from_hf(source)
+    params, config = load_hf(source), read_model(source)
     save_hf(params, config, tmp_path / "sharded", source=source, max_shard_size=60_000)
     return tmp_path / "sharded"
 
@@ -339,7 +340,7 @@ def test_export_over_something_else(tmp_path):
 
 
 def test_export_over_its_source(hf_folder):
-    params, config = load_hf(hf_folder), QwenConfig.from_hf(hf_folder)
+    params, config = load_hf(hf_folder), read_model(hf_folder)
     with pytest.raises(ValueError, match="another folder than its source"):
         save_hf(params, config, hf_folder, source=hf_folder)
 
@@ -398,11 +399,11 @@ ON_EIGHT_DEVICES = """
 import sys
 import jax, numpy as np
 from jaxrl.runtime import sharding
+from jaxrl.models.architecture import read_model
 from jaxrl.models.hf_weights import load_hf, save_hf
-from jaxrl.models.qwen import QwenConfig
 
 source, path = sys.argv[1:]
-config = QwenConfig.from_hf(source)
+config = read_model(source)
 mesh = sharding.make_mesh(data=2, fsdp=2, tensor=2)
 params, whole = load_hf(source, mesh), load_hf(source)
 jax.tree.map(np.testing.assert_array_equal, params, whole)
@@ -433,13 +434,13 @@ import jax, numpy as np
 port, index, source, path = sys.argv[1:]
 jax.distributed.initialize(f"127.0.0.1:{port}", num_processes=2, process_id=int(index))
 from jaxrl.runtime import sharding
+from jaxrl.models.architecture import read_model
 from jaxrl.models.hf_weights import load_hf, save_hf
-from jaxrl.models.qwen import QwenConfig
 
 mesh = sharding.make_mesh(data=1, fsdp=2, tensor=1)
 params = load_hf(source, mesh)
 assert not params["blocks"]["mlp"]["up"]["kernel"].is_fully_addressable
-save_hf(params, QwenConfig.from_hf(source), path, source=source, max_shard_size=50_000)
+save_hf(params, read_model(source), path, source=source, max_shard_size=50_000)
 """
 
 

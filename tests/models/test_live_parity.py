@@ -8,17 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.hf_weights import config_fields, load_hf, save_hf
+from jaxrl.models.architecture import read_model
+from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.kv_cache import open_window
-from jaxrl.models.qwen import (
-    QwenConfig,
-    decode,
-    decode_weights,
-    extend,
-    hidden_states,
-    init_params,
-    unembed,
-)
+from jaxrl.models.qwen import QwenConfig, init_params
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -74,31 +67,28 @@ def torch_model(folder):
 
 def logits_of(params, config, token_ids, offset=0):
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape) + offset
-    hidden = jax.jit(hidden_states, static_argnums=1)(
-        params, config, token_ids, positions, jnp.ones_like(positions)
-    )
-    return unembed(params, config, hidden, num_tokens=config.vocab_size)
+    hidden = jax.jit(config.hidden_states)(params, token_ids, positions, jnp.ones_like(positions))
+    return config.unembed(params, hidden, num_tokens=config.vocab_size)
 
 
 @partial(jax.jit, static_argnums=(1, 3))
 def greedy(params, config, prompts, num_tokens):
     """The most likely continuation of `prompts` `[B, T]`, one token at a time."""
     B, T = prompts.shape
-    weights = decode_weights(params, config, jnp.float32)
+    weights = config.decode_weights(params, jnp.float32)
 
     def choose(hidden):
-        return unembed(weights, config, hidden, num_tokens=config.vocab_size).argmax(axis=-1)
+        return config.unembed(weights, hidden, num_tokens=config.vocab_size).argmax(axis=-1)
 
-    hidden, cache = extend(
-        weights, config, None, prompts, jnp.zeros(B, jnp.int32), jnp.full(B, T, jnp.int32)
+    hidden, cache = config.extend(
+        weights, None, prompts, jnp.zeros(B, jnp.int32), jnp.full(B, T, jnp.int32)
     )
     place = jnp.arange(T + num_tokens)
 
     def step(carry, index):
         token_ids, window = carry
-        hidden, window = decode(
+        hidden, window = config.decode(
             weights,
-            config,
             window,
             jnp.broadcast_to(place <= T + index, (B, T + num_tokens)),
             T + index,
@@ -118,7 +108,7 @@ def test_transformers_reads_our_export(tmp_path, seed):
     config = random_config(seed)
     params = random_params(config, seed)
     save_hf(params, config, tmp_path / "hf", max_shard_size=10**9 if seed % 4 else 50_000)
-    assert QwenConfig.from_hf(tmp_path / "hf") == config
+    assert read_model(tmp_path / "hf") == config
     jax.tree.map(np.testing.assert_array_equal, load_hf(tmp_path / "hf"), params)
 
     model = torch_model(tmp_path / "hf")
@@ -145,13 +135,13 @@ def test_transformers_reads_our_export(tmp_path, seed):
 def test_folder_that_transformers_wrote(tmp_path, dtype):
     # In, one step away from the source, out again, and read by transformers.
     config = dataclasses.replace(random_config(5), tie_embeddings=False)
-    fields = {**config_fields(config), "dtype": dtype}
+    fields = {**config.hf_config(), "dtype": dtype}
     fields.pop("torch_dtype")
     hf_config = transformers.Qwen3Config.from_dict(fields)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=getattr(torch, dtype))
     model.save_pretrained(tmp_path / "source", max_shard_size="40KB")
-    assert QwenConfig.from_hf(tmp_path / "source") == config
+    assert read_model(tmp_path / "source") == config
 
     params = load_hf(tmp_path / "source")
     token_ids = np.arange(40).reshape(2, 20)

@@ -8,17 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.models.architecture import read_model
 from jaxrl.models.attention import LOWEST
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.kv_cache import open_window
-from jaxrl.models.qwen import (
-    QwenConfig,
-    decode,
-    decode_weights,
-    extend,
-    hidden_states,
-    unembed,
-)
+from jaxrl.models.qwen import QwenConfig
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ["qwen2_old_spelling", "qwen2_tied", "qwen3_biased_bf16", "qwen3_untied"]
@@ -27,7 +21,7 @@ NAMES = ["qwen2_old_spelling", "qwen2_tied", "qwen3_biased_bf16", "qwen3_untied"
 @pytest.fixture(params=NAMES)
 def golden(request):
     folder = GOLDEN / request.param
-    return QwenConfig.from_hf(folder), load_hf(folder), dict(np.load(folder / "golden.npz"))
+    return read_model(folder), load_hf(folder), dict(np.load(folder / "golden.npz"))
 
 
 def packed(token_ids):
@@ -44,13 +38,13 @@ def test_embeddings_first_layer_then_logits(golden):
     # One layer and a final norm of scale 1: the reference's hidden state is from before the norm.
     one_layer = {**params, "blocks": jax.tree.map(lambda leaf: leaf[:1], params["blocks"])}
     one_layer["norm"] = {"scale": jnp.ones(config.width)}
-    first = hidden_states(one_layer, config, token_ids, positions, segment_ids)
+    first = config.hidden_states(one_layer, token_ids, positions, segment_ids)
     x = wanted["first_layer"]
     normed = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + config.rms_norm_eps)
     np.testing.assert_allclose(first, normed, atol=1e-5)
 
-    hidden = hidden_states(params, config, token_ids, positions, segment_ids)
-    logits = unembed(params, config, hidden, num_tokens=config.vocab_size)
+    hidden = config.hidden_states(params, token_ids, positions, segment_ids)
+    logits = config.unembed(params, hidden, num_tokens=config.vocab_size)
     np.testing.assert_allclose(logits, wanted["logits"], atol=1e-4, rtol=0)
     assert logits.dtype == jnp.float32
 
@@ -60,8 +54,8 @@ def test_two_sequences_packed_in_one_row(golden):
     token_ids, positions, _ = packed(wanted["token_ids"])
     segment_ids = jnp.array([[1], [2]]) * jnp.ones_like(token_ids)
     row = (x.reshape(1, -1) for x in (token_ids, positions, segment_ids))
-    hidden = hidden_states(params, config, *row, remat=False)
-    logits = unembed(params, config, hidden, num_tokens=config.vocab_size)
+    hidden = config.hidden_states(params, *row, remat=False)
+    logits = config.unembed(params, hidden, num_tokens=config.vocab_size)
     np.testing.assert_allclose(
         logits.reshape(wanted["logits"].shape), wanted["logits"], atol=1e-4, rtol=0
     )
@@ -72,24 +66,21 @@ def test_two_extends_then_decode(golden):
     config, params, wanted = golden
     token_ids = jnp.asarray(wanted["token_ids"])
     B, T = token_ids.shape
-    weights = decode_weights(params, config, jnp.float32)
+    weights = config.decode_weights(params, jnp.float32)
 
     def check(hidden, position):
-        logits = unembed(weights, config, hidden, num_tokens=config.vocab_size)
+        logits = config.unembed(weights, hidden, num_tokens=config.vocab_size)
         np.testing.assert_allclose(logits, wanted["logits"][:, position], atol=1e-4, rtol=0)
 
     def grown(old, new):
         return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), old, new)
 
-    read_chunk = jax.jit(extend, static_argnums=1)
-    read_token = jax.jit(decode, static_argnums=1)
+    read_chunk, read_token = jax.jit(config.extend), jax.jit(config.decode)
     full = jnp.full(B, 7)
-    hidden, cache = read_chunk(
-        weights, config, None, token_ids[:, :7], jnp.zeros(B, jnp.int32), full
-    )
+    hidden, cache = read_chunk(weights, None, token_ids[:, :7], jnp.zeros(B, jnp.int32), full)
     check(hidden, 6)
     chunk = jnp.pad(token_ids[:, 7:12], ((0, 0), (0, 3)))
-    hidden, written = read_chunk(weights, config, cache, chunk, full, jnp.full(B, 5))
+    hidden, written = read_chunk(weights, cache, chunk, full, jnp.full(B, 5))
     check(hidden, 11)
 
     # 15 positions in the cache; the last 3 of them are padding, which `valid` keeps out.
@@ -101,7 +92,6 @@ def test_two_extends_then_decode(golden):
         valid = (place < 12) | ((place >= 15) & (place <= 15 + index))
         hidden, window = read_token(
             weights,
-            config,
             window,
             jnp.broadcast_to(valid, (B, 15 + steps)),
             jnp.int32(15 + index),
@@ -113,10 +103,10 @@ def test_two_extends_then_decode(golden):
 
 def test_padded_vocabulary_is_masked():
     folder = GOLDEN / "qwen2_old_spelling"
-    config, params = QwenConfig.from_hf(folder), load_hf(folder)
+    config, params = read_model(folder), load_hf(folder)
     wanted = np.load(folder / "golden.npz")
-    hidden = hidden_states(params, config, *packed(wanted["token_ids"]))
-    logits = unembed(params, config, hidden, num_tokens=300)
+    hidden = config.hidden_states(params, *packed(wanted["token_ids"]))
+    logits = config.unembed(params, hidden, num_tokens=300)
     np.testing.assert_allclose(logits[..., :300], wanted["logits"][..., :300], atol=1e-4, rtol=0)
     assert (logits[..., 300:] == LOWEST).all()
 
@@ -180,22 +170,22 @@ def test_null_is_as_absent():
 def test_refused_by_name(tmp_path, changes, named):
     (tmp_path / "config.json").write_text(json.dumps(fields_of("qwen3_untied", **changes)))
     with pytest.raises(ValueError, match=named) as error:
-        QwenConfig.from_hf(tmp_path)
+        read_model(tmp_path)
     assert str(tmp_path / "config.json") in str(error.value)
 
 
 def test_missing_folder():
     with pytest.raises(FileNotFoundError, match="nowhere/model"):
-        QwenConfig.from_hf("nowhere/model")
+        read_model("nowhere/model")
 
 
 def test_missing_config(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no config\.json"):
-        QwenConfig.from_hf(tmp_path)
+        read_model(tmp_path)
 
 
 @pytest.mark.parametrize("text", ['{"model_type": "qwen3",', "", "[]", "\x00"])
 def test_config_that_is_not_a_json_object(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=r"config\.json"):
-        QwenConfig.from_hf(tmp_path)
+        read_model(tmp_path)

@@ -14,12 +14,12 @@ from tests.helpers import TINY, tiny_params
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PARAMS = tiny_params()
-WEIGHTS = qwen.decode_weights(PARAMS, TINY, jnp.float32)
+WEIGHTS = TINY.decode_weights(PARAMS, jnp.float32)
 GARBAGE = 1e3  # what must not be read: large enough to show, finite as in a real cache
 
-hidden_states = jax.jit(qwen.hidden_states, static_argnums=1, static_argnames="remat")
-extend = jax.jit(qwen.extend, static_argnums=1)
-decode = jax.jit(qwen.decode, static_argnums=1)
+hidden_states = jax.jit(TINY.hidden_states, static_argnames="remat")
+extend = jax.jit(TINY.extend)
+decode = jax.jit(TINY.decode)
 
 
 def full(token_ids, positions=None, segment_ids=None, *, remat=False):
@@ -29,7 +29,7 @@ def full(token_ids, positions=None, segment_ids=None, *, remat=False):
     segment_ids = 1 if segment_ids is None else segment_ids
     padded = np.zeros((3, 3, 20), np.int32)
     padded[0, :R, :T], padded[1, :R, :T], padded[2, :R, :T] = token_ids, positions, segment_ids
-    return np.asarray(hidden_states(PARAMS, TINY, *padded, remat=remat))[:R, :T]
+    return np.asarray(hidden_states(PARAMS, *padded, remat=remat))[:R, :T]
 
 
 def random_ids(*shape, seed=0):
@@ -60,12 +60,12 @@ def test_rows_at_different_places_read_and_decode_as_the_full_pass():
         assert_close(hidden, wanted[np.arange(3), read - 1])
 
     start = np.zeros(3, np.int32)
-    hidden, prefix = extend(WEIGHTS, TINY, None, window(start, prompt, 10), start, prompt)
+    hidden, prefix = extend(WEIGHTS, None, window(start, prompt, 10), start, prompt)
     check(hidden, prompt)
     place = lambda old, new: kv_cache.place_prefix(old, new, jnp.array([0, 1, 2]))  # noqa: E731
     cache = jax.tree.map(place, cache, prefix)
 
-    hidden, written = extend(WEIGHTS, TINY, cache, window(prompt, chunk, 6), prompt, chunk)
+    hidden, written = extend(WEIGHTS, cache, window(prompt, chunk, 6), prompt, chunk)
     cached = prompt + chunk
     check(hidden, cached)
     write = lambda old, new: kv_cache.write_window(old, slots, jnp.array(prompt), new)  # noqa: E731
@@ -81,7 +81,6 @@ def test_rows_at_different_places_read_and_decode_as_the_full_pass():
         is_new = (place >= length) & (place <= length + step)
         hidden, opened = decode(
             WEIGHTS,
-            TINY,
             opened,
             jnp.asarray(is_past | is_new),
             jnp.int32(length + step),
@@ -93,7 +92,7 @@ def test_rows_at_different_places_read_and_decode_as_the_full_pass():
     # What the steps added is what reading the same tokens at once adds.
     tail = kv_cache.window_tail(opened, steps)
     more = window(cached, np.full(3, steps), steps)
-    _, at_once = extend(WEIGHTS, TINY, cache, more, cached, np.full(3, steps))
+    _, at_once = extend(WEIGHTS, cache, more, cached, np.full(3, steps))
     for got, new in zip(jax.tree.leaves(tail), jax.tree.leaves(at_once), strict=True):
         assert_close(got, np.asarray(new)[[2, 0]])
 
@@ -137,24 +136,24 @@ def test_ids_that_no_tokenizer_knows_get_the_lowest_logit(tied):
     params = tiny_params(config)
     hidden = jnp.asarray(np.random.default_rng(0).normal(size=(3, TINY.width)), jnp.float32)
     kernel = params["embed"]["embedding"].T if tied else params["lm_head"]["kernel"]
-    whole = qwen.unembed(params, config, hidden, num_tokens=254)
+    whole = config.unembed(params, hidden, num_tokens=254)
     assert_close(whole, np.asarray(hidden) @ np.asarray(kernel))
-    masked = np.asarray(qwen.unembed(params, config, hidden, num_tokens=250))
+    masked = np.asarray(config.unembed(params, hidden, num_tokens=250))
     np.testing.assert_array_equal(masked[:, :250], whole[:, :250])
     np.testing.assert_array_equal(masked[:, 250:], np.float32(LOWEST))
     # The sampler's weights give the same.
-    weights = qwen.decode_weights(params, config, jnp.float32)
-    assert_close(qwen.unembed(weights, config, hidden, num_tokens=250)[:, :250], masked[:, :250])
+    weights = config.decode_weights(params, jnp.float32)
+    assert_close(config.unembed(weights, hidden, num_tokens=250)[:, :250], masked[:, :250])
 
 
 def test_logits_are_float32_whatever_the_weights_are():
-    weights = qwen.decode_weights(PARAMS, TINY, jnp.bfloat16)
+    weights = TINY.decode_weights(PARAMS, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(jnp.bfloat16)}
     token_ids, zero = jnp.asarray(random_ids(2, 5)), jnp.zeros(2, jnp.int32)
-    hidden, cache = extend(weights, TINY, None, token_ids, zero, jnp.full(2, 5))
+    hidden, cache = extend(weights, None, token_ids, zero, jnp.full(2, 5))
     assert hidden.dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.dtype(jnp.bfloat16)}
-    assert qwen.unembed(weights, TINY, hidden, num_tokens=250).dtype == jnp.float32
+    assert TINY.unembed(weights, hidden, num_tokens=250).dtype == jnp.float32
 
 
 @pytest.mark.parametrize(
@@ -168,9 +167,9 @@ def test_logits_are_float32_whatever_the_weights_are():
 )
 def test_every_parameter_is_declared_with_its_axes(settings):
     config = dataclasses.replace(TINY, **settings)
-    params, abstract = qwen.init_params(config, 0), qwen.abstract_params(config)
+    params, abstract = qwen.init_params(config, 0), config.abstract_params()
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda x: x.shape, abstract)
-    axes = qwen.logical_axes(config)
+    axes = config.logical_axes()
     ranks = jax.tree.map(len, axes, is_leaf=lambda x: isinstance(x, tuple))
     assert ranks == jax.tree.map(jnp.ndim, params)
 
@@ -186,7 +185,7 @@ def test_every_parameter_is_declared_with_its_axes(settings):
             assert name in (None, "heads") or sizes[name] == size
 
     jax.tree.map(agrees, axes, params, is_leaf=lambda x: isinstance(x, tuple))
-    layers = qwen.decode_weights(params, config, jnp.float32)["blocks"]
+    layers = config.decode_weights(params, jnp.float32)["blocks"]
     assert len(layers) == config.num_layers
     for index, layer in enumerate(layers):
         jax.tree.map(

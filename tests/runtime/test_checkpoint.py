@@ -11,7 +11,6 @@ import optax
 import pytest
 
 from jaxrl.models.policy import Model
-from jaxrl.models.qwen import abstract_params
 from jaxrl.runtime import checkpoint
 from jaxrl.runtime.checkpoint import (
     Checkpointer,
@@ -39,7 +38,7 @@ def mesh():
 
 def abstract_state(mesh):
     shapes = jax.eval_shape(
-        lambda params: init_state(params, mesh, TINY, OPTIMIZER), abstract_params(TINY)
+        lambda params: init_state(params, mesh, TINY, OPTIMIZER), TINY.abstract_params()
     )
     return abstract(shapes, state_shardings(mesh, TINY, OPTIMIZER))
 
@@ -100,7 +99,7 @@ def test_nothing_yet(opened, mesh):
 def test_a_round_trip_is_exact(opened, mesh):
     state = make_state(mesh, 1)
     shardings = param_shardings(mesh, TINY)
-    shapes = abstract(abstract_params(TINY), shardings)
+    shapes = abstract(TINY.abstract_params(), shardings)
     reference = filled(shapes, 5)
     position = {"step": 4, "stage": "train", "best": {"value": 0.25, "mark": None}}
     saving = opened()

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.models.qwen import abstract_params
 from jaxrl.runtime import sharding
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -79,7 +78,7 @@ def test_weights_are_split_by_their_axes_and_where_they_divide():
     assert specs["train"]["norm"]["scale"] == P(None)
     for spec in specs.values():
         assert jax.tree.structure(spec, is_leaf=lambda x: isinstance(x, P)) == jax.tree.structure(
-            abstract_params(TINY)
+            TINY.abstract_params()
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config import flatten
-from jaxrl.models.qwen import QwenConfig
+from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.plan.memory import (
     Target,
     batch_shape,
@@ -27,7 +27,7 @@ GO_ON = "--ignore_memory_plan goes on all the same, since the plan may err"
 
 
 def largest_micro_rows(
-    config: ConfigDict, model: QwenConfig, target: Target, stage: str, *, must_fit: bool = True
+    config: ConfigDict, model: Architecture, target: Target, stage: str, *, must_fit: bool = True
 ) -> tuple[int, int]:
     """The largest micro-batch of a stage whose update fits a device.
 
@@ -66,7 +66,7 @@ _MICRO_ROWS = {"sft": "sft.optimizer.micro_rows", "train": "optimizer.micro_rows
 
 def choose_micro_rows(
     config: ConfigDict,
-    model: QwenConfig,
+    model: Architecture,
     target: Target,
     began: Mapping[str, Any] | None = None,
     *,
@@ -117,7 +117,7 @@ class Advice:
     peak: int
 
 
-def advise(config: ConfigDict, model: QwenConfig, target: Target) -> list[Advice]:
+def advise(config: ConfigDict, model: Architecture, target: Target) -> list[Advice]:
     """What to change in a configuration that does not fit: every single key that is enough.
 
     Where none is, keys are added up in the order of what they cost in speed, until it fits.
@@ -147,7 +147,7 @@ def advise(config: ConfigDict, model: QwenConfig, target: Target) -> list[Advice
     return single or ([together] if together.peak <= usable else [])
 
 
-def devices_needed(config: ConfigDict, model: QwenConfig, target: Target) -> int | None:
+def devices_needed(config: ConfigDict, model: Architecture, target: Target) -> int | None:
     """The first doubling of the devices at which it fits, with settings as `advise` tries them.
 
     The new devices are put along fsdp first; several processes become more of them, each with as
@@ -175,7 +175,7 @@ _ROWS = (
 
 
 def _options(
-    config: ConfigDict, model: QwenConfig, target: Target
+    config: ConfigDict, model: Architecture, target: Target
 ) -> Iterator[list[dict[str, Any]]]:
     """For each key its values to try, the cheapest first; keys in the order of their cost."""
     sizes = mesh_sizes(target.num_devices, **config.mesh)

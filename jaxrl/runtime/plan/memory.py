@@ -8,7 +8,6 @@ analysis of the same programs says. What the terms owe to the architecture is in
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import os
@@ -24,9 +23,9 @@ from ml_collections import ConfigDict
 from jaxrl.components import check_length, check_rows, prompts_per_prefill
 from jaxrl.config import default_config
 from jaxrl.config_checks import has_kl_loss, has_kl_weights
-from jaxrl.models import kv_cache, qwen
+from jaxrl.models import kv_cache
+from jaxrl.models.architecture import Architecture, MemoryTerms
 from jaxrl.models.policy import chunk_width
-from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime.sharding import (
     cache_sharding,
     check_model_fits,
@@ -147,7 +146,7 @@ def host_target() -> Target:
     )
 
 
-def make_plan(config: ConfigDict, model: QwenConfig, target: Target) -> Plan:
+def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
     """Plans the configured stages.
 
     Raises:
@@ -180,7 +179,7 @@ def make_plan(config: ConfigDict, model: QwenConfig, target: Target) -> Plan:
     )
 
 
-def target_mesh(config: ConfigDict, model: QwenConfig, target: Target) -> Any:
+def target_mesh(config: ConfigDict, model: Architecture, target: Target) -> Any:
     """The configured mesh over devices that need not exist.
 
     Raises:
@@ -203,7 +202,7 @@ class ModelTerms:
     All else follows from the shapes of parameters and from how they are split.
     """
 
-    model: QwenConfig
+    model: Architecture
     mesh: Any
 
     @property
@@ -217,37 +216,15 @@ class ModelTerms:
         return _split(self.model.vocab_size, self.mesh.shape["tensor"])
 
     @property
-    def activations(self) -> int:
-        """Values of a token inside a layer while it is differentiated."""
-        return 4 * self._mlp + 4 * self._attention + 4 * self.model.width
-
-    @property
-    def saved_activations(self) -> int:
-        """Values of a token inside a layer that are kept for the backward pass without remat."""
-        return 3 * self._mlp + 4 * self._attention + 2 * self.model.width
-
-    @property
-    def read_activations(self) -> int:
-        """Values of a token inside a layer while prompts and results are read."""
-        return self._mlp + 2 * self._attention + 3 * self.model.width
-
-    @property
-    def _mlp(self) -> int:
-        return _split(self.model.mlp_width, self.mesh.shape["tensor"])
-
-    @property
-    def _attention(self) -> int:
-        return self.heads * self.model.head_dim
+    def layer(self) -> MemoryTerms:
+        """Values of a token inside a layer."""
+        return self.model.memory_terms(self.mesh.shape["tensor"])
 
     def cache_bytes(self, num_slots: int, capacity: int, dtype: np.dtype) -> int:
         """Keys and values of a device's part of `num_slots` slots of `capacity` tokens."""
-        one_layer = jax.eval_shape(
-            lambda: kv_cache.allocate(
-                dataclasses.replace(self.model, num_layers=1), num_slots, capacity, dtype
-            )
-        )
-        split = cache_sharding(self.mesh).shard_shape(jax.tree.leaves(one_layer)[0].shape)
-        return 2 * self.model.num_layers * math.prod(split) * dtype.itemsize
+        cache = jax.eval_shape(lambda: kv_cache.allocate(self.model, num_slots, capacity, dtype))
+        keys = cache_sharding(self.mesh).shard_shape(cache[0][0].shape)
+        return 2 * self.model.num_layers * math.prod(keys) * dtype.itemsize
 
     def flops_per_token(self, length: int) -> int:
         """To sample a token once and train on it once, in a sequence of `length`, causal."""
@@ -259,7 +236,7 @@ class ModelTerms:
         return 4 * (2 * product_params + attention)
 
 
-def update_phase(config: ConfigDict, model: QwenConfig, target: Target, stage: str) -> Phase:
+def update_phase(config: ConfigDict, model: Architecture, target: Target, stage: str) -> Phase:
     """Memory while a mini-batch of a stage, sft or train, is trained on."""
     update = _Update.of(config, model, target, stage)
     count, itemsize, saved = update.count, update.itemsize, update.saved(config.model.remat)
@@ -280,7 +257,7 @@ def update_phase(config: ConfigDict, model: QwenConfig, target: Target, stage: s
 class _Update:
     """A micro-batch's update on one device, for the terms of its memory, in bytes."""
 
-    model: QwenConfig
+    model: Architecture
     mesh: Any
     shape: BatchShape
     itemsize: int  # bytes of a value in the compute dtype
@@ -288,7 +265,7 @@ class _Update:
     is_cpu: bool
 
     @classmethod
-    def of(cls, config: ConfigDict, model: QwenConfig, target: Target, stage: str) -> _Update:
+    def of(cls, config: ConfigDict, model: Architecture, target: Target, stage: str) -> _Update:
         """Of a stage, sft or train."""
         shape, chunk = batch_shape(config, stage), config.model.logits_chunk_tokens
         return cls(
@@ -332,7 +309,7 @@ class _Update:
         saved = num_layers * tokens * self.model.width * self.itemsize
         if not remat:
             saved += num_layers * 5 * self.scores
-            saved += num_layers * tokens * terms.saved_activations * self.itemsize
+            saved += num_layers * tokens * terms.layer.saved_activations * self.itemsize
         return saved
 
     @property
@@ -356,7 +333,8 @@ class _Update:
         """What the backward pass of a layer needs."""
         tables = self.itemsize * self.count.whole_tables
         operand = 4 if self.is_cpu else self.itemsize
-        inner = self.rows * self.shape.row_tokens * ModelTerms(self.model, self.mesh).activations
+        terms = ModelTerms(self.model, self.mesh)
+        inner = self.rows * self.shape.row_tokens * terms.layer.activations
         return {
             # The output layer's is float32, whatever the others are.
             "a micro-batch's gradients": self.new_gradients + max(tables, 4 * self.output_table),
@@ -382,7 +360,7 @@ class _Update:
         }
 
 
-def rollout_phase(config: ConfigDict, model: QwenConfig, target: Target) -> Phase:
+def rollout_phase(config: ConfigDict, model: Architecture, target: Target) -> Phase:
     """Memory while trajectories are sampled, in training and evaluation alike."""
     mesh = target_mesh(config, model, target)
     terms, rollout, dtype = ModelTerms(model, mesh), config.rollout, jnp.dtype(config.model.dtype)
@@ -407,7 +385,7 @@ def rollout_phase(config: ConfigDict, model: QwenConfig, target: Target) -> Phas
         # Scores are in float32; where they meet the values, a part is in the compute dtype too.
         return {
             "attention scores": tokens * terms.heads * num_keys * 5,
-            "activations": tokens * terms.read_activations * dtype.itemsize,
+            "activations": tokens * terms.layer.read_activations * dtype.itemsize,
         }
 
     new_tokens = num_prompts // own_shards * prompt_tokens
@@ -444,9 +422,9 @@ class _Counts:
 
     @classmethod
     @functools.cache
-    def of(cls, model: QwenConfig, mesh: Any) -> _Counts:
+    def of(cls, model: Architecture, mesh: Any) -> _Counts:
         """Of a model on a mesh."""
-        params = qwen.abstract_params(model)
+        params = model.abstract_params()
         train, decode = param_shardings(mesh, model), param_shardings(mesh, model, for_decode=True)
         layers = _num_values(params["blocks"], decode["blocks"])
         total, whole = _num_values(params, train), _num_values(params, decode)
@@ -469,8 +447,8 @@ def _num_values(tree: Any, shardings: Any = None) -> int:
 
 
 @functools.cache
-def _num_params(model: QwenConfig) -> int:
-    return _num_values(qwen.abstract_params(model))
+def _num_params(model: Architecture) -> int:
+    return _num_values(model.abstract_params())
 
 
 def _split(size: int, num_shards: int) -> int:
@@ -478,7 +456,7 @@ def _split(size: int, num_shards: int) -> int:
     return size if size % num_shards else size // num_shards
 
 
-def _state(config: ConfigDict, model: QwenConfig, mesh: Any, stage: str) -> dict[str, int]:
+def _state(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> dict[str, int]:
     """What lies on a device from step to step: weights, moments, and the reference policy."""
     params = _Counts.of(model, mesh).params * 4
     state = {"parameters": params}
@@ -489,7 +467,7 @@ def _state(config: ConfigDict, model: QwenConfig, mesh: Any, stage: str) -> dict
     return state
 
 
-def _between(config: ConfigDict, model: QwenConfig, target: Target, stage: str) -> dict[str, int]:
+def _between(config: ConfigDict, model: Architecture, target: Target, stage: str) -> dict[str, int]:
     """What is on a device between two phases of a stage, where no cache and no batch is.
 
     The sampler has its weights from right after an update on.
@@ -500,7 +478,7 @@ def _between(config: ConfigDict, model: QwenConfig, target: Target, stage: str) 
     return held
 
 
-def _decode_weights(config: ConfigDict, model: QwenConfig, target: Target) -> int:
+def _decode_weights(config: ConfigDict, model: Architecture, target: Target) -> int:
     """Bytes of the sampler's weights on one device."""
     count = _Counts.of(model, target_mesh(config, model, target))
     has_head_copy = target.platform == "cpu" and model.tie_embeddings
@@ -515,10 +493,10 @@ def _num_prompts(config: ConfigDict, target: Target) -> int:
 
 
 @functools.cache
-def _num_moments(model: QwenConfig, mesh: Any) -> int:
+def _num_moments(model: Architecture, mesh: Any) -> int:
     """Values of the optimizer's state on one device; no setting changes how many there are."""
     optimizer = make_optimizer(default_config().optimizer, 1)
-    moments = jax.eval_shape(optimizer.init, qwen.abstract_params(model))
+    moments = jax.eval_shape(optimizer.init, model.abstract_params())
     return _num_values(moments, state_shardings(mesh, model, optimizer).opt_state)
 
 
@@ -558,7 +536,7 @@ def longest_read(config: ConfigDict) -> int:
     return next((size for size in sizes if size >= longest), sizes[-1])
 
 
-def _shapes(config: ConfigDict, model: QwenConfig, target: Target) -> dict[str, str]:
+def _shapes(config: ConfigDict, model: Architecture, target: Target) -> dict[str, str]:
     """The largest shapes of the programs, over all devices."""
     rollout = config.rollout
     shapes = {}

@@ -1,12 +1,12 @@
 """A run of a 7B model on a node of eight GPUs, for the tests of the plan."""
 
 from jaxrl.config import default_config, validate
-from jaxrl.models.qwen import QwenConfig
+from jaxrl.models.architecture import read_model
 from jaxrl.runtime.plan import memory
 from tests.helpers import ROOT
 
-QWEN_7B = QwenConfig.from_hf(ROOT / "configs/models/qwen2.5-7b")
-QWEN_32B = QwenConfig.from_hf(ROOT / "configs/models/qwen3-32b")
+QWEN_7B = read_model(ROOT / "configs/models/qwen2.5-7b")
+QWEN_32B = read_model(ROOT / "configs/models/qwen3-32b")
 NODE = memory.Target(platform="gpu", num_devices=8, memory_bytes=80 * memory.GIB)
 
 

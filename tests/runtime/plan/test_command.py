@@ -13,7 +13,7 @@ from absl.testing import flagsaver
 
 from configs import debug_tiny
 from jaxrl import launch
-from jaxrl.models.qwen import QwenConfig
+from jaxrl.models.architecture import read_model
 from jaxrl.runtime.plan import advice, memory
 from tests.helpers import readme_config
 from tests.runtime.plan.cases import NODE, ROOT, large_run
@@ -56,11 +56,11 @@ class TestShipped:
         exec(path.read_text(encoding="utf-8"), names)
         config = names["get_config"](str(tiny_world))
         laptop = memory.Target(platform="cpu", num_devices=1, memory_bytes=4 * memory.GIB)
-        assert memory.make_plan(config, QwenConfig.from_hf(tiny_world / "model"), laptop).fits
+        assert memory.make_plan(config, read_model(tiny_world / "model"), laptop).fits
 
     def test_the_readme_s_example(self):
         config = readme_config()
-        model = QwenConfig.from_hf(ROOT / "configs/models" / Path(config.model.path).name.lower())
+        model = read_model(ROOT / "configs/models" / Path(config.model.path).name.lower())
         advice.choose_micro_rows(config, model, NODE)
         assert memory.make_plan(config, model, NODE).fits
 

@@ -1,0 +1,257 @@
+"""What a model is to everything outside this folder, and the table of architectures.
+
+An architecture is a frozen dataclass: its fields are the sizes of one model, its methods compute
+with that model's parameters. The parameters are a nested dict: `blocks` holds the layers, every
+array with a leading axis over them; each other entry, an embedding say, is a dict of arrays. All
+compute is pure, so that callers jit, split and differentiate it as they need.
+"""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl.types import Params
+
+Cache = tuple[tuple[jax.Array, jax.Array], ...]
+"""Keys and values of each layer, `[rows, K, S, H]`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryTerms:
+    """What the plan has to know of a layer: values on one device.
+
+    Attributes:
+        activations: of a token, while the layer is differentiated.
+        saved_activations: of a token, kept for the backward pass without remat; without the
+            layer's input and without scores.
+        read_activations: of a token, while prompts and observations are read.
+    """
+
+    activations: int
+    saved_activations: int
+    read_activations: int
+
+
+class Architecture(ABC):
+    """One model's sizes, and how to compute with its parameters."""
+
+    vocab_size: int  # V, ids that the tables hold
+    width: int  # D, of the hidden states
+    num_layers: int  # L
+    num_heads: int  # N, of queries
+    num_kv_heads: int  # K, of keys and values, as the cache holds them
+    head_dim: int  # H, of keys and values
+    max_positions: int  # tokens of the longest sequence
+    tie_embeddings: bool  # the output layer is the embedding
+
+    @classmethod
+    @abstractmethod
+    def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> Architecture:
+        """The model of a parsed `config.json`; `source` is named in errors.
+
+        Raises:
+            ValueError: the file asks for something that is not computed here.
+        """
+
+    @abstractmethod
+    def hf_config(self) -> dict[str, Any]:
+        """The inverse of `from_dict`: a `config.json` for a model that came from none."""
+
+    @abstractmethod
+    def abstract_params(self) -> Params:
+        """The parameters as `jax.ShapeDtypeStruct`s, without making any."""
+
+    @abstractmethod
+    def logical_axes(self) -> dict[str, Any]:
+        """Names of each parameter's axes, in the shape of the parameters; see `sharding.RULES`."""
+
+    def decode_axes(self) -> dict[str, Any]:
+        """The same of `decode_weights`; may name weights that they have on some devices only."""
+        axes = self.logical_axes()
+        layer = jax.tree.map(lambda names: names[1:], axes["blocks"], is_leaf=is_axes)
+        return {**axes, "blocks": (layer,) * self.num_layers}
+
+    @abstractmethod
+    def hf_names(self) -> dict[str, str]:
+        """Path of each parameter, `/` between names, to its HF tensor, `{}` for the layer.
+
+        The order is that of an export. A `kernel` is [in, out] here and [out, in] there.
+        """
+
+    def hf_copies(self) -> dict[str, str]:
+        """HF tensors that a folder may hold though they repeat another, which is the value."""
+        return {}
+
+    @abstractmethod
+    def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
+        """Weights as `hidden_states` and `unembed` read them for a gradient.
+
+        In an entry outside `blocks` there may be arrays that the parameters do not have; they lie
+        on the devices as its first one does.
+        """
+
+    @abstractmethod
+    def decode_weights(self, params: Params, dtype: DTypeLike) -> Params:
+        """Weights as `extend`, `decode` and `unembed` read them; `blocks` a tuple of layers."""
+
+    @abstractmethod
+    def hidden_states(
+        self,
+        params: Params,
+        token_ids: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+        segment_ids: Int[Array, "R T"],
+        *,
+        remat: bool = True,
+    ) -> Float[Array, "R T D"]:
+        """The full pass: final hidden states of packed rows.
+
+        Args:
+            params: parameters, or their `train_weights`.
+            token_ids: ids of the rows.
+            positions: position of each token in its own sequence.
+            segment_ids: a token reads earlier tokens of the same segment in its row.
+            remat: recompute each layer in the backward pass rather than keep its activations.
+        """
+
+    @abstractmethod
+    def unembed(
+        self, params: Params, hidden: Float[Array, "... D"], *, num_tokens: int
+    ) -> Float[Array, "... V"]:
+        """Float32 logits; ids from `num_tokens` on, which no tokenizer knows, get the lowest."""
+
+    @abstractmethod
+    def extend(
+        self,
+        weights: Params,
+        cache: Cache | None,
+        token_ids: Int[Array, "R C"],
+        start: Int[Array, " R"],
+        lengths: Int[Array, " R"],
+    ) -> tuple[Float[Array, "R D"], Cache]:
+        """Reads a chunk of tokens after what the cache holds; prompts and observations alike.
+
+        Args:
+            weights: of `decode_weights`.
+            cache: keys and values so far, `[R, K, S, H]` a layer; None when there are none.
+            token_ids: the chunk, padded on the right.
+            start: tokens each row's cache holds, which is the position of the chunk's first token.
+            lengths: valid tokens of each row's chunk, at least 1.
+
+        Returns:
+            The final hidden state of each row's last valid token, and the chunk's keys and values,
+            `[R, K, C, H]` a layer, for the caller to write at `start`.
+        """
+
+    @abstractmethod
+    def decode(
+        self,
+        weights: Params,
+        window: Cache,
+        valid: Bool[Array, "B W"],
+        index: Int[Array, ""],
+        token_ids: Int[Array, " B"],
+        positions: Int[Array, " B"],
+    ) -> tuple[Float[Array, "B D"], Cache]:
+        """Reads one token a row.
+
+        Args:
+            weights: of `decode_weights`.
+            window: of `kv_cache.open_window`: keys `[B, K, H, W]`, values `[B, K, W, H]` a layer.
+            valid: what each row may attend to, `index` included.
+            index: where in the window all rows write this token.
+            token_ids: the tokens to read.
+            positions: their positions.
+
+        Returns:
+            The final hidden state after each token, and the window with this step written.
+        """
+
+    @abstractmethod
+    def memory_terms(self, tensor: int) -> MemoryTerms:
+        """Of a layer whose heads and inner width are split over `tensor` devices."""
+
+
+def is_axes(node: Any) -> bool:
+    """Whether a node of a tree of axes names those of one array; layers of a model are a tuple."""
+    return isinstance(node, tuple) and not any(isinstance(part, dict) for part in node)
+
+
+def read_model(path: str | Path, architecture: str = "") -> Architecture:
+    """The model of an HF folder, from its `config.json` alone.
+
+    Args:
+        path: the folder.
+        architecture: a name in `ARCHITECTURES`, or a dotted name; "" goes by the `model_type` that
+            `config.json` gives.
+
+    Raises:
+        FileNotFoundError: there is no such folder or no `config.json` in it.
+        ValueError: the file or the name is of no known architecture, or of one with a feature that
+            is not computed here.
+    """
+    fields, source = read_fields(path)
+    return find_architecture(fields, architecture, source).from_dict(fields, source=source)
+
+
+def read_fields(path: str | Path) -> tuple[dict[str, Any], str]:
+    """The content of an HF folder's `config.json`, and the file's name for errors."""
+    file = Path(path) / "config.json"
+    if not Path(path).is_dir():
+        raise FileNotFoundError(
+            f"model folder {str(path)!r} does not exist; set config.model.path to a local "
+            "folder in Hugging Face format (config.json, *.safetensors, tokenizer.json)."
+        )
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{str(path)!r} holds no config.json; config.model.path must be a folder in "
+            "Hugging Face format."
+        )
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{file} holds a {type(fields).__name__}, expected a JSON object.")
+    return fields, str(file)
+
+
+def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Architecture]:
+    """The architecture of that name, or without one of the `model_type` in `fields`."""
+    if not name:
+        name = str(fields.get("model_type"))
+        if name not in ARCHITECTURES:
+            raise ValueError(
+                f"{source}: model_type {fields.get('model_type')!r} is not supported; expected "
+                f"{' or '.join(map(repr, ARCHITECTURES))}, dense text models, or an architecture "
+                "of your own in config.model.architecture."
+            )
+    try:
+        found = pkgutil.resolve_name(ARCHITECTURES.get(name, name))
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"config.model.architecture is {name!r}; expected one of {', '.join(ARCHITECTURES)} or "
+            f"the dotted name of a class ({type(error).__name__}: {error})."
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, Architecture)):
+        raise ValueError(
+            f"config.model.architecture is {name!r}, which is no subclass of "
+            f"{Architecture.__module__}.{Architecture.__name__}."
+        )
+    return found
+
+
+ARCHITECTURES = {
+    "qwen2": "jaxrl.models.qwen.QwenConfig",
+    "qwen3": "jaxrl.models.qwen.QwenConfig",
+}
+"""The `model_type` of `config.json` to the class that computes it, which is imported when asked."""
