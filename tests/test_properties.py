@@ -10,7 +10,7 @@ import math
 import os
 import subprocess
 import sys
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -19,18 +19,20 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxrl.training.entropy_control import token_kl_weights
-from jaxrl.training.method import Controllers, make_estimator, make_policy_loss
 
 from jaxrl.config import ADVANTAGES, KL_ESTIMATORS, default_config, validate
+from jaxrl.envs.base import Outcome
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, param_shardings
-from jaxrl.train import has_reference
-from jaxrl.training.minibatches import as_trained, make_minibatches, takes_own_logprobs
+from jaxrl.session import has_reference
+from jaxrl.training.controllers import Controllers
+from jaxrl.training.estimators import make_estimator
+from jaxrl.training.minibatches import make_minibatches, takes_own_logprobs
 from jaxrl.training.packing import BatchShape, balance_rows
+from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import make_gradient, put_batch
-from jaxrl.types import Batch
-from tests.episodes import make_failure, make_trajectory
+from jaxrl.types import Batch, members, with_fields
+from tests.episodes import grouped, make_failure, make_trajectory, strayed
 from tests.helpers import (
     NUM_TOKENS,
     TINY,
@@ -376,22 +378,30 @@ SLOTS = 12  # trajectories in every batch, so that each estimator compiles once
 def estimator(name, baseline=False):
     config = configured({"advantage.name": name})
     config.advantage.baseline = baseline
-    return partial(make_estimator(config), k=2)
+    estimate = make_estimator(config)
+
+    def advantages(trajectories, step):
+        """Of each its own, by its index in the sample rather than its place; float32 [SLOTS]."""
+        made = members(estimate(grouped(trajectories), step, 2))
+        by_index = {t.sample_index: t.advantage for t in made}
+        return np.array([by_index[index] for index in range(SLOTS)], np.float32)
+
+    return advantages
 
 
 @st.composite
 def groups(draw):
     """Trajectories of up to four groups in any order, some of them failures."""
-    ids = [draw(st.integers(0, 3)) for _ in range(SLOTS)]
+    numbers = [draw(st.integers(0, 3)) for _ in range(SLOTS)]
     rewards = [draw(st.integers(-4, 4)) / 4 for _ in range(SLOTS)]
     return [
         dataclasses.replace(
-            make_trajectory(reward=reward, group_id=group, sample_index=i),
+            make_trajectory(reward=reward, task_number=number, sample_index=i),
             is_correct=draw(st.booleans()),
         )
         if draw(st.integers(0, 9))
-        else make_failure(group_id=group, sample_index=i)
-        for i, (group, reward) in enumerate(zip(ids, rewards, strict=True))
+        else make_failure(task_number=number, sample_index=i)
+        for i, (number, reward) in enumerate(zip(numbers, rewards, strict=True))
     ]
 
 
@@ -412,26 +422,28 @@ def test_shifting_the_rewards_of_a_group_changes_no_advantage(name, baseline, ma
     if name == "reinforce_plus_plus" and not baseline:
         shifts = shifts[:1] * 4  # relative to the batch: all groups alike
     estimate = estimator(name, baseline)
-    shifted = [dataclasses.replace(t, reward=t.reward + shifts[t.group_id]) for t in made]
+    shifted = [dataclasses.replace(t, reward=t.reward + shifts[int(t.task_id[1:])]) for t in made]
     np.testing.assert_allclose(estimate(shifted, 0), estimate(made, 0), atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "baseline"), GROUP_RELATIVE)
 @settings(max_examples=15, deadline=None)
-@given(made=groups(), order=st.permutations(range(SLOTS)), names=st.permutations([7, 0, 41, 2]))
-def test_group_ids_define_groups_not_positions_nor_numbers(name, baseline, made, order, names):
+@given(made=groups(), order=st.permutations(range(SLOTS)))
+def test_groups_are_those_of_a_task_wherever_they_stand(name, baseline, made, order):
     estimate = estimator(name, baseline)
     wanted = estimate(made, 3)
-    renamed = [dataclasses.replace(t, group_id=names[t.group_id]) for t in made]
-    np.testing.assert_allclose(estimate(renamed, 3), wanted, atol=1e-6)
     if name not in BY_ORDER:
         mixed = [made[i] for i in order]
-        np.testing.assert_allclose(estimate(mixed, 3), wanted[list(order)], atol=2e-6)
+        np.testing.assert_allclose(estimate(mixed, 3), wanted, atol=2e-6)
     assert not wanted[[not t.is_scored for t in made]].any()
     # What another group does is none of a group's business, where nothing is normalised over all.
     if name not in ("reinforce_plus_plus", "pass_at_k_entropy_guided"):
-        lost = [dataclasses.replace(t, group_id=-1) if t.group_id == 0 else t for t in made]
-        others = np.array([t.group_id != 0 for t in made])
+        others = np.array([t.task_id != "t0" for t in made])
+        failed = {"outcome": Outcome.ENVIRONMENT_ERROR}
+        lost = [
+            t if is_other else dataclasses.replace(t, **failed)
+            for t, is_other in zip(made, others, strict=True)
+        ]
         np.testing.assert_allclose(estimate(lost, 3)[others], wanted[others], atol=1e-6)
         assert not estimate(lost, 3)[~others].any()
 
@@ -499,14 +511,12 @@ def step_of(changes):
 
 def needed_fields(config):
     """The fields of a batch that are not there for every method, as the loop comes to fill them."""
-    one = make_trajectory(length=6)
-    windows = []
-    weights = token_kl_weights([one], windows, config, Controllers.init(config))
+    one = dataclasses.replace(make_trajectory(length=6), advantage=1.0)
+    one = dataclasses.replace(one, divergence=strayed(0.1, 0.2, 0.3, 0.4))
     shape = BatchShape(num_micro=1, micro_rows=1, row_tokens=16)
     config.rollout.tasks_per_step = 1
-    (packed,) = make_minibatches(
-        [as_trained(one, config)], np.ones(1, np.float32), shape, config, kl_weights=weights
-    )
+    controllers = Controllers.init(config)
+    (packed,) = make_minibatches(grouped([one]), shape, config, controllers=controllers)
     optional = ("old_logprobs", "ref_logprobs", "kl_weights")
     fields = {name for name in optional if getattr(packed.batch, name) is not None}
     fields |= set() if takes_own_logprobs(config) else {"old_logprobs"}
@@ -521,10 +531,11 @@ def plain_step():
 
 def test_by_default_a_batch_has_nothing_optional(plain_step):
     assert plain_step[0] == set()
-    made = [make_trajectory(group_id=i, length=9) for i in range(16)]
+    made = grouped(make_trajectory(task_number=i, length=9) for i in range(16))
+    made = with_fields(made, advantage=[1.0] * 16)
     config = default_config()
     shape = BatchShape(num_micro=4, micro_rows=4, row_tokens=16)
-    (packed,) = make_minibatches(made, np.ones(16, np.float32), shape, config)
+    (packed,) = make_minibatches(made, shape, config, controllers=Controllers())
     names = {
         *("token_ids", "segment_ids", "positions", "loss_mask", "token_weights"),
         *("advantages", "rollout_logprobs"),

@@ -332,6 +332,17 @@ def test_order_and_names_of_groups_change_nothing(batch, order):
         np.testing.assert_allclose(got, before[order], atol=1e-6)
 
 
+@settings(max_examples=20, deadline=None)
+@given(batch=batches)
+def test_names_of_groups_change_no_subsets(batch):
+    is_correct, ids, _ = batch
+    renamed = np.where(ids >= 0, (ids.astype(np.int64) * 7 + 5) % 1009, -9).astype(np.int32)
+    key = jax.random.key(3)
+    for run in (full_sampling, functools.partial(bootstrap, key=key)):
+        before = run(is_correct, ids, k=2)
+        np.testing.assert_allclose(run(is_correct, renamed, k=2), before, atol=1e-6)
+
+
 @settings(max_examples=30, deadline=None)
 @given(batch=batches)
 def test_what_is_in_no_group_changes_nothing(batch):
