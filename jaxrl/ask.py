@@ -101,7 +101,7 @@ def open_run(run: Path, model: Path | None, display: Display) -> tuple[Component
         )
     config.stages = ()  # no data are read
     fit_host(config)
-    components = assemble(config, display.part)
+    components = assemble(config, display.activity)
     params, weights = load_weights(components, config, run, model, display)
     display.log(f"weights: {weights}")
     components.engine.set_weights(params)

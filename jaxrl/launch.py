@@ -156,7 +156,7 @@ def _run(
                 changed = f"changed after step {begun.step}: "
                 notes += [*begun.warnings, *(f"{changed}{change}" for change in changes)]
             notes += _fit_memory(config, workdir, ignores_plan=_IGNORE_PLAN.value)
-            components = assemble(config, display.part)
+            components = assemble(config, display.activity)
             if distributed.is_main():
                 stack.enter_context(held(workdir))
         except INPUT_ERRORS as error:

@@ -117,7 +117,9 @@ def train(session: Session, params: Params) -> Params:
         )
         # Update. Without any signal left the optimizer still steps: as if all had been kept.
         measured = []
-        session.display.part(f"update, {len(batches) * config.optimizer.num_epochs} mini-batches")
+        session.display.activity(
+            f"update, {len(batches) * config.optimizer.num_epochs} mini-batches"
+        )
         for _ in range(config.optimizer.num_epochs):
             for packed, batch in zip(minibatches, batches, strict=True):
                 if packed.num_counted:  # else only environment errors: nothing to learn from

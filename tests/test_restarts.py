@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -48,8 +49,7 @@ LAST = NUM_SFT + NUM_TRAIN
 PICTURES = {"report.html", "plots"}
 
 
-def settings(tiny_world, **changes):
-    return run_settings(tiny_world, **SETTINGS | changes)
+settings = partial(run_settings, **SETTINGS)
 
 
 def command(tiny_world, workdir, **changes):

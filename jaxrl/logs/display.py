@@ -18,16 +18,18 @@ from jaxrl.runtime.files import printable
 class Display:
     """Progress on the terminal: a live line where there is one, else a line now and then."""
 
-    def __init__(self, *, every_s: float = 5.0, part_every_s: float = 30.0, is_shown: bool = True):
+    def __init__(
+        self, *, every_s: float = 5.0, activity_every_s: float = 30.0, is_shown: bool = True
+    ):
         """Where the output is no terminal, lines come at most so often.
 
         Args:
             every_s: seconds between two lines of steps.
-            part_every_s: seconds of silence before a line of a part of a step.
+            activity_every_s: seconds of silence before a line of what a step is at.
             is_shown: print at all.
         """
         self.console = Console(highlight=False, quiet=not is_shown)
-        self._every_s, self._part_every_s = every_s, part_every_s
+        self._every_s, self._activity_every_s = every_s, activity_every_s
         self._last = -math.inf
         self._spoken = time.monotonic()  # the last line of any kind
         self._status: Status | None = None  # the live line outside of a stage
@@ -36,13 +38,13 @@ class Display:
 
     def log(self, text: str) -> None:
         """Prints a line; what it holds of foreign text does nothing to the terminal."""
-        self._end_part()
+        self._end_activity()
         self._spoken = time.monotonic()
         self.console.print(printable(text), markup=False, emoji=False, soft_wrap=True)
 
     def start(self, stage: str, first_step: int, num_steps: int) -> None:
         """Begins a stage of `num_steps` steps, of which `first_step` are done."""
-        self._end_part()
+        self._end_activity()
         self._stage, self._num_steps = stage, num_steps
         self._first, self._last = None, -math.inf
         if self.console.is_terminal and not self.console.quiet:
@@ -51,21 +53,21 @@ class Display:
                 *([BarColumn()] if self.console.width >= 140 else []),
                 # Where there is little room, the numbers go on below rather than the time be cut.
                 TextColumn("{task.fields[numbers]}", table_column=Column(no_wrap=False)),
-                TextColumn("{task.fields[part]}", table_column=Column(no_wrap=False)),
+                TextColumn("{task.fields[activity]}", table_column=Column(no_wrap=False)),
                 TimeRemainingColumn(compact=True),
                 console=self.console,
                 speed_estimate_period=3600,  # of half a minute by default, too short for one step
             )
             self._progress.start()
             self._bar = self._progress.add_task(
-                stage, total=num_steps, completed=first_step, numbers="", part=""
+                stage, total=num_steps, completed=first_step, numbers="", activity=""
             )
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Shows the state after step number `step` of the stage."""
         text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
         if self._progress is not None:
-            self._progress.update(self._bar, completed=step, numbers=text, part="")
+            self._progress.update(self._bar, completed=step, numbers=text, activity="")
             return
         now = time.monotonic()
         if self._first is None:
@@ -79,30 +81,30 @@ class Display:
             left = _duration((now - started) / (step - first_step) * (self._num_steps - step))
         self.log(f"{self._stage} {step}/{self._num_steps}  {text}  {left} left")
 
-    def part(self, text: str) -> None:
+    def activity(self, text: str) -> None:
         """Shows what a step, or what comes before the first one, is at."""
         if self._progress is not None:
-            self._progress.update(self._bar, part=text)
+            self._progress.update(self._bar, activity=text)
         elif self.console.is_terminal and not self.console.quiet:
             if self._status is None:
                 self._status = self.console.status("")
                 self._status.start()
             self._status.update(escape(text))
-        elif time.monotonic() - self._spoken >= self._part_every_s:
+        elif time.monotonic() - self._spoken >= self._activity_every_s:
             self.log(text)
 
     def counter(self, what: str) -> Callable[[int, int], None]:
-        """Shows a part of which so many are done, of so many."""
-        return lambda done, total: self.part(f"{what} {done:,}/{total:,}")
+        """Shows an activity of which so many are done, of so many."""
+        return lambda done, total: self.activity(f"{what} {done:,}/{total:,}")
 
-    def _end_part(self) -> None:
+    def _end_activity(self) -> None:
         if self._status is not None:
             self._status.stop()
             self._status = None
 
     def stop(self) -> None:
         """Ends the stage."""
-        self._end_part()
+        self._end_activity()
         if self._progress is not None:
             self._progress.stop()
             self._progress = None

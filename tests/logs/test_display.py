@@ -74,7 +74,7 @@ class TestDisplay:
         assert "…" not in text
 
     def test_parts_are_told_where_it_was_silent_for_long(self, clock):
-        display = shown(part_every_s=30)
+        display = shown(activity_every_s=30)
         count = display.counter("trajectories")
         for done in range(0, 100, 10):
             clock[0] += 7
@@ -92,10 +92,10 @@ class TestDisplay:
 
     def test_a_terminal_shows_parts_on_a_line_that_goes(self):
         display = shown(terminal=True, width=120)
-        display.part("building the index of [c].jsonl, documents 1,000")
+        display.activity("building the index of [c].jsonl, documents 1,000")
         display.log("sampler shapes")
         display.start("train", 0, 2)
-        display.part("trajectories 3/8")
+        display.activity("trajectories 3/8")
         display.stop()
         text = display.console.file.getvalue()
         assert text.index("of [c].jsonl, documents 1,000") < text.index("sampler shapes")
