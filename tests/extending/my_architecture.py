@@ -1,0 +1,141 @@
+"""An architecture of one's own: attention only, with an embedding for each position.
+
+Chosen by `config.model.architecture = "tests.extending.my_architecture.Pocket"`.
+"""
+
+from dataclasses import asdict, dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.models import attention
+from jaxrl.models.architecture import Architecture, MemoryTerms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pocket(Architecture):
+    vocab_size: int
+    width: int
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    max_positions: int
+    tie_embeddings: bool = True
+
+    @property
+    def num_kv_heads(self):
+        return self.num_heads
+
+    @classmethod
+    def from_dict(cls, fields, *, source="config.json"):
+        return cls(**{name: fields[name] for name in cls.__dataclass_fields__})
+
+    def hf_config(self):
+        return {"model_type": "pocket", **asdict(self)}
+
+    # Parameters: shapes, names of axes, names in safetensors.
+
+    def abstract_params(self):
+        inner = self.num_heads * self.head_dim
+        shapes = {
+            "embed": {"embedding": (self.vocab_size, self.width)},
+            "position": {"embedding": (self.max_positions, self.width)},
+            "blocks": {
+                **{name: {"kernel": (self.num_layers, self.width, inner)} for name in "qkv"},
+                "o": {"kernel": (self.num_layers, inner, self.width)},
+            },
+        }
+        make = lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+        return jax.tree.map(make, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+    def logical_axes(self):
+        return {
+            "embed": {"embedding": ("vocab", "width")},
+            "position": {"embedding": (None, "width")},
+            "blocks": {
+                **{name: {"kernel": ("layer", "width", "heads")} for name in "qkv"},
+                "o": {"kernel": ("layer", "heads", "width")},
+            },
+        }
+
+    def hf_names(self):
+        return {
+            "embed/embedding": "tokens.weight",
+            "position/embedding": "positions.weight",
+            **{f"blocks/{name}/kernel": f"layers.{{}}.{name}.weight" for name in "qkvo"},
+        }
+
+    def train_weights(self, params, dtype):
+        return jax.tree.map(lambda x: x.astype(dtype), params)
+
+    def decode_weights(self, params, dtype):
+        params = self.train_weights(params, dtype)
+        layers = range(self.num_layers)
+        return {
+            **params,
+            "blocks": tuple(jax.tree.map(lambda x, i=i: x[i], params["blocks"]) for i in layers),
+        }
+
+    # Three ways through the same layer, which differ in what attends to what.
+
+    def _embed(self, weights, token_ids, positions):
+        return (
+            weights["embed"]["embedding"][token_ids] + weights["position"]["embedding"][positions]
+        )
+
+    def _layer(self, layer, x, attend):
+        def split(name):
+            heads = (*x.shape[:-1], self.num_heads, self.head_dim)
+            return (x @ layer[name]["kernel"]).reshape(heads)
+
+        attended = attend(split("q"), split("k"), split("v"))
+        return x + attended.reshape(*x.shape[:-1], -1) @ layer["o"]["kernel"]
+
+    def hidden_states(self, params, token_ids, positions, segment_ids, *, remat=True):
+        mask = attention.packed_mask(segment_ids)
+
+        def step(x, layer):
+            return self._layer(layer, x, lambda q, k, v: attention.train(q, k, v, mask)), None
+
+        x = self._embed(params, token_ids, positions)
+        return jax.lax.scan(jax.checkpoint(step) if remat else step, x, params["blocks"])[0]
+
+    def unembed(self, params, hidden, *, num_tokens):
+        table = params["embed"]["embedding"]
+        logits = jnp.matmul(hidden, table.T, preferred_element_type=jnp.float32)
+        return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, attention.LOWEST)
+
+    def extend(self, weights, cache, token_ids, start, lengths):
+        written = []
+        x = self._embed(weights, token_ids, start[:, None] + jnp.arange(token_ids.shape[1]))
+        for index, layer in enumerate(weights["blocks"]):
+
+            def attend(q, k, v, past=None if cache is None else cache[index]):
+                written.append((k.swapaxes(1, 2), v.swapaxes(1, 2)))
+                return attention.extend(q, *written[-1], past, start)
+
+            x = self._layer(layer, x, attend)
+        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
+        return last[:, 0], tuple(written)
+
+    def decode(self, weights, window, valid, index, token_ids, positions):
+        written, put = [], jax.lax.dynamic_update_slice_in_dim
+        x = self._embed(weights, token_ids, positions)
+        for layer, (keys, values) in zip(weights["blocks"], window, strict=True):
+
+            def attend(q, k, v, keys=keys, values=values):
+                keys = put(keys, k[..., None], index, axis=3)
+                values = put(values, v[:, :, None], index, axis=2)
+                written.append((keys, values))
+                return attention.decode(q, keys, values, valid)
+
+            x = self._layer(layer, x, attend)
+        return x, tuple(written)
+
+    def memory_terms(self, tensor):
+        inner = self.num_heads // tensor * self.head_dim
+        return MemoryTerms(
+            activations=4 * inner + 2 * self.width,
+            saved_activations=4 * inner + self.width,
+            read_activations=2 * inner + 2 * self.width,
+        )
