@@ -328,7 +328,7 @@ def save_hf(
         if is_writer:
             _write_index(folder, sizes, max_shard_size)
     if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"wrote {path}")  # others leave when it is there
+        multihost_utils.sync_global_devices("wrote an export")  # none leaves before it is there
 
 
 def _check_params(leaves: Mapping[str, Any], config: Architecture) -> None:
