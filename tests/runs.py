@@ -198,7 +198,7 @@ class Sampler:
         return dataclasses.replace(parts, rollout=shared(rollout))
 
 
-def saved_position(config, parts, workdir):
+def saved_progress(config, parts, workdir):
     """Where the newest checkpoint stands, and its weights."""
     checkpointer = Checkpointer(workdir / "checkpoints", keep=2)
     saved, restored = checkpointer.restore_newest(

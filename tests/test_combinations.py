@@ -15,19 +15,20 @@ from configs import (
     search_r1_brief,
     search_r1_small,
 )
-from jaxrl import components as assemble
-from jaxrl import report, train
+from jaxrl import report
+from jaxrl.components import assemble
 from jaxrl.config import ADVANTAGES, AGGREGATIONS, KL_CONTROLLERS, KL_ESTIMATORS, flatten, validate
 from jaxrl.config_checks import check_rules, has_kl_loss
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.run import run
 from jaxrl.training.controllers import Controllers
 from tests.runs import (
     METHOD_SIZES,
     Sampler,
     base_config,
     records,
-    saved_position,
+    saved_progress,
     warm_start,
 )
 
@@ -171,8 +172,8 @@ def train_two_steps(seed, world, source, sampler, workdir):
     config = combination(seed, base_config(world, source))
     # pytest shows it on failure.
     print(f"combination {seed}: {what_is_special(config, base_config(world, source))}")
-    parts = sampler.for_config(config)
-    train.run(config, workdir, parts, Display())
+    components = sampler.for_config(config)
+    run(config, workdir, components, Display())
 
     _, *steps = records(workdir)
     assert [record["step"] for record in steps] == [1, 2]
@@ -191,15 +192,15 @@ def train_two_steps(seed, world, source, sampler, workdir):
         if not config.filter.carry_over:  # carried groups are those of an earlier policy
             assert record["rollout_corr/logprob_diff_max"] in (None, pytest.approx(0, abs=1e-3))
 
-    position, weights = saved_position(config, parts, workdir)
+    progress, weights = saved_progress(config, components, workdir)
     expected = Controllers.init(config)
     for field in dataclasses.fields(Controllers):
-        state, wanted = (getattr(x, field.name) for x in (position.controllers, expected))
+        state, wanted = (getattr(x, field.name) for x in (progress.controllers, expected))
         assert type(state) is type(wanted)
         shown = [name for name in steps[-1] if name.startswith(f"controller/{field.name}/")]
         assert bool(shown) == (state is not None)
     kept = {name: x for name, x in steps[-1].items() if name.startswith("controller/")}
-    assert position.controllers.metrics() == kept
+    assert progress.controllers.metrics() == kept
 
     exported, before = load_hf(workdir / "export"), load_hf(source)
     jax.tree.map(np.testing.assert_array_equal, exported, jax.device_get(weights))
@@ -258,7 +259,7 @@ def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path,
         sizes |= {"reward.weights.exact_match": 1.0}
     config.update_from_flattened_dict(sizes)
     validate(config)
-    train.run(config, tmp_path, sampler.for_config(config), Display())
+    run(config, tmp_path, sampler.for_config(config), Display())
     _, *steps = records(tmp_path)
     assert len(steps) == 2
     assert any(record["rollout/informative_share"] for record in steps)
@@ -276,7 +277,7 @@ def test_the_brief_s_settings_train(tiny_world, source, sampler, tmp_path):
     changes = {"optimizer.lr": 1e-3, "rollout.num_slots": 16, "rollout.group_size": 4}
     config.update_from_flattened_dict(changes)
     validate(config)
-    train.run(config, tmp_path, sampler.for_config(config), Display())
+    run(config, tmp_path, sampler.for_config(config), Display())
     _, *steps = records(tmp_path)
     assert [record["actor/num_updates"] for record in steps] == [4, 8]
     for record in steps:
@@ -297,7 +298,7 @@ def test_mathematics_is_trained_without_a_search(tiny_world, source, tmp_path, m
         }
     )  # fmt: skip
     validate(config)
-    train.run(config, tmp_path, assemble.assemble(config), Display())
+    run(config, tmp_path, assemble(config), Display())
     before, step = records(tmp_path)
     assert "val-aux/all/math/greedy" in before
     # A model that was taught to search gives no `Answer:` line.

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -12,19 +13,19 @@ import numpy as np
 import pytest
 
 from configs import ares, bapo, debug_tiny, passk
-from jaxrl import components as assemble
-from jaxrl import train
 from jaxrl.codecs import to_json
+from jaxrl.components import assemble
 from jaxrl.config import default_config, validate
-from jaxrl.envs.base import Task
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.run import run
 from jaxrl.sampling.rollout import Interrupted
-from jaxrl.training import entropy_control
 from jaxrl.training.collect import NotEnoughGroupsError, collect
-from jaxrl.training.controllers import BUCKETS, Controllers
-from jaxrl.types import Draw
-from tests.episodes import make_trajectory
+from jaxrl.training.controllers import BUCKETS, Controllers, advance
+from jaxrl.training.health import Failures
+from jaxrl.training.rewards import pay_entropy
+from jaxrl.types import Group, members
+from tests.episodes import NumberedTasks, make_trajectory
 from tests.helpers import with_devices
 from tests.runs import (
     JOB_SETTINGS,
@@ -38,7 +39,7 @@ from tests.runs import (
     lasting,
     lasting_anywhere,
     records,
-    saved_position,
+    saved_progress,
     warm_start,
 )
 
@@ -78,20 +79,20 @@ CARRYING = {
 }
 
 
-def assert_same_end(config, parts, workdir, wanted):
+def assert_same_end(config, components, workdir, wanted):
     assert lasting(workdir) == lasting(wanted)
     jax.tree.map(
         np.testing.assert_array_equal, load_hf(workdir / "export"), load_hf(wanted / "export")
     )
-    one, other = (saved_position(config, parts, x)[0] for x in (workdir, wanted))
+    one, other = (saved_progress(config, components, x)[0] for x in (workdir, wanted))
     assert one.controllers == other.controllers
     assert one.items_taken == other.items_taken
-    assert without_latencies(one.carried) == without_latencies(other.carried)
+    assert without_latencies(one.leftover) == without_latencies(other.leftover)
 
 
 def without_latencies(groups):
-    """Carried groups as they are saved, but for what the clock said."""
-    saved = [to_json(trajectory) for group in groups for trajectory in group]
+    """Leftover groups as they are saved, but for what the clock said."""
+    saved = [to_json(trajectory) for group in groups for trajectory in group.trajectories]
     turns = [[{**turn, "latency_s": 0} for turn in one["turns"]] for one in saved]
     return [{**one, "turns": its} for one, its in zip(saved, turns, strict=True)]
 
@@ -99,15 +100,15 @@ def without_latencies(groups):
 @pytest.fixture(scope="module")
 def ares_run(tiny_world, source, sampler, tmp_path_factory):
     config = configured(tiny_world, source, ares.set_method, **CARRYING)
-    parts = sampler.for_config(config)
+    components = sampler.for_config(config)
     workdir = tmp_path_factory.mktemp("ares")
-    train.run(config, workdir, parts, Display())
-    return config, parts, workdir
+    run(config, workdir, components, Display())
+    return config, components, workdir
 
 
 @pytest.mark.minutes
 def test_every_state_is_in_every_record(ares_run):
-    config, parts, workdir = ares_run
+    config, components, workdir = ares_run
     before, *steps = records(workdir)
     names = Controllers.init(config).metrics().keys()
     for record in (before, *steps):
@@ -115,26 +116,28 @@ def test_every_state_is_in_every_record(ares_run):
         assert record["controller/threshold/value"] > 0  # known since the pass before the start
         assert sum(record[f"controller/buckets/{name}"] for name in BUCKETS) >= 5
     assert any(record["filter/surplus_groups"] for record in steps)  # for the restarts below
+    # The KL term is in the loss, and in no reward.
+    assert all("reward/kl/mean" not in record and "actor/kl_loss" in record for record in steps)
     for name in ("threshold", "buckets", "coefficients", "kl"):  # all of them move
         states = {tuple(x for key, x in r.items() if f"/{name}/" in key) for r in steps}
         assert len(states) > 2, name
-    position, _ = saved_position(config, parts, workdir)
+    progress, _ = saved_progress(config, components, workdir)
     kept = {name: x for name, x in steps[-1].items() if name.startswith("controller/")}
-    assert position.controllers.metrics() == kept
+    assert progress.controllers.metrics() == kept
 
 
 @pytest.mark.minutes
 @pytest.mark.parametrize("after", [1, 2])
 def test_a_killed_run_goes_on_with_its_states(ares_run, tmp_path, after):
-    config, parts, wanted = ares_run
+    config, components, wanted = ares_run
     workdir = killed(wanted, tmp_path / "killed", after=after)
-    train.run(config, workdir, parts, Display())
-    assert_same_end(config, parts, workdir, wanted)
+    run(config, workdir, components, Display())
+    assert_same_end(config, components, workdir, wanted)
 
 
 @pytest.mark.minutes
 def test_a_run_that_is_stopped_while_it_samples_goes_on_with_its_states(ares_run, tmp_path):
-    config, parts, wanted = ares_run
+    config, components, wanted = ares_run
     calls = []
 
     def should_stop():
@@ -147,10 +150,10 @@ def test_a_run_that_is_stopped_while_it_samples_goes_on_with_its_states(ares_run
     workdir = tmp_path / "stopped"
     workdir.mkdir()
     with pytest.raises(Interrupted):
-        train.run(config, workdir, parts, Display(), should_stop)
+        run(config, workdir, components, Display(), should_stop)
     assert len(records(workdir)) == 3
-    train.run(config, workdir, parts, Display())
-    assert_same_end(config, parts, workdir, wanted)
+    run(config, workdir, components, Display())
+    assert_same_end(config, components, workdir, wanted)
 
 
 @pytest.mark.minutes
@@ -158,10 +161,10 @@ def test_a_gate_that_turns_late_is_continued(tiny_world, source, sampler, tmp_pa
     changes = {"shaping.stage_tolerance": 0, "num_steps": 6, "filter.resample_attempts": 1}
     changes["reward.weights.format"] = 0.0  # which pays wrong answers
     config = configured(tiny_world, source, bapo.set_method, **changes)
-    parts = sampler.for_config(config)
+    components = sampler.for_config(config)
     whole = tmp_path / "whole"
     whole.mkdir()
-    train.run(config, whole, parts, Display())
+    run(config, whole, components, Display())
     stages = [record["controller/gate/is_late"] for record in records(whole)]
     assert stages == sorted(stages)
     assert (stages[0], stages[-1]) == (False, True)
@@ -171,8 +174,8 @@ def test_a_gate_that_turns_late_is_continued(tiny_world, source, sampler, tmp_pa
     turn = stages.index(True)
     for after in {max(turn - 1, 1), min(turn, 5)}:
         workdir = killed(whole, tmp_path / f"after_{after}", after=after)
-        train.run(config, workdir, parts, Display())
-        assert_same_end(config, parts, workdir, whole)
+        run(config, workdir, components, Display())
+        assert_same_end(config, components, workdir, whole)
 
 
 @pytest.mark.minutes
@@ -180,14 +183,14 @@ def test_a_schedule_of_k_is_continued(tiny_world, source, sampler, tmp_path):
     """k hangs on the step of the stage alone, so a restart changes nothing."""
     changes = {"num_steps": 2, "advantage.k_schedule": ((0, 2), (1, 1))}
     config = configured(tiny_world, source, passk.set_method, **changes)
-    parts = sampler.for_config(config)
+    components = sampler.for_config(config)
     whole = tmp_path / "whole"
     whole.mkdir()
-    train.run(config, whole, parts, Display())
+    run(config, whole, components, Display())
     assert [record.get("advantage/k") for record in records(whole)] == [None, 2, 1]
     workdir = killed(whole, tmp_path / "killed", after=1)
-    train.run(config, workdir, parts, Display())
-    assert_same_end(config, parts, workdir, whole)
+    run(config, workdir, components, Display())
+    assert_same_end(config, components, workdir, whole)
 
 
 class Hopeless(Chance):
@@ -215,17 +218,17 @@ def test_a_filter_that_gives_up_leaves_a_checkpoint_and_says_why(
         is_first = sampling.seeds.step == 0
         return (good if is_first else hopeless).rollout(draws, sampling, **settings)
 
-    parts = dataclasses.replace(good, rollout=rollout)
+    components = dataclasses.replace(good, rollout=rollout)
     message = r"after 3 batches .* only 0 of 4 groups"
     with pytest.raises(NotEnoughGroupsError, match=message) as given:
-        train.run(config, tmp_path, parts, Display())
+        run(config, tmp_path, components, Display())
     assert "12 all wrong" in str(given.value) or "failed" in str(given.value)
     assert batches[-3:] == [4, 4, 4]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()] == [
         "1"
     ]
     # What was learnt is not lost: in a better world the run goes on from there.
-    train.run(config, tmp_path, good, Display())
+    run(config, tmp_path, good, Display())
     assert [record["step"] for record in records(tmp_path)] == [0, 1, 2]
 
 
@@ -240,41 +243,35 @@ def decisions():
         {"rollout.tasks_per_step": 3, "filter.name": "varied", "filter.carry_over": True}
     )
 
-    def generate(draws):
-        made = []
-        for group, draw in enumerate(draws):
-            for sample in range(4):
-                rng = np.random.default_rng([draw.position, sample])
-                one = make_trajectory(group_id=group, sample_index=sample, length=20)
-                values = rng.random(20, np.float32) * one.loss_mask
-                right = bool(rng.integers(2))
-                made.append(
-                    dataclasses.replace(
-                        one,
-                        rollout_entropies=values,
-                        is_correct=right,
-                        reward=float(right),
-                        task=draw.task,
-                    )
-                )
-        return made
+    def roll_out(draws):
+        return [
+            Group(trajectories=tuple(map(partial(by_chance, draw), range(4)))) for draw in draws
+        ]
 
-    def draw(position, count):
-        places = range(position, position + count)
-        return [Draw(task=Task(id=f"q{p % 7}", question="?"), position=p) for p in places], (
-            position + count
-        )
+    def by_chance(draw, sample):
+        rng = np.random.default_rng([draw.stream_index, sample])
+        one = make_trajectory(sample_index=sample, length=20)
+        values = rng.random(20, np.float32) * one.loss_mask
+        right = bool(rng.integers(2))
+        changed = {"rollout_entropies": values, "is_correct": right, "reward": float(right)}
+        return dataclasses.replace(one, task=draw.task, **changed)
 
-    controllers, carried, taken, found = Controllers.init(config), [], 0, []
+    failures = Failures(limit=0, log=print, num_batches=0)
+    controllers, leftover, taken, found = Controllers.init(config), [], 0, []
     for _ in range(3):
-        collected = collect(generate, draw, config, items_taken=taken, carried=carried)
-        carried, taken = collected.carried, collected.items_taken
-        controllers, windows = entropy_control.advance(
-            collected.trajectories, config, controllers, None
+        collected = collect(
+            roll_out,
+            NumberedTasks(7),
+            config,
+            items_taken=taken,
+            leftover=leftover,
+            controllers=controllers,
+            measure=list,
+            failures=failures,
         )
-        shaped = entropy_control.reward_entropy(
-            collected.trajectories, windows, config, controllers
-        )
+        leftover, taken = collected.leftover, collected.items_taken
+        controllers, groups = advance(controllers, collected.groups, collected.tried, config, None)
+        shaped = members(pay_entropy(groups, controllers, config))
         found.append(
             {
                 "tasks": [t.task_id for t in shaped],
@@ -318,7 +315,7 @@ def test_two_processes_have_the_states_of_one(tiny_world, source, tmp_path, quic
     config = debug_tiny.get_config(str(tiny_world))
     config.update_from_flattened_dict(JOB_SETTINGS | changes)
     (tmp_path / "1").mkdir()
-    train.run(config, tmp_path / "1", assemble.assemble(config), Display())
+    run(config, tmp_path / "1", assemble(config), Display())
     environment = quick_compilation | with_devices(1)
     codes, errors = Processes(tiny_world, tmp_path / "2", environment, **changes).wait(400)
     assert codes == [0, 0], errors
