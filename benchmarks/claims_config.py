@@ -20,7 +20,7 @@ def get_config(world: str = "data/claims/hops") -> ConfigDict:
     config.model.path = f"{world}/model"
     config.tasks.train.source = f"{world}/questions_train.jsonl"
     config.tasks.eval.source = f"{world}/questions_eval.jsonl"
-    config.search.corpus = f"{world}/corpus.jsonl"
+    config.search.local.corpus = f"{world}/corpus.jsonl"
 
     config.sft.source = f"{world}/demonstrations.jsonl"
     config.sft.num_steps = 1000
@@ -61,14 +61,13 @@ WORLDS = {
         "rollout.max_response_tokens": 200,
         "rollout.max_total_tokens": 240,
         "rollout.max_turns": 4,
-        "search.topk": 1,
-        "search.max_observation_tokens": 24,
+        "search.local.topk": 1,
+        "rollout.max_observation_tokens": 24,
     },
     "math": {
         "env.name": "math",
-        "search.corpus": "",
-        "reward.weights.exact_match": 0.0,
-        "reward.weights.math": 1.0,
+        "search.local.corpus": "",
+        "reward.weights": {"math": 1.0},
         "reward.correct": "math",
         "rollout.max_prompt_tokens": 56,
         "rollout.max_response_tokens": 72,
@@ -78,15 +77,15 @@ WORLDS = {
         "rollout.max_response_tokens": 48,
         "rollout.max_total_tokens": 128,
         "rollout.max_turns": 1,
-        "search.topk": 3,
-        "search.max_observation_tokens": 72,
+        "search.local.topk": 3,
+        "rollout.max_observation_tokens": 72,
     },
     "unanswerable": {
         "rollout.max_response_tokens": 64,
         "rollout.max_total_tokens": 160,
         "rollout.max_turns": 2,
-        "search.topk": 2,
-        "search.max_observation_tokens": 48,
+        "search.local.topk": 2,
+        "rollout.max_observation_tokens": 48,
     },
 }
 """What each world needs: room for its search results and its hops, or for its lines."""

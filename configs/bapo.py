@@ -27,10 +27,9 @@ an honest search, you cannot find out what is asked, say so: \
 
 def set_environment(config: ConfigDict) -> None:
     """BAPO's tags, its two tools and its reward."""
-    config.env.protocol = "bapo"
-    config.env.python = True
-    config.reward.weights.exact_match = 0.0
-    config.reward.weights.bapo = 1.0  # F1, or -1 for a malformed response
+    config.env.search.protocol = "bapo"
+    config.env.search.tools = ("python",)
+    config.reward.weights = {"bapo": 1.0}  # F1, or -1 for a malformed response
     config.reward.correct = "bapo"
 
 
@@ -67,9 +66,9 @@ def get_config() -> ConfigDict:
     config.tasks.train.source = "data/bapo/train.jsonl"
     config.tasks.eval.source = "data/bapo/eval.jsonl"
     config.prompt.system = SYSTEM
-    config.search.corpus = "data/wiki18/corpus.jsonl"
-    config.search.topk = 5
-    config.search.max_observation_tokens = 2048
+    config.search.local.corpus = "data/wiki18/corpus.jsonl"
+    config.search.local.topk = 5
+    config.rollout.max_observation_tokens = 2048
 
     config.rollout.tasks_per_step = 64
     config.rollout.group_size = 8

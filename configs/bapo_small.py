@@ -18,8 +18,8 @@ def get_config(world: str = "data/bapo_small") -> ConfigDict:
     set_method(config)
     config.shaping.stage_tolerance = 2  # so short a run sees few low evaluations
     config.num_steps = 60
-    config.search.topk = 1
-    config.search.max_observation_tokens = 40
+    config.search.local.topk = 1
+    config.rollout.max_observation_tokens = 40
 
     config.sft.num_steps = 900
     config.sft.optimizer.final_lr_fraction = 0.1

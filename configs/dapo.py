@@ -41,8 +41,7 @@ SETUPS: dict[str, dict[str, Any]] = {
 def set_environment(config: ConfigDict) -> None:
     """Problems whose last `Answer:` line earns 1 or -1."""
     config.env.name = "math"
-    config.reward.weights.exact_match = 0.0
-    config.reward.weights.math = 1.0
+    config.reward.weights = {"math": 1.0}
     config.reward.correct = "math"
 
 

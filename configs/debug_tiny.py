@@ -22,9 +22,10 @@ def get_config(world: str = "data/debug") -> ConfigDict:
     config.model.path = f"{world}/model"
     config.tasks.train.source = f"{world}/questions_train.jsonl"
     config.tasks.eval.source = f"{world}/questions_eval.jsonl"
-    config.search.corpus = f"{world}/corpus.jsonl"
-    config.search.max_observation_tokens = 72
-    config.reward.weights.format = 0.5  # so that there is something to learn from the start
+    config.search.local.corpus = f"{world}/corpus.jsonl"
+    config.rollout.max_observation_tokens = 72
+    # The format is paid too, so that there is something to learn from the start.
+    config.reward.weights = {"exact_match": 1.0, "format": 0.5}
 
     config.sft.source = f"{world}/demonstrations.jsonl"
     config.sft.num_steps = 60

@@ -18,7 +18,7 @@ def get_config(world: str = "data/puzzles") -> ConfigDict:
     config.num_steps = 80
     config.advantage.k_schedule = ((0, 4), (40, 1))
     config.env.name = "math"
-    config.search.corpus = ""
+    config.search.local.corpus = ""
 
     config.sft.num_steps = 400
     config.sft.batch_size = 64

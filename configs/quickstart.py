@@ -18,8 +18,8 @@ def get_config(world: str = "data/quickstart") -> ConfigDict:
     config.model.path = f"{world}/model"
     config.tasks.train.source = f"{world}/questions_train.jsonl"
     config.tasks.eval.source = f"{world}/questions_eval.jsonl"
-    config.search.corpus = f"{world}/corpus.jsonl"
-    config.search.max_observation_tokens = 72
+    config.search.local.corpus = f"{world}/corpus.jsonl"
+    config.rollout.max_observation_tokens = 72
 
     config.sft.source = f"{world}/demonstrations.jsonl"
     config.sft.num_steps = 900

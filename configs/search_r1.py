@@ -24,7 +24,7 @@ Question: {question}"""
 
 def set_method(config: ConfigDict) -> None:
     """GRPO with a KL term to the first policy, on observations that are masked out."""
-    config.reward.weights.exact_match = 1.0
+    config.reward.weights = {"exact_match": 1.0}
     config.rollout.temperature = 1.0
     config.advantage.name = "grpo"
     config.advantage.ddof = 0
@@ -49,9 +49,9 @@ def get_config() -> ConfigDict:
     config.tasks.train.source = "data/nq_hotpotqa/train.jsonl"
     config.tasks.eval.source = "data/nq_hotpotqa/test.jsonl"
     config.prompt.template = TEMPLATE
-    config.search.corpus = "data/wiki18/corpus.jsonl"
-    config.search.topk = 3
-    config.search.max_observation_tokens = 500
+    config.search.local.corpus = "data/wiki18/corpus.jsonl"
+    config.search.local.topk = 3
+    config.rollout.max_observation_tokens = 500
 
     config.rollout.tasks_per_step = 512
     config.rollout.group_size = 5

@@ -35,15 +35,13 @@ EXAMPLES = (
 
 def set_method(config: ConfigDict) -> None:
     """GRPO with four updates a batch, held near the policy before them."""
-    config.reward.weights.exact_match = 0.0
-    config.reward.weights.format = 1.0
-    config.reward.weights.answer = 1.0
+    config.reward.weights = {"format": 1.0, "answer": 1.0}
     config.reward.correct = "answer"
-    config.reward.format_reward = 0.5
-    config.reward.format_failure = -1.0
-    config.reward.answer_reward = 1.0
-    config.reward.exact_match_bonus = 2.0
-    config.reward.not_found = 0.5
+    config.env.search.search_r1.format_reward = 0.5
+    config.env.search.search_r1.format_failure = -1.0
+    config.env.search.search_r1.answer_reward = 1.0
+    config.env.search.search_r1.exact_match_bonus = 2.0
+    config.env.search.search_r1.not_found = 0.5
     config.rollout.group_size = 2
     config.rollout.temperature = 1.0
     config.advantage.name = "grpo"
@@ -70,7 +68,7 @@ def get_config() -> ConfigDict:
     config.tasks.eval.source = "data/nq_hotpotqa/test.jsonl"
     config.prompt.system = SYSTEM
     config.prompt.examples = EXAMPLES
-    config.search.corpus = "data/wiki18/corpus.jsonl"
+    config.search.local.corpus = "data/wiki18/corpus.jsonl"
 
     config.rollout.tasks_per_step = 1
     config.rollout.max_prompt_tokens = 1024

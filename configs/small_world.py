@@ -16,8 +16,8 @@ def small_world(world: str) -> ConfigDict:
     config.model.path = f"{world}/model"
     config.tasks.train.source = f"{world}/questions_train.jsonl"
     config.tasks.eval.source = f"{world}/questions_eval.jsonl"
-    config.search.corpus = f"{world}/corpus.jsonl"
-    config.search.max_observation_tokens = 72
+    config.search.local.corpus = f"{world}/corpus.jsonl"
+    config.rollout.max_observation_tokens = 72
 
     config.sft.source = f"{world}/demonstrations.jsonl"
     config.sft.num_steps = 300
@@ -50,7 +50,7 @@ def small_math(world: str) -> ConfigDict:
     config = small_world(world)
     config.num_steps = 60
     config.env.name = "math"
-    config.search.corpus = ""
+    config.search.local.corpus = ""
     config.sft.num_steps = 900
     config.sft.optimizer.final_lr_fraction = 0.1
 

@@ -5,7 +5,6 @@ Everything that can be refused is refused here, before any long work.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,15 +15,14 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl.config_checks import reward_parts
+from jaxrl import config_checks as rules
+from jaxrl.choices import is_own, made
 from jaxrl.data import check_data_sources, overlap_note, read_tasks
 from jaxrl.demonstrations import Demonstration, read_demonstrations
-from jaxrl.envs.base import Env, Task
-from jaxrl.envs.math import MathEnv
-from jaxrl.envs.protocol import PROTOCOLS, Protocol
-from jaxrl.envs.retrieval import EmptySearch, LocalSearch, SearchEngine, index_folder
-from jaxrl.envs.search import SearchEnv
-from jaxrl.envs.tools import TOOLS, Tool
+from jaxrl.envs.base import Env, Prompt, Task
+from jaxrl.envs.retrieval import EmptySearch
+from jaxrl.envs.rewards import Payment
+from jaxrl.envs.tools import Tool
 from jaxrl.models.architecture import Architecture, read_model
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.policy import Model
@@ -96,7 +94,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         max_response_tokens=config.rollout.max_response_tokens,
         max_total_tokens=config.rollout.max_total_tokens,
-        max_observation_tokens=config.search.max_observation_tokens,
+        max_observation_tokens=config.rollout.max_observation_tokens,
         overlong_prompts=config.rollout.overlong_prompts,
     )
     schedule = Schedule(
@@ -104,13 +102,14 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
         lag_chunks=config.rollout.observation_lag_chunks,
         deadline_s=config.env.step_deadline_s,
     )
-    without_search = Rollout(engine, control, tokenizer, automaton, limits, schedule)
+    pay = Payment(weights=rules.reward_weights(config), own_parts=rules.own_parts(config))
+    without_search = Rollout(engine, control, tokenizer, automaton, limits, schedule, pay)
     tasks, note = fit_prompts(tasks, without_search, config, "config.tasks.train.source")
     eval_tasks, eval_note = fit_prompts(
         eval_tasks, without_search, config, "config.tasks.eval.source"
     )
     env = control
-    if config.env.name == "search":
+    if rules.searches(config):
         env = _make_env(config, _make_search(config, show), tools)
     return Components(
         mesh=mesh,
@@ -128,7 +127,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
         eval_tasks=eval_tasks,
         demonstrations=demonstrations,
         engine=engine,
-        rollout=shared(Rollout(engine, env, tokenizer, automaton, limits, schedule)),
+        rollout=shared(Rollout(engine, env, tokenizer, automaton, limits, schedule, pay)),
         rollout_without_search=shared(without_search),
         is_trigger=trigger_ids(tokenizer, config.shaping.trigger_words),
         notes=tuple(
@@ -253,63 +252,48 @@ def _read_data(
             config.sft.source,
             tokenizer,
             max_total_tokens=config.rollout.max_total_tokens,
-            max_observation_tokens=config.search.max_observation_tokens,
-            protocol=_protocol(config)([tool.name for tool in tools]),
+            max_observation_tokens=config.rollout.max_observation_tokens,
+            protocol=rules.protocol(config)([tool.name for tool in tools]),
             tools=("search", *(tool.name for tool in tools)),
         )
     return tasks, eval_tasks, demonstrations
 
 
-def _make_search(config: ConfigDict, show: Callable[[str], None]) -> SearchEngine:
-    search = config.search
-    if search.engine == "empty":
-        return EmptySearch()
-    return LocalSearch(
-        search.corpus,
-        index_folder(search.corpus, search.index),
-        topk=search.topk,
-        progress=lambda count: show(f"building the index of {search.corpus}, documents {count:,}"),
+def _make_search(config: ConfigDict, show: Callable[[str], None]) -> Tool:
+    name, corpus = config.search.engine, config.search.local.corpus
+    section = config.search.get(name)
+    return made(
+        "search.settings" if is_own(name) else f"search.{name}",
+        rules.engine(config),
+        config.search.settings if is_own(name) else section.to_dict() if section else {},
+        progress=lambda count: show(f"building the index of {corpus}, documents {count:,}"),
     )
 
 
-def _make_env(config: ConfigDict, engine: SearchEngine, tools: Sequence[Tool]) -> Env:
-    """The environment; `engine` answers its searches and `tools` its other calls, if it has any."""
-    weights = config.reward.weights.to_dict()
+def _make_env(config: ConfigDict, engine: Tool, tools: Sequence[Tool]) -> Env:
+    """The environment, given what it asks for by the names of its parameters."""
     prompt = {key: config.prompt[key] for key in ("system", "template", "examples")}
-    settings = {**prompt, "reward_weights": {name: weights[name] for name in reward_parts(config)}}
-    if config.env.name == "math":
-        return MathEnv(**settings)
-    return SearchEnv(
-        engine,
+    env: Env = made(
+        "env.settings",
+        rules.environment(config),
+        config.env.settings,
+        engine=engine,
         tools=tools,
-        **settings,
-        max_searches=config.rollout.max_turns,
-        protocol=_protocol(config),
+        prompt=Prompt(**prompt),
+        protocol=rules.protocol(config),
+        max_calls=config.rollout.max_turns,
         correct_by=config.reward.correct,
     )
-
-
-def _protocol(config: ConfigDict) -> Callable[..., Protocol]:
-    """The configured protocol, still without the names of its tools."""
-    protocol = PROTOCOLS[config.env.protocol]
-    if config.env.protocol != "search_r1":
-        return protocol
-    reward = config.reward
-    return functools.partial(
-        protocol,
-        format_reward=reward.format_reward,
-        format_failure=reward.format_failure,
-        answer_reward=reward.answer_reward,
-        exact_match_bonus=reward.exact_match_bonus,
-        not_found=reward.not_found,
-    )
+    return env
 
 
 def _make_tools(config: ConfigDict) -> list[Tool]:
     try:
-        return [TOOLS["python"]()] if config.env.python else []
+        return [tool() for tool in rules.tools(config)]
     except ImportError as error:
-        raise ValueError(f"config.env.python is True, but {error}") from error
+        raise ValueError(
+            f"config.env.search.tools is {config.env.search.tools!r}, but {error}"
+        ) from error
 
 
 def _make_engine(

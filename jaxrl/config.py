@@ -14,10 +14,9 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
-from jaxrl.config_checks import PARTS, check_rules
+from jaxrl.config_checks import check_environment, check_rules, needs_corpus
 
 STAGES = ("sft", "train", "evaluate")
-REWARD_PARTS = tuple(dict.fromkeys(part for parts in PARTS.values() for part in parts))
 ADVANTAGES = (
     "grpo",
     "rloo",
@@ -95,32 +94,42 @@ def default_config() -> ConfigDict:
     prompt.examples = ()  # messages ({"role", "content"}) between the two, as worked examples
     prompt.chat_template_kwargs = {}  # of the model's chat template, as {"enable_thinking": False}
 
-    config.env = env = ConfigDict()
-    env.name = "search"  # search: questions answered with a search engine; math: in one turn, alone
-    env.python = False  # of protocol bapo: offer a sandboxed Python tool too; extra python-tool
+    config.env = env = ConfigDict(convert_dict=False)
+    # search: questions answered with a search engine; math: in one turn, alone; or one of your own
+    # by its dotted name, as my_env.MyEnv
+    env.name = "search"
+    env.settings = {}  # keyword arguments of an environment of your own
     env.step_deadline_s = (
         600.0  # seconds after which a call of the environment is given up; 0: never
     )
-    env.protocol = "search_r1"  # of search: search_r1 (<information>) or bapo (<result>, \boxed{})
+    env.search = ConfigDict()
+    # search_r1 (<information>), bapo (<result>, \boxed{}), or a dotted name
+    env.search.protocol = "search_r1"
+    # Offered beside the search engine: python, a sandbox (extra python-tool), or dotted names.
+    env.search.tools = ()
+    env.search.search_r1 = amounts = ConfigDict()  # what this protocol's format and answer pay
+    amounts.format_reward = 0.5  # a response that keeps to the protocol
+    amounts.format_failure = -1.0  # one that does not
+    amounts.answer_reward = 1.0  # an answer close to the truth
+    amounts.exact_match_bonus = 2.0  # the truth itself, in place of that
+    amounts.not_found = 0.5  # the answer 未找到相关内容, "no relevant content found"
 
-    config.search = search = ConfigDict()
-    search.engine = "local"  # local: embedded index over a corpus; empty: finds nothing
-    search.corpus = ""  # JSONL of documents: id, title, text
-    search.index = ""  # folder of the index; default: beside the corpus
-    search.topk = 3  # documents a query returns
-    search.max_observation_tokens = 500  # of one result; the rest is cut off inside its tags
+    config.search = search = ConfigDict(convert_dict=False)
+    # local: embedded index over a corpus; empty: finds nothing; or a dotted name
+    search.engine = "local"
+    search.settings = {}  # keyword arguments of an engine of your own
+    search.local = ConfigDict()
+    search.local.corpus = ""  # JSONL of documents: id, title, text
+    search.local.index = ""  # folder of the index; default: beside the corpus
+    search.local.topk = 3  # documents a query returns
 
-    config.reward = reward = ConfigDict()
-    reward.weights = ConfigDict(dict.fromkeys(REWARD_PARTS, 0.0) | {"exact_match": 1.0})
+    config.reward = reward = ConfigDict(convert_dict=False)
+    # Weights of the environment's reward parts, and of your own: functions of a response and its
+    # accepted answers, by dotted name. The reward is the weighted sum.
+    reward.weights = {"exact_match": 1.0}
     # The part that makes an answer correct: where it is above 0; of answer, where the answer is the
     # truth or close to it, whatever that pays.
     reward.correct = "exact_match"
-    # What the parts format and answer pay under env.protocol search_r1.
-    reward.format_reward = 0.5  # a response that keeps to the protocol
-    reward.format_failure = -1.0  # one that does not
-    reward.answer_reward = 1.0  # an answer close to the truth
-    reward.exact_match_bonus = 2.0  # the truth itself, in place of that
-    reward.not_found = 0.5  # the answer 未找到相关内容, "no relevant content found"
 
     config.shaping = shaping = ConfigDict()
     shaping.overlong_buffer = 0  # tokens before the limit over which the penalty grows; 0: off
@@ -160,6 +169,8 @@ def default_config() -> ConfigDict:
     rollout.overlong_prompts = "refuse"
     rollout.max_response_tokens = 512  # sampled tokens of a trajectory, over all turns
     rollout.max_total_tokens = 2048  # prompt, sampled tokens and observations of a trajectory
+    # Tokens of one result, the rest of which is cut off inside its tags.
+    rollout.max_observation_tokens = 500
     rollout.max_turns = 4  # turns that search; asking once more ends the episode
     rollout.num_slots = 64  # trajectories with a cache at a time, in all; a multiple of data * fsdp
     rollout.num_rows = 0  # of those, decoded side by side at most, likewise; 0: all of them
@@ -341,11 +352,14 @@ def check_keys(keys: Iterable[str], *, source: str = "") -> None:
         inside = [name for name in known if name.startswith(f"{key}.")]
         if inside:
             raise ValueError(f"{source}config.{key} is a section; set its keys, as {inside[0]}.")
-        if key.startswith(f"{MAPPING}."):
-            name = key.removeprefix(f"{MAPPING}.")
+        whole = next((mapping for mapping in MAPPINGS if key.startswith(f"{mapping}.")), None)
+        if whole is not None:
+            name, value = key.removeprefix(f"{whole}."), MAPPINGS[whole]
             raise ValueError(
-                f"{source}config.{MAPPING} takes a mapping; set it whole, as {{{name!r}: False}}."
+                f"{source}config.{whole} takes a mapping; set it whole, as {{{name!r}: {value}}}."
             )
+        if key in RENAMED:
+            raise ValueError(f"{source}config.{key} is called config.{RENAMED[key]} now.")
         last = key.rpartition(".")[2]
         near = [name for name in known if name.rpartition(".")[2] == last]
         near = near or difflib.get_close_matches(key, known, n=1)
@@ -353,14 +367,34 @@ def check_keys(keys: Iterable[str], *, source: str = "") -> None:
         raise ValueError(f"{source}there is no key config.{key}; {hint}")
 
 
-MAPPING = "prompt.chat_template_kwargs"
-"""The one key whose value is a mapping, with names that are the template's."""
+MAPPINGS = {
+    "prompt.chat_template_kwargs": False,
+    "env.settings": 1,
+    "search.settings": 1,
+    "reward.weights": 1.0,
+}
+"""Keys whose values are mappings with names that are not ours, and a value as an example."""
+
+RENAMED = {
+    "env.protocol": "env.search.protocol",
+    "env.python": "env.search.tools",
+    "search.corpus": "search.local.corpus",
+    "search.index": "search.local.index",
+    "search.topk": "search.local.topk",
+    "search.max_observation_tokens": "rollout.max_observation_tokens",
+    "reward.format_reward": "env.search.search_r1.format_reward",
+    "reward.format_failure": "env.search.search_r1.format_failure",
+    "reward.answer_reward": "env.search.search_r1.answer_reward",
+    "reward.exact_match_bonus": "env.search.search_r1.exact_match_bonus",
+    "reward.not_found": "env.search.search_r1.not_found",
+}
+"""Keys of earlier versions, which are refused by what they are called now."""
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():
-        if isinstance(value, dict) and f"{prefix}{key}" != MAPPING:
+        if isinstance(value, dict) and f"{prefix}{key}" not in MAPPINGS:
             flat += _flatten(value, f"{prefix}{key}.")
         else:
             flat.append((f"{prefix}{key}", _with_tuples(value)))
@@ -404,6 +438,7 @@ def validate(config: ConfigDict, *, needs_data: bool = True) -> None:
         _check_type(key, value, defaults[key])
     _check_choices(config)
     _check_ranges(config)
+    check_environment(config)
     _check_rules(config)
     _check_paths(config, needs_data)
 
@@ -427,11 +462,7 @@ def _check_type(key: str, value: Any, default: Any) -> None:
 def _check_choices(config: ConfigDict) -> None:
     choices: dict[str, tuple[Any, tuple[str, ...]]] = {
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
-        "search.engine": (config.search.engine, ("local", "empty")),
-        "env.name": (config.env.name, ("search", "math")),
-        "env.protocol": (config.env.protocol, ("search_r1", "bapo")),
         "rollout.overlong_prompts": (config.rollout.overlong_prompts, OVERLONG_PROMPTS),
-        "reward.correct": (config.reward.correct, ("exact_match", "f1", "answer", "bapo", "math")),
         "filter.name": (config.filter.name, FILTERS),
         "filter.metric": (config.filter.metric, FILTER_METRICS),
         "advantage.name": (config.advantage.name, ADVANTAGES),
@@ -467,7 +498,7 @@ def _check_ranges(config: ConfigDict) -> None:
         "rollout.max_response_tokens", "rollout.max_total_tokens", "rollout.num_slots",
         "rollout.chunk_tokens", "rollout.observation_lag_chunks", "optimizer.num_minibatches",
         "optimizer.num_epochs", "sft.num_steps", "sft.batch_size",
-        "search.topk", "search.max_observation_tokens", "checkpoint.every_steps",
+        "search.local.topk", "rollout.max_observation_tokens", "checkpoint.every_steps",
         "checkpoint.keep", "model.logits_chunk_tokens", "rollout.temperature", "rollout.top_p",
         "optimizer.epsilon", "sft.optimizer.epsilon", "eval.samples", "eval.temperature",
         "eval.resamples", "eval.top_p", "advantage.k", "loss.correction.cap",
@@ -531,12 +562,16 @@ def _check_ranges(config: ConfigDict) -> None:
     for key, texts in {"model.eos_tokens": config.model.eos_tokens}.items():
         if not all(isinstance(text, str) and text for text in texts):
             _refuse(key, texts, "a tuple of texts, as ('<|im_end|>',)")
-    if not all(
-        isinstance(name, str) and isinstance(value, bool | int | float | str)
-        for name, value in config.prompt.chat_template_kwargs.items()
-    ):
-        expected = "names with true, false, a number or a text each, as {'enable_thinking': False}"
-        _refuse(MAPPING, config.prompt.chat_template_kwargs, expected)
+    for key, example in MAPPINGS.items():
+        kinds = bool | int | float | str if isinstance(example, bool) else object
+        if not all(isinstance(name, str) and isinstance(v, kinds) for name, v in flat[key].items()):
+            expected = (
+                "names with true, false, a number or a text each, as {'enable_thinking': False}"
+            )
+            _refuse(key, flat[key], expected)
+    for weight in config.reward.weights.values():
+        if type(weight) not in (int, float) or not math.isfinite(weight):
+            _refuse("reward.weights", config.reward.weights, "a finite number for each part")
     if config.advantage.ddof not in (0, 1):
         _refuse("advantage.ddof", config.advantage.ddof, "0 (population) or 1 (sample)")
 
@@ -583,8 +618,6 @@ def _check_rules(config: ConfigDict) -> None:
     for message in config.prompt.examples:
         if not isinstance(message, dict) or set(message) != {"role", "content"}:
             _refuse("prompt.examples", message, "messages with 'role' and 'content'")
-    if not any(config.reward.weights.to_dict().values()):
-        _refuse("reward.weights", config.reward.weights.to_dict(), "at least one that is not 0")
     if config.eval.patience and not (config.checkpoint.keep_best and config.eval.every_steps):
         _refuse(
             "eval.patience",
@@ -628,10 +661,7 @@ def _check_paths(config: ConfigDict, needs_data: bool) -> None:
             bool({"train", "evaluate"} & set(config.stages)),
         ),
         "sft.source": (config.sft.source, "sft" in config.stages),
-        "search.corpus": (
-            config.search.corpus,
-            config.env.name == "search" and config.search.engine == "local",
-        ),
+        "search.local.corpus": (config.search.local.corpus, needs_corpus(config)),
     }
     for key, (value, is_needed) in {**needed, **(data if needs_data else {})}.items():
         if is_needed and not value:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ml_collections import ConfigDict
 
-PARTS = {
-    "search_r1": ("format", "answer", "exact_match", "f1"),
-    "bapo": ("format", "exact_match", "f1", "bapo"),
-    "math": ("exact_match", "math"),
-}
-"""Reward parts that there are, by protocol of the search environment, and in `math`."""
+from jaxrl.choices import chosen, is_own, short_name
+from jaxrl.envs.base import ENVS, Env
+from jaxrl.envs.protocol import PROTOCOLS, Protocol
+from jaxrl.envs.retrieval import ENGINES
+from jaxrl.envs.rewards import RewardPart, check_weights
+from jaxrl.envs.tools import TOOLS, Tool
 
 
 @dataclass(frozen=True)
@@ -25,9 +27,125 @@ class Rule:
     expected: str  # instead, and why
 
 
+def environment(config: ConfigDict) -> type[Env]:
+    """The class of the configured environment."""
+    found = chosen("env.name", config.env.name, ENVS, wanted="my_env.MyEnv")
+    declared = ("stop_strings", "reward_parts", "start", "step", "score")
+    missing = [name for name in declared if not hasattr(found, name)]
+    if not isinstance(found, type) or missing:
+        lacks = f" without {', '.join(missing)}" if isinstance(found, type) else ""
+        raise ValueError(
+            f"config.env.name names {config.env.name!r}, a {type(found).__name__}{lacks}; expected "
+            f"a class with {', '.join(declared)}, as jaxrl/envs/base.py has them."
+        )
+    return found
+
+
+def searches(config: ConfigDict) -> bool:
+    """True where the environment asks for the search engine."""
+    return "engine" in inspect.signature(environment(config)).parameters
+
+
+def has_tools(config: ConfigDict) -> bool:
+    """True where something can end a turn before the model does, and be answered."""
+    return bool(environment(config).stop_strings)
+
+
+def needs_corpus(config: ConfigDict) -> bool:
+    """True where a corpus is searched."""
+    return searches(config) and config.search.engine == "local"
+
+
+def protocol(config: ConfigDict) -> Callable[[Sequence[str]], Protocol]:
+    """The configured protocol, as a function of the names of the tools beside the engine."""
+    name = config.env.search.protocol
+    make = chosen("env.search.protocol", name, PROTOCOLS, wanted="my_protocol.make")
+    section = config.env.search.get(name)
+    return partial(make, **(section.to_dict() if section else {}))
+
+
+def engine(config: ConfigDict) -> type[Tool]:
+    """The class of the configured search engine."""
+    name = config.search.engine
+    return _tool("search.engine", chosen("search.engine", name, ENGINES, wanted="my_engine.Engine"))
+
+
+def tools(config: ConfigDict) -> list[type[Tool]]:
+    """The classes of the tools that are offered beside the search engine."""
+    key, wanted = "env.search.tools", "my_tool.Calculator"
+    return [_tool(key, chosen(key, n, TOOLS, wanted=wanted)) for n in config.env.search.tools]
+
+
+def _tool(key: str, found: Any) -> type[Tool]:
+    if not (isinstance(found, type) and issubclass(found, Tool)):
+        raise ValueError(
+            f"config.{key} names {found!r}; expected a class of jaxrl.envs.tools.Tool, with name, "
+            "blank and run."
+        )
+    return found
+
+
+def own_parts(config: ConfigDict) -> dict[str, RewardPart]:
+    """Reward parts of the user's own, by the last piece of their dotted names."""
+    return {
+        short_name(name): chosen("reward.weights", name, {}, wanted="my_reward.brevity")
+        for name in config.reward.weights
+        if is_own(name)
+    }
+
+
 def reward_parts(config: ConfigDict) -> tuple[str, ...]:
-    """The reward parts of the configured environment."""
-    return PARTS["math" if config.env.name == "math" else config.env.protocol]
+    """The reward parts of the configured environment, and the user's own."""
+    return (*_environment_parts(config), *own_parts(config))
+
+
+def _environment_parts(config: ConfigDict) -> tuple[str, ...]:
+    return environment(config).reward_parts or protocol(config)(()).reward_parts
+
+
+def reward_weights(config: ConfigDict) -> dict[str, float]:
+    """Weights by part, in the order of the parts, which is the order of their sum."""
+    weights = _named_weights(config)
+    return {part: float(weights[part]) for part in reward_parts(config) if part in weights}
+
+
+def _named_weights(config: ConfigDict) -> dict[str, float]:
+    named = config.reward.weights.items()
+    return {short_name(name) if is_own(name) else name: weight for name, weight in named}
+
+
+def check_environment(config: ConfigDict) -> None:
+    """Refuses names that stand for nothing, and reward parts that are not measured.
+
+    Raises:
+        ValueError: names the key, what it holds and what is expected.
+    """
+    engine(config)
+    tools(config)
+    protocol(config)
+    for section, name in (("env", config.env.name), ("search", config.search.engine)):
+        if config[section].settings and not is_own(name):
+            raise ValueError(
+                f"config.{section}.settings is {config[section].settings!r}; expected {{}}: they "
+                f"are for one of your own, and {name!r} has keys in config.{section}.{name}."
+            )
+    theirs, own = _environment_parts(config), own_parts(config)
+    clash = next((name for name in own if name in theirs), None)
+    if clash is not None:
+        raise ValueError(
+            f"config.reward.weights names a part {clash!r} of your own, and the environment has "
+            "one of that name; call the function otherwise."
+        )
+    try:
+        check_weights(_named_weights(config), (*theirs, *own))
+    except ValueError as error:
+        raise ValueError(f"config.reward.weights is {config.reward.weights!r}: {error}") from None
+    measures = [part for part in theirs if part != "format"]
+    if config.reward.correct not in measures:
+        raise ValueError(
+            f"config.reward.correct is {config.reward.correct!r}; expected a part that the "
+            f"environment has: {', '.join(measures)}."
+        )
 
 
 def is_pass_at_k(config: ConfigDict) -> bool:
@@ -75,9 +193,8 @@ def overlong_limit(config: ConfigDict) -> int:
     limit, searching at all would be overlong.
     """
     rollout = config.rollout
-    has_tools = config.env.name != "math"
     room = rollout.max_total_tokens - rollout.max_prompt_tokens
-    limit = room if has_tools else rollout.max_response_tokens
+    limit = room if has_tools(config) else rollout.max_response_tokens
     return int(config.shaping.overlong_max_tokens or limit)
 
 
@@ -85,7 +202,7 @@ def _is_never_overlong(config: ConfigDict) -> bool:
     """True where even the longest response, after a prompt of one token, costs nothing."""
     free = overlong_limit(config) - config.shaping.overlong_buffer
     longest = config.rollout.max_total_tokens - 1
-    if config.env.name == "math":
+    if not has_tools(config):
         longest = min(longest, config.rollout.max_response_tokens)
     return bool(free >= longest)
 
@@ -106,40 +223,12 @@ def _shapes(config: ConfigDict) -> bool:
     return bool(shaping.overlong_buffer or shaping.boundary_aware or shaping.entropy_reward)
 
 
-def _unknown_weights(config: ConfigDict) -> list[str]:
-    weights = config.reward.weights.to_dict()
-    return [name for name, value in weights.items() if value and name not in reward_parts(config)]
-
-
 def _tasks_per_batch(config: ConfigDict) -> int:
     return config.filter.tasks_per_batch or config.rollout.tasks_per_step
 
 
 RULES = (
     # The environment.
-    Rule(
-        "env.protocol",
-        lambda c: c.env.name == "math" and c.env.protocol != "search_r1",
-        "its default where env.name='math': there is no tool to call",
-    ),
-    Rule(
-        "env.python",
-        lambda c: c.env.python and (c.env.name == "math" or c.env.protocol != "bapo"),
-        "False, unless env.name='search' and env.protocol='bapo', whose protocol has <python>",
-    ),
-    Rule(
-        "reward.weights",
-        lambda c: bool(_unknown_weights(c)),
-        "weights of parts that the environment has (env.name and env.protocol): format, answer, "
-        "exact_match, f1 under search_r1; format, exact_match, f1, bapo under bapo; exact_match, "
-        "math in env.name='math'",
-    ),
-    Rule(
-        "reward.correct",
-        lambda c: c.reward.correct not in reward_parts(c),
-        "a part that the environment has: exact_match; f1 where it searches; answer under "
-        "env.protocol='search_r1'; bapo under env.protocol='bapo'; math in env.name='math'",
-    ),
     Rule(
         "eval.suites",
         lambda c: c.env.name == "math" and "empty_search" in c.eval.suites,
@@ -374,8 +463,8 @@ RULES = (
         lambda c: (
             (c.shaping.boundary_aware or c.filter.resample_attempts > 0)
             and c.env.name == "search"
-            and c.env.protocol == "search_r1"
-            and bool(c.reward.weights.format or c.reward.weights.answer)
+            and c.env.search.protocol == "search_r1"
+            and bool(c.reward.weights.get("format") or c.reward.weights.get("answer"))
         ),
         "format=0 and answer=0 with shaping.boundary_aware or filter.resample_attempts: a group "
         "is without success where no reward is above 0, and these two pay for wrong answers",

@@ -139,7 +139,7 @@ def _check_turns(messages: list[dict[str, str]], tools: Sequence[str], place: st
         if message["role"] == "tool" and not is_called:
             hint = ""
             if before["content"].endswith("</python>"):
-                hint = " Set config.env.python=True to offer Python."
+                hint = " Name 'python' in config.env.search.tools to offer Python."
             raise ValueError(
                 f"{place}: a message of the role 'tool' follows {before['content'][-40:]!r}; "
                 f"expected an assistant message that ends with {' or '.join(map(repr, closings))}."

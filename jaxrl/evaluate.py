@@ -433,7 +433,7 @@ def made_with(session: Session) -> str:
     """A hash of what an evaluation depends on beside the weights: settings, questions, corpus."""
     sections = ("seed", "model", "env", "prompt", "search", "rollout", "reward", "eval")
     settings = {name: session.config.to_dict()[name] for name in sections}
-    read = ("model.path/", "tasks.eval.source", "search.corpus")
+    read = ("model.path/", "tasks.eval.source", "search.local.corpus")
     content = {name: value for name, value in session.contents.items() if name.startswith(read)}
     return hashlib.sha256(json.dumps([settings, content], sort_keys=True).encode()).hexdigest()
 
@@ -446,7 +446,7 @@ def run_suites(session: Session, stage: str, suites: Sequence[str]) -> dict[str,
     summaries = {
         suite: summarize(
             groups,
-            has_python=session.config.env.python,
+            has_python="python" in session.config.env.search.tools,
             ks=settings.ks,
             num_resamples=settings.resamples,
             seed=session.config.seed,

@@ -415,7 +415,12 @@ def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
     """The configuration with all its values, and the workdir."""
     if len(argv) > 1:
         raise ValueError(f"unexpected arguments {list(argv[1:])}; settings are --config.key=value.")
-    file, config = _config_file(sys.argv), _CONFIG.value
+    file = _config_file(sys.argv)
+    if file is not None:
+        sys.path.append(
+            str(Path(file).absolute().parent)
+        )  # what is named by dotted name may be there
+    config = _CONFIG.value
     # One that could not be read raises here what went wrong, as for any attribute.
     if file is not None and config is None:
         raise TypeError(f"{file}: get_config returns nothing; end it with: return config")

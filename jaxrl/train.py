@@ -265,7 +265,9 @@ def record_of(
     assert session.state is not None
     return {
         **rollout_metrics(
-            trajectories, config.rollout.max_response_tokens, has_python=config.env.python
+            trajectories,
+            config.rollout.max_response_tokens,
+            has_python="python" in config.env.search.tools,
         ),
         **merge(measured),
         **collected.metrics,

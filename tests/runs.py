@@ -16,9 +16,11 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.components import assemble
-from jaxrl.envs.base import ToolError
+from jaxrl.config_checks import reward_weights
+from jaxrl.envs.base import Prompt, ToolError
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.retrieval import EmptySearch, SearchEngine
+from jaxrl.envs.rewards import Payment
 from jaxrl.envs.search import SearchEnv
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
@@ -34,7 +36,7 @@ SIZES = {
     "rollout.num_slots": 4,
     "rollout.max_response_tokens": 40,
     "rollout.max_total_tokens": 112,
-    "search.max_observation_tokens": 24,
+    "rollout.max_observation_tokens": 24,
 }
 METHOD_SIZES = {
     "stages": ("train",),
@@ -45,7 +47,7 @@ METHOD_SIZES = {
     "advantage.k": 2,
     "rollout.max_response_tokens": 40,
     "rollout.max_total_tokens": 112,
-    "search.max_observation_tokens": 24,
+    "rollout.max_observation_tokens": 24,
     "eval.max_tasks": 4,
     "eval.suites": (),
     "optimizer.weight_decay": 0.0,  # so that without a gradient nothing moves
@@ -150,7 +152,6 @@ class Chance(SearchEnv):
         is_correct, is_abstention = number % 3 == 0, number % 3 == 1 and number % 7 < 2
         return dataclasses.replace(
             reward,
-            total=reward.total + (1.0 if is_correct else 0.0),
             parts={**reward.parts, "exact_match": float(is_correct)},
             is_correct=is_correct,
             is_abstention=is_abstention,
@@ -177,24 +178,22 @@ class Sampler:
     def for_config(self, config, make_env=None):
         """The parts of a run, with an environment whose verdicts are chance unless told."""
         parts = self.parts(config.rollout.top_p < 1)
-        weights = config.reward.weights.to_dict()
-        protocol = PROTOCOLS[config.env.protocol]
+        protocol = PROTOCOLS[config.env.search.protocol]
         env = (make_env or Chance)(
             Unreliable(EmptySearch()),
-            system=config.prompt.system,
-            template=config.prompt.template,
-            reward_weights={key: weights[key] for key in protocol().reward_parts},
+            prompt=Prompt(system=config.prompt.system, template=config.prompt.template),
             protocol=protocol,
-            max_searches=config.rollout.max_turns,
+            max_calls=config.rollout.max_turns,
         )
         limits = Limits(
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             max_response_tokens=config.rollout.max_response_tokens,
             max_total_tokens=config.rollout.max_total_tokens,
-            max_observation_tokens=config.search.max_observation_tokens,
+            max_observation_tokens=config.rollout.max_observation_tokens,
         )
         automaton = StopAutomaton(parts.tokenizer.vocab_bytes, env.stop_strings)
-        rollout = Rollout(parts.engine, env, parts.tokenizer, automaton, limits, Schedule())
+        pay = Payment(weights=reward_weights(config))
+        rollout = Rollout(parts.engine, env, parts.tokenizer, automaton, limits, Schedule(), pay)
         return dataclasses.replace(parts, rollout=shared(rollout))
 
 

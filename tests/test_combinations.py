@@ -117,7 +117,7 @@ DIMENSIONS = [
     each("rollout.top_p", (1.0, 0.9)),
     each("rollout.temperature", (1.0, 0.7)),
     each("reward.correct", ("exact_match", "f1")),
-    each("reward.weights.format", (0.0, 0.5)),
+    each("reward.weights", ({"exact_match": 1.0}, {"exact_match": 1.0, "format": 0.5})),
 ]
 
 
@@ -254,9 +254,8 @@ def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path,
     if config.shaping.overlong_buffer:
         sizes["shaping.overlong_max_tokens"] = 80
     if config.env.name == "math":  # like the others they search, and chance is the judge
-        sizes |= {"env.name": "search", "search.corpus": f"{tiny_world}/corpus.jsonl"}
-        sizes |= {"reward.correct": "exact_match", "reward.weights.math": 0.0}
-        sizes |= {"reward.weights.exact_match": 1.0}
+        sizes |= {"env.name": "search", "search.local.corpus": f"{tiny_world}/corpus.jsonl"}
+        sizes |= {"reward.correct": "exact_match", "reward.weights": {"exact_match": 1.0}}
     config.update_from_flattened_dict(sizes)
     validate(config)
     run(config, tmp_path, sampler.for_config(config), Display())
@@ -293,8 +292,8 @@ def test_mathematics_is_trained_without_a_search(tiny_world, source, tmp_path, m
     config = base_config(tiny_world, source)
     config.update_from_flattened_dict(
         {
-            "env.name": "math", "search.corpus": "", "num_steps": 1, "reward.correct": "math",
-            "reward.weights.math": 1.0, "reward.weights.format": 0.0, "eval.suites": ("greedy",),
+            "env.name": "math", "search.local.corpus": "", "num_steps": 1, "reward.correct": "math",
+            "reward.weights": {"math": 1.0}, "eval.suites": ("greedy",),
         }
     )  # fmt: skip
     validate(config)

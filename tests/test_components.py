@@ -8,7 +8,7 @@ import pytest
 from configs import debug_tiny
 from jaxrl.components import _make_env, assemble, fit_prompts
 from jaxrl.config import default_config
-from jaxrl.envs.base import Episode, Task, Turn
+from jaxrl.envs.base import Episode, Prompt, Task, Turn
 from jaxrl.envs.math import MathEnv
 from jaxrl.envs.retrieval import EmptySearch
 from jaxrl.sampling.rollout import Limits, Rollout
@@ -27,7 +27,7 @@ def fit(wish, *questions):
         max_observation_tokens=8,
         overlong_prompts=wish,
     )
-    env = MathEnv(system="", template="{question}", reward_weights={"math": 1.0})
+    env = MathEnv(prompt=Prompt(system="", template="{question}"))
     rollout = Rollout(None, env, toy_tokenizer(), None, limits)
     tasks = [Task(id=str(i), question=text) for i, text in enumerate(questions)]
     kept, note = fit_prompts(tasks, rollout, config, KEY)
@@ -80,13 +80,13 @@ def test_training_and_evaluation_leave_them_out_alike(tiny_world):
 def test_the_amounts_of_the_configuration_are_what_is_paid():
     config = default_config()
     config.search.engine = "empty"
-    config.update_from_flattened_dict(
+    config.env.search.search_r1.update(
         {
-            "reward.weights.format": 1.0, "reward.weights.answer": 1.0, "reward.correct": "answer",
-            "reward.format_reward": 0.25, "reward.format_failure": -0.5,
-            "reward.answer_reward": 3.0, "reward.exact_match_bonus": 7.0, "reward.not_found": 2.0,
+            "format_reward": 0.25, "format_failure": -0.5, "answer_reward": 3.0,
+            "exact_match_bonus": 7.0, "not_found": 2.0,
         }
     )  # fmt: skip
+    config.reward.update({"weights": {"answer": 1.0}, "correct": "answer"})
     env = _make_env(config, EmptySearch(), [])
     task = Task(id="t", question="?", answers=("Paris",))
     answers = (

@@ -27,10 +27,6 @@ SMALL = (search_r1_small, dapo_small, bapo_small, ares_small, passk_small)
 # For each rule, in the order of rules.RULES: settings that break it and no rule before it.
 GATED = {"shaping.boundary_aware": True, "eval.every_steps": 1}
 BROKEN = [
-    ("env.protocol", {"env.name": "math", "env.protocol": "bapo"}),
-    ("env.python", {"env.python": True}),
-    ("reward.weights", {"reward.weights.bapo": 1.0}),
-    ("reward.correct", {"reward.correct": "math"}),
     ("eval.suites", {"env.name": "math", "eval.suites": ("empty_search",)}),
     ("eval.final_suites", {"env.name": "math"}),
     ("rollout.group_size", {"rollout.group_size": 1}),
@@ -96,7 +92,7 @@ BROKEN = [
         "shaping.boundary_aware",
         {**GATED, "env.name": "math", "eval.final_suites": ("sampled",)},
     ),
-    ("reward.weights", {**GATED, "reward.weights.format": 0.5}),
+    ("reward.weights", {**GATED, "reward.weights": {"format": 0.5}}),
     ("shaping.stage_level", {**GATED, "shaping.stage_level": False}),
     ("eval.every_steps", {"shaping.boundary_aware": True}),
     ("shaping.centred_gain", {"shaping.centred_gain": True}),
@@ -106,7 +102,7 @@ BROKEN = [
 ]  # fmt: skip
 
 
-PATHS = ("model.path", "tasks.train.source", "tasks.eval.source", "search.corpus")
+PATHS = ("model.path", "tasks.train.source", "tasks.eval.source", "search.local.corpus")
 settings = partial(helpers.settings, **dict.fromkeys(PATHS, "x"))
 
 
@@ -125,7 +121,7 @@ def test_each_rule_refuses_with_its_reason(index, broken):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"filter.resample_attempts": 1, "reward.weights.format": 0.5},  # all wrong, yet paid
+        {"filter.resample_attempts": 1, "reward.weights": {"format": 0.5}},  # all wrong, yet paid
         {"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1,
          "filter.name": "accuracy_range"},
     ],
@@ -219,8 +215,8 @@ PUBLISHED = {
         "rollout.group_size": 5, "rollout.temperature": 1.0, "optimizer.lr": 1e-6,
         "optimizer.warmup_steps": round(0.285 * 2 * 1005), "kl.coef": 0.001, **TO_REF,
         **dict.fromkeys(CLIP, 0.2), "loss.entropy_coef": 0.001, "loss.aggregation": "token-mean",
-        "rollout.max_response_tokens": 500, "search.max_observation_tokens": 500,
-        "rollout.max_prompt_tokens": 2048, "rollout.max_total_tokens": 4096, "search.topk": 3,
+        "rollout.max_response_tokens": 500, "rollout.max_observation_tokens": 500,
+        "rollout.max_prompt_tokens": 2048, "rollout.max_total_tokens": 4096, "search.local.topk": 3,
         "rollout.tasks_per_step": 512, "optimizer.num_minibatches": 512 // 256, "num_steps": 1005,
         "rollout.max_turns": 2, "advantage.ddof": 0, "advantage.epsilon": 1e-8,
     },
@@ -240,7 +236,7 @@ PUBLISHED = {
         "rollout.group_size": 8, "rollout.tasks_per_step": 64, "optimizer.num_minibatches": 4,
         "optimizer.lr": 1e-6, "num_steps": 2 * 5000 // 64, **dict.fromkeys(CLIP, 0.1),
         "kl.coef": 0.001, **TO_REF, "rollout.temperature": 1.0, "rollout.max_prompt_tokens": 1536,
-        "rollout.max_total_tokens": 1536 + 8192, "search.topk": 5, "rollout.max_turns": 3,
+        "rollout.max_total_tokens": 1536 + 8192, "search.local.topk": 5, "rollout.max_turns": 3,
         "eval.every_steps": 1, "shaping.abstention_bonus": 0.5, "shaping.abstention_rate": 0.05,
         "shaping.stage_tolerance": 5, "filter.resample_attempts": 2, "filter.resample_early": False,
     },

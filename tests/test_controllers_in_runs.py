@@ -159,7 +159,6 @@ def test_a_run_that_is_stopped_while_it_samples_goes_on_with_its_states(ares_run
 @pytest.mark.minutes
 def test_a_gate_that_turns_late_is_continued(tiny_world, source, sampler, tmp_path):
     changes = {"shaping.stage_tolerance": 0, "num_steps": 6, "filter.resample_attempts": 1}
-    changes["reward.weights.format"] = 0.0  # which pays wrong answers
     config = configured(tiny_world, source, bapo.set_method, **changes)
     components = sampler.for_config(config)
     whole = tmp_path / "whole"

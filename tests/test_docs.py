@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from jaxrl.config import default_config, flatten, validate
-from jaxrl.envs.base import Episode, Outcome, Task, Turn
 from tests.helpers import BLOCK, blocks, readme_config, text
 
 ROOT = Path(__file__).parents[1]
@@ -28,13 +27,6 @@ REPOSITORY_PATH = re.compile(
 MODULE = re.compile(r"python -m ([\w.]+\w)")
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
-
-def environment():
-    [code] = blocks(ROOT / "docs" / "environments.md", "python")
-    names = {}
-    exec(code, names)
-    return names
 
 
 @pages
@@ -119,38 +111,3 @@ def test_the_readme_example_is_a_valid_configuration():
     shards = config.mesh.data * config.mesh.fsdp
     assert shards * config.mesh.tensor == 8
     assert config.rollout.num_slots % shards == config.optimizer.micro_rows % shards == 0
-
-
-def test_the_example_environment_plays_an_episode():
-    names = environment()
-    env, task = names["CalculatorEnv"](), Task(id="1", question="What is 3*(4+5)?", answers=("27",))
-    [[message]] = env.start([task])
-    assert message["role"] == "user"
-    assert message["content"].endswith("What is 3*(4+5)?")
-    episode = Episode(task=task)
-
-    [asked] = env.step([episode], ["Let me see: <calc> 3*(4+5) </calc>"])
-    assert asked.outcome is None
-    assert asked.observation.text == "<result>27</result>"
-    turn = Turn(
-        text="<calc> 3*(4+5) </calc>",
-        tool_call=asked.tool_call,
-        observation=asked.observation.text,
-    )
-    episode.turns.append(turn)
-
-    [ended] = env.step([episode], ["<answer> 27 </answer>"])
-    assert ended.outcome == Outcome.ANSWERED
-    episode.turns.append(Turn(text="<answer> 27 </answer>"))
-    episode.outcome = ended.outcome
-    [reward] = env.score([episode])
-    assert (reward.total, reward.final_answer) == (1.0, "27")
-
-
-def test_the_example_environment_survives_what_a_model_writes():
-    names = environment()
-    calculate, env = names["calculate"], names["CalculatorEnv"]()
-    for expression in ("", "2**9", "__import__('os')", "1 +", "(" * 500, "\0", "3.5*2"):
-        assert calculate(expression).startswith("error: ")
-    [malformed] = env.step([Episode(task=Task(id="1"))], ["I give up"])
-    assert malformed.outcome == Outcome.MALFORMED

@@ -127,7 +127,7 @@ class TestProcess:
     def test_malformed_corpus(self, tmp_path, tiny_world):
         good = (tiny_world / "corpus.jsonl").read_text().splitlines()[0]
         corpus = write(tmp_path / "corpus.jsonl", good, '{"id": "1", "title": "x"')
-        arguments = [f"--config={CONFIG}:{tiny_world}", f"--config.search.corpus={corpus}"]
+        arguments = [f"--config={CONFIG}:{tiny_world}", f"--config.search.local.corpus={corpus}"]
         message, _ = self.refused(tmp_path, *arguments)
         assert message.startswith(f"{corpus}:2 is not valid JSON")
 
@@ -275,10 +275,13 @@ class TestConfigFile:
         assert message == "config.prompt.system is '\\udcff'; expected text in UTF-8."
 
     def test_unknown_reward_part(self, refusal, tmp_path):
-        lines = ["config.unlock()", "config.reward.weights.exactmatch = 1.0"]
-        message = refusal(config=str(write_config(tmp_path / "bad.py", *lines)))
-        assert message.startswith("there is no key config.reward.weights.exactmatch; did you mean")
-        assert "reward.weights.exact_match" in message
+        message = refusal("--config.reward.weights={'exactmatch': 1.0}")
+        assert message.startswith(
+            "config.reward.weights is {'exactmatch': 1.0}: there is no reward "
+        )
+        assert "did you mean 'exact_match'? Known parts are format, answer, exact_match" in message
+        message = refusal("--config.reward.weights.exact_match=1.0")
+        assert message.endswith("takes a mapping; set it whole, as {'exact_match': 1.0}.")
 
     def test_group_of_one(self, refusal):
         message = refusal("--config.rollout.group_size=1")
@@ -302,7 +305,7 @@ class TestValues:
 
     def test_the_command_line_wins(self, monkeypatch, tmp_path):
         lines = ["seed: 5", "rollout.group_size: 3", "optimizer:", "  lr: 1e-6"]
-        lines += ["rollout.num_slots: 1e2", "env.python: on"]
+        lines += ["rollout.num_slots: 1e2", "eval.final_suites: [greedy]"]
         values = write(tmp_path / "my.yaml", *lines)
         argv = ["launch", f"--config={CONFIG}", f"--workdir={tmp_path}", f"--values={values}"]
         argv += ["--config.seed=7", "--config.stages=('train',)", "--config.model.remat=no"]
@@ -313,7 +316,7 @@ class TestValues:
         assert (config.seed, config.rollout.group_size, config.optimizer.lr) == (7, 3, 1e-6)
         assert (config.stages, config.model.remat) == (("train",), False)
         assert (config.num_steps, config.prompt.template) == (1000, "1e3 {question}")
-        assert (config.rollout.num_slots, config.env.python) == (100, True)
+        assert (config.rollout.num_slots, config.eval.final_suites) == (100, ("greedy",))
         assert workdir == tmp_path
 
 
@@ -364,26 +367,29 @@ class TestFiles:
     def test_parquet(self, refusal, tmp_path):
         file = tmp_path / "train.parquet"
         file.write_bytes(b"PAR1\x15\x04 and so on PAR1")
-        for key in ("tasks.train.source", "search.corpus"):
+        for key in ("tasks.train.source", "search.local.corpus"):
             message = refusal(f"--config.{key}={file}")
             assert message.startswith(f"{file} is a Parquet file; expected JSONL, one JSON object")
             assert f"q.read_table('{file}').to_pylist()" in message
 
     def test_empty_corpus(self, refusal, tmp_path):
         corpus = write(tmp_path / "corpus.jsonl")
-        message = refusal(f"--config.search.corpus={corpus}")
+        message = refusal(f"--config.search.local.corpus={corpus}")
         assert message.startswith(f"the corpus {corpus} has no documents")
 
     def test_data_are_checked_before_an_index_is_built(self, refusal, tmp_path, monkeypatch):
         monkeypatch.setattr("jaxrl.envs.retrieval._write_index", None)
         corpus = write(tmp_path / "corpus.jsonl", '{"id": 1, "title": "a", "text": "b"}')
-        arguments = [f"--config.search.corpus={corpus}", f"--config.sft.source={tmp_path / 'no'}"]
+        arguments = [
+            f"--config.search.local.corpus={corpus}",
+            f"--config.sft.source={tmp_path / 'no'}",
+        ]
         assert refusal(*arguments).startswith(f"'{tmp_path / 'no'}' is not a file; set config.sft")
 
     def test_missing_corpus(self, refusal, tmp_path):
-        message = refusal(f"--config.search.corpus={tmp_path / 'no'}")
+        message = refusal(f"--config.search.local.corpus={tmp_path / 'no'}")
         assert message.startswith("there is no corpus")
-        assert message.endswith("Set config.search.corpus to its path.")
+        assert message.endswith("Set config.search.local.corpus to its path.")
 
     @pytest.mark.parametrize("content", ["[]", "[" * 100_000])
     @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "generation_config.json"])
@@ -582,7 +588,7 @@ def test_a_run_in_which_everything_fails_has_an_exit_code_of_its_own(
     # What it began with is known from now on.
     assert json.loads((workdir / "config.json").read_text())["seed"] == 0
     [line] = (workdir / "config_history.jsonl").read_text().splitlines()
-    assert json.loads(line)["contents"].keys() >= {"tasks.train.source", "search.corpus"}
+    assert json.loads(line)["contents"].keys() >= {"tasks.train.source", "search.local.corpus"}
 
 
 def test_mesh_that_does_not_divide_the_devices(refusal):

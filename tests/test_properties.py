@@ -487,7 +487,7 @@ def step_of(changes):
     """The batch that a method needs, and the update of it: its text and number of operations."""
     config = configured(changes)
     config.model.path = config.tasks.train.source = config.tasks.eval.source = "x"
-    config.search.corpus = "x"
+    config.search.local.corpus = "x"
     validate(config)
     fields = needed_fields(config)
     shape = jax.ShapeDtypeStruct((2, 2, 16), jnp.float32)

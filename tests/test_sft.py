@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl.codecs import from_json, to_json
 from jaxrl.demonstrations import encode_demonstration, read_demonstrations
-from jaxrl.envs.base import Task
+from jaxrl.envs.base import Prompt, Task
 from jaxrl.envs.protocol import BAPO, bapo, search_r1
 from jaxrl.envs.retrieval import NO_INFORMATION, KeywordSearch
 from jaxrl.envs.search import SearchEnv
@@ -104,10 +104,9 @@ def play(tokenizer, chat, **settings):
     search = KeywordSearch({**FOUND, "nothing": NO_INFORMATION})
     env = SearchEnv(
         search,
-        system="",
-        template="{question}",
-        max_searches=2,
-        **({"reward_weights": {"answer": 1.0}} | settings),
+        prompt=Prompt(system="", template="{question}"),
+        max_calls=2,
+        **settings,
     )
     turns = [tokenizer.encode(m["content"]) for m in chat if m["role"] == "assistant"]
     automaton = StopAutomaton(tokenizer.vocab_bytes, env.stop_strings)
@@ -128,14 +127,14 @@ def test_a_chat_that_runs_python_is_encoded_as_in_a_rollout(tmp_path, tokenizer)
     chat = make_chat("tower", FOUND["tower"])
     chat[3]["content"], chat[4]["content"] = "<python> 6 * 7 </python>", "6 * 76 * 7"
     chat[5]["content"] = r"<answer> \boxed{Paris} </answer>"
-    played = play(tokenizer, chat, protocol=bapo, tools=[Doubling()], reward_weights={"bapo": 1.0})
+    played = play(tokenizer, chat, protocol=bapo, tools=[Doubling()])
     assert (played.searches, played.python_calls) == (["tower"], ["6 * 7"])
     options = {"protocol": BAPO, "tools": ("search", "python")}
     [shown] = read(tmp_path, tokenizer, {"messages": chat}, **options)
     np.testing.assert_array_equal(shown.token_ids, played.token_ids)
     np.testing.assert_array_equal(shown.loss_mask, played.loss_mask)
     # A run without the tool never writes such a result.
-    with pytest.raises(ValueError, match=r"'</search>'\. Set config.env.python=True"):
+    with pytest.raises(ValueError, match=r"'</search>'\. Name 'python' in config.env.search.tools"):
         read(tmp_path, tokenizer, {"messages": chat}, protocol=BAPO)
 
 
@@ -172,10 +171,8 @@ def test_what_the_template_opens_is_part_of_the_response(protocol, turn):
     tokenizer = toy_tokenizer(chat_template=THINKING)
     env = SearchEnv(
         KeywordSearch({}),
-        system="",
-        template="{question}",
-        max_searches=1,
-        reward_weights={"format": 1.0},
+        prompt=Prompt(system="", template="{question}"),
+        max_calls=1,
         protocol=protocol,
     )
     automaton = StopAutomaton(tokenizer.vocab_bytes, env.stop_strings)

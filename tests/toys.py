@@ -132,7 +132,7 @@ class Player:
 
     def play(
         self, env, questions, *, limits=ROOMY, group_size=1, seed=0, step=0, stream_indices=None,
-        temperature=1.0, top_p=1.0, answers=("Paris",), schedule=None, **settings,
+        temperature=1.0, top_p=1.0, answers=("Paris",), schedule=None, pay=None, **settings,
     ):  # fmt: skip
         """Trajectories of questions drawn one after another."""
         places = range(len(questions)) if stream_indices is None else stream_indices
@@ -140,7 +140,7 @@ class Player:
             Draw(task=Task(id=f"task {p}", question=q, answers=answers), stream_index=p)
             for p, q in zip(places, questions, strict=True)
         ]
-        rollout = Rollout(self.engine, env, self.tokenizer, self.automaton, limits, schedule)
+        rollout = Rollout(self.engine, env, self.tokenizer, self.automaton, limits, schedule, pay)
         sampling = Sampling(
             group_size=group_size,
             temperature=temperature,

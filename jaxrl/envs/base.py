@@ -142,18 +142,18 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """What the environment paid for one episode, and the parts it was made of.
+    """What the environment found in one episode.
 
-    `total` is what training uses. `parts` are unweighted; they may hold measures that have no
-    weight in `total`, such as exact match for evaluation.
+    `parts` are what was measured, each without its weight. `total` is what training uses: the sum
+    by the weights of a run, which `rewards.Payment` puts in; an environment leaves it out.
 
     The verdicts are for what reads groups rather than rewards: pass@k advantages, filters and
     difficulties ask `is_correct`; abstention rewards ask the other two.
     """
 
-    total: float
     parts: Mapping[str, float]
     final_answer: str
+    total: float = 0.0
     is_correct: bool = False
     is_abstention: bool = False  # the answer says that the model does not know
     is_well_formed: bool = True  # the response keeps to the protocol
@@ -167,7 +167,10 @@ class Env(Protocol):
     """
 
     stop_strings: tuple[str, ...]
-    """The model's turn ends where one of these ends."""
+    """The model's turn ends where one of these ends; () where it has one turn and no tools."""
+
+    reward_parts: tuple[str, ...]
+    """Names of what `score` measures, the same for every reward."""
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
         """Chat messages that open an episode of each task."""
@@ -191,3 +194,10 @@ class Env(Protocol):
         too ends as an environment error.
         """
         ...
+
+
+ENVS: Mapping[str, str] = {
+    "search": "jaxrl.envs.search.SearchEnv",
+    "math": "jaxrl.envs.math.MathEnv",
+}
+"""Environments that a configuration can name, by where they are."""

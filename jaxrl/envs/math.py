@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jaxrl.envs.base import Env, Episode, Message, Outcome, Prompt, Reward, StepResult, Task
 from jaxrl.envs.math_answers import math_answer
-from jaxrl.envs.rewards import check_weights, math_correctness, says_unknown, weighted_total
-
-REWARD_PARTS = ("math", "exact_match")
+from jaxrl.envs.rewards import math_correctness, says_unknown
 
 
 class MathEnv(Env):
@@ -19,27 +17,11 @@ class MathEnv(Env):
     """
 
     stop_strings = ()
+    reward_parts = ("exact_match", "math")
 
-    def __init__(
-        self,
-        *,
-        system: str,
-        template: str,
-        examples: Sequence[Message] = (),
-        reward_weights: Mapping[str, float],
-    ) -> None:
-        """Checks the settings.
-
-        Args:
-            system: the system message; "" for none.
-            template: the user message, with `{question}` where the question goes. It should ask
-                for a last line `Answer: ..`.
-            examples: messages between the two.
-            reward_weights: weight of each of `REWARD_PARTS` in the total; 0 where absent.
-        """
-        check_weights(reward_weights, REWARD_PARTS)
-        self._prompt = Prompt(system=system, template=template, examples=tuple(examples))
-        self._reward_weights = dict(reward_weights)
+    def __init__(self, *, prompt: Prompt) -> None:
+        """`prompt` puts the question; it should ask for a last line `Answer: ..`."""
+        self._prompt = prompt
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
         """System message, examples and question; a task that brings messages keeps just those."""
@@ -60,7 +42,6 @@ class MathEnv(Env):
         correctness = math_correctness(episode.response, task.answers)
         parts = {"math": correctness, "exact_match": float(correctness > 0)}
         return Reward(
-            total=weighted_total(self._reward_weights, parts),
             parts=parts,
             final_answer=answer or "",
             is_correct=correctness > 0,

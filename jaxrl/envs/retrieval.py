@@ -176,7 +176,7 @@ class LocalSearch(SearchEngine):
     is no query syntax: `-` and `:` in a query are punctuation. Equal scores are broken by id, so
     the same corpus gives the same text wherever and whenever the index was built.
 
-    The index is built on first use, in a folder of `index_dir` named after the corpus' content,
+    The index is built on first use, in a folder of `index` named after the corpus' content,
     and opened from there afterwards; a corpus that changed gets a new folder. Several processes
     may start at once, and a build that was killed is begun afresh.
     """
@@ -184,7 +184,7 @@ class LocalSearch(SearchEngine):
     def __init__(
         self,
         corpus: str | Path,
-        index_dir: str | Path,
+        index: str | Path = "",
         *,
         topk: int = 3,
         cache_size: int = 4096,
@@ -194,7 +194,8 @@ class LocalSearch(SearchEngine):
 
         Args:
             corpus: a JSONL file, as `read_corpus` describes it.
-            index_dir: where indexes live; created if missing. Folders in it may be deleted.
+            index: where indexes live, by default a folder `index` beside the corpus; created if
+                missing. Folders in it may be deleted.
             topk: documents an answer shows at most.
             cache_size: answers kept in memory, the least recently used dropped first.
             progress: is told how many documents are read, where an index must be built.
@@ -202,26 +203,27 @@ class LocalSearch(SearchEngine):
         Raises:
             FileNotFoundError: there is no such corpus.
             PermissionError: corpus or index may not be read, or the index not be written.
-            NotADirectoryError: `index_dir` is a file.
+            NotADirectoryError: `index` is a file.
             ValueError: the corpus is malformed or empty, its index damaged, or `topk` is below 1.
         """
-        if Path(index_dir).exists() and not Path(index_dir).is_dir():
+        index_dir = index_folder(corpus, index)
+        if index_dir.exists() and not index_dir.is_dir():
             raise NotADirectoryError(f"the index folder {index_dir} is a file; name a folder.")
         if topk < 1:
             raise ValueError(f"topk is {topk}; a search must show at least 1 document.")
         self._topk = topk
-        folder = _built_index(Path(corpus), Path(index_dir), progress)
+        folder = _built_index(Path(corpus), index_dir, progress)
         for part in folder.iterdir():
             part.open("rb").close()  # tantivy would not tell which one may not be read
         try:
-            index = tantivy.Index.open(str(folder))
-            self._searcher = index.searcher()
+            opened = tantivy.Index.open(str(folder))
+            self._searcher = opened.searcher()
         except ValueError as error:
             raise ValueError(
                 f"the index {folder} is damaged; delete that folder, and the next start builds it "
                 f"anew. (tantivy: {error})"
             ) from error
-        self._schema = index.schema
+        self._schema = opened.schema
         self._cached_search = functools.lru_cache(cache_size)(self._search)
 
     def run(self, query: str, /) -> str:
@@ -294,7 +296,7 @@ def _built_index(corpus: Path, index_dir: Path, progress: Progress) -> Path:
             raise
         raise PermissionError(
             f"{index_dir}, where the index of {corpus} belongs, cannot be written to: "
-            f"{error.strerror}; name another folder for it by config.search.index."
+            f"{error.strerror}; name another folder for it by config.search.local.index."
         ) from error
     with _exclusive(lock):
         if not folder.exists():
@@ -308,7 +310,7 @@ def _index_key(corpus: Path, index_dir: Path) -> str:
     if not corpus.is_file():
         raise FileNotFoundError(
             f"there is no corpus at {corpus}; expected a JSONL file with one document a line. "
-            "Set config.search.corpus to its path."
+            "Set config.search.local.corpus to its path."
         )
     key = f"{corpus_digest(corpus, index_dir)} {_INDEX_VERSION} {version('tantivy')}"
     return hashlib.sha256(key.encode()).hexdigest()[:32]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher, get_close_matches
 
+from jaxrl.envs.base import Episode, Reward
 from jaxrl.envs.math_answers import last_boxed, math_answer, same_math
 
 SPECIAL_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<end_of_turn>", "<eos>", "</s>")
@@ -244,22 +246,40 @@ def math_correctness(response: str, answers: str | Sequence[str]) -> float:
 def check_weights(weights: Mapping[str, float], parts: Sequence[str]) -> None:
     """Refuses weights that would pay nothing, or something that is not measured.
 
-    A part that is not measured may have the weight 0, so that one configuration serves several
-    environments.
-
     Raises:
         ValueError: says which part was probably meant.
     """
     known = f"Known parts are {', '.join(parts)}."
-    for name, weight in weights.items():
-        if name not in parts and weight:
+    for name in weights:
+        if name not in parts:
             close = get_close_matches(name, parts, n=1)
             hint = f"; did you mean {close[0]!r}? " if close else ". "
             raise ValueError(f"there is no reward part {name!r}{hint}{known}")
     if not any(weights.values()):
-        raise ValueError(f"reward_weights {dict(weights)} would pay nothing. {known}")
+        raise ValueError(f"these weights would pay nothing. {known}")
 
 
-def weighted_total(weights: Mapping[str, float], parts: Mapping[str, float]) -> float:
-    """The sum of the parts by their weights; a part without a weight adds nothing."""
-    return sum(weight * parts[name] for name, weight in weights.items() if weight)
+RewardPart = Callable[[str, Sequence[str]], float]
+"""A measure of a response, observations included, and the accepted answers of its task."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Payment:
+    """What a run pays: parts by their weights.
+
+    Attributes:
+        weights: of the environment's parts and of those below, summed in this order; a part
+            without a weight adds nothing.
+        own_parts: measured beside the environment's.
+    """
+
+    weights: Mapping[str, float]
+    own_parts: Mapping[str, RewardPart] = field(default_factory=dict)
+
+    def __call__(self, episode: Episode, reward: Reward) -> Reward:
+        """The reward with the parts of one's own and its total."""
+        response, answers = episode.response, episode.task.answers
+        own = {name: part(response, answers) for name, part in self.own_parts.items()}
+        parts = {**reward.parts, **own}
+        total = sum(weight * parts[name] for name, weight in self.weights.items() if weight)
+        return replace(reward, parts=parts, total=total)

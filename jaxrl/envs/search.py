@@ -19,7 +19,7 @@ from jaxrl.envs.base import (
     ToolError,
 )
 from jaxrl.envs.protocol import Protocol, last_query, search_r1
-from jaxrl.envs.rewards import check_weights, exact_match, f1, is_abstention, weighted_total
+from jaxrl.envs.rewards import exact_match, f1, is_abstention
 from jaxrl.envs.tools import Tool, run_all
 
 
@@ -34,17 +34,15 @@ class SearchEnv(Env):
     """
 
     stop_strings: tuple[str, ...] = ("</search>", "</answer>")
+    reward_parts: tuple[str, ...] = ()  # those of its protocol
 
     def __init__(
         self,
         engine: Tool,
         *,
         tools: Sequence[Tool] = (),
-        system: str,
-        template: str,
-        examples: Sequence[Message] = (),
-        max_searches: int,
-        reward_weights: Mapping[str, float],
+        prompt: Prompt,
+        max_calls: int,
         protocol: Callable[[Sequence[str]], Protocol] = search_r1,
         correct_by: str = "exact_match",
     ) -> None:
@@ -53,23 +51,18 @@ class SearchEnv(Env):
         Args:
             engine: answers the queries; its name is `search`.
             tools: answer other calls.
-            system: the system message; "" for none.
-            template: the user message, with `{question}` where the question goes. Other braces
-                are plain text.
-            examples: messages between the two.
-            max_searches: turns allowed that call a tool, blank calls included. One more
+            prompt: puts the question.
+            max_calls: turns allowed that call a tool, blank calls included. One more
                 generation follows them; if that calls again, the episode is out of budget.
-            reward_weights: weight of each of the protocol's `reward_parts` in the total; 0 where
-                absent.
             protocol: the tags, and how format and answers are judged, for the names of `tools`.
             correct_by: the part by which an episode is correct: where it is above 0, or for the
                 protocol's own part where its `is_correct` says so.
         """
-        if max_searches < 0:
-            raise ValueError(f"max_searches is {max_searches}; expected 0 or more.")
+        if max_calls < 0:
+            raise ValueError(f"max_calls is {max_calls}; expected 0 or more.")
         names = [tool.name for tool in tools]
         self._protocol = spoken = _with_tools(protocol, (engine.name, *names))
-        check_weights(reward_weights, spoken.reward_parts)
+        self.reward_parts = spoken.reward_parts
         measures = [part for part in spoken.reward_parts if part != "format"]
         if correct_by not in measures:
             raise ValueError(
@@ -78,9 +71,8 @@ class SearchEnv(Env):
             )
         self.stop_strings = (*spoken.stop_strings, *(f"</{name}>" for name in names))
         self._tools = {f"</{tool.name}>": tool for tool in (engine, *tools)}
-        self._prompt = Prompt(system=system, template=template, examples=tuple(examples))
-        self._max_searches = max_searches
-        self._reward_weights = dict(reward_weights)
+        self._prompt = prompt
+        self._max_calls = max_calls
         self._correct_by = correct_by
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
@@ -114,7 +106,7 @@ class SearchEnv(Env):
         call = last_query(text, tool.name)
         if call is None:
             return StepResult()
-        if _num_calls(episode) >= self._max_searches:
+        if _num_calls(episode) >= self._max_calls:
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
         if not call:
             return StepResult(observation=self._protocol.render_observation(tool.blank))
@@ -161,7 +153,6 @@ class SearchEnv(Env):
             "f1": f1(judged, task.answers),
         }
         return Reward(
-            total=weighted_total(self._reward_weights, parts),
             parts=parts,
             final_answer=answer,
             is_correct=self._is_correct(response, task, parts),

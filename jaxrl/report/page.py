@@ -103,17 +103,14 @@ def sentence(run: Facts) -> str:
         did.append(f"a warm start on demonstrations ({steps['sft']:,} steps)")
     if "train" in steps:
         algorithm = str(config.get("advantage.name", "")).upper()
-        parts = [
-            key.removeprefix("reward.weights.").replace("_", " ")
-            for key, value in config.items()
-            if key.startswith("reward.weights.") and value
-        ]
+        paid_for: dict[str, float] = config.get("reward.weights") or {}
+        parts = [name.replace("_", " ") for name, value in paid_for.items() if value]
         paid = f"; reward: {' and '.join(parts)}" if parts else ""
         did.append(f"reinforcement learning ({algorithm}, {steps['train']:,} steps{paid})")
     text = f"{name} went through {' and then '.join(did)}. " if did else f"{name} was evaluated. "
-    corpus = _ending(config.get("search.corpus"))
+    corpus = _ending(config.get("search.local.corpus"))
     if corpus:
-        documents = config.get("search.topk")
+        documents = config.get("search.local.topk")
         text += f"It answers questions by searching {corpus}, {documents} documents a result. "
     counts = [row.after.num_questions for row in run.rows if row.data_set == "all"]
     if counts and counts[0]:

@@ -138,6 +138,14 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
                 "the file back, or name another --workdir; with --accept_changes the run goes on "
                 "with the configuration that is given now."
             ) from error
+    old = sorted({*saved, *told} & configuration.RENAMED.keys())
+    if old and not is_accepted:
+        named = ", ".join(f"config.{key} (config.{configuration.RENAMED[key]} now)" for key in old)
+        raise ValueError(
+            f"{path} was written by an earlier version, with {named}. Name another --workdir to "
+            "begin anew; with --accept_changes the run goes on with the configuration that is "
+            "given now."
+        )
     lines, bad = read_history(workdir)
     warnings += [f"warning: {workdir / HISTORY}:{number} is no line of it" for number in bad]
     if position.get("contents") and not (workdir / HISTORY).exists():

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 import jaxrl
 from jaxrl.components import Components
 from jaxrl.config import flatten
+from jaxrl.config_checks import needs_corpus
 from jaxrl.envs.retrieval import corpus_digest, index_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.runtime.distributed import gather
@@ -121,10 +122,10 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
     weights = model.glob("*.safetensors")
     found |= {f"model.path/{path.name}": _weights_digest(path) for path in weights}
     found |= {key: _data_digest(path) for key, path in _data_paths(config).items() if path.exists()}
-    if config.env.name == "search" and config.search.engine == "local":
-        corpus = Path(config.search.corpus)
-        folder = index_folder(corpus, config.search.index)
-        found |= {"search.corpus": corpus_digest(corpus, folder)} if corpus.is_file() else {}
+    if needs_corpus(config):
+        corpus = Path(config.search.local.corpus)
+        folder = index_folder(corpus, config.search.local.index)
+        found |= {"search.local.corpus": corpus_digest(corpus, folder)} if corpus.is_file() else {}
     return dict(sorted(found.items()))
 
 
@@ -141,7 +142,7 @@ def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) 
     """
     settings = {f"config.{key}": repr(value) for key, value in flatten(config).items()}
     settings["--workdir"] = repr(str(workdir.resolve()))
-    del settings["config.search.index"]  # made of the corpus, each host may have its own
+    del settings["config.search.local.index"]  # made of the corpus, each host may have its own
     found = differences(gather([settings, {f"config.{k}": v for k, v in contents.items()}]))
     if found:
         rest = len(found) - MAX_DIFFERENCES

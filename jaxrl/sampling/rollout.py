@@ -205,14 +205,19 @@ class Rollout:
         automaton: StopAutomaton,
         limits: Limits,
         schedule: Schedule | None = None,
+        pay: Callable[[Episode, Reward], Reward] | None = None,
     ):
-        """`automaton` must be the one the engine stops by; `schedule` defaults to `Schedule()`."""
+        """`automaton` must be the one the engine stops by; `schedule` defaults to `Schedule()`.
+
+        `pay` adds up what an episode earned; without it, the total is what the environment says.
+        """
         self._engine = engine
         self._env = env
         self._tokenizer = tokenizer
         self._automaton = automaton
         self._limits = limits
         self._schedule = schedule or Schedule()
+        self._pay = pay or (lambda _, reward: reward)
 
     def __call__(
         self,
@@ -532,7 +537,8 @@ class Rollout:
             rewards = list(self._env.score([sample.episode for sample in samples]))
             self._check_count("score", len(rewards), len(samples))
             return {
-                s.sample_index: _checked_reward(r) for s, r in zip(samples, rewards, strict=True)
+                s.sample_index: _checked_reward(self._pay(s.episode, _checked_reward(r)))
+                for s, r in zip(samples, rewards, strict=True)
             }
         except KeyboardInterrupt:
             raise

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxrl.envs.base import Episode, Outcome, Task, Turn
+from jaxrl.envs.base import Episode, Outcome, Prompt, Task, Turn
 from jaxrl.envs.math import MathEnv
 from jaxrl.sampling.stop_strings import StopAutomaton
 
@@ -8,12 +8,8 @@ TASK = Task(id="t", question="What is 1/4 + 1/4?", answers=("1/2",))
 
 
 def make_env(**settings):
-    defaults = {
-        "system": "",
-        "template": "{question}\nEnd with Answer: ..",
-        "reward_weights": {"math": 1},
-    }
-    return MathEnv(**(defaults | settings))
+    defaults = {"system": "", "template": "{question}\nEnd with Answer: .."}
+    return MathEnv(prompt=Prompt(**(defaults | settings)))
 
 
 def play(env, text, task=TASK):
@@ -48,16 +44,10 @@ def test_one_turn(text, outcome, math, answer):
     assert result.outcome == outcome
     assert result.observation is result.tool_call is None
     assert reward.parts == {"math": math, "exact_match": float(math > 0)}
-    assert (reward.total, reward.final_answer) == (math, answer)
+    assert reward.final_answer == answer
     assert reward.is_correct == (math > 0)
     assert reward.is_abstention == (outcome == Outcome.ABSTAINED)
     assert reward.is_well_formed == (outcome != Outcome.MALFORMED)
-
-
-def test_weights():
-    env = make_env(reward_weights={"math": 0.5, "exact_match": 2.0, "format": 0.0})
-    assert play(env, "Answer: 1/2")[1].total == 2.5
-    assert play(env, "Answer: 3")[1].total == -0.5
 
 
 def test_every_turn_of_a_batch_is_answered():
@@ -71,17 +61,9 @@ def test_nothing_stops_a_turn_but_the_model():
     assert not automaton.is_hit.any()
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"template": "Question"}, "does not contain {question}"),
-        ({"reward_weights": {"maths": 1.0}}, "did you mean 'math'"),
-        ({"reward_weights": {}}, "would pay nothing"),
-    ],
-)
-def test_bad_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        make_env(**settings)
+def test_a_template_without_the_question_is_refused():
+    with pytest.raises(ValueError, match=r"does not contain \{question\}"):
+        make_env(template="Question")
 
 
 def test_score_needs_an_accepted_answer():

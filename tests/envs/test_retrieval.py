@@ -305,7 +305,9 @@ def test_an_index_that_may_not_be_written(open_folder, exists):
         LocalSearch(open_folder / "corpus.jsonl", index)
     said = str(raised.value)
     assert said.startswith(f"{index}, where the index of {open_folder / 'corpus.jsonl'} belongs, ")
-    assert said.endswith("Permission denied; name another folder for it by config.search.index.")
+    assert said.endswith(
+        "Permission denied; name another folder for it by config.search.local.index."
+    )
 
 
 def run_python(code, *arguments):

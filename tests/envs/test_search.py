@@ -3,7 +3,7 @@ from functools import partial
 
 import pytest
 
-from jaxrl.envs.base import Episode, Outcome, Task, ToolError, Turn
+from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError, Turn
 from jaxrl.envs.calls import MAX_ERROR
 from jaxrl.envs.protocol import bapo, search_r1
 from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine
@@ -33,12 +33,11 @@ class RecordingSearch(SearchEngine):
 
 
 def make_env(engine=None, **settings):
-    defaults = {
-        "system": "Search.",
-        "template": "Question: {question}",
-        "max_searches": 2,
-        "reward_weights": {"format": 1.0, "answer": 1.0},
+    prompt = {"system": "Search.", "template": "Question: {question}"}
+    prompt |= {
+        key: settings.pop(key) for key in ("system", "template", "examples") if key in settings
     }
+    defaults = {"prompt": Prompt(**prompt), "max_calls": 2}
     return SearchEnv(engine or EmptySearch(), **(defaults | settings))
 
 
@@ -212,7 +211,7 @@ def test_latency_is_that_of_the_search():
 
 def test_searches_are_capped_and_one_generation_follows():
     search = "<search>France</search>"
-    env = make_env(max_searches=2)
+    env = make_env(max_calls=2)
     searching = play(env, TASK, [search, search, search, "<answer>Paris</answer>"])
     assert searching.outcome == Outcome.OUT_OF_BUDGET
     assert len(searching.turns) == 3
@@ -228,21 +227,20 @@ def test_blank_queries_count_as_searching_turns():
 
 def test_no_search_at_all():
     engine = RecordingSearch()
-    [result] = step(make_env(engine, max_searches=0), "<search>a</search>")
+    [result] = step(make_env(engine, max_calls=0), "<search>a</search>")
     assert result.outcome == Outcome.OUT_OF_BUDGET
     assert engine.batches == []
 
 
 def test_a_search_never_opened_does_not_spend_the_budget():
     texts = ["oops</search>"] * 5 + ["<answer>Paris</answer>"]
-    assert play(make_env(max_searches=0), TASK, texts).outcome == Outcome.ANSWERED
+    assert play(make_env(max_calls=0), TASK, texts).outcome == Outcome.ANSWERED
 
 
 def test_score_of_a_perfect_episode():
     env = make_env(KeywordSearch({"france": "Paris is the capital."}))
     episode = play(env, TASK, ["<search>France</search>", "<answer>Paris</answer>"])
     [reward] = env.score([episode])
-    assert reward.total == 2.5
     assert reward.parts == {"format": 0.5, "answer": 2.0, "exact_match": 1.0, "f1": 1.0}
     assert reward.final_answer == "Paris"
 
@@ -261,10 +259,9 @@ def test_score_of_a_perfect_episode():
     ],
 )
 def test_score(texts, parts):
-    env = make_env(reward_weights={"exact_match": 3.0, "format": 0.1, "f1": 0.5})
+    env = make_env()
     [reward] = env.score([play(env, TASK, texts)])
     assert tuple(reward.parts[name] for name in ("format", "answer", "exact_match", "f1")) == parts
-    assert reward.total == pytest.approx(3.0 * parts[2] + 0.1 * parts[0] + 0.5 * parts[3])
 
 
 def test_score_needs_an_accepted_answer():
@@ -294,7 +291,7 @@ def test_what_is_correct_is_a_setting():
     episode = Episode(task=TASK, turns=[Turn(text="<answer>old Paris</answer>")])
     for part in ("f1", "answer"):
         assert make_env(correct_by=part).score([episode])[0].is_correct
-    env = make_env(protocol=bapo, reward_weights={"bapo": 1.0}, correct_by="bapo")
+    env = make_env(protocol=bapo, correct_by="bapo")
     assert not env.score([episode])[0].is_correct  # -1 for its format
 
 
@@ -326,17 +323,17 @@ def test_an_abstention_has_its_own_outcome():
     episode = play(env, TASK, ["<search>q</search>", "<answer>Sorry, I don’t know.</answer>"])
     assert episode.outcome == Outcome.ABSTAINED
     assert play(env, TASK, ["<think>I don't know</think><answer>x</answer>"]).outcome == "answered"
-    boxing = make_env(protocol=bapo, reward_weights={"bapo": 1.0})
+    boxing = make_env(protocol=bapo)
     assert play(boxing, TASK, [r"<answer>\boxed{I DON'T KNOW}</answer>"]).outcome == "abstained"
 
 
 @pytest.mark.parametrize("part", ["bapo", "exact_match", "f1"])
 def test_an_abstention_is_never_correct(part):
-    env = make_env(protocol=bapo, reward_weights={part: 1.0}, correct_by=part)
+    env = make_env(protocol=bapo, correct_by=part)
     answer = r"<think>?</think><answer>I don't know: \boxed{Paris}</answer>"
     [reward] = env.score([Episode(task=TASK, turns=[Turn(text=answer)])])
     assert reward.parts == {"format": 0, "bapo": 0, "exact_match": 0, "f1": 0}
-    assert (reward.total, reward.is_correct, reward.is_abstention) == (0, False, True)
+    assert (reward.is_correct, reward.is_abstention) == (False, True)
     # Not even where somebody made it an accepted answer.
     honest = Task(id="t", question="?", answers=("I don't know",))
     for sure in (env, make_env(correct_by="answer")):
@@ -347,7 +344,7 @@ def test_an_abstention_is_never_correct(part):
 
 def test_an_episode_in_bapos_protocol():
     engine = KeywordSearch({"france": "Paris</result> is it."})
-    env = make_env(engine, protocol=bapo, reward_weights={"bapo": 1.0, "answer": 0.0})
+    env = make_env(engine, protocol=bapo)
     first = "<think>?</think> <search>France</search>"
     last = r"<think>So.</think> <answer>It is \boxed{Paris, France}.</answer>"
     episode = play(env, TASK, [first, last])
@@ -357,7 +354,6 @@ def test_an_episode_in_bapos_protocol():
     assert reward.parts == pytest.approx(
         {"format": 0, "bapo": 2 / 3, "exact_match": 0, "f1": 2 / 3}
     )
-    assert reward.total == pytest.approx(2 / 3)
     assert (reward.is_correct, reward.is_abstention, reward.is_well_formed) == (False, False, True)
 
     bare = play(env, TASK, [first, "<answer>Paris</answer>"])
@@ -367,7 +363,7 @@ def test_an_episode_in_bapos_protocol():
 
 
 def test_blank_queries_are_answered_in_the_protocol():
-    [result] = step(make_env(protocol=bapo, reward_weights={"f1": 1.0}), "<search></search>")
+    [result] = step(make_env(protocol=bapo), "<search></search>")
     assert result.observation.text == " <result>\nNo information found\n</result>"
 
 
@@ -376,16 +372,8 @@ def test_blank_queries_are_answered_in_the_protocol():
     [
         ({"correct_by": "format"}, "expected one of answer, exact_match, f1"),
         ({"correct_by": "bapo"}, "in the protocol 'search_r1'"),
-        (
-            {"protocol": bapo},
-            "no reward part 'answer'. Known parts are format, exact_match",
-        ),
-        ({"reward_weights": {"exact_matc": 1.0}}, "did you mean 'exact_match'"),
-        ({"reward_weights": {"zzz": 1.0}}, "Known parts are format, answer, exact_match"),
-        ({"reward_weights": {}}, "would pay nothing"),
-        ({"reward_weights": {"answer": 0.0}}, "would pay nothing"),
         ({"template": "Question: {q}"}, "question"),
-        ({"max_searches": -1}, "max_searches is -1"),
+        ({"max_calls": -1}, "max_calls is -1"),
     ],
 )
 def test_bad_settings_are_refused(settings, message):

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import pytest
 
-from jaxrl.envs.base import Episode, Outcome, Task, ToolError, Turn
+from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError, Turn
 from jaxrl.envs.protocol import bapo, search_r1
 from jaxrl.envs.retrieval import KeywordSearch
 from jaxrl.envs.search import SearchEnv
@@ -32,16 +32,14 @@ class Echo(Tool):
 DEFAULTS = {
     "protocol": bapo,
     "tools": [Echo()],
-    "max_searches": 2,
-    "reward_weights": {"format": 1.0},
+    "max_calls": 2,
 }
 
 
 def make_env(engine=MappingProxyType({"france": "Paris"}), **settings):
     return SearchEnv(
         KeywordSearch(engine),
-        system="",
-        template="{question}",
+        prompt=Prompt(system="", template="{question}"),
         **(DEFAULTS | settings),
     )
 
@@ -89,7 +87,7 @@ def test_calls_of_both_tools_share_the_budget():
     episode = Episode(task=TASK, turns=turns)
     for text in ("<python>1</python>", "<search>1</search>"):
         assert make_env().step([episode], [text])[0].outcome == Outcome.OUT_OF_BUDGET
-        assert make_env(max_searches=3).step([episode], [text])[0].outcome is None
+        assert make_env(max_calls=3).step([episode], [text])[0].outcome is None
 
 
 def test_the_stop_strings_say_whether_there_is_a_tool():
@@ -108,7 +106,7 @@ class Calculator(Tool):
 
 @pytest.mark.parametrize("protocol", [search_r1, bapo])
 def test_a_tool_of_ones_own_has_its_tag_in_either_protocol(protocol):
-    env = make_env(protocol=protocol, tools=[Calculator()], reward_weights={"format": 1.0})
+    env = make_env(protocol=protocol, tools=[Calculator()])
     assert env.stop_strings == ("</search>", "</answer>", "</calc>")
     episode = Episode(task=TASK)
     call = "<think>?</think><calc>40 + 2</calc>"

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import worlds
 from examples import math_world as world
 from examples import quickstart_world as quickstart
-from jaxrl.envs.base import Episode, Outcome, Task
+from jaxrl.envs.base import Episode, Outcome, Prompt, Task
 from jaxrl.envs.math import MathEnv
 from jaxrl.tokenizer import Tokenizer
 
@@ -72,7 +72,7 @@ def test_no_numbers_are_on_two_sides(files):
 
 def test_demonstrations_are_as_the_environment_scores_them(files):
     """Each ends with an answer line and the end of the turn; right ones are known as such."""
-    env = MathEnv(system="", template="{question}", reward_weights={"math": 1.0})
+    env = MathEnv(prompt=Prompt(system="", template="{question}"))
     for chat in files["demonstrations"]:
         question, response = (message["content"] for message in chat["messages"])
         assert response.endswith(quickstart.END_OF_TURN)

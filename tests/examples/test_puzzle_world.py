@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import worlds
 from examples import puzzle_world as world
-from jaxrl.envs.base import Episode, Task, Turn
+from jaxrl.envs.base import Episode, Prompt, Task, Turn
 from jaxrl.envs.math import MathEnv
 from jaxrl.tokenizer import Tokenizer
 
@@ -60,7 +60,7 @@ def test_every_open_way_is_accepted_and_no_other():
     [puzzle] = world.make_puzzles(1, 7, random.Random(3))
     fields = world.task(puzzle)
     task = Task(id=fields["id"], question=fields["question"], answers=tuple(fields["answers"]))
-    env = MathEnv(system="", template="{question}", reward_weights={"exact_match": 1.0})
+    env = MathEnv(prompt=Prompt(system="", template="{question}"))
     for way in world.WAYS:
         text = f"Answer: {' '.join(way)}"
         [reward] = env.score([Episode(task=task, turns=[Turn(text=text)])])

@@ -14,7 +14,7 @@ from jaxrl.runtime.history import (
     write_history,
 )
 
-CONTENTS = {"tasks.train.source": "aa", "search.corpus": "cc", "model.path/config.json": "mm"}
+CONTENTS = {"tasks.train.source": "aa", "search.local.corpus": "cc", "model.path/config.json": "mm"}
 
 
 def configured(**changes):
@@ -63,14 +63,14 @@ def test_the_same_again_is_no_change(tmp_path):
     [
         ("optimizer.lr", 1e-3),
         ("tasks.train.source", "data/other.jsonl"),
-        ("reward.weights.f1", 1.0),
+        ("reward.weights", {"f1": 1.0}),
         ("shaping.overlong_buffer", 10),
         ("model.path", "models/other"),
         ("model.dtype", "bfloat16"),
         ("seed", 7),
         ("prompt.system", "Search."),
-        ("env.protocol", "bapo"),
-        ("search.topk", 5),
+        ("env.search.protocol", "bapo"),
+        ("search.local.topk", 5),
         ("advantage.name", "rloo"),
         ("loss.clip_high", 0.28),
         ("kl.target", 0.2),
@@ -127,8 +127,8 @@ def test_an_evaluation_alone_may_leave_training_aside(tmp_path):
     only = {"stages": ("evaluate",)}
     free = {"eval.samples": 4, "eval.final_suites": ("greedy",), "optimizer.lr": 1.0}
     assert refused(tmp_path, **only, **free, **{"filter.name": "varied"}) == []
-    asked = {"tasks.eval.source": "other.jsonl", "search.topk": 9}
-    assert refused(tmp_path, **only, **asked) == ["search.topk", "tasks.eval.source"]
+    asked = {"tasks.eval.source": "other.jsonl", "search.local.topk": 9}
+    assert refused(tmp_path, **only, **asked) == ["search.local.topk", "tasks.eval.source"]
 
 
 def test_names_of_free_keys_are_keys():
@@ -167,7 +167,9 @@ class TestContents:
         assert changes_since(begun, configured(), CONTENTS) == []
         write_history(tmp_path, begun, [], CONTENTS, ["train"])  # from now on it does
         assert read_begun(tmp_path).contents == CONTENTS
-        assert refused(tmp_path, {**CONTENTS, "search.corpus": "xx"}) == ["search.corpus (content)"]
+        assert refused(tmp_path, {**CONTENTS, "search.local.corpus": "xx"}) == [
+            "search.local.corpus (content)"
+        ]
 
 
 class TestOlderRuns:
@@ -230,15 +232,15 @@ class TestHistory:
 
     def test_what_was_accepted_is_what_counts(self, tmp_path):
         begin(tmp_path)
-        other = {**CONTENTS, "search.corpus": "xx"}
+        other = {**CONTENTS, "search.local.corpus": "xx"}
         begun = read_begun(tmp_path)
         write_history(tmp_path, begun, changes_since(begun, configured(), other), other, ["train"])
         assert refused(tmp_path, other) == []
-        assert refused(tmp_path, CONTENTS) == ["search.corpus (content)"]
+        assert refused(tmp_path, CONTENTS) == ["search.local.corpus (content)"]
 
     def test_an_evaluation_alone_accepts_nothing_for_the_run(self, tmp_path):
         begin(tmp_path)
-        other = {**CONTENTS, "search.corpus": "xx"}
+        other = {**CONTENTS, "search.local.corpus": "xx"}
         begun = read_begun(tmp_path)
         changes = changes_since(begun, configured(stages=("evaluate",)), other)
         write_history(tmp_path, begun, changes, other, ["evaluate"])

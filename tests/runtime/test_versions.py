@@ -89,7 +89,9 @@ def world(tiny_world, tmp_path):
 def test_fingerprints_are_of_what_the_stages_read(tiny_world, world):
     config = debug_tiny.get_config(str(world))
     found = fingerprints(config)
-    assert {"sft.source", "tasks.train.source", "tasks.eval.source", "search.corpus"} <= set(found)
+    assert {"sft.source", "tasks.train.source", "tasks.eval.source", "search.local.corpus"} <= set(
+        found
+    )
     assert {"model.path/config.json", "model.path/model.safetensors"} <= set(found)
     # Neither the place nor the time of change matters.
     assert found == fingerprints(debug_tiny.get_config(str(tiny_world)))
@@ -99,7 +101,7 @@ def test_fingerprints_are_of_what_the_stages_read(tiny_world, world):
 
 
 @pytest.mark.parametrize(
-    "key", ["sft.source", "tasks.train.source", "tasks.eval.source", "search.corpus"]
+    "key", ["sft.source", "tasks.train.source", "tasks.eval.source", "search.local.corpus"]
 )
 def test_a_file_that_changed_has_another_fingerprint(world, key):
     config = debug_tiny.get_config(str(world))

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 from jaxrl.codecs import from_json, to_json
-from jaxrl.envs.base import Observation, Outcome, Reward, StepResult, Task, ToolError
+from jaxrl.envs.base import Observation, Outcome, Prompt, Reward, StepResult, Task, ToolError
 from jaxrl.envs.protocol import SEARCH_R1
 from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine
+from jaxrl.envs.rewards import Payment
 from jaxrl.envs.search import SearchEnv
 from jaxrl.sampling.rollout import Rollout, encode_observation
 from tests.helpers import tiny_params
@@ -60,10 +61,8 @@ def player(players):
 
 def search_env(engine=None, **settings):
     settings = {
-        "system": "",
-        "template": "{question}",
-        "max_searches": 2,
-        "reward_weights": {"format": 1.0, "answer": 1.0},
+        "prompt": Prompt(system="", template="{question}"),
+        "max_calls": 2,
         **settings,
     }
     return SearchEnv(engine or KeywordSearch({"tower": FOUND}), **settings)
@@ -117,7 +116,8 @@ def test_stops_are_found_however_they_are_tokenized(players, query, ends):
         # What follows a tag is in the same token where tags are split, else it is never written.
         after = ends if name == "split" else ("", "")
         ids, mask = teach(player, first + after[0], found, last + after[1])
-        got = play_one(player, search_env())
+        pay = Payment(weights={"format": 1.0, "answer": 1.0})
+        got = play_one(player, search_env(), pay=pay)
 
         assert [turn.text for turn in got.turns] == [first, last]
         assert [turn.tool_call for turn in got.turns] == [query, None]
@@ -125,7 +125,7 @@ def test_stops_are_found_however_they_are_tokenized(players, query, ends):
         assert got.outcome == Outcome.ANSWERED
         assert got.final_answer == "Paris"
         # `format` asks for a think block right before the answer; the answer itself is right.
-        assert got.reward == pytest.approx(sum(got.reward_parts[p] for p in ("format", "answer")))
+        assert got.reward == 0.5 + 2.0
         assert got.reward_parts["exact_match"] == 1.0
         # The ids are the policy's own: all of the last token, though the text ends inside it.
         assert got.full_input_ids == ids
@@ -328,7 +328,7 @@ def test_environment_errors_leave_their_group_alone(player):
 
     got = player.play(search_env(Flaky()), ["Where?"], group_size=2)
     assert {t.outcome for t in got} == {Outcome.ENVIRONMENT_ERROR, Outcome.ANSWERED}
-    assert {t.group_id for t in got} == {0}
+    assert {t.task.id for t in got} == {"task 0"}
     assert [t.sample_index for t in got] == [0, 1]
     for trajectory in got:
         answered = trajectory.outcome == Outcome.ANSWERED
@@ -352,10 +352,8 @@ def test_what_cannot_be_scored_is_an_environment_error_and_not_a_score(player, n
     plain = search_env()
     env = Picky(
         KeywordSearch({"tower": FOUND}),
-        system="",
-        template="{question}",
-        max_searches=2,
-        reward_weights={"format": 1.0, "answer": 1.0},
+        prompt=Prompt(system="", template="{question}"),
+        max_calls=2,
     )
     wanted = player.play(plain, ["Where?"], group_size=3)
     got = player.play(env, ["Where?"], group_size=3)

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 
 from jaxrl.components import check_length, check_rows, prompts_per_prefill
 from jaxrl.config import default_config
-from jaxrl.config_checks import has_kl_loss, has_kl_weights
+from jaxrl.config_checks import has_kl_loss, has_kl_weights, has_tools
 from jaxrl.models import kv_cache
 from jaxrl.models.architecture import Architecture, MemoryTerms
 from jaxrl.models.policy import chunk_width
@@ -402,7 +402,7 @@ def rollout_phase(config: ConfigDict, model: Architecture, target: Target) -> Ph
         },
         "reading prompts": {"new prompts' caches": prompts, **reading(new_tokens, prompt_tokens)},
     }
-    if config.env.name == "math":  # one turn: nothing is read between
+    if not has_tools(config):  # one turn: nothing is read between
         del moments["reading results"]
     if target.platform == "cpu":
         copies = 2 * cache * 4 // dtype.itemsize
@@ -531,7 +531,7 @@ def cache_tokens(config: ConfigDict) -> int:
 
 def longest_read(config: ConfigDict) -> int:
     """The widest chunk in which a result is read: its body, its tags and the pending token."""
-    longest = config.search.max_observation_tokens + TAG_TOKENS
+    longest = config.rollout.max_observation_tokens + TAG_TOKENS
     sizes = padded_sizes(config.rollout.max_total_tokens)
     return next((size for size in sizes if size >= longest), sizes[-1])
 

@@ -1,0 +1,190 @@
+"""What docs/extending.md shows: a user's files, outside the package, by one line each."""
+
+import http.server
+import json
+import sys
+import threading
+import urllib.parse
+from pathlib import Path
+
+import pytest
+
+from configs import debug_tiny
+from jaxrl.components import assemble
+from jaxrl.config import validate
+from jaxrl.envs.base import Episode, Outcome, Task
+from jaxrl.envs.tools import run_all
+from jaxrl.logs.display import Display
+from jaxrl.run import run
+from tests.envs.contract import check_env
+from tests.helpers import blocks, text
+from tests.runs import records, trajectories
+
+HERE = Path(__file__).parent
+FILES = [HERE / f"my_{kind}.py" for kind in ("env", "tool", "engine", "reward")]
+DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
+TASKS = [
+    Task(id="1", question="What is 3*(4+5)?", answers=("27",)),
+    Task(id="2", question="6*7?", answers=("42",)),
+]
+
+
+@pytest.fixture(autouse=True)
+def beside_the_config(monkeypatch):
+    monkeypatch.syspath_prepend(str(HERE))
+    yield
+    for path in FILES:
+        sys.modules.pop(path.stem, None)
+
+
+@pytest.fixture
+def server():
+    """Answers every query with itself, backwards."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            query = urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)["query"][0]
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(query[::-1].encode())
+
+        def log_message(self, *_):
+            pass
+
+    served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{served.server_port}/search"
+    served.shutdown()
+    served.server_close()
+
+
+def test_the_document_shows_the_files_and_their_lines():
+    shown = blocks(DOCUMENT, "python")
+    assert all(text(path) in shown for path in FILES)
+    lines = [
+        'config.env.name = "my_env.CalculatorEnv"\n',
+        'config.env.search.tools = ("my_tool.Clock",)\n',
+        'config.search.engine = "my_engine.Engine"\n',
+        'config.reward.weights = {"exact_match": 1.0, "my_reward.brevity": 0.2}\n',
+    ]
+    for line in lines:  # each by itself is a valid configuration
+        assert line in shown
+        config = debug_tiny.get_config()
+        exec(line, {"config": config})
+        if "env.name" in line:
+            config.reward.weights = {"exact_match": 1.0}
+        validate(config)
+
+
+def test_the_environment_keeps_the_contract():
+    from my_env import CalculatorEnv
+
+    turns = ["<calc> 6*7 </calc>", "<answer> 42 </answer>", "Hm."]
+    check_env(CalculatorEnv(max_calls=1), TASKS, turns)
+
+
+def test_the_calculator_survives_what_a_model_writes():
+    from my_env import CalculatorEnv, calculate
+
+    assert calculate("3*(4+5)") == "27"
+    for expression in ("", "2**9", "__import__('os')", "1 +", "(" * 500, "\0", "3.5*2"):
+        assert calculate(expression).startswith("error: ")
+    [malformed] = CalculatorEnv(max_calls=1).step([Episode(task=TASKS[0])], ["I give up"])
+    assert malformed.outcome == Outcome.MALFORMED
+
+
+def test_the_tool_and_the_engine_answer(server):
+    from my_engine import Engine
+    from my_tool import Clock
+
+    assert run_all(Clock(), ["75", "1e9", "0"])[::2] == ["13:15", "12:00"]
+    assert run_all(Engine(url=server), ["abc", "x & y"]) == ["cba", "y & x"]
+    [failed] = run_all(Engine(url="http://127.0.0.1:9/", timeout_s=1), ["abc"])
+    assert str(failed).startswith("URLError: ")
+
+
+SIZES = {
+    "num_steps": 2,
+    "stages": ("sft", "train"),
+    "rollout.num_slots": 4,
+    "rollout.max_total_tokens": 112,
+    "rollout.max_observation_tokens": 24,
+    "eval.suites": (),
+    "log.trajectories": -1,
+    "checkpoint.every_steps": 2,
+}
+
+
+def taught(world, folder, texts, **changes):
+    """The configuration of a short run whose policy first learns to write just these turns.
+
+    Args:
+        world: whose questions are asked.
+        folder: for the demonstrations.
+        texts: turns of the assistant and results of tools, in turn.
+        changes: of the configuration.
+    """
+    roles = ["user", *(["assistant", "tool"] * len(texts))]
+    lines = (world / "questions_train.jsonl").read_text().splitlines()
+    chats = [[json.loads(line)["question"], *texts] for line in lines]
+    messages = [
+        [{"role": r, "content": t} for r, t in zip(roles, chat, strict=False)] for chat in chats
+    ]
+    path = folder / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in messages))
+    config = debug_tiny.get_config(str(world))
+    config.update_from_flattened_dict({**SIZES, "sft.source": str(path), **changes})
+    return config
+
+
+def played(config, workdir):
+    """The trajectories of the last step of a run, and its record."""
+    validate(config)
+    workdir.mkdir()
+    run(config, workdir, assemble(config), Display())
+    record = records(workdir)[-1]
+    return trajectories(workdir, record["step"]), record
+
+
+@pytest.mark.minutes
+@pytest.mark.usefixtures("quick_compilation", "no_pictures")
+def test_a_run_with_a_tool_an_engine_and_a_reward_of_ones_own(tiny_world, tmp_path, server):
+    spoken = ["<clock> 75 </clock>", "13:15", "<search> abc </search>", "cba"]
+    spoken += ["<answer> x </answer>"]
+    weights = {"exact_match": 1.0, "my_reward.brevity": 0.2}
+    config = taught(
+        tiny_world, tmp_path, spoken,
+        **{
+            "env.search.tools": ("my_tool.Clock",), "reward.weights": weights,
+            "search.engine": "my_engine.Engine", "search.settings": {"url": server},
+        },
+    )  # fmt: skip
+    lines, record = played(config, tmp_path / "run")
+    turns = [turn for line in lines for turn in line["turns"]]
+    found = {(t["tool"], t["tool_call"], t["observation"]) for t in turns if t["tool_call"]}
+    assert ("clock", "75", "\n\n<information>13:15</information>\n\n") in found
+    assert (None, "abc", "\n\n<information>cba</information>\n\n") in found
+    for line in lines:
+        parts = line["reward_parts"]
+        assert 0 < parts["brevity"] < 1
+        assert line["reward"] == pytest.approx(parts["exact_match"] + 0.2 * parts["brevity"])
+    assert record["reward/brevity/mean"] > 0
+
+
+@pytest.mark.minutes
+@pytest.mark.usefixtures("quick_compilation", "no_pictures")
+def test_a_run_in_an_environment_of_ones_own(tiny_world, tmp_path):
+    config = taught(
+        tiny_world, tmp_path, ["<calc> 6*7 </calc>"],
+        **{
+            "env.name": "my_env.CalculatorEnv", "env.settings": {"hint": ""},
+            "reward.weights": {"exact_match": 1.0, "economy": 0.5},
+        },
+    )  # fmt: skip
+    lines, record = played(config, tmp_path / "run")
+    first = [line["turns"][0] for line in lines]
+    assert ("6*7", "<result>42</result>") in {(t["tool_call"], t["observation"]) for t in first}
+    assert {len(line["turns"]) for line in lines} <= {1, 2, 3}  # rollout.max_turns is 2
+    for line in lines:
+        assert line["reward"] == pytest.approx(0.5 * line["reward_parts"]["economy"])
+    assert record["reward/economy/mean"] < 1
