@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.sft import encode_demonstration
+from jaxrl.demonstrations import encode_demonstration
 from tests.toys import toy_tokenizer
 
 TURN = "{{ '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}"
