@@ -341,7 +341,7 @@ def test_samples_depend_on_seed_step_position_and_index():
 
 def test_a_task_drawn_twice_in_a_step_is_drawn_anew():
     got = play(16, noting_env(), ["where?", "where?"], stream_indices=[4, 5])
-    assert [t.group_id for t in got] == [0, 0, 0, 1, 1, 1]
+    assert [t.task_id for t in got] == ["task 4"] * 3 + ["task 5"] * 3
     assert len(set(completions(got))) == 6
 
 
