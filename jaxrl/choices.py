@@ -31,11 +31,9 @@ def chosen(key: str, name: str, table: Mapping[str, Any], *, wanted: str) -> Any
     """
     found = table.get(name, name if is_own(name) else None)
     if found is None:
+        names = ", ".join(table)
         raise ValueError(
-            f"config.{key} is {name!r}; expected one of {', '.join([*table, 'a dotted name'])}, "
-            f"as {wanted}."
-            if table
-            else f"config.{key} names {name!r}; expected a dotted name, as {wanted}."
+            f"config.{key} is {name!r}; expected one of {names}, a dotted name, as {wanted}."
         )
     return _resolved(key, found) if isinstance(found, str) else found
 

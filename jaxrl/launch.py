@@ -417,9 +417,8 @@ def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
         raise ValueError(f"unexpected arguments {list(argv[1:])}; settings are --config.key=value.")
     file = _config_file(sys.argv)
     if file is not None:
-        sys.path.append(
-            str(Path(file).absolute().parent)
-        )  # what is named by dotted name may be there
+        # Where dotted names are looked for last.
+        sys.path.append(str(Path(file).absolute().parent))
     config = _CONFIG.value
     # One that could not be read raises here what went wrong, as for any attribute.
     if file is not None and config is None:

@@ -283,6 +283,13 @@ class TestConfigFile:
         message = refusal("--config.reward.weights.exact_match=1.0")
         assert message.endswith("takes a mapping; set it whole, as {'exact_match': 1.0}.")
 
+    def test_what_lies_beside_the_configuration_is_found(self, refusal, tmp_path, monkeypatch):
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        (tmp_path / "beside_it.py").write_text("Env = 3\n")
+        file = write_config(tmp_path / "own.py", 'config.env.name = "beside_it.Env"')
+        message = refusal(config=str(file))
+        assert message.startswith("config.env.name names 'beside_it.Env', a int; expected a class")
+
     def test_group_of_one(self, refusal):
         message = refusal("--config.rollout.group_size=1")
         assert message.startswith("config.rollout.group_size is 1; expected at least 2")

@@ -1,0 +1,66 @@
+"""Names of a configuration: what they stand for, and what is said where they stand for nothing."""
+
+import re
+
+import pytest
+
+from configs import debug_tiny
+from jaxrl.choices import chosen, made
+from jaxrl.config import RENAMED, check_keys, default_config, flatten, validate
+from jaxrl.envs.base import ENVS
+from jaxrl.envs.search import SearchEnv
+
+
+def test_a_name_is_an_entry_of_the_table_or_a_dotted_one():
+    assert chosen("env.name", "search", ENVS, wanted="x.Y") is SearchEnv
+    assert chosen("env.name", "jaxrl.envs.search.SearchEnv", {}, wanted="x.Y") is SearchEnv
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("env.name", "serch", "is 'serch'; expected one of search, math, a dotted name, as my_env"),
+        ("env.name", "nowhere.Env", "no module 'nowhere' is on sys.path; put its file beside"),
+        ("env.name", "json.Env", "names 'json.Env', which its module does not define"),
+        ("env.name", "json.dumps", "a function; expected a class with stop_strings, reward_parts"),
+        ("env.search.tools", ("json.JSONDecoder",), "expected a class of jaxrl.envs.tools.Tool"),
+        ("env.search.protocol", "xml", "is 'xml'; expected one of search_r1, bapo, a dotted name"),
+        ("env.settings", {"a": 1}, "expected {}: they are for one of your own"),
+        ("search.settings", {"a": 1}, "expected {}: they are for one of your own"),
+        (
+            "reward.weights",
+            {"math": 1.0},
+            "no reward part 'math'; did you mean 'format'? Known parts",
+        ),
+        ("reward.weights", {"my_reward.f1": 1.0}, "no module 'my_reward' is on sys.path"),
+        ("reward.weights", {"jaxrl.envs.rewards.f1": 1.0}, "the environment has one of that name"),
+        ("reward.correct", "bapo", "expected a part that the environment has: answer, exact_match"),
+    ],
+)
+def test_what_stands_for_nothing_is_refused_with_its_key(key, value, message):
+    config = debug_tiny.get_config()
+    config.update_from_flattened_dict({key: value})
+    with pytest.raises(ValueError, match=f"^config.{key}.*{re.escape(message)}"):
+        validate(config)
+
+
+def thing(engine, *, size, colour="red"):
+    return engine, size, colour
+
+
+def test_parameters_are_bound_by_name():
+    assert made("x.settings", thing, {"size": 2}, engine=1, other=0) == (1, 2, "red")
+    with pytest.raises(
+        ValueError, match=r"config.x.settings holds 'sise', which thing does not ta"
+    ):
+        made("x.settings", thing, {"sise": 2}, engine=1)
+    with pytest.raises(ValueError, match=r"config.x.settings lacks 'size', which thing asks for"):
+        made("x.settings", thing, {}, engine=1)
+
+
+def test_a_key_s_earlier_name_says_the_present_one():
+    assert set(RENAMED.values()) <= flatten(default_config()).keys()
+    with pytest.raises(
+        ValueError, match=r"config.search.corpus is called config.search.local.corpu"
+    ):
+        check_keys(["search.corpus"])
