@@ -115,7 +115,7 @@ ARMS = {
             changes={
                 **MATH,
                 "filter.name": "varied",
-                "filter.metric": "acc",
+                "filter.varied.metric": "acc",
                 "filter.tasks_per_batch": 4,
                 "filter.max_batches": 0,
             },
@@ -133,7 +133,7 @@ ARMS = {
         "Pass@k": Arm(
             world="ambiguous",
             num_steps=60,
-            changes={**PASS_AT_K, "advantage.name": "pass_at_k", "advantage.k": 4},
+            changes={**PASS_AT_K, "advantage.name": "pass_at_k", "advantage.pass_at_k.k": 4},
         ),
         "Pass@k, then GRPO": Arm(
             world="ambiguous", num_steps=20, changes=PASS_AT_K, after="Pass@k"
@@ -478,7 +478,7 @@ QUICK_RUN = {
     # A policy that gets nothing right never fills a batch.
     "filter.name": "none",
     "filter.tasks_per_batch": 0,
-    "advantage.k": 2,
+    "advantage.pass_at_k.k": 2,
 }
 """What `--quick` changes beside the numbers of steps."""
 

@@ -99,7 +99,7 @@ def update_program(config: ConfigDict, model: QwenConfig, mesh: Any) -> Any:
         remat=config.model.remat,
         logits_chunk_tokens=config.model.logits_chunk_tokens,
     )
-    loss = make_policy_loss(config.loss, config.kl)
+    loss = make_policy_loss(config)
     step = make_update_step(policy, loss, optimizer)
     abstract = jax.eval_shape(
         lambda p: init_state(p, mesh, model, optimizer), model.abstract_params()

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         logits_chunk_tokens=work.logits_chunk_tokens,
     )
     optimizer = make_optimizer(config.optimizer, flags.warm_up + flags.repetitions)
-    update = make_update_step(policy, make_policy_loss(config.loss, config.kl), optimizer)
+    update = make_update_step(policy, make_policy_loss(config), optimizer)
     state = init_state(common.random_params(model), mesh, model.config, optimizer)
     packed = make_batch(model, work)
     batch = put_batch(mesh, packed.batch)

@@ -23,8 +23,8 @@ def set_method(config: ConfigDict) -> None:
     config.rollout.temperature = 1.0
     config.rollout.top_p = 0.99
     config.filter.name = "accuracy_range"
-    config.filter.low = 0.01
-    config.filter.high = 0.99
+    config.filter.accuracy_range.low = 0.01
+    config.filter.accuracy_range.high = 0.99
     config.filter.max_batches = 20
     config.shaping.entropy_reward = True
     config.shaping.entropy_window = 4
@@ -33,7 +33,7 @@ def set_method(config: ConfigDict) -> None:
     config.advantage.name = "grpo"
     config.loss.clip_low = 0.2
     config.loss.clip_high = 0.3
-    config.loss.dual_clip = 3.0
+    config.loss.clip.dual_clip = 3.0
     config.loss.aggregation = "token-mean"
     config.kl.coef = 0.01
     config.kl.estimator = "k3"

@@ -49,12 +49,12 @@ def set_method(config: ConfigDict) -> None:
     """Clip higher, dynamic sampling, token-level loss, overlong shaping; no KL term."""
     config.rollout.temperature = 1.0
     config.filter.name = "varied"
-    config.filter.metric = "acc"
+    config.filter.varied.metric = "acc"
     config.filter.max_batches = 10
     config.advantage.name = "grpo"
     config.loss.clip_low = 0.2
     config.loss.clip_high = 0.28
-    config.loss.dual_clip = 10.0
+    config.loss.clip.dual_clip = 10.0
     config.loss.aggregation = "token-mean"
     config.loss.entropy_coef = 0.0
     config.shaping.overlong_factor = 1.0

@@ -43,7 +43,7 @@ def get_config(world: str = "data/debug") -> ConfigDict:
     config.rollout.num_slots = 16
     config.rollout.chunk_tokens = 8
 
-    config.advantage.normalize_std = False
+    config.advantage.grpo.normalize_std = False
     config.optimizer.lr = 1e-3
     config.optimizer.micro_rows = 4
 

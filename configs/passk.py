@@ -19,7 +19,7 @@ def set_method(config: ConfigDict) -> None:
     """Advantages of sets of k answers, in closed form."""
     config.rollout.temperature = 1.0
     config.advantage.name = "pass_at_k"
-    config.advantage.k = 4
+    config.advantage.pass_at_k.k = 4
     config.loss.clip_low = 0.2
     config.loss.clip_high = 0.28
     config.loss.aggregation = "token-mean"
@@ -30,7 +30,7 @@ def get_config() -> ConfigDict:
     config = default_config().lock()
     set_method(config)
     config.num_steps = 300
-    config.advantage.k_schedule = ((0, 4), (200, 1))
+    config.advantage.pass_at_k.k_schedule = ((0, 4), (200, 1))
     config.model.path = "models/Qwen2.5-7B-Instruct"
     config.model.dtype = "bfloat16"
     config.mesh.data = 1

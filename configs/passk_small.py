@@ -16,7 +16,7 @@ def get_config(world: str = "data/puzzles") -> ConfigDict:
     config = small_world(world)
     set_method(config)
     config.num_steps = 80
-    config.advantage.k_schedule = ((0, 4), (40, 1))
+    config.advantage.pass_at_k.k_schedule = ((0, 4), (40, 1))
     config.env.name = "math"
     config.search.local.corpus = ""
 

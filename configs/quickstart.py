@@ -41,7 +41,7 @@ def get_config(world: str = "data/quickstart") -> ConfigDict:
     config.rollout.chunk_tokens = 8
     config.rollout.observation_lag_chunks = 1  # on a CPU a quick search has nothing to hide behind
 
-    config.advantage.normalize_std = False
+    config.advantage.grpo.normalize_std = False
     config.loss.clip_high = 0.28
     config.optimizer.lr = 1e-3
     config.optimizer.warmup_steps = 2

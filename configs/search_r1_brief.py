@@ -45,8 +45,8 @@ def set_method(config: ConfigDict) -> None:
     config.rollout.group_size = 2
     config.rollout.temperature = 1.0
     config.advantage.name = "grpo"
-    config.advantage.ddof = 0
-    config.advantage.epsilon = 1e-8
+    config.advantage.grpo.ddof = 0
+    config.advantage.grpo.epsilon = 1e-8
     config.loss.clip_low = 0.2
     config.loss.clip_high = 0.2
     config.loss.aggregation = "seq-mean-token-mean"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.envs.calls import error_text
@@ -95,3 +95,69 @@ def made(key: str, kind: Callable[..., Any], settings: Mapping[str, Any], **offe
             f"{', '.join(offered) or 'nothing'}."
         )
     return kind(**given)
+
+
+def arrays_of(function: Callable[..., Any]) -> list[str]:
+    """The parameters of an objective that are not keyword-only: its arrays, by name."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+
+
+def subsection(section: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of what `section.name` chooses.
+
+    Those of an entry of a table stand in the subsection of its name, or of its family's: that of
+    `pass_at_k_bootstrap` is `pass_at_k`. Those of one's own stand in `settings`.
+    """
+    name = section["name"]
+    if is_own(name):
+        return dict(section["settings"])
+    families = [one for one in section if f"{name}_".startswith(f"{one}_")]
+    return dict(section[max(families, key=len)]) if families else {}
+
+
+def settings_of(
+    key: str, section: Mapping[str, Any], function: Callable[..., Any], **common: Any
+) -> dict[str, Any]:
+    """The keyword-only arguments of a chosen objective, as `subsection` has them.
+
+    Args:
+        key: of the section, for messages.
+        section: holds `name`, `settings` and the subsections.
+        function: what the name stands for.
+        common: settings that every choice of this kind may take.
+
+    Raises:
+        ValueError: one's own takes no such setting, or lacks one.
+    """
+    name, own = section["name"], subsection(section)
+    parameters = inspect.signature(function).parameters.values()
+    taken = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    unknown = [setting for setting in own if is_own(name) and setting not in taken]
+    if unknown:
+        raise ValueError(
+            f"config.{key}.settings holds {unknown[0]!r}, which {name} does not take; it takes "
+            f"{', '.join(taken) or 'nothing'}."
+        )
+    given = {one: value for one, value in {**common, **own}.items() if one in taken}
+    required = [one for one, default in taken.items() if default is inspect.Parameter.empty]
+    missing = [one for one in required if one not in given]
+    if missing:
+        raise ValueError(
+            f"config.{key}.settings lacks {missing[0]!r}, which {name} asks for; set it there."
+        )
+    return given
+
+
+def check_arrays(key: str, name: str, function: Callable[..., Any], offered: Sequence[str]) -> None:
+    """Refuses an objective that asks for an array that there is not.
+
+    Raises:
+        ValueError: names the parameter, and what there is.
+    """
+    foreign = [array for array in arrays_of(function) if array not in offered]
+    if foreign:
+        raise ValueError(
+            f"config.{key} names {name!r}, which asks for {foreign[0]!r}; expected some of "
+            f"{', '.join(offered)}, and settings after a *."
+        )

@@ -14,22 +14,9 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
-from jaxrl.config_checks import check_environment, check_rules, needs_corpus
+from jaxrl.config_checks import check_environment, check_objectives, check_rules, needs_corpus
 
 STAGES = ("sft", "train", "evaluate")
-ADVANTAGES = (
-    "grpo",
-    "rloo",
-    "reinforce_plus_plus",
-    "pass_at_k",
-    "pass_at_k_combination",
-    "pass_at_k_exceeding",
-    "pass_at_k_full_sampling",
-    "pass_at_k_bootstrap",
-    "pass_at_k_entropy_guided",
-)
-LOSSES = ("clip", "gspo", "cispo")
-FILTERS = ("none", "varied", "accuracy_range")
 FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 KL_CONTROLLERS = ("fixed", "adaptive", "log", "budget")
 OVERLONG_PROMPTS = ("refuse", "drop", "truncate_left")
@@ -185,13 +172,16 @@ def default_config() -> ConfigDict:
     # without a filter a step is a batch. 0: never.
     rollout.max_failed_steps = 3
 
-    config.filter = group_filter = ConfigDict()
+    config.filter = group_filter = ConfigDict(convert_dict=False)
     # none; varied: groups whose metric differs (dynamic sampling); accuracy_range: groups whose
-    # mean accuracy lies between low and high (online filtering).
+    # mean accuracy lies in a range (online filtering); or one of your own by its dotted name.
     group_filter.name = "none"
-    group_filter.metric = "acc"  # of varied: acc, score, seq_reward or seq_final_reward
-    group_filter.low = 0.01  # of accuracy_range; both ends are out
-    group_filter.high = 0.99
+    group_filter.settings = {}  # keyword arguments of a filter of your own
+    group_filter.varied = ConfigDict()
+    group_filter.varied.metric = "acc"  # acc, score, seq_reward or seq_final_reward
+    group_filter.accuracy_range = ConfigDict()
+    group_filter.accuracy_range.low = 0.01  # both ends are out
+    group_filter.accuracy_range.high = 0.99
     group_filter.tasks_per_batch = 0  # drawn at a time until enough are kept; 0: tasks_per_step
     group_filter.max_batches = 10  # after which the run gives up; 0: never
     group_filter.carry_over = (
@@ -204,26 +194,33 @@ def default_config() -> ConfigDict:
     group_filter.skip_solved = False  # draw tasks no more once all their samples are right and sure
     group_filter.skip_entropy = 0.1  # nats; below this mean entropy they are sure
 
-    config.advantage = advantage = ConfigDict()
+    config.advantage = advantage = ConfigDict(convert_dict=False)
     # grpo, rloo, reinforce_plus_plus, pass_at_k, and of the last pass_at_k_combination,
-    # pass_at_k_exceeding, pass_at_k_full_sampling, pass_at_k_bootstrap, pass_at_k_entropy_guided
+    # pass_at_k_exceeding, pass_at_k_full_sampling, pass_at_k_bootstrap, pass_at_k_entropy_guided;
+    # or one of your own by its dotted name, as my_estimator.estimate
     advantage.name = "grpo"
-    advantage.normalize_std = True  # of grpo: divide by the group's standard deviation
-    advantage.ddof = 1  # of grpo; 0: of the population, 1: of the sample
-    advantage.epsilon = 1e-6  # of grpo: added to the standard deviation
-    advantage.baseline = False  # of reinforce_plus_plus: subtract the group's mean first
-    advantage.k = 4  # of pass_at_k and its variants
+    advantage.settings = {}  # keyword arguments of an estimator of your own
+    advantage.grpo = ConfigDict()
+    advantage.grpo.normalize_std = True  # divide by the group's standard deviation
+    advantage.grpo.ddof = 1  # 0: standard deviation of the population, 1: of the sample
+    advantage.grpo.epsilon = 1e-6  # added to the standard deviation
+    advantage.reinforce_plus_plus = ConfigDict()
+    advantage.reinforce_plus_plus.baseline = False  # subtract the group's mean first
+    advantage.pass_at_k = ConfigDict()  # of its variants too
+    advantage.pass_at_k.k = 4  # answers of which one has to be right
     # Pairs (step, k), the first at step 0: k once so many steps of the train stage are done, as
-    # ((0, 4), (60, 1)); (): advantage.k throughout.
-    advantage.k_schedule = ()
+    # ((0, 4), (60, 1)); (): advantage.pass_at_k.k throughout.
+    advantage.pass_at_k.k_schedule = ()
 
-    config.loss = loss = ConfigDict()
-    loss.name = "clip"  # clip, gspo or cispo
+    config.loss = loss = ConfigDict(convert_dict=False)
+    loss.name = "clip"  # clip, gspo or cispo; or one of your own by its dotted name
+    loss.settings = {}  # keyword arguments of a loss of your own
     # The ratio's floor is 1 - clip_low, its ceiling 1 + clip_high. GSPO was published with 3e-4 and
     # 4e-4, CISPO with 1 (no floor) and 4.
     loss.clip_low = 0.2
     loss.clip_high = 0.2
-    loss.dual_clip = 0.0  # of clip: bound of the loss at negative advantages, above 1; 0: none
+    loss.clip = ConfigDict()
+    loss.clip.dual_clip = 0.0  # bound of the loss at negative advantages, above 1; 0: none
     loss.aggregation = "token-mean"
     loss.entropy_coef = 0.0  # bonus on the entropy of the sampled tokens' distributions
     loss.mask_observations = True  # False also trains on what the search engine wrote
@@ -241,10 +238,14 @@ def default_config() -> ConfigDict:
     kl.place = "loss"  # loss, or reward: taken off the trajectory's reward
     # fixed; adaptive: towards target; log: the same by the logarithm; budget: by difficulty
     kl.controller = "fixed"
-    kl.target = 0.1  # nats a token; of adaptive and log, for which ARES's code has 0.01
-    kl.horizon = 10_000  # trajectories in which adaptive moves
-    kl.budgets = ConfigDict({"easy": 0.05, "medium": 0.1, "hard": 0.2})  # nats a token
-    kl.budget_step = 0.01  # of the multiplier, per nat beyond the budget
+    kl.adaptive = ConfigDict()
+    kl.adaptive.target = 0.1  # nats a token
+    kl.adaptive.horizon = 10_000  # trajectories in which it moves
+    kl.log = ConfigDict()
+    kl.log.target = 0.1  # nats a token; ARES's code has 0.01
+    kl.budget = ConfigDict()
+    kl.budget.budgets = ConfigDict({"easy": 0.05, "medium": 0.1, "hard": 0.2})  # nats a token
+    kl.budget.step = 0.01  # of the multiplier, per nat beyond the budget
     kl.low_factor = 1.0  # on the term where a window of high entropy follows; 1: off
     kl.second_chance = False  # less of it on wrong answers to easy tasks that wavered much
 
@@ -372,6 +373,9 @@ MAPPINGS = {
     "env.settings": 1,
     "search.settings": 1,
     "reward.weights": 1.0,
+    "filter.settings": 1,
+    "advantage.settings": 1,
+    "loss.settings": 1,
 }
 """Keys whose values are mappings with names that are not ours, and a value as an example."""
 
@@ -387,6 +391,18 @@ RENAMED = {
     "reward.answer_reward": "env.search.search_r1.answer_reward",
     "reward.exact_match_bonus": "env.search.search_r1.exact_match_bonus",
     "reward.not_found": "env.search.search_r1.not_found",
+    **{f"advantage.{key}": f"advantage.grpo.{key}" for key in ("normalize_std", "ddof", "epsilon")},
+    "advantage.baseline": "advantage.reinforce_plus_plus.baseline",
+    "advantage.k": "advantage.pass_at_k.k",
+    "advantage.k_schedule": "advantage.pass_at_k.k_schedule",
+    "filter.metric": "filter.varied.metric",
+    "filter.low": "filter.accuracy_range.low",
+    "filter.high": "filter.accuracy_range.high",
+    "loss.dual_clip": "loss.clip.dual_clip",
+    "kl.target": "kl.adaptive.target or config.kl.log.target",
+    "kl.horizon": "kl.adaptive.horizon",
+    "kl.budgets": "kl.budget.budgets",
+    "kl.budget_step": "kl.budget.step",
 }
 """Keys of earlier versions, which are refused by what they are called now."""
 
@@ -439,6 +455,7 @@ def validate(config: ConfigDict, *, needs_data: bool = True) -> None:
     _check_choices(config)
     _check_ranges(config)
     check_environment(config)
+    check_objectives(config)
     _check_rules(config)
     _check_paths(config, needs_data)
 
@@ -463,10 +480,7 @@ def _check_choices(config: ConfigDict) -> None:
     choices: dict[str, tuple[Any, tuple[str, ...]]] = {
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
         "rollout.overlong_prompts": (config.rollout.overlong_prompts, OVERLONG_PROMPTS),
-        "filter.name": (config.filter.name, FILTERS),
-        "filter.metric": (config.filter.metric, FILTER_METRICS),
-        "advantage.name": (config.advantage.name, ADVANTAGES),
-        "loss.name": (config.loss.name, LOSSES),
+        "filter.varied.metric": (config.filter.varied.metric, FILTER_METRICS),
         "loss.correction.level": (config.loss.correction.level, ("none", "token", "sequence")),
         "loss.correction.mode": (config.loss.correction.mode, ("truncate", "mask")),
         "loss.aggregation": (config.loss.aggregation, AGGREGATIONS),
@@ -501,14 +515,16 @@ def _check_ranges(config: ConfigDict) -> None:
         "search.local.topk", "rollout.max_observation_tokens", "checkpoint.every_steps",
         "checkpoint.keep", "model.logits_chunk_tokens", "rollout.temperature", "rollout.top_p",
         "optimizer.epsilon", "sft.optimizer.epsilon", "eval.samples", "eval.temperature",
-        "eval.resamples", "eval.top_p", "advantage.k", "loss.correction.cap",
-        "loss.correction.high", "kl.target", "kl.horizon", "kl.budgets.easy",
-        "kl.budgets.medium", "kl.budgets.hard", "shaping.entropy_window",
+        "eval.resamples", "eval.top_p", "advantage.pass_at_k.k", "loss.correction.cap",
+        "loss.correction.high", "kl.adaptive.target", "kl.log.target", "kl.adaptive.horizon",
+        "kl.budget.budgets.easy",
+        "kl.budget.budgets.medium", "kl.budget.budgets.hard", "shaping.entropy_window",
     ]  # fmt: skip
     not_negative = [
         "env.step_deadline_s", "rollout.max_failed_steps",
-        "rollout.max_turns", "rollout.num_rows", "advantage.epsilon", "loss.clip_low",
-        "loss.clip_high", "loss.correction.low", "kl.coef", "kl.budget_step", "filter.low",
+        "rollout.max_turns", "rollout.num_rows", "advantage.grpo.epsilon", "loss.clip_low",
+        "loss.clip_high", "loss.correction.low", "kl.coef", "kl.budget.step",
+        "filter.accuracy_range.low",
         "filter.tasks_per_batch", "filter.max_batches", "filter.resample_attempts",
         "filter.skip_entropy", "shaping.overlong_buffer", "shaping.overlong_max_tokens",
         "shaping.overlong_factor", "shaping.abstention_bonus", "shaping.stage_tolerance",
@@ -526,7 +542,8 @@ def _check_ranges(config: ConfigDict) -> None:
         for section in ("optimizer", "sft.optimizer")
         for key in ("final_lr_fraction", "beta1", "beta2")
     ]
-    shares += ["rollout.top_p", "eval.top_p", "filter.low", "filter.high", "kl.low_factor"]
+    shares += ["filter.accuracy_range.low", "filter.accuracy_range.high", "kl.low_factor"]
+    shares += ["rollout.top_p", "eval.top_p"]
     shares += ["shaping.abstention_rate", "shaping.entropy_decay"]
     flat = flatten(config)
     for key in positive:
@@ -550,15 +567,15 @@ def _check_ranges(config: ConfigDict) -> None:
         _refuse("shaping.trigger_words", config.shaping.trigger_words, "a tuple of words")
     if config.log.trajectories < -1:
         _refuse("log.trajectories", config.log.trajectories, "0 or more, or -1 for all")
-    if config.loss.dual_clip and config.loss.dual_clip <= 1:
-        _refuse("loss.dual_clip", config.loss.dual_clip, "a number above 1, or 0 for no bound")
+    if (bound := config.loss.clip.dual_clip) and bound <= 1:
+        _refuse("loss.clip.dual_clip", bound, "a number above 1, or 0 for no bound")
     # A vote among more would overflow float64.
     if config.eval.samples > 256:  # votes over all subsets of more take seconds a question
         _refuse("eval.samples", config.eval.samples, "at most 256")
     if not all(type(k) is int and 1 <= k <= config.eval.samples for k in config.eval.ks):
         expected = f"a tuple of whole numbers from 1 to eval.samples={config.eval.samples}"
         _refuse("eval.ks", config.eval.ks, expected)
-    _check_k_schedule(config.advantage.k_schedule)
+    _check_k_schedule(config.advantage.pass_at_k.k_schedule)
     for key, texts in {"model.eos_tokens": config.model.eos_tokens}.items():
         if not all(isinstance(text, str) and text for text in texts):
             _refuse(key, texts, "a tuple of texts, as ('<|im_end|>',)")
@@ -572,12 +589,12 @@ def _check_ranges(config: ConfigDict) -> None:
     for weight in config.reward.weights.values():
         if type(weight) not in (int, float) or not math.isfinite(weight):
             _refuse("reward.weights", config.reward.weights, "a finite number for each part")
-    if config.advantage.ddof not in (0, 1):
-        _refuse("advantage.ddof", config.advantage.ddof, "0 (population) or 1 (sample)")
+    if config.advantage.grpo.ddof not in (0, 1):
+        _refuse("advantage.grpo.ddof", config.advantage.grpo.ddof, "0 (population) or 1 (sample)")
 
 
 def _check_k_schedule(schedule: tuple[Any, ...]) -> None:
-    key = "advantage.k_schedule"
+    key = "advantage.pass_at_k.k_schedule"
     for pair in schedule:
         is_pair = isinstance(pair, tuple) and [type(number) for number in pair] == [int, int]
         if not is_pair or pair[1] < 1:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.choices import chosen, is_own, short_name
+from jaxrl.choices import (
+    arrays_of,
+    check_arrays,
+    chosen,
+    is_own,
+    settings_of,
+    short_name,
+    subsection,
+)
 from jaxrl.envs.base import ENVS, Env
 from jaxrl.envs.protocol import PROTOCOLS, Protocol
 from jaxrl.envs.retrieval import ENGINES
@@ -148,9 +156,78 @@ def check_environment(config: ConfigDict) -> None:
         )
 
 
-def is_pass_at_k(config: ConfigDict) -> bool:
-    """True for the estimators that read nothing but which answers are correct."""
-    return config.advantage.name.startswith("pass_at_k")
+def estimator_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The advantage estimator, and its settings.
+
+    Raises:
+        ValueError: `advantage.name` stands for nothing, or for a function of other arguments.
+    """
+    from jaxrl.objectives.advantages import COLUMNS, ESTIMATORS
+
+    return _objective("advantage", config.advantage, ESTIMATORS, COLUMNS, "my_estimator.estimate")
+
+
+def loss_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The policy loss, and its settings; errors as of `estimator_of`."""
+    from jaxrl.objectives.losses import ARRAYS, LOSSES
+
+    loss = config.loss
+    common = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
+    return _objective("loss", loss, LOSSES, ARRAYS, "my_loss.policy_loss", **common)
+
+
+def filter_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]] | None:
+    """The filter of groups, and its settings; None without one. Errors as of `estimator_of`."""
+    from jaxrl.objectives.filters import COLUMNS, FILTERS
+
+    if config.filter.name == "none":
+        return None
+    table = {"none": None, **FILTERS}
+    return _objective("filter", config.filter, table, COLUMNS, "my_filter.keep")
+
+
+def _objective(
+    key: str,
+    section: ConfigDict,
+    table: Mapping[str, Any],
+    offered: Sequence[str],
+    wanted: str,
+    **common: Any,
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """What `section.name` stands for, and its settings.
+
+    Args:
+        key: of the section.
+        section: with `name`, `settings` and the subsections.
+        table: what there is by name.
+        offered: names of the arrays that it may ask for.
+        wanted: a dotted name for the message.
+        common: settings that every choice may take.
+    """
+    function = chosen(f"{key}.name", section.name, table, wanted=wanted)
+    if section.settings and not is_own(section.name):
+        raise ValueError(
+            f"config.{key}.settings is {section.settings!r}; expected {{}}: they are for one of "
+            f"your own, and {section.name!r} has its keys in config.{key}."
+        )
+    check_arrays(f"{key}.name", section.name, function, offered)
+    return function, settings_of(key, section, function, **common)
+
+
+def check_objectives(config: ConfigDict) -> None:
+    """Refuses an estimator, a loss or a filter that does not exist or asks for what there is not.
+
+    Raises:
+        ValueError: names the key, what it holds and what is expected.
+    """
+    estimator_of(config)
+    loss_of(config)
+    filter_of(config)
+
+
+def reads_rewards(config: ConfigDict) -> bool:
+    """False for the estimators that read nothing but which answers are correct."""
+    return "rewards" in arrays_of(estimator_of(config)[0])
 
 
 def needs_windows(config: ConfigDict) -> bool:
@@ -209,13 +286,20 @@ def _is_never_overlong(config: ConfigDict) -> bool:
 
 def _passable(config: ConfigDict) -> bool:
     """True where the accuracy of some group lies between the filter's bounds."""
-    size, low, high = config.rollout.group_size, config.filter.low, config.filter.high
-    return any(low < count / size < high for count in range(size + 1))
+    size, bounds = config.rollout.group_size, config.filter.accuracy_range
+    return any(bounds.low < count / size < bounds.high for count in range(size + 1))
+
+
+def _is_scheduled(config: ConfigDict) -> bool:
+    """True where the estimator compares sets of k answers, and k changes by a schedule."""
+    return bool(subsection(config.advantage).get("k_schedule"))
 
 
 def _largest_k(config: ConfigDict) -> int:
-    """Of the schedule of k; 0 without one."""
-    return max((k for _, k in config.advantage.k_schedule), default=0)
+    """Of the sets of answers that the estimator compares; 0 where it compares none."""
+    settings = subsection(config.advantage)
+    scheduled = [k for _, k in settings.get("k_schedule", ())]
+    return max(scheduled, default=settings.get("k", 0))
 
 
 def _shapes(config: ConfigDict) -> bool:
@@ -249,75 +333,62 @@ RULES = (
         lambda c: (
             "train" in c.stages
             and c.rollout.group_size < 2
-            and (c.advantage.name != "reinforce_plus_plus" or c.advantage.baseline)
+            and (
+                c.advantage.name != "reinforce_plus_plus"
+                or c.advantage.reinforce_plus_plus.baseline
+            )
+            and not is_own(c.advantage.name)
         ),
         "at least 2, since the estimator compares the trajectories of a group; only "
         "advantage.name='reinforce_plus_plus' without baseline does not",
     ),
     Rule(
-        "advantage.k",
-        lambda c: (
-            is_pass_at_k(c) and not c.advantage.k_schedule and c.advantage.k >= c.rollout.group_size
-        ),
+        "advantage.pass_at_k.k",
+        lambda c: not _is_scheduled(c) and _largest_k(c) >= c.rollout.group_size,
         "less than rollout.group_size: sets of k answers are compared, and the whole group is only "
         "one set",
     ),
     Rule(
-        "advantage.k",
+        "advantage.pass_at_k.k",
         lambda c: (
             c.advantage.name == "pass_at_k_full_sampling"
-            and not c.advantage.k_schedule
-            and c.rollout.group_size < 2 * c.advantage.k
+            and not _is_scheduled(c)
+            and c.rollout.group_size < 2 * _largest_k(c)
         ),
         "at most half of rollout.group_size: full sampling compares at least two sets of k",
     ),
     Rule(
-        "advantage.k_schedule",
-        lambda c: bool(c.advantage.k_schedule) and not is_pass_at_k(c),
-        "(), unless advantage.name is one of the pass_at_k estimators: the others have no k",
-    ),
-    Rule(
-        "advantage.k_schedule",
-        lambda c: _largest_k(c) >= c.rollout.group_size,
+        "advantage.pass_at_k.k_schedule",
+        lambda c: _is_scheduled(c) and _largest_k(c) >= c.rollout.group_size,
         "every k less than rollout.group_size: sets of k answers are compared, and the whole group "
         "is only one set",
     ),
     Rule(
-        "advantage.k_schedule",
+        "advantage.pass_at_k.k_schedule",
         lambda c: (
             c.advantage.name == "pass_at_k_full_sampling"
+            and _is_scheduled(c)
             and c.rollout.group_size < 2 * _largest_k(c)
         ),
         "every k at most half of rollout.group_size: full sampling compares at least two sets of k",
     ),
     Rule(
-        "advantage.baseline",
-        lambda c: c.advantage.baseline and c.advantage.name != "reinforce_plus_plus",
-        "False, unless advantage.name='reinforce_plus_plus': the others have a baseline of their "
-        "own",
-    ),
-    Rule(
         "shaping",
-        lambda c: is_pass_at_k(c) and _shapes(c),
-        "overlong_buffer=0, boundary_aware=False and entropy_reward=False with the pass_at_k "
-        "estimators: they read only which answers are correct, so no shaped reward would count",
+        lambda c: _shapes(c) and not reads_rewards(c),
+        "overlong_buffer=0, boundary_aware=False and entropy_reward=False with an advantage.name "
+        "that reads only which answers are correct: no shaped reward would count",
     ),
     Rule(
         "kl.place",
-        lambda c: is_pass_at_k(c) and c.kl.coef != 0 and c.kl.place == "reward",
-        "'loss' with the pass_at_k estimators: they read only which answers are correct, so "
-        "nothing in the reward would count",
+        lambda c: c.kl.coef != 0 and c.kl.place == "reward" and not reads_rewards(c),
+        "'loss' with an advantage.name that reads only which answers are correct: nothing in the "
+        "reward would count",
     ),
     # Losses.
     Rule(
         "loss.aggregation",
         lambda c: c.loss.name == "gspo" and c.loss.aggregation != "seq-mean-token-mean",
         "'seq-mean-token-mean' with loss.name='gspo': its ratio is a trajectory's, not a token's",
-    ),
-    Rule(
-        "loss.dual_clip",
-        lambda c: c.loss.dual_clip != 0 and c.loss.name != "clip",
-        "0, unless loss.name='clip'; the other losses have no such bound",
     ),
     Rule(
         "loss.correction.level",
@@ -366,10 +437,10 @@ RULES = (
         "term token by token or by trajectory",
     ),
     Rule(
-        "kl.horizon",
+        "kl.adaptive.horizon",
         lambda c: (
             c.kl.controller == "adaptive"
-            and c.kl.horizon < c.rollout.tasks_per_step * c.rollout.group_size
+            and c.kl.adaptive.horizon < c.rollout.tasks_per_step * c.rollout.group_size
         ),
         "at least rollout.tasks_per_step * rollout.group_size with kl.controller='adaptive': a "
         "step would move the coefficient by more than a fifth, at last below 0",
@@ -387,17 +458,12 @@ RULES = (
         "filter there is no surplus",
     ),
     Rule(
-        "filter.metric",
-        lambda c: c.filter.metric != "acc" and c.filter.name != "varied",
-        "'acc', unless filter.name='varied'; accuracy_range is about accuracy",
+        "filter.accuracy_range.low",
+        lambda c: c.filter.accuracy_range.low >= c.filter.accuracy_range.high,
+        "less than filter.accuracy_range.high",
     ),
     Rule(
-        "filter.low",
-        lambda c: c.filter.low >= c.filter.high,
-        "less than filter.high",
-    ),
-    Rule(
-        "filter.low",
+        "filter.accuracy_range.low",
         lambda c: c.filter.name == "accuracy_range" and not _passable(c),
         "bounds between which the accuracy of a group of rollout.group_size can lie, both ends "
         "out; no group could pass these",
@@ -409,9 +475,11 @@ RULES = (
         "shaping.stage_level has an early stage",
     ),
     Rule(
-        "filter.metric",
+        "filter.varied.metric",
         lambda c: (
-            c.filter.metric == "seq_final_reward" and (c.kl.coef == 0 or c.kl.place != "reward")
+            c.filter.name == "varied"
+            and c.filter.varied.metric == "seq_final_reward"
+            and (c.kl.coef == 0 or c.kl.place != "reward")
         ),
         "'seq_reward', unless kl.place='reward': there is no KL term to take off",
     ),
@@ -425,11 +493,11 @@ RULES = (
         "limit",
     ),
     Rule(
-        "filter.metric",
+        "filter.varied.metric",
         lambda c: (
             c.shaping.boundary_aware
             and c.filter.name == "varied"
-            and c.filter.metric in ("acc", "score")
+            and c.filter.varied.metric in ("acc", "score")
         ),
         "'seq_reward' with shaping.boundary_aware: by any measure before shaping the filter drops "
         "the groups whose abstentions it pays for",

@@ -13,7 +13,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl.config import STAGES
-from jaxrl.config_checks import is_measured, is_pass_at_k
+from jaxrl.config_checks import is_measured
 from jaxrl.data import Stream
 from jaxrl.evaluate import num_unscored_suites, run_suites
 from jaxrl.logs.metrics import plain_number, rollout_metrics
@@ -38,7 +38,7 @@ from jaxrl.session import Session, stage_optimizer
 from jaxrl.training import rewards
 from jaxrl.training.collect import Collected, Measure, collect
 from jaxrl.training.controllers import Controllers, advance, open_gate
-from jaxrl.training.estimators import k_at, make_estimator
+from jaxrl.training.estimators import Estimator
 from jaxrl.training.health import has_learned, nothing_learned, why_nothing
 from jaxrl.training.measure import make_measure
 from jaxrl.training.minibatches import make_minibatches, put_minibatches
@@ -59,13 +59,13 @@ def train(session: Session, params: Params) -> Params:
     state = session.state = session.start_state(params, optimizer)
     update_step = make_update_step(
         components.model,
-        make_policy_loss(config.loss, config.kl),
+        make_policy_loss(config),
         optimizer,
         temperature=config.rollout.temperature,
         entropy_gradient=config.loss.entropy_coef != 0,
     )
     score = make_score_step(components.model, temperature=config.rollout.temperature)
-    estimate = make_estimator(config)
+    estimate = Estimator(config)
     stream = Stream(components.tasks, seed=config.seed)
     shape, num_shards = train_shape(config), num_batch_shards(components.mesh)
     measure = measure_for(session, score, shape)
@@ -107,8 +107,7 @@ def train(session: Session, params: Params) -> Params:
             groups = rewards.charge_kl(groups, current.kl_coef(config))
         groups = rewards.pay_entropy(groups, current, config)
         # One advantage a trajectory, then mini-batches with old and reference log-probabilities.
-        k = k_at(config.advantage, progress.stage_step)
-        groups = estimate(groups, progress.step, k)
+        groups = estimate(groups, progress.step, progress.stage_step)
         minibatches = make_minibatches(
             groups, shape, config, controllers=current, num_shards=num_shards
         )
@@ -139,7 +138,7 @@ def train(session: Session, params: Params) -> Params:
         progress.record = {
             **record_of(session, groups, collected, current, measured, clock),
             **packing_metrics(minibatches),
-            **({"advantage/k": k} if is_pass_at_k(config) else {}),
+            **estimate.metrics(progress.stage_step - 1),
             "perf/num_compilations/update": update_step.num_traces,
         }
         log_trajectories(session, groups, controllers)

@@ -152,7 +152,7 @@ def policy_loss(*, loss=None, kl=None):
     config = default_config()
     config.loss.update(loss or {})
     config.kl.update(kl or {})
-    return make_policy_loss(config.loss, config.kl)
+    return make_policy_loss(config)
 
 
 def relative_distance(got, wanted):

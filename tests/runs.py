@@ -44,7 +44,7 @@ METHOD_SIZES = {
     "model.remat": False,  # which compiles quicker
     "rollout.tasks_per_step": 4,
     "rollout.group_size": 4,
-    "advantage.k": 2,
+    "advantage.pass_at_k.k": 2,
     "rollout.max_response_tokens": 40,
     "rollout.max_total_tokens": 112,
     "rollout.max_observation_tokens": 24,

@@ -40,7 +40,7 @@ GATED = {"shaping.boundary_aware": True, "eval.every_steps": 1, "eval.suites": (
 GSPO = {
     "loss.name": "gspo",
     "loss.aggregation": "seq-mean-token-mean",
-    "loss.dual_clip": 0.0,
+    "loss.clip.dual_clip": 0.0,
 }
 IN_REWARD = {
     "kl.place": "reward",
@@ -50,22 +50,22 @@ IN_REWARD = {
     "kl.low_factor": 1.0,
     "kl.second_chance": False,
 }
-FINAL_REWARD = {**IN_REWARD, "filter.name": "varied", "filter.metric": "seq_final_reward"}
+FINAL_REWARD = {**IN_REWARD, "filter.name": "varied", "filter.varied.metric": "seq_final_reward"}
 NO_SHAPING = {
     "shaping.overlong_buffer": 0,
     "shaping.boundary_aware": False,
     "shaping.entropy_reward": False,
     "kl.place": "loss",
-    "advantage.baseline": False,
+    "advantage.reinforce_plus_plus.baseline": False,
 }
 PASS_AT_K = [
     {**NO_SHAPING, "advantage.name": name} for name in ADVANTAGES if name.startswith("pass_at_k")
 ]
 GROUP_RELATIVE = [
-    {"advantage.name": "grpo", "advantage.baseline": False},
-    {"advantage.name": "rloo", "advantage.baseline": False},
-    {"advantage.name": "reinforce_plus_plus", "advantage.baseline": False},
-    {"advantage.name": "reinforce_plus_plus", "advantage.baseline": True},
+    {"advantage.name": "grpo", "advantage.reinforce_plus_plus.baseline": False},
+    {"advantage.name": "rloo", "advantage.reinforce_plus_plus.baseline": False},
+    {"advantage.name": "reinforce_plus_plus", "advantage.reinforce_plus_plus.baseline": False},
+    {"advantage.name": "reinforce_plus_plus", "advantage.reinforce_plus_plus.baseline": True},
 ]
 
 
@@ -76,13 +76,13 @@ def each(key, values):
 # What a method may choose. Every one is drawn by itself.
 DIMENSIONS = [
     [*GROUP_RELATIVE, *GROUP_RELATIVE, *PASS_AT_K],
-    each("advantage.k", (1, 2)),
-    each("advantage.normalize_std", (True, False)),
-    each("advantage.ddof", (0, 1)),
+    each("advantage.pass_at_k.k", (1, 2)),
+    each("advantage.grpo.normalize_std", (True, False)),
+    each("advantage.grpo.ddof", (0, 1)),
     each("loss.aggregation", AGGREGATIONS),
-    [{"loss.name": "clip"}, {"loss.name": "cispo", "loss.dual_clip": 0.0}, GSPO],
+    [{"loss.name": "clip"}, {"loss.name": "cispo", "loss.clip.dual_clip": 0.0}, GSPO],
     each("loss.clip_high", (0.2, 0.28)),
-    each("loss.dual_clip", (0.0, 3.0)),
+    each("loss.clip.dual_clip", (0.0, 3.0)),
     each("loss.entropy_coef", (0.0, 0.01)),
     each("loss.mask_observations", (True, True, False)),
     each("loss.correction.level", ("none", "token", "sequence")),
@@ -95,7 +95,7 @@ DIMENSIONS = [
     each("kl.low_factor", (1.0, 0.5)),
     each("kl.second_chance", (False, True)),
     each("filter.name", ("none", "varied", "accuracy_range")),
-    [*each("filter.metric", ("acc", "score", "seq_reward")), FINAL_REWARD],
+    [*each("filter.varied.metric", ("acc", "score", "seq_reward")), FINAL_REWARD],
     each("filter.tasks_per_batch", (0, 3)),
     each("filter.carry_over", (False, True)),
     each("filter.resample_attempts", (0, 1)),
@@ -250,7 +250,7 @@ def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path,
     if config.filter.tasks_per_batch:
         sizes["filter.tasks_per_batch"] = 4
     if config.advantage.name == "pass_at_k":
-        sizes["advantage.k_schedule"] = ((0, 2), (1, 1))
+        sizes["advantage.pass_at_k.k_schedule"] = ((0, 2), (1, 1))
     if config.shaping.overlong_buffer:
         sizes["shaping.overlong_max_tokens"] = 80
     if config.env.name == "math":  # like the others they search, and chance is the judge

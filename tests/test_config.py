@@ -64,13 +64,13 @@ def test_shipped_configs_are_valid(name):
         ("eval.samples", 257, "at most 256"),
         ("eval.resamples", 0, "a number above 0"),
         ("eval.ks", (1, 2), "a tuple of whole numbers from 1 to eval.samples=1"),
-        ("advantage.k_schedule", (4, 1), "pairs (step, k)"),
-        ("advantage.k_schedule", ((0, 4, 1),), "pairs (step, k)"),
-        ("advantage.k_schedule", ((0, 4.0),), "pairs (step, k)"),
-        ("advantage.k_schedule", ((0, True),), "pairs (step, k)"),
-        ("advantage.k_schedule", ((0, 0),), "pairs (step, k)"),
-        ("advantage.k_schedule", ((1, 4),), "pairs (step, k) with the first at step 0"),
-        ("advantage.k_schedule", ((0, 4), (9, 2), (9, 1)), "pairs (step, k) with the first"),
+        ("advantage.pass_at_k.k_schedule", (4, 1), "pairs (step, k)"),
+        ("advantage.pass_at_k.k_schedule", ((0, 4, 1),), "pairs (step, k)"),
+        ("advantage.pass_at_k.k_schedule", ((0, 4.0),), "pairs (step, k)"),
+        ("advantage.pass_at_k.k_schedule", ((0, True),), "pairs (step, k)"),
+        ("advantage.pass_at_k.k_schedule", ((0, 0),), "pairs (step, k)"),
+        ("advantage.pass_at_k.k_schedule", ((1, 4),), "pairs (step, k) with the first at step 0"),
+        ("advantage.pass_at_k.k_schedule", ((0, 4), (9, 2), (9, 1)), "pairs (step, k) with"),
         ("eval.ks", (0,), "a tuple of whole numbers from 1 to eval.samples=1"),
         ("eval.ks", (1.0,), "a tuple of whole numbers from 1 to eval.samples=1"),
         ("eval.ks", (True,), "a tuple of whole numbers from 1 to eval.samples=1"),
@@ -79,8 +79,8 @@ def test_shipped_configs_are_valid(name):
         ("rollout.num_rows", 32, "at most rollout.num_slots=16"),
         ("rollout.observation_lag_chunks", 0, "a number above 0"),
         ("loss.clip_low", -0.1, "a number of at least 0"),
-        ("loss.dual_clip", 0.5, "a number above 1, or 0 for no bound"),
-        ("advantage.ddof", 2, "0 (population) or 1 (sample)"),
+        ("loss.clip.dual_clip", 0.5, "a number above 1, or 0 for no bound"),
+        ("advantage.grpo.ddof", 2, "0 (population) or 1 (sample)"),
         ("optimizer.beta2", 1.5, "a number from 0 to 1"),
         ("sft.optimizer.final_lr_fraction", -0.1, "a number from 0 to 1"),
         ("log.trajectories", -2, "0 or more, or -1 for all"),
@@ -207,7 +207,7 @@ def test_bad_values(config, tmp_path, text, message):
 def test_json_round_trip(config, tmp_path):
     config.prompt.examples = ({"role": "user", "content": "Où ?"},)
     config.optimizer.lr = 1e-7
-    config.advantage.k_schedule = ((0, 4), (60, 1))
+    config.advantage.pass_at_k.k_schedule = ((0, 4), (60, 1))
     config.prompt.chat_template_kwargs = {"enable_thinking": False}
     config.model.eos_tokens = ("<|im_end|>",)
     file = tmp_path / "config.json"
@@ -231,9 +231,13 @@ def test_every_key_is_read():
         *("mesh.data", "mesh.fsdp", "mesh.tensor"),
         *(f"search.local.{name}" for name in ("topk",)),
         *(f"env.search.search_r1.{name}" for name in default_config().env.search.search_r1),
-        *(f"kl.budgets.{bucket}" for bucket in BUCKETS),
+        *(f"kl.budget.budgets.{bucket}" for bucket in BUCKETS),
         *(f"loss.correction.{name}" for name in ("mode", "cap")),
-        *(f"advantage.{name}" for name in ("normalize_std", "ddof", "epsilon")),
+        *(f"kl.{name}.target" for name in ("adaptive", "log")),
+        # Bound by name to the arguments of what is chosen (`choices.settings_of`).
+        *(f"{section}.settings" for section in ("advantage", "loss", "filter")),
+        *(f"advantage.grpo.{name}" for name in ("normalize_std", "ddof", "epsilon")),
+        *("advantage.pass_at_k.k", "advantage.pass_at_k.k_schedule", "loss.clip.dual_clip"),
         *(f"prompt.{name}" for name in ("system", "template", "examples")),
     }
     sources = [path for path in ROOT.rglob("*.py") if path.name != "config.py"]

@@ -24,31 +24,41 @@ from tests import helpers
 METHODS = (search_r1, search_r1_brief, dapo, bapo, ares, passk)
 SMALL = (search_r1_small, dapo_small, bapo_small, ares_small, passk_small)
 
+
 # For each rule, in the order of rules.RULES: settings that break it and no rule before it.
+def between(low, high):
+    """A filter by accuracy, both ends out."""
+    return {
+        "filter.name": "accuracy_range",
+        "filter.accuracy_range.low": low,
+        "filter.accuracy_range.high": high,
+    }
+
+
 GATED = {"shaping.boundary_aware": True, "eval.every_steps": 1}
 BROKEN = [
     ("eval.suites", {"env.name": "math", "eval.suites": ("empty_search",)}),
     ("eval.final_suites", {"env.name": "math"}),
     ("rollout.group_size", {"rollout.group_size": 1}),
-    ("advantage.k", {"advantage.name": "pass_at_k", "advantage.k": 8}),
-    ("advantage.k", {"advantage.name": "pass_at_k_full_sampling", "advantage.k": 5}),
-    ("advantage.k_schedule", {"advantage.k_schedule": ((0, 4), (60, 1))}),  # of grpo
+    ("advantage.pass_at_k.k", {"advantage.name": "pass_at_k", "advantage.pass_at_k.k": 8}),
     (
-        "advantage.k_schedule",
-        {"advantage.name": "pass_at_k", "advantage.k_schedule": ((0, 1), (60, 8))},
+        "advantage.pass_at_k.k",
+        {"advantage.name": "pass_at_k_full_sampling", "advantage.pass_at_k.k": 5},
     ),
     (
-        "advantage.k_schedule",
-        {"advantage.name": "pass_at_k_full_sampling", "advantage.k_schedule": ((0, 5),)},
+        "advantage.pass_at_k.k_schedule",
+        {"advantage.name": "pass_at_k", "advantage.pass_at_k.k_schedule": ((0, 1), (60, 8))},
     ),
-    ("advantage.baseline", {"advantage.baseline": True}),
+    (
+        "advantage.pass_at_k.k_schedule",
+        {"advantage.name": "pass_at_k_full_sampling", "advantage.pass_at_k.k_schedule": ((0, 5),)},
+    ),
     ("shaping", {"advantage.name": "pass_at_k", "shaping.overlong_buffer": 8}),
     (
         "kl.place",
         {"advantage.name": "pass_at_k", "kl.place": "reward", "kl.coef": 0.1, "kl.estimator": "k1"},
     ),
     ("loss.aggregation", {"loss.name": "gspo"}),
-    ("loss.dual_clip", {"loss.name": "cispo", "loss.dual_clip": 3.0}),
     (
         "loss.correction.level",
         {"loss.correction.level": "token", "loss.mask_observations": False},
@@ -64,24 +74,24 @@ BROKEN = [
         },
     ),
     (
-        "kl.horizon",
-        {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.horizon": 127},  # of 16 × 8 trajectories
+        "kl.adaptive.horizon",
+        # Of 16 × 8 trajectories.
+        {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.adaptive.horizon": 127},
     ),
     ("kl.coef", {"kl.coef": 1e-5, "kl.controller": "log"}),
     ("filter.name", {"filter.carry_over": True}),
-    ("filter.metric", {"filter.metric": "score"}),
-    ("filter.low", {"filter.low": 0.99}),
+    ("filter.accuracy_range.low", {"filter.accuracy_range.low": 0.99}),
     (
-        "filter.low",  # between 3 / 8 and 4 / 8
-        {"filter.name": "accuracy_range", "filter.low": 0.375, "filter.high": 0.5},
+        "filter.accuracy_range.low",  # between 3 / 8 and 4 / 8
+        between(0.375, 0.5),
     ),
     ("filter.resample_early", {"filter.resample_early": True, "filter.resample_attempts": 2}),
-    ("filter.metric", {"filter.name": "varied", "filter.metric": "seq_final_reward"}),
+    ("filter.varied.metric", {"filter.name": "varied", "filter.varied.metric": "seq_final_reward"}),
     (
         "filter.max_batches",
         {"filter.name": "varied", "filter.tasks_per_batch": 1, "filter.max_batches": 2},
     ),
-    ("filter.metric", {**GATED, "filter.name": "varied"}),
+    ("filter.varied.metric", {**GATED, "filter.name": "varied"}),
     ("filter.name", {**GATED, "filter.name": "accuracy_range"}),
     ("shaping.overlong_buffer", {"shaping.overlong_buffer": 1025}),
     (
@@ -128,7 +138,9 @@ def test_each_rule_refuses_with_its_reason(index, broken):
     ids=str,
 )  # fmt: skip
 def test_further_examples_are_refused(changes):
-    with pytest.raises(ValueError, match=r"^config\.(reward\.weights|filter\.low) is "):
+    with pytest.raises(
+        ValueError, match=r"^config\.(reward\.weights|filter\.accuracy_range\.low) is "
+    ):
         validate(settings(**changes))
 
 
@@ -166,7 +178,7 @@ def test_a_small_sibling_keeps_the_method(module):
     module.set_method(published)
     small = flatten(module.get_config())
     sizes = {
-        "advantage.k_schedule",
+        "advantage.pass_at_k.k_schedule",
         "shaping.overlong_buffer",
         "shaping.overlong_max_tokens",
         "filter.tasks_per_batch",
@@ -191,16 +203,16 @@ def test_a_small_sibling_keeps_the_method(module):
         {"advantage.name": "reinforce_plus_plus", "rollout.group_size": 1},
         # k itself is not read where it has a schedule.
         {
-            "advantage.name": "pass_at_k", "advantage.k": 9,
-            "advantage.k_schedule": ((0, 7), (60, 1)),
+            "advantage.name": "pass_at_k", "advantage.pass_at_k.k": 9,
+            "advantage.pass_at_k.k_schedule": ((0, 7), (60, 1)),
         },
         {"loss.name": "gspo", "loss.aggregation": "seq-mean-token-mean"},
         {"kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1", "kl.controller": "adaptive"},
-        {**GATED, "filter.name": "varied", "filter.metric": "seq_reward"},
+        {**GATED, "filter.name": "varied", "filter.varied.metric": "seq_reward"},
         {"filter.resample_attempts": 1},
         {**GATED, "filter.resample_attempts": 1, "filter.resample_early": True},
-        {"filter.name": "accuracy_range", "filter.low": 0.37, "filter.high": 0.5},
-        {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.horizon": 128},
+        between(0.37, 0.5),
+        {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.adaptive.horizon": 128},
     ],
     ids=str,
 )  # fmt: skip
@@ -218,7 +230,7 @@ PUBLISHED = {
         "rollout.max_response_tokens": 500, "rollout.max_observation_tokens": 500,
         "rollout.max_prompt_tokens": 2048, "rollout.max_total_tokens": 4096, "search.local.topk": 3,
         "rollout.tasks_per_step": 512, "optimizer.num_minibatches": 512 // 256, "num_steps": 1005,
-        "rollout.max_turns": 2, "advantage.ddof": 0, "advantage.epsilon": 1e-8,
+        "rollout.max_turns": 2, "advantage.grpo.ddof": 0, "advantage.grpo.epsilon": 1e-8,
     },
     dapo: {
         "rollout.group_size": 16, "rollout.tasks_per_step": 512, "filter.tasks_per_batch": 1536,
@@ -227,8 +239,8 @@ PUBLISHED = {
         "optimizer.schedule": "constant", "optimizer.warmup_steps": 20 * 16,
         "optimizer.grad_clip": 1.0, "loss.entropy_coef": 0.0, "kl.coef": 0.0,
         "rollout.temperature": 1.0, "rollout.top_p": 1.0, "eval.top_p": 0.7, "eval.samples": 32,
-        "loss.clip_low": 0.2, "loss.clip_high": 0.28, "loss.dual_clip": 10.0,
-        "loss.aggregation": "token-mean", "filter.metric": "acc", "filter.max_batches": 10,
+        "loss.clip_low": 0.2, "loss.clip_high": 0.28, "loss.clip.dual_clip": 10.0,
+        "loss.aggregation": "token-mean", "filter.varied.metric": "acc", "filter.max_batches": 10,
         "shaping.overlong_buffer": 4096, "shaping.overlong_factor": 1.0,
         "rollout.overlong_prompts": "truncate_left",
     },
@@ -246,12 +258,14 @@ PUBLISHED = {
         "optimizer.num_minibatches": 512 // 128, "rollout.max_prompt_tokens": 4096,
         "rollout.max_response_tokens": 8192, "optimizer.lr": 1e-6, "optimizer.weight_decay": 0.01,
         "optimizer.warmup_steps": 0, "optimizer.grad_clip": 1.0, "loss.clip_low": 0.2,
-        "loss.clip_high": 0.3, "loss.dual_clip": 3.0, "loss.aggregation": "token-mean",
-        "kl.coef": 0.01, **TO_REF, "kl.low_factor": 0.5, "kl.budget_step": 0.01,
-        "kl.budgets.easy": 0.05, "kl.budgets.medium": 0.1, "kl.budgets.hard": 0.2,
+        "loss.clip_high": 0.3, "loss.clip.dual_clip": 3.0, "loss.aggregation": "token-mean",
+        "kl.coef": 0.01, **TO_REF, "kl.low_factor": 0.5, "kl.budget.step": 0.01,
+        "kl.budget.budgets.easy": 0.05, "kl.budget.budgets.medium": 0.1,
+        "kl.budget.budgets.hard": 0.2,
         "eval.every_steps": 5, "checkpoint.every_steps": 5, "shaping.bootstrap_tasks": -1,
         "shaping.entropy_window": 4, "shaping.entropy_percentile": 95.0, "shaping.alpha_init": 0.5,
-        "shaping.alpha_step": 0.05, "filter.low": 0.01, "filter.high": 0.99,
+        "shaping.alpha_step": 0.05,
+        "filter.accuracy_range.low": 0.01, "filter.accuracy_range.high": 0.99,
         "filter.max_batches": 20, "num_steps": "50 epochs",
     },
     passk: {

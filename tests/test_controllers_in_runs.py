@@ -180,7 +180,7 @@ def test_a_gate_that_turns_late_is_continued(tiny_world, source, sampler, tmp_pa
 @pytest.mark.minutes
 def test_a_schedule_of_k_is_continued(tiny_world, source, sampler, tmp_path):
     """k hangs on the step of the stage alone, so a restart changes nothing."""
-    changes = {"num_steps": 2, "advantage.k_schedule": ((0, 2), (1, 1))}
+    changes = {"num_steps": 2, "advantage.pass_at_k.k_schedule": ((0, 2), (1, 1))}
     config = configured(tiny_world, source, passk.set_method, **changes)
     components = sampler.for_config(config)
     whole = tmp_path / "whole"
@@ -302,7 +302,7 @@ SHARED = {
     **{"num_steps": 2, "stages": ("train",), "eval.suites": (), "checkpoint.every_steps": 9},
     **{"optimizer.lr": 1e-4, "shaping.entropy_reward": True, "shaping.bootstrap_tasks": 4},
     **{"kl.coef": 0.05, "kl.controller": "budget", "kl.low_factor": 0.5},
-    **{"filter.name": "varied", "filter.metric": "seq_reward", "filter.carry_over": True},
+    **{"filter.name": "varied", "filter.varied.metric": "seq_reward", "filter.carry_over": True},
     **{"filter.tasks_per_batch": 6, "filter.max_batches": 0},
 }
 

@@ -53,9 +53,7 @@ def programs():
     model = update.Model(CONFIG, mesh, num_tokens=60, dtype=jnp.bfloat16)
     optimizer = optax.adamw(1e-3)
     config = default_config()
-    step = update.make_update_step(
-        model, make_policy_loss(config.loss, config.kl), optimizer, temperature=1.0
-    )
+    step = update.make_update_step(model, make_policy_loss(config), optimizer, temperature=1.0)
     state = jax.eval_shape(lambda p: update.init_state(p, mesh, CONFIG, optimizer), params)
     whole, real = shape((2, 4, 16)), shape((2, 4, 16), jnp.float32)
     batch = Batch(

@@ -26,7 +26,7 @@ from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.session import has_reference
 from jaxrl.training.controllers import Controllers
-from jaxrl.training.estimators import make_estimator
+from jaxrl.training.estimators import Estimator
 from jaxrl.training.minibatches import make_minibatches, takes_own_logprobs
 from jaxrl.training.packing import BatchShape, balance_rows
 from jaxrl.training.policy_loss import make_policy_loss
@@ -50,7 +50,7 @@ LENGTHS = [9, 20, 31, 14, 25, 6, 12, 17]
 ROOT = Path(__file__).parents[1]
 
 LOSSES = {
-    "clip": {"loss.dual_clip": 3.0},
+    "clip": {"loss.clip.dual_clip": 3.0},
     "gspo": {"loss.name": "gspo", "loss.aggregation": "seq-mean-token-mean"},
     "cispo": {"loss.name": "cispo"},
 }
@@ -86,7 +86,7 @@ def configured(*changes):
 def loss_of(loss, kl, correction):
     bonus = {"loss.entropy_coef": 0.1}
     config = configured(LOSSES[loss], KL_TERMS[kl], CORRECTIONS[correction], bonus)
-    return make_policy_loss(config.loss, config.kl)
+    return make_policy_loss(config)
 
 
 def mode_of(loss):
@@ -377,12 +377,13 @@ SLOTS = 12  # trajectories in every batch, so that each estimator compiles once
 @cache
 def estimator(name, baseline=False):
     config = configured({"advantage.name": name})
-    config.advantage.baseline = baseline
-    estimate = make_estimator(config)
+    config.advantage.reinforce_plus_plus.baseline = baseline
+    config.advantage.pass_at_k.k = 2
+    estimate = Estimator(config)
 
     def advantages(trajectories, step):
         """Of each its own, by its index in the sample rather than its place; float32 [SLOTS]."""
-        made = members(estimate(grouped(trajectories), step, 2))
+        made = members(estimate(grouped(trajectories), step, 0))
         by_index = {t.sample_index: t.advantage for t in made}
         return np.array([by_index[index] for index in range(SLOTS)], np.float32)
 
@@ -459,13 +460,16 @@ OFF_ON_THE_DEVICE = {  # each works on the host alone
         "shaping.boundary_aware": True, "eval.every_steps": 1, "filter.resample_attempts": 1,
     },
     "entropy reward": {"shaping.entropy_reward": True, "shaping.bootstrap_tasks": 4},
-    "Dr. GRPO": {"advantage.normalize_std": False},
+    "Dr. GRPO": {"advantage.grpo.normalize_std": False},
     "RLOO": {"advantage.name": "rloo"},
-    "REINFORCE++": {"advantage.name": "reinforce_plus_plus", "advantage.baseline": True},
-    "pass@k": {"advantage.name": "pass_at_k", "advantage.k": 2},
+    "REINFORCE++": {
+        "advantage.name": "reinforce_plus_plus",
+        "advantage.reinforce_plus_plus.baseline": True,
+    },
+    "pass@k": {"advantage.name": "pass_at_k", "advantage.pass_at_k.k": 2},
     "KL in the reward": {"kl.coef": 0.1, "kl.place": "reward", "kl.estimator": "k1"},
     "correction's settings": {"loss.correction.cap": 3.0, "loss.correction.mode": "mask"},
-    "KL's settings": {"kl.estimator": "k1", "kl.target": 0.5},
+    "KL's settings": {"kl.estimator": "k1", "kl.adaptive.target": 0.5},
 }  # fmt: skip
 OPTIONAL = {
     "KL to ref": ({"kl.coef": 0.1}, {"ref_logprobs"}),
@@ -477,7 +481,7 @@ OPTIONAL = {
     "epochs": ({"optimizer.num_epochs": 2}, {"old_logprobs"}),
     "carry-over": ({"filter.name": "varied", "filter.carry_over": True}, {"old_logprobs"}),
     "entropy bonus": ({"loss.entropy_coef": 0.1}, set()),
-    "dual clip": ({"loss.dual_clip": 3.0}, set()),
+    "dual clip": ({"loss.clip.dual_clip": 3.0}, set()),
     "GSPO": (LOSSES["gspo"], set()),
     "observations": ({"loss.mask_observations": False}, set()),
 }
@@ -500,7 +504,7 @@ def step_of(changes):
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
     gradient = make_gradient(
         Model(TINY, mesh, num_tokens=NUM_TOKENS, remat=False),
-        make_policy_loss(config.loss, config.kl),
+        make_policy_loss(config),
         temperature=config.rollout.temperature,
         entropy_gradient=config.loss.entropy_coef != 0,
     )
@@ -558,7 +562,7 @@ def test_terms_that_are_off_read_nothing(loss, logprobs_of):
     batch = flat(packed_batch(sequences(), TIGHT, mode_of(loss)).batch)
     logprobs = scatter(batch, logprobs_of)
     config = configured(LOSSES[loss])
-    token_loss = make_policy_loss(config.loss, config.kl)
+    token_loss = make_policy_loss(config)
     values = jax.jit(lambda *arguments: token_loss(*arguments)[0])
     wanted = np.asarray(values(logprobs, np.ones_like(logprobs), batch))
     assert np.isfinite(wanted).all()

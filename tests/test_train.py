@@ -8,7 +8,7 @@ from configs import debug_tiny
 from jaxrl.session import Progress
 from jaxrl.train import open_gate_by
 from jaxrl.training.controllers import Controllers
-from jaxrl.training.estimators import make_estimator
+from jaxrl.training.estimators import Estimator
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import train_shape
 from jaxrl.types import members
@@ -26,7 +26,7 @@ def minibatches(trajectories, **changes):
         {"rollout.tasks_per_step": 2, "rollout.group_size": 3, "optimizer.micro_rows": 2, **changes}
     )
     shape = train_shape(config)
-    groups = make_estimator(config)(grouped(trajectories), 0, 4)
+    groups = Estimator(config)(grouped(trajectories), 0, 0)
     return make_minibatches(groups, shape, config, controllers=Controllers())
 
 
@@ -57,7 +57,7 @@ def test_trajectories_without_advantage_stay_where_another_term_needs_them():
 
 
 def estimated(trajectories, config):
-    groups = make_estimator(config)(grouped(trajectories), 0, 4)
+    groups = Estimator(config)(grouped(trajectories), 0, 0)
     return [t.advantage for t in members(groups)]
 
 
@@ -65,7 +65,7 @@ def test_a_failed_trajectory_is_in_no_group():
     trajectories = [trajectory(0, 1.0), trajectory(0, 0.0, seed=1), make_failure(sample_index=2)]
     config = debug_tiny.get_config()
     np.testing.assert_allclose(estimated(trajectories, config), [0.5, -0.5, 0.0])
-    config.advantage.normalize_std = True
+    config.advantage.grpo.normalize_std = True
     got = estimated(trajectories, config)
     np.testing.assert_allclose(got, np.array([0.5, -0.5, 0.0]) / math.sqrt(0.5), rtol=1e-5)
 

@@ -1,5 +1,8 @@
 """Advantage estimators: from one reward a trajectory to one advantage a trajectory."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -304,4 +307,32 @@ def _pass_at_k(
 
 def _check_k(k: int) -> None:
     if k < 1:
-        raise ValueError(f"pass@k came with k = {k}; expected at least 1. Set `advantage.k`.")
+        raise ValueError(
+            f"pass@k came with k = {k}; expected at least 1. Set `advantage.pass_at_k.k`."
+        )
+
+
+ESTIMATORS: dict[str, Callable[..., Any]] = {
+    "grpo": grpo,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "pass_at_k": pass_at_k,
+    "pass_at_k_combination": pass_at_k_combination,
+    "pass_at_k_exceeding": pass_at_k_exceeding,
+    "pass_at_k_full_sampling": pass_at_k_full_sampling,
+    "pass_at_k_bootstrap": pass_at_k_bootstrap,
+    "pass_at_k_entropy_guided": entropy_guided,
+}
+"""By name in `advantage.name`. Arrays are bound by the names of their parameters."""
+
+COLUMNS = (
+    "rewards",
+    "is_correct",
+    "group_ids",
+    "token_counts",
+    "mean_entropies",
+    "is_abstention",
+    "is_well_formed",
+    "key",
+)
+"""What an estimator may ask for: `types.Columns` has all but `key`, a random key of the step."""

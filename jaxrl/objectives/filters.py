@@ -1,5 +1,8 @@
 """Which groups are worth training on, and which are sampled again. On the host, in numpy."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int, Real
@@ -47,8 +50,8 @@ def within_accuracy(
     is_correct: Bool[Array, "N"],
     group_ids: Int[Array, "N"],
     *,
-    low: float = 0.01,
-    high: float = 0.99,
+    low: float,
+    high: float,
 ) -> Bool[np.ndarray, "N"]:
     """Online filtering: True in groups with `low < mean accuracy < high`, both strict.
 
@@ -87,3 +90,14 @@ def needs_resampling(
     for members in group_members(group_ids):
         again[members] = (scores[members] <= 0).all() and not is_abstention[members].any()
     return again
+
+
+FILTERS: dict[str, Callable[..., Any]] = {
+    "varied": keep_informative,
+    "accuracy_range": within_accuracy,
+}
+"""By name in `filter.name`, beside `none`. Arrays are bound by the names of their parameters."""
+
+COLUMNS = ("metric", "scores", "rewards", "is_correct", "is_abstention", "group_ids")
+"""What a filter may ask for: `metric` is what `filter.varied.metric` names, `scores` are rewards
+before they were shaped."""

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxrl.choices import arrays_of, subsection
+from jaxrl.config_checks import filter_of
 from jaxrl.data import Stream
 from jaxrl.envs.base import Task
-from jaxrl.objectives.filters import keep_informative, needs_resampling, within_accuracy
+from jaxrl.objectives.filters import needs_resampling
 from jaxrl.training import rewards
 from jaxrl.training.controllers import Controllers, SkipSet
 from jaxrl.training.health import Failures, short
@@ -93,9 +95,11 @@ def collect(
         )
         groups, num_again = _roll_out_again(roll_out, draws, config, controllers.is_late)
         failures.count(members(groups))
-        shaped = rewards.shape(groups, config, is_late=controllers.is_late)
         scores = Columns(groups).rewards
-        batches.kept += _passing(shaped, scores, config, controllers, measure)
+        shaped = rewards.shape(groups, config, is_late=controllers.is_late)
+        if settings.name == "varied" and settings.varied.metric == "seq_final_reward":
+            shaped = measure(shaped)
+        batches.kept += _passing(shaped, scores, config, controllers.kl_coef(config))
         batches.tried += map(GroupStats.of, shaped)
         batches.count += 1
         batches.num_resampled += num_again
@@ -108,7 +112,7 @@ def collect(
     surplus = batches.kept[wanted:]
     return Collected(
         groups=batches.kept[:wanted],
-        leftover=surplus if settings.carry_over else [],
+        leftover=[_unmeasured(group) for group in surplus] if settings.carry_over else [],
         items_taken=batches.items_taken,
         tried=batches.tried,
         metrics=_metrics(batches, num_old=len(leftover), surplus=surplus, settings=settings),
@@ -146,6 +150,12 @@ def draw(
     return draws, items_taken
 
 
+def _unmeasured(group: Group) -> Group:
+    """The group without divergences: by the next step the policy is another."""
+    fresh = (dataclasses.replace(t, divergence=None) for t in group.trajectories)
+    return Group(trajectories=tuple(fresh))
+
+
 def _metrics(
     batches: _Batches, *, num_old: int, surplus: Sequence[Group], settings: ConfigDict
 ) -> dict[str, float]:
@@ -176,14 +186,10 @@ def _shares(tried: Sequence[GroupStats]) -> str:
 
 
 def _complaint(settings: ConfigDict, batches: _Batches, wanted: int) -> str:
-    measure = (
-        f"differ in {settings.metric!r}"
-        if settings.name == "varied"
-        else f"have a mean accuracy between {settings.low} and {settings.high}"
-    )
+    keys = ", ".join(f"{name}={value!r}" for name, value in subsection(settings).items())
     return (
         f"after {batches.count} batches (config.filter.max_batches) only {len(batches.kept)} of "
-        f"{wanted} groups {measure} (config.filter.name={settings.name!r}); the "
+        f"{wanted} groups have passed config.filter.name={settings.name!r} ({keys}); the "
         f"{len(batches.tried)} groups sampled were: {_shares(batches.tried)}. With most failed, "
         "mend what the error names. With most all right the tasks are too easy for this policy, "
         "with most all wrong too hard: raise config.filter.max_batches (0: no limit) or, with "
@@ -217,39 +223,34 @@ def _roll_out_again(
 
 
 def _passing(
-    groups: Sequence[Group],
-    scores: np.ndarray,
-    config: ConfigDict,
-    controllers: Controllers,
-    measure: Measure,
+    groups: Sequence[Group], scores: np.ndarray, config: ConfigDict, kl_coef: float
 ) -> list[Group]:
-    """The groups that pass the filter, without what is measured for it.
+    """The groups that pass the filter.
 
     Args:
-        groups: with shaped rewards.
+        groups: with shaped rewards, and divergences where the filter sees the KL term.
         scores: float32 [N], the rewards before they were shaped.
         config: its section `filter` names the filter.
-        controllers: before the step.
-        measure: for a filter that sees the KL term of the reward.
+        kl_coef: coefficient of the KL term in the reward.
     """
-    settings, columns = config.filter, Columns(groups)
-    if settings.name == "none":
+    found = filter_of(config)
+    if found is None:
         return list(groups)
-    if settings.name == "accuracy_range":
-        flags = within_accuracy(
-            columns.is_correct, columns.group_ids, low=settings.low, high=settings.high
-        )
-    else:
-        values = {
+    keep, settings = found
+    columns = Columns(groups)
+    offered = {
+        "scores": lambda: scores,
+        "metric": lambda: {
             "acc": lambda: columns.is_correct,
             "score": lambda: scores,
             "seq_reward": lambda: columns.rewards,
-            "seq_final_reward": lambda: (
-                columns.rewards - rewards.kl_penalties(measure(groups), controllers.kl_coef(config))
-            ),
-        }[settings.metric]()
-        flags = keep_informative(np.asarray(values, np.float32), columns.group_ids)
-    kept = {int(index) for index in columns.group_ids[flags]}
+            "seq_final_reward": lambda: columns.rewards - rewards.kl_penalties(groups, kl_coef),
+        }[config.filter.varied.metric]().astype(np.float32),
+    }
+    arrays = [
+        offered[name]() if name in offered else getattr(columns, name) for name in arrays_of(keep)
+    ]
+    kept = {int(index) for index in columns.group_ids[np.asarray(keep(*arrays, **settings), bool)]}
     # A lone survivor of environment errors has nothing to differ from; a group of one is meant.
     fewest = min(2, config.rollout.group_size)
     return [group for i, group in enumerate(groups) if i in kept and len(group.scored) >= fewest]

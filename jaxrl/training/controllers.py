@@ -606,19 +606,17 @@ def _advance_kl(
     values = [value for _, value in found]
     match controllers.kl:
         case AdaptiveKL() as state:
-            return state.update(
-                mean(values), len(values), target=settings.target, horizon=settings.horizon
-            )
+            return state.update(mean(values), len(values), **settings.adaptive.to_dict())
         case LogKL() as state:
-            return state.update(mean(values), target=settings.target)
+            return state.update(mean(values), **settings.log.to_dict())
         case KLBudget() as state:
             by_bucket: dict[str, list[float]] = {}
             for task_id, value in found:
                 by_bucket.setdefault(controllers.bucket(task_id), []).append(value)
             return state.update(
                 {name: mean(its) for name, its in by_bucket.items()},
-                budgets=settings.budgets.to_dict(),
-                rate=settings.budget_step,
+                budgets=settings.budget.budgets.to_dict(),
+                rate=settings.budget.step,
             )
     return None
 

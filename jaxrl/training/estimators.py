@@ -2,67 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl.config_checks import is_pass_at_k
-from jaxrl.objectives import advantages as estimators
+from jaxrl.choices import arrays_of, subsection
+from jaxrl.config_checks import estimator_of
 from jaxrl.types import Columns, Group, with_fields
 
 
-def k_at(advantage: ConfigDict, stage_step: int) -> int:
-    """The k of the next step, after `stage_step` steps of the train stage."""
-    begun = [k for step, k in advantage.k_schedule if step <= stage_step]
-    return begun[-1] if begun else advantage.k
+class Estimator:
+    """The configured advantage estimator; an environment error is in no group and gets 0."""
 
+    def __init__(self, config: ConfigDict):
+        """Compiles nothing yet.
 
-def make_estimator(config: ConfigDict) -> Callable[[Sequence[Group], int, int], list[Group]]:
-    """`estimate(groups, step, k)` gives every trajectory its advantage.
+        Args:
+            config: its section `advantage` names the estimator; `seed` is that of its draws.
+        """
+        function, self._settings = estimator_of(config)
+        self._seed, keys = config.seed, subsection(config.advantage)
+        # By setting: pairs of a step of the stage and the value from then on.
+        self._schedules = {
+            name: keys[f"{name}_schedule"] for name in self._settings if f"{name}_schedule" in keys
+        }
+        self._arrays = arrays_of(function)
+        # Of every value that a setting takes there is a program.
+        self._function = jax.jit(function, static_argnames=tuple(self._settings))
 
-    An environment error is in no group and gets 0. `step` seeds the estimators that draw. `k` is
-    read by those of pass@k, which compile once for each.
-    """
-    settings = config.advantage
-    name, seed = settings.name, config.seed
-    has_k = is_pass_at_k(config)
-    keywords: dict[str, Any] = {}
-    if name == "grpo":
-        keywords = {key: settings[key] for key in ("normalize_std", "ddof", "epsilon")}
-    elif name == "reinforce_plus_plus":
-        keywords = {"baseline": settings.baseline}
-    static = ("k",) if has_k else ()
-    estimator = jax.jit(partial(_ESTIMATORS[name], **keywords), static_argnames=static)
+    def scheduled(self, stage_step: int) -> dict[str, Any]:
+        """The settings that have a schedule, after `stage_step` steps of the stage."""
+        found = {}
+        for name, pairs in self._schedules.items():
+            begun = [value for step, value in pairs if step <= stage_step]
+            found[name] = begun[-1] if begun else self._settings[name]
+        return found
 
-    def estimate(groups: Sequence[Group], step: int, k: int) -> list[Group]:
+    def __call__(self, groups: Sequence[Group], step: int, stage_step: int) -> list[Group]:
+        """Groups whose trajectories have their advantages.
+
+        Args:
+            groups: with their rewards.
+            step: over all stages; seeds the estimators that draw.
+            stage_step: steps of the stage that are done, for settings with a schedule.
+        """
         columns = Columns(groups)
-        outcomes = columns.is_correct if has_k else columns.rewards
-        extra: list[Any] = []
-        if name == "reinforce_plus_plus":
-            extra = [columns.token_counts]
-        elif name == "pass_at_k_entropy_guided":
-            extra = [columns.mean_entropies]
-        elif name == "pass_at_k_bootstrap":
-            extra = [jax.random.fold_in(jax.random.key(seed), step)]
-        sizes = {"k": k} if has_k else {}
-        found = np.asarray(estimator(outcomes, columns.group_ids, *extra, **sizes), np.float32)
+        arrays = [
+            jax.random.fold_in(jax.random.key(self._seed), step)
+            if name == "key"
+            else getattr(columns, name)
+            for name in self._arrays
+        ]
+        settings = self._settings | self.scheduled(stage_step)
+        found = np.asarray(self._function(*arrays, **settings), np.float32)
         return with_fields(groups, advantage=[float(advantage) for advantage in found])
 
-    return estimate
-
-
-_ESTIMATORS: dict[str, Callable[..., Any]] = {
-    "grpo": estimators.grpo,
-    "rloo": estimators.rloo,
-    "reinforce_plus_plus": estimators.reinforce_plus_plus,
-    "pass_at_k": estimators.pass_at_k,
-    "pass_at_k_combination": estimators.pass_at_k_combination,
-    "pass_at_k_exceeding": estimators.pass_at_k_exceeding,
-    "pass_at_k_full_sampling": estimators.pass_at_k_full_sampling,
-    "pass_at_k_bootstrap": estimators.pass_at_k_bootstrap,
-    "pass_at_k_entropy_guided": estimators.entropy_guided,
-}
+    def metrics(self, stage_step: int) -> dict[str, float]:
+        """What the settings that have a schedule are, after `stage_step` steps of the stage."""
+        found = self.scheduled(stage_step)
+        return {f"advantage/{name}": value for name, value in found.items()}

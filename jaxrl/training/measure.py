@@ -24,8 +24,9 @@ def make_measure(
 ) -> Callable[[Sequence[Group], Params, Params], list[Group]]:
     """`measure(groups, params, ref_params)` puts a divergence on every scored trajectory.
 
-    As many trajectories at a time as a mini-batch has rows go through the program that scores
-    mini-batches; what they are packed with may show in their last bits.
+    One that has a divergence keeps it. As many trajectories at a time as a mini-batch has rows go
+    through the program that scores mini-batches; what they are packed with may show in their last
+    bits.
 
     Args:
         score: `make_score_step`'s.
@@ -45,10 +46,10 @@ def make_measure(
 
     def measure(groups: Sequence[Group], params: Params, ref_params: Params) -> list[Group]:
         trajectories = members(groups)
-        found: list[Divergence | None] = [None] * len(trajectories)
-        scored = [i for i, t in enumerate(trajectories) if t.is_scored]
-        for start in range(0, len(scored), capacity):
-            chunk = scored[start : start + capacity]
+        found = [t.divergence for t in trajectories]
+        missing = [i for i, t in enumerate(trajectories) if t.is_scored and t.divergence is None]
+        for start in range(0, len(missing), capacity):
+            chunk = missing[start : start + capacity]
             trained = [as_trained(trajectories[i], config) for i in chunk]
             packed = pack(
                 trained,

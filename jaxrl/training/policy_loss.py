@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from jaxrl.objectives import losses
+from jaxrl.choices import arrays_of
+from jaxrl.config_checks import loss_of
 from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.metrics import Metric
@@ -16,13 +15,11 @@ from jaxrl.training.update import TokenLoss
 from jaxrl.types import Batch
 
 
-def make_policy_loss(loss: ConfigDict, kl: ConfigDict) -> TokenLoss:
+def make_policy_loss(config: ConfigDict) -> TokenLoss:
     """The policy loss with its KL and entropy terms; a term that is off adds nothing."""
-    policy_loss = losses.LOSSES[loss.name]
-    settings: dict[str, Any] = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
-    if loss.name == "clip":
-        settings["dual_clip"] = loss.dual_clip
-    needs_segments = loss.name == "gspo"
+    policy_loss, settings = loss_of(config)
+    names = arrays_of(policy_loss)
+    loss, kl = config.loss, config.kl
     correction = loss.correction.to_dict()
     is_corrected = correction["level"] != "none"
     entropy_coef, estimator, anchor_name = loss.entropy_coef, kl.estimator, kl.anchor
@@ -36,9 +33,9 @@ def make_policy_loss(loss: ConfigDict, kl: ConfigDict) -> TokenLoss:
         # With one optimizer step a batch, the policy before the update is the current one.
         current = jax.lax.stop_gradient(logprobs)
         old = current if batch.old_logprobs is None else batch.old_logprobs
-        arguments: tuple[Any, ...] = (logprobs, old, batch.advantages, mask)
-        arguments += (batch.segment_ids,) if needs_segments else ()
-        values, measured = policy_loss(*arguments, **settings)
+        computed = {"logprobs": logprobs, "old_logprobs": old, "entropies": entropies}
+        arrays = [computed[n] if n in computed else getattr(batch, n) for n in names]
+        values, measured = policy_loss(*arrays, **settings)
         # Of an observation that is trained on, the sampler has no log-probability.
         is_sampled = mask if mask_observations else mask & (batch.rollout_logprobs != 0)
         gap = jnp.where(is_sampled, old - batch.rollout_logprobs, 0.0)

@@ -73,7 +73,7 @@ def test_the_same_again_is_no_change(tmp_path):
         ("search.local.topk", 5),
         ("advantage.name", "rloo"),
         ("loss.clip_high", 0.28),
-        ("kl.target", 0.2),
+        ("kl.adaptive.target", 0.2),
         ("rollout.group_size", 4),
         ("sft.optimizer.lr", 1e-3),
     ],

@@ -716,21 +716,23 @@ def test_adaptive_by_hand():
         Controllers(kl=AdaptiveKL(1.0)),
         [*BATCH, make_trajectory(length=3)],
         [*FOUND, strayed(-0.85)],
-        kl_settings(**{"kl.controller": "adaptive", "kl.horizon": 30}),
+        kl_settings(**{"kl.controller": "adaptive", "kl.adaptive.horizon": 30}),
     )
     # A mean of 0.05, half the target: the error counts as -0.2, for three of thirty samples.
     assert got.kl.coef == pytest.approx(1 - 0.2 * 3 / 30)
 
 
 def test_adaptive_goes_by_its_target():
-    config = kl_settings(**{"kl.controller": "adaptive", "kl.target": 0.625, "kl.horizon": 10})
+    config = kl_settings(
+        **{"kl.controller": "adaptive", "kl.adaptive.target": 0.625, "kl.adaptive.horizon": 10}
+    )
     got = after(Controllers(kl=AdaptiveKL(1.0)), BATCH, FOUND, config)
     assert got.kl.coef == pytest.approx(1 - 0.2 * 2 / 10)
 
 
 def test_log_by_hand():
     # The mean of 0.5 is four times the target above it: the average rises by 0.03 of 4.
-    config = kl_settings(**{"kl.controller": "log", "kl.target": 0.1})
+    config = kl_settings(**{"kl.controller": "log", "kl.log.target": 0.1})
     state = LogKL(0.02, average=1.0, num_updates=98)
     got = after(Controllers(kl=state), BATCH, FOUND, config)
     assert got.kl.average == pytest.approx(0.97 + 0.03 * 4)
@@ -754,11 +756,11 @@ def test_budgets_by_hand():
     assert got.kl.multipliers == pytest.approx({"easy": 1.004, "medium": 1.0, "hard": 0.999})
     assert got.buckets == buckets
     tight = kl_settings(
-        **{"kl.controller": "budget", "kl.budgets.hard": 0.05, "kl.budget_step": 100.0}
+        **{"kl.controller": "budget", "kl.budget.budgets.hard": 0.05, "kl.budget.step": 100.0}
     )
     got = after(controllers, batch, found, tight)
     assert got.kl.multipliers == pytest.approx({"easy": 41.0, "medium": 1.0, "hard": 6.0})
-    idle = kl_settings(**{"kl.controller": "budget", "kl.budget_step": 100.0})
+    idle = kl_settings(**{"kl.controller": "budget", "kl.budget.step": 100.0})
     got = after(controllers, batch, found, idle)
     assert got.kl.multipliers["hard"] == 0  # never below
 

@@ -6,9 +6,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from jaxrl.config import ADVANTAGES
-from jaxrl.training import estimators
-from jaxrl.training.estimators import k_at, make_estimator
+from jaxrl.objectives.advantages import ESTIMATORS
+from jaxrl.training.estimators import Estimator
 from jaxrl.types import members
 from tests.episodes import grouped, make_failure, make_trajectory
 from tests.helpers import settings
@@ -20,14 +19,15 @@ NUM_TRAJECTORIES = 10  # in every call, so that each estimator compiles once
 
 @cache
 def estimator(name, changes):
-    return make_estimator(settings(**{"advantage.name": name, **dict(changes)}))
+    return Estimator(settings(**{"advantage.name": name, **dict(changes)}))
 
 
 def estimate(name, trajectories, step=0, k=4, **changes):
     """Advantages by name, of a batch that environment errors fill up."""
     rest = failures(task_number=99, count=NUM_TRAJECTORIES - len(trajectories))
     groups = grouped([*trajectories, *rest])
-    got = members(estimator(name, tuple(changes.items()))(groups, step, k))
+    changes = {"advantage.pass_at_k.k": k, **changes}
+    got = members(estimator(name, tuple(changes.items()))(groups, step, 0))
     assert [dataclasses.replace(t, advantage=None) for t in got] == members(groups)
     assert all(t.advantage == 0 for t in got[len(trajectories) :])
     return np.array([t.advantage for t in got[: len(trajectories)]])
@@ -74,16 +74,16 @@ REWARDS = [2.5, 0.5, -1.0, -1.0]
         ("grpo", {}, [0] * 4, [1.3568, 0.150756, -0.753778, -0.753778]),
         (
             "grpo",
-            {"advantage.ddof": 0, "advantage.epsilon": 1e-8},
+            {"advantage.grpo.ddof": 0, "advantage.grpo.epsilon": 1e-8},
             [0] * 4,
             [1.566699, 0.174078, -0.870388, -0.870388],
         ),
-        ("grpo", {"advantage.normalize_std": False}, [0] * 4, [2.25, 0.25, -1.25, -1.25]),
+        ("grpo", {"advantage.grpo.normalize_std": False}, [0] * 4, [2.25, 0.25, -1.25, -1.25]),
         ("rloo", {}, [0] * 4, [3.0, 1 / 3, -5 / 3, -5 / 3]),
         ("reinforce_plus_plus", {}, [0] * 4, [1.660548, 0.247316, -0.812609, -0.812609]),
         (
             "reinforce_plus_plus",
-            {"advantage.baseline": True},
+            {"advantage.reinforce_plus_plus.baseline": True},
             [0, 0, 1, 1],
             [1.490788, -1.219736, 0.135526, 0.135526],
         ),
@@ -140,7 +140,7 @@ def test_bootstrap_draws_anew_at_every_step_and_repeats():
         assert draw.sum() == pytest.approx(0, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_pass_at_k_reads_verdicts_only_and_the_others_rewards_only(name):
     verdicts = judged([1, 1, 0, 0, 0, 0, 1, 0])
     priced = [dataclasses.replace(t, reward=0.1 * i) for i, t in enumerate(verdicts)]
@@ -151,7 +151,7 @@ def test_pass_at_k_reads_verdicts_only_and_the_others_rewards_only(name):
     assert np.array_equal(of_prices, of_turned) != reads_verdicts
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", ESTIMATORS)
 def test_only_environment_errors_are_nothing(name):
     np.testing.assert_array_equal(estimate(name, failures(count=8), k=2), 0)
 
@@ -161,8 +161,10 @@ def test_only_environment_errors_are_nothing(name):
     [((), [4, 4, 4, 4]), (((0, 3),), [3, 3, 3, 3]), (((0, 3), (1, 2), (3, 1)), [3, 2, 2, 1])],
 )
 def test_k_follows_its_schedule_by_the_step_of_the_stage(schedule, expected):
-    advantage = settings(**{"advantage.k_schedule": schedule}).advantage
-    assert [k_at(advantage, stage_step) for stage_step in range(4)] == expected
+    changes = {"advantage.name": "pass_at_k", "advantage.pass_at_k.k_schedule": schedule}
+    estimate = Estimator(settings(**changes))
+    assert [estimate.metrics(step) for step in range(4)] == [{"advantage/k": k} for k in expected]
+    assert Estimator(settings()).metrics(0) == {}
 
 
 @pytest.mark.parametrize("name", ["pass_at_k", "pass_at_k_combination"])
@@ -178,9 +180,11 @@ def test_each_k_compiles_once(monkeypatch):
         traced.append(k)
         return is_correct * k
 
-    monkeypatch.setitem(estimators._ESTIMATORS, "pass_at_k", traces)
-    estimate = make_estimator(settings(**{"advantage.name": "pass_at_k"}))
+    monkeypatch.setitem(ESTIMATORS, "pass_at_k", traces)
+    schedule = ((0, 4), (2, 1), (5, 4))
+    changes = {"advantage.name": "pass_at_k", "advantage.pass_at_k.k_schedule": schedule}
+    estimate = Estimator(settings(**changes))
     for step, k in enumerate([4, 4, 1, 1, 1, 4]):
-        [group] = estimate(grouped(judged([0, 1])), step, k)
+        [group] = estimate(grouped(judged([0, 1])), step, step)
         assert [t.advantage for t in group.trajectories] == [0, k]
     assert traced == [4, 1]

@@ -95,9 +95,10 @@ class Variant:
 
     @property
     def token_loss(self):
-        names = ("clip_low", "clip_high", "dual_clip", "entropy_coef")
+        names = ("clip_low", "clip_high", "entropy_coef")
         return policy_loss(
-            loss={name: getattr(self, name) for name in names},
+            loss={name: getattr(self, name) for name in names}
+            | {"clip": {"dual_clip": self.dual_clip}},
             kl={"coef": self.kl_coef, "anchor": self.kl_anchor},
         )
 
