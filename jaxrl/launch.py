@@ -179,13 +179,14 @@ def _run(
         except (CheckpointError, NotEnoughGroupsError) as error:
             _refuse(error)
         except Exception as error:
-            if full_disk(error) is None:
+            full = full_disk(error)
+            if full is None:
                 if _is_of(error, workdir):
                     _refuse(error)
                 raise
             saved = newest_whole(workdir / "checkpoints")
             kept = "nothing is saved yet" if saved is None else f"step {saved} is saved"
-            _refuse(error, f"{kept}; free some space and run the same command again.", workdir)
+            _refuse(full, f"{kept}; {_REMEDIES[full.errno or 0]}", workdir)
 
 
 def _plan(config: ConfigDict) -> int:
@@ -447,7 +448,10 @@ def _refuse(error: Exception, remedy: str = "", place: Path | None = None) -> No
     """
     if {"-traceback", "--traceback"} & set(sys.argv):
         raise error
-    sys.exit(f"error: {printable(_message(full_disk(error) or error, remedy, place))}")
+    full = full_disk(error)
+    if full is not None and full.filename:  # else the error itself tells more
+        error = full
+    sys.exit(f"error: {printable(_message(error, remedy, place))}")
 
 
 def _is_of(error: Exception, folder: Path) -> bool:
@@ -464,6 +468,7 @@ _REMEDIES = {
     errno.EISDIR: "a file belongs there; move the folder away.",
     errno.ENOTDIR: "a folder belongs there; move the file away.",
     **dict.fromkeys(FULL_DISK, "free some space and run the same command again."),
+    errno.EFBIG: "raise the limit on a file's size (ulimit -f) and run the same command again.",
 }
 """What to do about errors of the system, whose texts do not say it."""
 

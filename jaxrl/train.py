@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -203,83 +204,85 @@ def run(
         NothingWorksError: every episode failed, several times in a row. Likewise.
         CheckpointError: there are checkpoints, but the one to go on with cannot be read.
     """
-    checkpointer = Checkpointer(
-        workdir / "checkpoints",
-        keep=config.checkpoint.keep,
-        keep_best=config.checkpoint.keep_best,
-        say=display.say,
-    )
-    found = checkpointer.restore_newest(
-        lambda saved: restore_targets(config, parts, Position.from_json(saved, config))
-    )
-    position, restored = Position(), {}
-    if found:
-        position, restored = Position.from_json(found[0], config), found[1]
-    adopt()
-    is_main = distributed.is_main()
-    if is_main and (found or set(config.stages) != {"evaluate"}):
-        remove_later_files(workdir, position.step)
-    log = open_log(
-        workdir,
-        position.num_records,
-        config,
-        display.say,
-        is_written=is_main,
-        is_later=position.is_passed_by,
-    )
-    if is_main:
-        write_environment(workdir / "environment.json", position.step, parts, display.say)
-    this = Run(
-        config,
-        workdir,
-        parts,
-        checkpointer,
-        log,
-        display,
-        position,
-        restored,
-        should_stop,
-        contents or {},
-        Failures(
-            limit=config.rollout.max_failed_steps,
+    with contextlib.ExitStack() as ending:
+        checkpointer = Checkpointer(
+            workdir / "checkpoints",
+            keep=config.checkpoint.keep,
+            keep_best=config.checkpoint.keep_best,
             say=display.say,
-            num_batches=position.num_failed,
-        ),
-    )
-    display.say(f"sampler shapes: {parts.engine.shapes()}")
-    if found:
-        this.saved = dataclasses.replace(position)
-        display.say(f"resuming after step {position.step} ({position.stage} {position.stage_step})")
-        params = restored.pop("params")
-    else:
-        display.say(f"no checkpoint in {workdir}: starting from {config.model.path}")
-        params = load_hf(
-            config.model.path, parts.mesh, progress=display.counter("loading weights, MiB")
         )
-    run_stage = {"sft": run_sft, "train": run_train, "evaluate": run_evaluate}
-    try:
-        for stage in config.stages:
-            params = run_stage[stage](this, params)
-    except NotEnoughGroupsError:
-        save_position(this)
-        raise
-    except NothingWorksError:
-        save_position(this)
+        ending.callback(checkpointer.close)
+        found = checkpointer.restore_newest(
+            lambda saved: restore_targets(config, parts, Position.from_json(saved, config))
+        )
+        position, restored = Position(), {}
+        if found:
+            position, restored = Position.from_json(found[0], config), found[1]
+        adopt()
+        is_main = distributed.is_main()
+        if is_main and (found or set(config.stages) != {"evaluate"}):
+            remove_later_files(workdir, position.step)
+        log = open_log(
+            workdir,
+            position.num_records,
+            config,
+            display.say,
+            is_written=is_main,
+            is_later=position.is_passed_by,
+        )
+        ending.callback(log.close)
+        ending.callback(display.stop)
         if is_main:
-            report.write_or_warn(workdir, display.say)
-        raise
-    except Interrupted:
-        save_position(this)
-        saved = f"step {position.step} is saved. The same command goes on from there"
-        nothing = "there was nothing to save yet. The same command begins anew"
-        display.say(f"stopped; {saved if this.saved else nothing}")
-        if is_main:
-            report.write_or_warn(workdir, display.say)
-        raise
-    finally:
-        display.stop()
-        log.close()
-        checkpointer.close()
+            write_environment(workdir / "environment.json", position.step, parts, display.say)
+        this = Run(
+            config,
+            workdir,
+            parts,
+            checkpointer,
+            log,
+            display,
+            position,
+            restored,
+            should_stop,
+            contents or {},
+            Failures(
+                limit=config.rollout.max_failed_steps,
+                say=display.say,
+                num_batches=position.num_failed,
+            ),
+        )
+        display.say(f"sampler shapes: {parts.engine.shapes()}")
+        if found:
+            this.saved = dataclasses.replace(position)
+            display.say(
+                f"resuming after step {position.step} ({position.stage} {position.stage_step})"
+            )
+            params = restored.pop("params")
+        else:
+            display.say(f"no checkpoint in {workdir}: starting from {config.model.path}")
+            params = load_hf(
+                config.model.path, parts.mesh, progress=display.counter("loading weights, MiB")
+            )
+        run_stage = {"sft": run_sft, "train": run_train, "evaluate": run_evaluate}
+        try:
+            for stage in config.stages:
+                params = run_stage[stage](this, params)
+        except NotEnoughGroupsError:
+            save_position(this)
+            raise
+        except NothingWorksError:
+            save_position(this)
+            if is_main:
+                report.write_or_warn(workdir, display.say)
+            raise
+        except Interrupted:
+            save_position(this)
+            saved = f"step {position.step} is saved. The same command goes on from there"
+            nothing = "there was nothing to save yet. The same command begins anew"
+            display.say(f"stopped; {saved if this.saved else nothing}")
+            if is_main:
+                report.write_or_warn(workdir, display.say)
+            raise
     if is_main:
         report.write_or_warn(workdir, display.say)
     paths = [path for path in workdir.iterdir() if not path.name.startswith(".")]

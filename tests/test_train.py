@@ -2,10 +2,13 @@ import math
 
 import jax
 import numpy as np
+import pytest
 
 from configs import debug_tiny
 from jaxrl import assemble, train
+from jaxrl.config import default_config
 from jaxrl.method import make_estimator
+from jaxrl.metrics import Display
 from jaxrl.minibatches import make_minibatches
 from jaxrl.sampling.engine import Counts
 from tests.episodes import make_failure, make_trajectory
@@ -106,3 +109,18 @@ def test_which_records_come_after_a_position():
     assert counted(stage="train", step=26, record={}) == 3  # its own record is to come
     assert counted(stage="train", step=27) == 5
     assert train.Position(stage="train", step=1).is_passed_by({"step": 1, "stage": "unknown"})
+
+
+def test_a_start_that_fails_closes_the_checkpoints(tmp_path, monkeypatch):
+    def adopt():
+        raise OSError("full")
+
+    def close(checkpointer, close=train.Checkpointer.close):
+        closed.append(checkpointer)
+        close(checkpointer)
+
+    closed = []
+    monkeypatch.setattr(train.Checkpointer, "close", close)
+    with pytest.raises(OSError, match="full"):
+        train.run(default_config(), tmp_path, None, Display(), adopt=adopt)
+    assert len(closed) == 1

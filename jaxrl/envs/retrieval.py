@@ -442,7 +442,7 @@ def _build_index(corpus: Path, folder: Path, building: Path, progress: Progress)
             part.chmod(building.stat().st_mode & 0o666)
         building.rename(folder)
     except ValueError as error:
-        if "io::Error" not in str(error) and "IoError" not in str(error):
+        if not any(name in str(error) for name in ("io::Error", "IoError", "IO error")):
             raise
         free = shutil.disk_usage(building).free / 2**20
         raise OSError(
