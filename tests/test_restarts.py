@@ -218,7 +218,7 @@ def signalled(base, tiny_world, workdir, environment, number):
         process.send_signal(number)
         assert process.wait(timeout=120) == EXIT_TRY_AGAIN == 75
     log = file.read_text()
-    assert f"{number.name}: saving; once more to end at once" in log
+    assert f"{number.name}: stopping; once more to end at once" in log
     assert "Traceback" not in log
     newest = steps_in(workdir / "checkpoints")[-1]
     assert f"stopped; step {newest} is saved." in log
