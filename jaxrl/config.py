@@ -172,7 +172,7 @@ def default_config() -> ConfigDict:
     # the device waits for host and environment between chunks, with more it decodes meanwhile.
     rollout.observation_lag_chunks = 2
     # Batches in a row of which every episode failed, after which the run stops with exit code 69;
-    # without a filter a step is a batch. 0: never.
+    # without a filter a step is a batch. So does a final evaluation of which all failed. 0: never.
     rollout.max_failed_steps = 3
 
     config.filter = group_filter = ConfigDict()

@@ -23,7 +23,7 @@ from jaxrl import distributed, entropy_control, evaluate, kl_control, report, sf
 from jaxrl.assemble import Parts, make_optimizer, sft_shape, train_shape
 from jaxrl.batching import pack
 from jaxrl.checkpoint import Checkpointer, abstract, optimizer_items
-from jaxrl.collect import Collected, NotEnoughGroupsError, Tried, collect
+from jaxrl.collect import Collected, NotEnoughGroupsError, Tried, collect, some_failed
 from jaxrl.collect import from_json as trajectory_from_json
 from jaxrl.collect import to_json as trajectory_to_json
 from jaxrl.config import STAGES, flatten
@@ -201,7 +201,8 @@ def run(
 
     Raises:
         Interrupted: `should_stop` was true. The steps that were done are saved.
-        NothingWorksError: every episode failed, several times in a row. Likewise.
+        NothingWorksError: every episode failed, several times in a row or in the last evaluation.
+            Likewise.
         CheckpointError: there are checkpoints, but the one to go on with cannot be read.
     """
     with contextlib.ExitStack() as ending:
@@ -465,7 +466,7 @@ def run_train(this: Run, params: Params) -> Params:
     parts.engine.temperature, parts.engine.top_p = rollout.temperature, rollout.top_p
     parts.engine.set_weights(state.params)
     if not resumed:
-        before = run_suites(this, "train", config.eval.suites)
+        before, _ = run_suites(this, "train", config.eval.suites)
         best_metric(config, before)  # refused now where it is missing
         open_gate(this, before)
         bootstrap(this)
@@ -536,8 +537,11 @@ def run_train(this: Run, params: Params) -> Params:
         position.items_taken = collected.items_taken
         position.value = None
         position.num_learned += has_learned(measured) and config.optimizer.lr > 0
-        if (why := why_nothing(trajectories, measured)) is not None:
-            this.display.say(f"warning: train {position.stage_step}: {why}")
+        why = why_nothing(trajectories, measured), some_failed(collected.tried, rollout.group_size)
+        if any(why):
+            this.display.say(
+                f"warning: train {position.stage_step}: {'; '.join(filter(None, why))}"
+            )
         position.record = {
             **rollout_metrics(
                 trajectories, rollout.max_response_tokens, has_python=config.env.python
@@ -567,8 +571,6 @@ def run_train(this: Run, params: Params) -> Params:
         finish_step(this)
     if position.stage_step < num_steps:
         state = take_best(this, state)
-    if has_learned_nothing(position):
-        this.display.say(nothing_learned(position.stage_step, config.optimizer.lr))
     return end_stage(this, state)
 
 
@@ -800,15 +802,16 @@ def run_evaluate(this: Run, params: Params) -> Params:
     done = None
     if distributed.is_main():
         done = evaluate.read_metrics(file, weights_step(this.position), made_with(this))
-    metrics = distributed.from_main(done)
+    metrics, errors = distributed.from_main(done), {}
     if metrics is None:
         this.parts.engine.set_weights(params)
-        metrics = run_suites(this, "evaluate", this.config.eval.final_suites)
+        metrics, errors = run_suites(this, "evaluate", this.config.eval.final_suites)
         this.parts.engine.release()
     else:
         this.display.say(f"evaluated before, with the same settings: {file.with_suffix('.txt')}")
     metrics["weights_step"] = weights_step(this.position)
     this.log.write(this.position.step, "evaluate", metrics)
+    this.failures.check_suites(errors)
     return params
 
 
@@ -889,12 +892,18 @@ def periodic_evaluation(this: Run, num_steps: int) -> dict[str, float]:
     """Evaluation metrics where one is due."""
     every, stage_step = this.config.eval.every_steps, this.position.stage_step
     if stage_step == num_steps or (every and stage_step % every == 0):
-        return run_suites(this, "train", this.config.eval.suites)
+        return run_suites(this, "train", this.config.eval.suites)[0]
     return {}
 
 
-def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]:
-    """Evaluates the engine's weights and writes `eval/<stage>_<step>.json` and `.txt`."""
+def run_suites(
+    this: Run, stage: str, suites: Sequence[str]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Evaluates the engine's weights and writes `eval/<stage>_<step>.json` and `.txt`.
+
+    Returns:
+        Metrics, and the first error of each suite of which every episode failed.
+    """
     parts, step, settings = this.parts, this.position.step, this.config.eval
     seeds = Seeds(seed=this.config.seed, stage=STAGES.index("evaluate"), step=step)
     started = time.perf_counter()
@@ -936,13 +945,13 @@ def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]
     text = evaluate.as_text(step, stage, summaries, weights_step=weights)
     if distributed.is_main():
         evaluate.write(this.workdir / "eval" / f"{stage}_{step}.json", record, text)
-    for suite, summary in summaries.items():
-        if evaluate.is_unscored(summary):
-            error = first_error(played[suite])
-            this.display.say(
-                f"warning: {stage} {step} {suite}: no question could be scored, since every "
-                f"episode ended in an environment error; the first: {error}"
-            )
+    unscored = [suite for suite, summary in summaries.items() if evaluate.is_unscored(summary)]
+    errors = {suite: first_error(played[suite]) for suite in unscored}
+    for suite, error in errors.items():
+        this.display.say(
+            f"warning: {stage} {step} {suite}: no question could be scored, since every "
+            f"episode ended in an environment error; the first: {error}"
+        )
     if stage == "evaluate":
         this.display.say(text)
     else:
@@ -951,7 +960,7 @@ def run_suites(this: Run, stage: str, suites: Sequence[str]) -> dict[str, float]
     metrics = {"timing_s/testing": time.perf_counter() - started}
     for suite, summary in summaries.items():
         metrics |= evaluate.as_metrics(suite, summary)
-    return metrics
+    return metrics, errors
 
 
 def export(this: Run, params: Params) -> None:

@@ -6,7 +6,15 @@ import json
 import numpy as np
 import pytest
 
-from jaxrl.collect import NotEnoughGroupsError, collect, from_json, shape, to_json
+from jaxrl.collect import (
+    NotEnoughGroupsError,
+    Tried,
+    collect,
+    from_json,
+    shape,
+    some_failed,
+    to_json,
+)
 from jaxrl.config import default_config
 from jaxrl.envs.base import Outcome, Task
 from jaxrl.learning import Failures, NothingWorksError
@@ -149,6 +157,14 @@ def test_a_filter_that_waits_says_so_and_why_groups_failed():
     assert [line.partition(";")[0] for line in said] == [
         f"warning: 0 of 2 groups have passed the filter in {count} batches" for count in (10, 20)
     ]
+
+
+def test_how_many_episodes_of_a_step_failed():
+    failed, whole = Tried.of([make_failure()] * 2), Tried.of([make_trajectory()] * 2)
+    half = Tried.of([make_trajectory(), make_failure()])
+    said = f"ended in an environment error; the first: {failed.error}"
+    assert some_failed([whole, failed, half], 2) == f"3 of 6 episodes {said}"
+    assert some_failed([failed], 2) is some_failed([whole], 2) is some_failed([], 2) is None
 
 
 def test_online_filtering_is_strict_and_counts_scored_members_only():
