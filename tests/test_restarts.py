@@ -405,9 +405,9 @@ def scripted_scores(monkeypatch):
     run_suites = train.run_suites
 
     def scripted(this, stage, suites):
-        metrics = run_suites(this, stage, suites)
+        metrics, errors = run_suites(this, stage, suites)
         score = SCORES.get(this.position.stage_step, 0.0)
-        return metrics | {"val-core/all/exact_match/mean@1": score}
+        return metrics | {"val-core/all/exact_match/mean@1": score}, errors
 
     monkeypatch.setattr(train, "run_suites", scripted)
 
@@ -467,7 +467,7 @@ def test_early_stopping_ends_with_the_best(
     for step in (3, 5):
         jax.tree.map(np.testing.assert_array_equal, exported, saved_params(workdir, step))
     ended = lasting(workdir)
-    # A restart trains no further, and reads its evaluation off the disk, where no score is scripted.
+    # A restart trains no further. Its evaluation it reads off the disk, where no score is scripted.
     before = contents(workdir, "checkpoints", "export", "trajectories")
     assert play(config, workdir)
     assert contents(workdir, "checkpoints", "export", "trajectories") == before
