@@ -52,7 +52,21 @@ _PLAN_DEVICES = flags.DEFINE_integer("plan_devices", 0, "Devices to plan for; 0:
 _PLAN_PROCESSES = flags.DEFINE_integer(
     "plan_processes", 1, "Processes among which they are divided.", lower_bound=1
 )
-_PLAN_MEMORY = flags.DEFINE_float("plan_memory_gib", 0.0, "Memory of each; 0: as this host's.")
+
+
+class _GibParser(flags.FloatParser):
+    """A number, without its unit."""
+
+    def convert(self, argument: Any) -> float:
+        try:
+            return super().convert(argument)
+        except ValueError:
+            raise ValueError("expected a number of GiB, such as 80") from None
+
+
+_PLAN_MEMORY: flags.FlagHolder[float] = flags.DEFINE(
+    _GibParser(), "plan_memory_gib", 0.0, "Memory of each; 0: as this host's."
+)
 _PLAN_PLATFORM = flags.DEFINE_enum(
     "plan_platform", None, ["cpu", "gpu", "tpu"], "Their kind; default: gpu where memory is given."
 )
@@ -197,6 +211,11 @@ def _plan(config: ConfigDict) -> int:
     from jaxrl.models.qwen import QwenConfig
 
     target = _plan_target()
+    if not (Path(config.model.path) / "config.json").is_file():
+        raise FileNotFoundError(
+            f"config.model.path is {config.model.path!r}, which holds no config.json; a plan reads "
+            "nothing else of a model, and configs/models has one for several."
+        )
     model = QwenConfig.from_hf(config.model.path)
     said = plan.choose_micro_rows(config, model, target, must_fit=False)
     made = plan.make_plan(config, model, target)

@@ -406,6 +406,16 @@ class TestCommand:
 
         return run
 
+    def test_a_model_that_is_not_there(self, run):
+        done = run("--config.model.path=models/none", "--plan_devices=8", "--plan_memory_gib=80")
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: config.model.path is 'models/none', which holds no")
+        assert "safetensors" not in done.stderr
+
+    def test_memory_with_a_unit(self, run):
+        wanted = "error: flag --plan_memory_gib=80GB: expected a number of GiB, such as 80\n"
+        assert run("--plan_memory_gib=80GB").stderr == wanted
+
     def test_fits(self, run, tmp_path):
         done = run(
             f"--config.model.path={ROOT}/configs/models/qwen2.5-7b",
