@@ -437,6 +437,11 @@ def run_train(this: Run, params: Params) -> Params:
     config, parts, position = this.config, this.parts, this.position
     num_steps, rollout = config.num_steps, config.rollout
     if not begin_stage(this, "train"):
+        if position.stage == "train" and position.stage_step > num_steps:
+            this.display.say(
+                f"train: {position.stage_step} steps are done, and config.num_steps is "
+                f"{num_steps}: nothing is left to train"
+            )
         return params
     optimizer = stage_optimizer(config, "train")
     resumed = position.stage_step > 0
@@ -802,7 +807,8 @@ def run_evaluate(this: Run, params: Params) -> Params:
     done = None
     if distributed.is_main():
         done = evaluate.read_metrics(file, weights_step(this.position), made_with(this))
-    metrics, errors = distributed.from_main(done), {}
+    errors: dict[str, str] = {}
+    metrics = distributed.from_main(done)
     if metrics is None:
         this.parts.engine.set_weights(params)
         metrics, errors = run_suites(this, "evaluate", this.config.eval.final_suites)

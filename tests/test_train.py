@@ -1,4 +1,5 @@
 import math
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -124,3 +125,14 @@ def test_a_start_that_fails_closes_the_checkpoints(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="full"):
         train.run(default_config(), tmp_path, None, Display(), adopt=adopt)
     assert len(closed) == 1
+
+
+def test_more_steps_are_done_than_are_asked_for():
+    said, config = [], default_config()
+    config.num_steps = 2
+    position = train.Position(stage="train", stage_step=6)
+    display = SimpleNamespace(say=said.append)
+    this = SimpleNamespace(config=config, parts=None, position=position, display=display)
+    assert train.run_train(this, "weights") == "weights"
+    [line] = said
+    assert line.startswith("train: 6 steps are done, and config.num_steps is 2: nothing is left")
