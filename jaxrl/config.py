@@ -298,8 +298,12 @@ def load_values(config: ConfigDict, path: str) -> None:
         raise FileNotFoundError(f"--values={path!r} is not a file; expected YAML or JSON.")
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply to be read; flatten it.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML or JSON: {error}") from error
+    if values is None:
+        raise ValueError(f"{path} is empty; expected keys and values.")
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; expected keys and values.")
     flat = dict(_flatten(values))
