@@ -492,6 +492,21 @@ _REMEDIES = {
 """What to do about errors of the system, whose texts do not say it."""
 
 
+_PLAINER = (
+    (r' Other fields present: "\{.*\}"', ""),
+    (
+        r'Key "(\w+)" does not exist and cannot be added since the config is locked\.',
+        r"this section has no key \1; jaxrl/config.py has all keys.",
+    ),
+    (
+        r"Could not override field '(\w+)' \(reference\)\. (.*) is of original type .* and cannot "
+        r"be casted to type <class '(?:\w+\.)*(\w+)'>",
+        r"\1 is set to \2; expected a value of type \3.",
+    ),
+)
+"""What ml_collections says, and the same for who does not know it."""
+
+
 def _message(error: Exception, remedy: str = "", place_of: Path | None = None) -> str:
     """An error in one line, with its place where it happened in the config file."""
     place = ""
@@ -516,7 +531,8 @@ def _message(error: Exception, remedy: str = "", place_of: Path | None = None) -
     text = str(origin.args[0]) if isinstance(origin, KeyError) and origin.args else str(origin)
     if "Error whilst parsing config file" in text and not place:  # and a whole traceback
         place, text = f"{_config_file(sys.argv)}: ", text.strip().splitlines()[-1]
-    text = re.sub(r' Other fields present: "\{.*\}"', "", text, flags=re.DOTALL)
+    for theirs, ours in _PLAINER:
+        text = re.sub(theirs, ours, text, flags=re.DOTALL)
     return place + " ".join(text.split())
 
 

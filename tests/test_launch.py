@@ -204,7 +204,11 @@ class TestConfigFile:
         [
             ("config.rollout.grup_size = 4", 'Did you mean "group_size" instead of "grup_size"?'),
             ("config.lss.name = 'clip'", 'Did you mean "loss" instead of "lss"?'),
-            ("config.rollout.group_size = 'many'", "many is of original type <class 'str'>"),
+            ("config.optimizer.learning_rate = 1", "this section has no key learning_rate; jaxrl/"),
+            (
+                "config.rollout.group_size = 'many'",
+                "group_size is set to many; expected a value of type int.",
+            ),
             ("config.seed = sed", "name 'sed' is not defined"),
             ("open('nothing')", "No such file or directory: 'nothing'"),
         ],
