@@ -381,7 +381,7 @@ class TestFiles:
         for key in ("tasks.train.source", "search.corpus"):
             message = refusal(f"--config.{key}={file}")
             assert message.startswith(f"{file} is a Parquet file; expected JSONL, one JSON object")
-            assert f"q.read_table('{file}').to_pylist()" in message
+            assert f'q.read_table("{file}").to_pylist()' in message
 
     def test_empty_corpus(self, refusal, tmp_path):
         corpus = write(tmp_path / "corpus.jsonl")

@@ -459,7 +459,10 @@ class TestCommand:
             ),
             (["--plan_devices=8", "--plan_processes=0"], "plan_processes"),
             (["--config.rollout.max_total_tokens=100000"], "model's 32768 positions"),
-            (["--config.model.path=nowhere"], "model folder 'nowhere' does not exist"),
+            (
+                ["--config.model.path=nowhere"],
+                "config.model.path is 'nowhere', which holds no config.json; a plan",
+            ),
         ],
     )
     def test_refusals(self, asked, monkeypatch, capfd, arguments, wanted):
