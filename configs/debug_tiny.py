@@ -1,4 +1,4 @@
-r"""Warm start, reinforcement learning and evaluation in half a minute, to see that it works.
+r"""Warm start, reinforcement learning and evaluation in about a minute, to see that it works.
 
 python -m examples.quickstart_world --out=data/debug --num_people=40 --num_held_out=8 \
     --num_demonstrations=400

@@ -1,4 +1,4 @@
-"""Search-R1 in the settings of this project's brief: Qwen2.5-0.5B-Instruct, one device.
+"""Search-R1 after a shorter description: groups of two, four updates a batch, one device.
 
 python -m jaxrl.launch --config=configs/search_r1_brief.py --workdir=runs/search_r1_brief
 

@@ -7,6 +7,11 @@ questions, lines are read from the terminal or from what is piped in. Nothing of
 
 from __future__ import annotations
 
+from jaxrl.runtime.stopping import end_on_signals
+
+if __name__ == "__main__":
+    end_on_signals("ended", code=None)  # a moment passes until all below is imported
+
 import argparse
 import logging
 import sys
@@ -62,8 +67,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         display.stop()
         sys.exit(line(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
     finally:
         display.stop()
     if num_refused:

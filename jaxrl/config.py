@@ -39,9 +39,9 @@ def _optimizer() -> ConfigDict:
     optimizer.schedule = "constant"  # after the warm-up: constant, linear or cosine
     optimizer.final_lr_fraction = 0.0  # of the peak, where linear and cosine end
     optimizer.weight_decay = 0.01  # decoupled, on every parameter
-    optimizer.beta1 = 0.9
-    optimizer.beta2 = 0.999
-    optimizer.epsilon = 1e-8
+    optimizer.beta1 = 0.9  # of AdamW: decay of the mean of gradients
+    optimizer.beta2 = 0.999  # decay of the mean of their squares
+    optimizer.epsilon = 1e-8  # added to the root of that
     optimizer.grad_clip = 1.0  # global norm; 0 clips nothing
     # Packed rows of a micro-batch; a multiple of data * fsdp. 0: as many as the memory holds.
     optimizer.micro_rows = 8
@@ -76,7 +76,8 @@ def default_config() -> ConfigDict:
     tasks.eval = ConfigDict({"source": "", "split": "test"})  # likewise, of held-out tasks
 
     config.prompt = prompt = ConfigDict(convert_dict=False)  # a mapping stays one value
-    prompt.system = ""  # system message; none when empty
+    # System message; none when empty, also where the model's template has one of its own.
+    prompt.system = ""
     prompt.template = "{question}"  # user message around the question
     prompt.examples = ()  # messages ({"role", "content"}) between the two, as worked examples
     prompt.chat_template_kwargs = {}  # of the model's chat template, as {"enable_thinking": False}
@@ -86,9 +87,9 @@ def default_config() -> ConfigDict:
     # by its dotted name, as my_env.MyEnv
     env.name = "search"
     env.settings = {}  # keyword arguments of an environment of your own
-    env.step_deadline_s = (
-        600.0  # seconds after which a call of the environment is given up; 0: never
-    )
+    # Seconds after which a call of the environment is given up, its episodes environment errors;
+    # 0: never.
+    env.step_deadline_s = 600.0
     env.search = ConfigDict()
     # search_r1 (<information>), bapo (<result>, \boxed{}), or a dotted name
     env.search.protocol = "search_r1"
@@ -114,8 +115,8 @@ def default_config() -> ConfigDict:
     # Weights of the environment's reward parts, and of your own: functions of a response and its
     # accepted answers, by dotted name. The reward is the weighted sum.
     reward.weights = {"exact_match": 1.0}
-    # The part that makes an answer correct: where it is above 0; of answer, where the answer is the
-    # truth or close to it, whatever that pays.
+    # The part that makes an answer correct: exact_match, f1, bapo or math, where it is above 0;
+    # answer, where the answer is the truth or close to it, whatever that pays.
     reward.correct = "exact_match"
 
     config.shaping = shaping = ConfigDict()
@@ -126,11 +127,11 @@ def default_config() -> ConfigDict:
     shaping.overlong_factor = 1.0  # reward lost at the limit and beyond
     shaping.boundary_aware = False  # pay for "I don't know" in groups without a correct answer
     shaping.abstention_bonus = 0.5  # what it pays
-    shaping.abstention_rate = (
-        0.1  # share of abstentions from which it pays nothing in the early stage
-    )
+    # Share of abstentions in a batch from which it pays nothing in the early stage.
+    shaping.abstention_rate = 0.1
     shaping.stage_level = True  # an early stage first; late once evaluations stop improving
-    shaping.stage_tolerance = 5  # evaluations below the best one that the early stage outlives
+    # Evaluations below the best one that the early stage outlives, over the whole run.
+    shaping.stage_tolerance = 5
     shaping.sample_level = True  # late, pay nothing to groups whose answers still differ much
     shaping.entropy_reward = False  # pay by difficulty for tokens before which the policy wavers
     shaping.centred_gain = False  # its gains start at 0 rather than at half of their size
@@ -140,7 +141,7 @@ def default_config() -> ConfigDict:
     shaping.trigger_words = ()  # only tokens that are one of these words count; (): all
     shaping.alpha_init = 0.5  # coefficient of the entropy reward, by difficulty
     shaping.alpha_step = 0.05  # its change per token of distance from the target
-    shaping.alpha_max = 2.0
+    shaping.alpha_max = 2.0  # it stays between 0 and this
     shaping.bootstrap_tasks = (
         0  # tasks rolled out before the first step, to set all this up; -1: all
     )
@@ -148,9 +149,10 @@ def default_config() -> ConfigDict:
     config.rollout = rollout = ConfigDict()
     rollout.tasks_per_step = 16  # groups trained on a step; without a filter the tasks drawn
     rollout.group_size = 8  # trajectories of each task
+    # Of sampling, and of the log-probabilities that are trained on; evaluation has its own.
     rollout.temperature = 1.0
     rollout.top_p = 1.0  # draw from the likeliest tokens of this probability; 1: from all
-    rollout.max_prompt_tokens = 1024
+    rollout.max_prompt_tokens = 1024  # of a task's prompt
     # What becomes of a longer prompt. refuse: the run does not begin; drop: its task is left out;
     # truncate_left: its first tokens are cut off.
     rollout.overlong_prompts = "refuse"
@@ -169,7 +171,7 @@ def default_config() -> ConfigDict:
     # the device waits for host and environment between chunks, with more it decodes meanwhile.
     rollout.observation_lag_chunks = 2
     # Batches in a row of which every episode failed, after which the run stops with exit code 69;
-    # without a filter a step is a batch. 0: never.
+    # without a filter a step is a batch. So does a final evaluation of which all failed. 0: never.
     rollout.max_failed_steps = 3
 
     config.filter = group_filter = ConfigDict(convert_dict=False)
@@ -178,12 +180,14 @@ def default_config() -> ConfigDict:
     group_filter.name = "none"
     group_filter.settings = {}  # keyword arguments of a filter of your own
     group_filter.varied = ConfigDict()
-    group_filter.varied.metric = "acc"  # acc, score, seq_reward or seq_final_reward
+    # acc: correct or not; score: reward before shaping; seq_reward: after it; seq_final_reward:
+    # less the KL term in the reward.
+    group_filter.varied.metric = "acc"
     group_filter.accuracy_range = ConfigDict()
     group_filter.accuracy_range.low = 0.01  # both ends are out
     group_filter.accuracy_range.high = 0.99
     group_filter.tasks_per_batch = 0  # drawn at a time until enough are kept; 0: tasks_per_step
-    group_filter.max_batches = 10  # after which the run gives up; 0: never
+    group_filter.max_batches = 10  # of one step, after which the run gives up; 0: never
     group_filter.carry_over = (
         False  # keep surplus groups for the next step instead of dropping them
     )
@@ -221,6 +225,7 @@ def default_config() -> ConfigDict:
     loss.clip_high = 0.2
     loss.clip = ConfigDict()
     loss.clip.dual_clip = 0.0  # bound of the loss at negative advantages, above 1; 0: none
+    # token-mean, seq-mean-token-mean, seq-mean-token-sum or seq-mean-token-sum-norm
     loss.aggregation = "token-mean"
     loss.entropy_coef = 0.0  # bonus on the entropy of the sampled tokens' distributions
     loss.mask_observations = True  # False also trains on what the search engine wrote
@@ -263,10 +268,13 @@ def default_config() -> ConfigDict:
     sft.optimizer = _optimizer()
 
     config.eval = evaluation = ConfigDict()
-    evaluation.every_steps = 0  # steps between evaluations while training; 0: before and after
-    evaluation.suites = ("sampled", "greedy")  # out of sampled, greedy, empty_search
+    # Steps between evaluations while training; always before the first and after the last step.
+    evaluation.every_steps = 0
+    # While training, out of sampled, greedy, empty_search (sampled; the engine finds nothing).
+    evaluation.suites = ("sampled", "greedy")
     evaluation.final_suites = ("sampled", "greedy", "empty_search")  # of the evaluate stage
-    evaluation.samples = 1  # of each question in sampled and empty_search; greedy has one
+    # Of each question in sampled and empty_search, at most 256; greedy has one.
+    evaluation.samples = 1
     evaluation.temperature = 1.0  # of these samples
     evaluation.top_p = 1.0  # as rollout.top_p, of these samples
     evaluation.ks = ()  # of pass@k and maj@k; (): powers of two below samples, and samples
@@ -274,13 +282,16 @@ def default_config() -> ConfigDict:
     evaluation.max_tasks = 0  # the first so many of the held-out tasks; 0: all
     # A name in metrics.jsonl, higher is better: what checkpoint.keep_best and patience go by.
     evaluation.best_metric = "val-core/all/exact_match/mean@1"
-    evaluation.patience = 0  # evaluations without improvement that end the train stage; 0: off
+    # Evaluations in a row without improvement that end the train stage; 0: off.
+    evaluation.patience = 0
     evaluation.min_delta = 0.0  # improvement of best_metric that counts for patience; above this
 
     config.checkpoint = checkpoint = ConfigDict()
     checkpoint.every_steps = 20  # steps between checkpoints; stages end with one
     checkpoint.keep = 2  # newest ones kept
-    checkpoint.keep_best = 0  # kept beside them: the best evaluated ones, by eval.best_metric
+    # Kept beside them: so many with the highest eval.best_metric; above 0, the best evaluation so
+    # far makes a checkpoint due.
+    checkpoint.keep_best = 0
 
     config.log = log = ConfigDict()
     log.trajectories = 32  # a step's first trajectories written to trajectories/; -1: all
@@ -300,8 +311,12 @@ def load_values(config: ConfigDict, path: str) -> None:
         raise FileNotFoundError(f"--values={path!r} is not a file; expected YAML or JSON.")
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except RecursionError:
+        raise ValueError(f"{path} is nested too deeply to be read; flatten it.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid YAML or JSON: {error}") from error
+    if values is None:
+        raise ValueError(f"{path} is empty; expected keys and values.")
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; expected keys and values.")
     flat = dict(_flatten(values))

@@ -416,16 +416,18 @@ def evaluate(session: Session, params: Params) -> Params:
     done = None
     if distributed.is_main():
         done = read_metrics(file, progress.whose_weights, made_with(session))
+    errors: dict[str, str] = {}
     metrics = distributed.from_main(done)
     if metrics is None:
         session.components.engine.set_weights(params)
-        metrics = run_suites(session, "evaluate", session.config.eval.final_suites)
+        metrics, errors = run_suites(session, "evaluate", session.config.eval.final_suites)
         session.components.engine.release()
     else:
         text = file.with_suffix(".txt")
         session.display.log(f"evaluated before, with the same settings: {text}")
     metrics["weights_step"] = progress.whose_weights
     session.metrics_log.write(progress.step, "evaluate", metrics)
+    session.failures.check_suites(errors)
     return params
 
 
@@ -438,8 +440,14 @@ def made_with(session: Session) -> str:
     return hashlib.sha256(json.dumps([settings, content], sort_keys=True).encode()).hexdigest()
 
 
-def run_suites(session: Session, stage: str, suites: Sequence[str]) -> dict[str, float]:
-    """Evaluates the engine's weights and writes `eval/<stage>_<step>.json` and `.txt`."""
+def run_suites(
+    session: Session, stage: str, suites: Sequence[str]
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Evaluates the engine's weights and writes `eval/<stage>_<step>.json` and `.txt`.
+
+    Returns:
+        Metrics, and the first error of each suite of which every episode failed.
+    """
     step, display, settings = session.progress.step, session.display, session.config.eval
     started = time.perf_counter()
     played = {suite: play(session, suite) for suite in suites}
@@ -467,20 +475,20 @@ def run_suites(session: Session, stage: str, suites: Sequence[str]) -> dict[str,
     text = as_text(step, stage, summaries, weights_step=whose_weights)
     if distributed.is_main():
         write(session.workdir / "eval" / f"{stage}_{step}.json", record, text)
-    for suite, summary in summaries.items():
-        if is_unscored(summary):
-            error = first_error(members(played[suite]))
-            display.log(
-                f"warning: {stage} {step} {suite}: no question could be scored, since every "
-                f"episode ended in an environment error; the first: {error}"
-            )
+    unscored = [suite for suite, summary in summaries.items() if is_unscored(summary)]
+    errors = {suite: first_error(members(played[suite])) for suite in unscored}
+    for suite, error in errors.items():
+        display.log(
+            f"warning: {stage} {step} {suite}: no question could be scored, since every "
+            f"episode ended in an environment error; the first: {error}"
+        )
     lines = [f"{stage} {step} {one_line(suite, summary)}" for suite, summary in summaries.items()]
     for line in [text] if stage == "evaluate" else lines:
         display.log(line)
     metrics = {"timing_s/testing": time.perf_counter() - started}
     for suite, summary in summaries.items():
         metrics |= as_metrics(suite, summary)
-    return metrics
+    return metrics, errors
 
 
 def play(session: Session, suite: str) -> list[Group]:

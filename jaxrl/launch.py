@@ -52,7 +52,21 @@ _PLAN_DEVICES = flags.DEFINE_integer("plan_devices", 0, "Devices to plan for; 0:
 _PLAN_PROCESSES = flags.DEFINE_integer(
     "plan_processes", 1, "Processes among which they are divided.", lower_bound=1
 )
-_PLAN_MEMORY = flags.DEFINE_float("plan_memory_gib", 0.0, "Memory of each; 0: as this host's.")
+
+
+class _GibParser(flags.FloatParser):
+    """A number, without its unit."""
+
+    def convert(self, argument: Any) -> float:
+        try:
+            return super().convert(argument)
+        except ValueError:
+            raise ValueError("expected a number of GiB, such as 80") from None
+
+
+_PLAN_MEMORY: flags.FlagHolder[float] = flags.DEFINE(
+    _GibParser(), "plan_memory_gib", 0.0, "Memory of each; 0: as this host's."
+)
 _PLAN_PLATFORM = flags.DEFINE_enum(
     "plan_platform", None, ["cpu", "gpu", "tpu"], "Their kind; default: gpu where memory is given."
 )
@@ -180,13 +194,14 @@ def _run(
         except (CheckpointError, NotEnoughGroupsError) as error:
             _refuse(error)
         except Exception as error:
-            if full_disk(error) is None:
+            full = full_disk(error)
+            if full is None:
                 if _is_of(error, workdir):
                     _refuse(error)
                 raise
             saved = newest_whole(workdir / "checkpoints")
             kept = "nothing is saved yet" if saved is None else f"step {saved} is saved"
-            _refuse(error, f"{kept}; free some space and run the same command again.", workdir)
+            _refuse(full, f"{kept}; {_REMEDIES[full.errno or 0]}", workdir)
 
 
 def _plan(config: ConfigDict) -> int:
@@ -197,6 +212,11 @@ def _plan(config: ConfigDict) -> int:
     from jaxrl.runtime.plan import advice, display, memory
 
     target = _plan_target()
+    if not (Path(config.model.path) / "config.json").is_file():
+        raise FileNotFoundError(
+            f"config.model.path is {config.model.path!r}, which holds no config.json; a plan reads "
+            "nothing else of a model, and configs/models has one for several."
+        )
     model = read_model(config.model.path, config.model.architecture)
     chosen = advice.choose_micro_rows(config, model, target, must_fit=False)
     plan = memory.make_plan(config, model, target)
@@ -453,7 +473,10 @@ def _refuse(error: Exception, remedy: str = "", place: Path | None = None) -> No
     """
     if {"-traceback", "--traceback"} & set(sys.argv):
         raise error
-    sys.exit(f"error: {printable(_message(full_disk(error) or error, remedy, place))}")
+    full = full_disk(error)
+    if full is not None and full.filename:  # else the error itself tells more
+        error = full
+    sys.exit(f"error: {printable(_message(error, remedy, place))}")
 
 
 def _is_of(error: Exception, folder: Path) -> bool:
@@ -470,8 +493,24 @@ _REMEDIES = {
     errno.EISDIR: "a file belongs there; move the folder away.",
     errno.ENOTDIR: "a folder belongs there; move the file away.",
     **dict.fromkeys(FULL_DISK, "free some space and run the same command again."),
+    errno.EFBIG: "raise the limit on a file's size (ulimit -f) and run the same command again.",
 }
 """What to do about errors of the system, whose texts do not say it."""
+
+
+_PLAINER = (
+    (r' Other fields present: "\{.*\}"', ""),
+    (
+        r'Key "(\w+)" does not exist and cannot be added since the config is locked\.',
+        r"this section has no key \1; jaxrl/config.py has all keys.",
+    ),
+    (
+        r"Could not override field '(\w+)' \(reference\)\. (.*) is of original type .* and cannot "
+        r"be casted to type <class '(?:\w+\.)*(\w+)'>",
+        r"\1 is set to \2; expected a value of type \3.",
+    ),
+)
+"""What ml_collections says, and the same for who does not know it."""
 
 
 def _message(error: Exception, remedy: str = "", place_of: Path | None = None) -> str:
@@ -498,7 +537,8 @@ def _message(error: Exception, remedy: str = "", place_of: Path | None = None) -
     text = str(origin.args[0]) if isinstance(origin, KeyError) and origin.args else str(origin)
     if "Error whilst parsing config file" in text and not place:  # and a whole traceback
         place, text = f"{_config_file(sys.argv)}: ", text.strip().splitlines()[-1]
-    text = re.sub(r' Other fields present: "\{.*\}"', "", text, flags=re.DOTALL)
+    for theirs, ours in _PLAINER:
+        text = re.sub(theirs, ours, text, flags=re.DOTALL)
     return place + " ".join(text.split())
 
 

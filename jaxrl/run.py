@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,43 @@ def run(
 
     Raises:
         Interrupted: `should_stop` was true. The steps that were done are saved.
-        NothingWorksError: every episode failed, several times in a row. Likewise.
+        NothingWorksError: every episode failed, several times in a row or in the last evaluation.
+            Likewise.
         CheckpointError: there are checkpoints, but the one to go on with cannot be read.
     """
-    session = open_session(config, workdir, components, display, should_stop, contents, adopt)
+    checkpointer = Checkpointer(
+        workdir / "checkpoints",
+        keep=config.checkpoint.keep,
+        keep_best=config.checkpoint.keep_best,
+        log=display.log,
+    )
+    with contextlib.closing(checkpointer):
+        session = open_session(
+            config, workdir, components, display, should_stop, contents or {}, adopt, checkpointer
+        )
+        with contextlib.closing(session.metrics_log), stopping(display):
+            run_stages(session)
     progress = session.progress
+    write_report(session)
+    paths = [path for path in workdir.iterdir() if not path.name.startswith(".")]
+    names = sorted(path.name + "/" * path.is_dir() for path in paths)
+    display.log(f"done; {workdir} holds {', '.join(names)}")
+    if progress.has_learned_nothing:
+        display.log(nothing_learned(progress.stage_step, config.optimizer.lr))
+
+
+@contextlib.contextmanager
+def stopping(display: Display) -> Iterator[None]:
+    """The live line of the terminal ends with what is done within."""
+    try:
+        yield
+    finally:
+        display.stop()
+
+
+def run_stages(session: Session) -> None:
+    """Runs the stages of a session; what ends them early is saved and told."""
+    config, progress, display = session.config, session.progress, session.display
     try:
         params = start_params(session)
         for stage in config.stages:
@@ -79,16 +112,6 @@ def run(
         if not isinstance(error, NotEnoughGroupsError):
             write_report(session)
         raise
-    finally:
-        display.stop()
-        session.metrics_log.close()
-        session.checkpointer.close()
-    write_report(session)
-    paths = [path for path in workdir.iterdir() if not path.name.startswith(".")]
-    names = sorted(path.name + "/" * path.is_dir() for path in paths)
-    display.log(f"done; {workdir} holds {', '.join(names)}")
-    if progress.has_learned_nothing:
-        display.log(nothing_learned(progress.stage_step, config.optimizer.lr))
 
 
 def open_session(
@@ -97,16 +120,11 @@ def open_session(
     components: Components,
     display: Display,
     should_stop: Callable[[], bool],
-    contents: Mapping[str, str] | None,
+    contents: Mapping[str, str],
     adopt: Callable[[], None],
+    checkpointer: Checkpointer,
 ) -> Session:
     """The session of `run`, as the workdir's newest checkpoint left it; arguments as there."""
-    checkpointer = Checkpointer(
-        workdir / "checkpoints",
-        keep=config.checkpoint.keep,
-        keep_best=config.checkpoint.keep_best,
-        log=display.log,
-    )
     found = checkpointer.restore_newest(
         lambda saved: restore_targets(config, components, Progress.from_json(saved, config))
     )
@@ -139,7 +157,7 @@ def open_session(
         progress=progress,
         restored=found[1] if found else {},
         should_stop=should_stop,
-        contents=contents or {},
+        contents=contents,
         failures=failures,
         saved=dataclasses.replace(progress) if found else None,
     )

@@ -147,6 +147,15 @@ class Session:
         progress.controllers, progress.leftover = Controllers.init(self.config), []
         return True
 
+    def note_steps_beyond(self, num_steps: int) -> None:
+        """Says so where the train stage has done more steps than are asked for."""
+        progress = self.progress
+        if progress.stage == "train" and progress.stage_step > num_steps:
+            self.display.log(
+                f"train: {progress.stage_step} steps are done, and config.num_steps is "
+                f"{num_steps}: nothing is left to train"
+            )
+
     def start_state(self, params: Params, optimizer: optax.GradientTransformation) -> TrainState:
         """A fresh state at the start of a stage, the checkpoint's in its middle."""
         if self.progress.stage_step > 0:

@@ -36,10 +36,10 @@ from jaxrl.runtime.stopping import update_best
 from jaxrl.sampling.rollout import Sampling, Seeds
 from jaxrl.session import Session, stage_optimizer
 from jaxrl.training import rewards
-from jaxrl.training.collect import Collected, Measure, collect
+from jaxrl.training.collect import Collected, Measure, collect, some_failed
 from jaxrl.training.controllers import Controllers, advance, open_gate
 from jaxrl.training.estimators import Estimator
-from jaxrl.training.health import has_learned, nothing_learned, why_nothing
+from jaxrl.training.health import has_learned, why_nothing
 from jaxrl.training.measure import make_measure
 from jaxrl.training.minibatches import make_minibatches, put_minibatches
 from jaxrl.training.packing import BatchShape, train_shape
@@ -52,6 +52,7 @@ def train(session: Session, params: Params) -> Params:
     """Reinforcement learning; returns the trained parameters."""
     config, components, progress = session.config, session.components, session.progress
     if not session.begin("train"):
+        session.note_steps_beyond(config.num_steps)
         return params
     is_resumed = progress.stage_step > 0
     optimizer = stage_optimizer(config, "train")
@@ -133,8 +134,10 @@ def train(session: Session, params: Params) -> Params:
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.items_taken, progress.value = collected.items_taken, None
         progress.num_learned += has_learned(measured) and config.optimizer.lr > 0
-        if (why := why_nothing(members(groups), measured)) is not None:
-            session.display.log(f"warning: train {progress.stage_step}: {why}")
+        failed = some_failed(collected.tried, config.rollout.group_size)
+        if any(why := (why_nothing(members(groups), measured), failed)):
+            reasons = "; ".join(filter(None, why))
+            session.display.log(f"warning: train {progress.stage_step}: {reasons}")
         progress.record = {
             **record_of(session, groups, collected, current, measured, clock),
             **packing_metrics(minibatches),
@@ -145,8 +148,6 @@ def train(session: Session, params: Params) -> Params:
         finish_step(session)
     if progress.stage_step < config.num_steps:
         state = take_best(session, state)
-    if progress.has_learned_nothing:
-        session.display.log(nothing_learned(progress.stage_step, config.optimizer.lr))
     return session.end(state)
 
 
@@ -186,7 +187,7 @@ def measure_for(session: Session, score: CompiledFunction, shape: BatchShape) ->
 def begin_training(session: Session) -> None:
     """Evaluates the policy as it is, and sets up the controllers."""
     config, progress = session.config, session.progress
-    evaluated = run_suites(session, "train", config.eval.suites)
+    evaluated, _ = run_suites(session, "train", config.eval.suites)
     best_metric(config, evaluated)  # refused now where it is missing
     open_gate_by(session, evaluated)
     bootstrap(session)
@@ -289,7 +290,7 @@ def finish_step(session: Session) -> None:
     is_last = stage_step == config.num_steps
     evaluated: dict[str, float] = {}
     if is_last or (every and stage_step % every == 0):
-        evaluated = run_suites(session, "train", config.eval.suites)
+        evaluated, _ = run_suites(session, "train", config.eval.suites)
     open_gate_by(session, evaluated)
     assert progress.record is not None
     record = progress.record | evaluated | progress.controllers.metrics()

@@ -192,7 +192,8 @@ def test_arguments_of_the_chat_template_are_one_value(config, tmp_path, values):
         ("lr: 1.0", "no key config.lr; did you mean optimizer.lr or sft.optimizer.lr?"),
         ("xyzzy: 1", "no key config.xyzzy; jaxrl/config.py has all keys."),
         ("- 1", "holds a list; expected keys and values"),
-        ("", "holds a NoneType; expected keys and values"),
+        ("", "is empty; expected keys and values"),
+        ("[" * 10_000, "is nested too deeply to be read; flatten it"),
         ("a: [", "is not valid YAML or JSON"),
     ],
 )

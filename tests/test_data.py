@@ -97,7 +97,9 @@ def test_two_tasks_with_one_id(file):
 
 
 @pytest.mark.parametrize("indent", [None, 2])
-def test_an_array_of_tasks_and_how_it_is_converted(file, indent):
+def test_an_array_of_tasks_and_how_it_is_converted(tmp_path, indent):
+    file = tmp_path / "my data's" / "tasks.jsonl"
+    file.parent.mkdir()
     file.write_text(json.dumps([{"question": "x", "answer": "a"}] * 2, indent=indent))
     with pytest.raises(ValueError, match=r"is a JSON array; expected JSONL") as raised:
         read_tasks(file, KEY)

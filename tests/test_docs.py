@@ -38,6 +38,17 @@ def test_relative_links_resolve(page):
 
 
 @pages
+def test_anchors_exist(page):
+    for target in LINK.findall(BLOCK.sub("", text(page))):
+        path, _, anchor = target.partition("#")
+        if anchor and "://" not in path:
+            there = page.parent / path if path else page
+            headings = re.findall("^#+ (.*)$", BLOCK.sub("", text(there)), re.MULTILINE)
+            slugs = [re.sub(r"[^\w -]", "", one.lower()).replace(" ", "-") for one in headings]
+            assert anchor in slugs, f"{target}: {there.name} has no such heading"
+
+
+@pages
 def test_configuration_keys_exist(page):
     flat = flatten(default_config())
     known = {key.rsplit(".", n)[0] for key in flat for n in range(key.count(".") + 1)}

@@ -204,7 +204,11 @@ class TestConfigFile:
         [
             ("config.rollout.grup_size = 4", 'Did you mean "group_size" instead of "grup_size"?'),
             ("config.lss.name = 'clip'", 'Did you mean "loss" instead of "lss"?'),
-            ("config.rollout.group_size = 'many'", "many is of original type <class 'str'>"),
+            ("config.optimizer.learning_rate = 1", "this section has no key learning_rate; jaxrl/"),
+            (
+                "config.rollout.group_size = 'many'",
+                "group_size is set to many; expected a value of type int.",
+            ),
             ("config.seed = sed", "name 'sed' is not defined"),
             ("open('nothing')", "No such file or directory: 'nothing'"),
         ],
@@ -344,6 +348,16 @@ class TestFiles:
         wanted = f"{model / name}: Permission denied; give this user the right to it (ls -l shows"
         assert launch._message(raised.value).startswith(wanted)
 
+    @pytest.mark.parametrize("name", ["io::Error", "An IO error occurred"])
+    def test_a_full_disk_where_the_index_belongs(self, refusal, monkeypatch, tmp_path, name):
+        def write(*_):
+            raise ValueError(f"{name}: No space left on device")
+
+        monkeypatch.setattr("jaxrl.envs.retrieval._write_index", write)
+        message = refusal(f"--config.search.index={tmp_path / 'index'}")
+        assert f"could not be written to {tmp_path / 'index'}, where" in message
+        assert "name another folder for it by config.search.index" in message
+
     def test_truncated_weights(self, refusal, model):
         file = model / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-1000])
@@ -377,7 +391,7 @@ class TestFiles:
         for key in ("tasks.train.source", "search.local.corpus"):
             message = refusal(f"--config.{key}={file}")
             assert message.startswith(f"{file} is a Parquet file; expected JSONL, one JSON object")
-            assert f"q.read_table('{file}').to_pylist()" in message
+            assert f'q.read_table("{file}").to_pylist()' in message
 
     def test_empty_corpus(self, refusal, tmp_path):
         corpus = write(tmp_path / "corpus.jsonl")
@@ -567,7 +581,7 @@ def test_a_full_disk_is_one_line_whatever_its_libraries_say(tmp_path, tiny_world
         [sys.executable, "-c", limited, *arguments], capture_output=True, text=True
     )
     assert done.returncode == 1
-    wanted = f"error: {workdir}: File too large; nothing is saved yet; free some space and run the"
+    wanted = f"error: {workdir}: File too large; nothing is saved yet; raise the limit on a file's"
     assert done.stderr.startswith(wanted)
     assert done.stderr.count("\n") == 1
 

@@ -299,15 +299,18 @@ class Flaky(SearchEngine):
         return self._engine.run(query)
 
 
-def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatch):
+def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatch, capsys):
     make_search = assemble._make_search
     monkeypatch.setattr(assemble, "_make_search", lambda *given: Flaky(make_search(*given)))
     play(continued(base, tiny_world, num_steps=2), tmp_path)
+    told = capsys.readouterr().out
     for record in records(tmp_path)[1:]:
         lines = trajectories(tmp_path, record["step"])
         failed = [line for line in lines if line["outcome"] == "environment_error"]
         scored = [line for line in lines if line["outcome"] != "environment_error"]
         assert 0 < len(failed) < len(lines)
+        number = f"{len(failed)} of {len(lines)} episodes ended in an environment error; the first"
+        assert f"{number}: ConnectionError: no answer to" in told
         assert record["outcome/environment_error"] == len(failed) / len(lines)
         assert record["critic/rewards/mean"] == pytest.approx(
             np.mean([line["reward"] for line in scored])
@@ -360,7 +363,7 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
     reason = "ended in an environment error; the first: no route to host"
     assert told.count(f"warning: each of the 16 episodes of this batch {reason}") == 2
     assert told.count(f"no question could be scored, since every episode {reason}") == 2
-    assert told.count("NOTHING WAS LEARNED in the 2 steps of the train stage") == 2
+    assert told.count("NOTHING WAS LEARNED in the 2 steps of the train stage") == 1
     assert told.splitlines()[-1].startswith("warning: NOTHING WAS LEARNED")
     assert "nan" not in told
     page = (workdir / "report.html").read_text()
@@ -376,3 +379,9 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
     is_mended = True
     go_on(workdir)
     assert [record["outcome/environment_error"] for record in records(workdir)[3:]] == [0]
+    # Nor is an evaluation a result of which every episode failed.
+    is_mended, config.stages = False, ("evaluate",)
+    with pytest.raises(NothingWorksError, match=r"of the evaluation \(.*: no route to host\."):
+        go_on(workdir)
+    assert records(workdir)[-1]["stage"] == "evaluate"
+    assert (workdir / "eval" / "evaluate_3.json").exists()

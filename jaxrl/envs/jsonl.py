@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,6 @@ MAGIC = {
 
 MAX_DEPTH = 100
 """Objects and lists in one another; what is copied and written later on goes into each of them."""
-
-CONVERT = 'python -c "import {}; [print(json.dumps(x, default=str)) for x in {}]" > {}'
-"""A command that writes what Python reads as JSONL: modules, the rows, the new file."""
 
 
 def read_objects(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
@@ -41,20 +39,26 @@ def read_objects(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
 
 def _refuse_other_formats(path: Path, start: bytes) -> None:
     """Refuses by name what is no JSONL, from the file's first bytes."""
-    new = path.with_name(f"{path.stem}_lines.jsonl")
+    new, name = path.with_name(f"{path.stem}_lines.jsonl"), json.dumps(str(path))
     expected = "expected JSONL, one JSON object a line"
     for magic, what in MAGIC.items():
         if start.startswith(magic):
             how = "Unpack or convert it first."
             if magic == b"PAR1":
-                rows = f"q.read_table('{path}').to_pylist()"
-                convert = CONVERT.format("json, pyarrow.parquet as q", rows, new)
+                rows = f"q.read_table({name}).to_pylist()"
+                convert = _conversion("json, pyarrow.parquet as q", rows, new)
                 how = f"With pyarrow installed, this converts it: {convert}"
             raise ValueError(f"{path} is {what}; {expected}. {how}")
     head = start.removeprefix(b"\xef\xbb\xbf").lstrip()
     if head.startswith(b"[") and head[1:].lstrip()[:1] in (b"{", b""):
-        convert = CONVERT.format("json", f"json.load(open('{path}'))", new)
+        convert = _conversion("json", f"json.load(open({name}))", new)
         raise ValueError(f"{path} is a JSON array; {expected}. This converts it: {convert}")
+
+
+def _conversion(modules: str, rows: str, new: Path) -> str:
+    """A command that writes what Python reads as JSONL, for a shell."""
+    program = f"import {modules}; [print(json.dumps(x, default=str)) for x in {rows}]"
+    return f"python -c {shlex.quote(program)} > {shlex.quote(str(new))}"
 
 
 def _parse(line: bytes, place: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -216,7 +217,7 @@ class LocalSearch(SearchEngine):
         for part in folder.iterdir():
             part.open("rb").close()  # tantivy would not tell which one may not be read
         try:
-            opened = tantivy.Index.open(str(folder))
+            opened = _open(folder)
             self._searcher = opened.searcher()
         except ValueError as error:
             raise ValueError(
@@ -267,6 +268,24 @@ class LocalSearch(SearchEngine):
     def _document(self, address: Any) -> Document:
         record: Any = self._searcher.doc(address).get_first("record")
         return Document(*json.loads(record))
+
+
+def _open(folder: Path) -> Any:
+    """An index, also one that this user may only read.
+
+    tantivy writes a lock beside the files. Where it may not, links to them are opened in a
+    temporary folder; nothing of an index is looked up by name once it is open.
+    """
+    try:
+        return tantivy.Index.open(str(folder))
+    except ValueError as error:
+        if "Lockfile" not in str(error):
+            raise
+    with tempfile.TemporaryDirectory() as links:
+        for part in folder.absolute().iterdir():
+            if part.suffix != ".lock":
+                (Path(links) / part.name).symlink_to(part)
+        return tantivy.Index.open(links)
 
 
 def _group_ties(hits: Sequence[tuple[float, Any]]) -> list[list[Any]]:
@@ -382,13 +401,13 @@ def _build_index(corpus: Path, folder: Path, building: Path, progress: Progress)
             part.chmod(building.stat().st_mode & 0o666)
         building.rename(folder)
     except ValueError as error:
-        if "io::Error" not in str(error) and "IoError" not in str(error):
+        if not any(name in str(error) for name in ("io::Error", "IoError", "IO error")):
             raise
         free = shutil.disk_usage(building).free / 2**20
         raise OSError(
             f"the index of {corpus} could not be written to {folder.parent}, where {free:,.0f} MiB "
             "are free; an index needs about as much as its corpus. Free some space, or name "
-            f"another folder for it. (tantivy: {error})"
+            f"another folder for it by config.search.local.index. (tantivy: {error})"
         ) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)

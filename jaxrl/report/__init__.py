@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -58,5 +59,5 @@ def write_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
     except Exception as error:
         log(
             f"warning: no report: {error!r}. The run is whole; "
-            f"python -m jaxrl.report {workdir} tries again."
+            f"python -m jaxrl.report {shlex.quote(str(workdir))} tries again."
         )

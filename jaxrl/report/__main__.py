@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from jaxrl.runtime.stopping import end_on_signals
+
+if __name__ == "__main__":
+    end_on_signals("ended", code=None)  # also while what draws is loaded
+
 import argparse
 import sys
 from collections.abc import Sequence

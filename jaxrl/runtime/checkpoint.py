@@ -42,26 +42,28 @@ class CheckpointError(ValueError):
 def raises_once() -> Iterator[None]:
     """Keeps Orbax and its threads from printing what it raises too, a thousand lines of it.
 
-    Where saving fails it logs each tensor's failure as an error, with a traceback, and tells event
-    loops of it that are closed by then, which Python prints.
+    Where saving fails it logs each tensor's failure as an error, with a traceback, leaves others to
+    asyncio, which logs them, and tells event loops that are closed by then, which Python prints.
     """
-    logger, hook = logging.getLogger("absl"), sys.unraisablehook
+    loggers, hook = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
 
-    def is_lower(record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR
+    def is_shown(record: logging.LogRecord) -> bool:
+        is_foreign = record.name == "asyncio" and "orbax" not in record.getMessage()
+        return record.levelno < logging.ERROR or is_foreign
 
     def unraisablehook(ignored: Any) -> None:
         is_late = str(ignored.exc_value) == "Event loop is closed"
         if not (is_late or "orbax" in repr(ignored.object) or "async" in repr(ignored.object)):
             hook(ignored)
 
-    logger.addFilter(is_lower)
+    for logger in loggers:
+        logger.addFilter(is_shown)
     sys.unraisablehook = unraisablehook
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_lower)
-    sys.unraisablehook = hook  # not after an error: some of it comes when Python ends
+    yield
+    # Not after an error: some of it comes when Python ends.
+    for logger in loggers:
+        logger.removeFilter(is_shown)
+    sys.unraisablehook = hook
 
 
 class Checkpointer:

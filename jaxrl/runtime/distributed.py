@@ -309,7 +309,7 @@ def _waiting(job: Job, *, silent_s: float = 10.0, limit_s: float = JOIN_S) -> It
     """Says what this process waits for when it takes long, and ends it when it takes too long."""
     arrived = threading.Event()
     who = "" if job.process_id is None else f"process {job.process_id} of {job.num_processes}: "
-    where = "" if job.coordinator is None else f" at {job.coordinator}, where process 0 listens,"
+    where = "" if job.coordinator is None else f" at {job.coordinator}, process 0's address,"
 
     def watch() -> None:
         # Not print: the main thread may hold the buffer, and Python gets no turn to wait for it.

@@ -210,6 +210,9 @@ def held(folder: Path) -> Iterator[None]:
         except OSError:
             pass  # a file system without locks: nobody watches over two runs in one folder
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+        try:  # past the buffer, which would be written again at the end
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except OSError as error:
+            error.filename = file.name
+            raise
         yield

@@ -21,15 +21,25 @@ ENDED_EARLY = "ended before the first step; there is nothing to save"
 _CURSOR = "\x1b[?25h"  # shows it again, which a live line hides
 
 
-def end_on_signals() -> None:
-    """Ends the process at once with `EXIT_TRY_AGAIN` on SIGTERM or SIGINT, from now on."""
+def end_on_signals(said: str = ENDED_EARLY, code: int | None = EXIT_TRY_AGAIN) -> None:
+    """Ends the process at once on SIGTERM or SIGINT, from now on.
+
+    Args:
+        said: in one line with the signal's name.
+        code: exit code; None: 128 and the signal's number.
+    """
 
     def end(number: int, _: object) -> None:
-        os.write(2, f"{signal.Signals(number).name}: {ENDED_EARLY}\n".encode())
-        os._exit(EXIT_TRY_AGAIN)
+        _write(f"{signal.Signals(number).name}: {said}")
+        os._exit(128 + number if code is None else code)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
+
+
+def _write(line: str) -> None:
+    """Writes to stderr; not by print, as a signal may come while another print holds the buffer."""
+    os.write(2, f"{line}\n{_CURSOR if os.isatty(2) else ''}".encode())
 
 
 @contextmanager
@@ -56,13 +66,12 @@ def stop_on_signals(
                 continue
             if asked.is_set():
                 os._exit(128 + received[0])
-            # Not print: the signal may have come while another print held the buffer.
             name = signal.Signals(received[0]).name
             if not is_begun():
-                os.write(2, f"{name}: {ENDED_EARLY}\n{_CURSOR if os.isatty(2) else ''}".encode())
+                _write(f"{name}: {ENDED_EARLY}")
                 os._exit(EXIT_TRY_AGAIN)
             asked.set()
-            os.write(2, f"{name}: saving; once more to end at once\n".encode())
+            os.write(2, f"{name}: stopping; once more to end at once\n".encode())
 
     before = {number: signal.signal(number, lambda *_: None) for number in numbers}
     wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)

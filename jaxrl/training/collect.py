@@ -185,6 +185,19 @@ def _shares(tried: Sequence[GroupStats]) -> str:
     return shares + (f" (the first environment error: {error})" if error else "")
 
 
+def some_failed(tried: Sequence[GroupStats], group_size: int) -> str | None:
+    """How many episodes of a step failed, and the first error; None where none or all did.
+
+    That all of a batch failed is told where it is sampled; see `Failures`.
+    """
+    total = len(tried) * group_size
+    failed = total - sum(group.num_scored for group in tried)
+    if failed in (0, total):
+        return None
+    error = next(short(group.error) for group in tried if group.error)
+    return f"{failed} of {total} episodes ended in an environment error; the first: {error}"
+
+
 def _complaint(settings: ConfigDict, batches: _Batches, wanted: int) -> str:
     keys = ", ".join(f"{name}={value!r}" for name, value in subsection(settings).items())
     return (

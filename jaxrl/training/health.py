@@ -13,8 +13,14 @@ from jaxrl.types import Trajectory
 _LONGEST_ERROR = 200  # characters of an error's text that a warning shows
 
 
+_WHAT_TO_DO = (
+    "Neither the policy nor the tasks are at fault: mend what the error names, then run the same "
+    "command again. What was finished is saved."
+)
+
+
 class NothingWorksError(RuntimeError):
-    """Every episode of several batches in a row ended in an environment error."""
+    """Every episode of several batches in a row, or of an evaluation, failed."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -48,8 +54,22 @@ class Failures:
             raise NothingWorksError(
                 f"every episode of {self.num_batches} batches in a row "
                 f"(config.rollout.max_failed_steps) ended in an environment error; the last "
-                f"batch's first: {error}. Neither the policy nor the tasks are at fault: mend what "
-                "the error names, then run the same command again. What was finished is saved."
+                f"batch's first: {error}. {_WHAT_TO_DO}"
+            )
+
+    def check_suites(self, errors: Mapping[str, str]) -> None:
+        """Gives up where a final evaluation has a suite without any score.
+
+        Args:
+            errors: the first error of each suite of which every episode failed.
+
+        Raises:
+            NothingWorksError: there is one, and the limit is not 0.
+        """
+        if errors and self.limit:
+            raise NothingWorksError(
+                f"every episode of the evaluation ({', '.join(errors)}) ended in an environment "
+                f"error; the first: {next(iter(errors.values()))}. {_WHAT_TO_DO}"
             )
 
 
@@ -89,14 +109,7 @@ def why_nothing(
         rewards = [t.reward for t in scored]
         spread = f"{min(rewards):.3g}"
         spread += f" to {max(rewards):.3g}" if min(rewards) != max(rewards) else ""
-        why = f"no trajectory had a signal: what is compared was equal (rewards {spread})"
-        failed = len(trajectories) - len(scored)
-        if failed:
-            why += (
-                f"; {failed} of {len(trajectories)} episodes ended in an environment error, the "
-                f"first: {first_error(trajectories)}"
-            )
-        return why
+        return f"no trajectory had a signal: what is compared was equal (rewards {spread})"
     if measured and all(m["skipped"].value for m in measured):
         return "its update was skipped, since the gradient was not finite"
     return None
@@ -110,8 +123,9 @@ def nothing_learned(num_steps: int, learning_rate: float) -> str:
         else "no update had a gradient, as all rewards that are compared were equal, every episode "
         "failed or gradients were not finite; the warnings above say which"
     )
+    steps = "one step" if num_steps == 1 else f"{num_steps} steps"
     return (
-        f"warning: NOTHING WAS LEARNED in the {num_steps} steps of the train stage: {cause}. The "
+        f"warning: NOTHING WAS LEARNED in the {steps} of the train stage: {cause}. The "
         "weights are those it began with, but for weight decay. Look at generated_text and reward "
         "in trajectories/, and at filter/*_share and outcome/* in metrics.jsonl: answers that are "
         "all wrong want a warm start (sft), a better prompt or easier tasks; answers that are all "

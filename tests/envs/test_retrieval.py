@@ -294,6 +294,17 @@ def test_an_index_that_may_not_be_read(open_folder):
         LocalSearch(open_folder / "corpus.jsonl", open_folder / "index")
 
 
+def test_an_index_that_may_only_be_read(open_folder):
+    before = local_search(open_folder, CITIES).run("capital")
+    with as_nobody():
+        found = LocalSearch(open_folder / "corpus.jsonl", open_folder / "index")
+        assert found.run("capital") == before
+    [meta] = (open_folder / "index").glob("*/meta.json")
+    meta.write_bytes(b"x")
+    with as_nobody(), pytest.raises(ValueError, match=f"the index {meta.parent} is damaged"):
+        LocalSearch(open_folder / "corpus.jsonl", open_folder / "index")
+
+
 @pytest.mark.parametrize("exists", [False, True])
 def test_an_index_that_may_not_be_written(open_folder, exists):
     write_corpus(open_folder, CITIES)

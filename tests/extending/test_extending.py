@@ -7,6 +7,7 @@ import threading
 import urllib.parse
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from configs import debug_tiny
@@ -16,12 +17,14 @@ from jaxrl.envs.base import Episode, Outcome, Task
 from jaxrl.envs.tools import run_all
 from jaxrl.logs.display import Display
 from jaxrl.run import run
+from jaxrl.training.collect import NotEnoughGroupsError
 from tests.envs.contract import check_env
 from tests.helpers import blocks, text
 from tests.runs import records, trajectories
 
 HERE = Path(__file__).parent
-FILES = [HERE / f"my_{kind}.py" for kind in ("env", "tool", "engine", "reward")]
+KINDS = ("env", "tool", "engine", "reward", "estimator", "loss", "filter")
+FILES = [HERE / f"my_{kind}.py" for kind in KINDS]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
 TASKS = [
     Task(id="1", question="What is 3*(4+5)?", answers=("27",)),
@@ -66,6 +69,9 @@ def test_the_document_shows_the_files_and_their_lines():
         'config.env.search.tools = ("my_tool.Clock",)\n',
         'config.search.engine = "my_engine.Engine"\n',
         'config.reward.weights = {"exact_match": 1.0, "my_reward.brevity": 0.2}\n',
+        'config.advantage.name = "my_estimator.by_rank"\n',
+        'config.loss.name = "my_loss.floored"\n',
+        'config.filter.name = "my_filter.has_success"\n',
     ]
     for line in lines:  # each by itself is a valid configuration
         assert line in shown
@@ -188,3 +194,75 @@ def test_a_run_in_an_environment_of_ones_own(tiny_world, tmp_path):
     for line in lines:
         assert line["reward"] == pytest.approx(0.5 * line["reward_parts"]["economy"])
     assert record["reward/economy/mean"] < 1
+
+
+def test_the_objectives_by_hand():
+    from my_estimator import by_rank
+    from my_filter import has_success
+    from my_loss import floored
+
+    rewards, ids = np.array([1.0, 0.0, 0.5, 0.0, 0.0, 3.0]), np.array([0, 0, 0, 1, 1, -1])
+    got = by_rank(rewards, ids, scale=3.0)
+    np.testing.assert_allclose(got, [2.0, -2.0, 0.0, 0.0, 0.0, 0.0])
+    np.testing.assert_array_equal(has_success(rewards, ids), [True] * 3 + [False] * 3)
+    logprobs, mask = np.array([[-1.0, -9.0, -9.0]]), np.array([[True, True, False]])
+    loss, metrics = floored(logprobs, np.full((1, 3), 2.0), mask)
+    np.testing.assert_allclose(loss, [[2.0, 10.0, 0.0]])
+    np.testing.assert_array_equal(metrics["given_up"], [[0, 1, 0]])
+
+
+@pytest.mark.minutes
+@pytest.mark.usefixtures("quick_compilation", "no_pictures")
+def test_a_run_with_objectives_of_ones_own(tiny_world, tmp_path):
+    changes = {
+        "advantage.name": "my_estimator.by_rank", "advantage.settings": {"scale": 3.0},
+        "loss.name": "my_loss.floored", "loss.settings": {"floor": -3.0},
+        "filter.name": "my_filter.has_success",
+        "reward.weights": {"exact_match": 1.0, "my_reward.brevity": 1.0},
+        "sft.num_steps": 2,
+    }  # fmt: skip
+    config = taught(tiny_world, tmp_path, ["<answer> x </answer>"], **changes)
+    lines, record = played(config, tmp_path / "run")
+    assert len({line["reward"] for line in lines}) > 1
+    for line in lines:
+        group = [other["reward"] for other in lines if other["group_id"] == line["group_id"]]
+        beaten = sum(line["reward"] > other for other in group)
+        beating = sum(line["reward"] < other for other in group)
+        assert line["advantage"] == pytest.approx(3 * (beaten - beating) / len(group))
+    assert 0 < record["actor/given_up"] < 1
+    assert record["filter/kept_share"] == 1
+    # None earns as much as this.
+    config.filter.settings = {"least": 5.0}
+    config.filter.max_batches = 1
+    with pytest.raises(
+        NotEnoughGroupsError, match=r"filter\.name='my_filter.has_success' \(least=5"
+    ):
+        played(config, tmp_path / "picky")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"advantage.name": "my_estimator.by_rank", "advantage.settings": {"k": 3}},
+            "config.advantage.settings holds 'k', which my_estimator.by_rank does not take; it "
+            "takes scale.",
+        ),
+        (
+            {"advantage.settings": {"scale": 3}},
+            "config.advantage.settings is .*; expected {}: they are for one of your own, and "
+            "'grpo' has its keys in config.advantage.",
+        ),
+        (
+            {"loss.name": "my_filter.has_success"},
+            "config.loss.name names 'my_filter.has_success', which asks for 'rewards'; expected "
+            "some of logprobs, ",
+        ),
+        ({"filter.name": "most"}, "config.filter.name is 'most'; expected one of none, varied, "),
+    ],
+)
+def test_objectives_that_do_not_fit_are_refused(changes, message):
+    config = debug_tiny.get_config()
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(ValueError, match=message):
+        validate(config)

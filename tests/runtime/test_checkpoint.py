@@ -1,8 +1,10 @@
 import dataclasses
 import errno
 import json
+import logging
 import random
 import shutil
+import sys
 import threading
 
 import jax
@@ -475,3 +477,20 @@ def test_the_manifest_lists_every_file(three_checkpoints):
     found = {str(path.relative_to(step)): path.stat().st_size for path in files_of(step)}
     del found["manifest.json"]
     assert {name: entry["bytes"] for name, entry in content["files"].items()} == found
+
+
+def test_what_orbax_leaves_to_asyncio_is_told_once(capsys):
+    logger = logging.getLogger("asyncio")
+    shown = logging.StreamHandler(sys.stdout)
+    filters, hook = logger.filters[:], sys.unraisablehook
+    logger.addHandler(shown)
+    try:
+        with pytest.raises(OSError, match="full"), checkpoint.raises_once():
+            raise OSError("full")
+        logger.error("never retrieved: write() at site-packages/orbax/checkpoint/x.py")
+        logger.error("never retrieved: another")
+    finally:
+        logger.removeHandler(shown)
+        logger.filters, logging.getLogger("absl").filters = filters, []
+        sys.unraisablehook = hook
+    assert capsys.readouterr().out == "never retrieved: another\n"

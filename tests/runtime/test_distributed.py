@@ -56,7 +56,7 @@ def test_what_a_process_waits_for(capfd, monkeypatch, comes):
         else:
             assert ended.get(timeout=10) == distributed.EXIT_LOST
     waiting, *error = capfd.readouterr().err.splitlines()
-    wanted = "waiting for the other processes at host7:1234, where process 0 listens, for"
+    wanted = "waiting for the other processes at host7:1234, process 0's address, for"
     assert waiting.startswith(f"process 3 of 4: {wanted}")
     assert [line.partition(",")[0] for line in error] == (
         [] if comes else ["error: process 3 of 4: not all processes came at host7:1234"]

@@ -111,6 +111,12 @@ def test_a_full_disk_takes_nothing_away_and_is_told(tmp_path):
     assert full_disk(raised.value).filename == str(path)
 
 
+def test_a_folder_that_cannot_be_held_on_a_full_disk(tmp_path):
+    with no_file_beyond(0), pytest.raises(OSError, match="too large") as raised, held(tmp_path):
+        pass
+    assert raised.value.filename == str(tmp_path / ".lock")
+
+
 def test_a_full_disk_is_found_in_what_libraries_say():
     told = KeyError("later")
     told.__context__ = ValueError("RESOURCE_EXHAUSTED: params/d/c0: No space left on device [28]")

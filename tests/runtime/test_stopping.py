@@ -53,30 +53,42 @@ def test_the_first_signal_asks(number):
     process.send_signal(number)
     output, errors = process.communicate(timeout=30)
     assert (process.returncode, output) == (0, "stopped\n")
-    assert errors == f"{number.name}: saving; once more to end at once\n"
+    assert errors == f"{number.name}: stopping; once more to end at once\n"
 
 
-LAUNCH = """
+LOAD = """
 import runpy, sys, time
 class Slow:
     def find_spec(self, name, *_):
-        if name == "ml_collections":
+        if name == sys.argv[2]:
             print("ready", flush=True)
             time.sleep(60)
 sys.meta_path.insert(0, Slow())
-runpy.run_module("jaxrl.launch", run_name="__main__")
+runpy.run_module(sys.argv[1], run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_the_command_is_loaded(number):
-    command = [sys.executable, "-c", LAUNCH]
+def ended_while_loading(number, *names):
+    command = [sys.executable, "-c", LOAD, *names]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_command_is_loaded(number):
     told = f"{number.name}: ended before the first step; there is nothing to save\n"
-    assert (process.returncode, errors) == (EXIT_TRY_AGAIN, told)
+    assert ended_while_loading(number, "jaxrl.launch", "ml_collections") == (EXIT_TRY_AGAIN, told)
+
+
+@pytest.mark.parametrize(
+    ("module", "loads"), [("ask", "jax"), ("report.__main__", "jaxrl.runtime.files")]
+)
+def test_a_signal_while_a_command_is_loaded_that_saves_nothing(module, loads):
+    ended = ended_while_loading(signal.SIGINT, f"jaxrl.{module}", loads)
+    assert ended == (130, "SIGINT: ended\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

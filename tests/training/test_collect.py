@@ -9,10 +9,10 @@ import pytest
 
 from jaxrl.data import Stream
 from jaxrl.envs.base import Task
-from jaxrl.training.collect import NotEnoughGroupsError, collect, draw
+from jaxrl.training.collect import NotEnoughGroupsError, collect, draw, some_failed
 from jaxrl.training.controllers import Controllers, SkipSet, StageGate
 from jaxrl.training.health import Failures, NothingWorksError
-from jaxrl.types import Group, members, with_fields
+from jaxrl.types import Group, GroupStats, members, with_fields
 from tests import helpers
 from tests.episodes import NumberedTasks, make_failure, make_trajectory, strayed
 
@@ -151,6 +151,20 @@ def test_a_filter_that_waits_says_so_and_why_groups_failed():
     assert [line.partition(";")[0] for line in said] == [
         f"warning: 0 of 2 groups have passed the filter in {count} batches" for count in (10, 20)
     ]
+
+
+def test_how_many_episodes_of_a_step_failed():
+    failed, whole, half = (
+        GroupStats.of(Group(trajectories=group))
+        for group in (
+            (make_failure(),) * 2,
+            (make_trajectory(),) * 2,
+            (make_trajectory(), make_failure()),
+        )
+    )
+    told = f"ended in an environment error; the first: {failed.error}"
+    assert some_failed([whole, failed, half], 2) == f"3 of 6 episodes {told}"
+    assert some_failed([failed], 2) is some_failed([whole], 2) is some_failed([], 2) is None
 
 
 def test_online_filtering_is_strict_and_counts_scored_members_only():

@@ -189,6 +189,16 @@ class TestCommand:
         # 65 GB of decode weights on every device: splitting heads is what helps.
         assert "would fit with --config.mesh.data=1 --config.mesh.fsdp=" in done.stdout
 
+    def test_a_model_that_is_not_there(self, run):
+        done = run("--config.model.path=models/none", "--plan_devices=8", "--plan_memory_gib=80")
+        assert done.returncode == 1
+        assert done.stderr.startswith("error: config.model.path is 'models/none', which holds no")
+        assert "safetensors" not in done.stderr
+
+    def test_memory_with_a_unit(self, run):
+        wanted = "error: flag --plan_memory_gib=80GB: expected a number of GiB, such as 80\n"
+        assert run("--plan_memory_gib=80GB").stderr == wanted
+
     @pytest.mark.parametrize(
         ("arguments", "wanted"),
         [
@@ -205,7 +215,10 @@ class TestCommand:
             ),
             (["--plan_devices=8", "--plan_processes=0"], "plan_processes"),
             (["--config.rollout.max_total_tokens=100000"], "model's 32768 positions"),
-            (["--config.model.path=nowhere"], "model folder 'nowhere' does not exist"),
+            (
+                ["--config.model.path=nowhere"],
+                "config.model.path is 'nowhere', which holds no config.json; a plan",
+            ),
         ],
     )
     def test_refusals(self, asked, monkeypatch, capfd, arguments, wanted):

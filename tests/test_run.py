@@ -1,0 +1,47 @@
+"""How a run begins and ends around its stages."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from jaxrl import run
+from jaxrl.config import default_config
+from jaxrl.logs.display import Display
+from jaxrl.session import Progress, Session
+from jaxrl.train import train
+
+
+def test_a_start_that_fails_closes_the_checkpoints(tmp_path, monkeypatch):
+    def adopt():
+        raise OSError("full")
+
+    def close(checkpointer, close=run.Checkpointer.close):
+        closed.append(checkpointer)
+        close(checkpointer)
+
+    closed = []
+    monkeypatch.setattr(run.Checkpointer, "close", close)
+    with pytest.raises(OSError, match="full"):
+        run.run(default_config(), tmp_path, None, Display(), adopt=adopt)
+    assert len(closed) == 1
+
+
+def test_more_steps_are_done_than_are_asked_for():
+    told, config = [], default_config()
+    config.num_steps = 2
+    session = Session(
+        config=config,
+        workdir=None,
+        components=None,
+        checkpointer=None,
+        metrics_log=None,
+        display=SimpleNamespace(log=told.append),
+        progress=Progress(stage="train", stage_step=6),
+        restored={},
+        should_stop=lambda: False,
+        contents={},
+        failures=None,
+    )
+    assert train(session, "weights") == "weights"
+    [line] = told
+    assert line.startswith("train: 6 steps are done, and config.num_steps is 2: nothing is left")
