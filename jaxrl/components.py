@@ -6,7 +6,7 @@ Everything that can be refused is refused here, before any long work.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -72,17 +72,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
         eos_tokens=config.model.eos_tokens,
         template_arguments=config.prompt.chat_template_kwargs,
     )
-    if tokenizer.num_tokens > model_config.vocab_size:
-        raise ValueError(
-            f"the tokenizer in {config.model.path!r} knows {tokenizer.num_tokens} ids, the model "
-            f"{model_config.vocab_size} (vocab_size in config.json); they belong to two models."
-        )
-    foreign = [token for token in tokenizer.eos_ids if not 0 <= token < tokenizer.num_tokens]
-    if foreign:
-        raise ValueError(
-            f"{config.model.path}/generation_config.json: eos_token_id names {foreign}, which the "
-            f"tokenizer's {tokenizer.num_tokens} ids do not hold."
-        )
+    check_tokenizer(config.model.path, tokenizer, model_config)
     check_hf(config.model.path, config.model.architecture)
     dtype = jnp.dtype(config.model.dtype)
     tools = _make_tools(config)
@@ -90,13 +80,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
     automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
     tasks, eval_tasks, demonstrations = _read_data(config, tokenizer, tools)
     engine = _make_engine(config, model_config, mesh, automaton, tokenizer, dtype)
-    limits = Limits(
-        max_prompt_tokens=config.rollout.max_prompt_tokens,
-        max_response_tokens=config.rollout.max_response_tokens,
-        max_total_tokens=config.rollout.max_total_tokens,
-        max_observation_tokens=config.rollout.max_observation_tokens,
-        overlong_prompts=config.rollout.overlong_prompts,
-    )
+    limits = Limits(**{field.name: config.rollout[field.name] for field in fields(Limits)})
     schedule = Schedule(
         deterministic=config.rollout.deterministic,
         lag_chunks=config.rollout.observation_lag_chunks,
@@ -136,6 +120,25 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
             if text
         ),
     )
+
+
+def check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> None:
+    """Refuses a tokenizer with ids that the model does not have, and ends that it does not have.
+
+    Raises:
+        ValueError: names the folder, and the ids.
+    """
+    if tokenizer.num_tokens > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {path!r} knows {tokenizer.num_tokens} ids, the model "
+            f"{model.vocab_size} (vocab_size in config.json); they belong to two models."
+        )
+    foreign = [token for token in tokenizer.eos_ids if not 0 <= token < tokenizer.num_tokens]
+    if foreign:
+        raise ValueError(
+            f"{path}/generation_config.json: eos_token_id names {foreign}, which the tokenizer's "
+            f"{tokenizer.num_tokens} ids do not hold."
+        )
 
 
 def fit_prompts(

@@ -36,7 +36,7 @@ from jaxrl.runtime.stopping import update_best
 from jaxrl.sampling.rollout import Sampling, Seeds
 from jaxrl.session import Session, stage_optimizer
 from jaxrl.training import rewards
-from jaxrl.training.collect import Collected, Measure, collect, some_failed
+from jaxrl.training.collect import Collected, Measure, RollOut, collect, some_failed
 from jaxrl.training.controllers import Controllers, advance, open_gate
 from jaxrl.training.estimators import Estimator
 from jaxrl.training.health import has_learned, why_nothing
@@ -79,12 +79,7 @@ def train(session: Session, params: Params) -> Params:
 
     while progress.stage_step < config.num_steps and not progress.is_out_of_patience(config):
         clock = Clock.start(components.engine)
-        roll_out = partial(
-            components.rollout,
-            sampling=sampling_at(config, progress.step, int(state.num_updates)),
-            should_stop=session.should_stop,
-            progress=session.display.counter("trajectories"),
-        )
+        roll_out = rollout_at(session, progress.step, int(state.num_updates))
         # Draw tasks, roll them out, shape rewards, keep the groups that teach.
         collected = collect(
             roll_out,
@@ -151,20 +146,27 @@ def train(session: Session, params: Params) -> Params:
     return session.end(state)
 
 
-def sampling_at(config: ConfigDict, step: int, policy_version: int) -> Sampling:
-    """How a step draws its trajectories.
+def rollout_at(session: Session, step: int, policy_version: int) -> RollOut:
+    """What samples groups of tasks, with the settings of training.
 
     Args:
-        config: its section `rollout`.
-        step: the step at which they start, over all stages.
+        session: its rollout plays the tasks.
+        step: the step at which they start, over all stages; the draws depend on it.
         policy_version: updates that the weights have seen.
     """
-    return Sampling(
+    config = session.config
+    sampling = Sampling(
         group_size=config.rollout.group_size,
         temperature=config.rollout.temperature,
         top_p=config.rollout.top_p,
         seeds=Seeds(seed=config.seed, stage=STAGES.index("train"), step=step),
         policy_version=policy_version,
+    )
+    return partial(
+        session.components.rollout,
+        sampling=sampling,
+        should_stop=session.should_stop,
+        progress=session.display.counter("trajectories"),
     )
 
 
@@ -206,6 +208,7 @@ def bootstrap(session: Session) -> None:
     if not tasks:
         return
     session.display.log(f"train: one pass over {len(tasks)} tasks sets up the controllers")
+    roll_out = rollout_at(session, BOOTSTRAP_STEP, policy_version=0)
     groups: list[Group] = []
     size = config.rollout.tasks_per_step
     for start in range(0, len(tasks), size):
@@ -213,12 +216,7 @@ def bootstrap(session: Session) -> None:
             Draw(task=task, stream_index=start + i)
             for i, task in enumerate(tasks[start : start + size])
         ]
-        sampled = components.rollout(
-            draws,
-            sampling_at(config, BOOTSTRAP_STEP, policy_version=0),
-            should_stop=session.should_stop,
-            progress=session.display.counter("trajectories"),
-        )
+        sampled = roll_out(draws)
         session.failures.count(members(sampled))
         groups += sampled
     controllers, _ = advance(

@@ -17,10 +17,11 @@ from configs import (
 )
 from jaxrl import report
 from jaxrl.components import assemble
-from jaxrl.config import ADVANTAGES, AGGREGATIONS, KL_CONTROLLERS, KL_ESTIMATORS, flatten, validate
+from jaxrl.config import AGGREGATIONS, KL_CONTROLLERS, KL_ESTIMATORS, flatten, validate
 from jaxrl.config_checks import check_rules, has_kl_loss
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.run import run
 from jaxrl.training.controllers import Controllers
 from tests.runs import (
@@ -59,7 +60,7 @@ NO_SHAPING = {
     "advantage.reinforce_plus_plus.baseline": False,
 }
 PASS_AT_K = [
-    {**NO_SHAPING, "advantage.name": name} for name in ADVANTAGES if name.startswith("pass_at_k")
+    {**NO_SHAPING, "advantage.name": name} for name in ESTIMATORS if name.startswith("pass_at_k")
 ]
 GROUP_RELATIVE = [
     {"advantage.name": "grpo", "advantage.reinforce_plus_plus.baseline": False},

@@ -20,9 +20,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.config import ADVANTAGES, KL_ESTIMATORS, default_config, validate
+from jaxrl.config import KL_ESTIMATORS, default_config, validate
 from jaxrl.envs.base import Outcome
 from jaxrl.models.policy import Model
+from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.session import has_reference
 from jaxrl.training.controllers import Controllers
@@ -410,7 +411,7 @@ def groups(draw):
 BY_ORDER = ("pass_at_k_full_sampling", "pass_at_k_bootstrap")
 GROUP_RELATIVE = [
     (name, baseline)
-    for name in ADVANTAGES
+    for name in ESTIMATORS
     for baseline in (False, True)
     if name == "reinforce_plus_plus" or not baseline
 ]
