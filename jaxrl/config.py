@@ -1,4 +1,4 @@
-"""Every configuration key, once, with its unit and meaning; and the checks across keys."""
+"""Every configuration key, once, with its unit and meaning; and how values are read."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from typing import Any
 
 import yaml
 from ml_collections import ConfigDict
-
-from jaxrl.config_checks import check_environment, check_objectives, check_rules, needs_corpus
 
 STAGES = ("sft", "train", "evaluate")
 FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
@@ -325,7 +323,7 @@ def load_values(config: ConfigDict, path: str) -> None:
     for key, value in flat.items():
         value = flat[key] = as_default(value, defaults[key])
         try:
-            _check_type(key, value, defaults[key])
+            check_type(key, value, defaults[key])
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     config.update_from_flattened_dict(flat)
@@ -447,254 +445,23 @@ def to_json(config: ConfigDict) -> str:
     return json.dumps(config.to_dict(), indent=2, ensure_ascii=False) + "\n"
 
 
-def validate(config: ConfigDict, *, needs_data: bool = True) -> None:
-    """Checks ranges and rules across keys, before any long work.
-
-    Args:
-        config: with all its values.
-        needs_data: ask for the files of the configured stages, which a plan does not read.
-
-    Raises:
-        ValueError: names the key, what it holds and what is expected.
-    """
-    defaults, given = flatten(default_config()), flatten(config)
-    check_keys(given)
-    missing = next((key for key in defaults if key not in given), None)
-    if missing is not None:
-        raise ValueError(
-            f"the configuration lacks config.{missing}; begin with jaxrl.config.default_config(), "
-            "which has every key."
-        )
-    for key, value in given.items():
-        _check_type(key, value, defaults[key])
-    _check_choices(config)
-    _check_ranges(config)
-    check_environment(config)
-    check_objectives(config)
-    _check_rules(config)
-    _check_paths(config, needs_data)
-
-
-def _refuse(key: str, value: Any, expected: str) -> None:
-    raise ValueError(f"config.{key} is {value!r}; expected {expected}.")
-
-
-def _check_type(key: str, value: Any, default: Any) -> None:
-    """Beyond what ml_collections checks: it takes None for anything and a bool for a number."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(default, float):
-        if not is_number or not math.isfinite(value):
-            _refuse(key, value, "a finite number")
-    elif type(value) is not type(default):
-        _refuse(key, value, f"a value of type {type(default).__name__}, as {default!r}")
-    elif key.startswith("prompt.") and re.search("[\\ud800-\\udfff]", str(value)):
-        _refuse(key, value, "text in UTF-8")
-
-
-def _check_choices(config: ConfigDict) -> None:
-    choices: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
-        "rollout.overlong_prompts": (config.rollout.overlong_prompts, OVERLONG_PROMPTS),
-        "filter.varied.metric": (config.filter.varied.metric, FILTER_METRICS),
-        "loss.correction.level": (config.loss.correction.level, ("none", "token", "sequence")),
-        "loss.correction.mode": (config.loss.correction.mode, ("truncate", "mask")),
-        "loss.aggregation": (config.loss.aggregation, AGGREGATIONS),
-        "kl.estimator": (config.kl.estimator, KL_ESTIMATORS),
-        "kl.anchor": (config.kl.anchor, ("ref", "old")),
-        "kl.place": (config.kl.place, ("loss", "reward")),
-        "kl.controller": (config.kl.controller, KL_CONTROLLERS),
-        "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
-        "sft.optimizer.schedule": (config.sft.optimizer.schedule, SCHEDULES),
-    }
-    for key, (value, allowed) in choices.items():
-        if value not in allowed:
-            _refuse(key, value, "one of " + ", ".join(allowed))
-    lists = {
-        "stages": (config.stages, STAGES),
-        "eval.suites": (config.eval.suites, SUITES),
-        "eval.final_suites": (config.eval.final_suites, SUITES),
-    }
-    for key, (values, allowed) in lists.items():
-        if not set(values) <= set(allowed):
-            _refuse(key, values, f"a tuple out of {allowed}")
-    if not config.stages or (tuple(sorted(set(config.stages), key=STAGES.index)) != config.stages):
-        _refuse("stages", config.stages, f"each at most once, in the order of {STAGES}")
-
-
-def _check_ranges(config: ConfigDict) -> None:
-    positive = [
-        "num_steps", "rollout.tasks_per_step", "rollout.group_size", "rollout.max_prompt_tokens",
-        "rollout.max_response_tokens", "rollout.max_total_tokens", "rollout.num_slots",
-        "rollout.chunk_tokens", "rollout.observation_lag_chunks", "optimizer.num_minibatches",
-        "optimizer.num_epochs", "sft.num_steps", "sft.batch_size",
-        "search.local.topk", "rollout.max_observation_tokens", "checkpoint.every_steps",
-        "checkpoint.keep", "model.logits_chunk_tokens", "rollout.temperature", "rollout.top_p",
-        "optimizer.epsilon", "sft.optimizer.epsilon", "eval.samples", "eval.temperature",
-        "eval.resamples", "eval.top_p", "advantage.pass_at_k.k", "loss.correction.cap",
-        "loss.correction.high", "kl.adaptive.target", "kl.log.target", "kl.adaptive.horizon",
-        "kl.budget.budgets.easy",
-        "kl.budget.budgets.medium", "kl.budget.budgets.hard", "shaping.entropy_window",
-    ]  # fmt: skip
-    not_negative = [
-        "env.step_deadline_s", "rollout.max_failed_steps",
-        "rollout.max_turns", "rollout.num_rows", "advantage.grpo.epsilon", "loss.clip_low",
-        "loss.clip_high", "loss.correction.low", "kl.coef", "kl.budget.step",
-        "filter.accuracy_range.low",
-        "filter.tasks_per_batch", "filter.max_batches", "filter.resample_attempts",
-        "filter.skip_entropy", "shaping.overlong_buffer", "shaping.overlong_max_tokens",
-        "shaping.overlong_factor", "shaping.abstention_bonus", "shaping.stage_tolerance",
-        "shaping.alpha_init", "shaping.alpha_step", "shaping.alpha_max",
-        "optimizer.lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.grad_clip",
-        "optimizer.micro_rows", "sft.optimizer.micro_rows", "sft.optimizer.lr",
-        "sft.optimizer.warmup_steps", "sft.optimizer.weight_decay",
-        "sft.optimizer.grad_clip", "eval.every_steps", "eval.max_tasks", "seed",
-        "eval.patience", "eval.min_delta", "checkpoint.keep_best",
-    ]  # fmt: skip
-    if config.seed >= 2**31:
-        _refuse("seed", config.seed, "a number below 2**31")
-    shares = [
-        f"{section}.{key}"
-        for section in ("optimizer", "sft.optimizer")
-        for key in ("final_lr_fraction", "beta1", "beta2")
-    ]
-    shares += ["filter.accuracy_range.low", "filter.accuracy_range.high", "kl.low_factor"]
-    shares += ["rollout.top_p", "eval.top_p"]
-    shares += ["shaping.abstention_rate", "shaping.entropy_decay"]
-    flat = flatten(config)
-    for key in positive:
-        if not flat[key] > 0:
-            _refuse(key, flat[key], "a number above 0")
-    for key in not_negative:
-        if not flat[key] >= 0:
-            _refuse(key, flat[key], "a number of at least 0")
-    for key in shares:
-        if not 0 <= flat[key] <= 1:
-            _refuse(key, flat[key], "a number from 0 to 1")
-        if flat[key] == 1 and "beta" in key:
-            _refuse(key, flat[key], "a number below 1: the moment would never move")
-    if not 0 <= config.shaping.entropy_percentile <= 100:
-        _refuse(
-            "shaping.entropy_percentile", config.shaping.entropy_percentile, "a number 0 to 100"
-        )
-    if config.shaping.bootstrap_tasks < -1:
-        _refuse("shaping.bootstrap_tasks", config.shaping.bootstrap_tasks, "-1 (all) or more")
-    if not all(isinstance(word, str) and word.strip() for word in config.shaping.trigger_words):
-        _refuse("shaping.trigger_words", config.shaping.trigger_words, "a tuple of words")
-    if config.log.trajectories < -1:
-        _refuse("log.trajectories", config.log.trajectories, "0 or more, or -1 for all")
-    if (bound := config.loss.clip.dual_clip) and bound <= 1:
-        _refuse("loss.clip.dual_clip", bound, "a number above 1, or 0 for no bound")
-    # A vote among more would overflow float64.
-    if config.eval.samples > 256:  # votes over all subsets of more take seconds a question
-        _refuse("eval.samples", config.eval.samples, "at most 256")
-    if not all(type(k) is int and 1 <= k <= config.eval.samples for k in config.eval.ks):
-        expected = f"a tuple of whole numbers from 1 to eval.samples={config.eval.samples}"
-        _refuse("eval.ks", config.eval.ks, expected)
-    _check_k_schedule(config.advantage.pass_at_k.k_schedule)
-    for key, texts in {"model.eos_tokens": config.model.eos_tokens}.items():
-        if not all(isinstance(text, str) and text for text in texts):
-            _refuse(key, texts, "a tuple of texts, as ('<|im_end|>',)")
-    for key, example in MAPPINGS.items():
-        kinds = bool | int | float | str if isinstance(example, bool) else object
-        if not all(isinstance(name, str) and isinstance(v, kinds) for name, v in flat[key].items()):
-            expected = (
-                "names with true, false, a number or a text each, as {'enable_thinking': False}"
-            )
-            _refuse(key, flat[key], expected)
-    for weight in config.reward.weights.values():
-        if type(weight) not in (int, float) or not math.isfinite(weight):
-            _refuse("reward.weights", config.reward.weights, "a finite number for each part")
-    if config.advantage.grpo.ddof not in (0, 1):
-        _refuse("advantage.grpo.ddof", config.advantage.grpo.ddof, "0 (population) or 1 (sample)")
-
-
-def _check_k_schedule(schedule: tuple[Any, ...]) -> None:
-    key = "advantage.pass_at_k.k_schedule"
-    for pair in schedule:
-        is_pair = isinstance(pair, tuple) and [type(number) for number in pair] == [int, int]
-        if not is_pair or pair[1] < 1:
-            _refuse(key, schedule, "pairs (step, k) of whole numbers, k at least 1, or ()")
-    steps = [step for step, _ in schedule]
-    if steps[:1] not in ([], [0]) or steps != sorted(set(steps)):
-        _refuse(key, schedule, "pairs (step, k) with the first at step 0 and steps rising")
-
-
 def flatten(config: ConfigDict) -> dict[str, Any]:
     """Every key with its sections, joined by dots."""
     return dict(_flatten(config.to_dict()))
 
 
-def _check_rules(config: ConfigDict) -> None:
-    rollout, optimizer = config.rollout, config.optimizer
-    check_rules(config)
-    if rollout.tasks_per_step % optimizer.num_minibatches:
-        _refuse(
-            "optimizer.num_minibatches",
-            optimizer.num_minibatches,
-            f"a divisor of rollout.tasks_per_step={rollout.tasks_per_step}; groups stay whole",
-        )
-    if rollout.max_prompt_tokens >= rollout.max_total_tokens:
-        _refuse(
-            "rollout.max_prompt_tokens",
-            rollout.max_prompt_tokens,
-            f"less than rollout.max_total_tokens={rollout.max_total_tokens}",
-        )
-    if rollout.num_rows > rollout.num_slots:
-        _refuse(
-            "rollout.num_rows",
-            rollout.num_rows,
-            f"at most rollout.num_slots={rollout.num_slots}; a row that is decoded needs a slot",
-        )
-    if "{question}" not in config.prompt.template:
-        _refuse("prompt.template", config.prompt.template, "text that contains {question}")
-    for message in config.prompt.examples:
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            _refuse("prompt.examples", message, "messages with 'role' and 'content'")
-    if config.eval.patience and not (config.checkpoint.keep_best and config.eval.every_steps):
-        _refuse(
-            "eval.patience",
-            config.eval.patience,
-            "0, unless checkpoint.keep_best and eval.every_steps are above 0: the stage ends with "
-            "the best checkpoint, and only evaluations while training can find one",
-        )
-    if config.checkpoint.keep_best:
-        _check_best_metric(config)
+def refuse(key: str, value: Any, expected: str) -> None:
+    """Raises a ValueError that says what a key holds and what was expected."""
+    raise ValueError(f"config.{key} is {value!r}; expected {expected}.")
 
 
-def _check_best_metric(config: ConfigDict) -> None:
-    """Refuses a name that no evaluation will write, as far as that is known beforehand."""
-    suites, samples = config.eval.suites, config.eval.samples
-    match config.eval.best_metric.split("/"):
-        case ["val-core", _, "exact_match", "greedy" | "empty_search" as suite, *_]:
-            is_written = suite in suites
-        case ["val-core", _, "exact_match", kind, *_]:
-            is_written = "sampled" in suites and (
-                kind == f"mean@{samples}" or kind.startswith(("best@", "maj@"))
-            )
-        case ["val-aux", _, *_, suite]:
-            is_written = suite in suites
-        case _:
-            is_written = False
-    if not is_written:
-        _refuse(
-            "eval.best_metric",
-            config.eval.best_metric,
-            f"what an evaluation with eval.suites={suites} and eval.samples={samples} writes, as "
-            f"val-core/all/exact_match/mean@{samples} or val-core/all/exact_match/greedy",
-        )
-
-
-def _check_paths(config: ConfigDict, needs_data: bool) -> None:
-    needed = {"model.path": (config.model.path, True)}
-    data = {
-        "tasks.train.source": (config.tasks.train.source, "train" in config.stages),
-        "tasks.eval.source": (
-            config.tasks.eval.source,
-            bool({"train", "evaluate"} & set(config.stages)),
-        ),
-        "sft.source": (config.sft.source, "sft" in config.stages),
-        "search.local.corpus": (config.search.local.corpus, needs_corpus(config)),
-    }
-    for key, (value, is_needed) in {**needed, **(data if needs_data else {})}.items():
-        if is_needed and not value:
-            _refuse(key, value, "a path")
+def check_type(key: str, value: Any, default: Any) -> None:
+    """Beyond what ml_collections checks: it takes None for anything and a bool for a number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, float):
+        if not is_number or not math.isfinite(value):
+            refuse(key, value, "a finite number")
+    elif type(value) is not type(default):
+        refuse(key, value, f"a value of type {type(default).__name__}, as {default!r}")
+    elif key.startswith("prompt.") and re.search("[\\ud800-\\udfff]", str(value)):
+        refuse(key, value, "text in UTF-8")

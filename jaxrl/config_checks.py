@@ -1,8 +1,9 @@
-"""Which choices of a method go together: every combination that does not is refused, with why."""
+"""Every refusal of a configuration: types, ranges, names, and choices that do not go together."""
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,22 @@ from jaxrl.choices import (
     settings_of,
     short_name,
     subsection,
+)
+from jaxrl.config import (
+    AGGREGATIONS,
+    FILTER_METRICS,
+    KL_CONTROLLERS,
+    KL_ESTIMATORS,
+    MAPPINGS,
+    OVERLONG_PROMPTS,
+    SCHEDULES,
+    STAGES,
+    SUITES,
+    check_keys,
+    check_type,
+    default_config,
+    flatten,
+    refuse,
 )
 from jaxrl.envs.base import ENVS, Env
 from jaxrl.envs.protocol import PROTOCOLS, Protocol
@@ -615,3 +632,246 @@ def warnings(config: ConfigDict) -> list[str]:
         for rule in WARNINGS
         if "train" in config.stages and rule.is_broken(config)
     ]
+
+
+POSITIVE = [
+    "num_steps", "rollout.tasks_per_step", "rollout.group_size", "rollout.max_prompt_tokens",
+    "rollout.max_response_tokens", "rollout.max_total_tokens", "rollout.num_slots",
+    "rollout.chunk_tokens", "rollout.observation_lag_chunks", "optimizer.num_minibatches",
+    "optimizer.num_epochs", "sft.num_steps", "sft.batch_size",
+    "search.local.topk", "rollout.max_observation_tokens", "checkpoint.every_steps",
+    "checkpoint.keep", "model.logits_chunk_tokens", "rollout.temperature", "rollout.top_p",
+    "optimizer.epsilon", "sft.optimizer.epsilon", "eval.samples", "eval.temperature",
+    "eval.resamples", "eval.top_p", "advantage.pass_at_k.k", "loss.correction.cap",
+    "loss.correction.high", "kl.adaptive.target", "kl.log.target", "kl.adaptive.horizon",
+    "kl.budget.budgets.easy",
+    "kl.budget.budgets.medium", "kl.budget.budgets.hard", "shaping.entropy_window",
+]  # fmt: skip
+"""Keys whose numbers are above 0."""
+
+NOT_NEGATIVE = [
+    "env.step_deadline_s", "rollout.max_failed_steps",
+    "rollout.max_turns", "rollout.num_rows", "advantage.grpo.epsilon", "loss.clip_low",
+    "loss.clip_high", "loss.correction.low", "kl.coef", "kl.budget.step",
+    "filter.accuracy_range.low",
+    "filter.tasks_per_batch", "filter.max_batches", "filter.resample_attempts",
+    "filter.skip_entropy", "shaping.overlong_buffer", "shaping.overlong_max_tokens",
+    "shaping.overlong_factor", "shaping.abstention_bonus", "shaping.stage_tolerance",
+    "shaping.alpha_init", "shaping.alpha_step", "shaping.alpha_max",
+    "optimizer.lr", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.grad_clip",
+    "optimizer.micro_rows", "sft.optimizer.micro_rows", "sft.optimizer.lr",
+    "sft.optimizer.warmup_steps", "sft.optimizer.weight_decay",
+    "sft.optimizer.grad_clip", "eval.every_steps", "eval.max_tasks", "seed",
+    "eval.patience", "eval.min_delta", "checkpoint.keep_best",
+]  # fmt: skip
+"""Keys whose numbers are at least 0."""
+
+SHARES = [
+    *(
+        f"{section}.{key}"
+        for section in ("optimizer", "sft.optimizer")
+        for key in ("final_lr_fraction", "beta1", "beta2")
+    ),
+    *("filter.accuracy_range.low", "filter.accuracy_range.high", "kl.low_factor"),
+    *("rollout.top_p", "eval.top_p", "shaping.abstention_rate", "shaping.entropy_decay"),
+]
+"""Keys whose numbers are from 0 to 1."""
+
+
+def validate(config: ConfigDict, *, needs_data: bool = True) -> None:
+    """Checks ranges and rules across keys, before any long work.
+
+    Args:
+        config: with all its values.
+        needs_data: ask for the files of the configured stages, which a plan does not read.
+
+    Raises:
+        ValueError: names the key, what it holds and what is expected.
+    """
+    defaults, given = flatten(default_config()), flatten(config)
+    check_keys(given)
+    missing = next((key for key in defaults if key not in given), None)
+    if missing is not None:
+        raise ValueError(
+            f"the configuration lacks config.{missing}; begin with jaxrl.config.default_config(), "
+            "which has every key."
+        )
+    for key, value in given.items():
+        check_type(key, value, defaults[key])
+    _check_choices(config)
+    _check_ranges(config)
+    _check_values(config)
+    check_environment(config)
+    check_objectives(config)
+    _check_rules(config)
+    _check_paths(config, needs_data)
+
+
+def _check_choices(config: ConfigDict) -> None:
+    choices: dict[str, tuple[Any, tuple[str, ...]]] = {
+        "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
+        "rollout.overlong_prompts": (config.rollout.overlong_prompts, OVERLONG_PROMPTS),
+        "filter.varied.metric": (config.filter.varied.metric, FILTER_METRICS),
+        "loss.correction.level": (config.loss.correction.level, ("none", "token", "sequence")),
+        "loss.correction.mode": (config.loss.correction.mode, ("truncate", "mask")),
+        "loss.aggregation": (config.loss.aggregation, AGGREGATIONS),
+        "kl.estimator": (config.kl.estimator, KL_ESTIMATORS),
+        "kl.anchor": (config.kl.anchor, ("ref", "old")),
+        "kl.place": (config.kl.place, ("loss", "reward")),
+        "kl.controller": (config.kl.controller, KL_CONTROLLERS),
+        "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
+        "sft.optimizer.schedule": (config.sft.optimizer.schedule, SCHEDULES),
+    }
+    for key, (value, allowed) in choices.items():
+        if value not in allowed:
+            refuse(key, value, "one of " + ", ".join(allowed))
+    lists = {
+        "stages": (config.stages, STAGES),
+        "eval.suites": (config.eval.suites, SUITES),
+        "eval.final_suites": (config.eval.final_suites, SUITES),
+    }
+    for key, (values, allowed) in lists.items():
+        if not set(values) <= set(allowed):
+            refuse(key, values, f"a tuple out of {allowed}")
+    if not config.stages or (tuple(sorted(set(config.stages), key=STAGES.index)) != config.stages):
+        refuse("stages", config.stages, f"each at most once, in the order of {STAGES}")
+
+
+def _check_k_schedule(schedule: tuple[Any, ...]) -> None:
+    key = "advantage.pass_at_k.k_schedule"
+    for pair in schedule:
+        is_pair = isinstance(pair, tuple) and [type(number) for number in pair] == [int, int]
+        if not is_pair or pair[1] < 1:
+            refuse(key, schedule, "pairs (step, k) of whole numbers, k at least 1, or ()")
+    steps = [step for step, _ in schedule]
+    if steps[:1] not in ([], [0]) or steps != sorted(set(steps)):
+        refuse(key, schedule, "pairs (step, k) with the first at step 0 and steps rising")
+
+
+def _check_rules(config: ConfigDict) -> None:
+    rollout, optimizer = config.rollout, config.optimizer
+    check_rules(config)
+    if rollout.tasks_per_step % optimizer.num_minibatches:
+        refuse(
+            "optimizer.num_minibatches",
+            optimizer.num_minibatches,
+            f"a divisor of rollout.tasks_per_step={rollout.tasks_per_step}; groups stay whole",
+        )
+    if rollout.max_prompt_tokens >= rollout.max_total_tokens:
+        refuse(
+            "rollout.max_prompt_tokens",
+            rollout.max_prompt_tokens,
+            f"less than rollout.max_total_tokens={rollout.max_total_tokens}",
+        )
+    if rollout.num_rows > rollout.num_slots:
+        refuse(
+            "rollout.num_rows",
+            rollout.num_rows,
+            f"at most rollout.num_slots={rollout.num_slots}; a row that is decoded needs a slot",
+        )
+    if "{question}" not in config.prompt.template:
+        refuse("prompt.template", config.prompt.template, "text that contains {question}")
+    for message in config.prompt.examples:
+        if not isinstance(message, dict) or set(message) != {"role", "content"}:
+            refuse("prompt.examples", message, "messages with 'role' and 'content'")
+    if config.eval.patience and not (config.checkpoint.keep_best and config.eval.every_steps):
+        refuse(
+            "eval.patience",
+            config.eval.patience,
+            "0, unless checkpoint.keep_best and eval.every_steps are above 0: the stage ends with "
+            "the best checkpoint, and only evaluations while training can find one",
+        )
+    if config.checkpoint.keep_best:
+        _check_best_metric(config)
+
+
+def _check_best_metric(config: ConfigDict) -> None:
+    """Refuses a name that no evaluation will write, as far as that is known beforehand."""
+    suites, samples = config.eval.suites, config.eval.samples
+    match config.eval.best_metric.split("/"):
+        case ["val-core", _, "exact_match", "greedy" | "empty_search" as suite, *_]:
+            is_written = suite in suites
+        case ["val-core", _, "exact_match", kind, *_]:
+            is_written = "sampled" in suites and (
+                kind == f"mean@{samples}" or kind.startswith(("best@", "maj@"))
+            )
+        case ["val-aux", _, *_, suite]:
+            is_written = suite in suites
+        case _:
+            is_written = False
+    if not is_written:
+        refuse(
+            "eval.best_metric",
+            config.eval.best_metric,
+            f"what an evaluation with eval.suites={suites} and eval.samples={samples} writes, as "
+            f"val-core/all/exact_match/mean@{samples} or val-core/all/exact_match/greedy",
+        )
+
+
+def _check_paths(config: ConfigDict, needs_data: bool) -> None:
+    needed = {"model.path": (config.model.path, True)}
+    data = {
+        "tasks.train.source": (config.tasks.train.source, "train" in config.stages),
+        "tasks.eval.source": (
+            config.tasks.eval.source,
+            bool({"train", "evaluate"} & set(config.stages)),
+        ),
+        "sft.source": (config.sft.source, "sft" in config.stages),
+        "search.local.corpus": (config.search.local.corpus, needs_corpus(config)),
+    }
+    for key, (value, is_needed) in {**needed, **(data if needs_data else {})}.items():
+        if is_needed and not value:
+            refuse(key, value, "a path")
+
+
+def _check_ranges(config: ConfigDict) -> None:
+    flat = flatten(config)
+    for key in POSITIVE:
+        if not flat[key] > 0:
+            refuse(key, flat[key], "a number above 0")
+    for key in NOT_NEGATIVE:
+        if not flat[key] >= 0:
+            refuse(key, flat[key], "a number of at least 0")
+    for key in SHARES:
+        if not 0 <= flat[key] <= 1:
+            refuse(key, flat[key], "a number from 0 to 1")
+        if flat[key] == 1 and "beta" in key:
+            refuse(key, flat[key], "a number below 1: the moment would never move")
+    if config.seed >= 2**31:
+        refuse("seed", config.seed, "a number below 2**31")
+
+
+def _check_values(config: ConfigDict) -> None:
+    flat = flatten(config)
+    if not 0 <= config.shaping.entropy_percentile <= 100:
+        refuse("shaping.entropy_percentile", config.shaping.entropy_percentile, "a number 0 to 100")
+    if config.shaping.bootstrap_tasks < -1:
+        refuse("shaping.bootstrap_tasks", config.shaping.bootstrap_tasks, "-1 (all) or more")
+    if not all(isinstance(word, str) and word.strip() for word in config.shaping.trigger_words):
+        refuse("shaping.trigger_words", config.shaping.trigger_words, "a tuple of words")
+    if config.log.trajectories < -1:
+        refuse("log.trajectories", config.log.trajectories, "0 or more, or -1 for all")
+    if (bound := config.loss.clip.dual_clip) and bound <= 1:
+        refuse("loss.clip.dual_clip", bound, "a number above 1, or 0 for no bound")
+    # A vote among more would overflow float64.
+    if config.eval.samples > 256:  # votes over all subsets of more take seconds a question
+        refuse("eval.samples", config.eval.samples, "at most 256")
+    if not all(type(k) is int and 1 <= k <= config.eval.samples for k in config.eval.ks):
+        expected = f"a tuple of whole numbers from 1 to eval.samples={config.eval.samples}"
+        refuse("eval.ks", config.eval.ks, expected)
+    _check_k_schedule(config.advantage.pass_at_k.k_schedule)
+    for key, texts in {"model.eos_tokens": config.model.eos_tokens}.items():
+        if not all(isinstance(text, str) and text for text in texts):
+            refuse(key, texts, "a tuple of texts, as ('<|im_end|>',)")
+    for key, example in MAPPINGS.items():
+        kinds = bool | int | float | str if isinstance(example, bool) else object
+        if not all(isinstance(name, str) and isinstance(v, kinds) for name, v in flat[key].items()):
+            expected = (
+                "names with true, false, a number or a text each, as {'enable_thinking': False}"
+            )
+            refuse(key, flat[key], expected)
+    for weight in config.reward.weights.values():
+        if type(weight) not in (int, float) or not math.isfinite(weight):
+            refuse("reward.weights", config.reward.weights, "a finite number for each part")
+    if config.advantage.grpo.ddof not in (0, 1):
+        refuse("advantage.grpo.ddof", config.advantage.grpo.ddof, "0 (population) or 1 (sample)")

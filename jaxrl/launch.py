@@ -113,7 +113,7 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
     """The checked configuration, the workdir, and the job that this process belongs to."""
     try:
         config, workdir = _read(argv)
-        configuration.validate(config, needs_data=not _PLAN.value)
+        config_checks.validate(config, needs_data=not _PLAN.value)
         # JAX would tell on a host without accelerators that it found none.
         for name in ("absl", "jax._src.xla_bridge"):
             logging.getLogger(name).setLevel(logging.WARNING)

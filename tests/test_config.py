@@ -7,14 +7,8 @@ import yaml
 
 from configs import debug_tiny, quickstart
 from jaxrl import config as configuration
-from jaxrl.config import (
-    default_config,
-    flat_json,
-    flatten,
-    load_values,
-    to_json,
-    validate,
-)
+from jaxrl.config import default_config, flat_json, flatten, load_values, to_json
+from jaxrl.config_checks import validate
 from jaxrl.training.controllers import BUCKETS
 
 ROOT = Path(configuration.__file__).parent

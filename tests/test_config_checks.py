@@ -18,7 +18,8 @@ from configs import (
     search_r1_small,
 )
 from jaxrl import config_checks as rules
-from jaxrl.config import default_config, flatten, validate
+from jaxrl.config import default_config, flatten
+from jaxrl.config_checks import validate
 from tests import helpers
 
 METHODS = (search_r1, search_r1_brief, dapo, bapo, ares, passk)

@@ -15,7 +15,8 @@ import pytest
 from configs import ares, bapo, debug_tiny, passk
 from jaxrl.codecs import to_json
 from jaxrl.components import assemble
-from jaxrl.config import default_config, validate
+from jaxrl.config import default_config
+from jaxrl.config_checks import validate
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import run
@@ -159,6 +160,7 @@ def test_a_run_that_is_stopped_while_it_samples_goes_on_with_its_states(ares_run
 @pytest.mark.minutes
 def test_a_gate_that_turns_late_is_continued(tiny_world, source, sampler, tmp_path):
     changes = {"shaping.stage_tolerance": 0, "num_steps": 6, "filter.resample_attempts": 1}
+    changes["reward.weights"] = {"exact_match": 1.0}
     config = configured(tiny_world, source, bapo.set_method, **changes)
     components = sampler.for_config(config)
     whole = tmp_path / "whole"

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.config import default_config, flatten, validate
+from jaxrl.config import default_config, flatten
+from jaxrl.config_checks import validate
 from tests.helpers import BLOCK, blocks, readme_config, text
 
 ROOT = Path(__file__).parents[1]

@@ -354,9 +354,9 @@ class TestFiles:
             raise ValueError(f"{name}: No space left on device")
 
         monkeypatch.setattr("jaxrl.envs.retrieval._write_index", write)
-        message = refusal(f"--config.search.index={tmp_path / 'index'}")
+        message = refusal(f"--config.search.local.index={tmp_path / 'index'}")
         assert f"could not be written to {tmp_path / 'index'}, where" in message
-        assert "name another folder for it by config.search.index" in message
+        assert "name another folder for it by config.search.local.index" in message
 
     def test_truncated_weights(self, refusal, model):
         file = model / "model.safetensors"

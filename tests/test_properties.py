@@ -20,7 +20,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.config import KL_ESTIMATORS, default_config, validate
+from jaxrl.config import KL_ESTIMATORS, default_config
+from jaxrl.config_checks import validate
 from jaxrl.envs.base import Outcome
 from jaxrl.models.policy import Model
 from jaxrl.objectives.advantages import ESTIMATORS

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from jaxrl import components as assemble
-from jaxrl import report, train
+from jaxrl import report, run, train
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.report.facts import facts_of
@@ -97,7 +97,7 @@ def assert_same_run(workdir, base):
         assert plain_trajectories(workdir, step) == plain_trajectories(base, step)
     kept = (workdir / "checkpoints").iterdir()
     assert all(path.name.isdecimal() for path in kept), "nothing half done stays"
-    # What the command makes, and `train.run` without pictures does not.
+    # What the command makes, and `run.run` without pictures does not.
     made = {"config.json", "config_history.jsonl", ".lock", *PICTURES}
     assert {*files(workdir, ".")} - made == {*files(base, ".")}
     best = position(base, LAST)["best"]
@@ -126,7 +126,7 @@ def play(config, workdir, should_stop=lambda: False):
     workdir.mkdir(exist_ok=True, parents=True)
     try:
         parts, known = assemble.assemble(config), fingerprints(config)
-        train.run(config, workdir, parts, Display(), should_stop, known)
+        run.run(config, workdir, parts, Display(), should_stop, known)
     except Interrupted:
         return False
     return True
@@ -338,7 +338,7 @@ def test_files_beyond_the_checkpoint_are_removed(tmp_path):
     for name in [*kept, *gone]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    train.remove_later_files(tmp_path, 4)
+    run.remove_later_files(tmp_path, 4)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == set(kept)
 
 
@@ -404,9 +404,9 @@ SCORES = {2: 0.25, 3: 0.5, 4: 0.5, 5: 0.375, 6: 1.0}
 def scripted_scores(monkeypatch):
     run_suites = train.run_suites
 
-    def scripted(this, stage, suites):
-        metrics, errors = run_suites(this, stage, suites)
-        score = SCORES.get(this.position.stage_step, 0.0)
+    def scripted(session, stage, suites):
+        metrics, errors = run_suites(session, stage, suites)
+        score = SCORES.get(session.progress.stage_step, 0.0)
         return metrics | {"val-core/all/exact_match/mean@1": score}, errors
 
     monkeypatch.setattr(train, "run_suites", scripted)
@@ -434,7 +434,7 @@ def saved_params(workdir, step):
     """The parameters of one checkpoint, in a copy of the run that has no newer one."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(workdir / "checkpoints" / str(step), f"{folder}/{step}")
-        checkpointer = train.Checkpointer(Path(folder), keep=100)
+        checkpointer = run.Checkpointer(Path(folder), keep=100)
         shapes = jax.tree.map(np.zeros_like, load_hf(workdir / "export"))
         _, found = checkpointer.restore_newest(lambda _: {"params": shapes})
         checkpointer.close()

@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 
 from jaxrl import components as assemble
-from jaxrl import report, train
+from jaxrl import report, run
 from jaxrl.envs.base import Outcome, Turn
 from jaxrl.envs.retrieval import SearchEngine
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.versions import fingerprints
 from jaxrl.training.health import NothingWorksError
+from jaxrl.training.update import put_batch
+from jaxrl.types import members, with_fields
 from tests.runs import (
     SIZES,
     assert_same_weights,
@@ -58,7 +60,7 @@ def play(config, workdir, **parts):
     workdir.mkdir(parents=True, exist_ok=True)
     made = assemble.assemble(config)
     contents = fingerprints(config)
-    train.run(config, workdir, dataclasses.replace(made, **parts), Display(), contents=contents)
+    run.run(config, workdir, dataclasses.replace(made, **parts), Display(), contents=contents)
     return made
 
 
@@ -97,7 +99,7 @@ def test_a_run_leaves_what_it_promises(base):
 
 
 def test_the_export_is_the_last_checkpoint(base, tiny_world):
-    checkpointer = train.Checkpointer(base / "checkpoints", keep=100)
+    checkpointer = run.Checkpointer(base / "checkpoints", keep=100)
     exported = load_hf(base / "export")
     shapes = jax.tree.map(np.zeros_like, exported)
     _, saved = checkpointer.restore_newest(lambda _: {"params": shapes})
@@ -173,7 +175,7 @@ def test_a_finished_run_does_nothing_again(base, tiny_world, tmp_path, monkeypat
         return {file: file.read_bytes() for file in files if file.is_file()}
 
     before = contents()
-    monkeypatch.setattr(train, "run_suites", lambda *_: pytest.fail("it evaluates again"))
+    monkeypatch.setattr("jaxrl.evaluate.run_suites", lambda *_: pytest.fail("it evaluates again"))
     play(run_settings(tiny_world, **BASE), workdir)
     assert contents() == before
     assert lasting(workdir) == lasting(base)
@@ -263,22 +265,23 @@ def live_bytes():
 
 def test_the_update_has_the_memory_for_itself(tiny_world, tmp_path, monkeypatch):
     config = run_settings(tiny_world, **{"sft.num_steps": 2, "num_steps": 2})
-    made, put_batch, measured = assemble.assemble(config), train.put_batch, []
+    made, measured = assemble.assemble(config), []
     before = live_bytes()  # the sampler's tables among them, but neither its weights nor its cache
 
     def measuring(*args):
         measured.append(live_bytes() - before)
         return put_batch(*args)
 
-    save = train.Checkpointer.save
+    save = run.Checkpointer.save
 
     def save_and_wait(checkpointer, *args, **kwargs):
         save(checkpointer, *args, **kwargs)
         checkpointer.wait()  # on a CPU a save under way holds the very arrays that it writes
 
-    monkeypatch.setattr(train.Checkpointer, "save", save_and_wait)
-    monkeypatch.setattr(train, "put_batch", measuring)
-    train.run(config, tmp_path, made, Display())
+    monkeypatch.setattr(run.Checkpointer, "save", save_and_wait)
+    for module in ("sft", "training.minibatches"):
+        monkeypatch.setattr(f"jaxrl.{module}.put_batch", measuring)
+    run.run(config, tmp_path, made, Display())
     leaves = jax.tree.leaves(made.model_config.abstract_params())
     weights = 4 * sum(leaf.size for leaf in leaves)  # float32; the state has two moments as well
     assert len(measured) == 4
@@ -342,12 +345,15 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
         made = parts.rollout(*args, **kwargs)
         lost = {"outcome": Outcome.ENVIRONMENT_ERROR, "reward": 0.0, "reward_parts": {}}
         turns = (Turn(text="<search>q</search>", error="no route to host"),)
-        return (
-            [dataclasses.replace(t, turns=turns, **lost) for t in made] if not is_mended else made
+        if is_mended:
+            return made
+        lost["turns"] = turns
+        return with_fields(
+            made, **{name: [value] * len(members(made)) for name, value in lost.items()}
         )
 
     def go_on(workdir):
-        train.run(config, workdir, dataclasses.replace(parts, rollout=all_failed), Display())
+        run.run(config, workdir, dataclasses.replace(parts, rollout=all_failed), Display())
 
     workdir = tmp_path / "run"
     workdir.mkdir()

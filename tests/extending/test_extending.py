@@ -12,7 +12,7 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.components import assemble
-from jaxrl.config import validate
+from jaxrl.config_checks import validate
 from jaxrl.envs.base import Episode, Outcome, Task
 from jaxrl.envs.tools import run_all
 from jaxrl.logs.display import Display

@@ -1,6 +1,7 @@
 """A run of a 7B model on a node of eight GPUs, for the tests of the plan."""
 
-from jaxrl.config import default_config, validate
+from jaxrl.config import default_config
+from jaxrl.config_checks import validate
 from jaxrl.models.architecture import read_model
 from jaxrl.runtime.plan import memory
 from tests.helpers import ROOT
