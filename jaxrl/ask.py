@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxrl import config as configuration
-from jaxrl.components import Components, assemble
+from jaxrl.components import assemble
 from jaxrl.envs.base import Outcome, Task
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
@@ -32,7 +32,7 @@ from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_par
 from jaxrl.runtime.files import printable, writable
 from jaxrl.runtime.sharding import mesh_sizes, param_shardings
 from jaxrl.sampling.rollout import Sampling, Seeds
-from jaxrl.session import Progress
+from jaxrl.session import Components, Progress
 from jaxrl.training.health import first_error
 from jaxrl.types import Draw, Params, Trajectory
 

@@ -6,7 +6,7 @@ Everything that can be refused is refused here, before any long work.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl import config_checks as rules
+from jaxrl import environment
 from jaxrl.choices import is_own, made
 from jaxrl.data import check_data_sources, overlap_note, read_tasks
 from jaxrl.demonstrations import Demonstration, read_demonstrations
@@ -26,30 +26,13 @@ from jaxrl.envs.tools import Tool
 from jaxrl.models.architecture import Architecture, read_model
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.policy import Model
-from jaxrl.runtime.distributed import RolloutFunction, shared
+from jaxrl.runtime.distributed import shared
 from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh, num_batch_shards
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.session import Components
 from jaxrl.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Components:
-    """What the stages work with."""
-
-    mesh: Mesh
-    model_config: Architecture
-    model: Model
-    tokenizer: Tokenizer
-    tasks: list[Task]
-    eval_tasks: list[Task]
-    demonstrations: list[Demonstration]
-    engine: Engine
-    rollout: RolloutFunction
-    rollout_without_search: RolloutFunction  # the control: the engine finds nothing
-    is_trigger: np.ndarray | None = None  # bool [V], ids that may count as wavering; None: all
-    notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
 
 
 def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -> Components:
@@ -86,14 +69,15 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
         lag_chunks=config.rollout.observation_lag_chunks,
         deadline_s=config.env.step_deadline_s,
     )
-    pay = Payment(weights=rules.reward_weights(config), own_parts=rules.own_parts(config))
+    weights, own_parts = environment.reward_weights(config), environment.own_parts(config)
+    pay = Payment(weights=weights, own_parts=own_parts)
     without_search = Rollout(engine, control, tokenizer, automaton, limits, schedule, pay)
     tasks, note = fit_prompts(tasks, without_search, config, "config.tasks.train.source")
     eval_tasks, eval_note = fit_prompts(
         eval_tasks, without_search, config, "config.tasks.eval.source"
     )
     env = control
-    if rules.searches(config):
+    if environment.searches(config):
         env = _make_env(config, _make_search(config, show), tools)
     return Components(
         mesh=mesh,
@@ -256,7 +240,7 @@ def _read_data(
             tokenizer,
             max_total_tokens=config.rollout.max_total_tokens,
             max_observation_tokens=config.rollout.max_observation_tokens,
-            protocol=rules.protocol(config)([tool.name for tool in tools]),
+            protocol=environment.protocol(config)([tool.name for tool in tools]),
             tools=("search", *(tool.name for tool in tools)),
         )
     return tasks, eval_tasks, demonstrations
@@ -267,7 +251,7 @@ def _make_search(config: ConfigDict, show: Callable[[str], None]) -> Tool:
     section = config.search.get(name)
     return made(
         "search.settings" if is_own(name) else f"search.{name}",
-        rules.engine(config),
+        environment.engine(config),
         config.search.settings if is_own(name) else section.to_dict() if section else {},
         progress=lambda count: show(f"building the index of {corpus}, documents {count:,}"),
     )
@@ -278,12 +262,12 @@ def _make_env(config: ConfigDict, engine: Tool, tools: Sequence[Tool]) -> Env:
     prompt = {key: config.prompt[key] for key in ("system", "template", "examples")}
     env: Env = made(
         "env.settings",
-        rules.environment(config),
+        environment.environment(config),
         config.env.settings,
         engine=engine,
         tools=tools,
         prompt=Prompt(**prompt),
-        protocol=rules.protocol(config),
+        protocol=environment.protocol(config),
         max_calls=config.rollout.max_turns,
         correct_by=config.reward.correct,
     )
@@ -292,7 +276,7 @@ def _make_env(config: ConfigDict, engine: Tool, tools: Sequence[Tool]) -> Env:
 
 def _make_tools(config: ConfigDict) -> list[Tool]:
     try:
-        return [tool() for tool in rules.tools(config)]
+        return [tool() for tool in environment.tools(config)]
     except ImportError as error:
         raise ValueError(
             f"config.env.search.tools is {config.env.search.tools!r}, but {error}"

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.choices import (
-    arrays_of,
-    check_arrays,
-    chosen,
-    is_own,
-    settings_of,
-    short_name,
-    subsection,
-)
+from jaxrl.choices import is_own, subsection
 from jaxrl.config import (
     AGGREGATIONS,
     FILTER_METRICS,
@@ -36,11 +26,28 @@ from jaxrl.config import (
     flatten,
     refuse,
 )
-from jaxrl.envs.base import ENVS, Env
-from jaxrl.envs.protocol import PROTOCOLS, Protocol
-from jaxrl.envs.retrieval import ENGINES
-from jaxrl.envs.rewards import RewardPart, check_weights
-from jaxrl.envs.tools import TOOLS, Tool
+from jaxrl.environment import (
+    engine,
+    environment_parts,
+    has_tools,
+    named_weights,
+    needs_corpus,
+    overlong_limit,
+    own_parts,
+    protocol,
+    tools,
+)
+from jaxrl.envs.rewards import check_weights
+from jaxrl.method import (
+    estimator_of,
+    filter_of,
+    has_gate,
+    is_measured,
+    loss_of,
+    needs_buckets,
+    needs_windows,
+    reads_rewards,
+)
 
 
 @dataclass(frozen=True)
@@ -50,93 +57,6 @@ class Rule:
     key: str  # what to change
     is_broken: Callable[[ConfigDict], bool]
     expected: str  # instead, and why
-
-
-def environment(config: ConfigDict) -> type[Env]:
-    """The class of the configured environment."""
-    found = chosen("env.name", config.env.name, ENVS, wanted="my_env.MyEnv")
-    declared = ("stop_strings", "reward_parts", "start", "step", "score")
-    missing = [name for name in declared if not hasattr(found, name)]
-    if not isinstance(found, type) or missing:
-        lacks = f" without {', '.join(missing)}" if isinstance(found, type) else ""
-        raise ValueError(
-            f"config.env.name names {config.env.name!r}, a {type(found).__name__}{lacks}; expected "
-            f"a class with {', '.join(declared)}, as jaxrl/envs/base.py has them."
-        )
-    return found
-
-
-def searches(config: ConfigDict) -> bool:
-    """True where the environment asks for the search engine."""
-    return "engine" in inspect.signature(environment(config)).parameters
-
-
-def has_tools(config: ConfigDict) -> bool:
-    """True where something can end a turn before the model does, and be answered."""
-    return bool(environment(config).stop_strings)
-
-
-def needs_corpus(config: ConfigDict) -> bool:
-    """True where a corpus is searched."""
-    return searches(config) and config.search.engine == "local"
-
-
-def protocol(config: ConfigDict) -> Callable[[Sequence[str]], Protocol]:
-    """The configured protocol, as a function of the names of the tools beside the engine."""
-    name = config.env.search.protocol
-    make = chosen("env.search.protocol", name, PROTOCOLS, wanted="my_protocol.make")
-    section = config.env.search.get(name)
-    return partial(make, **(section.to_dict() if section else {}))
-
-
-def engine(config: ConfigDict) -> type[Tool]:
-    """The class of the configured search engine."""
-    name = config.search.engine
-    return _tool("search.engine", chosen("search.engine", name, ENGINES, wanted="my_engine.Engine"))
-
-
-def tools(config: ConfigDict) -> list[type[Tool]]:
-    """The classes of the tools that are offered beside the search engine."""
-    key, wanted = "env.search.tools", "my_tool.Calculator"
-    return [_tool(key, chosen(key, n, TOOLS, wanted=wanted)) for n in config.env.search.tools]
-
-
-def _tool(key: str, found: Any) -> type[Tool]:
-    if not (isinstance(found, type) and issubclass(found, Tool)):
-        raise ValueError(
-            f"config.{key} names {found!r}; expected a class of jaxrl.envs.tools.Tool, with name, "
-            "blank and run."
-        )
-    return found
-
-
-def own_parts(config: ConfigDict) -> dict[str, RewardPart]:
-    """Reward parts of the user's own, by the last piece of their dotted names."""
-    return {
-        short_name(name): chosen("reward.weights", name, {}, wanted="my_reward.brevity")
-        for name in config.reward.weights
-        if is_own(name)
-    }
-
-
-def reward_parts(config: ConfigDict) -> tuple[str, ...]:
-    """The reward parts of the configured environment, and the user's own."""
-    return (*_environment_parts(config), *own_parts(config))
-
-
-def _environment_parts(config: ConfigDict) -> tuple[str, ...]:
-    return environment(config).reward_parts or protocol(config)(()).reward_parts
-
-
-def reward_weights(config: ConfigDict) -> dict[str, float]:
-    """Weights by part, in the order of the parts, which is the order of their sum."""
-    weights = _named_weights(config)
-    return {part: float(weights[part]) for part in reward_parts(config) if part in weights}
-
-
-def _named_weights(config: ConfigDict) -> dict[str, float]:
-    named = config.reward.weights.items()
-    return {short_name(name) if is_own(name) else name: weight for name, weight in named}
 
 
 def check_environment(config: ConfigDict) -> None:
@@ -154,7 +74,7 @@ def check_environment(config: ConfigDict) -> None:
                 f"config.{section}.settings is {config[section].settings!r}; expected {{}}: they "
                 f"are for one of your own, and {name!r} has keys in config.{section}.{name}."
             )
-    theirs, own = _environment_parts(config), own_parts(config)
+    theirs, own = environment_parts(config), own_parts(config)
     clash = next((name for name in own if name in theirs), None)
     if clash is not None:
         raise ValueError(
@@ -162,7 +82,7 @@ def check_environment(config: ConfigDict) -> None:
             "one of that name; call the function otherwise."
         )
     try:
-        check_weights(_named_weights(config), (*theirs, *own))
+        check_weights(named_weights(config), (*theirs, *own))
     except ValueError as error:
         raise ValueError(f"config.reward.weights is {config.reward.weights!r}: {error}") from None
     measures = [part for part in theirs if part != "format"]
@@ -171,64 +91,6 @@ def check_environment(config: ConfigDict) -> None:
             f"config.reward.correct is {config.reward.correct!r}; expected a part that the "
             f"environment has: {', '.join(measures)}."
         )
-
-
-def estimator_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The advantage estimator, and its settings.
-
-    Raises:
-        ValueError: `advantage.name` stands for nothing, or for a function of other arguments.
-    """
-    from jaxrl.objectives.advantages import COLUMNS, ESTIMATORS
-
-    return _objective("advantage", config.advantage, ESTIMATORS, COLUMNS, "my_estimator.estimate")
-
-
-def loss_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The policy loss, and its settings; errors as of `estimator_of`."""
-    from jaxrl.objectives.losses import ARRAYS, LOSSES
-
-    loss = config.loss
-    common = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
-    return _objective("loss", loss, LOSSES, ARRAYS, "my_loss.policy_loss", **common)
-
-
-def filter_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]] | None:
-    """The filter of groups, and its settings; None without one. Errors as of `estimator_of`."""
-    from jaxrl.objectives.filters import COLUMNS, FILTERS
-
-    if config.filter.name == "none":
-        return None
-    table = {"none": None, **FILTERS}
-    return _objective("filter", config.filter, table, COLUMNS, "my_filter.keep")
-
-
-def _objective(
-    key: str,
-    section: ConfigDict,
-    table: Mapping[str, Any],
-    offered: Sequence[str],
-    wanted: str,
-    **common: Any,
-) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """What `section.name` stands for, and its settings.
-
-    Args:
-        key: of the section.
-        section: with `name`, `settings` and the subsections.
-        table: what there is by name.
-        offered: names of the arrays that it may ask for.
-        wanted: a dotted name for the message.
-        common: settings that every choice may take.
-    """
-    function = chosen(f"{key}.name", section.name, table, wanted=wanted)
-    if section.settings and not is_own(section.name):
-        raise ValueError(
-            f"config.{key}.settings is {section.settings!r}; expected {{}}: they are for one of "
-            f"your own, and {section.name!r} has its keys in config.{key}."
-        )
-    check_arrays(f"{key}.name", section.name, function, offered)
-    return function, settings_of(key, section, function, **common)
 
 
 def check_objectives(config: ConfigDict) -> None:
@@ -240,56 +102,6 @@ def check_objectives(config: ConfigDict) -> None:
     estimator_of(config)
     loss_of(config)
     filter_of(config)
-
-
-def reads_rewards(config: ConfigDict) -> bool:
-    """False for the estimators that read nothing but which answers are correct."""
-    return "rewards" in arrays_of(estimator_of(config)[0])
-
-
-def needs_windows(config: ConfigDict) -> bool:
-    """True where windows of high entropy are looked for."""
-    return config.shaping.entropy_reward or config.kl.low_factor != 1 or config.kl.second_chance
-
-
-def needs_buckets(config: ConfigDict) -> bool:
-    """True where the difficulty of tasks matters."""
-    kl = config.kl
-    return config.shaping.entropy_reward or kl.controller == "budget" or kl.second_chance
-
-
-def is_measured(config: ConfigDict) -> bool:
-    """True where the divergence of every trajectory is measured before the update."""
-    return config.kl.coef != 0 and (config.kl.place == "reward" or config.kl.controller != "fixed")
-
-
-def has_kl_loss(config: ConfigDict) -> bool:
-    """True where the loss of every token has a KL term."""
-    return bool(config.kl.coef != 0 and config.kl.place == "loss")
-
-
-def has_kl_weights(config: ConfigDict) -> bool:
-    """True where tokens differ in the coefficient of their KL term, or it moves."""
-    kl = config.kl
-    is_plain = kl.controller == "fixed" and kl.low_factor == 1 and not kl.second_chance
-    return has_kl_loss(config) and not is_plain
-
-
-def has_gate(config: ConfigDict) -> bool:
-    """True where training has an early and a late stage."""
-    return config.shaping.boundary_aware and config.shaping.stage_level
-
-
-def overlong_limit(config: ConfigDict) -> int:
-    """Tokens of a response from which on the whole overlong penalty is charged.
-
-    What a search inserts counts as response, but not in `rollout.max_response_tokens`: by that
-    limit, searching at all would be overlong.
-    """
-    rollout = config.rollout
-    room = rollout.max_total_tokens - rollout.max_prompt_tokens
-    limit = room if has_tools(config) else rollout.max_response_tokens
-    return int(config.shaping.overlong_max_tokens or limit)
 
 
 def _is_never_overlong(config: ConfigDict) -> bool:

@@ -13,7 +13,6 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxrl import report
-from jaxrl.components import Components
 from jaxrl.evaluate import evaluate
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import open_log
@@ -23,7 +22,7 @@ from jaxrl.runtime.checkpoint import Checkpointer, abstract, optimizer_items
 from jaxrl.runtime.sharding import param_shardings
 from jaxrl.runtime.versions import write_environment
 from jaxrl.sampling.rollout import Interrupted
-from jaxrl.session import Progress, Session, has_reference, stage_optimizer
+from jaxrl.session import Components, Progress, Session, has_reference, stage_optimizer
 from jaxrl.sft import sft
 from jaxrl.train import train
 from jaxrl.training.collect import NotEnoughGroupsError

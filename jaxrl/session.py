@@ -4,29 +4,55 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import optax
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxrl import codecs
-from jaxrl.components import Components
 from jaxrl.config import STAGES, flatten
+from jaxrl.envs.base import Task
 from jaxrl.logs.display import Display
 from jaxrl.logs.metrics import plain_numbers
 from jaxrl.logs.writers import MetricsLog, Record
+from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import save_hf
+from jaxrl.models.policy import Model
 from jaxrl.runtime.checkpoint import Checkpointer
+from jaxrl.runtime.distributed import RolloutFunction
 from jaxrl.runtime.stopping import Best
+from jaxrl.sampling.engine import Engine
+from jaxrl.tokenizer import Tokenizer
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.health import Failures
 from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.packing import TokenSequence
 from jaxrl.training.update import init_state
 from jaxrl.types import Group, Params, TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Components:
+    """What the stages work with."""
+
+    mesh: Mesh
+    model_config: Architecture
+    model: Model
+    tokenizer: Tokenizer
+    tasks: list[Task]
+    eval_tasks: list[Task]
+    demonstrations: Sequence[TokenSequence]
+    engine: Engine
+    rollout: RolloutFunction
+    rollout_without_search: RolloutFunction  # the control: the engine finds nothing
+    is_trigger: np.ndarray | None = None  # bool [V], ids that may count as wavering; None: all
+    notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
 
 
 @dataclass

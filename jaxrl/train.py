@@ -13,7 +13,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl.config import STAGES
-from jaxrl.config_checks import is_measured
 from jaxrl.data import Stream
 from jaxrl.evaluate import num_unscored_suites, run_suites
 from jaxrl.logs.metrics import plain_number, rollout_metrics
@@ -28,6 +27,7 @@ from jaxrl.logs.steps import (
     window_metrics,
 )
 from jaxrl.logs.writers import write_trajectories
+from jaxrl.method import is_measured
 from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import abstract
 from jaxrl.runtime.compilation import CompiledFunction

@@ -16,7 +16,7 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.components import assemble
-from jaxrl.config_checks import reward_weights
+from jaxrl.environment import reward_weights
 from jaxrl.envs.base import Prompt, ToolError
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.retrieval import EmptySearch, SearchEngine

@@ -18,8 +18,9 @@ from configs import (
 from jaxrl import report
 from jaxrl.components import assemble
 from jaxrl.config import AGGREGATIONS, KL_CONTROLLERS, KL_ESTIMATORS, flatten
-from jaxrl.config_checks import check_rules, has_kl_loss, validate
+from jaxrl.config_checks import check_rules, validate
 from jaxrl.logs.display import Display
+from jaxrl.method import has_kl_loss
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.run import run

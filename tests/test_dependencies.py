@@ -69,3 +69,31 @@ def test_no_test_module_imports_another():
                 whole = [source + alias.name for alias in node.names]
                 found += [(path.name, name) for name in whole if modules & {*name.split(".")}]
     assert found == []
+
+
+RANKS = (
+    *(("envs",), ("types",), ("objectives", "models"), ("sampling", "training")),
+    *(("session",), ("evaluate", "sft"), ("train",), ("run",), ("launch", "ask")),
+)
+"""Rooms and files; each imports from those before it, and from its own rank what does not loop."""
+
+
+def own_imports(path):
+    """What a file imports of jaxrl, by its dotted name."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module == "jaxrl":
+            yield from (f"jaxrl.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and f"{node.module}".startswith("jaxrl."):
+            yield node.module
+
+
+def test_imports_point_one_way():
+    rank = {name: number for number, names in enumerate(RANKS) for name in names}
+    wrong = []
+    for path in (ROOT / "jaxrl").rglob("*.py"):
+        own = path.relative_to(ROOT / "jaxrl").with_suffix("").parts[0]
+        for module in own_imports(path):
+            other = module.split(".")[1]
+            if rank.get(other, -1) > rank.get(own, len(RANKS)):
+                wrong.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert wrong == []

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 
 from jaxrl import config as configuration
 from jaxrl.config import default_config, flatten
-from jaxrl.config_checks import has_gate
+from jaxrl.method import has_gate
 from jaxrl.runtime.files import append_line, set_aside, written_whole
 
 HISTORY = "config_history.jsonl"

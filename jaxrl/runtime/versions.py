@@ -18,13 +18,13 @@ import jax
 from ml_collections import ConfigDict
 
 import jaxrl
-from jaxrl.components import Components
 from jaxrl.config import flatten
-from jaxrl.config_checks import needs_corpus
+from jaxrl.environment import needs_corpus
 from jaxrl.envs.retrieval import corpus_digest, index_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.runtime.distributed import gather
 from jaxrl.runtime.files import set_aside, written_whole
+from jaxrl.session import Components
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 

@@ -15,9 +15,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl.choices import arrays_of, subsection
-from jaxrl.config_checks import filter_of
 from jaxrl.data import Stream
 from jaxrl.envs.base import Task
+from jaxrl.method import filter_of
 from jaxrl.objectives.filters import needs_resampling
 from jaxrl.training import rewards
 from jaxrl.training.controllers import Controllers, SkipSet

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl.config_checks import has_gate, is_measured, needs_buckets, needs_windows
 from jaxrl.logs.metrics import mean
+from jaxrl.method import has_gate, is_measured, needs_buckets, needs_windows
 from jaxrl.objectives.entropy import high_window_entropy_mask, window_entropy
 from jaxrl.types import Group, GroupStats, Trajectory, Windows, members, with_fields
 

@@ -10,7 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl.choices import arrays_of, subsection
-from jaxrl.config_checks import estimator_of
+from jaxrl.method import estimator_of
 from jaxrl.types import Columns, Group, with_fields
 
 

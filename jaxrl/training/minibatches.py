@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl.config_checks import has_kl_loss, has_kl_weights, is_measured
+from jaxrl.method import has_kl_loss, has_kl_weights, is_measured
 from jaxrl.objectives.entropy import kl_weights
 from jaxrl.objectives.shaping import relaxed_kl
 from jaxrl.runtime.compilation import CompiledFunction

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from jaxrl.choices import arrays_of
-from jaxrl.config_checks import loss_of
+from jaxrl.method import loss_of
 from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.metrics import Metric

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl.config_checks import overlong_limit
+from jaxrl.environment import overlong_limit
 from jaxrl.envs.rewards import normalize_answer
 from jaxrl.objectives.shaping import boundary_aware_rewards, entropy_reward, overlong_penalty
 from jaxrl.training.controllers import Controllers

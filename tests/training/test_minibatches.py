@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from jaxrl.config_checks import has_kl_loss
+from jaxrl.method import has_kl_loss
 from jaxrl.training.controllers import (
     AdaptiveKL,
     Controllers,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import dapo, dapo_small, search_r1_small
-from jaxrl.config_checks import overlong_limit
+from jaxrl.environment import overlong_limit
 from jaxrl.envs.base import Outcome
 from jaxrl.training.controllers import (
     AdaptiveKL,

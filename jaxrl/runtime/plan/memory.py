@@ -22,7 +22,8 @@ from ml_collections import ConfigDict
 
 from jaxrl.components import check_length, check_rows, prompts_per_prefill
 from jaxrl.config import default_config
-from jaxrl.config_checks import has_kl_loss, has_kl_weights, has_tools
+from jaxrl.environment import has_tools
+from jaxrl.method import has_kl_loss, has_kl_weights
 from jaxrl.models import kv_cache
 from jaxrl.models.architecture import Architecture, MemoryTerms
 from jaxrl.models.policy import chunk_width

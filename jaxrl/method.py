@@ -1,0 +1,106 @@
+"""What a configuration makes of the method: the objectives it names, and what they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxrl.choices import arrays_of, check_arrays, chosen, is_own, settings_of
+
+
+def estimator_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The advantage estimator, and its settings.
+
+    Raises:
+        ValueError: `advantage.name` stands for nothing, or for a function of other arguments.
+    """
+    from jaxrl.objectives.advantages import COLUMNS, ESTIMATORS
+
+    return _objective("advantage", config.advantage, ESTIMATORS, COLUMNS, "my_estimator.estimate")
+
+
+def loss_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """The policy loss, and its settings; errors as of `estimator_of`."""
+    from jaxrl.objectives.losses import ARRAYS, LOSSES
+
+    loss = config.loss
+    common = {"clip_low": loss.clip_low, "clip_high": loss.clip_high}
+    return _objective("loss", loss, LOSSES, ARRAYS, "my_loss.policy_loss", **common)
+
+
+def filter_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]] | None:
+    """The filter of groups, and its settings; None without one. Errors as of `estimator_of`."""
+    from jaxrl.objectives.filters import COLUMNS, FILTERS
+
+    if config.filter.name == "none":
+        return None
+    table = {"none": None, **FILTERS}
+    return _objective("filter", config.filter, table, COLUMNS, "my_filter.keep")
+
+
+def _objective(
+    key: str,
+    section: ConfigDict,
+    table: Mapping[str, Any],
+    offered: Sequence[str],
+    wanted: str,
+    **common: Any,
+) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """What `section.name` stands for, and its settings.
+
+    Args:
+        key: of the section.
+        section: with `name`, `settings` and the subsections.
+        table: what there is by name.
+        offered: names of the arrays that it may ask for.
+        wanted: a dotted name for the message.
+        common: settings that every choice may take.
+    """
+    function = chosen(f"{key}.name", section.name, table, wanted=wanted)
+    if section.settings and not is_own(section.name):
+        raise ValueError(
+            f"config.{key}.settings is {section.settings!r}; expected {{}}: they are for one of "
+            f"your own, and {section.name!r} has its keys in config.{key}."
+        )
+    check_arrays(f"{key}.name", section.name, function, offered)
+    return function, settings_of(key, section, function, **common)
+
+
+def reads_rewards(config: ConfigDict) -> bool:
+    """False for the estimators that read nothing but which answers are correct."""
+    return "rewards" in arrays_of(estimator_of(config)[0])
+
+
+def needs_windows(config: ConfigDict) -> bool:
+    """True where windows of high entropy are looked for."""
+    return config.shaping.entropy_reward or config.kl.low_factor != 1 or config.kl.second_chance
+
+
+def needs_buckets(config: ConfigDict) -> bool:
+    """True where the difficulty of tasks matters."""
+    kl = config.kl
+    return config.shaping.entropy_reward or kl.controller == "budget" or kl.second_chance
+
+
+def is_measured(config: ConfigDict) -> bool:
+    """True where the divergence of every trajectory is measured before the update."""
+    return config.kl.coef != 0 and (config.kl.place == "reward" or config.kl.controller != "fixed")
+
+
+def has_kl_loss(config: ConfigDict) -> bool:
+    """True where the loss of every token has a KL term."""
+    return bool(config.kl.coef != 0 and config.kl.place == "loss")
+
+
+def has_kl_weights(config: ConfigDict) -> bool:
+    """True where tokens differ in the coefficient of their KL term, or it moves."""
+    kl = config.kl
+    is_plain = kl.controller == "fixed" and kl.low_factor == 1 and not kl.second_chance
+    return has_kl_loss(config) and not is_plain
+
+
+def has_gate(config: ConfigDict) -> bool:
+    """True where training has an early and a late stage."""
+    return config.shaping.boundary_aware and config.shaping.stage_level
