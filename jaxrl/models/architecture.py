@@ -9,7 +9,6 @@ compute is pure, so that callers jit, split and differentiate it as they need.
 from __future__ import annotations
 
 import json
-import pkgutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl.choices import chosen
 from jaxrl.types import Params
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
@@ -235,13 +235,7 @@ def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Ar
                 f"{' or '.join(map(repr, ARCHITECTURES))}, dense text models, or an architecture "
                 "of your own in config.model.architecture."
             )
-    try:
-        found = pkgutil.resolve_name(ARCHITECTURES.get(name, name))
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"config.model.architecture is {name!r}; expected one of {', '.join(ARCHITECTURES)} or "
-            f"the dotted name of a class ({type(error).__name__}: {error})."
-        ) from error
+    found = chosen("model.architecture", name, ARCHITECTURES, wanted="my_architecture.Pocket")
     if not (isinstance(found, type) and issubclass(found, Architecture)):
         raise ValueError(
             f"config.model.architecture is {name!r}, which is no subclass of "

@@ -36,13 +36,13 @@ def test_an_unknown_model_type_says_what_to_do(tmp_path):
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("nowhere.to.be.Found", "No module named 'nowhere'"),
+        ("nowhere.to.be.Found", "no module 'nowhere' is on sys.path"),
         ("jaxrl.models.qwen.Llama", "has no attribute 'Llama'"),
-        ("no name", "expected one of qwen2, qwen3 or the dotted name"),
+        ("no name", "expected one of qwen2, qwen3, a dotted name"),
         ("jaxrl.models.qwen.Block", "is no subclass of jaxrl.models.architecture.Architecture"),
     ],
 )
 def test_a_name_of_no_architecture_is_refused(name, why):
     with pytest.raises(ValueError, match=why) as error:
         find_architecture({"model_type": "qwen3"}, name, "config.json")
-    assert "config.model.architecture is " in str(error.value)
+    assert str(error.value).startswith("config.model.architecture ")
