@@ -25,7 +25,7 @@ from jaxrl.codecs import question_record
 from jaxrl.config import STAGES
 from jaxrl.envs.base import Outcome
 from jaxrl.envs.rewards import normalize_answer
-from jaxrl.logs.metrics import mean, plain_number
+from jaxrl.logs.metrics import plain_number
 from jaxrl.logs.statistics import (
     bootstrap_means,
     column_means,
@@ -33,6 +33,7 @@ from jaxrl.logs.statistics import (
     pass_at_k,
     percentile_interval,
 )
+from jaxrl.objectives.metrics import mean
 from jaxrl.runtime import distributed
 from jaxrl.runtime.files import printable, written_whole
 from jaxrl.sampling.rollout import Sampling, Seeds

@@ -51,7 +51,7 @@ def run(
 
     Args:
         config: checked.
-        workdir: folder in which the run lives; it is there.
+        workdir: folder in which the run lives; it must exist.
         components: what the configuration was made into.
         display: progress.
         should_stop: true once the run is to save and end.
@@ -60,9 +60,9 @@ def run(
             workdir belongs to this configuration.
 
     Raises:
-        Interrupted: `should_stop` was true. The steps that were done are saved.
+        Interrupted: `should_stop` was true. The steps that were done are saved, here and below.
         NothingWorksError: every episode failed, several times in a row or in the last evaluation.
-            Likewise.
+        NotEnoughGroupsError: the filter kept too few groups.
         CheckpointError: there are checkpoints, but the one to go on with cannot be read.
     """
     checkpointer = Checkpointer(

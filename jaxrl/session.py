@@ -205,7 +205,7 @@ class Session:
         folder, source = self.workdir / "export", self.config.model.path
         save_hf(state.params, self.components.model_config, folder, source=source)
         self.save()
-        self.state = None  # the next stage needs the room
+        self.state = self.ref_params = None  # the next stage needs the room
         return state.params
 
     def is_checkpoint_due(self) -> bool:
@@ -221,7 +221,7 @@ class Session:
         self.progress.num_records = self.metrics_log.num_records
         self.progress.num_failed = self.failures.num_batches
         self.saved = dataclasses.replace(self.progress)
-        # By what the checkpoint was made with a later start is measured.
+        # A start that goes on compares its configuration and files with these.
         origin = {"config": flatten(self.config), "contents": dict(self.contents)}
         self.checkpointer.save(
             self.progress.step,

@@ -37,7 +37,7 @@ from jaxrl.sampling.rollout import Sampling, Seeds
 from jaxrl.session import Session, stage_optimizer
 from jaxrl.training import rewards
 from jaxrl.training.collect import Collected, Measure, RollOut, collect, some_failed
-from jaxrl.training.controllers import Controllers, advance, open_gate
+from jaxrl.training.controllers import Controllers, advance, advance_gate
 from jaxrl.training.estimators import Estimator
 from jaxrl.training.health import has_learned, why_nothing
 from jaxrl.training.measure import make_measure
@@ -93,16 +93,17 @@ def train(session: Session, params: Params) -> Params:
         )
         components.engine.release()  # its memory is the update's
         clock.sampled()
-        # Measure, move the controllers, change rewards.
+        # Measure the divergence from the reference, move the controllers, change rewards.
         groups = measure(collected.groups)
         controllers, groups = advance(
             progress.controllers, groups, collected.tried, config, components.is_trigger
         )
+        # The KL coefficient of a step depends on earlier steps only; all else on this one too.
         current = dataclasses.replace(controllers, kl=progress.controllers.kl)
-        if config.kl.place == "reward":
-            groups = rewards.charge_kl(groups, current.kl_coef(config))
+        groups = rewards.charge_kl(groups, current, config)
         groups = rewards.pay_entropy(groups, current, config)
-        # One advantage a trajectory, then mini-batches with old and reference log-probabilities.
+        # One advantage a trajectory (objectives/advantages.py, by advantage.name), then
+        # mini-batches with old and reference log-probabilities.
         groups = estimate(groups, progress.step, progress.stage_step)
         minibatches = make_minibatches(
             groups, shape, config, controllers=current, num_shards=num_shards
@@ -110,7 +111,7 @@ def train(session: Session, params: Params) -> Params:
         batches = put_minibatches(
             minibatches, components.mesh, score, state.params, ref_params, config
         )
-        # Update. Without any signal left the optimizer still steps: as if all had been kept.
+        # Update. If no trajectory has a signal, the optimizer still steps, with a gradient of zero.
         measured = []
         session.display.activity(
             f"update, {len(batches) * config.optimizer.num_epochs} mini-batches"
@@ -191,7 +192,7 @@ def begin_training(session: Session) -> None:
     config, progress = session.config, session.progress
     evaluated, _ = run_suites(session, "train", config.eval.suites)
     best_metric(config, evaluated)  # refused now where it is missing
-    open_gate_by(session, evaluated)
+    update_gate(session, evaluated)
     bootstrap(session)
     metrics = evaluated | progress.controllers.metrics()
     session.metrics_log.write(progress.step, "train", metrics)
@@ -200,7 +201,7 @@ def begin_training(session: Session) -> None:
 def bootstrap(session: Session) -> None:
     """Rolls tasks out once, to set up thresholds, difficulties and targets before the first step.
 
-    The tasks are the first ones in their file; their samples are those of no step.
+    The tasks are the first ones in their file; they are sampled with seeds that no step uses.
     """
     config, components = session.config, session.components
     count = config.shaping.bootstrap_tasks
@@ -229,8 +230,8 @@ BOOTSTRAP_STEP = 2**31 - 1
 """In the place of a step, in the seeds of what is sampled before the first one."""
 
 
-def open_gate_by(session: Session, evaluated: Mapping[str, float]) -> None:
-    """Tells the stage gate of a method that has one how correct greedy answers are."""
+def update_gate(session: Session, evaluated: Mapping[str, float]) -> None:
+    """Moves the stage gate, where the method has one, by how correct greedy answers are."""
     if not evaluated:
         return
     part = session.config.reward.correct
@@ -238,7 +239,7 @@ def open_gate_by(session: Session, evaluated: Mapping[str, float]) -> None:
     # Where every search failed, nothing was scored and there is no such metric.
     correctness = evaluated.get(f"{head}/greedy", math.nan)
     progress = session.progress
-    progress.controllers = open_gate(progress.controllers, correctness, session.config)
+    progress.controllers = advance_gate(progress.controllers, correctness, session.config)
 
 
 def record_of(
@@ -289,7 +290,7 @@ def finish_step(session: Session) -> None:
     evaluated: dict[str, float] = {}
     if is_last or (every and stage_step % every == 0):
         evaluated, _ = run_suites(session, "train", config.eval.suites)
-    open_gate_by(session, evaluated)
+    update_gate(session, evaluated)
     assert progress.record is not None
     record = progress.record | evaluated | progress.controllers.metrics()
     progress.record = None

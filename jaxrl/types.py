@@ -88,15 +88,14 @@ class Trajectory:
     sample_index: int  # within the group
     attempt: int = 0
     task: Task
-    opener: str = (
-        ""  # of the response, which the chat template has written: the prompt ends with it
-    )
+    # Beginning of the response, which the chat template has written: the prompt ends with it.
+    opener: str = ""
     turns: tuple[Turn, ...]
     outcome: Outcome
     reward: float = 0.0
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     final_answer: str = ""
-    is_correct: bool = False  # says the environment; these three are read by group logic
+    is_correct: bool = False  # this and the next two are the environment's verdicts
     is_abstention: bool = False  # declines to answer
     is_well_formed: bool = True
     # What a training step finds out about it; None until then, or where no term asks for it.
@@ -127,6 +126,20 @@ class Trajectory:
         """What the environment failed with; "" where it did not."""
         texts = [turn.error for turn in self.turns if turn.error]
         return "" if self.is_scored else texts[-1] if texts else "it has no text"
+
+    def measured(self, name: str) -> Any:
+        """What a step has found out about it: `divergence`, `windows` or `advantage`.
+
+        Raises:
+            RuntimeError: it was not measured.
+        """
+        value = getattr(self, name)
+        if value is None:
+            raise RuntimeError(
+                f"a trajectory of task {self.task_id!r} has no {name}, which this step reads. This "
+                "is a bug in jaxrl."
+            )
+        return value
 
     @property
     def num_sampled(self) -> int:
@@ -282,8 +295,8 @@ def with_fields(groups: Sequence[Group], **columns: Sequence[Any]) -> list[Group
 class Columns:
     """What objectives read of the trajectories of some groups, an array over all of them each.
 
-    A column has the name of the parameter that takes it. Of a group's trajectories all stand side
-    by side; N counts those with environment errors too, which are in no group.
+    A column has the name of the parameter that takes it. The trajectories of a group are
+    contiguous; N counts those with environment errors too, which are in no group.
     """
 
     def __init__(self, groups: Sequence[Group]):

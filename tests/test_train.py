@@ -6,7 +6,7 @@ import numpy as np
 
 from configs import debug_tiny
 from jaxrl.session import Progress
-from jaxrl.train import open_gate_by
+from jaxrl.train import update_gate
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import Estimator
 from jaxrl.training.minibatches import make_minibatches
@@ -74,7 +74,7 @@ def test_an_evaluation_in_which_every_search_failed_says_nothing_to_the_gate():
     config = settings(**{"shaping.boundary_aware": True})
     session = types.SimpleNamespace(config=config, progress=Progress())
     session.progress.controllers = Controllers.init(config)
-    open_gate_by(session, {"val-core/all/exact_match/greedy": 0.5})
-    open_gate_by(session, {"timing_s/testing": 1.0})
+    update_gate(session, {"val-core/all/exact_match/greedy": 0.5})
+    update_gate(session, {"timing_s/testing": 1.0})
     assert session.progress.controllers.gate.best == 0.5
     assert session.progress.controllers.gate.tolerance == 0

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl.objectives.metrics import mean
 from jaxrl.types import Trajectory
 
 
@@ -49,11 +50,6 @@ def rollout_metrics(
             for name in ("answered", "abstained", "malformed", "out_of_budget", "environment_error")
         },
     }
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean; NaN, without a warning, of nothing."""
-    return float(np.mean(values)) if values else math.nan
 
 
 def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float | int | None]:

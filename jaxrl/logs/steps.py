@@ -13,8 +13,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl.logs.metrics import mean
-from jaxrl.objectives.metrics import REDUCTIONS, Metric
+from jaxrl.objectives.metrics import REDUCTIONS, Metric, mean
 from jaxrl.runtime import distributed
 from jaxrl.sampling.engine import Counts, Engine
 from jaxrl.training.controllers import BUCKETS, Controllers, mean_divergences

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -83,3 +84,8 @@ REDUCTIONS = {
     ),
 }
 """`mean` and `maximum` (0 where all are below) of sampled tokens; `loss`: a sum like the loss's."""
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; NaN, without a warning, of nothing."""
+    return float(np.mean(values)) if values else math.nan

@@ -93,17 +93,17 @@ def collect(
         draws, batches.items_taken = draw(
             stream, batches.items_taken, settings.tasks_per_batch or wanted, controllers.skipped
         )
-        groups, num_again = _roll_out_again(roll_out, draws, config, controllers.is_late)
+        groups, num_retried = _roll_out_with_retries(roll_out, draws, config, controllers.is_late)
         failures.count(members(groups))
         scores = Columns(groups).rewards
         shaped = rewards.shape(groups, config, is_late=controllers.is_late)
         if settings.name == "varied" and settings.varied.metric == "seq_final_reward":
             shaped = measure(shaped)
-        batches.kept += _passing(shaped, scores, config, controllers.kl_coef(config))
+        batches.kept += _filter_groups(shaped, scores, config, controllers.kl_coef(config))
         batches.tried += map(GroupStats.of, shaped)
         batches.count += 1
-        batches.num_resampled += num_again
-        batches.num_generated += len(members(groups)) + num_again * config.rollout.group_size
+        batches.num_resampled += num_retried
+        batches.num_generated += len(members(groups)) + num_retried * config.rollout.group_size
         if batches.count % _TOLD_EVERY == 0 and len(batches.kept) < wanted:
             failures.log(
                 f"warning: {len(batches.kept)} of {wanted} groups have passed the filter in "
@@ -112,7 +112,7 @@ def collect(
     surplus = batches.kept[wanted:]
     return Collected(
         groups=batches.kept[:wanted],
-        leftover=[_unmeasured(group) for group in surplus] if settings.carry_over else [],
+        leftover=[_without_divergences(group) for group in surplus] if settings.carry_over else [],
         items_taken=batches.items_taken,
         tried=batches.tried,
         metrics=_metrics(batches, num_old=len(leftover), surplus=surplus, settings=settings),
@@ -150,7 +150,7 @@ def draw(
     return draws, items_taken
 
 
-def _unmeasured(group: Group) -> Group:
+def _without_divergences(group: Group) -> Group:
     """The group without divergences: by the next step the policy is another."""
     fresh = (dataclasses.replace(t, divergence=None) for t in group.trajectories)
     return Group(trajectories=tuple(fresh))
@@ -211,7 +211,7 @@ def _complaint(settings: ConfigDict, batches: _Batches, wanted: int) -> str:
     )
 
 
-def _roll_out_again(
+def _roll_out_with_retries(
     roll_out: RollOut, draws: Sequence[Draw], config: ConfigDict, is_late: bool
 ) -> tuple[list[Group], int]:
     """Samples groups, and those without success or abstention anew; how many that were.
@@ -235,7 +235,7 @@ def _roll_out_again(
     return groups, num_resampled
 
 
-def _passing(
+def _filter_groups(
     groups: Sequence[Group], scores: np.ndarray, config: ConfigDict, kl_coef: float
 ) -> list[Group]:
     """The groups that pass the filter.
@@ -246,7 +246,7 @@ def _passing(
         config: its section `filter` names the filter.
         kl_coef: coefficient of the KL term in the reward.
     """
-    found = filter_of(config)
+    found = filter_of(config)  # objectives/filters.py, by filter.name
     if found is None:
         return list(groups)
     keep, settings = found

@@ -3,7 +3,7 @@
 Every state is a frozen dataclass of plain JSON values, which a checkpoint stores as it is. `init`
 gives the first one and `update` the next one; settings are arguments, not state. `Controllers`
 holds those that the method uses; `advance` moves them after the trajectories of a step, and
-`open_gate` after an evaluation.
+`advance_gate` after an evaluation.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl.logs.metrics import mean
 from jaxrl.method import has_gate, is_measured, needs_buckets, needs_windows
 from jaxrl.objectives.entropy import high_window_entropy_mask, window_entropy
+from jaxrl.objectives.metrics import mean
 from jaxrl.types import Group, GroupStats, Trajectory, Windows, members, with_fields
 
 BUCKETS = ("easy", "medium", "hard")
@@ -486,7 +486,7 @@ def advance(
     return dataclasses.replace(moved, kl=_advance_kl(moved, groups, config)), groups
 
 
-def open_gate(controllers: Controllers, correctness: float, config: ConfigDict) -> Controllers:
+def advance_gate(controllers: Controllers, correctness: float, config: ConfigDict) -> Controllers:
     """The controllers after an evaluation.
 
     Args:

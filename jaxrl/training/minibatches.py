@@ -78,11 +78,11 @@ def _token_fields(
     if has_kl_weights(config):
         fields["kl_weights"] = token_kl_weights(trajectories, controllers, config)
     if is_measured(config):
-        found = [t.divergence for t in trajectories]
+        found = [t.measured("divergence") for t in trajectories]
         if not takes_own_logprobs(config):
-            fields["old_logprobs"] = [d.old_logprobs for d in found if d is not None]
+            fields["old_logprobs"] = [divergence.old_logprobs for divergence in found]
         if has_kl_loss(config):
-            fields["ref_logprobs"] = [d.ref_logprobs for d in found if d is not None]
+            fields["ref_logprobs"] = [divergence.ref_logprobs for divergence in found]
     return fields
 
 
@@ -105,7 +105,7 @@ def token_kl_weights(
         scales *= relaxed_kl(
             [controllers.bucket(t.task_id) for t in trajectories],
             np.array([t.is_correct for t in trajectories], bool),
-            np.array([t.windows.excess for t in trajectories if t.windows], np.float32),
+            np.array([t.measured("windows").excess for t in trajectories], np.float32),
         )
     coef = controllers.kl_coef(config)
     masks = [

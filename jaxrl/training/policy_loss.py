@@ -35,6 +35,7 @@ def make_policy_loss(config: ConfigDict) -> TokenLoss:
         old = current if batch.old_logprobs is None else batch.old_logprobs
         computed = {"logprobs": logprobs, "old_logprobs": old, "entropies": entropies}
         arrays = [computed[n] if n in computed else getattr(batch, n) for n in names]
+        # Not weighted yet: the update multiplies by `token_weights` (objectives/aggregation.py).
         values, measured = policy_loss(*arrays, **settings)
         # Of an observation that is trained on, the sampler has no log-probability.
         is_sampled = mask if mask_observations else mask & (batch.rollout_logprobs != 0)

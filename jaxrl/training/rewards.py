@@ -76,13 +76,16 @@ def shape(groups: Sequence[Group], config: ConfigDict, *, is_late: bool) -> list
 
 def kl_penalties(groups: Sequence[Group], coef: float) -> np.ndarray:
     """What the KL term takes off each reward: `coef` times the measured divergence, float64 [N]."""
-    found = [t.divergence for t in members(groups)]
-    return np.array([coef * divergence.total if divergence else 0.0 for divergence in found])
+    return np.array(
+        [coef * t.measured("divergence").total if t.is_scored else 0.0 for t in members(groups)]
+    )
 
 
-def charge_kl(groups: Sequence[Group], coef: float) -> list[Group]:
-    """The KL term in the reward; `coef` is its coefficient."""
-    return add_reward(groups, "kl", -kl_penalties(groups, coef))
+def charge_kl(groups: Sequence[Group], controllers: Controllers, config: ConfigDict) -> list[Group]:
+    """The KL term in the reward, where `kl.place` puts it there."""
+    if config.kl.place != "reward":
+        return list(groups)
+    return add_reward(groups, "kl", -kl_penalties(groups, controllers.kl_coef(config)))
 
 
 def pay_entropy(
@@ -95,7 +98,7 @@ def pay_entropy(
     amounts = np.zeros(len(trajectories), np.float32)
     if controllers.level is not None:
         scored = [i for i, t in enumerate(trajectories) if t.is_scored]
-        counts = [w.count for i in scored if (w := trajectories[i].windows) is not None]
+        counts = [trajectories[i].measured("windows").count for i in scored]
         amounts[scored] = entropy_reward(
             np.array(counts, np.int32),
             np.array([trajectories[i].is_correct for i in scored], bool),

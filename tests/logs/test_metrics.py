@@ -3,7 +3,8 @@ import math
 import pytest
 
 from jaxrl.envs.base import Outcome
-from jaxrl.logs.metrics import mean, rollout_metrics
+from jaxrl.logs.metrics import rollout_metrics
+from jaxrl.objectives.metrics import mean
 from tests.episodes import ANSWER, COMPUTE, SEARCH, make_failure, make_trajectory
 
 

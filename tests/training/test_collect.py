@@ -215,8 +215,12 @@ def test_the_final_reward_counts_the_kl_penalty():
     # By its rewards alone the group is even, and so it is where all strayed as far.
     with pytest.raises(NotEnoughGroupsError):
         run(sampler([0, 0]), **changes | {"filter.varied.metric": "seq_reward"}, measure=measure)
+
+    def measure_alike(groups):
+        return with_fields(groups, divergence=[strayed(0.1)] * len(members(groups)))
+
     with pytest.raises(NotEnoughGroupsError):
-        run(sampler([0, 0]), **changes)
+        run(sampler([0, 0]), **changes, measure=measure_alike)
 
 
 def test_groups_without_success_or_abstention_are_sampled_again_as_a_whole():

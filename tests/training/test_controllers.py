@@ -23,9 +23,9 @@ from jaxrl.training.controllers import (
     SkipSet,
     StageGate,
     advance,
+    advance_gate,
     difficulty,
     mean_divergences,
-    open_gate,
 )
 from jaxrl.training.minibatches import token_kl_weights
 from jaxrl.training.rewards import pay_entropy
@@ -811,11 +811,11 @@ def test_a_task_is_not_skipped_for_what_failures_left_of_its_group():
 
 def test_the_gate_is_told_of_evaluations_where_there_is_one():
     config = settings(**{"shaping.boundary_aware": True, "shaping.stage_tolerance": 0})
-    early = open_gate(Controllers.init(config), 0.5, config)
+    early = advance_gate(Controllers.init(config), 0.5, config)
     assert (early.gate.best, early.is_late) == (0.5, False)
-    assert open_gate(early, math.nan, config) == early
-    assert open_gate(early, 0.4, config).is_late
-    assert open_gate(Controllers(), 0.5, config) == Controllers()
+    assert advance_gate(early, math.nan, config) == early
+    assert advance_gate(early, 0.4, config).is_late
+    assert advance_gate(Controllers(), 0.5, config) == Controllers()
 
 
 # All of them.

@@ -70,7 +70,7 @@ STRAYED = with_fields(BATCH, divergence=[strayed(0.5, -0.25, 1.0, 0.75), None, s
 def test_the_penalty_by_hand():
     # Sums of 2 and 1 nat, times a coefficient of 0.5.
     np.testing.assert_allclose(kl_penalties(STRAYED, 0.5), [1, 0, 0.5])
-    got = members(charge_kl(STRAYED, 0.5))
+    got = members(charge_kl(STRAYED, Controllers(), settings(**IN_REWARD)))
     assert [t.reward for t in got] == [0.0, 0.0, -0.25]
     assert got[0].reward_parts["kl"] == -1
     assert got[2].reward_parts["kl"] == -0.5
@@ -79,13 +79,17 @@ def test_the_penalty_by_hand():
 
 def test_the_penalty_has_the_coefficient_as_it_stands():
     config = settings(**IN_REWARD, **{"kl.controller": "adaptive"})
-    coef = Controllers(kl=AdaptiveKL(2.0)).kl_coef(config)
-    got = members(charge_kl(STRAYED, coef))
+    got = members(charge_kl(STRAYED, Controllers(kl=AdaptiveKL(2.0)), config))
     assert [t.reward for t in got] == [-3.0, 0.0, -1.75]
 
 
-def test_what_was_not_measured_costs_nothing():
-    np.testing.assert_array_equal(kl_penalties(BATCH, 0.5), [0, 0, 0])
+def test_a_term_in_the_loss_costs_no_reward():
+    assert charge_kl(STRAYED, Controllers(), settings(**{"kl.coef": 0.5})) == STRAYED
+
+
+def test_what_was_not_measured_is_a_bug_and_not_free():
+    with pytest.raises(RuntimeError, match="a trajectory of task 't0' has no divergence"):
+        kl_penalties(BATCH, 0.5)
 
 
 # Entropy.
