@@ -52,7 +52,7 @@ def _resolved(key: str, name: str) -> Any:
         raise ValueError(
             f"config.{key} names {name!r}, which its module does not define ({error})."
         ) from error
-    except Exception as error:  # of the module, while it is imported
+    except (Exception, SystemExit) as error:  # of the module, while it is imported
         raise ValueError(f"config.{key} names {name!r}: {error_text(error)}") from error
 
 
@@ -94,7 +94,12 @@ def made(key: str, kind: Callable[..., Any], settings: Mapping[str, Any], **offe
             f"config.{key} lacks {missing[0]!r}, which {name} asks for; a run itself offers "
             f"{', '.join(offered) or 'nothing'}."
         )
-    return kind(**given)
+    try:
+        return kind(**given)
+    except (OSError, ValueError, ImportError):
+        raise  # these say what is wrong with what they were given
+    except Exception as error:
+        raise ValueError(f"config.{key}: {name} could not be made: {error_text(error)}.") from error
 
 
 def arrays_of(function: Callable[..., Any]) -> list[str]:
@@ -155,6 +160,18 @@ def check_arrays(key: str, name: str, function: Callable[..., Any], offered: Seq
     Raises:
         ValueError: names the parameter, and what there is.
     """
+    try:
+        kinds = {p.kind for p in inspect.signature(function).parameters.values()}
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"config.{key} names {name!r}, a {type(function).__name__}; expected a function."
+        ) from error
+    odd = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}
+    if isinstance(function, type) or odd & kinds:
+        raise ValueError(
+            f"config.{key} names {name!r}; expected a function whose arrays are parameters by "
+            "name, without * and /."
+        )
     foreign = [array for array in arrays_of(function) if array not in offered]
     if foreign:
         raise ValueError(

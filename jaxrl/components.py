@@ -276,7 +276,7 @@ def _make_env(config: ConfigDict, engine: Tool, tools: Sequence[Tool]) -> Env:
 
 def _make_tools(config: ConfigDict) -> list[Tool]:
     try:
-        return [tool() for tool in environment.tools(config)]
+        return [made("env.search.tools", tool, {}) for tool in environment.tools(config)]
     except ImportError as error:
         raise ValueError(
             f"config.env.search.tools is {config.env.search.tools!r}, but {error}"

@@ -121,11 +121,14 @@ def _passable(config: ConfigDict) -> bool:
 
 def _is_scheduled(config: ConfigDict) -> bool:
     """True where the estimator compares sets of k answers, and k changes by a schedule."""
-    return bool(subsection(config.advantage).get("k_schedule"))
+    advantage = config.advantage
+    return not is_own(advantage.name) and bool(subsection(advantage).get("k_schedule"))
 
 
 def _largest_k(config: ConfigDict) -> int:
     """Of the sets of answers that the estimator compares; 0 where it compares none."""
+    if is_own(config.advantage.name):
+        return 0
     settings = subsection(config.advantage)
     scheduled = [k for _, k in settings.get("k_schedule", ())]
     return max(scheduled, default=settings.get("k", 0))
@@ -676,14 +679,26 @@ def _check_values(config: ConfigDict) -> None:
         if not all(isinstance(text, str) and text for text in texts):
             refuse(key, texts, "a tuple of texts, as ('<|im_end|>',)")
     for key, example in MAPPINGS.items():
-        kinds = bool | int | float | str if isinstance(example, bool) else object
-        if not all(isinstance(name, str) and isinstance(v, kinds) for name, v in flat[key].items()):
-            expected = (
-                "names with true, false, a number or a text each, as {'enable_thinking': False}"
-            )
-            refuse(key, flat[key], expected)
+        for name, value in flat[key].items():
+            if not isinstance(name, str) or not _is_plain(value, is_flat=key not in NESTED):
+                kinds = "true, false, a number or a text each"
+                kinds += ", or lists of these" * (key in NESTED)
+                refuse(key, flat[key], f"names with {kinds}, as {{'name': {example!r}}}")
     for weight in config.reward.weights.values():
         if type(weight) not in (int, float) or not math.isfinite(weight):
             refuse("reward.weights", config.reward.weights, "a finite number for each part")
     if config.advantage.grpo.ddof not in (0, 1):
         refuse("advantage.grpo.ddof", config.advantage.grpo.ddof, "0 (population) or 1 (sample)")
+
+
+NESTED = ("env.settings", "search.settings")
+"""Mappings whose values may be lists and mappings themselves; the others are compiled in."""
+
+
+def _is_plain(value: Any, *, is_flat: bool) -> bool:
+    """Whether a value is such as JSON has, and can be read back."""
+    if isinstance(value, dict) and not is_flat:
+        return all(isinstance(k, str) and _is_plain(v, is_flat=False) for k, v in value.items())
+    if isinstance(value, list | tuple) and not is_flat:
+        return all(_is_plain(one, is_flat=False) for one in value)
+    return value is None or isinstance(value, bool | int | float | str)

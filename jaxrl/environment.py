@@ -67,21 +67,31 @@ def tools(config: ConfigDict) -> list[type[Tool]]:
 
 
 def _tool(key: str, found: Any) -> type[Tool]:
-    if not (isinstance(found, type) and issubclass(found, Tool)):
+    if not (isinstance(found, type) and issubclass(found, Tool)) or inspect.isabstract(found):
         raise ValueError(
             f"config.{key} names {found!r}; expected a class of jaxrl.envs.tools.Tool, with name, "
             "blank and run."
         )
+    lacking = [name for name in ("name", "blank") if not isinstance(getattr(found, name, 0), str)]
+    if lacking:
+        raise ValueError(f"config.{key} names {found!r}, without a text as its {lacking[0]}.")
     return found
 
 
 def own_parts(config: ConfigDict) -> dict[str, RewardPart]:
     """Reward parts of the user's own, by the last piece of their dotted names."""
-    return {
-        short_name(name): chosen("reward.weights", name, {}, wanted="my_reward.brevity")
+    found = {
+        name: chosen("reward.weights", name, {}, wanted="my_reward.brevity")
         for name in config.reward.weights
         if is_own(name)
     }
+    for name, part in found.items():
+        if not callable(part):
+            raise ValueError(
+                f"config.reward.weights names {name!r}, a {type(part).__name__}; expected a "
+                "function of a response and its accepted answers."
+            )
+    return {short_name(name): part for name, part in found.items()}
 
 
 def reward_parts(config: ConfigDict) -> tuple[str, ...]:

@@ -337,6 +337,10 @@ def _compare(
 def parse_flags(argv: Sequence[str]) -> list[str]:
     """Flags, and the config file that they name."""
     logging.getLogger("absl").setLevel(logging.ERROR)  # it warns of what is refused below
+    file = _config_file(argv)
+    if file is not None:
+        # Where modules of one's own are looked for last, by the file itself and by dotted names.
+        sys.path.append(str(Path(file).absolute().parent))
     try:
         _check_config_flags(argv)
         return flags.FLAGS([_plain(argument) for argument in argv])
@@ -436,9 +440,6 @@ def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
     if len(argv) > 1:
         raise ValueError(f"unexpected arguments {list(argv[1:])}; settings are --config.key=value.")
     file = _config_file(sys.argv)
-    if file is not None:
-        # Where dotted names are looked for last.
-        sys.path.append(str(Path(file).absolute().parent))
     config = _CONFIG.value
     # One that could not be read raises here what went wrong, as for any attribute.
     if file is not None and config is None:

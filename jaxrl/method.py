@@ -34,7 +34,7 @@ def filter_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]] |
     """The filter of groups, and its settings; None without one. Errors as of `estimator_of`."""
     from jaxrl.objectives.filters import COLUMNS, FILTERS
 
-    if config.filter.name == "none":
+    if config.filter.name == "none" and not config.filter.settings:
         return None
     table = {"none": None, **FILTERS}
     return _objective("filter", config.filter, table, COLUMNS, "my_filter.keep")
@@ -58,12 +58,12 @@ def _objective(
         wanted: a dotted name for the message.
         common: settings that every choice may take.
     """
-    function = chosen(f"{key}.name", section.name, table, wanted=wanted)
     if section.settings and not is_own(section.name):
         raise ValueError(
             f"config.{key}.settings is {section.settings!r}; expected {{}}: they are for one of "
             f"your own, and {section.name!r} has its keys in config.{key}."
         )
+    function = chosen(f"{key}.name", section.name, table, wanted=wanted)
     check_arrays(f"{key}.name", section.name, function, offered)
     return function, settings_of(key, section, function, **common)
 

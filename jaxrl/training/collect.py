@@ -263,7 +263,13 @@ def _filter_groups(
     arrays = [
         offered[name]() if name in offered else getattr(columns, name) for name in arrays_of(keep)
     ]
-    kept = {int(index) for index in columns.group_ids[np.asarray(keep(*arrays, **settings), bool)]}
+    flags = np.asarray(keep(*arrays, **settings))
+    if flags.dtype != bool or flags.shape != columns.group_ids.shape:
+        raise ValueError(
+            f"config.filter.name names {config.filter.name!r}, which returned {flags.dtype} "
+            f"{list(flags.shape)}; expected bool [{len(columns.group_ids)}], one a trajectory."
+        )
+    kept = {int(index) for index in columns.group_ids[flags]}
     # A lone survivor of environment errors has nothing to differ from; a group of one is meant.
     fewest = min(2, config.rollout.group_size)
     return [group for i, group in enumerate(groups) if i in kept and len(group.scored) >= fewest]

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl.choices import arrays_of, subsection
+from jaxrl.choices import arrays_of, is_own, subsection
 from jaxrl.method import estimator_of
 from jaxrl.types import Columns, Group, with_fields
 
@@ -24,7 +24,8 @@ class Estimator:
             config: its section `advantage` names the estimator; `seed` is that of its draws.
         """
         function, self._settings = estimator_of(config)
-        self._seed, keys = config.seed, subsection(config.advantage)
+        self._name, self._seed = config.advantage.name, config.seed
+        keys = {} if is_own(self._name) else subsection(config.advantage)
         # By setting: pairs of a step of the stage and the value from then on.
         self._schedules = {
             name: keys[f"{name}_schedule"] for name in self._settings if f"{name}_schedule" in keys
@@ -58,6 +59,12 @@ class Estimator:
         ]
         settings = self._settings | self.scheduled(stage_step)
         found = np.asarray(self._function(*arrays, **settings), np.float32)
+        if found.shape != columns.group_ids.shape or not np.isfinite(found).all():
+            raise ValueError(
+                f"config.advantage.name names {self._name!r}, which returned {list(found.shape)} "
+                f"with {np.isfinite(found).sum()} finite numbers; expected finite "
+                f"[{len(columns.group_ids)}], one a trajectory."
+            )
         return with_fields(groups, advantage=[float(advantage) for advantage in found])
 
     def metrics(self, stage_step: int) -> dict[str, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
@@ -10,6 +12,7 @@ from jaxrl.choices import arrays_of
 from jaxrl.method import loss_of
 from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.kl import kl_estimate
+from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.objectives.metrics import Metric
 from jaxrl.training.update import TokenLoss
 from jaxrl.types import Batch
@@ -36,7 +39,9 @@ def make_policy_loss(config: ConfigDict) -> TokenLoss:
         computed = {"logprobs": logprobs, "old_logprobs": old, "entropies": entropies}
         arrays = [computed[n] if n in computed else getattr(batch, n) for n in names]
         # Not weighted yet: the update multiplies by `token_weights` (objectives/aggregation.py).
-        values, measured = policy_loss(*arrays, **settings)
+        found = policy_loss(*arrays, **settings)
+        check_loss(config.loss.name, found, logprobs)
+        values, measured = found
         # Of an observation that is trained on, the sampler has no log-probability.
         is_sampled = mask if mask_observations else mask & (batch.rollout_logprobs != 0)
         gap = jnp.where(is_sampled, old - batch.rollout_logprobs, 0.0)
@@ -72,3 +77,23 @@ def make_policy_loss(config: ConfigDict) -> TokenLoss:
 
 def _kl_weights(batch: Batch, kl_coef: float) -> jax.Array | float:
     return kl_coef if batch.kl_weights is None else batch.kl_weights
+
+
+def check_loss(name: str, found: Any, logprobs: jax.Array) -> None:
+    """Refuses what is no loss of every token: a scalar would train, on padding too.
+
+    Raises:
+        ValueError: says what the loss returned.
+    """
+    if not isinstance(found, PolicyLoss):
+        raise ValueError(
+            f"config.loss.name names {name!r}, which returned {type(found).__name__}; expected a "
+            "PolicyLoss (jaxrl/objectives/losses.py)."
+        )
+    shapes = {"loss": found.per_token, **found.metrics}
+    for what, values in shapes.items():
+        if jnp.shape(values) != logprobs.shape:
+            raise ValueError(
+                f"config.loss.name names {name!r}, whose {what} has the shape "
+                f"{list(jnp.shape(values))}; expected {list(logprobs.shape)}, a number a token."
+            )

@@ -16,10 +16,16 @@ from jaxrl.config_checks import validate
 from jaxrl.envs.base import Episode, Outcome, Task
 from jaxrl.envs.tools import run_all
 from jaxrl.logs.display import Display
+from jaxrl.objectives.advantages import ESTIMATORS
+from jaxrl.objectives.filters import FILTERS
+from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.run import run
-from jaxrl.training.collect import NotEnoughGroupsError
+from jaxrl.training.collect import NotEnoughGroupsError, _filter_groups
+from jaxrl.training.estimators import Estimator
+from jaxrl.training.policy_loss import check_loss
 from tests.envs.contract import check_env
-from tests.helpers import blocks, text
+from tests.episodes import grouped, make_trajectory
+from tests.helpers import blocks, settings, text
 from tests.runs import records, trajectories
 
 HERE = Path(__file__).parent
@@ -258,6 +264,17 @@ def test_a_run_with_objectives_of_ones_own(tiny_world, tmp_path):
             "config.loss.name names 'my_filter.has_success', which asks for 'rewards'; expected "
             "some of logprobs, ",
         ),
+        (
+            {"filter.settings": {"least": 1}},
+            "config.filter.settings is .*; expected {}: they are for one of your own, and 'none'",
+        ),
+        ({"advantage.name": "math.pi"}, "names 'math.pi', a float; expected a function"),
+        ({"advantage.name": "builtins.print"}, "names 'builtins.print'; expected a function whose"),
+        (
+            {"advantage.name": "my_estimator.by_rank", "advantage.settings": {"scale": {1}}},
+            "config.advantage.settings is .*; expected names with true, false, a number or a text",
+        ),
+        ({"reward.weights": {"math.pi": 1.0}}, "names 'math.pi', a float; expected a function of"),
         ({"filter.name": "most"}, "config.filter.name is 'most'; expected one of none, varied, "),
     ],
 )
@@ -266,3 +283,29 @@ def test_objectives_that_do_not_fit_are_refused(changes, message):
     config.update_from_flattened_dict(changes)
     with pytest.raises(ValueError, match=message):
         validate(config)
+
+
+def odd_shapes(kind):
+    """Objectives of a user that return what none may return."""
+    return {
+        "scalar": lambda logprobs: PolicyLoss((-logprobs).mean(), {}),
+        "bare": lambda logprobs: -logprobs,
+        "numbers": lambda rewards: np.arange(len(rewards)),
+        "nan": lambda rewards: np.nan * rewards,
+    }[kind]
+
+
+def test_what_an_objective_returns_is_checked(monkeypatch):
+    rows = np.zeros((2, 3), np.float32)
+    with pytest.raises(ValueError, match=r"whose loss has the shape \[\]; expected \[2, 3\]"):
+        check_loss("my.scalar", odd_shapes("scalar")(rows), rows)
+    with pytest.raises(ValueError, match="returned ndarray; expected a PolicyLoss"):
+        check_loss("my.bare", odd_shapes("bare")(rows), rows)
+    groups = grouped([make_trajectory(task_number=i // 2, sample_index=i % 2) for i in range(4)])
+    monkeypatch.setitem(ESTIMATORS, "rloo", odd_shapes("nan"))
+    with pytest.raises(ValueError, match=r"'rloo', which returned \[4\] with 0 finite numbers"):
+        Estimator(settings(**{"advantage.name": "rloo"}))(groups, 0, 0)
+    monkeypatch.setitem(FILTERS, "varied", odd_shapes("numbers"))
+    config = settings(**{"filter.name": "varied"})
+    with pytest.raises(ValueError, match=r"returned int64 \[4\]; expected bool \[4\]"):
+        _filter_groups(groups, np.zeros(4), config, 0.0)
