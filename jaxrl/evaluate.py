@@ -37,7 +37,7 @@ from jaxrl.objectives.metrics import mean
 from jaxrl.runtime import distributed
 from jaxrl.runtime.files import printable, written_whole
 from jaxrl.sampling.rollout import Sampling, Seeds
-from jaxrl.session import Session
+from jaxrl.session import OF_CODE, Session
 from jaxrl.training.health import first_error
 from jaxrl.types import Draw, Group, Params, members
 
@@ -437,7 +437,11 @@ def made_with(session: Session) -> str:
     sections = ("seed", "model", "env", "prompt", "search", "rollout", "reward", "eval")
     settings = {name: session.config.to_dict()[name] for name in sections}
     read = ("model.path/", "tasks.eval.source", "search.local.corpus")
-    content = {name: value for name, value in session.contents.items() if name.startswith(read)}
+    content = {
+        name: value
+        for name, value in session.contents.items()
+        if name.startswith(read) or name.endswith(OF_CODE)
+    }
     return hashlib.sha256(json.dumps([settings, content], sort_keys=True).encode()).hexdigest()
 
 

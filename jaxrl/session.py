@@ -142,6 +142,10 @@ def stage_optimizer(config: ConfigDict, stage: str) -> optax.GradientTransformat
     return make_optimizer(config.optimizer, config.num_steps * updates_per_step)
 
 
+OF_CODE = "'s file"
+"""Ends the name of a fingerprint of code that a key names, as in `advantage.name's file`."""
+
+
 @dataclass(kw_only=True)
 class Session:
     """What the stages of a run work with, and share."""

@@ -6,8 +6,10 @@ import hashlib
 import json
 import math
 import os
+import pkgutil
 import platform
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -18,13 +20,14 @@ import jax
 from ml_collections import ConfigDict
 
 import jaxrl
+from jaxrl.choices import is_own
 from jaxrl.config import flatten
 from jaxrl.environment import needs_corpus
 from jaxrl.envs.retrieval import corpus_digest, index_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.runtime.distributed import gather
 from jaxrl.runtime.files import set_aside, written_whole
-from jaxrl.session import Components
+from jaxrl.session import OF_CODE, Components
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 
@@ -108,6 +111,8 @@ def _git(folder: Path, *arguments: str) -> str:
 def fingerprints(config: ConfigDict) -> dict[str, str]:
     """What the files that the configured stages read hold, by key of the configuration.
 
+    Files of code that dotted names stand for are among them, as `advantage.name's file`.
+
     Two files with one fingerprint are the same: where they lie, what they are called there and
     when they changed does not matter. A name is a key (`tasks.train.source`), for the model one
     a file (`model.path/config.json`). Files that are missing are left out.
@@ -126,7 +131,28 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
         corpus = Path(config.search.local.corpus)
         folder = index_folder(corpus, config.search.local.index)
         found |= {"search.local.corpus": corpus_digest(corpus, folder)} if corpus.is_file() else {}
+    found |= {f"{key}{OF_CODE}": _digest(path) for key, path in _own_code(config).items()}
     return dict(sorted(found.items()))
+
+
+def _own_code(config: ConfigDict) -> dict[str, Path]:
+    """The files that dotted names stand for, by key; what these import is not seen."""
+    names = {key: config[key].name for key in ("env", "advantage", "loss", "filter")}
+    names = {f"{key}.name": name for key, name in names.items()}
+    names |= {"search.engine": config.search.engine}
+    names |= {"env.search.protocol": config.env.search.protocol}
+    names |= {"model.architecture": config.model.architecture}
+    names |= {f"env.search.tools.{name}": name for name in config.env.search.tools}
+    names |= {f"reward.weights.{name}": name for name in config.reward.weights}
+    found = {}
+    for key, name in names.items():
+        if is_own(name):
+            meant = pkgutil.resolve_name(name)
+            module = sys.modules.get(getattr(meant, "__module__", "") or name.rpartition(".")[0])
+            file = getattr(module, "__file__", None)
+            if file:
+                found[key] = Path(file)
+    return found
 
 
 def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) -> None:

@@ -13,6 +13,7 @@ from configs import debug_tiny
 from jaxrl.components import assemble
 from jaxrl.config import flatten
 from jaxrl.runtime import versions
+from jaxrl.runtime.history import Begun, changes_since, plain
 from jaxrl.runtime.versions import check_alike, commit, differences, fingerprints, write_environment
 
 
@@ -112,6 +113,25 @@ def test_a_file_that_changed_has_another_fingerprint(world, key):
     assert {name for name in before if before[name] != after[name]} == {key}
     path.unlink()
     assert before.keys() - fingerprints(config).keys() == {key}
+
+
+def test_code_of_ones_own_has_a_fingerprint(world, tmp_path, monkeypatch):
+    file = tmp_path / "mine_alone.py"
+    file.write_text("def estimate(rewards, group_ids):\n    return rewards\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = debug_tiny.get_config(str(world))
+    before = fingerprints(config)
+    config.advantage.name = "mine_alone.estimate"
+    found = fingerprints(config)
+    assert found.keys() - before.keys() == {"advantage.name's file"}
+    file.write_text("def estimate(rewards, group_ids):\n    return -rewards\n")
+    changed = fingerprints(config)
+    assert {name for name in found if found[name] != changed[name]} == {"advantage.name's file"}
+    [change] = changes_since(
+        Begun(step=1, config=plain(flatten(config)), contents=found), config, changed
+    )
+    assert str(change) == "config.advantage.name's file (content): another one than before"
+    assert not change.is_free
 
 
 def test_one_changed_weight_block_changes_the_fingerprint(world):
