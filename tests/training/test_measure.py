@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from jaxrl.training.measure import make_measure, unpack
 from jaxrl.training.packing import BatchShape, pack
-from jaxrl.types import members
-from tests.episodes import grouped, make_failure, make_trajectory
+from jaxrl.types import members, with_fields
+from tests.episodes import grouped, make_failure, make_trajectory, strayed
 from tests.helpers import scatter, settings
 from tests.training.policies import MESH, SHAPE, dense, policies, score, trajectories
 
@@ -83,3 +83,15 @@ def test_only_failures_have_no_divergence():
     config = settings(**{"kl.coef": 0.1})
     [group] = make_measure(score(), MESH, SHAPE, config)(lost, *policies())
     assert [t.divergence for t in group.trajectories] == [None, None]
+
+
+def test_what_was_measured_for_a_filter_is_not_measured_again():
+    def scores_nothing(*_):
+        raise AssertionError("scored again")
+
+    groups = grouped([make_trajectory(), make_failure(sample_index=1)])
+    known = with_fields(groups, divergence=[strayed(0.5, 0.25), None])
+    config = settings(**{"kl.coef": 0.1})
+    [group] = make_measure(scores_nothing, MESH, SHAPE, config)(known, *policies())
+    assert group.trajectories[0].divergence is known[0].trajectories[0].divergence
+    assert group.trajectories[1].divergence is None
