@@ -12,13 +12,13 @@ Array = jax.Array | np.ndarray
 
 
 def grpo(
-    rewards: Float[Array, "N"],
-    group_ids: Int[Array, "N"],
+    rewards: Float[Array, " N"],
+    group_ids: Int[Array, " N"],
     *,
     normalize_std: bool,
     ddof: int,
     epsilon: float,
-) -> Float[Array, "N"]:
+) -> Float[Array, " N"]:
     """Group-relative advantages: `(reward - mean) / (std + epsilon)` within each group.
 
     DeepSeekMath section 4.1 (https://arxiv.org/abs/2402.03300); without the division it is
@@ -52,7 +52,7 @@ def grpo(
     return jnp.where((lowest == highest) | (group_ids < 0), 0.0, advantages)
 
 
-def rloo(rewards: Float[Array, "N"], group_ids: Int[Array, "N"]) -> Float[Array, "N"]:
+def rloo(rewards: Float[Array, " N"], group_ids: Int[Array, " N"]) -> Float[Array, " N"]:
     """Leave-one-out advantages: `reward - mean of the group's other rewards`.
 
     https://arxiv.org/abs/2402.14740. The baseline knows nothing of the trajectory it judges, so
@@ -69,12 +69,12 @@ def rloo(rewards: Float[Array, "N"], group_ids: Int[Array, "N"]) -> Float[Array,
 
 
 def reinforce_plus_plus(
-    rewards: Float[Array, "N"],
-    group_ids: Int[Array, "N"],
-    token_counts: Int[Array, "N"],
+    rewards: Float[Array, " N"],
+    group_ids: Int[Array, " N"],
+    token_counts: Int[Array, " N"],
     *,
     baseline: bool,
-) -> Float[jax.Array, "N"]:
+) -> Float[jax.Array, " N"]:
     """Advantages normalised over the batch: `(x - mean) / sqrt(var + 1e-8)`.
 
     REINFORCE++ (https://arxiv.org/abs/2501.03262). `x` is the reward, or with `baseline` the
@@ -106,8 +106,8 @@ def reinforce_plus_plus(
 
 
 def pass_at_k(
-    is_correct: Bool[Array, "N"], group_ids: Int[Array, "N"], *, k: int
-) -> Float[jax.Array, "N"]:
+    is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], *, k: int
+) -> Float[jax.Array, " N"]:
     """Advantages for the chance that at least one of k trajectories is correct.
 
     Pass@k training, analytical form (https://arxiv.org/abs/2508.10751). All k-subsets of a group
@@ -133,8 +133,8 @@ def pass_at_k(
 
 
 def pass_at_k_combination(
-    is_correct: Bool[Array, "N"], group_ids: Int[Array, "N"], *, k: int
-) -> Float[jax.Array, "N"]:
+    is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], *, k: int
+) -> Float[jax.Array, " N"]:
     """Between pass@k and pass@1: `c/n * A_k + (1 - c/n) * A_1`.
 
     Section 4.4 of https://arxiv.org/abs/2508.10751: the more of a group's n trajectories are
@@ -148,8 +148,8 @@ def pass_at_k_combination(
 
 
 def pass_at_k_exceeding(
-    is_correct: Bool[Array, "N"], group_ids: Int[Array, "N"], *, k: int
-) -> Float[jax.Array, "N"]:
+    is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], *, k: int
+) -> Float[jax.Array, " N"]:
     """Pass@k with more weight on hard groups: `A_k * 4 / (10 * ln(c + 0.5))`.
 
     From https://arxiv.org/abs/2508.10751; c is the group's number of correct trajectories. The
@@ -162,8 +162,8 @@ def pass_at_k_exceeding(
 
 
 def pass_at_k_full_sampling(
-    is_correct: Bool[Array, "N"], group_ids: Int[Array, "N"], *, k: int
-) -> Float[jax.Array, "N"]:
+    is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], *, k: int
+) -> Float[jax.Array, " N"]:
     """Pass@k from disjoint subsets: each group of n is cut into `n // k` of k trajectories.
 
     From https://arxiv.org/abs/2508.10751: a subset is rewarded with 1 if any member is correct,
@@ -189,8 +189,8 @@ def pass_at_k_full_sampling(
 
 
 def pass_at_k_bootstrap(
-    is_correct: Bool[Array, "N"], group_ids: Int[Array, "N"], key: jax.Array, *, k: int
-) -> Float[jax.Array, "N"]:
+    is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], key: jax.Array, *, k: int
+) -> Float[jax.Array, " N"]:
     """Pass@k from random subsets: as many as the group has trajectories.
 
     From https://arxiv.org/abs/2508.10751: each subset holds k different trajectories of one
@@ -214,8 +214,8 @@ def pass_at_k_bootstrap(
 
 
 def advantages_of_subsets(
-    is_correct: Bool[Array, "N"], group_ids: Int[Array, "N"], subsets: Int[Array, "N k"]
-) -> Float[jax.Array, "N"]:
+    is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], subsets: Int[Array, "N k"]
+) -> Float[jax.Array, " N"]:
     """What `pass_at_k_bootstrap` gives for these subsets.
 
     Args:
@@ -235,12 +235,12 @@ def advantages_of_subsets(
 
 
 def entropy_guided(
-    is_correct: Bool[Array, "N"],
-    group_ids: Int[Array, "N"],
-    mean_entropies: Float[Array, "N"],
+    is_correct: Bool[Array, " N"],
+    group_ids: Int[Array, " N"],
+    mean_entropies: Float[Array, " N"],
     *,
     k: int,
-) -> Float[jax.Array, "N"]:
+) -> Float[jax.Array, " N"]:
     """Pass@1 for the half of the groups with the highest entropy, pass@k for the others.
 
     From https://arxiv.org/abs/2508.10751: where the policy is undecided it may exploit, where it
@@ -267,23 +267,23 @@ def entropy_guided(
     return jnp.where(exploits, of_one, _pass_at_k(is_correct, count, num_correct, k))
 
 
-def _in_group(group_ids: Int[Array, "N"]) -> Bool[jax.Array, "N N"]:
+def _in_group(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
     """Whether two trajectories are of one group; never for negative ids."""
     group_ids = jnp.asarray(group_ids)
     return (group_ids[:, None] == group_ids[None, :]) & (group_ids >= 0)
 
 
 def _group_counts(
-    is_correct: Bool[Array, "N"], group_ids: Int[Array, "N"]
-) -> tuple[Int[jax.Array, "N"], Int[jax.Array, "N"]]:
+    is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"]
+) -> tuple[Int[jax.Array, " N"], Int[jax.Array, " N"]]:
     """Trajectories and correct trajectories in each one's group; zeros for negative ids."""
     same = _in_group(group_ids)
     return same.sum(axis=1), (same & is_correct).sum(axis=1)
 
 
 def _pass_at_k(
-    is_correct: Bool[Array, "N"], count: Int[Array, "N"], num_correct: Int[Array, "N"], k: int
-) -> Float[jax.Array, "N"]:
+    is_correct: Bool[Array, " N"], count: Int[Array, " N"], num_correct: Int[Array, " N"], k: int
+) -> Float[jax.Array, " N"]:
     """`pass_at_k` from the counts of each trajectory's group."""
     _check_k(k)
     num_wrong = count - num_correct

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int, Real
 Array = jax.Array | np.ndarray
 
 
-def group_members(group_ids: Int[Array, "N"]) -> list[np.ndarray]:
+def group_members(group_ids: Int[Array, " N"]) -> list[np.ndarray]:
     """The indices of each group's trajectories, groups by ascending id.
 
     Args:
@@ -25,8 +25,8 @@ def group_members(group_ids: Int[Array, "N"]) -> list[np.ndarray]:
 
 
 def keep_informative(
-    metric: Real[Array, "N"] | Bool[Array, "N"], group_ids: Int[Array, "N"]
-) -> Bool[np.ndarray, "N"]:
+    metric: Real[Array, " N"] | Bool[Array, " N"], group_ids: Int[Array, " N"]
+) -> Bool[np.ndarray, " N"]:
     """Dynamic sampling: True in groups whose members differ, and in groups of one.
 
     DAPO section 3.2 (https://arxiv.org/abs/2503.14476). A group that agrees has no advantages to
@@ -47,12 +47,12 @@ def keep_informative(
 
 
 def within_accuracy(
-    is_correct: Bool[Array, "N"],
-    group_ids: Int[Array, "N"],
+    is_correct: Bool[Array, " N"],
+    group_ids: Int[Array, " N"],
     *,
     low: float,
     high: float,
-) -> Bool[np.ndarray, "N"]:
+) -> Bool[np.ndarray, " N"]:
     """Online filtering: True in groups with `low < mean accuracy < high`, both strict.
 
     ARES (https://arxiv.org/abs/2510.08457). The released code filters by the overall reward, which
@@ -72,8 +72,8 @@ def within_accuracy(
 
 
 def needs_resampling(
-    scores: Float[Array, "N"], is_abstention: Bool[Array, "N"], group_ids: Int[Array, "N"]
-) -> Bool[np.ndarray, "N"]:
+    scores: Float[Array, " N"], is_abstention: Bool[Array, " N"], group_ids: Int[Array, " N"]
+) -> Bool[np.ndarray, " N"]:
     """True in groups to sample again, whole: nobody scored and nobody said so.
 
     BAPO (https://arxiv.org/abs/2601.11037): such a group may hold an answer, or an admission that

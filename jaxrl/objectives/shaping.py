@@ -14,8 +14,8 @@ Array = jax.Array | np.ndarray
 
 
 def overlong_penalty(
-    lengths: Int[Array, "N"], *, max_length: int, buffer: int, factor: float = 1.0
-) -> Float[np.ndarray, "N"]:
+    lengths: Int[Array, " N"], *, max_length: int, buffer: int, factor: float = 1.0
+) -> Float[np.ndarray, " N"]:
     """Soft overlong punishment: 0 up to the buffer, falling linearly to `-factor` at its end.
 
     DAPO equation 13 (https://arxiv.org/abs/2503.14476). The buffer is the last part of
@@ -39,17 +39,17 @@ def overlong_penalty(
 
 
 def boundary_aware_rewards(
-    scores: Float[Array, "N"],
-    is_abstention: Bool[Array, "N"],
-    is_well_formed: Bool[Array, "N"],
+    scores: Float[Array, " N"],
+    is_abstention: Bool[Array, " N"],
+    is_well_formed: Bool[Array, " N"],
     answers: Sequence[str],
-    group_ids: Int[Array, "N"],
+    group_ids: Int[Array, " N"],
     *,
     is_late: bool,
     sample_level: bool,
     bonus: float = 0.5,
     max_rate: float = 0.1,
-) -> Float[np.ndarray, "N"]:
+) -> Float[np.ndarray, " N"]:
     """Rewards where admitting ignorance pays in groups that found nothing, and only there.
 
     BAPO (https://arxiv.org/abs/2601.11037). In a group without any positive score each well-formed
@@ -115,14 +115,14 @@ _SHAPES = {
 
 
 def entropy_reward(
-    counts: Int[Array, "N"],
-    is_correct: Bool[Array, "N"],
+    counts: Int[Array, " N"],
+    is_correct: Bool[Array, " N"],
     buckets: Sequence[str],
     *,
     targets: Mapping[str, float],
     coefficients: Mapping[str, float],
     centred_gain: bool = False,
-) -> Float[np.ndarray, "N"]:
+) -> Float[np.ndarray, " N"]:
     """Reward for exploring as much as a task's difficulty asks for; added to the accuracy.
 
     ARES (https://arxiv.org/abs/2510.08457). With `delta` the count less the bucket's target,
@@ -193,12 +193,12 @@ def _huber(excess: float, knee: float) -> float:
 
 def relaxed_kl(
     buckets: Sequence[str],
-    is_correct: Bool[Array, "N"],
-    excess: Float[Array, "N"],
+    is_correct: Bool[Array, " N"],
+    excess: Float[Array, " N"],
     *,
     minimum: float = 0.5,
     factor: float = 0.67,
-) -> Float[np.ndarray, "N"]:
+) -> Float[np.ndarray, " N"]:
     """Second chance: a weaker pull to the reference where an easy task was missed while exploring.
 
     ARES (https://arxiv.org/abs/2510.08457), whose released code never feeds it.
