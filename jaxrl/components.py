@@ -24,6 +24,7 @@ from jaxrl.envs.retrieval import EmptySearch
 from jaxrl.envs.rewards import Payment
 from jaxrl.envs.tools import Tool
 from jaxrl.models.architecture import Architecture, read_model
+from jaxrl.models.attention.choice import choose
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.policy import Model
 from jaxrl.runtime.distributed import shared
@@ -87,6 +88,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
             mesh,
             num_tokens=tokenizer.num_tokens,
             dtype=dtype,
+            attention=choose(config.model.attention, mesh),
             remat=config.model.remat,
             logits_chunk_tokens=config.model.logits_chunk_tokens,
         ),

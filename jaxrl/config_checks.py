@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from jaxrl.choices import is_own, subsection
 from jaxrl.config import (
     AGGREGATIONS,
+    ATTENTION,
     FILTER_METRICS,
     KL_CONTROLLERS,
     KL_ESTIMATORS,
@@ -525,6 +526,7 @@ def validate(config: ConfigDict, *, needs_data: bool = True) -> None:
 def _check_choices(config: ConfigDict) -> None:
     choices: dict[str, tuple[Any, tuple[str, ...]]] = {
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
+        "model.attention": (config.model.attention, ATTENTION),
         "rollout.overlong_prompts": (config.rollout.overlong_prompts, OVERLONG_PROMPTS),
         "filter.varied.metric": (config.filter.varied.metric, FILTER_METRICS),
         "loss.correction.level": (config.loss.correction.level, ("none", "token", "sequence")),

@@ -165,6 +165,8 @@ def open_session(
 def start_params(session: Session) -> Params:
     """The parameters that the first stage begins with: the checkpoint's, else the model's."""
     config, display, progress = session.config, session.display, session.progress
+    attention = session.components.model.attention
+    display.log(f"attention: {attention.name}, {attention.reason}")
     display.log(f"sampler shapes: {session.components.engine.shapes()}")
     if session.saved:
         display.log(f"resuming after step {progress.step} ({progress.stage} {progress.stage_step})")

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config import default_config
+from jaxrl.models.attention.choice import XLA
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.training.packing import pack
 from jaxrl.training.policy_loss import make_policy_loss
@@ -122,12 +123,18 @@ def gather(batch, values, index):
     return np.asarray(values)[np.asarray(batch.segment_ids) == index + 1]
 
 
+def full_pass(config, params, token_ids, positions, segment_ids, *, remat=False):
+    """Final hidden states of packed rows, with the attention that every platform has."""
+    attend = XLA.within(segment_ids)
+    return config.hidden_states(params, token_ids, positions, attend, remat=remat)
+
+
 def dense_table(params, config, token_ids, *, num_tokens=NUM_TOKENS, temperature=1.0):
     """The log-softmax of all logits of one sequence `[L, V]`; row t is about token t + 1."""
     token_ids = jnp.asarray(token_ids)
     positions = jnp.arange(len(token_ids))
     row = (token_ids[None], positions[None], jnp.ones((1, len(token_ids)), jnp.int32))
-    hidden = config.hidden_states(params, *row, remat=False)[0]
+    hidden = full_pass(config, params, *row)[0]
     head = params["embed"]["embedding"].T if config.tie_embeddings else params["lm_head"]["kernel"]
     return jax.nn.log_softmax((hidden @ head)[:, :num_tokens] / temperature)
 

@@ -17,6 +17,7 @@ from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Seeds
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, members
+from tests.helpers import full_pass
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -170,7 +171,7 @@ def taught(params, config, token_ids, *, start):
 @jax.jit(static_argnums=1)
 def _features(params, config, token_ids):
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
-    return config.hidden_states(params, token_ids, positions, jnp.ones_like(positions))
+    return full_pass(config, params, token_ids, positions, jnp.ones_like(positions))
 
 
 _active_counts = []

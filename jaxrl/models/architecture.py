@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from jaxrl.types import Params
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
 """Keys and values of each layer, `[rows, K, S, H]`."""
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""Queries `[M, N, H]`, keys and values `[M, K, H]` of M tokens to outputs `[M, N, H]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +113,7 @@ class Architecture(ABC):
         params: Params,
         token_ids: Int[Array, "R T"],
         positions: Int[Array, "R T"],
-        segment_ids: Int[Array, "R T"],
+        attend: Attend,
         *,
         remat: bool = True,
     ) -> Float[Array, "R T D"]:
@@ -119,7 +123,7 @@ class Architecture(ABC):
             params: parameters, or their `train_weights`.
             token_ids: ids of the rows.
             positions: position of each token in its own sequence.
-            segment_ids: a token reads earlier tokens of the same segment in its row.
+            attend: lets each of the R * T tokens, row by row, read what it may; of every layer.
             remat: recompute each layer in the backward pass rather than keep its activations.
         """
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
+from jaxrl.models.attention.choice import XLA, Kernels
 from jaxrl.runtime.sharding import batch_sharding, param_shardings
 from jaxrl.types import Batch, Params
 
@@ -23,6 +24,7 @@ class Model:
         *,
         num_tokens: int,
         dtype: Any = jnp.float32,
+        attention: Kernels = XLA,
         remat: bool = True,
         logits_chunk_tokens: int = 2048,
     ):
@@ -33,6 +35,7 @@ class Model:
             mesh: rows are split over its data and fsdp axes.
             num_tokens: ids the tokenizer knows; larger ones have probability 0.
             dtype: of activations and matrix products; master weights stay float32.
+            attention: the kernels.
             remat: recompute layers in the backward pass.
             logits_chunk_tokens: at most so many tokens have their logits in memory at a time.
         """
@@ -40,6 +43,7 @@ class Model:
         self.mesh = mesh
         self.num_tokens = num_tokens
         self.dtype = dtype
+        self.attention = attention
         self.remat = remat
         self.logits_chunk_tokens = logits_chunk_tokens
 
@@ -70,7 +74,7 @@ class Model:
             params,
             batch.token_ids,
             batch.positions,
-            batch.segment_ids,
+            self.attention.within(batch.segment_ids),
             remat=self.remat,
         )
         # Rows stay split over data and fsdp: left alone, the compiler splits the width of

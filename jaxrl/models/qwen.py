@@ -21,7 +21,6 @@ would copy each layer's cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from numbers import Real
@@ -34,8 +33,8 @@ from flax.traverse_util import flatten_dict
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl.models import attention
-from jaxrl.models.architecture import Architecture, Cache, MemoryTerms
+from jaxrl.models.architecture import Architecture, Attend, Cache, MemoryTerms
+from jaxrl.models.attention import reference
 from jaxrl.types import Params
 
 _KINDS = {
@@ -279,10 +278,6 @@ def _project_backward(
 _project.defvjp(_project_forward, _project_backward)
 
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Queries `[M, N, H]`, keys and values `[M, K, H]` of the new tokens to outputs `[M, N, H]`."""
-
-
 def _block(
     layer: Params, config: QwenConfig, x: jax.Array, angles: Angles, attend: Attend
 ) -> jax.Array:
@@ -480,18 +475,13 @@ class QwenConfig(Architecture):
         params: Params,
         token_ids: Int[Array, "R T"],
         positions: Int[Array, "R T"],
-        segment_ids: Int[Array, "R T"],
+        attend: Attend,
         *,
         remat: bool = True,
     ) -> Float[Array, "R T D"]:
         """Final normed hidden states of packed rows, the layers scanned."""
         R, T = token_ids.shape
         angles = rope_angles(positions.reshape(-1), self)
-        same_segment = attention.packed_mask(segment_ids)
-
-        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            q, k, v = (x.reshape(R, T, *x.shape[1:]) for x in (q, k, v))
-            return attention.train(q, k, v, same_segment).reshape(R * T, *q.shape[2:])
 
         def step(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
             return _block(layer, self, x, angles, attend), None
@@ -522,7 +512,7 @@ class QwenConfig(Architecture):
             logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
         if num_tokens >= self.vocab_size:
             return logits
-        return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, attention.LOWEST)
+        return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, reference.LOWEST)
 
     def extend(
         self,
@@ -544,7 +534,7 @@ class QwenConfig(Architecture):
                 k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
                 written.append((k, v))
                 past = cache[index] if cache is not None else None
-                return attention.extend(q, k, v, past, start).reshape(R * C, *q.shape[2:])
+                return reference.extend(q, k, v, past, start).reshape(R * C, *q.shape[2:])
 
             x = _block(layer, self, x, angles, attend)
         last = jnp.take_along_axis(x.reshape(R, C, -1), (lengths - 1)[:, None, None], axis=1)[:, 0]
@@ -576,7 +566,7 @@ class QwenConfig(Architecture):
                 keys = put(old_keys, k[..., None], index, axis=3)
                 values = put(old_values, v[:, :, None], index, axis=2)
                 written.append((keys, values))
-                return attention.decode(q, keys, values, valid)
+                return reference.decode(q, keys, values, valid)
 
             x = _block(layer, self, x, angles, attend)
         return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps), tuple(written)

@@ -29,6 +29,7 @@ FREE = (
     "checkpoint",
     "mesh",
     "eval",
+    "model.attention",
     "model.remat",
     "model.logits_chunk_tokens",
     "optimizer.micro_rows",

@@ -32,7 +32,7 @@ def sample(
     """Draws by the inverse cumulative distribution: ids, log-probabilities, entropies in nats.
 
     Args:
-        logits: float32; ids that must not be drawn carry `attention.LOWEST`.
+        logits: float32; ids that must not be drawn carry `reference.LOWEST`.
         uniform: in [0, 1).
         temperature: the distribution is softmax(logits / temperature), which is also the one whose
             log-probability and entropy are returned; 0 takes the most likely token and reports it

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models import attention
 from jaxrl.models.architecture import Architecture, MemoryTerms
+from jaxrl.models.attention import reference
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,19 +91,18 @@ class Pocket(Architecture):
         attended = attend(split("q"), split("k"), split("v"))
         return x + attended.reshape(*x.shape[:-1], -1) @ layer["o"]["kernel"]
 
-    def hidden_states(self, params, token_ids, positions, segment_ids, *, remat=True):
-        mask = attention.packed_mask(segment_ids)
-
+    def hidden_states(self, params, token_ids, positions, attend, *, remat=True):
         def step(x, layer):
-            return self._layer(layer, x, lambda q, k, v: attention.train(q, k, v, mask)), None
+            return self._layer(layer, x, attend), None
 
-        x = self._embed(params, token_ids, positions)
-        return jax.lax.scan(jax.checkpoint(step) if remat else step, x, params["blocks"])[0]
+        x = self._embed(params, token_ids.reshape(-1), positions.reshape(-1))
+        x, _ = jax.lax.scan(jax.checkpoint(step) if remat else step, x, params["blocks"])
+        return x.reshape(*token_ids.shape, self.width)
 
     def unembed(self, params, hidden, *, num_tokens):
         table = params["embed"]["embedding"]
         logits = jnp.matmul(hidden, table.T, preferred_element_type=jnp.float32)
-        return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, attention.LOWEST)
+        return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, reference.LOWEST)
 
     def extend(self, weights, cache, token_ids, start, lengths):
         written = []
@@ -112,7 +111,7 @@ class Pocket(Architecture):
 
             def attend(q, k, v, past=None if cache is None else cache[index]):
                 written.append((k.swapaxes(1, 2), v.swapaxes(1, 2)))
-                return attention.extend(q, *written[-1], past, start)
+                return reference.extend(q, *written[-1], past, start)
 
             x = self._layer(layer, x, attend)
         last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
@@ -127,7 +126,7 @@ class Pocket(Architecture):
                 keys = put(keys, k[..., None], index, axis=3)
                 values = put(values, v[:, :, None], index, axis=2)
                 written.append((keys, values))
-                return attention.decode(q, keys, values, valid)
+                return reference.decode(q, keys, values, valid)
 
             x = self._layer(layer, x, attend)
         return x, tuple(written)

@@ -21,7 +21,7 @@ from jaxrl.runtime.plan import memory
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.update import make_gradient
 from tests.extending.my_architecture import Pocket
-from tests.helpers import pack_all, policy_loss, random_sequences
+from tests.helpers import full_pass, pack_all, policy_loss, random_sequences
 from tests.toys import one_device_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures")
@@ -40,7 +40,7 @@ def test_cached_decoding_is_the_full_pass():
     params, (B, T, first, room) = random_params(), (2, 12, 7, 5)
     token_ids = jnp.asarray(np.random.default_rng(1).integers(0, 960, (B, T)))
     places = jnp.broadcast_to(jnp.arange(T), (B, T))
-    wanted = POCKET.hidden_states(params, token_ids, places, jnp.ones_like(places))
+    wanted = full_pass(POCKET, params, token_ids, places, jnp.ones_like(places))
 
     weights, zeros = POCKET.decode_weights(params, jnp.float32), jnp.zeros(B, jnp.int32)
     hidden, cache = POCKET.extend(weights, None, token_ids[:, :4], zeros, zeros + 4)

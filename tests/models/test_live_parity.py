@@ -12,6 +12,7 @@ from jaxrl.models.architecture import read_model
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.kv_cache import open_window
 from jaxrl.models.qwen import QwenConfig, init_params
+from tests.helpers import full_pass
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -67,7 +68,8 @@ def torch_model(folder):
 
 def logits_of(params, config, token_ids, offset=0):
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape) + offset
-    hidden = jax.jit(config.hidden_states)(params, token_ids, positions, jnp.ones_like(positions))
+    row = (token_ids, positions, jnp.ones_like(positions))
+    hidden = jax.jit(full_pass, static_argnums=0)(config, params, *row)
     return config.unembed(params, hidden, num_tokens=config.vocab_size)
 
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from jaxrl.models.architecture import read_model
-from jaxrl.models.attention import LOWEST
+from jaxrl.models.attention.reference import LOWEST
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.kv_cache import open_window
 from jaxrl.models.qwen import QwenConfig
+from tests.helpers import full_pass
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ["qwen2_old_spelling", "qwen2_tied", "qwen3_biased_bf16", "qwen3_untied"]
@@ -38,12 +39,12 @@ def test_embeddings_first_layer_then_logits(golden):
     # One layer and a final norm of scale 1: the reference's hidden state is from before the norm.
     one_layer = {**params, "blocks": jax.tree.map(lambda leaf: leaf[:1], params["blocks"])}
     one_layer["norm"] = {"scale": jnp.ones(config.width)}
-    first = config.hidden_states(one_layer, token_ids, positions, segment_ids)
+    first = full_pass(config, one_layer, token_ids, positions, segment_ids)
     x = wanted["first_layer"]
     normed = x / np.sqrt((x * x).mean(axis=-1, keepdims=True) + config.rms_norm_eps)
     np.testing.assert_allclose(first, normed, atol=1e-5)
 
-    hidden = config.hidden_states(params, token_ids, positions, segment_ids)
+    hidden = full_pass(config, params, token_ids, positions, segment_ids)
     logits = config.unembed(params, hidden, num_tokens=config.vocab_size)
     np.testing.assert_allclose(logits, wanted["logits"], atol=1e-4, rtol=0)
     assert logits.dtype == jnp.float32
@@ -54,7 +55,7 @@ def test_two_sequences_packed_in_one_row(golden):
     token_ids, positions, _ = packed(wanted["token_ids"])
     segment_ids = jnp.array([[1], [2]]) * jnp.ones_like(token_ids)
     row = (x.reshape(1, -1) for x in (token_ids, positions, segment_ids))
-    hidden = config.hidden_states(params, *row, remat=False)
+    hidden = full_pass(config, params, *row)
     logits = config.unembed(params, hidden, num_tokens=config.vocab_size)
     np.testing.assert_allclose(
         logits.reshape(wanted["logits"].shape), wanted["logits"], atol=1e-4, rtol=0
@@ -105,7 +106,7 @@ def test_padded_vocabulary_is_masked():
     folder = GOLDEN / "qwen2_old_spelling"
     config, params = read_model(folder), load_hf(folder)
     wanted = np.load(folder / "golden.npz")
-    hidden = config.hidden_states(params, *packed(wanted["token_ids"]))
+    hidden = full_pass(config, params, *packed(wanted["token_ids"]))
     logits = config.unembed(params, hidden, num_tokens=300)
     np.testing.assert_allclose(logits[..., :300], wanted["logits"][..., :300], atol=1e-4, rtol=0)
     assert (logits[..., 300:] == LOWEST).all()

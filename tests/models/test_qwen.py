@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxrl.models import kv_cache, qwen
-from jaxrl.models.attention import LOWEST
-from tests.helpers import TINY, tiny_params
+from jaxrl.models.attention.reference import LOWEST
+from tests.helpers import TINY, full_pass, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -17,7 +17,7 @@ PARAMS = tiny_params()
 WEIGHTS = TINY.decode_weights(PARAMS, jnp.float32)
 GARBAGE = 1e3  # what must not be read: large enough to show, finite as in a real cache
 
-hidden_states = jax.jit(TINY.hidden_states, static_argnames="remat")
+hidden_states = jax.jit(full_pass, static_argnums=0, static_argnames="remat")
 extend = jax.jit(TINY.extend)
 decode = jax.jit(TINY.decode)
 
@@ -29,7 +29,7 @@ def full(token_ids, positions=None, segment_ids=None, *, remat=False):
     segment_ids = 1 if segment_ids is None else segment_ids
     padded = np.zeros((3, 3, 20), np.int32)
     padded[0, :R, :T], padded[1, :R, :T], padded[2, :R, :T] = token_ids, positions, segment_ids
-    return np.asarray(hidden_states(PARAMS, *padded, remat=remat))[:R, :T]
+    return np.asarray(hidden_states(TINY, PARAMS, *padded, remat=remat))[:R, :T]
 
 
 def random_ids(*shape, seed=0):

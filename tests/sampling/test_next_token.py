@@ -8,7 +8,7 @@ from hypothesis.extra import numpy as hnp
 from jax import export
 from scipy import stats
 
-from jaxrl.models.attention import LOWEST
+from jaxrl.models.attention.reference import LOWEST
 from jaxrl.sampling.next_token import nucleus, sample, uniforms
 
 ALMOST_ONE = np.float32(1 - 2**-24)  # the largest float32 below 1

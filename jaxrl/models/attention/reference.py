@@ -1,4 +1,4 @@
-"""The one place that knows attention kernels: `train`, `extend` and `decode`.
+"""Attention in XLA, on every platform: `train`, `extend` and `decode`.
 
 Each computes scores and softmax in float32. Keys and values of the caches are head-major
 `[rows, K, S, H]`, the layout in which a decoding step reads them without a transpose.
@@ -28,9 +28,9 @@ def train(
     q: Float[Array, "R T N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
-    mask: Bool[Array, "R 1 T T"],
+    segment_ids: Int[Array, "R T"],
 ) -> Float[Array, "R T N H"]:
-    """Attention within the segments of packed rows.
+    """Causal attention within the segments of packed rows; those of id 0 are padding.
 
     The query heads of a key head are merged with the tokens, so that each product is one matrix
     by another for every row and key head; `jax.nn.dot_product_attention` is half as fast on a CPU.
@@ -40,7 +40,8 @@ def train(
     merged = q.reshape(R, T, K, N // K, H).transpose(0, 2, 3, 1, 4).reshape(R, K, -1, H)
     k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
     product = jnp.einsum("rkth,rksh->rkts", merged, k, preferred_element_type=jnp.float32)
-    scores = jnp.where(jnp.tile(mask, (1, 1, N // K, 1)), product * H**-0.5, LOWEST)
+    mask = jnp.tile(packed_mask(segment_ids), (1, 1, N // K, 1))
+    scores = jnp.where(mask, product * H**-0.5, LOWEST)
     out = _softmax_average([(scores, v)], q.dtype, "rkts,rksh->rkth")
     return out.reshape(R, K, N // K, T, H).transpose(0, 3, 1, 2, 4).reshape(R, T, N, H)
 
