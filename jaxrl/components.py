@@ -88,7 +88,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
             mesh,
             num_tokens=tokenizer.num_tokens,
             dtype=dtype,
-            attention=choose(config.model.attention, mesh),
+            attention=choose(config.model.attention, mesh, model_config),
             remat=config.model.remat,
             logits_chunk_tokens=config.model.logits_chunk_tokens,
         ),

@@ -15,7 +15,7 @@ import yaml
 from ml_collections import ConfigDict
 
 STAGES = ("sft", "train", "evaluate")
-ATTENTION = ("auto", "xla")
+ATTENTION = ("auto", "xla", "triton", "mosaic")
 FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 KL_CONTROLLERS = ("fixed", "adaptive", "log", "budget")
 OVERLONG_PROMPTS = ("refuse", "drop", "truncate_left")
@@ -61,7 +61,7 @@ def default_config() -> ConfigDict:
     # Further tokens that end a message, by their texts, as ("<|im_end|>",): beside eos_token in
     # tokenizer_config.json and eos_token_id in generation_config.json.
     model.eos_tokens = ()
-    # Attention kernels: xla, everywhere; auto: the quickest of the platform
+    # Attention kernels: xla, everywhere; triton, on GPUs; mosaic, on TPUs; auto: the platform's own
     model.attention = "auto"
     model.remat = True  # recompute layers in the backward pass instead of keeping activations
     model.logits_chunk_tokens = 2048  # tokens whose logits are in memory at a time, in the update

@@ -9,12 +9,15 @@ import json
 import math
 import re
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxrl.models.attention import gpu, reference
+from jaxrl.models.attention.choice import on_mesh
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.sampling import next_token
@@ -37,6 +40,7 @@ from tests.helpers import (
     shapes_in,
     tiny_params,
 )
+from tests.models.attention.brute import random_inputs, random_segments
 
 MESHES = {
     "data 8": {"data": 8, "fsdp": 1, "tensor": 1},
@@ -260,6 +264,22 @@ def train(mesh, params):
     return report, gradient, np.asarray(logprobs)
 
 
+def attention_gap(mesh):
+    """How far a kernel on the devices of a mesh, each with its rows and heads, is from XLA's."""
+    rng = np.random.default_rng(0)
+    ids = jnp.asarray(random_segments(rng, 8, 44))
+    q, k, v, gradient = (jnp.asarray(x) for x in random_inputs(rng, (8, 44, 4, 8), 2))
+    gradient *= (ids > 0)[:, :, None, None]
+
+    def run(train):
+        back = jax.vjp(lambda *inputs: train(*inputs, ids), q, k, v)[1]
+        return back(gradient)
+
+    kernel = on_mesh(partial(gpu.train, interpret=True), mesh)
+    got, wanted = jax.jit(run, static_argnums=0)(kernel), run(reference.train)
+    return max(float(jnp.abs(a - b).max()) for a, b in zip(got, wanted, strict=True))
+
+
 def farthest_draw(params, rows):
     """How far the uniform of any draw lies outside its token's part of [0, 1), by one device."""
     token_ids = np.zeros((len(rows), 64), np.int32)
@@ -308,6 +328,7 @@ def main(path):
         report["meshes"][name] = {
             "sampler": sampled,
             "update": trained,
+            "attention_gap": attention_gap(mesh),
             "sampled_logprob_gap": float(max(gaps)),
             "num_differing": same.count(False),
             "farthest_draw": farthest_draw(on_one, rows),

@@ -207,6 +207,11 @@ def test_gradients_are_those_of_one_device(report, name):
 
 
 @on_each_mesh
+def test_a_kernel_on_each_device_gives_the_gradients_of_all_rows_and_heads(report, name):
+    assert report["meshes"][name]["attention_gap"] < 1e-5
+
+
+@on_each_mesh
 def test_update_keeps_weights_and_moments_split(report, name):
     update = report["meshes"][name]["update"]
     assert update["shardings_kept"]

@@ -7,10 +7,15 @@ from dataclasses import dataclass, replace
 
 import jax
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int
 
-from jaxrl.models.architecture import Attend
+from jaxrl.models.architecture import Architecture, Attend
 from jaxrl.models.attention import reference
+from jaxrl.runtime.sharding import BATCH
+
+Train = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+"""Queries `[R, T, N, H]`, keys, values `[R, T, K, H]` and segment ids `[R, T]` to outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,13 +25,12 @@ class Kernels:
     Attributes:
         name: out of `config.ATTENTION`, never `auto`.
         reason: why these, for the log.
-        train: queries `[R, T, N, H]`, keys and values `[R, T, K, H]` and segment ids `[R, T]` of
-            packed rows to outputs `[R, T, N, H]`; see `reference.train`.
+        train: see `reference.train`.
     """
 
     name: str
     reason: str
-    train: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+    train: Train
 
     def within(self, segment_ids: Int[Array, "R T"]) -> Attend:
         """Attention within the segments of packed rows, over their tokens one after another."""
@@ -41,10 +45,65 @@ class Kernels:
 
 
 XLA = Kernels(name="xla", reason="which every platform has", train=reference.train)
-"""Plain XLA, on every platform."""
+
+PLATFORMS = {"triton": "gpu", "mosaic": "tpu"}
+"""Where kernels run that do not run everywhere."""
+
+MAX_HEAD_DIM = 256
+"""Of these kernels: blocks of wider heads do not fit on the chip."""
 
 
-def choose(name: str, mesh: Mesh) -> Kernels:
-    """The kernels that `config.model.attention` names, or with `auto` those of the platform."""
-    reasons = {"auto": f"for a {mesh.devices.flat[0].platform}", "xla": "as configured"}
-    return replace(XLA, reason=reasons[name])
+def choose(name: str, mesh: Mesh, model: Architecture) -> Kernels:
+    """The kernels that `config.model.attention` names, for a model on a mesh; see `decide`."""
+    name, reason = decide(name, mesh.devices.flat[0].platform, model.head_dim)
+    if name == "xla":
+        return replace(XLA, reason=reason)
+    return Kernels(name=name, reason=reason, train=on_mesh(_kernel(name), mesh))
+
+
+def decide(name: str, platform: str, head_dim: int) -> tuple[str, str]:
+    """Which kernels `config.model.attention` stands for, never `auto`, and why.
+
+    Raises:
+        ValueError: names the key where these kernels do not run on the devices, or not with heads
+            of this size.
+    """
+    is_narrow = head_dim <= MAX_HEAD_DIM
+    if name == "auto":
+        own = [one for one, place in PLATFORMS.items() if place == platform]
+        if own and not is_narrow:
+            return "xla", f"since heads of {head_dim} are too wide for {own[0]}"
+        return (*own, "xla")[0], f"since the devices are {platform}s"
+    place = PLATFORMS.get(name, platform)
+    if place != platform:
+        problem = f"kernels are for {place}s, but the devices are {platform}s"
+    elif name != "xla" and not is_narrow:
+        problem = f"kernels take heads of at most {MAX_HEAD_DIM}, but the model's are {head_dim}"
+    else:
+        return name, "as config.model.attention says"
+    raise ValueError(
+        f"config.model.attention is {name!r}, whose {problem}; set it to 'auto' or 'xla'."
+    )
+
+
+def _kernel(name: str) -> Train:
+    # Imported when asked: neither is of use to most processes, and JAX warns of one of them.
+    if name == "triton":
+        from jaxrl.models.attention import gpu
+
+        return gpu.train
+    from jaxrl.models.attention import tpu
+
+    return tpu.train
+
+
+def on_mesh(train: Train, mesh: Mesh) -> Train:
+    """The same over arrays split on a mesh; each device has its own rows and heads."""
+    heads = P(BATCH, None, "tensor", None)
+    return jax.shard_map(
+        train,
+        mesh=mesh,
+        in_specs=(heads, heads, heads, P(BATCH, None)),
+        out_specs=heads,
+        check_vma=False,
+    )

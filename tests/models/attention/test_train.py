@@ -1,16 +1,22 @@
 """Attention of packed rows: each kernel against brute force."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.attention import reference
+from jaxrl.models.attention import gpu, reference, tpu
 from tests.models.attention.brute import brute_force, random_inputs, random_segments
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-KERNELS = {"xla": reference.train}
+KERNELS = {
+    "xla": reference.train,
+    "triton": partial(gpu.train, interpret=True),
+    "mosaic": partial(tpu.train, interpret=True),
+}
 
 
 def differentiated(train, dtype, q, k, v, gradient, segment_ids):

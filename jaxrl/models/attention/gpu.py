@@ -1,0 +1,262 @@
+"""Attention on NVIDIA GPUs: Pallas kernels for its Triton backend."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jaxtyping import Array, Float, Int
+
+from jaxrl.models.attention.reference import LOWEST, segment_starts
+
+
+def train(
+    q: Float[Array, "R T N H"],
+    k: Float[Array, "R T K H"],
+    v: Float[Array, "R T K H"],
+    segment_ids: Int[Array, "R T"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "R T N H"]:
+    """What `reference.train` computes, in kernels whose scores never leave the chip.
+
+    A program has a block of queries of one head, or a block of keys of one key head, and goes over
+    those blocks of the other kind that hold something for it: for queries from the first segment's
+    start to the diagonal, for keys from there to the last segment's end. Tokens are padded to whole
+    blocks, heads to a power of two.
+    """
+    T, H = q.shape[1], q.shape[3]
+    width = pl.next_power_of_2(H)
+    how = How.of(H, width * q.dtype.itemsize, interpret)
+    length = -(-T // how.block) * how.block
+    pad = ((0, 0), (0, length - T), (0, 0), (0, width - H))
+    q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
+    return _attend(q, k, v, segment_starts(segment_ids, length), how)[:, :T, :, :H]
+
+
+@dataclass(frozen=True)
+class How:
+    """How the kernels of one shape run."""
+
+    block: int  # tokens of a program's block
+    step: int  # tokens of a block that it goes over, a divisor of these
+    num_warps: int
+    num_stages: int
+    scale: float  # of scores, which are powers of two: the chip has logarithm and power of these
+    interpret: bool
+
+    @classmethod
+    def of(cls, head_dim: int, token_bytes: int, interpret: bool) -> How:
+        """Blocks that fit a Hopper chip's shared memory; `token_bytes` is of one token's head."""
+        scale = head_dim**-0.5 * math.log2(math.e)
+        return cls(64, 64 if token_bytes <= 256 else 32, 4, 2, scale, interpret)
+
+    def call(self, kernel: Any, name: str, **settings: Any) -> Any:
+        """The kernel as a function of arrays."""
+        return pl.pallas_call(
+            partial(kernel, how=self),
+            compiler_params=triton.CompilerParams(
+                num_warps=self.num_warps, num_stages=self.num_stages
+            ),
+            interpret=self.interpret,
+            name=name,
+            **settings,
+        )
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, how: How) -> jax.Array:
+    return _forward(q, k, v, starts, how)[0]
+
+
+def _forward(
+    q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, how: How
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """The outputs, and what the backward pass needs: with them their log-sum-exp, to base 2."""
+    R, T, N, _ = q.shape
+    queries, keys, tokens, numbers = _query_specs(q, k, how)
+    lse = jax.ShapeDtypeStruct((R, N, T), jnp.float32)
+    out, lse = how.call(
+        _forward_kernel,
+        "attention_forward",
+        grid=(T // how.block, N, R),
+        in_specs=[queries, keys, keys, tokens],
+        out_specs=[queries, numbers],
+        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), lse],
+    )(q, k, v, starts)
+    out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
+    return out, (q, k, v, starts, out, lse)
+
+
+def _query_specs(q: jax.Array, k: jax.Array, how: How) -> tuple[pl.BlockSpec, ...]:
+    """What a program over (block of queries, query head, row) sees of each kind of array.
+
+    Of queries the block, of keys the whole row, of `[R, T]` and of `[R, N, T]` the block.
+    """
+    _, T, N, H = q.shape
+    groups = N // k.shape[2]
+    return (
+        pl.BlockSpec((None, how.block, None, H), lambda i, n, r: (r, i, n, 0)),
+        pl.BlockSpec((None, T, None, H), lambda i, n, r: (r, 0, n // groups, 0)),
+        pl.BlockSpec((None, how.block), lambda i, n, r: (r, i)),
+        pl.BlockSpec((None, None, how.block), lambda i, n, r: (r, n, i)),
+    )
+
+
+def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    """The product over an axis of each; float32 operands are not rounded to TF32."""
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((contracted[0],), (contracted[1],)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _places(index: jax.Array, size: int) -> jax.Array:
+    """Of the tokens of a block."""
+    return index * size + jnp.arange(size)
+
+
+def _forward_kernel(
+    q_ref: Any, k_ref: Any, v_ref: Any, starts_ref: Any, out_ref: Any, lse_ref: Any, *, how: How
+) -> None:
+    q, starts, queries = q_ref[...], starts_ref[...], _places(pl.program_id(0), how.block)
+
+    def add(j: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        highest, total, out = sums
+        keys, block = _places(j, how.step), pl.ds(j * how.step, how.step)
+        is_read = (keys >= starts[:, None]) & (keys <= queries[:, None])
+        scores = jnp.where(is_read, _dot(q, k_ref[block, :], (1, 1)) * how.scale, LOWEST)
+        # What a query adds up before its segment's first block is finite, and fades to nothing.
+        new = jnp.maximum(highest, scores.max(axis=1))
+        weights, fade = jnp.exp2(scores - new[:, None]), jnp.exp2(highest - new)
+        values = v_ref[block, :]
+        average = _dot(weights.astype(values.dtype), values, (1, 0))
+        return new, total * fade + weights.sum(axis=1), out * fade[:, None] + average
+
+    zeros = jnp.zeros(how.block, jnp.float32)
+    sums = zeros + LOWEST, zeros, jnp.zeros(q.shape, jnp.float32)
+    highest, total, out = jax.lax.fori_loop(*_key_blocks(starts, how), add, sums)
+    out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
+    lse_ref[...] = highest + jnp.log2(total)
+
+
+def _key_blocks(starts: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
+    """The first block of keys that a program's queries read, and the one after the last."""
+    return starts.min() // how.step, (pl.program_id(0) + 1) * (how.block // how.step)
+
+
+def _backward(
+    how: How, saved: tuple[jax.Array, ...], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
+    q, k, v, starts, out, lse = saved
+    (R, T, N, H), K = q.shape, k.shape[2]
+    delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2)
+    queries, keys, tokens, numbers = _query_specs(q, k, how)
+    of_queries = how.call(
+        _backward_queries_kernel,
+        "attention_backward_queries",
+        grid=(T // how.block, N, R),
+        in_specs=[queries, keys, keys, tokens, queries, numbers, numbers],
+        out_specs=queries,
+        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
+    )(q, k, v, starts, gradient, lse, delta)
+    block = pl.BlockSpec((None, how.block, None, H), lambda j, k, r: (r, j, k, 0))
+    tokens = pl.BlockSpec((None, how.block), lambda j, k, r: (r, j))
+    heads = pl.BlockSpec((None, T, N // K, H), lambda j, k, r: (r, 0, k, 0))
+    numbers = pl.BlockSpec((None, N // K, T), lambda j, k, r: (r, k, 0))
+    row = pl.BlockSpec((None, T), lambda j, k, r: (r, 0))
+    of_keys, of_values = how.call(
+        _backward_keys_kernel,
+        "attention_backward_keys",
+        grid=(T // how.block, K, R),
+        in_specs=[heads, block, block, row, tokens, heads, numbers, numbers],
+        out_specs=[block, block],
+        out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
+    )(q, k, v, starts, _segment_ends(starts), gradient, lse, delta)
+    return of_queries, of_keys, of_values, None
+
+
+def _segment_ends(starts: jax.Array) -> jax.Array:
+    """For each token `[R, T]` the first one after it that does not read it."""
+    T = starts.shape[1]
+    begins = jnp.where(starts == jnp.arange(T), jnp.arange(T), T)
+    following = jnp.pad(begins[:, 1:], ((0, 0), (0, 1)), constant_values=T)
+    return jax.lax.cummin(following, axis=1, reverse=True)
+
+
+def _backward_queries_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    starts_ref: Any,
+    gradient_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    out_ref: Any,
+    *,
+    how: How,
+) -> None:
+    q, starts, queries = q_ref[...], starts_ref[...], _places(pl.program_id(0), how.block)
+    gradient, lse, delta = gradient_ref[...], lse_ref[...], delta_ref[...]
+
+    def add(j: jax.Array, total: jax.Array) -> jax.Array:
+        keys, block = _places(j, how.step), pl.ds(j * how.step, how.step)
+        k = k_ref[block, :]
+        is_read = (keys >= starts[:, None]) & (keys <= queries[:, None])
+        scores = jnp.where(is_read, _dot(q, k, (1, 1)) * how.scale, LOWEST)
+        of_weights = _dot(gradient, v_ref[block, :], (1, 1))
+        of_scores = jnp.exp2(scores - lse[:, None]) * (of_weights - delta[:, None])
+        return total + _dot(of_scores.astype(k.dtype), k, (1, 0))
+
+    total = jax.lax.fori_loop(*_key_blocks(starts, how), add, jnp.zeros(q.shape, jnp.float32))
+    out_ref[...] = (total * (how.scale * math.log(2))).astype(out_ref.dtype)
+
+
+def _backward_keys_kernel(
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    starts_ref: Any,
+    ends_ref: Any,
+    gradient_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    of_keys_ref: Any,
+    of_values_ref: Any,
+    *,
+    how: How,
+) -> None:
+    k, v, keys = k_ref[...], v_ref[...], _places(pl.program_id(0), how.block)
+    first = pl.program_id(0) * (how.block // how.step)
+    count = pl.cdiv(ends_ref[...].max(), how.step) - first
+
+    def add(index: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        head, i = index // count, first + index % count
+        queries, block = _places(i, how.step), pl.ds(i * how.step, how.step)
+        q, gradient = q_ref[block, head, :], gradient_ref[block, head, :]
+        # Keys by queries: so the two sums take them as they come.
+        is_read = (keys[:, None] >= starts_ref[block]) & (keys[:, None] <= queries)
+        scores = jnp.where(is_read, _dot(k, q, (1, 1)) * how.scale, LOWEST)
+        weights = jnp.exp2(scores - lse_ref[head, block])
+        of_scores = weights * (_dot(v, gradient, (1, 1)) - delta_ref[head, block])
+        of_keys, of_values = sums
+        of_keys += _dot(of_scores.astype(q.dtype), q, (1, 0))
+        return of_keys, of_values + _dot(weights.astype(gradient.dtype), gradient, (1, 0))
+
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    of_keys, of_values = jax.lax.fori_loop(0, q_ref.shape[1] * count, add, (zeros, zeros))
+    of_keys_ref[...] = (of_keys * (how.scale * math.log(2))).astype(of_keys_ref.dtype)
+    of_values_ref[...] = of_values.astype(of_values_ref.dtype)
+
+
+_attend.defvjp(_forward, _backward)

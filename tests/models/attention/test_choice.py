@@ -1,0 +1,37 @@
+"""Which kernels a run gets, and what is refused."""
+
+import jax
+import pytest
+
+from jaxrl.config import ATTENTION
+from jaxrl.models.attention.choice import PLATFORMS, XLA, choose, decide
+from jaxrl.runtime.sharding import make_mesh
+from tests.helpers import TINY
+
+
+def test_a_cpu_gets_xla():
+    mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+    chosen = choose("auto", mesh, TINY)
+    assert (chosen.name, chosen.reason) == ("xla", "since the devices are cpus")
+    assert chosen.train is XLA.train
+
+
+@pytest.mark.parametrize(("name", "platform"), PLATFORMS.items())
+def test_each_platform_has_its_own(name, platform):
+    assert decide("auto", platform, 128) == (name, f"since the devices are {platform}s")
+    assert decide(name, platform, 128) == (name, "as config.model.attention says")
+    assert decide("xla", platform, 320) == ("xla", "as config.model.attention says")
+    wide = f"since heads of 320 are too wide for {name}"
+    assert decide("auto", platform, 320) == ("xla", wide)
+
+
+def test_what_does_not_run_here_is_refused():
+    with pytest.raises(
+        ValueError, match="'triton', whose kernels are for gpus, but the devices are"
+    ):
+        decide("triton", "cpu", 64)
+    with pytest.raises(
+        ValueError, match="of at most 256, but the model's are 320; set it to 'auto'"
+    ):
+        decide("mosaic", "tpu", 320)
+    assert {"auto", "xla", *PLATFORMS} == set(ATTENTION)
