@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.models.attention.reference import LOWEST, segment_starts
@@ -34,16 +35,16 @@ def train(
     """
     T, H = q.shape[1], q.shape[3]
     width = pl.next_power_of_2(H)
-    how = How.of(H, width * q.dtype.itemsize, interpret)
-    length = -(-T // how.block) * how.block
+    hows = Hows.of(H, q.dtype, interpret)
+    length = -(-T // hows.forward.block) * hows.forward.block
     pad = ((0, 0), (0, length - T), (0, 0), (0, width - H))
     q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
-    return _attend(q, k, v, segment_starts(segment_ids, length), how)[:, :T, :, :H]
+    return _attend(q, k, v, segment_starts(segment_ids, length), hows)[:, :T, :, :H]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class How:
-    """How the kernels of one shape run."""
+    """How the kernels of a pass run."""
 
     block: int  # tokens of a program's block
     step: int  # tokens of a block that it goes over, a divisor of these
@@ -51,12 +52,6 @@ class How:
     num_stages: int
     scale: float  # of scores, which are powers of two: the chip has logarithm and power of these
     interpret: bool
-
-    @classmethod
-    def of(cls, head_dim: int, token_bytes: int, interpret: bool) -> How:
-        """Blocks that fit a Hopper chip's shared memory; `token_bytes` is of one token's head."""
-        scale = head_dim**-0.5 * math.log2(math.e)
-        return cls(64, 64 if token_bytes <= 256 else 32, 4, 2, scale, interpret)
 
     def call(self, kernel: Any, name: str, **settings: Any) -> Any:
         """The kernel as a function of arrays."""
@@ -71,15 +66,33 @@ class How:
         )
 
 
+@dataclass(frozen=True)
+class Hows:
+    """How each pass runs; the blocks of the forward one are multiples of the backward one's."""
+
+    forward: How
+    backward: How
+
+    @classmethod
+    def of(cls, head_dim: int, dtype: DTypeLike, interpret: bool) -> Hows:
+        """Blocks with which a Hopper chip has shared memory and registers enough for all values."""
+        scale = head_dim**-0.5 * math.log2(math.e)
+        make = partial(How, num_warps=8, num_stages=2, scale=scale, interpret=interpret)
+        if jnp.dtype(dtype).itemsize == 2 and head_dim <= 128:
+            return cls(make(block=128, step=64), make(block=64, step=64))
+        return cls(make(block=64, step=32), make(block=32, step=32))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, how: How) -> jax.Array:
-    return _forward(q, k, v, starts, how)[0]
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, hows: Hows) -> jax.Array:
+    return _forward(q, k, v, starts, hows)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, how: How
+    q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, hows: Hows
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The outputs, and what the backward pass needs: with them their log-sum-exp, to base 2."""
+    how = hows.forward
     R, T, N, _ = q.shape
     queries, keys, tokens, numbers = _query_specs(q, k, how)
     lse = jax.ShapeDtypeStruct((R, N, T), jnp.float32)
@@ -156,9 +169,10 @@ def _key_blocks(starts: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
 
 
 def _backward(
-    how: How, saved: tuple[jax.Array, ...], gradient: jax.Array
+    hows: Hows, saved: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, starts, out, lse = saved
+    how = hows.backward
     (R, T, N, H), K = q.shape, k.shape[2]
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2)
     queries, keys, tokens, numbers = _query_specs(q, k, how)

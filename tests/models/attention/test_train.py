@@ -70,3 +70,31 @@ def test_equals_brute_force(name, shape, num_kv_heads):
 def test_bfloat16_is_summed_in_float32(name):
     # A sum over 400 keys in bfloat16 would be wrong by per cents; operands are rounded to 2^-9.
     check(KERNELS[name], (2, 400, 4, 16), 2, dtype="bfloat16", tolerance=0.03)
+
+
+def test_tokens_of_other_segments_and_padding_change_nothing():
+    # 250 tokens: three blocks; the segment in the middle begins in one and ends in another.
+    rng = np.random.default_rng(0)
+    q, k, v, gradient = random_inputs(rng, (1, 250, 2, 8), 1)
+    segment_ids = np.repeat([1, 2, 0], [70, 120, 60])[None].astype(np.int32)
+    inside = segment_ids == 2
+    gradient *= inside[:, :, None, None]
+    other = [np.where(inside[:, :, None, None], x, 7.0).astype(np.float32) for x in (q, k, v)]
+    for train in KERNELS.values():
+        alone = differentiated(train, "float32", q, k, v, gradient, segment_ids)
+        changed = differentiated(train, "float32", *other, gradient, segment_ids)
+        for one, two in zip(alone, changed, strict=True):
+            np.testing.assert_array_equal(one[inside], two[inside])
+        assert not any(x[~inside].any() for x in alone[1:])
+
+
+def test_blocks_without_anything_to_read_are_left_out():
+    # The second segment begins at 200, and blocks hold at most 128 tokens: nobody from 328 on has
+    # to do with what is before 72. An infinite value times a weight of 0 would be no number.
+    q, k, v, _ = random_inputs(np.random.default_rng(0), (1, 400, 2, 8), 1)
+    v[:, :72] = np.inf
+    segment_ids = jnp.repeat(jnp.array([1, 2]), 200)[None]
+    for name in ("xla", "triton"):
+        out = jax.jit(KERNELS[name])(*map(jnp.asarray, (q, k, v)), segment_ids)
+        assert np.isfinite(out[:, 328:]).all()
+        assert not np.isfinite(out[:, 72:200]).any()
