@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl.config import default_config
+from jaxrl.models.output import QUARTERS
 from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime import sharding
@@ -34,7 +35,7 @@ from jaxrl.sampling.decode import Sampler, StopTables
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import train_shape
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.update import batch_shardings, init_state, make_update_step, state_shardings
+from jaxrl.training.update import UpdateStep, batch_shardings, init_state, state_shardings
 from jaxrl.types import Batch
 
 GIB = memory.GIB
@@ -88,8 +89,8 @@ def like(tree: Any, shardings: Any) -> Any:
     )
 
 
-def update_program(config: ConfigDict, model: QwenConfig, mesh: Any) -> Any:
-    """The train stage's update, compiled."""
+def update_bytes(config: ConfigDict, model: QwenConfig, mesh: Any) -> int:
+    """What the train stage's update needs of one device, by the larger of its two programs."""
     optimizer = make_optimizer(config.optimizer, 1)
     policy = Model(
         model,
@@ -97,10 +98,11 @@ def update_program(config: ConfigDict, model: QwenConfig, mesh: Any) -> Any:
         num_tokens=model.vocab_size,
         dtype=jnp.dtype(config.model.dtype),
         remat=config.model.remat,
+        scan_layers=config.model.scan_layers,
         logits_chunk_tokens=config.model.logits_chunk_tokens,
     )
     loss = make_policy_loss(config)
-    step = make_update_step(policy, loss, optimizer)
+    step = UpdateStep(policy, loss, optimizer)
     abstract = jax.eval_shape(
         lambda p: init_state(p, mesh, model, optimizer), model.abstract_params()
     )
@@ -118,8 +120,18 @@ def update_program(config: ConfigDict, model: QwenConfig, mesh: Any) -> Any:
         rollout_logprobs=floats,
     )
     batch = like(batch, batch_shardings(mesh, batch))
-    count = jax.ShapeDtypeStruct((), jnp.int32)
-    return jax.jit(step.function, donate_argnums=0).lower(state, batch, count).compile()
+    params, index = state.params, jax.ShapeDtypeStruct((), jnp.int32)
+    sums = jax.eval_shape(step.gradient.begin.function, params, batch)
+    sums = dataclasses.replace(
+        sums, gradients=like(sums.gradients, sharding.param_shardings(mesh, model))
+    )
+    add = jax.jit(step.gradient.add.program.function, donate_argnums=1, static_argnums=5)
+    apply = jax.jit(step.apply.function, donate_argnums=0)
+    room = max(QUARTERS)
+    first = compiled_bytes(add.lower(params, sums, batch, index, index, room).compile())
+    moments = jax.tree.leaves(state.opt_state)
+    beside = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in moments)
+    return max(first + beside, compiled_bytes(apply.lower(state, sums).compile()))
 
 
 def sampler_programs(config: ConfigDict, model: QwenConfig, mesh: Any) -> dict[str, Any]:
@@ -175,7 +187,9 @@ def compiled_bytes(program: Any) -> int:
     return held + sizes.temp_size_in_bytes
 
 
-def compare(config: ConfigDict, model: QwenConfig, devices: Sequence[Any]) -> dict[str, Any]:
+def compare(
+    config: ConfigDict, model: QwenConfig, devices: Sequence[Any], *, with_sampler: bool = True
+) -> dict[str, Any]:
     """For each program the planned and the compiled bytes of one device."""
     target = memory.Target(
         platform=devices[0].platform, num_devices=len(devices), memory_bytes=80 * GIB
@@ -188,11 +202,10 @@ def compare(config: ConfigDict, model: QwenConfig, devices: Sequence[Any]) -> di
     sums = {name: sum(parts.values()) for name, parts in rollout.moments.items()}
     planned["decode"] = held + sums["decode"]
     planned["results"] = held + max(sums[name] for name in sums if name.endswith("results"))
-    programs = {
-        "update": update_program(config, model, mesh),
-        **sampler_programs(config, model, mesh),
-    }
-    return {name: (planned[name], compiled_bytes(programs[name])) for name in programs}
+    programs = sampler_programs(config, model, mesh) if with_sampler else {}
+    compiled = {name: compiled_bytes(program) for name, program in programs.items()}
+    compiled["update"] = update_bytes(config, model, mesh)
+    return {name: (planned[name], size) for name, size in compiled.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

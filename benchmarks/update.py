@@ -31,7 +31,7 @@ from jaxrl.models.policy import Model
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape, Packed, pack
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.update import init_state, make_update_step, put_batch
+from jaxrl.training.update import UpdateStep, init_state, put_batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,21 +44,22 @@ class Work:
     row_tokens: int  # length of a packed row
     micro_rows: int  # rows of a micro-batch
     logits_chunk_tokens: int  # tokens whose logits are in memory at a time
-    remat: bool  # recompute layers in the backward pass
+    remat: str  # what of a layer the backward pass computes again
+    scan_layers: bool  # compile one layer for all
 
 
 WORK = {
     "cpu": Work(
         num_sequences=32, prompt_tokens=64, new_tokens=128, row_tokens=192, micro_rows=2,
-        logits_chunk_tokens=2048, remat=False,
+        logits_chunk_tokens=2048, remat="none", scan_layers=False,
     ),
     "qwen3-0.6b": Work(
         num_sequences=128, prompt_tokens=512, new_tokens=1024, row_tokens=3072, micro_rows=4,
-        logits_chunk_tokens=2048, remat=True,
+        logits_chunk_tokens=2048, remat="names", scan_layers=True,
     ),
     "qwen3-4b": Work(
         num_sequences=64, prompt_tokens=512, new_tokens=1024, row_tokens=3072, micro_rows=2,
-        logits_chunk_tokens=2048, remat=True,
+        logits_chunk_tokens=2048, remat="names", scan_layers=True,
     ),
 }  # fmt: skip
 
@@ -93,17 +94,18 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         num_tokens=model.vocab_size,
         dtype=jnp.dtype(model.dtype),
         remat=work.remat,
+        scan_layers=work.scan_layers,
         logits_chunk_tokens=work.logits_chunk_tokens,
     )
     optimizer = make_optimizer(config.optimizer, flags.warm_up + flags.repetitions)
-    update = make_update_step(policy, make_policy_loss(config), optimizer)
+    update = UpdateStep(policy, make_policy_loss(config), optimizer)
     state = init_state(common.random_params(model), mesh, model.config, optimizer)
     packed = make_batch(model, work)
     batch = put_batch(mesh, packed.batch)
 
     def run(_: int) -> None:
         nonlocal state
-        state, metrics = update(state, batch, packed.num_micro)
+        state, metrics = update(state, batch, packed)
         jax.block_until_ready((state, metrics))
 
     timing = common.repeat(run, warm_up=flags.warm_up, repetitions=flags.repetitions)

@@ -90,6 +90,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
             dtype=dtype,
             attention=choose(config.model.attention, mesh, model_config),
             remat=config.model.remat,
+            scan_layers=config.model.scan_layers,
             logits_chunk_tokens=config.model.logits_chunk_tokens,
         ),
         tokenizer=tokenizer,

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
+REMAT = ("none", "dots", "names", "full")
 STAGES = ("sft", "train", "evaluate")
 ATTENTION = ("auto", "xla", "triton", "mosaic")
 FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
@@ -63,7 +64,12 @@ def default_config() -> ConfigDict:
     model.eos_tokens = ()
     # Attention kernels: xla, everywhere; triton, on GPUs; mosaic, on TPUs; auto: the platform's own
     model.attention = "auto"
-    model.remat = True  # recompute layers in the backward pass instead of keeping activations
+    # What of each layer the update computes again, in place of keeping it. full: all of it; names:
+    # all but products with weights and attention's result; dots: all but products with weights,
+    # of any architecture; none: nothing.
+    model.remat = "full"
+    # Compile one layer for all. False compiles each, which takes longer and computes faster.
+    model.scan_layers = True
     model.logits_chunk_tokens = 2048  # tokens whose logits are in memory at a time, in the update
 
     config.mesh = mesh = ConfigDict()
@@ -422,6 +428,9 @@ RENAMED = {
 }
 """Keys of earlier versions, which are refused by what they are called now."""
 
+RENAMED_VALUES = {"model.remat": {True: "full", False: "none"}}
+"""Likewise of values."""
+
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     flat: list[tuple[str, Any]] = []
@@ -460,6 +469,9 @@ def refuse(key: str, value: Any, expected: str) -> None:
 
 def check_type(key: str, value: Any, default: Any) -> None:
     """Beyond what ml_collections checks: it takes None for anything and a bool for a number."""
+    now = RENAMED_VALUES.get(key, {})
+    if isinstance(value, bool) and value in now:
+        refuse(key, value, f"{now[value]!r}, as it is called now")
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(default, float):
         if not is_number or not math.isfinite(value):

@@ -18,6 +18,7 @@ from jaxrl.config import (
     KL_ESTIMATORS,
     MAPPINGS,
     OVERLONG_PROMPTS,
+    REMAT,
     SCHEDULES,
     STAGES,
     SUITES,
@@ -527,6 +528,7 @@ def _check_choices(config: ConfigDict) -> None:
     choices: dict[str, tuple[Any, tuple[str, ...]]] = {
         "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
         "model.attention": (config.model.attention, ATTENTION),
+        "model.remat": (config.model.remat, REMAT),
         "rollout.overlong_prompts": (config.rollout.overlong_prompts, OVERLONG_PROMPTS),
         "filter.varied.metric": (config.filter.varied.metric, FILTER_METRICS),
         "loss.correction.level": (config.loss.correction.level, ("none", "token", "sequence")),

@@ -16,7 +16,7 @@ from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.sampling.rollout import Interrupted
 from jaxrl.session import Session, stage_optimizer
 from jaxrl.training.packing import pack, sft_shape
-from jaxrl.training.update import make_update_step, put_batch
+from jaxrl.training.update import UpdateStep, put_batch
 from jaxrl.types import Batch, Params
 
 SHOWN_OF_SFT = {"loss": "sft/loss"} | {name: SHOWN[name] for name in ("tokens/s", "s/step", "GiB")}
@@ -31,7 +31,7 @@ def sft(session: Session, params: Params) -> Params:
         return params
     optimizer = stage_optimizer(config, "sft")
     state = session.state = session.start_state(params, optimizer)
-    update_step = make_update_step(components.model, supervised_loss, optimizer)
+    update_step = UpdateStep(components.model, supervised_loss, optimizer)
     stream = Stream(components.demonstrations, seed=config.seed)
     shape, num_shards = sft_shape(config), num_batch_shards(components.mesh)
     session.display.start("sft", progress.stage_step, num_steps)
@@ -47,9 +47,9 @@ def sft(session: Session, params: Params) -> Params:
             num_shards=num_shards,
         )
         batch = put_batch(components.mesh, packed.batch)
-        state, metrics = update_step(state, batch, packed.num_micro)
+        state, measured = update_step(state, batch, packed)
         session.state = state
-        metrics = {name: float(metric.value) for name, metric in metrics.items()}
+        metrics = {name: float(metric.value) for name, metric in measured.items()}
         step_s = time.perf_counter() - started
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.items_taken += batch_size

@@ -30,7 +30,6 @@ from jaxrl.logs.writers import write_trajectories
 from jaxrl.method import is_measured
 from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import abstract
-from jaxrl.runtime.compilation import CompiledFunction
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.runtime.stopping import update_best
 from jaxrl.sampling.rollout import Sampling, Seeds
@@ -44,7 +43,7 @@ from jaxrl.training.measure import make_measure
 from jaxrl.training.minibatches import make_minibatches, put_minibatches
 from jaxrl.training.packing import BatchShape, train_shape
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.update import make_score_step, make_update_step
+from jaxrl.training.update import ScoreStep, UpdateStep
 from jaxrl.types import Draw, Group, Params, TrainState, members
 
 
@@ -58,14 +57,14 @@ def train(session: Session, params: Params) -> Params:
     optimizer = stage_optimizer(config, "train")
     ref_params = session.ref_params = session.start_reference(params)
     state = session.state = session.start_state(params, optimizer)
-    update_step = make_update_step(
+    update_step = UpdateStep(
         components.model,
         make_policy_loss(config),
         optimizer,
         temperature=config.rollout.temperature,
         entropy_gradient=config.loss.entropy_coef != 0,
     )
-    score = make_score_step(components.model, temperature=config.rollout.temperature)
+    score = ScoreStep(components.model, temperature=config.rollout.temperature)
     estimate = Estimator(config)
     stream = Stream(components.tasks, seed=config.seed)
     shape, num_shards = train_shape(config), num_batch_shards(components.mesh)
@@ -119,7 +118,7 @@ def train(session: Session, params: Params) -> Params:
         for _ in range(config.optimizer.num_epochs):
             for packed, batch in zip(minibatches, batches, strict=True):
                 if packed.num_counted:  # else only environment errors: nothing to learn from
-                    state, metrics = update_step(state, batch, packed.num_micro)
+                    state, metrics = update_step(state, batch, packed)
                     measured.append(metrics)
         session.state = state
         measured = jax.device_get(measured)
@@ -171,7 +170,7 @@ def rollout_at(session: Session, step: int, policy_version: int) -> RollOut:
     )
 
 
-def measure_for(session: Session, score: CompiledFunction, shape: BatchShape) -> Measure:
+def measure_for(session: Session, score: ScoreStep, shape: BatchShape) -> Measure:
     """What puts divergences on groups; where the method has no use for them, it changes nothing."""
     config, engine = session.config, session.components.engine
     if not is_measured(config):

@@ -15,9 +15,13 @@ import numpy as np
 
 from jaxrl.config import default_config
 from jaxrl.models.attention.choice import XLA
+from jaxrl.models.layers import Through
+from jaxrl.models.output import QUARTERS
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.training.packing import pack
+from jaxrl.runtime.sharding import num_batch_shards
+from jaxrl.training.packing import Packed, loss_quarters, pack
 from jaxrl.training.policy_loss import make_policy_loss
+from jaxrl.training.update import Gradient
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -40,6 +44,7 @@ TINY = QwenConfig(
     qk_norm=True,
     max_positions=512,
 )
+UPDATE_PROGRAMS = 2 + len(QUARTERS)  # at most: start, optimizer, one for each room in the output
 NUM_TOKENS = 250  # ids the tokenizer knows; the last four pad the vocabulary
 
 
@@ -123,10 +128,12 @@ def gather(batch, values, index):
     return np.asarray(values)[np.asarray(batch.segment_ids) == index + 1]
 
 
-def full_pass(config, params, token_ids, positions, segment_ids, *, remat=False):
+def full_pass(config, params, token_ids, positions, segment_ids, *, remat="none", scan=True):
     """Final hidden states of packed rows, with the attention that every platform has."""
     attend = XLA.within(segment_ids)
-    return config.hidden_states(params, token_ids, positions, attend, remat=remat)
+    return config.hidden_states(
+        params, token_ids, positions, attend, Through(remat=remat, scan=scan)
+    )
 
 
 def dense_table(params, config, token_ids, *, num_tokens=NUM_TOKENS, temperature=1.0):
@@ -152,6 +159,25 @@ def settings(**changes):
     config = default_config()
     config.update_from_flattened_dict(changes)
     return config
+
+
+def gradient_of(model, token_loss, *, temperature=1.0, entropy_gradient=False):
+    """`gradient(params, batch, num_micro) -> (gradients, metrics)` of all its micro-batches."""
+    gradient = Gradient(
+        model, token_loss, temperature=temperature, entropy_gradient=entropy_gradient
+    )
+    begin = jax.jit(gradient.begin.function)
+    add = jax.jit(gradient.add.program.function, static_argnums=5)
+
+    def compute(params, batch, num_micro):
+        sizes = {"num_tokens": 0, "num_counted": 0, "padding": 0.0, "imbalance": 0.0}
+        packed = Packed(batch=batch, num_micro=num_micro, **sizes)
+        sums = begin(params, batch)
+        for index, room in enumerate(loss_quarters(packed, num_batch_shards(model.mesh))):
+            sums = add(params, sums, batch, index, index + 1, room)
+        return sums.gradients, sums.finished_metrics()
+
+    return compute
 
 
 def policy_loss(*, loss=None, kl=None):

@@ -19,12 +19,12 @@ import optax
 from jaxrl.models.attention import gpu, reference
 from jaxrl.models.attention.choice import on_mesh
 from jaxrl.models.policy import Model
-from jaxrl.runtime.sharding import make_mesh, param_shardings
+from jaxrl.runtime.sharding import make_mesh, num_batch_shards, param_shardings
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.training.packing import BatchShape
-from jaxrl.training.update import init_state, make_score_step, make_update_step, put_batch
+from jaxrl.training.packing import BatchShape, loss_quarters
+from jaxrl.training.update import ScoreStep, UpdateStep, init_state, put_batch
 from tests.helpers import (
     NUM_TOKENS,
     TINY,
@@ -230,22 +230,26 @@ def train(mesh, params):
     loss = policy_loss(
         loss={"entropy_coef": 0.01, "clip_high": 0.3}, kl={"coef": 0.1, "anchor": "ref"}
     )
-    step = make_update_step(model, loss, optimizer, entropy_gradient=True)
-    score = make_score_step(model, temperature=1.0)
+    step = UpdateStep(model, loss, optimizer, entropy_gradient=True)
+    score = ScoreStep(model, temperature=1.0)
     packed = pack_all(random_sequences([13, 44, 24, 24, 7, 40] * 3), SHAPE)
     batch = put_batch(mesh, packed.batch)
-    logprobs = score(params, batch, packed.num_micro)
+    logprobs = score(params, batch, packed)
     copies = jax.device_put(jax.tree.map(np.array, params), param_shardings(mesh, TINY))
     state = init_state(copies, mesh, TINY, optimizer)  # which donates them
     wanted = jax.tree.map(lambda leaf: leaf.sharding, state)
     with compilations() as compiled:
-        state, metrics = step(state, batch, packed.num_micro)
+        state, metrics = step(state, batch, packed)
         # Adam's first moment starts at zero, so it now holds the gradient itself.
         mu = optax.tree_utils.tree_get(state.opt_state, "mu")
         gradient = jax.tree.map(lambda leaf: np.asarray(leaf) / 0.1, mu)
         for _ in range(2):
-            state, _ = step(state, batch, packed.num_micro)
-    text = program_text(step, state, batch, packed.num_micro)
+            state, _ = step(state, batch, packed)
+    gradient, rooms = step.gradient, loss_quarters(packed, num_batch_shards(mesh))
+    sums = gradient.begin(state.params, batch)
+    text = program_text(
+        gradient.add.program, state.params, sums, batch, np.int32(0), np.int32(1), rooms[0]
+    )
     kept = jax.tree.map(lambda leaf, s: leaf.sharding.is_equivalent_to(s, leaf.ndim), state, wanted)
     report = {
         "logprobs_spec": list(logprobs.sharding.spec),
@@ -305,7 +309,7 @@ def main(path):
     on_one = jax.device_put(params, param_shardings(one, TINY))
     one_rows, _ = sample(one, on_one)
     one_report, one_gradient, one_logprobs = train(one, on_one)
-    score = make_score_step(Model(TINY, one, num_tokens=NUM_TOKENS), temperature=1.0)
+    score = ScoreStep(Model(TINY, one, num_tokens=NUM_TOKENS), temperature=1.0)
     report = {
         "num_sampled": sum(sum(row["mask"]) for row in one_rows),
         "farthest_draw": farthest_draw(on_one, one_rows),
@@ -319,7 +323,7 @@ def main(path):
 
         # The tokens that the mesh sampled, forced on one device.
         packed = pack_all(as_sequences(rows), BatchShape(num_micro=3, micro_rows=8, row_tokens=64))
-        forced = score(on_one, put_batch(one, packed.batch), packed.num_micro)
+        forced = score(on_one, put_batch(one, packed.batch), packed)
         gaps = [
             np.abs(gather(packed.batch, forced, index) - row["logprobs"])[row["mask"]].max()
             for index, row in enumerate(rows)

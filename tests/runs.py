@@ -41,7 +41,7 @@ SIZES = {
 METHOD_SIZES = {
     "stages": ("train",),
     "num_steps": 2,
-    "model.remat": False,  # which compiles quicker
+    "model.remat": "none",  # which compiles quicker
     "rollout.tasks_per_step": 4,
     "rollout.group_size": 4,
     "advantage.pass_at_k.k": 2,

@@ -25,6 +25,7 @@ from jaxrl.models.hf_weights import load_hf
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.run import run
 from jaxrl.training.controllers import Controllers
+from tests.helpers import UPDATE_PROGRAMS
 from tests.runs import (
     METHOD_SIZES,
     Sampler,
@@ -181,7 +182,7 @@ def train_two_steps(seed, world, source, sampler, workdir):
     assert [record["step"] for record in steps] == [1, 2]
     updates = config.optimizer.num_minibatches * config.optimizer.num_epochs
     for number, record in enumerate(steps, 1):
-        assert record["perf/num_compilations/update"] == 1
+        assert 3 <= record["perf/num_compilations/update"] <= UPDATE_PROGRAMS
         assert record["actor/num_skipped"] == 0
         assert record["actor/num_updates"] == number * updates
         assert math.isfinite(record["actor/grad_norm"])

@@ -160,7 +160,7 @@ class TestFlags:
             ("--config.rollout.group_size=2.5", "a whole number"),
             ("--config.num_steps=1.5e0", "a whole number"),
             ("--config.optimizer.lr=fast", "a number"),
-            ("--config.model.remat=maybe", "true or false"),
+            ("--config.model.scan_layers=maybe", "true or false"),
         ],
     )
     def test_wrong_type(self, refusal, override, wanted):
@@ -319,13 +319,17 @@ class TestValues:
         lines += ["rollout.num_slots: 1e2", "eval.final_suites: [greedy]"]
         values = write(tmp_path / "my.yaml", *lines)
         argv = ["launch", f"--config={CONFIG}", f"--workdir={tmp_path}", f"--values={values}"]
-        argv += ["--config.seed=7", "--config.stages=('train',)", "--config.model.remat=no"]
+        argv += [
+            "--config.seed=7",
+            "--config.stages=('train',)",
+            "--config.rollout.deterministic=no",
+        ]
         argv += ["--config.num_steps=1e3", "--config.prompt.template=1e3 {question}"]
         monkeypatch.setattr(sys, "argv", argv)
         with flagsaver.flagsaver():
             config, workdir = launch._read(launch.parse_flags(argv))
         assert (config.seed, config.rollout.group_size, config.optimizer.lr) == (7, 3, 1e-6)
-        assert (config.stages, config.model.remat) == (("train",), False)
+        assert (config.stages, config.rollout.deterministic) == (("train",), False)
         assert (config.num_steps, config.prompt.template) == (1000, "1e3 {question}")
         assert (config.rollout.num_slots, config.eval.final_suites) == (100, ("greedy",))
         assert workdir == tmp_path

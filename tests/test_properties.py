@@ -32,12 +32,13 @@ from jaxrl.training.estimators import Estimator
 from jaxrl.training.minibatches import make_minibatches, takes_own_logprobs
 from jaxrl.training.packing import BatchShape, balance_rows
 from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.update import make_gradient, put_batch
+from jaxrl.training.update import Gradient, put_batch
 from jaxrl.types import Batch, members, with_fields
 from tests.episodes import grouped, make_failure, make_trajectory, strayed
 from tests.helpers import (
     NUM_TOKENS,
     TINY,
+    gradient_of,
     pack_all,
     random_sequences,
     relative_distance,
@@ -250,9 +251,9 @@ def params(mesh):
 
 
 def whole_gradient(mesh, loss, kl, correction):
-    model = Model(TINY, mesh, num_tokens=NUM_TOKENS, remat=False, logits_chunk_tokens=10**6)
+    model = Model(TINY, mesh, num_tokens=NUM_TOKENS, remat="none", logits_chunk_tokens=10**6)
     token_loss = loss_of(loss, kl, correction)
-    return jax.jit(make_gradient(model, token_loss, temperature=1.0, entropy_gradient=False))
+    return gradient_of(model, token_loss)
 
 
 def one_a_micro_batch(members, mode):
@@ -504,14 +505,16 @@ def step_of(changes):
         **dict.fromkeys(fields, shape),
     )  # fmt: skip
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
-    gradient = make_gradient(
-        Model(TINY, mesh, num_tokens=NUM_TOKENS, remat=False),
+    step = Gradient(
+        Model(TINY, mesh, num_tokens=NUM_TOKENS, remat="none"),
         make_policy_loss(config),
         temperature=config.rollout.temperature,
         entropy_gradient=config.loss.entropy_coef != 0,
     )
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny_params())
-    traced = jax.jit(gradient).trace(abstract, batch, jnp.int32(1))
+    sums = jax.eval_shape(step.begin.function, abstract, batch)
+    program = jax.jit(step.add.program.function, static_argnums=5)
+    traced = program.trace(abstract, sums, batch, jnp.int32(0), jnp.int32(1), 4)
     return fields, traced.lower().as_text(), str(traced.jaxpr).count(" = ")
 
 

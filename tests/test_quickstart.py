@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.helpers import UPDATE_PROGRAMS
+
 
 def exact_match(workdir, name, suite):
     results = json.loads((workdir / "eval" / f"{name}.json").read_text(encoding="utf-8"))
@@ -23,7 +25,7 @@ def check_run(workdir):
     steps = [record for record in map(json.loads, lines) if "actor/pg_loss" in record]
     assert len(steps) == 60
     assert max(step["rollout_corr/logprob_diff_max"] for step in steps) < 1e-4
-    assert {step["perf/num_compilations/update"] for step in steps} == {1}
+    assert max(step["perf/num_compilations/update"] for step in steps) <= UPDATE_PROGRAMS
 
 
 def run_quickstart(folder, seed, num_processes):

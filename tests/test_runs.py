@@ -23,6 +23,7 @@ from jaxrl.runtime.versions import fingerprints
 from jaxrl.training.health import NothingWorksError
 from jaxrl.training.update import put_batch
 from jaxrl.types import members, with_fields
+from tests.helpers import UPDATE_PROGRAMS
 from tests.runs import (
     SIZES,
     assert_same_weights,
@@ -136,8 +137,10 @@ def test_sampler_and_trainer_agree(base):
 
 def test_each_program_is_compiled_once(base, tiny_world):
     found = records(base)
-    assert {r["perf/num_compilations/update"] for r in found[:40]} == {1}
-    assert {r["perf/num_compilations/update"] for r in found[41:45]} == {1}
+    for stage in (found[:40], found[41:45]):
+        counts = [r["perf/num_compilations/update"] for r in stage]
+        assert counts == sorted(counts)
+        assert counts[-1] <= UPDATE_PROGRAMS
     # The sampler's when they are first needed, each at most once.
     counts = [r["perf/num_compilations/sampler"] for r in found[41:45]]
     functions = assemble.assemble(run_settings(tiny_world, **BASE)).engine.functions
@@ -251,7 +254,7 @@ def test_a_restart_with_a_reference_policy_changes_nothing(base, tiny_world, tmp
     assert found[1]["actor/kl_loss"] >= 0
     assert found[3]["actor/kl_loss"] > 1e-6
     assert max(r["rollout_corr/logprob_diff_max"] for r in found[1:]) < 1e-4
-    assert {record["perf/num_compilations/update"] for record in found[1:]} == {1}
+    assert max(record["perf/num_compilations/update"] for record in found[1:]) <= UPDATE_PROGRAMS
     workdir = killed(whole, tmp_path / "restarted", after=2)
     play(config, workdir)
     assert lasting(workdir) == lasting(whole)

@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.choices import chosen
+from jaxrl.models.layers import Through
 from jaxrl.types import Params
 
 Cache = tuple[tuple[jax.Array, jax.Array], ...]
@@ -35,13 +36,13 @@ class MemoryTerms:
 
     Attributes:
         activations: of a token, while the layer is differentiated.
-        saved_activations: of a token, kept for the backward pass without remat; without the
-            layer's input and without scores.
+        saved_activations: of a token, kept for the backward pass by each `model.remat` but `full`;
+            without the layer's input and without scores.
         read_activations: of a token, while prompts and observations are read.
     """
 
     activations: int
-    saved_activations: int
+    saved_activations: dict[str, int]
     read_activations: int
 
 
@@ -114,8 +115,7 @@ class Architecture(ABC):
         token_ids: Int[Array, "R T"],
         positions: Int[Array, "R T"],
         attend: Attend,
-        *,
-        remat: bool = True,
+        through: Through,
     ) -> Float[Array, "R T D"]:
         """The full pass: final hidden states of packed rows.
 
@@ -124,7 +124,7 @@ class Architecture(ABC):
             token_ids: ids of the rows.
             positions: position of each token in its own sequence.
             attend: lets each of the R * T tokens, row by row, read what it may; of every layer.
-            remat: recompute each layer in the backward pass rather than keep its activations.
+            through: goes through the layers and says what the backward pass computes again.
         """
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.choice import XLA, Kernels
-from jaxrl.runtime.sharding import batch_sharding, param_shardings
+from jaxrl.models.layers import Through
+from jaxrl.models.output import OutputLayer, find_places, put, take
+from jaxrl.runtime.sharding import batch_sharding, num_batch_shards, param_shardings
 from jaxrl.types import Batch, Params
 
 
@@ -25,7 +28,8 @@ class Model:
         num_tokens: int,
         dtype: Any = jnp.float32,
         attention: Kernels = XLA,
-        remat: bool = True,
+        remat: str = "full",
+        scan_layers: bool = True,
         logits_chunk_tokens: int = 2048,
     ):
         """Static settings.
@@ -36,7 +40,8 @@ class Model:
             num_tokens: ids the tokenizer knows; larger ones have probability 0.
             dtype: of activations and matrix products; master weights stay float32.
             attention: the kernels.
-            remat: recompute layers in the backward pass.
+            remat: what of a layer is computed again in the backward pass; see `layers.REMAT`.
+            scan_layers: compile one layer for all.
             logits_chunk_tokens: at most so many tokens have their logits in memory at a time.
         """
         self.config = config
@@ -44,7 +49,7 @@ class Model:
         self.num_tokens = num_tokens
         self.dtype = dtype
         self.attention = attention
-        self.remat = remat
+        self.through = Through(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
 
     def token_logprobs(
@@ -54,17 +59,20 @@ class Model:
         *,
         temperature: float | jax.Array,
         entropy_gradient: bool = False,
+        quarters: int = 4,
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probability of each token given those before it, and the entropy it was drawn with.
 
         The one place of the shift: index t of the results is about token t, scored by the logits
-        at t - 1. A trajectory's first token gets 0.
+        at t - 1. A token outside `loss_mask` gets 0, and a trajectory's first.
 
         Args:
             params: float32 master weights.
             batch: one micro-batch, `[b, T]`.
             temperature: the distribution is softmax(logits / temperature), as in the sampler.
             entropy_gradient: let gradients flow through the entropies.
+            quarters: of the tokens of each shard, that have room in the output layer; those in
+                `loss_mask` beyond get 0.
 
         Returns:
             Log-probabilities and entropies, float32 [b, T], nats.
@@ -75,32 +83,35 @@ class Model:
             batch.token_ids,
             batch.positions,
             self.attention.within(batch.segment_ids),
-            remat=self.remat,
+            self.through,
         )
         # Rows stay split over data and fsdp: left alone, the compiler splits the width of
         # activations over fsdp instead, and sums partial activations and logits across devices.
         hidden = jax.lax.with_sharding_constraint(hidden, batch_sharding(self.mesh))
-        previous = jnp.pad(hidden[:, :-1], ((0, 0), (1, 0), (0, 0)))
-        b, T = batch.token_ids.shape
-        width = chunk_width(b, T, self.logits_chunk_tokens)
-
-        def chunk(_: None, xs: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, ...]]:
-            hidden, targets = xs
-            logits = self.config.unembed(params, hidden, num_tokens=self.num_tokens)
-            return None, _logprobs_and_entropies(logits / temperature, targets, entropy_gradient)
-
-        if width < T:
-            # Keeping the logits of all chunks for the backward pass would undo the chunks.
-            chunk = jax.checkpoint(chunk)
-
-        def by_chunk(x: jax.Array) -> jax.Array:
-            return x.reshape(b, T // width, width, *x.shape[2:]).swapaxes(0, 1)
-
-        _, results = jax.lax.scan(chunk, None, (by_chunk(previous), by_chunk(batch.token_ids)))
+        (b, T), shards = batch.token_ids.shape, num_batch_shards(self.mesh)
         has_past = (batch.positions > 0) & (batch.segment_ids > 0)
-        logprobs, entropies = (
-            jnp.where(has_past, x.swapaxes(0, 1).reshape(b, T), 0.0) for x in results
+        # Hidden states stay where they are, and what is about the next token moves to them.
+        is_wanted, targets = (
+            jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
+            for x in (batch.loss_mask & has_past, batch.token_ids)
         )
+        places = find_places(is_wanted, shards, -(-b * T * quarters // (4 * shards)))
+        layer = OutputLayer(
+            unembed=partial(self.config.unembed, num_tokens=self.num_tokens),
+            mesh=self.mesh,
+            chunk_tokens=max(self.logits_chunk_tokens // shards, 1),
+            entropy_gradient=entropy_gradient,
+        )
+        logprobs, entropies = layer.logprobs_and_entropies(
+            {name: table for name, table in params.items() if name != "blocks"},
+            layer.on_shards(take(hidden.reshape(shards, b * T // shards, -1), places)),
+            take(targets.reshape(shards, -1), places),
+            temperature,
+        )
+        if not entropy_gradient:
+            entropies = jax.lax.stop_gradient(entropies)
+        of_next = (put(x, places).reshape(b, T) for x in (logprobs, entropies))
+        logprobs, entropies = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in of_next)
         return logprobs, entropies
 
     def _gather_tables(self, params: Params) -> Params:
@@ -114,24 +125,3 @@ class Model:
                 for leaf, array in params[name].items()
             }
         return {**params, **tables}
-
-
-def chunk_width(num_rows: int, row_tokens: int, max_tokens: int) -> int:
-    """The widest divisor of `row_tokens` for which a chunk holds at most `max_tokens` tokens."""
-    widths = [w for w in range(1, row_tokens + 1) if row_tokens % w == 0]
-    return max([w for w in widths if w * num_rows <= max_tokens], default=1)
-
-
-def _logprobs_and_entropies(
-    logits: jax.Array, targets: jax.Array, entropy_gradient: bool
-) -> tuple[jax.Array, jax.Array]:
-    """Of `[b, c, V]` logits; masked ids carry a huge negative logit and add exactly nothing."""
-    centred = logits - jax.lax.stop_gradient(logits.max(axis=-1, keepdims=True))
-    weights = jnp.exp(centred)
-    total = weights.sum(axis=-1)
-    # A sum over one-hot rather than a gather: it splits over a sharded vocabulary.
-    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]
-    logprobs = jnp.where(is_target, centred, 0.0).sum(axis=-1) - jnp.log(total)
-    products = jnp.where(weights > 0, weights * centred, 0.0)
-    entropies = jnp.log(total) - products.sum(axis=-1) / total
-    return logprobs, entropies if entropy_gradient else jax.lax.stop_gradient(entropies)

@@ -30,11 +30,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.traverse_util import flatten_dict
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.models.architecture import Architecture, Attend, Cache, MemoryTerms
 from jaxrl.models.attention import reference
+from jaxrl.models.layers import Through
 from jaxrl.types import Params
 
 _KINDS = {
@@ -288,19 +290,18 @@ def _block(
     """
     weights = layer["attention"]
     normed = rms_norm(x, layer["input_norm"]["scale"], config.rms_norm_eps)
-    q = _linear(weights["q"], normed).reshape(-1, config.num_heads, config.head_dim)
-    k = _linear(weights["k"], normed).reshape(-1, config.num_kv_heads, config.head_dim)
-    v = _linear(weights["v"], normed).reshape(-1, config.num_kv_heads, config.head_dim)
+    q, k, v = (checkpoint_name(_linear(weights[name], normed), name) for name in "qkv")
+    q, k, v = (x.reshape(x.shape[0], -1, config.head_dim) for x in (q, k, v))
     if config.qk_norm:
         q = rms_norm(q, weights["q_norm"]["scale"], config.rms_norm_eps)
         k = rms_norm(k, weights["k_norm"]["scale"], config.rms_norm_eps)
     q, k = rope(q, angles), rope(k, angles)
     attended = attend(q, k, v).reshape(x.shape[0], config.num_heads * config.head_dim)
-    x = x + _linear(weights["o"], attended)
+    x = x + checkpoint_name(_linear(weights["o"], attended), "o")
     normed = rms_norm(x, layer["post_attention_norm"]["scale"], config.rms_norm_eps)
     mlp = layer["mlp"]
-    gated = jax.nn.silu(_linear(mlp["gate"], normed)) * _linear(mlp["up"], normed)
-    return x + _linear(mlp["down"], gated)
+    gate, up = (checkpoint_name(_linear(mlp[name], normed), name) for name in ("gate", "up"))
+    return x + _linear(mlp["down"], jax.nn.silu(gate) * up)
 
 
 HF_NAMES = {
@@ -476,22 +477,21 @@ class QwenConfig(Architecture):
         token_ids: Int[Array, "R T"],
         positions: Int[Array, "R T"],
         attend: Attend,
-        *,
-        remat: bool = True,
+        through: Through,
     ) -> Float[Array, "R T D"]:
-        """Final normed hidden states of packed rows, the layers scanned."""
+        """Final normed hidden states of packed rows."""
         R, T = token_ids.shape
         angles = rope_angles(positions.reshape(-1), self)
 
-        def step(x: jax.Array, layer: Params) -> tuple[jax.Array, None]:
-            return _block(layer, self, x, angles, attend), None
+        def layer(x: jax.Array, weights: Params) -> jax.Array:
+            return _block(weights, self, x, angles, attend)
 
         table, ids = params["embed"], token_ids.reshape(-1)
         if "master" in table:
             x = _look_up(table["embedding"], table["master"], ids)
         else:
             x = table["embedding"][ids]
-        x, _ = jax.lax.scan(jax.checkpoint(step) if remat else step, x, params["blocks"])
+        x = through(layer, x, params["blocks"])
         return rms_norm(x, params["norm"]["scale"], self.rms_norm_eps).reshape(R, T, -1)
 
     def unembed(
@@ -504,12 +504,9 @@ class QwenConfig(Architecture):
         """
         is_tied = "lm_head" not in params
         table = params["embed" if is_tied else "lm_head"]
-        if "master" in table:
-            axes, weights = ("vd", table["embedding"]) if is_tied else ("dv", table["kernel"])
-            logits = _project(axes, hidden, weights, table["master"])
-        else:
-            kernel = table["embedding"].T if is_tied else table["kernel"]
-            logits = jnp.matmul(hidden, kernel, preferred_element_type=jnp.float32)
+        axes, weights = ("vd", table["embedding"]) if is_tied else ("dv", table["kernel"])
+        weights = jnp.asarray(weights)
+        logits = _project(axes, hidden, weights, table.get("master", weights))
         if num_tokens >= self.vocab_size:
             return logits
         return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, reference.LOWEST)
@@ -588,8 +585,13 @@ class QwenConfig(Architecture):
         """Of attention and a gated MLP, both split over `tensor` devices where that divides."""
         inner = self.mlp_width if self.mlp_width % tensor else self.mlp_width // tensor
         attended = self.num_heads // tensor * self.head_dim
+        products = attended + 2 * self.num_kv_heads // tensor * self.head_dim
         return MemoryTerms(
             activations=4 * inner + 4 * attended + 4 * self.width,
-            saved_activations=3 * inner + 4 * attended + 2 * self.width,
+            saved_activations={
+                "none": 3 * inner + 6 * attended + 2 * self.width,
+                "dots": 2 * inner + products + 2 * self.width,
+                "names": 2 * inner + products + attended + self.width,
+            },
             read_activations=inner + 2 * attended + 3 * self.width,
         )

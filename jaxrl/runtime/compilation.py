@@ -44,6 +44,7 @@ class CompiledFunction:
         self._compiled: set[Hashable] = set()
         self._variant: Hashable = ()
         self.function = function
+        self._static_argnums = static_argnums
         self._jitted = jax.jit(traced, donate_argnums=donate_argnums, static_argnums=static_argnums)
 
     def __call__(self, *args: Any, variant: Hashable = ()) -> Any:
@@ -64,4 +65,4 @@ class CompiledFunction:
 
     def lower(self, *args: Any) -> Any:
         """The function lowered for these (possibly abstract) arguments, for inspection."""
-        return jax.jit(self.function).lower(*args)
+        return jax.jit(self.function, static_argnums=self._static_argnums).lower(*args)

@@ -31,6 +31,7 @@ FREE = (
     "eval",
     "model.attention",
     "model.remat",
+    "model.scan_layers",
     "model.logits_chunk_tokens",
     "optimizer.micro_rows",
     "optimizer.skip_signal_free",

@@ -11,16 +11,15 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxrl.objectives.kl import kl_estimate
-from jaxrl.runtime.compilation import CompiledFunction
 from jaxrl.runtime.sharding import num_batch_shards, replicated
 from jaxrl.training.minibatches import as_trained
 from jaxrl.training.packing import BatchShape, Packed, pack
-from jaxrl.training.update import put_batch
+from jaxrl.training.update import ScoreStep, put_batch
 from jaxrl.types import Divergence, Group, Params, members, with_fields
 
 
 def make_measure(
-    score: CompiledFunction, mesh: Mesh, shape: BatchShape, config: ConfigDict
+    score: ScoreStep, mesh: Mesh, shape: BatchShape, config: ConfigDict
 ) -> Callable[[Sequence[Group], Params, Params], list[Group]]:
     """`measure(groups, params, ref_params)` puts a divergence on every scored trajectory.
 
@@ -29,7 +28,7 @@ def make_measure(
     bits.
 
     Args:
-        score: `make_score_step`'s.
+        score: gives log-probabilities.
         mesh: rows are split over its data and fsdp axes.
         shape: of a mini-batch.
         config: its section `kl` names the estimator, `loss` what is trained on.
@@ -59,8 +58,8 @@ def make_measure(
                 num_shards=num_batch_shards(mesh),
             )
             batch = put_batch(mesh, packed.batch)
-            old = score(params, batch, packed.num_micro)
-            ref = score(ref_params, batch, packed.num_micro)
+            old = score(params, batch, packed)
+            ref = score(ref_params, batch, packed)
             arrays = [np.asarray(x) for x in compare(old, ref, batch.loss_mask)]
             lengths = [len(t.token_ids) for t in trained]
             pieces = [unpack(packed, array, lengths) for array in arrays]

@@ -12,10 +12,9 @@ from ml_collections import ConfigDict
 from jaxrl.method import has_kl_loss, has_kl_weights, is_measured
 from jaxrl.objectives.entropy import kl_weights
 from jaxrl.objectives.shaping import relaxed_kl
-from jaxrl.runtime.compilation import CompiledFunction
 from jaxrl.training.controllers import Controllers, KLBudget
 from jaxrl.training.packing import BatchShape, Packed, pack
-from jaxrl.training.update import put_batch
+from jaxrl.training.update import ScoreStep, put_batch
 from jaxrl.types import Batch, Group, Params, Trajectory, members
 
 
@@ -130,7 +129,7 @@ def takes_own_logprobs(config: ConfigDict) -> bool:
 def put_minibatches(
     minibatches: Sequence[Packed],
     mesh: Mesh,
-    score: CompiledFunction,
+    score: ScoreStep,
     params: Params,
     ref_params: Params | None,
     config: ConfigDict,
@@ -140,7 +139,7 @@ def put_minibatches(
     Args:
         minibatches: on the host; log-probabilities that were measured are in them.
         mesh: rows are split over its data and fsdp axes.
-        score: `make_score_step`'s.
+        score: gives log-probabilities.
         params: the policy before the update.
         ref_params: the reference; None where there is none.
         config: says which log-probabilities the loss reads.
@@ -151,9 +150,9 @@ def put_minibatches(
         batch = put_batch(mesh, packed.batch)
         plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
         if needs_old and batch.old_logprobs is None:
-            batch = dataclasses.replace(batch, old_logprobs=score(params, plain, packed.num_micro))
+            batch = dataclasses.replace(batch, old_logprobs=score(params, plain, packed))
         if needs_ref and ref_params is not None and batch.ref_logprobs is None:
-            found = score(ref_params, plain, packed.num_micro)
+            found = score(ref_params, plain, packed)
             batch = dataclasses.replace(batch, ref_logprobs=found)
         batches.append(batch)
     return batches

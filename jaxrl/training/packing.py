@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxrl.models.output import QUARTERS
 from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.balancing import largest_differencing
 from jaxrl.types import Batch
@@ -85,6 +86,21 @@ class Packed:
     num_counted: int  # sampled tokens by which the loss is divided
     padding: float  # share of padding in these micro-batches
     imbalance: float  # of the device with the most tokens, above the mean, as a share of it
+
+
+def loss_quarters(packed: Packed, num_shards: int) -> list[int]:
+    """For each micro-batch in use, how much of its tokens the output layer must have room for.
+
+    A number out of `QUARTERS`: on every device at most so many quarters of the tokens carry loss.
+    """
+    has_loss = np.asarray(packed.batch.loss_mask & (packed.batch.positions > 0))
+    return [_quarters(micro.reshape(num_shards, -1)) for micro in has_loss[: packed.num_micro]]
+
+
+def _quarters(has_loss: np.ndarray) -> int:
+    """Of one micro-batch, `[shards, tokens]`."""
+    most, room = int(has_loss.sum(axis=1).max()), has_loss.shape[1]
+    return next(quarters for quarters in QUARTERS if 4 * most <= quarters * room)
 
 
 def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:

@@ -1,23 +1,26 @@
-"""The jitted update step: micro-batches, gradients and the optimizer in one program."""
+"""The update step: a program for the gradients of micro-batches, and one for the optimizer."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.models.architecture import Architecture
+from jaxrl.models.output import QUARTERS
 from jaxrl.models.policy import Model
 from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime.compilation import CompiledFunction
-from jaxrl.runtime.sharding import BATCH, param_shardings, replicated
+from jaxrl.runtime.sharding import BATCH, num_batch_shards, param_shardings, replicated
+from jaxrl.training.packing import Packed, loss_quarters
 from jaxrl.types import Batch, Params, TrainState
 
 TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, Metric]]]
@@ -74,112 +77,212 @@ def put_batch(mesh: Mesh, batch: Batch) -> Batch:
     return jax.tree.map(put, batch, batch_shardings(mesh, batch))
 
 
-def _micro(batch: Batch, index: jax.Array) -> Batch:
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch)
+class MicroBatches:
+    """`sums = micro_batches(params, sums, batch, packed)`: each micro-batch in turn changes `sums`.
 
-
-def make_score_step(model: Model, *, temperature: float) -> CompiledFunction:
-    """`score(params, batch, num_micro) -> float32 [A, b, T]`, the tokens' log-probabilities."""
-
-    def score(params: Params, batch: Batch, num_micro: jax.Array) -> jax.Array:
-        def body(index: jax.Array, logprobs: jax.Array) -> jax.Array:
-            one, _ = model.token_logprobs(params, _micro(batch, index), temperature=temperature)
-            return logprobs.at[index].set(one)
-
-        return jax.lax.fori_loop(0, num_micro, body, jnp.zeros(batch.token_ids.shape, jnp.float32))
-
-    return CompiledFunction(score, name="score")
-
-
-def make_gradient(
-    model: Model, token_loss: TokenLoss, *, temperature: float, entropy_gradient: bool
-) -> Callable[[Params, Batch, jax.Array], tuple[Params, dict[str, Metric]]]:
-    """`gradient(params, batch, num_micro) -> (gradients, metrics)`, summed over micro-batches.
-
-    The loop over micro-batches runs a traced number of times and differentiates inside, so that
-    one compilation serves any number of them.
+    Nothing waits for the devices. A GPU gets one micro-batch a call, since a loop of a length that
+    its host does not know would make it wait. Elsewhere a call takes as many in a row as need the
+    same room in the output layer: on a CPU each call gets its memory anew, a quarter of its time.
     """
 
-    def micro_loss(params: Params, micro: Batch) -> tuple[jax.Array, tuple[Any, jax.Array]]:
-        logprobs, entropies = model.token_logprobs(
-            params, micro, temperature=temperature, entropy_gradient=entropy_gradient
-        )
-        values, metrics = token_loss(logprobs, entropies, micro)
-        reduced = {
-            name: metric.reduce(micro.loss_mask, micro.token_weights)
-            for name, metric in metrics.items()
-        }
-        num_tokens = micro.loss_mask.sum().astype(jnp.float32)
-        return (values * micro.token_weights).sum(), (reduced, num_tokens)
+    def __init__(self, mesh: Mesh, name: str, step: Callable[..., Any]):
+        """What each does.
 
-    def gradient(
-        params: Params, batch: Batch, num_micro: jax.Array
-    ) -> tuple[Params, dict[str, Metric]]:
-        differentiate = jax.grad(micro_loss, has_aux=True)
-        abstract = jax.eval_shape(micro_loss, params, _micro(batch, jnp.int32(0)))[1]
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, abstract))
-        shardings = param_shardings(model.mesh, model.config)
+        Args:
+            mesh: where all of it lies.
+            name: of the program, for errors.
+            step: `step(params, sums, micro_batch, index, quarters) -> sums`; `quarters` is static.
+        """
+        self._num_shards = num_batch_shards(mesh)
+        self._is_looped = mesh.devices.flat[0].platform != "gpu"
 
-        def body(index: jax.Array, carry: tuple[Params, Any]) -> tuple[Params, Any]:
-            gradients, (metrics, num_tokens) = carry
-            new_gradients, (new, num_new) = differentiate(params, _micro(batch, index))
-            gradients = jax.tree.map(jnp.add, gradients, new_gradients)
-            gradients = jax.lax.with_sharding_constraint(gradients, shardings)
-            metrics = {name: metric.combine(new[name]) for name, metric in metrics.items()}
-            return gradients, (metrics, num_tokens + num_new)
+        def run(
+            params: Params, sums: Any, batch: Batch, start: jax.Array, stop: jax.Array, room: int
+        ) -> Any:
+            def body(index: jax.Array, sums: Any) -> Any:
+                micro = jax.tree.map(
+                    lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch
+                )
+                return step(params, sums, micro, index, room)
 
-        gradients, (metrics, num_tokens) = jax.lax.fori_loop(0, num_micro, body, zeros)
-        return gradients, {name: metric.finish(num_tokens) for name, metric in metrics.items()}
-
-    return gradient
-
-
-def make_update_step(
-    model: Model,
-    token_loss: TokenLoss,
-    optimizer: optax.GradientTransformation,
-    *,
-    temperature: float = 1.0,
-    entropy_gradient: bool = False,
-) -> CompiledFunction:
-    """`update(state, batch, num_micro) -> (state, metrics)`, one optimizer step; donates `state`.
-
-    A step whose gradient is not finite changes neither parameters nor moments and is counted in
-    `TrainState.num_skipped`.
-
-    Args:
-        model: the policy.
-        token_loss: see `TokenLoss`.
-        optimizer: applied to the float32 master weights.
-        temperature: of the distribution that was sampled from.
-        entropy_gradient: the loss differentiates through the entropies.
-    """
-    gradient = make_gradient(
-        model, token_loss, temperature=temperature, entropy_gradient=entropy_gradient
-    )
-    shardings = state_shardings(model.mesh, model.config, optimizer)
-
-    def update(
-        state: TrainState, batch: Batch, num_micro: jax.Array
-    ) -> tuple[TrainState, dict[str, Metric]]:
-        gradients, metrics = gradient(state.params, batch, num_micro)
-        norm = optax.tree.norm(gradients)
-        is_finite = jnp.isfinite(norm)
-
-        def apply(state: TrainState) -> TrainState:
-            changes, opt_state = optimizer.update(gradients, state.opt_state, state.params)
-            return dataclasses.replace(
-                state,
-                params=optax.apply_updates(state.params, changes),
-                opt_state=opt_state,
-                num_updates=state.num_updates + 1,
+            return (
+                jax.lax.fori_loop(start, stop, body, sums) if self._is_looped else body(start, sums)
             )
 
-        def skip(state: TrainState) -> TrainState:
-            return dataclasses.replace(state, num_skipped=state.num_skipped + 1)
+        self.program = CompiledFunction(
+            run, name=name, variants=QUARTERS, donate_argnums=(1,), static_argnums=(5,)
+        )
 
-        state = jax.lax.cond(is_finite, apply, skip, state)
-        state = jax.lax.with_sharding_constraint(state, shardings)
-        return state, {**metrics, "grad_norm": Metric(norm), "skipped": Metric(1.0 - is_finite)}
+    def __call__(self, params: Params, sums: Any, batch: Batch, packed: Packed) -> Any:
+        """The sums after the micro-batches of `packed`, which lies on the devices as `batch`."""
+        rooms = loss_quarters(packed, self._num_shards)
+        start = 0
+        while start < len(rooms):
+            stop = start + 1
+            while self._is_looped and stop < len(rooms) and rooms[stop] == rooms[start]:
+                stop += 1
+            span = np.int32(start), np.int32(stop)
+            sums = self.program(params, sums, batch, *span, rooms[start], variant=rooms[start])
+            start = stop
+        return sums
 
-    return CompiledFunction(update, name="update", donate_argnums=(0,))
+
+class ScoreStep:
+    """`score(params, batch, packed) -> float32 [A, b, T]`, log-probabilities of what has loss."""
+
+    def __init__(self, model: Model, *, temperature: float):
+        """The distribution is that of `temperature`."""
+        self._mesh = model.mesh
+
+        def add(
+            params: Params, logprobs: jax.Array, micro: Batch, index: jax.Array, quarters: int
+        ) -> jax.Array:
+            one, _ = model.token_logprobs(params, micro, temperature=temperature, quarters=quarters)
+            return logprobs.at[index].set(one)
+
+        self.add = MicroBatches(model.mesh, "score", add)
+
+    @property
+    def num_traces(self) -> int:
+        """Compilations so far."""
+        return self.add.program.num_traces
+
+    def __call__(self, params: Params, batch: Batch, packed: Packed) -> jax.Array:
+        """Of `packed`, which lies on the devices as `batch`; 0 for tokens without loss."""
+        sharding = NamedSharding(self._mesh, P(None, BATCH, None))
+        zeros = jnp.zeros(batch.token_ids.shape, jnp.float32, device=sharding)
+        return self.add(params, zeros, batch, packed)
+
+
+@struct.dataclass
+class Sums:
+    """What the micro-batches so far add up to."""
+
+    gradients: Params  # float32
+    metrics: dict[str, Metric]  # unfinished
+    num_tokens: jax.Array  # float32 scalar, that carry loss
+
+    def finished_metrics(self) -> dict[str, Metric]:
+        """Those of all micro-batches."""
+        return {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
+
+
+class Gradient:
+    """`gradient(params, batch, packed) -> Sums`; these lie on the devices like the parameters."""
+
+    def __init__(
+        self,
+        model: Model,
+        token_loss: TokenLoss,
+        *,
+        temperature: float = 1.0,
+        entropy_gradient: bool = False,
+    ):
+        """What is differentiated.
+
+        Args:
+            model: the policy.
+            token_loss: see `TokenLoss`.
+            temperature: of the distribution that was sampled from.
+            entropy_gradient: the loss differentiates through the entropies.
+        """
+        shardings = param_shardings(model.mesh, model.config)
+
+        def micro_loss(params: Params, micro: Batch, quarters: int) -> tuple[jax.Array, Any]:
+            logprobs, entropies = model.token_logprobs(
+                params,
+                micro,
+                temperature=temperature,
+                entropy_gradient=entropy_gradient,
+                quarters=quarters,
+            )
+            values, metrics = token_loss(logprobs, entropies, micro)
+            reduced = {
+                name: metric.reduce(micro.loss_mask, micro.token_weights)
+                for name, metric in metrics.items()
+            }
+            num_tokens = micro.loss_mask.sum().astype(jnp.float32)
+            return (values * micro.token_weights).sum(), (reduced, num_tokens)
+
+        def begin(params: Params, batch: Batch) -> Sums:
+            first = jax.tree.map(lambda x: x[0], batch)
+            loss = partial(micro_loss, quarters=QUARTERS[0])
+            abstract = jax.eval_shape(loss, params, first)[1]
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, abstract))
+            gradients, (metrics, num_tokens) = zeros
+            gradients = jax.lax.with_sharding_constraint(gradients, shardings)
+            return Sums(gradients=gradients, metrics=metrics, num_tokens=num_tokens)
+
+        def add(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
+            differentiate = jax.grad(micro_loss, has_aux=True)
+            new, (metrics, num_tokens) = differentiate(params, micro, quarters)
+            gradients = jax.tree.map(jnp.add, sums.gradients, new)
+            return Sums(
+                gradients=jax.lax.with_sharding_constraint(gradients, shardings),
+                metrics={n: metric.combine(metrics[n]) for n, metric in sums.metrics.items()},
+                num_tokens=sums.num_tokens + num_tokens,
+            )
+
+        self.begin = CompiledFunction(begin, name="the update's start")
+        self.add = MicroBatches(model.mesh, "update", add)
+
+    def __call__(self, params: Params, batch: Batch, packed: Packed) -> Sums:
+        """Over the micro-batches of `packed`, which lies on the devices as `batch`."""
+        return self.add(params, self.begin(params, batch), batch, packed)
+
+
+class UpdateStep:
+    """`update(state, batch, packed) -> (state, metrics)`, one optimizer step; donates `state`.
+
+    All is dispatched without waiting for the devices. A step whose gradient is not finite changes
+    neither parameters nor moments and is counted in `TrainState.num_skipped`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        token_loss: TokenLoss,
+        optimizer: optax.GradientTransformation,
+        *,
+        temperature: float = 1.0,
+        entropy_gradient: bool = False,
+    ):
+        """As `Gradient`; the optimizer is applied to the float32 master weights."""
+        self.gradient = Gradient(
+            model, token_loss, temperature=temperature, entropy_gradient=entropy_gradient
+        )
+        shardings = state_shardings(model.mesh, model.config, optimizer)
+
+        def apply(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, Metric]]:
+            norm = optax.tree.norm(sums.gradients)
+            is_finite = jnp.isfinite(norm)
+            changes, opt_state = optimizer.update(sums.gradients, state.opt_state, state.params)
+            # Chosen value by value: a GPU's host would wait at a branch.
+            params, opt_state = jax.tree.map(
+                lambda new, old: jnp.where(is_finite, new, old),
+                (optax.apply_updates(state.params, changes), opt_state),
+                (state.params, state.opt_state),
+            )
+            state = TrainState(
+                params=params,
+                opt_state=opt_state,
+                num_updates=state.num_updates + is_finite,
+                num_skipped=state.num_skipped + ~is_finite,
+            )
+            state = jax.lax.with_sharding_constraint(state, shardings)
+            measured = {"grad_norm": Metric(norm), "skipped": Metric(1.0 - is_finite)}
+            return state, sums.finished_metrics() | measured
+
+        self.apply = CompiledFunction(apply, name="optimizer", donate_argnums=(0,))
+
+    @property
+    def num_traces(self) -> int:
+        """Compilations so far."""
+        programs = (self.gradient.begin, self.gradient.add.program, self.apply)
+        return sum(program.num_traces for program in programs)
+
+    def __call__(
+        self, state: TrainState, batch: Batch, packed: Packed
+    ) -> tuple[TrainState, dict[str, Metric]]:
+        """One step by all micro-batches of `packed`, which lies on the devices as `batch`."""
+        return self.apply(state, self.gradient(state.params, batch, packed))

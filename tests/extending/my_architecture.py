@@ -91,12 +91,9 @@ class Pocket(Architecture):
         attended = attend(split("q"), split("k"), split("v"))
         return x + attended.reshape(*x.shape[:-1], -1) @ layer["o"]["kernel"]
 
-    def hidden_states(self, params, token_ids, positions, attend, *, remat=True):
-        def step(x, layer):
-            return self._layer(layer, x, attend), None
-
+    def hidden_states(self, params, token_ids, positions, attend, through):
         x = self._embed(params, token_ids.reshape(-1), positions.reshape(-1))
-        x, _ = jax.lax.scan(jax.checkpoint(step) if remat else step, x, params["blocks"])
+        x = through(lambda x, layer: self._layer(layer, x, attend), x, params["blocks"])
         return x.reshape(*token_ids.shape, self.width)
 
     def unembed(self, params, hidden, *, num_tokens):
@@ -135,6 +132,10 @@ class Pocket(Architecture):
         inner = self.num_heads // tensor * self.head_dim
         return MemoryTerms(
             activations=4 * inner + 2 * self.width,
-            saved_activations=4 * inner + self.width,
+            saved_activations={
+                "none": 4 * inner + self.width,
+                "dots": 3 * inner + self.width,
+                "names": inner,  # attention's result, which is named where it is made
+            },
             read_activations=2 * inner + 2 * self.width,
         )

@@ -19,9 +19,8 @@ from jaxrl.models.policy import Model
 from jaxrl.run import run
 from jaxrl.runtime.plan import memory
 from jaxrl.training.packing import BatchShape
-from jaxrl.training.update import make_gradient
 from tests.extending.my_architecture import Pocket
-from tests.helpers import full_pass, pack_all, policy_loss, random_sequences
+from tests.helpers import full_pass, gradient_of, pack_all, policy_loss, random_sequences
 from tests.toys import one_device_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures")
@@ -61,8 +60,8 @@ def test_every_parameter_has_a_finite_gradient():
     model = Model(POCKET, one_device_mesh(), num_tokens=950)
     sequences = [replace(s, old_logprobs=None) for s in random_sequences([9, 14, 12])]
     packed = pack_all(sequences, BatchShape(num_micro=1, micro_rows=2, row_tokens=32))
-    gradient = make_gradient(model, policy_loss(), temperature=1.0, entropy_gradient=False)
-    found, _ = jax.jit(gradient)(random_params(), packed.batch, packed.num_micro)
+    gradient = gradient_of(model, policy_loss())
+    found, _ = gradient(random_params(), packed.batch, packed.num_micro)
     for leaf in jax.tree.leaves(found):
         assert np.isfinite(leaf).all()
         assert np.asarray(leaf).any()

@@ -1,11 +1,15 @@
 """`token_logprobs` against dense arithmetic over one sequence after another."""
 
+from dataclasses import replace
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.policy import Model, chunk_width
+from jaxrl.models.output import chunks_of, find_places, put, take
+from jaxrl.models.policy import Model
 from jaxrl.training.packing import BatchShape
 from tests.helpers import (
     NUM_TOKENS,
@@ -32,7 +36,8 @@ def tiny_model(*, chunk_tokens=12):
 
 def one_micro_batch():
     packed = pack_all(SEQUENCES, BatchShape(num_micro=1, micro_rows=2, row_tokens=96))
-    return jax.tree.map(lambda x: jnp.asarray(x[0]), packed.batch)
+    micro = jax.tree.map(lambda x: jnp.asarray(x[0]), packed.batch)
+    return replace(micro, loss_mask=micro.segment_ids > 0)
 
 
 @jax.jit
@@ -71,12 +76,42 @@ def test_chunk_width_changes_nothing():
         np.testing.assert_allclose(one, other, atol=2e-6, rtol=1e-6)
 
 
-def test_widest_chunk_that_fits():
-    assert chunk_width(2, 96, 16) == 8
-    assert chunk_width(2, 96, 17) == 8
-    assert chunk_width(4, 96, 10**6) == 96
-    assert chunk_width(3, 10, 16) == 5
-    assert chunk_width(8, 96, 4) == 1  # never less than one token a row
+def test_chunks_are_as_few_as_fit_and_alike():
+    assert chunks_of(192, 192) == (1, 192)
+    assert chunks_of(192, 191) == (2, 96)
+    assert chunks_of(100, 30) == (4, 25)
+    assert chunks_of(10, 4) == (3, 4)
+    assert chunks_of(3, 1) == (3, 1)
+
+
+@pytest.mark.parametrize("num_shards", [1, 2])
+def test_results_go_to_the_tokens_they_are_about(num_shards):
+    is_wanted = jnp.asarray(np.random.default_rng(0).random((4, 9)) < 0.6)
+    most = int(is_wanted.reshape(num_shards, -1).sum(axis=1).max())
+    numbers = jnp.arange(36.0).reshape(num_shards, -1)
+    for room in (most, most + 3, 36 // num_shards):
+        places = find_places(is_wanted, num_shards, room)
+        side_by_side = take(numbers, places)
+        assert side_by_side.shape == (num_shards, room)
+        for shard, row in enumerate(side_by_side):
+            mine = np.flatnonzero(is_wanted.reshape(num_shards, -1)[shard])
+            assert list(row[: len(mine)]) == list(numbers[shard][mine])
+        back = put(side_by_side + 1, places).reshape(4, 9)
+        np.testing.assert_array_equal(back, jnp.where(is_wanted, numbers.reshape(4, 9) + 1, 0))
+        gradient = jax.grad(lambda x, p=places: (put(take(x, p), p) * numbers).sum())(numbers)
+        np.testing.assert_array_equal(gradient, numbers * is_wanted.reshape(num_shards, -1))
+
+
+def test_only_tokens_with_loss_are_measured():
+    whole = one_micro_batch()
+    micro = replace(whole, loss_mask=whole.loss_mask & (whole.token_ids % 3 == 0))
+    share = float(micro.loss_mask.mean())
+    assert 0.2 < share < 0.5
+    wanted = jax.jit(tiny_model().token_logprobs)(PARAMS, whole, temperature=1.0)
+    for quarters in (2, 3):
+        compute = partial(tiny_model().token_logprobs, temperature=1.0, quarters=quarters)
+        for got, want in zip(jax.jit(compute)(PARAMS, micro), wanted, strict=True):
+            np.testing.assert_allclose(got, want * micro.loss_mask, atol=2e-6, rtol=1e-6)
 
 
 def test_entropies_have_a_gradient_only_where_asked():

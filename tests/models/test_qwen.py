@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.models import kv_cache, qwen
 from jaxrl.models.attention.reference import LOWEST
-from tests.helpers import TINY, full_pass, tiny_params
+from tests.helpers import TINY, full_pass, relative_distance, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -17,19 +17,19 @@ PARAMS = tiny_params()
 WEIGHTS = TINY.decode_weights(PARAMS, jnp.float32)
 GARBAGE = 1e3  # what must not be read: large enough to show, finite as in a real cache
 
-hidden_states = jax.jit(full_pass, static_argnums=0, static_argnames="remat")
+hidden_states = jax.jit(full_pass, static_argnums=0, static_argnames=("remat", "scan"))
 extend = jax.jit(TINY.extend)
 decode = jax.jit(TINY.decode)
 
 
-def full(token_ids, positions=None, segment_ids=None, *, remat=False):
+def full(token_ids, positions=None, segment_ids=None, *, remat="none", scan=True):
     """Hidden states of up to three rows of up to 20 tokens, padded to that: one compilation."""
     R, T = token_ids.shape
     positions = np.arange(T) if positions is None else positions
     segment_ids = 1 if segment_ids is None else segment_ids
     padded = np.zeros((3, 3, 20), np.int32)
     padded[0, :R, :T], padded[1, :R, :T], padded[2, :R, :T] = token_ids, positions, segment_ids
-    return np.asarray(hidden_states(TINY, PARAMS, *padded, remat=remat))[:R, :T]
+    return np.asarray(hidden_states(TINY, PARAMS, *padded, remat=remat, scan=scan))[:R, :T]
 
 
 def random_ids(*shape, seed=0):
@@ -125,9 +125,39 @@ def test_only_distances_between_positions_count():
     assert np.abs(apart - full(token_ids)).max() > 1e-2
 
 
-def test_rematerialisation_changes_nothing():
-    token_ids = random_ids(2, 12)
-    assert_close(full(token_ids, remat=True), full(token_ids))
+def gradient_and_kept(remat, scan):
+    """The gradient of all parameters, and how many values the backward pass is handed."""
+    T = 48
+    row = jnp.asarray(random_ids(1, T)), jnp.arange(T)[None], jnp.ones((1, T), jnp.int32)
+    loss = lambda p: (full_pass(TINY, p, *row, remat=remat, scan=scan) ** 3).sum()  # noqa: E731
+    kept = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], PARAMS)
+    return jax.jit(jax.grad(loss))(PARAMS), sum(leaf.size for leaf in jax.tree.leaves(kept))
+
+
+@pytest.fixture(scope="module")
+def nothing_recomputed():
+    return gradient_and_kept("none", True)
+
+
+def test_what_is_computed_again_changes_no_gradient(nothing_recomputed):
+    wanted, most = nothing_recomputed
+    kept = {"none": most}
+    for remat in ("dots", "names", "full"):
+        found, kept[remat] = gradient_and_kept(remat, True)
+        assert relative_distance(found, wanted) < 1e-6
+    # Of 2 layers and 48 tokens: q, k, v and o and the MLP's inner products, and of `dots` the last
+    # one, of `names` attention's result.
+    layers = {name: (size - kept["full"]) / 2 / 48 for name, size in kept.items()}
+    shared = 64 + 2 * 32 + 64 + 2 * 96
+    assert layers["names"] == pytest.approx(shared + 64 + 4, rel=0.01)  # and its log-sum-exp
+    assert layers["dots"] == pytest.approx(shared, rel=0.01)
+    assert layers["none"] > layers["names"] + 4 * 48
+
+
+def test_layers_one_by_one_are_the_loop(nothing_recomputed):
+    for remat in ("none", "names", "full"):
+        found, _ = gradient_and_kept(remat, False)
+        assert relative_distance(found, nothing_recomputed[0]) < 1e-6
 
 
 @pytest.mark.parametrize("tied", [False, True])

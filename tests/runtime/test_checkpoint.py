@@ -24,7 +24,7 @@ from jaxrl.runtime.checkpoint import (
 )
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.packing import BatchShape
-from jaxrl.training.update import init_state, make_update_step, put_batch, state_shardings
+from jaxrl.training.update import UpdateStep, init_state, put_batch, state_shardings
 from jaxrl.types import TrainState
 from tests.helpers import NUM_TOKENS, TINY, pack_all, policy_loss, random_sequences
 
@@ -193,18 +193,18 @@ def test_a_replacement_that_was_killed(opened, mesh, folder, moment):
 def test_the_state_may_be_donated_at_once(opened, mesh):
     # The update writes over the very buffers that are being saved.
     model = Model(TINY, mesh, num_tokens=NUM_TOKENS)
-    update = make_update_step(model, policy_loss(), OPTIMIZER)
+    update = UpdateStep(model, policy_loss(), OPTIMIZER)
     shape = BatchShape.for_sequences(4, micro_rows=2, row_tokens=32)
     packed = pack_all(random_sequences([20, 24, 28, 30]), shape)
     batch = put_batch(mesh, packed.batch)
-    state, _ = update(make_state(mesh, 1), batch, packed.num_micro)
+    state, _ = update(make_state(mesh, 1), batch, packed)
     saving = opened(keep=100)
     wanted = []
     for step in range(6):
         wanted.append(jax.tree.map(lambda leaf: np.array(leaf, copy=True), state))
         saving.save(step, state, {}, None)
         for _ in range(3):
-            state, _ = update(state, batch, packed.num_micro)
+            state, _ = update(state, batch, packed)
     saving.wait()
     for step in reversed(range(6)):
         _, items = opened().restore_newest(targets_for(abstract_state(mesh)))

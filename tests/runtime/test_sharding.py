@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.runtime import sharding
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.stop_strings import StopAutomaton
-from tests.helpers import TINY, with_devices
+from tests.helpers import TINY, UPDATE_PROGRAMS, with_devices
 from tests.mesh_worker import CHUNK_TOKENS, MESHES, NUM_SLOTS, SHAPE, collectives
 
 AXES = ("data", "fsdp", "tensor")
@@ -175,7 +175,7 @@ def test_each_program_compiles_once(report, name):
     sampler, update = (report["meshes"][name][part] for part in ("sampler", "update"))
     assert sampler["num_traces"] == {"prefill": 1, "place": 1, "extend": 1, "decode": 1}
     assert sampler["num_compilations"] == 4
-    assert (update["num_traces"], update["num_compilations"]) == (1, 1)
+    assert update["num_compilations"] == update["num_traces"] <= UPDATE_PROGRAMS
 
 
 @on_each_mesh
@@ -227,7 +227,8 @@ def test_update_moves_weights_rather_than_activations(report, name):
     # other devices' rows would be summed all the time.
     update = report["meshes"][name]["update"]
     own_tokens = SHAPE.micro_rows // num_shards(name) * SHAPE.row_tokens
-    assert update["logits_tokens"] == CHUNK_TOKENS // num_shards(name)
+    most = CHUNK_TOKENS // num_shards(name)
+    assert most / 2 < update["logits_tokens"] <= most
     if MESHES[name]["tensor"] == 1:
         assert update["activations_moved"] == []
     else:  # the usual sums over heads and over the MLP

@@ -62,7 +62,7 @@ def play(num_slots, *args, params=OLD, group_size=3, **kwargs):
 
 @jax.jit
 def score(params, micro, temperature):
-    model = Model(SMALL, one_device_mesh(), num_tokens=TOKENIZER.num_tokens, remat=False)
+    model = Model(SMALL, one_device_mesh(), num_tokens=TOKENIZER.num_tokens, remat="none")
     return model.token_logprobs(params, micro, temperature=temperature)
 
 

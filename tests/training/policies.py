@@ -9,7 +9,7 @@ import numpy as np
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.packing import BatchShape
-from jaxrl.training.update import make_score_step
+from jaxrl.training.update import ScoreStep
 from tests.episodes import make_failure, make_trajectory
 from tests.helpers import NUM_TOKENS, TINY, dense_logprobs, tiny_params
 
@@ -39,7 +39,7 @@ def policies():
 
 @cache
 def score():
-    return make_score_step(Model(TINY, MESH, num_tokens=NUM_TOKENS, remat=False), temperature=1.0)
+    return ScoreStep(Model(TINY, MESH, num_tokens=NUM_TOKENS, remat="none"), temperature=1.0)
 
 
 @cache

@@ -10,17 +10,17 @@ import optax
 import pytest
 
 from jaxrl.envs.base import Outcome, Task
+from jaxrl.models.output import QUARTERS, chunks_of
 from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import MODES
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.minibatches import make_minibatches
-from jaxrl.training.packing import BatchShape, pack
+from jaxrl.training.packing import BatchShape, loss_quarters, pack
 from jaxrl.training.update import (
+    ScoreStep,
+    UpdateStep,
     init_state,
-    make_gradient,
-    make_score_step,
-    make_update_step,
     put_batch,
 )
 from jaxrl.types import Batch, Trajectory
@@ -28,9 +28,11 @@ from tests.episodes import grouped
 from tests.helpers import (
     NUM_TOKENS,
     TINY,
+    UPDATE_PROGRAMS,
     compilations,
     dense_logprobs,
     gather,
+    gradient_of,
     pack_all,
     policy_loss,
     program_text,
@@ -53,7 +55,7 @@ CHUNK_TOKENS = 12
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.3, momentum=0.9))
 
 
-def tiny_model(*, chunk_tokens=CHUNK_TOKENS, remat=True):
+def tiny_model(*, chunk_tokens=CHUNK_TOKENS, remat="full"):
     settings = {"num_tokens": NUM_TOKENS, "logits_chunk_tokens": chunk_tokens}
     return Model(TINY, MESH, remat=remat, **settings)
 
@@ -179,9 +181,9 @@ def plain():
 @pytest.fixture(scope="module")
 def gradients():
     """The gradient of each variant; the update step below recomputes layers too."""
-    model = tiny_model(remat=False)
+    model = tiny_model(remat="none")
     return {
-        name: jax.jit(make_gradient(model, variant.token_loss, **variant.settings))
+        name: gradient_of(model, variant.token_loss, **variant.settings)
         for name, variant in VARIANTS.items()
     }
 
@@ -436,9 +438,8 @@ def test_gradients_of_frequent_tokens_are_summed_in_float32(tied):
     for dtype in (jnp.bfloat16, jnp.float32):
         # 256 chunks, each of which adds to the output layer's gradient.
         settings = {"num_tokens": NUM_TOKENS, "dtype": dtype, "logits_chunk_tokens": 20}
-        model = Model(config, MESH, remat=False, **settings)
-        gradient = make_gradient(model, policy_loss(), temperature=1.0, entropy_gradient=False)
-        found.append(jax.jit(gradient)(params, batch, 1)[0])
+        model = Model(config, MESH, remat="none", **settings)
+        found.append(gradient_of(model, policy_loss())(params, batch, 1)[0])
     far = jax.tree.map(relative_distance, *found)
     assert max(jax.tree.leaves(far)) < 0.02, far
 
@@ -449,12 +450,12 @@ def test_gradients_of_frequent_tokens_are_summed_in_float32(tied):
 @pytest.fixture(scope="module")
 def update():
     variant = VARIANTS[ALL_TERMS]
-    return make_update_step(tiny_model(), variant.token_loss, OPTIMIZER, **variant.settings)
+    return UpdateStep(tiny_model(), variant.token_loss, OPTIMIZER, **variant.settings)
 
 
 @pytest.fixture(scope="module")
 def score():
-    return make_score_step(tiny_model(), temperature=VARIANTS[ALL_TERMS].temperature)
+    return ScoreStep(tiny_model(), temperature=VARIANTS[ALL_TERMS].temperature)
 
 
 @pytest.mark.minutes
@@ -468,16 +469,16 @@ def test_two_epochs_of_two_mini_batches_are_those_of_plain_arithmetic(
     for half in halves:
         packed = pack_all([sequences[i] for i in half], SHAPE, aggregation="seq-mean-token-mean")
         batch = put_batch(MESH, packed.batch)
-        old = score(params, batch, packed.num_micro)
-        batches.append((packed.num_micro, replace(batch, old_logprobs=old)))
+        old = score(params, batch, packed)
+        batches.append((packed, replace(batch, old_logprobs=old)))
 
     state = fresh_state(params)
     wanted = start = jax.device_get(params)
     momentum = jax.tree.map(np.zeros_like, wanted)
     clipped = []
     for _ in range(2):
-        for half, (num_micro, batch) in zip(halves, batches, strict=True):
-            state, metrics = update(state, batch, num_micro)
+        for half, (packed, batch) in zip(halves, batches, strict=True):
+            state, metrics = update(state, batch, packed)
             clipped.append(float(metrics["actor/pg_clipfrac"].value))
 
             weights = plain_weights(sequences, half, "seq-mean-token-mean")
@@ -496,7 +497,7 @@ def test_two_epochs_of_two_mini_batches_are_those_of_plain_arithmetic(
     moves = [jax.tree.map(np.subtract, after, start) for after in (got, wanted)]
     assert relative_distance(*moves) < 1e-4
     assert int(state.num_updates) == 4
-    assert update.num_traces == 1
+    assert update.num_traces <= UPDATE_PROGRAMS
 
 
 def logits_arrays(text):
@@ -504,7 +505,7 @@ def logits_arrays(text):
     return {
         shape: math.prod(shape) // TINY.vocab_size
         for shape in shapes_in(text)
-        if math.prod(shape) % 127 == 0 and set(shape) != {TINY.vocab_size, TINY.width}
+        if math.prod(shape) % 127 == 0 and set(shape) - {1} != {TINY.vocab_size, TINY.width}
     }
 
 
@@ -512,17 +513,20 @@ def test_no_logits_beyond_a_chunk_are_in_memory(update, score, params, sequences
     packed = pack_all(sequences, SHAPE)
     batch = put_batch(MESH, packed.batch)
     state = fresh_state(params)
-    state, _ = update(state, batch, packed.num_micro)
-    score(params, batch, packed.num_micro)
+    state, _ = update(state, batch, packed)
+    score(params, batch, packed)
+    span = np.int32(0), np.int32(1), (room := loss_quarters(packed, 1)[0])
+    sums = update.gradient.begin(state.params, batch)
+    scores = jnp.zeros(batch.token_ids.shape, device=batch.token_ids.sharding)
     for text in (
-        program_text(update, state, batch, packed.num_micro),
-        program_text(score, params, batch, packed.num_micro),
+        program_text(update.gradient.add.program, state.params, sums, batch, *span),
+        program_text(score.add.program, params, scores, batch, *span),
     ):
-        assert max(logits_arrays(text).values()) == CHUNK_TOKENS
+        assert max(logits_arrays(text).values()) == chunks_of(72 * room // 4, CHUNK_TOKENS)[1]
     # The same look at a program whose chunk is a whole micro-batch finds it.
-    careless = make_score_step(tiny_model(chunk_tokens=72), temperature=1.0)
-    text = careless.lower(params, batch, packed.num_micro).compile().as_text()
-    assert max(logits_arrays(text).values()) == 72
+    careless = ScoreStep(tiny_model(chunk_tokens=72), temperature=1.0).add.program
+    text = careless.lower(params, scores, batch, *span).compile().as_text()
+    assert max(logits_arrays(text).values()) == 72 * room // 4
 
 
 def test_one_compilation_serves_any_number_of_micro_batches(update, params, sequences):
@@ -536,20 +540,20 @@ def test_one_compilation_serves_any_number_of_micro_batches(update, params, sequ
             if not members:
                 extra = np.zeros(batch.token_ids.shape, np.float32)
                 batch = replace(batch, old_logprobs=extra, ref_logprobs=extra)
-            state, _ = update(state, put_batch(MESH, batch), packed.num_micro)
+            state, _ = update(state, put_batch(MESH, batch), packed)
     assert seen == {0, 1, 2}
-    assert update.num_traces == 1
-    assert len(compiled) <= 1  # none where an earlier test compiled it
+    assert update.num_traces <= UPDATE_PROGRAMS
+    assert len(compiled) <= 5  # those not compiled by an earlier test
     assert int(state.num_updates) == 5
 
 
 def test_another_shape_is_refused(update, params, sequences):
     packed = pack_all(sequences, SHAPE)
     state = fresh_state(params)
-    state, _ = update(state, put_batch(MESH, packed.batch), packed.num_micro)
+    state, _ = update(state, put_batch(MESH, packed.batch), packed)
     other = pack_all(sequences, replace(SHAPE, num_micro=5))
-    with pytest.raises(RuntimeError, match="update was compiled again"):
-        update(state, put_batch(MESH, other.batch), other.num_micro)
+    with pytest.raises(RuntimeError, match="was compiled again"):
+        update(state, put_batch(MESH, other.batch), other)
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan, 3e38])
@@ -561,20 +565,20 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(bad, update, param
     broken = put_batch(MESH, replace(packed.batch, advantages=advantages))
 
     state = fresh_state(params)
-    state, metrics = update(state, good, packed.num_micro)
+    state, metrics = update(state, good, packed)
     assert (float(metrics["skipped"].value), int(state.num_skipped)) == (0, 0)
     before = jax.device_get(state)
-    state, metrics = update(state, broken, packed.num_micro)
+    state, metrics = update(state, broken, packed)
     assert not np.isfinite(metrics["grad_norm"].value)
     assert float(metrics["skipped"].value) == 1
     assert equal((state.params, state.opt_state), (before.params, before.opt_state))
     assert (int(state.num_updates), int(state.num_skipped)) == (1, 1)
 
     # And the run goes on as though nothing had been.
-    state, _ = update(state, good, packed.num_micro)
+    state, _ = update(state, good, packed)
     same = fresh_state(params)
     for _ in range(2):
-        same, _ = update(same, good, packed.num_micro)
+        same, _ = update(same, good, packed)
     assert equal((state.params, state.opt_state), (same.params, same.opt_state))
     assert (int(state.num_updates), int(state.num_skipped)) == (2, 1)
 
@@ -583,7 +587,7 @@ def test_state_is_donated(update, params, sequences):
     packed = pack_all(sequences, SHAPE)
     batch = put_batch(MESH, packed.batch)
     before = fresh_state(params)
-    after, _ = update(before, batch, packed.num_micro)
+    after, _ = update(before, batch, packed)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((before.params, before.opt_state)))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((after, batch)))
 
@@ -592,7 +596,7 @@ def test_state_is_donated(update, params, sequences):
 def test_single_step_takes_its_own_logprobs_for_the_old(score, params, sequences, gradients):
     packed = pack_all(sequences, SHAPE)
     batch = put_batch(MESH, packed.batch)
-    scored = replace(batch, old_logprobs=score(params, batch, packed.num_micro))
+    scored = replace(batch, old_logprobs=score(params, batch, packed))
     wanted, _ = gradients[ALL_TERMS](params, scored, packed.num_micro)
     alone = replace(batch, old_logprobs=None)
     got, metrics = gradients[ALL_TERMS](params, alone, packed.num_micro)
@@ -603,13 +607,14 @@ def test_single_step_takes_its_own_logprobs_for_the_old(score, params, sequences
 
 def test_scores_are_the_logprobs_of_each_token(score, params, sequences):
     packed = pack_all(sequences, SHAPE)
-    scores = score(params, put_batch(MESH, packed.batch), packed.num_micro)
+    scores = score(params, put_batch(MESH, packed.batch), packed)
     wanted = plain_scores(params, sequences)
     for index, length in enumerate(LENGTHS):
         got = gather(packed.batch, scores, index)
-        np.testing.assert_allclose(got, wanted[index, :length], atol=2e-5, rtol=1e-5)
-    assert not np.asarray(scores)[packed.batch.segment_ids == 0].any()
-    assert score.num_traces == 1
+        want = np.where(sequences[index].loss_mask, wanted[index, :length], 0)
+        np.testing.assert_allclose(got, want, atol=2e-5, rtol=1e-5)
+    assert not np.asarray(scores)[~packed.batch.loss_mask].any()
+    assert score.num_traces <= len(QUARTERS)
 
 
 def test_put_batch_keeps_what_it_is_given(sequences):

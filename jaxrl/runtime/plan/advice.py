@@ -194,8 +194,8 @@ def _options(
         {"model.logits_chunk_tokens": size}
         for size in _halvings(flat["model.logits_chunk_tokens"], least=128)
     ]
-    if not config.model.remat:
-        yield [{"model.remat": True}]
+    kept = ("none", "dots", "names", "full")
+    yield [{"model.remat": less} for less in kept[kept.index(config.model.remat) + 1 :]]
     rows = flat["rollout.num_rows"] or flat["rollout.num_slots"]
     yield [{"rollout.num_rows": fewer} for fewer in _halvings(rows, unit=shards)]
     yield [

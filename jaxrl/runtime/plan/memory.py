@@ -26,7 +26,7 @@ from jaxrl.environment import has_tools
 from jaxrl.method import has_kl_loss, has_kl_weights
 from jaxrl.models import kv_cache
 from jaxrl.models.architecture import Architecture, MemoryTerms
-from jaxrl.models.policy import chunk_width
+from jaxrl.models.output import chunks_of
 from jaxrl.runtime.sharding import (
     cache_sharding,
     check_model_fits,
@@ -262,19 +262,20 @@ class _Update:
     mesh: Any
     shape: BatchShape
     itemsize: int  # bytes of a value in the compute dtype
-    logits_tokens: int  # of a row, whose logits are computed at once
+    logits_chunk_tokens: int  # whose logits are computed at once, at most
     is_cpu: bool
 
     @classmethod
     def of(cls, config: ConfigDict, model: Architecture, target: Target, stage: str) -> _Update:
         """Of a stage, sft or train."""
-        shape, chunk = batch_shape(config, stage), config.model.logits_chunk_tokens
+        mesh = target_mesh(config, model, target)
+        shards = num_batch_shards(mesh)
         return cls(
             model=model,
-            mesh=target_mesh(config, model, target),
-            shape=shape,
+            mesh=mesh,
+            shape=batch_shape(config, stage),
             itemsize=jnp.dtype(config.model.dtype).itemsize,
-            logits_tokens=chunk_width(shape.micro_rows, shape.row_tokens, chunk),
+            logits_chunk_tokens=max(config.model.logits_chunk_tokens // shards, 1),
             is_cpu=target.platform == "cpu",
         )
 
@@ -303,15 +304,13 @@ class _Update:
         """Values of all score matrices of a layer."""
         return self.rows * ModelTerms(self.model, self.mesh).heads * self.shape.row_tokens**2
 
-    def saved(self, remat: bool) -> int:
+    def saved(self, remat: str) -> int:
         """Activations kept for the backward pass."""
         tokens, terms = self.rows * self.shape.row_tokens, ModelTerms(self.model, self.mesh)
         num_layers = self.model.num_layers
         saved = num_layers * tokens * self.model.width * self.itemsize
-        if not remat:
-            saved += num_layers * 5 * self.scores
-            saved += num_layers * tokens * terms.layer.saved_activations * self.itemsize
-        return saved
+        inside = terms.layer.saved_activations | {"full": 0}
+        return saved + num_layers * tokens * inside[remat] * self.itemsize
 
     @property
     def new_gradients(self) -> int:
@@ -348,15 +347,16 @@ class _Update:
 
     def at_output(self) -> dict[str, int]:
         """What the output layer and the loss need."""
-        logits = self.rows * self.logits_tokens * ModelTerms(self.model, self.mesh).logits * 4
+        tokens = self.rows * self.shape.row_tokens  # which may carry loss, all of them
+        num_chunks, chunk = chunks_of(tokens, self.logits_chunk_tokens)
+        logits = chunk * ModelTerms(self.model, self.mesh).logits * 4
         copies = self.gathers and self.is_cpu
-        is_chunked = self.logits_tokens != self.shape.row_tokens
         return {
             "a micro-batch's gradients": self.is_cpu * self.new_gradients
             + 4 * (1 + copies) * self.count.whole_tables
             + 4 * (self.is_cast and copies) * self.output_table,
             # Logits and their gradient, further copies on a CPU; one less where nothing is chunked.
-            "logits chunk": logits * ((4 if self.is_cpu else 2) - (not is_chunked)),
+            "logits chunk": logits * ((4 if self.is_cpu else 2) - (num_chunks == 1)),
             "embedding and output gathered": self.gathered_tables,
         }
 
@@ -545,10 +545,10 @@ def _shapes(config: ConfigDict, model: Architecture, target: Target) -> dict[str
         if stage in config.stages:
             shape = batch_shape(config, stage)
             b, T = shape.micro_rows, shape.row_tokens
-            width = chunk_width(b, T, config.model.logits_chunk_tokens)
+            _, chunk = chunks_of(b * T, config.model.logits_chunk_tokens)
             shapes[f"{stage} update"] = (
                 f"{shape.num_micro} micro-batches of {b} rows x {T} tokens; logits of "
-                f"{b} x {width} x {model.vocab_size}"
+                f"{chunk} x {model.vocab_size}"
             )
     if {"train", "evaluate"} & set(config.stages):
         each = " in each process" if target.num_processes > 1 else ""

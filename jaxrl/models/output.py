@@ -1,0 +1,238 @@
+"""The output layer of the tokens that count: log-probabilities and entropies without all logits.
+
+Rows of tokens lie on S shards of the batch. On each, the hidden states before the wanted tokens are
+moved side by side, `[S, C, D]`, and their logits exist chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxrl.runtime.sharding import BATCH
+
+QUARTERS = (1, 2, 3, 4)
+"""Room for wanted tokens, in quarters of all: a program is compiled for each that is met."""
+
+Unembed = Callable[[Any, jax.Array], jax.Array]
+"""Tables and hidden states `[..., D]` to float32 logits `[..., V]`."""
+
+
+class Places(NamedTuple):
+    """Which tokens of a shard are wanted, and where they go; M tokens, room for C."""
+
+    source: jax.Array  # int32 [S, C], of each place its token
+    is_taken: jax.Array  # bool [S, C], the place has a token
+    place: jax.Array  # int32 [S, M], of each token its place
+    is_wanted: jax.Array  # bool [S, M]
+
+
+def find_places(is_wanted: jax.Array, num_shards: int, room: int) -> Places:
+    """Places for the wanted tokens `[b, T]`, in their order; at most `room` of each shard's."""
+    is_wanted = is_wanted.reshape(num_shards, -1)
+    counts = jnp.cumsum(is_wanted, axis=1, dtype=jnp.int32)
+    source = jnp.argsort(~is_wanted, axis=1, stable=True).astype(jnp.int32)
+    source = jnp.pad(source, ((0, 0), (0, max(room - source.shape[1], 0))))[:, :room]
+    return Places(
+        source=source,
+        is_taken=jnp.arange(room) < counts[:, -1:],
+        place=jnp.clip(counts - 1, 0, room - 1),
+        is_wanted=is_wanted,
+    )
+
+
+@jax.custom_vjp
+def _move(
+    x: jax.Array, index: jax.Array, is_valid: jax.Array, back: jax.Array, is_valid_back: jax.Array
+) -> jax.Array:
+    """What stands at `index` of each shard, 0 where that is not valid.
+
+    `back` is the inverse: the gradient is moved as well, rather than scattered.
+    """
+    found = jax.vmap(lambda x, i: x.at[i].get(mode="promise_in_bounds"))(x, index)
+    return jnp.where(is_valid.reshape(*is_valid.shape, *[1] * (x.ndim - 2)), found, 0)
+
+
+def _move_forward(x: jax.Array, *places: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _move(x, *places), places
+
+
+def _move_backward(places: tuple[jax.Array, ...], gradient: jax.Array) -> tuple[Any, ...]:
+    index, is_valid, back, is_valid_back = places
+    return _move(gradient, back, is_valid_back, index, is_valid), None, None, None, None
+
+
+_move.defvjp(_move_forward, _move_backward)
+
+
+def take(x: jax.Array, places: Places) -> jax.Array:
+    """Of tokens `[S, M, ...]` the wanted ones, `[S, C, ...]`."""
+    return _move(x, places.source, places.is_taken, places.place, places.is_wanted)
+
+
+def put(found: jax.Array, places: Places) -> jax.Array:
+    """What was found of the wanted tokens `[S, C]` at their places `[S, M]`, elsewhere 0."""
+    return _move(found, places.place, places.is_wanted, places.source, places.is_taken)
+
+
+def chunks_of(num_tokens: int, max_tokens: int) -> tuple[int, int]:
+    """Into how many chunks so many tokens of a shard are cut, and the tokens of each."""
+    count = -(-num_tokens // max_tokens)
+    return count, -(-num_tokens // count)
+
+
+class _Found(NamedTuple):
+    """Of tokens `[..., C]`, float32, nats."""
+
+    logprobs: jax.Array
+    entropies: jax.Array
+    log_sums: jax.Array  # of the exponentials of the logits
+
+
+def _measure(logits: jax.Array, targets: jax.Array) -> _Found:
+    """Of `[..., V]` logits; masked ids carry a huge negative logit and add exactly nothing."""
+    highest = logits.max(axis=-1, keepdims=True)
+    centred = logits - highest
+    weights = jnp.exp(centred)
+    total = weights.sum(axis=-1)
+    # A sum over one-hot rather than a gather: it splits over a sharded vocabulary.
+    logprobs = jnp.where(_is_target(logits, targets), centred, 0.0).sum(axis=-1) - jnp.log(total)
+    products = jnp.where(weights > 0, weights * centred, 0.0)
+    entropies = jnp.log(total) - products.sum(axis=-1) / total
+    return _Found(logprobs, entropies, jnp.log(total) + highest[..., 0])
+
+
+def _is_target(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    return jnp.arange(logits.shape[-1]) == targets[..., None]
+
+
+def _of_logits(
+    logits: jax.Array,
+    targets: jax.Array,
+    found: _Found,
+    gradients: tuple[jax.Array, jax.Array],
+    entropy_gradient: bool,
+) -> jax.Array:
+    """The gradient of the logits from that of log-probabilities and entropies.
+
+    With p the probabilities and H the entropy, these are `one_hot - p` and `-p * (log p + H)`
+    times their own.
+    """
+    of_logprobs, of_entropies = (one[..., None] for one in gradients)
+    log_p = logits - found.log_sums[..., None]
+    p = jnp.exp(log_p)
+    lost = of_logprobs
+    if entropy_gradient:
+        lost = lost + of_entropies * jnp.where(p > 0, log_p + found.entropies[..., None], 0.0)
+    return jnp.where(_is_target(logits, targets), of_logprobs, 0.0) - p * lost
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputLayer:
+    """How the output layer is computed, chunk by chunk.
+
+    In the backward pass logits are computed again, unless one chunk is all. What chunks add to a
+    table's gradient is summed in float32, on each shard of the batch alone until the end.
+
+    Attributes:
+        unembed: gives the logits.
+        mesh: its data and fsdp axes are the shards.
+        chunk_tokens: of a shard, whose logits are in memory at a time.
+        entropy_gradient: gradients flow through the entropies.
+    """
+
+    unembed: Unembed
+    mesh: Mesh
+    chunk_tokens: int
+    entropy_gradient: bool
+
+    def logprobs_and_entropies(
+        self, tables: Any, hidden: jax.Array, targets: jax.Array, temperature: float | jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of the targets `[S, C]`, drawn by the logits of the hidden states `[S, C, D]`.
+
+        Args:
+            tables: all that `unembed` reads.
+            hidden: in the compute dtype.
+            targets: int32.
+            temperature: the distribution is softmax(logits / temperature).
+        """
+        temperature = jnp.asarray(temperature, jnp.float32)
+        return _logprobs_and_entropies(self, tables, hidden, targets, temperature)
+
+    def by_chunk(self, x: jax.Array) -> jax.Array:
+        """`[S, C, ...]` as `[chunks, S, c, ...]`, padded so that all chunks are alike."""
+        count, width = chunks_of(x.shape[1], self.chunk_tokens)
+        x = jnp.pad(x, [(0, 0), (0, count * width - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+        return x.reshape(x.shape[0], count, width, *x.shape[2:]).swapaxes(0, 1)
+
+    def whole(self, chunks: jax.Array, num_tokens: int) -> jax.Array:
+        """The inverse of `by_chunk`."""
+        x = chunks.swapaxes(0, 1)
+        return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :num_tokens]
+
+    def on_shards(self, x: jax.Array) -> jax.Array:
+        """The leading axis over the shards, the others wherever they are."""
+        free = [P.UNCONSTRAINED] * (x.ndim - 1)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(BATCH, *free)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _logprobs_and_entropies(
+    layer: OutputLayer, tables: Any, hidden: jax.Array, targets: jax.Array, temperature: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    found, _ = _forward(layer, tables, hidden, targets, temperature)
+    return found
+
+
+def _forward(
+    layer: OutputLayer, tables: Any, hidden: jax.Array, targets: jax.Array, temperature: jax.Array
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
+    keeps_logits = hidden.shape[1] <= layer.chunk_tokens
+
+    def chunk(_: None, xs: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
+        hidden, targets = xs
+        logits = layer.unembed(tables, hidden) / temperature
+        return None, (_measure(logits, targets), logits if keeps_logits else None)
+
+    xs = (layer.by_chunk(hidden), layer.by_chunk(targets))
+    _, (found, logits) = jax.lax.scan(chunk, None, xs)
+    logprobs, entropies = (layer.whole(x, hidden.shape[1]) for x in found[:2])
+    return (logprobs, entropies), (tables, hidden, targets, temperature, found, logits)
+
+
+def _backward(
+    layer: OutputLayer, saved: tuple[Any, ...], gradients: tuple[jax.Array, jax.Array]
+) -> tuple[Any, jax.Array, None, None]:
+    tables, hidden, targets, temperature, found, logits = saved
+
+    def of_shard(hidden: jax.Array, of_logits: jax.Array) -> tuple[Any, jax.Array]:
+        return jax.vjp(layer.unembed, tables, hidden)[1](of_logits)
+
+    def chunk(sums: Any, xs: tuple[Any, ...]) -> tuple[Any, jax.Array]:
+        hidden, targets, found, logits, of_found = xs
+        if logits is None:
+            logits = layer.unembed(tables, hidden) / temperature
+        of_logits = _of_logits(logits, targets, found, of_found, layer.entropy_gradient)
+        of_tables, of_hidden = jax.vmap(of_shard)(hidden, of_logits / temperature)
+        return jax.tree.map(jnp.add, sums, of_tables), of_hidden
+
+    shards = hidden.shape[0]
+    zeros = jax.tree.map(
+        lambda x: layer.on_shards(jnp.zeros((shards, *x.shape), jnp.float32)), tables
+    )
+    of_found = tuple(map(layer.by_chunk, gradients))
+    xs = (layer.by_chunk(hidden), layer.by_chunk(targets), found, logits, of_found)
+    sums, of_hidden = jax.lax.scan(chunk, zeros, xs)
+    of_tables = jax.tree.map(lambda total, x: total.sum(axis=0).astype(x.dtype), sums, tables)
+    return of_tables, layer.whole(of_hidden, hidden.shape[1]), None, None
+
+
+_logprobs_and_entropies.defvjp(_forward, _backward)
