@@ -474,7 +474,7 @@ QUICK_WORLDS = {
 QUICK_RUN = {
     "rollout.tasks_per_step": 4,
     "rollout.group_size": 4,
-    "rollout.num_slots": 16,
+    "rollout.num_rows": 16,
     # A policy that gets nothing right never fills a batch.
     "filter.name": "none",
     "filter.tasks_per_batch": 0,

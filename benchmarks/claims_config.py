@@ -35,7 +35,7 @@ def get_config(world: str = "data/claims/hops") -> ConfigDict:
     config.rollout.tasks_per_step = 8
     config.rollout.group_size = 8
     config.rollout.max_prompt_tokens = 32
-    config.rollout.num_slots = 64
+    config.rollout.num_rows = 64
     config.rollout.chunk_tokens = 8
     config.rollout.observation_lag_chunks = 1
 

@@ -26,12 +26,15 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl.config import default_config
+from jaxrl.models.attention.choice import choose
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime import sharding
 from jaxrl.runtime.plan import memory
-from jaxrl.sampling.decode import Sampler, StopTables
+from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, StopTables
+from jaxrl.sampling.engine import append_sizes
+from jaxrl.sampling.next_token import PLAIN
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import train_shape
 from jaxrl.training.policy_loss import make_policy_loss
@@ -78,7 +81,7 @@ def small_run(data: int, fsdp: int, tensor: int) -> ConfigDict:
     config.optimizer.micro_rows = 2 * data * fsdp
     config.rollout.max_total_tokens = 1024
     config.rollout.max_prompt_tokens = 256
-    config.rollout.num_slots = 16 * data * fsdp
+    config.rollout.num_rows = 16 * data * fsdp
     return config
 
 
@@ -134,25 +137,29 @@ def update_bytes(config: ConfigDict, model: QwenConfig, mesh: Any) -> int:
     return max(first + beside, compiled_bytes(apply.lower(state, sums).compile()))
 
 
-def sampler_programs(config: ConfigDict, model: QwenConfig, mesh: Any) -> dict[str, Any]:
-    """The sampler's chunk of decoding steps and its reading of results, in their largest shapes."""
+def sampler_programs(
+    config: ConfigDict, model: QwenConfig, mesh: Any, target: memory.Target
+) -> dict[str, Any]:
+    """The sampler's chunk of decoding steps and its reading of tokens, in their largest shapes."""
     rollout, dtype = config.rollout, jnp.dtype(config.model.dtype)
+    kernels = choose(config.model.attention, mesh, model)
     sampler = Sampler(
         config=model,
         mesh=mesh,
+        kernels=kernels,
         num_tokens=model.vocab_size,
         num_steps=rollout.chunk_tokens,
+        num_rows=rollout.num_rows,
         dtype=dtype,
     )
-    capacity = memory.cache_tokens(config)
-    slots = jax.eval_shape(lambda: sampler.empty_slots(rollout.num_slots, capacity))
-    by_slot, by_head = sharding.batch_sharding(mesh), sharding.cache_sharding(mesh)
+    shards = sharding.num_batch_shards(mesh)
+    num_pages = shards * memory.cache_pages(config, model, target)
+    by_row, by_page = sharding.batch_sharding(mesh), sharding.cache_sharding(mesh)
     whole = sharding.replicated(mesh)
-    small = dataclasses.replace(slots, cache=())
-    slots = dataclasses.replace(
-        like(small, jax.tree.map(lambda _: by_slot, small)),
-        cache=like(slots.cache, jax.tree.map(lambda _: by_head, slots.cache)),
-    )
+    cache = jax.eval_shape(lambda: sampler.empty_cache(num_pages, kernels.page_tokens))
+    cache = like(cache, jax.tree.map(lambda _: by_page, cache))
+    state = jax.eval_shape(sampler.empty_state)
+    last = like(state, jax.tree.map(lambda _: by_row, state))
     shardings = sharding.decode_shardings(mesh, model)
     abstract = jax.eval_shape(lambda p: model.decode_weights(p, dtype), model.abstract_params())
     weights = like(abstract, {name: shardings[name] for name in abstract})
@@ -165,18 +172,26 @@ def sampler_programs(config: ConfigDict, model: QwenConfig, mesh: Any) -> dict[s
         is_hit=on_all((40, model.vocab_size), jnp.bool_),
         is_end=on_all((model.vocab_size,), jnp.bool_),
     )
-    shards = sharding.num_batch_shards(mesh)
-    rows, num_rows = on_all((shards, rollout.num_slots // shards)), rollout.num_slots
-    counts, read = on_all((num_rows,)), memory.longest_read(config)
-    decode = jax.jit(sampler.decode_chunk, donate_argnums=1, static_argnums=5)
-    extend = jax.jit(sampler.extend, donate_argnums=1)
-    temperature = on_all((), jnp.float32)
-    lengths = rollout.max_total_tokens
+    pages = -(-rollout.max_total_tokens // kernels.page_tokens)
+    rows = Rows(
+        source=on_all((rollout.num_rows,)),
+        state=like(state, jax.tree.map(lambda _: whole, state)),
+        tables=on_all((rollout.num_rows, pages)),
+        keys=on_all((rollout.num_rows, 2), jnp.uint32),
+    )
+    num_blocks = shards * append_sizes(target.platform, rollout.max_total_tokens)[-1] // BLOCK
+    blocks = Blocks(
+        token_ids=on_all((num_blocks, BLOCK)),
+        start=on_all((num_blocks,)),
+        counts=on_all((num_blocks,)),
+        tables=on_all((num_blocks, pages)),
+    )
+    decode = jax.jit(sampler.decode_chunk, donate_argnums=1, static_argnums=7)
+    append = jax.jit(sampler.append, donate_argnums=1)
+    one = on_all((), jnp.float32)
     return {
-        "decode": decode.lower(weights, slots, rows, stops, temperature, lengths).compile(),
-        "results": extend.lower(
-            weights, slots, rows, on_all((num_rows, read)), counts, counts
-        ).compile(),
+        "decode": decode.lower(weights, cache, last, rows, stops, one, one, PLAIN).compile(),
+        "reading": append.lower(weights, cache, blocks).compile(),
     }
 
 
@@ -200,9 +215,8 @@ def compare(
     planned = {"update": update.peak}
     held = sum(rollout.kept[name] for name in ("decode weights", "KV cache"))
     sums = {name: sum(parts.values()) for name, parts in rollout.moments.items()}
-    planned["decode"] = held + sums["decode"]
-    planned["results"] = held + max(sums[name] for name in sums if name.endswith("results"))
-    programs = sampler_programs(config, model, mesh) if with_sampler else {}
+    planned |= {name: held + size for name, size in sums.items()}
+    programs = sampler_programs(config, model, mesh, target) if with_sampler else {}
     compiled = {name: compiled_bytes(program) for name, program in programs.items()}
     compiled["update"] = update_bytes(config, model, mesh)
     return {name: (planned[name], size) for name, size in compiled.items()}

@@ -3,13 +3,13 @@ r"""Rollouts of uneven length, and with a slow tool: what refilling and overlapp
     python -m benchmarks.refill --preset=cpu|qwen3-0.6b|qwen3-4b [--median_tokens=... ...]
 
 Lengths: as many samples as `num_samples`, their lengths drawn from a log-normal distribution cut at
-`max_tokens`, through an engine with as many slots as rows, in three ways:
+`max_tokens`, through an engine, in three ways:
 
-- `static_full`: a batch of samples fills the slots; all rows are computed until its slowest one is
+- `static_full`: a batch of samples fills the rows; all rows are computed until its slowest one is
   done, then comes the next batch.
 - `static`: the same, but rows that are done leave the computation as far as the engine's row sizes
   allow.
-- `continuous`: free slots are refilled between chunks.
+- `continuous`: free rows are refilled between chunks.
 
 Latency: whole rollouts in an environment whose every call takes `latency_ms`, against none, by
 schedule (see `sampling.rollout.Schedule`): replies after one chunk, two or three, or as they
@@ -34,7 +34,9 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks import common
 from jaxrl.envs.base import Env, Episode, Message, Observation, Outcome, Reward, StepResult, Task
+from jaxrl.models.attention.choice import XLA
 from jaxrl.sampling.engine import Counts, Engine, Request, sample_keys
+from jaxrl.sampling.pages import pages_for
 from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Schedule, Seeds
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer
@@ -129,7 +131,7 @@ class SlowTool(Env):
 
 
 def make_engine(
-    model: common.ModelSizes, work: Work, *, num_slots: int, max_total_tokens: int, stops: Any
+    model: common.ModelSizes, work: Work, *, num_pages: int, max_total_tokens: int, stops: Any
 ) -> Engine:
     """An engine of `num_rows` rows; `stops` is the automaton."""
     return Engine(
@@ -138,12 +140,11 @@ def make_engine(
         stops,
         num_tokens=min(model.vocab_size, stops.is_hit.shape[1]),
         eos_ids=(),
-        num_slots=num_slots,
         num_rows=work.num_rows,
+        num_pages=num_pages,
         max_prompt_tokens=work.prompt_tokens,
         max_total_tokens=max_total_tokens,
         chunk_tokens=work.chunk_tokens,
-        prompts_per_prefill=max(work.num_rows // 4, 1),
         dtype=jnp.dtype(model.dtype),
     )
 
@@ -167,7 +168,7 @@ def uneven_requests(model: common.ModelSizes, work: Work, number: int) -> list[R
 
 
 def sample_all(engine: Engine, requests: Sequence[Request]) -> None:
-    """Draws all samples, refilling slots between chunks."""
+    """Draws all samples, refilling rows between chunks."""
     engine.submit(requests)
     while not engine.is_idle:
         for event in engine.step(ahead=1):
@@ -186,7 +187,7 @@ def measure(
             started, cpu_started = time.perf_counter(), time.process_time()
             run(number)
             seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-            sampled, steps = counts.sampled - before.sampled, counts.slot_steps - before.slot_steps
+            sampled, steps = counts.sampled - before.sampled, counts.row_steps - before.row_steps
             if number >= warm_up:
                 figures = {"tokens_per_s": sampled / seconds, "slot_occupancy": sampled / steps}
                 if jax.default_backend() == "cpu":  # comparable also where the core is shared
@@ -203,11 +204,11 @@ def medians(repetitions: Sequence[dict[str, float]]) -> dict[str, float]:
 def measure_lengths(
     model: common.ModelSizes, work: Work, *, warm_up: int, repetitions: int
 ) -> dict[str, dict[str, float]]:
-    """Rates of static batches and of refilled slots."""
+    """Rates of static batches and of refilled rows."""
     engine = make_engine(
         model,
         work,
-        num_slots=work.num_rows,
+        num_pages=0,  # enough for the rows
         max_total_tokens=work.prompt_tokens + work.max_tokens,
         stops=StopAutomaton([b"a"] * model.vocab_size, ["</search>"]),
     )
@@ -246,9 +247,9 @@ def measure_latency(
         max_total_tokens=total,
         max_observation_tokens=work.observation_tokens,
     )
-    engine = make_engine(
-        model, work, num_slots=2 * work.num_rows, max_total_tokens=total, stops=stops
-    )
+    # Enough for as many rows that wait as are decoded.
+    num_pages = 2 * work.num_rows * pages_for(total, XLA.page_tokens)
+    engine = make_engine(model, work, num_pages=num_pages, max_total_tokens=total, stops=stops)
     engine.set_weights(jax.block_until_ready(common.random_params(model)))
     tasks = [Task(id=str(index), question="") for index in range(work.num_episodes // 4)]
     draws = [Draw(task=task, stream_index=index) for index, task in enumerate(tasks)]

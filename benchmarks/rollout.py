@@ -37,21 +37,21 @@ class Work:
     group_size: int  # samples of each prompt
     prompt_tokens: int
     new_tokens: int  # of each sample
-    num_slots: int  # samples decoded side by side
+    num_rows: int  # samples decoded side by side
     chunk_tokens: int  # decoding steps between two looks of the host
 
 
 WORK = {
     "cpu": Work(
-        num_prompts=8, group_size=4, prompt_tokens=64, new_tokens=128, num_slots=32,
+        num_prompts=8, group_size=4, prompt_tokens=64, new_tokens=128, num_rows=32,
         chunk_tokens=16,
     ),
     "qwen3-0.6b": Work(
-        num_prompts=32, group_size=8, prompt_tokens=512, new_tokens=1024, num_slots=256,
+        num_prompts=32, group_size=8, prompt_tokens=512, new_tokens=1024, num_rows=256,
         chunk_tokens=32,
     ),
     "qwen3-4b": Work(
-        num_prompts=16, group_size=8, prompt_tokens=512, new_tokens=1024, num_slots=128,
+        num_prompts=16, group_size=8, prompt_tokens=512, new_tokens=1024, num_rows=128,
         chunk_tokens=32,
     ),
 }  # fmt: skip
@@ -66,11 +66,10 @@ def make_engine(model: common.ModelSizes, work: Work) -> Engine:
         automaton,
         num_tokens=model.vocab_size,
         eos_ids=(),
-        num_slots=work.num_slots,
+        num_rows=work.num_rows,
         max_prompt_tokens=work.prompt_tokens,
         max_total_tokens=work.prompt_tokens + work.new_tokens,
         chunk_tokens=work.chunk_tokens,
-        prompts_per_prefill=max(work.num_slots // work.group_size, 1),
         dtype=jnp.dtype(model.dtype),
     )
 
@@ -119,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     num_sampled = work.num_prompts * work.group_size * work.new_tokens
     total = engine.counts.sampled
     assert total == num_sampled * (flags.warm_up + flags.repetitions), "a sample ended early"
-    num_rows = min(work.num_slots, work.num_prompts * work.group_size)
+    num_rows = min(work.num_rows, work.num_prompts * work.group_size)
     floor_s = common.decode_floor_s(
         model, hardware, num_rows=num_rows, context=work.prompt_tokens + work.new_tokens / 2
     )

@@ -76,8 +76,7 @@ def get_config() -> ConfigDict:
     config.rollout.max_prompt_tokens = 1536
     config.rollout.max_response_tokens = 8192
     config.rollout.max_total_tokens = 1536 + 8192  # search results count as response
-    config.rollout.num_slots = 64
-    config.rollout.num_rows = 32  # whose results are read together; more do not fit into 80 GB
+    config.rollout.num_rows = 64
 
     config.optimizer.lr = 1e-6
     config.optimizer.num_minibatches = 4

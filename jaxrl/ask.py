@@ -134,7 +134,7 @@ def fit_host(config: ConfigDict) -> None:
         config.mesh.update(data=1, fsdp=-1, tensor=1)
         sizes = mesh_sizes(num_devices, **config.mesh)
     shards = sizes["data"] * sizes["fsdp"]
-    config.rollout.update(num_slots=shards, num_rows=0, group_size=1)
+    config.rollout.update(num_rows=shards, group_size=1)
     config.optimizer.micro_rows = config.sft.optimizer.micro_rows = shards
 
 

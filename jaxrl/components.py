@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +27,10 @@ from jaxrl.models.attention.choice import choose
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.policy import Model
 from jaxrl.runtime.distributed import shared
-from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh, num_batch_shards
+from jaxrl.runtime.plan import memory
+from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
 from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.next_token import GREEDY, PLAIN, kind_of
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.session import Components
@@ -49,8 +50,8 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
     mesh = make_mesh(**config.mesh)
     model_config = read_model(config.model.path, config.model.architecture)
     check_model_fits(mesh, model_config)
-    check_rows(config, mesh)
-    check_length(config, model_config)
+    memory.check_rows(config, mesh)
+    memory.check_length(config, model_config)
     tokenizer = Tokenizer.from_folder(
         config.model.path,
         eos_tokens=config.model.eos_tokens,
@@ -63,7 +64,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
     control = _make_env(config, EmptySearch(), tools)
     automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
     tasks, eval_tasks, demonstrations = _read_data(config, tokenizer, tools)
-    engine = _make_engine(config, model_config, mesh, automaton, tokenizer, dtype)
+    engine = _make_engine(config, model_config, mesh, automaton, tokenizer)
     limits = Limits(**{field.name: config.rollout[field.name] for field in fields(Limits)})
     schedule = Schedule(
         deterministic=config.rollout.deterministic,
@@ -189,40 +190,6 @@ def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None
     return found
 
 
-def check_rows(config: ConfigDict, mesh: Mesh) -> None:
-    """Refuses numbers of rows that the mesh does not split evenly, of the stages that run.
-
-    Raises:
-        ValueError: names the key.
-    """
-    shards = num_batch_shards(mesh)
-    rows = {
-        "optimizer.micro_rows": (config.optimizer.micro_rows, {"train"}),
-        "sft.optimizer.micro_rows": (config.sft.optimizer.micro_rows, {"sft"}),
-        "rollout.num_slots": (config.rollout.num_slots, {"train", "evaluate"}),
-        "rollout.num_rows": (config.rollout.num_rows, {"train", "evaluate"}),
-    }
-    for key, (value, readers) in rows.items():
-        if value % shards and readers & set(config.stages):
-            raise ValueError(
-                f"config.{key} is {value}; expected a multiple of data * fsdp = {shards}, so that "
-                "every device gets the same number."
-            )
-
-
-def check_length(config: ConfigDict, model: Architecture) -> None:
-    """Refuses trajectories longer than the model's positions.
-
-    Raises:
-        ValueError: names the key.
-    """
-    if config.rollout.max_total_tokens > model.max_positions:
-        raise ValueError(
-            f"config.rollout.max_total_tokens={config.rollout.max_total_tokens} is beyond the "
-            f"model's {model.max_positions} positions (max_position_embeddings)."
-        )
-
-
 def _read_data(
     config: ConfigDict, tokenizer: Tokenizer, tools: Sequence[Tool]
 ) -> tuple[list[Task], list[Task], list[Demonstration]]:
@@ -292,28 +259,36 @@ def _make_engine(
     mesh: Mesh,
     automaton: StopAutomaton,
     tokenizer: Tokenizer,
-    dtype: Any,
 ) -> Engine:
     rollout = config.rollout
-    num_slots = rollout.num_slots // jax.process_count()
+    kernels = choose(config.model.attention, mesh, model_config)
     return Engine(
         model_config,
         local_mesh(mesh),
         automaton,
         num_tokens=tokenizer.num_tokens,
         eos_ids=tokenizer.eos_ids,
-        num_slots=num_slots,
         num_rows=rollout.num_rows // jax.process_count(),
+        num_pages=memory.cache_pages(config, model_config, memory.host_target()),
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_total_tokens=rollout.max_total_tokens,
         chunk_tokens=rollout.chunk_tokens,
-        prompts_per_prefill=prompts_per_prefill(num_slots, rollout.group_size),
-        dtype=dtype,
+        dtype=jnp.dtype(config.model.dtype),
+        kernels=kernels,
         train_mesh=mesh,
-        nucleus=min(rollout.top_p, config.eval.top_p) < 1,
+        kinds=draw_kinds(config),
     )
 
 
-def prompts_per_prefill(num_slots: int, group_size: int) -> int:
-    """Prompts that are read side by side: as many as fill the slots with their groups."""
-    return max(num_slots // group_size, 1)
+def draw_kinds(config: ConfigDict) -> list[str]:
+    """The ways in which the configured stages draw tokens; without any, those of `ask`."""
+    rollout, evaluation = config.rollout, config.eval
+    kinds = []
+    if "train" in config.stages:
+        kinds.append(kind_of(rollout.temperature, rollout.top_p))
+    suites = {*evaluation.suites, *evaluation.final_suites}
+    if "greedy" in suites or not config.stages:
+        kinds.append(GREEDY)
+    if suites - {"greedy"} or not config.stages:
+        kinds.append(kind_of(evaluation.temperature, evaluation.top_p))
+    return list(dict.fromkeys(kinds)) or [PLAIN]

@@ -168,8 +168,10 @@ def default_config() -> ConfigDict:
     # Tokens of one result, the rest of which is cut off inside its tags.
     rollout.max_observation_tokens = 500
     rollout.max_turns = 4  # turns that search; asking once more ends the episode
-    rollout.num_slots = 64  # trajectories with a cache at a time, in all; a multiple of data * fsdp
-    rollout.num_rows = 0  # of those, decoded side by side at most, likewise; 0: all of them
+    rollout.num_rows = 64  # trajectories decoded side by side, in all; a multiple of data * fsdp
+    # GiB of each device for their keys and values. 0: what the plan leaves, or on a CPU what
+    # num_rows trajectories of full length fill.
+    rollout.cache_gib = 0.0
     rollout.chunk_tokens = 16  # decoding steps between two looks of the host
     # True: replies of the environment enter after a fixed number of chunks, and a run repeats bit
     # for bit. False: at the first chunk after they have arrived, for slow tools.
@@ -402,6 +404,7 @@ MAPPINGS = {
 """Keys whose values are mappings with names that are not ours, and a value as an example."""
 
 RENAMED = {
+    "rollout.num_slots": "rollout.num_rows",
     "env.protocol": "env.search.protocol",
     "env.python": "env.search.tools",
     "search.corpus": "search.local.corpus",

@@ -453,7 +453,7 @@ def warnings(config: ConfigDict) -> list[str]:
 
 POSITIVE = [
     "num_steps", "rollout.tasks_per_step", "rollout.group_size", "rollout.max_prompt_tokens",
-    "rollout.max_response_tokens", "rollout.max_total_tokens", "rollout.num_slots",
+    "rollout.max_response_tokens", "rollout.max_total_tokens", "rollout.num_rows",
     "rollout.chunk_tokens", "rollout.observation_lag_chunks", "optimizer.num_minibatches",
     "optimizer.num_epochs", "sft.num_steps", "sft.batch_size",
     "search.local.topk", "rollout.max_observation_tokens", "checkpoint.every_steps",
@@ -468,7 +468,7 @@ POSITIVE = [
 
 NOT_NEGATIVE = [
     "env.step_deadline_s", "rollout.max_failed_steps",
-    "rollout.max_turns", "rollout.num_rows", "advantage.grpo.epsilon", "loss.clip_low",
+    "rollout.max_turns", "rollout.cache_gib", "advantage.grpo.epsilon", "loss.clip_low",
     "loss.clip_high", "loss.correction.low", "kl.coef", "kl.budget.step",
     "filter.accuracy_range.low",
     "filter.tasks_per_batch", "filter.max_batches", "filter.resample_attempts",
@@ -581,12 +581,6 @@ def _check_rules(config: ConfigDict) -> None:
             "rollout.max_prompt_tokens",
             rollout.max_prompt_tokens,
             f"less than rollout.max_total_tokens={rollout.max_total_tokens}",
-        )
-    if rollout.num_rows > rollout.num_slots:
-        refuse(
-            "rollout.num_rows",
-            rollout.num_rows,
-            f"at most rollout.num_slots={rollout.num_slots}; a row that is decoded needs a slot",
         )
     if "{question}" not in config.prompt.template:
         refuse("prompt.template", config.prompt.template, "text that contains {question}")

@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config import default_config
+from jaxrl.models import kv_cache
 from jaxrl.models.attention.choice import XLA
+from jaxrl.models.attention.reference import attend_pages
 from jaxrl.models.layers import Through
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.qwen import QwenConfig
@@ -134,6 +136,39 @@ def full_pass(config, params, token_ids, positions, segment_ids, *, remat="none"
     return config.hidden_states(
         params, token_ids, positions, attend, Through(remat=remat, scan=scan)
     )
+
+
+def read_tokens(config, weights, cache, tables, start, counts, token_ids):
+    """The sampler's pass over C tokens of each row behind `start` of them, and the cache then.
+
+    Args:
+        config: of the model.
+        weights: of `decode_weights`.
+        cache: of `kv_cache.allocate`.
+        tables: `[B, M]`, the rows' pages.
+        start: `[B]`, tokens in the cache.
+        counts: `[B]`, how many of the C count.
+        token_ids: `[B, C]`.
+
+    Returns:
+        Hidden states `[B, C, D]` and the cache with these tokens.
+    """
+    B, C = token_ids.shape
+    positions = start[:, None] + jnp.arange(C)
+    limits = jnp.where(jnp.arange(C) < counts[:, None], positions + 1, 0)
+    written = list(cache)
+
+    def attend(layer, q, k, v):
+        q, k, v = (x.reshape(B, C, *x.shape[1:]) for x in (q, k, v))
+        written[layer] = tuple(
+            kv_cache.write_tokens(pages, tables, start, counts, new.swapaxes(1, 2))
+            for pages, new in zip(written[layer], (k, v), strict=True)
+        )
+        out, _ = attend_pages(q, *written[layer], tables, limits)
+        return out.astype(q.dtype).reshape(B * C, *q.shape[2:])
+
+    hidden = config.sample_states(weights, token_ids.reshape(-1), positions.reshape(-1), attend)
+    return hidden.reshape(B, C, -1), tuple(written)
 
 
 def dense_table(params, config, token_ids, *, num_tokens=NUM_TOKENS, temperature=1.0):

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import sys
+from collections import deque
 from functools import partial
 
 import jax
@@ -21,7 +22,7 @@ from jaxrl.models.attention.choice import on_mesh
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, num_batch_shards, param_shardings
 from jaxrl.sampling import next_token
-from jaxrl.sampling.engine import Engine, Request, sample_keys
+from jaxrl.sampling.engine import MOVED_PAGES, Engine, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.training.packing import BatchShape, loss_quarters
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state, put_batch
@@ -47,7 +48,7 @@ MESHES = {
     "data 2, fsdp 4": {"data": 2, "fsdp": 4, "tensor": 1},
     "data 2, fsdp 2, tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
 }
-NUM_SLOTS = 16
+NUM_ROWS = 16
 GROUP_SIZE = 4
 BUDGET = 8  # tokens a turn
 CHUNK_TOKENS = 16
@@ -86,7 +87,7 @@ def requests():
 
 def cache_layout(engine):
     """How the cache lies: the spec, and the shapes and number of different parts on devices."""
-    leaves = jax.tree.leaves(engine._slots.cache)
+    leaves = jax.tree.leaves(engine._cache)
     sharding = leaves[0].sharding
     assert all(leaf.sharding == sharding for leaf in leaves)
     shards = [shard for leaf in leaves for shard in leaf.addressable_shards]
@@ -106,14 +107,12 @@ def sample(mesh, params):
         automaton,
         num_tokens=NUM_TOKENS,
         eos_ids=[3],
-        num_slots=NUM_SLOTS,
+        num_rows=NUM_ROWS,
         max_prompt_tokens=16,
         max_total_tokens=64,
         chunk_tokens=4,
-        prompts_per_prefill=8,
     )
     engine.row_sizes = engine.row_sizes[-1:]  # one size will do: a compilation is seconds
-    engine.resume_sizes = engine.resume_sizes[-1:]
     engine.set_weights(params)
     todo = requests()
     rows = [{"token_ids": list(r.prompt_ids), "logprobs": [0.0] * len(r.prompt_ids)} for r in todo]
@@ -155,37 +154,17 @@ def sample(mesh, params):
 def sampler_collectives(engine):
     """What the programs that touch the cache move between devices."""
     num_rows = engine.row_sizes[-1]
-    rows = np.zeros((engine.num_shards, num_rows), np.int32)
-    counts = np.ones(rows.size, np.int32)
-    prompts = engine._prompts
-    by_slot = np.zeros(NUM_SLOTS, np.int32)
+    chunk, _ = engine._host_rows([[] for _ in range(engine.num_shards)], num_rows)
+    blocks = engine._host_blocks([deque() for _ in range(engine.num_shards)], 4)
+    places = np.zeros(engine.num_shards * MOVED_PAGES, np.int32)
+    one = np.float32(1)
     arguments = {
+        "append": (engine._weights, engine._cache, blocks),
         "decode": (
-            engine._weights,
-            engine._slots,
-            rows,
-            engine._stops,
-            np.float32(1),
-            engine.length_sizes[-1],
-            None,  # no nucleus
+            *(engine._weights, engine._cache, engine._state, chunk, engine._stops),
+            *(one, one, next_token.PLAIN),
         ),
-        "extend": (
-            engine._weights,
-            engine._slots,
-            rows,
-            np.zeros((rows.size, 16), np.int32),
-            counts,
-            counts,
-        ),
-        "place": (
-            engine._slots,
-            prompts.hidden,
-            prompts.prefix,
-            prompts.lengths,
-            by_slot,
-            by_slot,
-            np.zeros((NUM_SLOTS, 2), np.uint32),
-        ),
+        "copy": (engine._cache, places, places),
     }
     return {
         function.name: collectives(program_text(function, *arguments[function.name]))

@@ -33,7 +33,7 @@ from jaxrl.session import Progress
 
 # As small as they can be and still search: the sampler compiles a program for each of its shapes.
 SIZES = {
-    "rollout.num_slots": 4,
+    "rollout.num_rows": 4,
     "rollout.max_response_tokens": 40,
     "rollout.max_total_tokens": 112,
     "rollout.max_observation_tokens": 24,
@@ -59,8 +59,9 @@ JOB_SETTINGS = {
     # Adam's first step turns rounding of a gradient near zero into a difference of the rate's size.
     "optimizer.lr": 1e-4,
 }
-CLOCKS = ("timing_s/", "perf/", "rollout/slot_occupancy", "rollout/imbalance")
-"""Times, rates, and what depends on how many slots and devices there are."""
+CLOCKS = ("timing_s/", "perf/", "rollout/slot_occupancy", "rollout/cache_use")
+CLOCKS += ("rollout/imbalance", "rollout/preemptions", "rollout/swapped_tokens")
+"""Times, rates, and what depends on how many rows, pages and devices there are."""
 
 
 def run_settings(tiny_world, **changes):
@@ -171,8 +172,7 @@ class Sampler:
         config.rollout.top_p = 0.9 if nucleus else 1.0
         parts = assemble(config)
         engine = parts.engine
-        engine.row_sizes, engine.resume_sizes = engine.row_sizes[-1:], engine.resume_sizes[-1:]
-        engine.length_sizes = engine.length_sizes[-1:]  # one will do: a compilation is seconds
+        engine.row_sizes = engine.row_sizes[-1:]  # one will do: a compilation is seconds
         return parts
 
     def for_config(self, config, make_env=None):

@@ -12,7 +12,7 @@ TINY = [
     "--repetitions=2", "--bandwidth=4.3e12", "--flops=790e12",
 ]  # fmt: skip
 OWN = {
-    rollout: ["--num_prompts=3", "--group_size=2", "--num_slots=4", "--chunk_tokens=4"],
+    rollout: ["--num_prompts=3", "--group_size=2", "--num_rows=4", "--chunk_tokens=4"],
     update: ["--num_sequences=6", "--row_tokens=24", "--micro_rows=2"],
 }
 FIELDS = {

@@ -247,7 +247,7 @@ def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path,
     monkeypatch.setattr(report, "write_or_warn", lambda *_: None)
     config = module.get_config(str(tiny_world))
     sizes = METHOD_SIZES | {"model.path": source, "eval.suites": config.eval.suites}
-    sizes |= {"rollout.num_slots": 16, "rollout.max_turns": 2, "optimizer.num_minibatches": 1}
+    sizes |= {"rollout.num_rows": 16, "rollout.max_turns": 2, "optimizer.num_minibatches": 1}
     sizes["rollout.max_prompt_tokens"] = 32
     sizes |= {"filter.max_batches": 0, "checkpoint.every_steps": 1, "eval.samples": 1}
     if config.filter.tasks_per_batch:
@@ -276,7 +276,7 @@ def test_the_brief_s_settings_train(tiny_world, source, sampler, tmp_path):
     config = base_config(tiny_world, source)
     search_r1_brief.set_method(config)
     # Groups of four, so that among so few some differ.
-    changes = {"optimizer.lr": 1e-3, "rollout.num_slots": 16, "rollout.group_size": 4}
+    changes = {"optimizer.lr": 1e-3, "rollout.num_rows": 16, "rollout.group_size": 4}
     config.update_from_flattened_dict(changes)
     validate(config)
     run(config, tmp_path, sampler.for_config(config), Display())

@@ -1,5 +1,6 @@
 """The device programs lower for accelerators, checked without one."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -10,8 +11,10 @@ from jax import export
 
 from jaxrl.config import default_config
 from jaxrl.models import qwen
+from jaxrl.models.attention.choice import XLA
 from jaxrl.runtime import sharding
-from jaxrl.sampling.decode import Sampler, StopTables
+from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, StopTables
+from jaxrl.sampling.next_token import PLAIN
 from jaxrl.training import update
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.types import Batch
@@ -42,8 +45,18 @@ def programs():
     """Each program with abstract arguments, in bfloat16 as accelerators run it."""
     device = jax.devices()[:1]
     mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1, devices=device)
-    sampler = Sampler(config=CONFIG, mesh=mesh, num_tokens=60, num_steps=4, dtype=jnp.bfloat16)
-    slots = jax.eval_shape(lambda: sampler.empty_slots(8, 64))
+    sampler = Sampler(
+        config=CONFIG, mesh=mesh, kernels=replace(XLA, past=None), num_tokens=60, num_steps=4,
+        num_rows=8, dtype=jnp.bfloat16,
+    )  # fmt: skip
+    cache = jax.eval_shape(lambda: sampler.empty_cache(32, 16))
+    state = jax.eval_shape(sampler.empty_state)
+    tables = shape((8, 4))
+    chunk = Rows(source=shape((8,)), state=state, tables=tables, keys=shape((8, 2), jnp.uint32))
+    blocks = Blocks(
+        token_ids=shape((8, BLOCK)), start=shape((8,)), counts=shape((8,)), tables=tables
+    )
+    one = shape((), jnp.float32)
     params = CONFIG.abstract_params()
     weights = jax.eval_shape(lambda p: CONFIG.decode_weights(p, jnp.bfloat16), params)
     stops = StopTables(
@@ -51,12 +64,11 @@ def programs():
         is_hit=shape((5, 64), jnp.bool_),
         is_end=shape((64,), jnp.bool_),
     )
-    rows, counts = shape((1, 8)), shape((8,))
     model = update.Model(CONFIG, mesh, num_tokens=60, dtype=jnp.bfloat16)
     optimizer = optax.adamw(1e-3)
     config = default_config()
     step = update.UpdateStep(model, make_policy_loss(config), optimizer, temperature=1.0)
-    state = jax.eval_shape(lambda p: update.init_state(p, mesh, CONFIG, optimizer), params)
+    trained = jax.eval_shape(lambda p: update.init_state(p, mesh, CONFIG, optimizer), params)
     whole, real = shape((2, 4, 16)), shape((2, 4, 16), jnp.float32)
     batch = Batch(
         token_ids=whole,
@@ -67,20 +79,23 @@ def programs():
         advantages=real,
         rollout_logprobs=real,
     )
-    sums = jax.eval_shape(step.gradient.begin.function, state.params, batch)
+    sums = jax.eval_shape(step.gradient.begin.function, trained.params, batch)
     return {
-        "decode": (sampler.decode_chunk, (weights, slots, rows, stops, shape((), jnp.float32))),
-        "extend": (sampler.extend, (weights, slots, rows, shape((8, 16)), counts, counts)),
+        "decode": (
+            partial(sampler.decode_chunk, kind=PLAIN),
+            (weights, cache, state, chunk, stops, one, one),
+        ),
+        "append": (sampler.append, (weights, cache, blocks)),
         "update": (
             partial(step.gradient.add.program.function, room=3),
-            (state.params, sums, batch, shape(()), shape(())),
+            (trained.params, sums, batch, shape(()), shape(())),
         ),
-        "optimizer": (step.apply.function, (state, sums)),
+        "optimizer": (step.apply.function, (trained, sums)),
     }
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("name", ["decode", "extend", "update", "optimizer"])
+@pytest.mark.parametrize("name", ["decode", "append", "update", "optimizer"])
 def test_lowers_for(name, platform):
     function, arguments = programs()[name]
     exported = export.export(jax.jit(function), platforms=[platform])(*arguments)

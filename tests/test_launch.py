@@ -316,7 +316,7 @@ class TestValues:
 
     def test_the_command_line_wins(self, monkeypatch, tmp_path):
         lines = ["seed: 5", "rollout.group_size: 3", "optimizer:", "  lr: 1e-6"]
-        lines += ["rollout.num_slots: 1e2", "eval.final_suites: [greedy]"]
+        lines += ["rollout.num_rows: 1e2", "eval.final_suites: [greedy]"]
         values = write(tmp_path / "my.yaml", *lines)
         argv = ["launch", f"--config={CONFIG}", f"--workdir={tmp_path}", f"--values={values}"]
         argv += [
@@ -331,7 +331,7 @@ class TestValues:
         assert (config.seed, config.rollout.group_size, config.optimizer.lr) == (7, 3, 1e-6)
         assert (config.stages, config.rollout.deterministic) == (("train",), False)
         assert (config.num_steps, config.prompt.template) == (1000, "1e3 {question}")
-        assert (config.rollout.num_slots, config.eval.final_suites) == (100, ("greedy",))
+        assert (config.rollout.num_rows, config.eval.final_suites) == (100, ("greedy",))
         assert workdir == tmp_path
 
 

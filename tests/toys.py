@@ -118,7 +118,6 @@ class Player:
         self.automaton = StopAutomaton(tokenizer.vocab_bytes, stop_strings)
         defaults = {
             "chunk_tokens": 8,
-            "prompts_per_prefill": 2,
             "max_prompt_tokens": ROOMY.max_prompt_tokens,
             "max_total_tokens": ROOMY.max_total_tokens,
         }

@@ -70,13 +70,18 @@ class Clock:
 def engine_metrics(engine: Engine, before: Counts) -> dict[str, float]:
     """What the samplers of all processes did since this one's counters stood at `before`."""
     now, past = dataclasses.asdict(engine.counts), dataclasses.asdict(before)
-    parts = distributed.gather({name: now[name] - past[name] for name in now})
+    of_this = {name: now[name] - past[name] for name in now}
+    cache_use = engine.most_pages / engine.num_pages
+    parts = distributed.gather({**of_this, "cache_use": cache_use})
     done = {name: sum(part[name] for part in parts) for name in now}
     return {
-        "rollout/slot_occupancy": done["sampled"] / max(done["slot_steps"], 1),
+        "rollout/slot_occupancy": done["sampled"] / max(done["row_steps"], 1),
         "rollout/prefilled_prompt_tokens": done["prefilled_prompt"],
         "rollout/prefilled_resume_tokens": done["prefilled_resume"],
         "rollout/sampled_tokens": done["sampled"],
+        "rollout/preemptions": done["preemptions"],
+        "rollout/swapped_tokens": done["swapped"],
+        "rollout/cache_use": max(part["cache_use"] for part in parts),
         "perf/num_compilations/sampler": engine.num_compilations,
     }
 

@@ -17,17 +17,17 @@ from typing import Any
 
 import jax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxrl.choices import chosen
 from jaxrl.models.layers import Through
 from jaxrl.types import Params
 
-Cache = tuple[tuple[jax.Array, jax.Array], ...]
-"""Keys and values of each layer, `[rows, K, S, H]`."""
-
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Queries `[M, N, H]`, keys and values `[M, K, H]` of M tokens to outputs `[M, N, H]`."""
+
+AttendInLayer = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+"""The same in the sampler, given the number of the layer too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def decode_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Weights as `extend`, `decode` and `unembed` read them; `blocks` a tuple of layers."""
+        """Weights as `sample_states` and `unembed` read them; `blocks` a tuple of layers."""
 
     @abstractmethod
     def hidden_states(
@@ -134,50 +134,20 @@ class Architecture(ABC):
         """Float32 logits; ids from `num_tokens` on, which no tokenizer knows, get the lowest."""
 
     @abstractmethod
-    def extend(
+    def sample_states(
         self,
         weights: Params,
-        cache: Cache | None,
-        token_ids: Int[Array, "R C"],
-        start: Int[Array, " R"],
-        lengths: Int[Array, " R"],
-    ) -> tuple[Float[Array, "R D"], Cache]:
-        """Reads a chunk of tokens after what the cache holds; prompts and observations alike.
+        token_ids: Int[Array, " M"],
+        positions: Int[Array, " M"],
+        attend: AttendInLayer,
+    ) -> Float[Array, "M D"]:
+        """The sampler's pass: final hidden states of M tokens, of one row or of many.
 
         Args:
             weights: of `decode_weights`.
-            cache: keys and values so far, `[R, K, S, H]` a layer; None when there are none.
-            token_ids: the chunk, padded on the right.
-            start: tokens each row's cache holds, which is the position of the chunk's first token.
-            lengths: valid tokens of each row's chunk, at least 1.
-
-        Returns:
-            The final hidden state of each row's last valid token, and the chunk's keys and values,
-            `[R, K, C, H]` a layer, for the caller to write at `start`.
-        """
-
-    @abstractmethod
-    def decode(
-        self,
-        weights: Params,
-        window: Cache,
-        valid: Bool[Array, "B W"],
-        index: Int[Array, ""],
-        token_ids: Int[Array, " B"],
-        positions: Int[Array, " B"],
-    ) -> tuple[Float[Array, "B D"], Cache]:
-        """Reads one token a row.
-
-        Args:
-            weights: of `decode_weights`.
-            window: of `kv_cache.open_window`: keys `[B, K, H, W]`, values `[B, K, W, H]` a layer.
-            valid: what each row may attend to, `index` included.
-            index: where in the window all rows write this token.
-            token_ids: the tokens to read.
-            positions: their positions.
-
-        Returns:
-            The final hidden state after each token, and the window with this step written.
+            token_ids: the tokens.
+            positions: of each in its own sequence.
+            attend: lets each token read what is before it in its sequence; called once a layer.
         """
 
     @abstractmethod

@@ -1,9 +1,8 @@
-"""The sampler's key-value cache: contiguous per slot, head-major, split over the mesh by slots.
+"""The sampler's key-value cache: pages of a fixed number of tokens, head-major, split by shards.
 
-Slots are split over S shards (the mesh's data and fsdp axes), so rows are named by
-`[shards, rows of the shard]` with indices local to the shard: picking rows moves nothing between
-devices. An index equal to the number of slots of a shard stands for "no row": it reads any slot
-and writes none.
+Pages are split over S shards (the mesh's data and fsdp axes) and named by indices local to the
+shard: what follows works on one shard's part, and nothing moves between devices. An index equal to
+the number of pages of a shard stands for "no page": it reads any page and writes none.
 """
 
 from __future__ import annotations
@@ -11,96 +10,59 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
 
-from jaxrl.models.architecture import Architecture, Cache
+from jaxrl.models.architecture import Architecture
+
+Pages = tuple[jax.Array, jax.Array]
+"""Keys and values of one layer, `[P, K, page, H]`."""
+
+Cache = tuple[Pages, ...]
+"""Those of each layer."""
 
 
-def allocate(config: Architecture, num_slots: int, capacity: int, dtype: DTypeLike) -> Cache:
-    """Zeroed caches `[num_slots, K, capacity, H]`, a pair for each layer."""
-    shape = (num_slots, config.num_kv_heads, capacity, config.head_dim)
+def allocate(config: Architecture, num_pages: int, page_tokens: int, dtype: DTypeLike) -> Cache:
+    """Zeroed pages, a pair of arrays for each layer."""
+    shape = (num_pages, config.num_kv_heads, page_tokens, config.head_dim)
     return tuple(
         (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)
     )
 
 
-def take_rows(values: jax.Array, rows: jax.Array) -> jax.Array:
-    """Rows of a slot array `[B, ...]`: `rows` `[shards, r]` gives `[shards * r, ...]`."""
-    shards = values.reshape(rows.shape[0], -1, *values.shape[1:])
-    picked = jax.vmap(lambda shard, index: shard.at[index].get(mode="clip"))(shards, rows)
-    return picked.reshape(-1, *values.shape[1:])
-
-
-def open_window(cache: Cache, rows: jax.Array, length: int, room: int) -> Cache:
-    """A copy of some rows for a chunk of decoding steps, which write into it.
-
-    Its first `length` positions are the cache's; `room` follows for what the chunk adds, at an
-    index that all rows share: so a step writes one slice and scatters nothing. The keys are
-    transposed once here rather than at every step, which reads them along the positions.
+def write_tokens(
+    pages: Float[Array, "P K page H"],
+    tables: Int[Array, "B M"],
+    start: Int[Array, " B"],
+    counts: Int[Array, " B"],
+    new: Float[Array, "B K C H"],
+) -> Float[Array, "P K page H"]:
+    """Writes consecutive tokens of some rows.
 
     Args:
-        cache: of all slots.
-        rows: `[shards, r]`, see the module.
-        length: positions to copy; no row may hold more tokens.
-        room: positions to add.
-
-    Returns:
-        For each layer keys `[shards * r, K, H, length + room]` and values
-        `[shards * r, K, length + room, H]`.
+        pages: keys or values of one layer.
+        tables: the pages of each row, in order.
+        start: position of each row's first new token.
+        counts: how many of the C tokens count; the others are not written.
+        new: of the tokens.
     """
-
-    def take(values: jax.Array) -> jax.Array:
-        shards = values.reshape(rows.shape[0], -1, *values.shape[1:])
-        pick = lambda shard, index: shard.at[index, :, :length].get(mode="clip")  # noqa: E731
-        picked = jax.vmap(pick)(shards, rows).reshape(-1, values.shape[1], length, values.shape[3])
-        return jnp.pad(picked, ((0, 0), (0, 0), (0, room), (0, 0)))
-
-    return tuple((take(keys).swapaxes(2, 3), take(values)) for keys, values in cache)
-
-
-def window_tail(window: Cache, room: int) -> Cache:
-    """What a chunk added to a window, `[shards * r, K, room, H]`, for `write_window`."""
-    return tuple(
-        (keys[..., -room:].swapaxes(2, 3), values[:, :, -room:]) for keys, values in window
-    )
+    P, K, page, H = pages.shape
+    index = jnp.arange(new.shape[2])
+    positions = start[:, None] + index
+    at = jnp.take_along_axis(tables, positions // page, axis=1, mode="clip")
+    at = jnp.where(index < counts[:, None], at, P)
+    by_token = new.swapaxes(1, 2).reshape(-1, K, H)
+    return pages.at[at.reshape(-1), :, (positions % page).reshape(-1)].set(by_token, mode="drop")
 
 
-def put_rows(values: jax.Array, rows: jax.Array, new: jax.Array) -> jax.Array:
-    """The slot array with `new` `[shards * r, ...]` written to `rows`."""
-    shards = values.reshape(rows.shape[0], -1, *values.shape[1:])
-    new = new.reshape(*rows.shape, *new.shape[1:])
-    written = jax.vmap(lambda shard, index, x: shard.at[index].set(x, mode="drop"))(
-        shards, rows, new
-    )
-    return written.reshape(values.shape)
+def read_pages(
+    pages: Float[Array, "P K page H"], sources: Int[Array, " n"]
+) -> Float[Array, "n K page H"]:
+    """The content of some pages."""
+    return pages.at[sources].get(mode="clip")
 
 
-def write_window(cache: jax.Array, rows: jax.Array, start: jax.Array, new: jax.Array) -> jax.Array:
-    """Writes C positions of some rows of a cache `[B, K, S, H]`.
-
-    Args:
-        cache: keys or values of one layer.
-        rows: `[shards, r]`, see the module.
-        start: `[shards * r]`, the first position to write; what passes the capacity is dropped.
-        new: `[shards * r, K, C, H]`.
-    """
-    shards = cache.reshape(rows.shape[0], -1, *cache.shape[1:])
-    positions = (start[:, None] + jnp.arange(new.shape[2])).reshape(*rows.shape, -1)
-    new = new.swapaxes(1, 2).reshape(*rows.shape, new.shape[2], new.shape[1], new.shape[3])
-
-    def write(shard: jax.Array, row: jax.Array, at: jax.Array, x: jax.Array) -> jax.Array:
-        return shard.at[row[:, None], :, at].set(x, mode="drop")
-
-    return jax.vmap(write)(shards, rows, positions, new).reshape(cache.shape)
-
-
-def place_prefix(cache: jax.Array, prefix: jax.Array, source: jax.Array) -> jax.Array:
-    """Copies prompts into slots.
-
-    Args:
-        cache: `[B, K, S, H]`.
-        prefix: `[P, K, C, H]`, C at most S.
-        source: `[B]`, the prompt that each slot gets, or -1 to leave it alone.
-    """
-    window = jax.lax.slice_in_dim(cache, 0, prefix.shape[2], axis=2)
-    placed = jnp.where((source >= 0)[:, None, None, None], prefix[jnp.maximum(source, 0)], window)
-    return jax.lax.dynamic_update_slice_in_dim(cache, placed, 0, axis=2)
+def write_pages(
+    pages: Float[Array, "P K page H"], targets: Int[Array, " n"], new: Float[Array, "n K page H"]
+) -> Float[Array, "P K page H"]:
+    """Whole pages replaced."""
+    return pages.at[targets].set(new, mode="drop")

@@ -13,10 +13,10 @@ The parameter tree, with the leading layer axis L of stacked blocks:
     norm/scale                                      [D]
     lm_head/kernel                                  [D, V]            (untied only)
 
-Three ways through the same block: `hidden_states` over packed rows (training, scanned over the
-stacked layers), `extend` over a chunk of tokens after a cache, `decode` over one token a row. The
-first reads `train_weights`. The last two read `decode_weights`, whose layers are separate: a scan
-would copy each layer's cache.
+Two ways through the same block: `hidden_states` over packed rows (training, scanned over the
+stacked layers) and `sample_states` over tokens of many rows (the sampler, which has their keys and
+values). The first reads `train_weights`, the second `decode_weights`, whose layers are separate: a
+scan would copy each layer's cache.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
-from jaxrl.models.architecture import Architecture, Attend, Cache, MemoryTerms
+from jaxrl.models.architecture import Architecture, Attend, AttendInLayer, MemoryTerms
 from jaxrl.models.attention import reference
 from jaxrl.models.layers import Through
 from jaxrl.types import Params
@@ -511,62 +511,19 @@ class QwenConfig(Architecture):
             return logits
         return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, reference.LOWEST)
 
-    def extend(
+    def sample_states(
         self,
         weights: Params,
-        cache: Cache | None,
-        token_ids: Int[Array, "R C"],
-        start: Int[Array, " R"],
-        lengths: Int[Array, " R"],
-    ) -> tuple[Float[Array, "R D"], Cache]:
-        """Reads a chunk of tokens after what the cache holds; the hidden states are normed."""
-        R, C = token_ids.shape
-        angles = rope_angles((start[:, None] + jnp.arange(C)).reshape(-1), self)
-        written = []
-        x = weights["embed"]["embedding"][token_ids.reshape(-1)]
-        for index, layer in enumerate(weights["blocks"]):
-
-            def attend(q: jax.Array, k: jax.Array, v: jax.Array, index: int = index) -> jax.Array:
-                q, k, v = (x.reshape(R, C, *x.shape[1:]) for x in (q, k, v))
-                k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-                written.append((k, v))
-                past = cache[index] if cache is not None else None
-                return reference.extend(q, k, v, past, start).reshape(R * C, *q.shape[2:])
-
-            x = _block(layer, self, x, angles, attend)
-        last = jnp.take_along_axis(x.reshape(R, C, -1), (lengths - 1)[:, None, None], axis=1)[:, 0]
-        return rms_norm(last, weights["norm"]["scale"], self.rms_norm_eps), tuple(written)
-
-    def decode(
-        self,
-        weights: Params,
-        window: Cache,
-        valid: Bool[Array, "B W"],
-        index: Int[Array, ""],
-        token_ids: Int[Array, " B"],
-        positions: Int[Array, " B"],
-    ) -> tuple[Float[Array, "B D"], Cache]:
-        """Reads one token a row; the hidden states are normed."""
-        written = []
+        token_ids: Int[Array, " M"],
+        positions: Int[Array, " M"],
+        attend: AttendInLayer,
+    ) -> Float[Array, "M D"]:
+        """Final normed hidden states, the layers one by one."""
         angles = rope_angles(positions, self)
         x = weights["embed"]["embedding"][token_ids]
-        put = jax.lax.dynamic_update_slice_in_dim
-        for layer, (old_keys, old_values) in zip(weights["blocks"], window, strict=True):
-
-            def attend(
-                q: jax.Array,
-                k: jax.Array,
-                v: jax.Array,
-                old_keys: jax.Array = old_keys,
-                old_values: jax.Array = old_values,
-            ) -> jax.Array:
-                keys = put(old_keys, k[..., None], index, axis=3)
-                values = put(old_values, v[:, :, None], index, axis=2)
-                written.append((keys, values))
-                return reference.decode(q, keys, values, valid)
-
-            x = _block(layer, self, x, angles, attend)
-        return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps), tuple(written)
+        for index, layer in enumerate(weights["blocks"]):
+            x = _block(layer, self, x, angles, partial(attend, index))
+        return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps)
 
     def decode_axes(self) -> dict[str, Any]:
         """As `decode_weights` may have it, with an `lm_head`."""

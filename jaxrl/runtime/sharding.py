@@ -19,7 +19,7 @@ from jaxrl.models.architecture import Architecture, is_axes
 from jaxrl.types import Params
 
 BATCH = ("data", "fsdp")
-"""The mesh axes over which rows and slots are split."""
+"""The mesh axes over which rows and pages are split."""
 
 RULES: dict[str | None, str | None] = {
     "layer": None,
@@ -130,13 +130,8 @@ def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
 
 
 def cache_sharding(mesh: Mesh) -> NamedSharding:
-    """KV caches `[slots, K, S, H]`: slots over data and fsdp, heads over tensor."""
+    """Pages `[pages, K, page, H]`: over data and fsdp, their heads over tensor."""
     return NamedSharding(mesh, P(BATCH, "tensor", None, None))
-
-
-def prefix_sharding(mesh: Mesh) -> NamedSharding:
-    """Caches of prompts `[prompts, K, C, H]`, which any slot may copy: heads over tensor."""
-    return NamedSharding(mesh, P(None, "tensor", None, None))
 
 
 def param_shardings(

@@ -1,22 +1,31 @@
-"""The sampler's device programs: prompts in, chunks of tokens out.
+"""The sampler's device programs: tokens into the cache, chunks of tokens out of it.
 
-All are pure functions of `Slots`, which the engine donates from call to call. What the host
-reads after a chunk is returned beside the slots: dispatching the next chunk must not take it away.
+All are pure functions of the cache, which the engine donates from call to call. A row's *pending*
+token, the last one of its prompt, of what it sampled or of an observation, is not in the cache yet:
+a decoding step reads it, and draws the next one from what comes out. So no hidden state is kept.
+
+Rows, pages and tokens of the S shards (the mesh's data and fsdp axes) lie one after another, as
+many of each shard; indices of pages and rows are local to the shard.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxrl.models import kv_cache
-from jaxrl.models.architecture import Architecture, Cache
-from jaxrl.runtime.sharding import batch_sharding, cache_sharding, prefix_sharding, replicated
+from jaxrl.models.architecture import Architecture
+from jaxrl.models.attention.choice import Kernels
+from jaxrl.models.attention.reference import attend_chunk, merge
+from jaxrl.models.kv_cache import Cache
+from jaxrl.runtime.sharding import BATCH, batch_sharding, cache_sharding
 from jaxrl.sampling import next_token
 from jaxrl.types import Params
 
@@ -26,28 +35,52 @@ Array = Any
 RUNNING, STOP_STRING, END_OF_TURN, OUT_OF_BUDGET = 0, 1, 2, 3
 """Why a row stopped: not at all, a stop string, an end-of-turn id, no tokens left."""
 
+BLOCK = 16
+"""Tokens of one row that are read into the cache side by side."""
+
+_PAGES, _ROWS, _QUERIES = P(BATCH, "tensor"), P(BATCH), P(BATCH, None, "tensor")
+
 
 @struct.dataclass
-class Slots:
-    """B decode slots. A slot with `active` False is free, or waits for an observation."""
+class State:
+    """Rows between two decoding steps."""
 
-    cache: Cache  # [B, K, S, H] a layer
-    hidden: jax.Array  # [B, D], normed; the next token's logits come from it
-    length: jax.Array  # int32 [B], tokens in the cache
-    active: jax.Array  # bool [B]
-    budget: jax.Array  # int32 [B], tokens the row may still sample
-    stop_state: jax.Array  # int32 [B], of the stop automaton
-    key: jax.Array  # uint32 [B, 2], of the sample
+    pending: Array  # int32 [r], the token to read next
+    length: Array  # int32 [r], tokens in the cache
+    budget: Array  # int32 [r], tokens the row may still sample
+    stop_state: Array  # int32 [r], of the stop automaton
+    active: Array  # bool [r], it has not stopped
+
+
+@struct.dataclass
+class Rows:
+    """The rows of a chunk, from the host."""
+
+    source: Array  # int32 [r], the row of the last chunk that it goes on from; -1: from `state`
+    state: State  # of rows that start here, or go on after an observation
+    tables: Array  # int32 [r, M], pages in order
+    keys: Array  # uint32 [r, 2], of the samples
+
+
+@struct.dataclass
+class Blocks:
+    """Tokens to read into the cache: up to `BLOCK` consecutive ones of a row in each block."""
+
+    token_ids: Array  # int32 [b, BLOCK]
+    start: Array  # int32 [b], position of the first one
+    counts: Array  # int32 [b], tokens that count
+    tables: Array  # int32 [b, M], the row's pages in order
 
 
 @struct.dataclass
 class Report:
-    """What a chunk of N steps sampled, for r rows."""
+    """What a chunk of C steps sampled, for r rows."""
 
-    token_ids: Array  # int32 [r, N]; -1 where nothing was sampled
-    logprobs: Array  # float32 [r, N], nats
-    entropies: Array  # float32 [r, N], nats
-    status: jax.Array  # int32 [r], RUNNING or why the row stopped
+    token_ids: Array  # int32 [r, C]; -1 where nothing was sampled
+    logprobs: Array  # float32 [r, C], nats
+    entropies: Array  # float32 [r, C], nats
+    status: Array  # int32 [r], RUNNING or why the row stopped
+    stop_state: Array  # int32 [r], of the stop automaton, where the row has not stopped
 
 
 @struct.dataclass
@@ -65,204 +98,257 @@ class Sampler:
 
     Attributes:
         config: of the model.
-        mesh: over which slots (data, fsdp) and heads (tensor) are split.
+        mesh: over which rows and pages (data, fsdp) and heads (tensor) are split.
+        kernels: of attention.
         num_tokens: ids the tokenizer knows; larger ones are never sampled.
         num_steps: decoding steps of a chunk.
-        dtype: of weights, activations and caches.
+        num_rows: of a chunk at most.
+        dtype: of weights, activations and pages.
     """
 
     config: Architecture
     mesh: Mesh
+    kernels: Kernels
     num_tokens: int
     num_steps: int
+    num_rows: int
     dtype: jnp.dtype
 
-    def empty_slots(self, num_slots: int, capacity: int) -> Slots:
-        """Free slots with caches of `capacity` tokens."""
-        zeros = jnp.zeros(num_slots, jnp.int32)
-        return self._constrain(
-            Slots(
-                cache=kv_cache.allocate(self.config, num_slots, capacity, self.dtype),
-                hidden=jnp.zeros((num_slots, self.config.width), self.dtype),
-                length=zeros,
-                active=zeros.astype(bool),
-                budget=zeros,
-                stop_state=zeros,
-                key=jnp.zeros((num_slots, 2), jnp.uint32),
-            )
+    def empty_cache(self, num_pages: int, page_tokens: int) -> Cache:
+        """Pages of zeros."""
+        return self._split(kv_cache.allocate(self.config, num_pages, page_tokens, self.dtype))
+
+    def empty_state(self) -> State:
+        """What the first chunk goes on from: nothing."""
+        zeros = jnp.zeros(self.num_rows, jnp.int32)
+        state = State(
+            pending=zeros, length=zeros, budget=zeros, stop_state=zeros, active=zeros.astype(bool)
+        )
+        return self._by_row(state)
+
+    def _split(self, cache: Cache) -> Cache:
+        """Pages and heads stay split over the mesh, whatever the compiler would prefer."""
+        return jax.lax.with_sharding_constraint(cache, cache_sharding(self.mesh))
+
+    def _by_row(self, values: Any) -> Any:
+        return jax.lax.with_sharding_constraint(values, batch_sharding(self.mesh))
+
+    def _each_shard(self, function: Callable[..., Any], specs: Any, out_specs: Any) -> Any:
+        """The function on each shard's own part: it names pages by the shard's indices."""
+        if self.mesh.size == 1:
+            return function
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False
         )
 
-    def _constrain(self, slots: Slots) -> Slots:
-        """Slots and heads stay split over the mesh, whatever the compiler would prefer."""
-        by_slot = batch_sharding(self.mesh)
-        small = jax.tree.map(
-            lambda x: jax.lax.with_sharding_constraint(x, by_slot),
-            dataclasses.replace(slots, cache=()),
-        )
-        constrain = lambda x: jax.lax.with_sharding_constraint(x, cache_sharding(self.mesh))  # noqa: E731
-        return dataclasses.replace(small, cache=jax.tree.map(constrain, slots.cache))
+    def append(self, weights: Params, cache: Cache, blocks: Blocks) -> Cache:
+        """Reads tokens that were not sampled: prompts and observations alike.
 
-    def prefill(
-        self, weights: Params, token_ids: jax.Array, lengths: jax.Array
-    ) -> tuple[jax.Array, Cache]:
-        """Reads P prompts `[P, C]` once each: hidden states `[P, D]` and their caches."""
-        by_row = batch_sharding(self.mesh)
-        token_ids = jax.lax.with_sharding_constraint(token_ids, by_row)
-        start = jnp.zeros(token_ids.shape[0], jnp.int32)
-        hidden, prefix = self.config.extend(weights, None, token_ids, start, lengths)
-        shardings = (replicated(self.mesh), prefix_sharding(self.mesh))
-        hidden, prefix = jax.lax.with_sharding_constraint((hidden, prefix), shardings)
-        return hidden, prefix
-
-    def place(
-        self,
-        slots: Slots,
-        hidden: jax.Array,
-        prefix: Cache,
-        lengths: jax.Array,
-        source: jax.Array,
-        budget: jax.Array,
-        key: jax.Array,
-    ) -> Slots:
-        """Starts samples of prefilled prompts.
-
-        `source` `[B]` names the prompt each slot gets, -1 for slots left as they are; `lengths`
-        `[P]` are the prompts'; `budget` `[B]` and `key` `[B, 2]` count where `source` is not -1.
+        A block may go on where another one of the same call ends: all keys and values of a layer
+        are written before any are read.
         """
-        is_new = source >= 0
-        prompt = jnp.maximum(source, 0)
-        cache = tuple(
-            (
-                kv_cache.place_prefix(keys, new_keys, source),
-                kv_cache.place_prefix(values, new_values, source),
-            )
-            for (keys, values), (new_keys, new_values) in zip(slots.cache, prefix, strict=True)
+        blocks = self._by_row(blocks)
+        index = jnp.arange(BLOCK)
+        positions = blocks.start[:, None] + index
+        limits = jnp.where(index < blocks.counts[:, None], positions + 1, 0)
+        write = self._each_shard(
+            kv_cache.write_tokens, (_PAGES, _ROWS, _ROWS, _ROWS, _PAGES), _PAGES
         )
-        return self._constrain(
-            Slots(
-                cache=cache,
-                hidden=jnp.where(is_new[:, None], hidden[prompt], slots.hidden),
-                length=jnp.where(is_new, lengths[prompt], slots.length),
-                active=is_new | slots.active,
-                budget=jnp.where(is_new, budget, slots.budget),
-                stop_state=jnp.where(is_new, 0, slots.stop_state),
-                key=jnp.where(is_new[:, None], key, slots.key),
-            )
+        read = self._each_shard(
+            self.kernels.attend_pages, (_QUERIES, _PAGES, _PAGES, _ROWS, _ROWS), (_QUERIES,) * 2
         )
+        written = list(cache)
 
-    def extend(
-        self,
-        weights: Params,
-        slots: Slots,
-        rows: jax.Array,
-        token_ids: jax.Array,
-        lengths: jax.Array,
-        budget: jax.Array,
-    ) -> Slots:
-        """Appends tokens that were not sampled to waiting rows and lets them go on.
-
-        `rows` `[shards, r]` as in `kv_cache`; `token_ids` `[shards * r, C]` with `lengths` valid
-        ones each; `budget` `[shards * r]` is what the row may sample from here.
-        """
-        start = kv_cache.take_rows(slots.length, rows)
-        past = jax.tree.map(lambda x: kv_cache.take_rows(x, rows), slots.cache)
-        hidden, new = self.config.extend(weights, past, token_ids, start, lengths)
-        put = lambda old, x: kv_cache.put_rows(old, rows, x)  # noqa: E731
-        return self._constrain(
-            Slots(
-                cache=jax.tree.map(
-                    lambda old, x: kv_cache.write_window(old, rows, start, x), slots.cache, new
-                ),
-                hidden=put(slots.hidden, hidden),
-                length=put(slots.length, start + lengths),
-                active=put(slots.active, jnp.ones_like(start, bool)),
-                budget=put(slots.budget, budget),
-                stop_state=put(slots.stop_state, jnp.zeros_like(start)),
-                key=slots.key,
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            q, k, v = (x.reshape(-1, BLOCK, *x.shape[1:]) for x in (q, k, v))
+            keys, values = (
+                write(pages, blocks.tables, blocks.start, blocks.counts, new.swapaxes(1, 2))
+                for pages, new in zip(written[layer], (k, v), strict=True)
             )
-        )
+            written[layer] = keys, values
+            out, _ = read(q, keys, values, blocks.tables, limits)
+            return out.astype(q.dtype).reshape(-1, *q.shape[2:])
+
+        token_ids = blocks.token_ids.reshape(-1)
+        self.config.sample_states(weights, token_ids, positions.reshape(-1), attend)
+        return self._split(tuple(written))
 
     def decode_chunk(
         self,
         weights: Params,
-        slots: Slots,
-        rows: jax.Array,
+        cache: Cache,
+        last: State,
+        rows: Rows,
         stops: StopTables,
         temperature: jax.Array,
-        length: int | None = None,
-        top_p: jax.Array | None = None,
-    ) -> tuple[Slots, Report]:
-        """Samples up to `num_steps` tokens in `rows`; other slots are left alone.
+        top_p: jax.Array,
+        kind: str,
+    ) -> tuple[Cache, State, Report]:
+        """Samples up to `num_steps` tokens in some rows.
 
-        `length` is static: none of the rows holds more tokens, so no more of the cache is read;
-        None stands for its capacity. `temperature` and `top_p` are those of `next_token.sample`.
+        Their past is only read: what the chunk adds lies beside it, at an index that all rows
+        share, and goes to the pages at the end.
 
         The number of steps is static, because a GPU runs a loop of known length without asking the
         host after each turn of it; rows that stop early are masked.
+
+        Args:
+            weights: of `Architecture.decode_weights`.
+            cache: all pages.
+            last: of the rows of the chunk before, `num_rows`.
+            rows: to decode.
+            stops: what ends a turn.
+            temperature: of `next_token.sample`, as `top_p` and `kind`, which is static.
+            top_p: see there.
+            kind: see there.
         """
-        length = slots.cache[0][0].shape[2] if length is None else length
-        window = kv_cache.open_window(slots.cache, rows, length, self.num_steps)
-        small = jax.tree.map(
-            lambda x: kv_cache.take_rows(x, rows), dataclasses.replace(slots, cache=())
+        rows = self._by_row(rows)
+        state = self._go_on(last, rows)
+        cached, num_rows = state.length, state.length.shape[0]
+        read_past = self._past(cache, rows.tables, jnp.where(state.active, cached, 0))
+        # While a row runs, its step i draws the token at position cached + 1 + i.
+        draws = cached + 1 + jnp.arange(self.num_steps)[:, None]
+        uniforms = jax.vmap(next_token.uniforms, in_axes=(None, 0))(rows.keys, draws)
+        shape = (num_rows, self.config.num_kv_heads, self.num_steps, self.config.head_dim)
+        chunk = self._split(
+            tuple((jnp.zeros(shape, self.dtype),) * 2 for _ in range(self.config.num_layers))
         )
-        cached, num_rows = small.length, small.length.shape[0]
-        place = jnp.arange(length + self.num_steps)
-        is_past = (place < length) & (place < cached[:, None])
-        # While a row runs, its step i draws the token at position cached + i.
-        draws = cached + jnp.arange(self.num_steps)[:, None]
-        uniforms = jax.vmap(next_token.uniforms, in_axes=(None, 0))(small.key, draws)
         report = Report(
             token_ids=jnp.full((self.num_steps, num_rows), -1, jnp.int32),
             logprobs=jnp.zeros((self.num_steps, num_rows), jnp.float32),
             entropies=jnp.zeros((self.num_steps, num_rows), jnp.float32),
             status=jnp.zeros(num_rows, jnp.int32),
+            stop_state=state.stop_state,
         )
 
         def step(
-            index: jax.Array, carry: tuple[Slots, Cache, Report]
-        ) -> tuple[Slots, Cache, Report]:
-            small, window, report = carry
-            logits = self.config.unembed(weights, small.hidden, num_tokens=self.num_tokens)
-            token, logprob, entropy = next_token.sample(logits, uniforms[index], temperature, top_p)
-            budget = small.budget - small.active
-            status = _status(stops, small.stop_state, token, budget)
-            running = small.active & (status == RUNNING)
+            index: jax.Array, carry: tuple[State, Cache, Report]
+        ) -> tuple[State, Cache, Report]:
+            state, chunk, report = carry
+            hidden, chunk = self._read_pending(weights, state, cached, chunk, index, read_past)
+            logits = self.config.unembed(weights, hidden, num_tokens=self.num_tokens)
+            token, logprob, entropy = next_token.sample(
+                logits, uniforms[index], temperature, top_p, kind=kind
+            )
+            budget = state.budget - state.active
+            status = _status(stops, state.stop_state, token, budget)
+            stop_state = stops.next_state[state.stop_state, token].astype(jnp.int32)
             report = Report(
-                token_ids=report.token_ids.at[index].set(jnp.where(small.active, token, -1)),
-                logprobs=report.logprobs.at[index].set(jnp.where(small.active, logprob, 0.0)),
-                entropies=report.entropies.at[index].set(jnp.where(small.active, entropy, 0.0)),
-                status=jnp.where(small.active, status, report.status),
+                token_ids=report.token_ids.at[index].set(jnp.where(state.active, token, -1)),
+                logprobs=report.logprobs.at[index].set(jnp.where(state.active, logprob, 0.0)),
+                entropies=report.entropies.at[index].set(jnp.where(state.active, entropy, 0.0)),
+                status=jnp.where(state.active, status, report.status),
+                stop_state=jnp.where(state.active, stop_state, report.stop_state),
             )
-            valid = is_past | ((place >= length) & (place <= length + index))
-            hidden, window = self.config.decode(
-                weights, window, valid, length + index, token, small.length
-            )
-            small = dataclasses.replace(
-                small,
-                hidden=jnp.where(running[:, None], hidden, small.hidden),
-                length=small.length + running,
-                active=running,
+            state = State(
+                pending=jnp.where(state.active, token, state.pending),
+                length=state.length + state.active,
                 budget=budget,
-                stop_state=stops.next_state[small.stop_state, token].astype(jnp.int32),
+                stop_state=stop_state,
+                active=state.active & (status == RUNNING),
             )
-            return small, window, report
+            return state, chunk, report
 
-        small, window, report = jax.lax.fori_loop(0, self.num_steps, step, (small, window, report))
-        put = lambda old, x: kv_cache.put_rows(old, rows, x)  # noqa: E731
-        cache = jax.tree.map(
-            lambda old, x: kv_cache.write_window(old, rows, cached, x),
-            slots.cache,
-            kv_cache.window_tail(window, self.num_steps),
+        state, chunk, report = jax.lax.fori_loop(0, self.num_steps, step, (state, chunk, report))
+        write = self._each_shard(
+            kv_cache.write_tokens, (_PAGES, _ROWS, _ROWS, _ROWS, _PAGES), _PAGES
         )
-        updated = jax.tree.map(put, dataclasses.replace(slots, cache=()), small)
-        slots = dataclasses.replace(updated, cache=cache)
-        by_row = Report(
+        cache = jax.tree.map(
+            lambda pages, new: write(pages, rows.tables, cached, state.length - cached, new),
+            cache,
+            chunk,
+        )
+        by_row = dataclasses.replace(
+            report,
             token_ids=report.token_ids.T,
             logprobs=report.logprobs.T,
             entropies=report.entropies.T,
-            status=report.status,
         )
-        return self._constrain(slots), by_row
+        return self._split(cache), self._widen(state), by_row
+
+    def _read_pending(
+        self,
+        weights: Params,
+        state: State,
+        cached: jax.Array,
+        chunk: Cache,
+        index: jax.Array,
+        read_past: Callable[..., tuple[jax.Array, jax.Array]],
+    ) -> tuple[jax.Array, Cache]:
+        """Hidden states after each row's pending token, and the chunk with its keys and values."""
+        limits = jnp.where(state.active, cached, 0)  # who has stopped reads nothing more
+        written = list(chunk)
+        put = jax.lax.dynamic_update_slice_in_dim
+
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            keys, values = (
+                put(old, new[:, :, None], index, axis=2)
+                for old, new in zip(written[layer], (k, v), strict=True)
+            )
+            written[layer] = keys, values
+            past, past_lse = read_past(layer, q[:, None], limits[:, None])
+            own = attend_chunk(q, keys, values, index)
+            return merge(*own, past[:, 0], past_lse[:, 0]).astype(q.dtype)
+
+        hidden = self.config.sample_states(weights, state.pending, state.length, attend)
+        return hidden, tuple(written)
+
+    def _past(
+        self, cache: Cache, tables: jax.Array, limits: jax.Array
+    ) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        """How a step of the chunk reads a layer's past, given queries and limits."""
+        kernels = self.kernels
+        if kernels.past is None:
+            over_pages = self._each_shard(
+                kernels.attend_pages, (_QUERIES, _PAGES, _PAGES, _ROWS, _ROWS), (_QUERIES,) * 2
+            )
+            return lambda layer, q, limits: over_pages(q, *cache[layer], tables, limits)
+        open_past, attend_past = kernels.past
+        opened = self._each_shard(open_past, (_PAGES, _PAGES, _ROWS, _ROWS), _PAGES)
+        over_past = self._each_shard(attend_past, (_QUERIES, _PAGES, _ROWS), (_QUERIES,) * 2)
+        layers = [opened(*pages, tables, limits) for pages in cache]
+        return lambda layer, q, limits: over_past(q, layers[layer], limits)
+
+    def _go_on(self, last: State, rows: Rows) -> State:
+        """The state of each row: the host's, or what the last chunk left of it."""
+        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        source = rows.source.reshape(shards, -1)
+
+        def pick(left: jax.Array, given: jax.Array) -> jax.Array:
+            left = jnp.take_along_axis(left.reshape(shards, -1), source, axis=1, mode="clip")
+            return jnp.where(rows.source >= 0, left.reshape(-1), given)
+
+        return self._by_row(jax.tree.map(pick, last, rows.state))
+
+    def _widen(self, state: State) -> State:
+        """The state with as many rows as the largest chunk has, for the next one."""
+        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
+        def pad(values: jax.Array) -> jax.Array:
+            of_shards = values.reshape(shards, -1)
+            missing = self.num_rows // shards - of_shards.shape[1]
+            return jnp.pad(of_shards, ((0, 0), (0, missing))).reshape(-1)
+
+        return self._by_row(jax.tree.map(pad, state))
+
+    def copy_pages(self, cache: Cache, sources: jax.Array, targets: jax.Array) -> Cache:
+        """Pages copied onto others of their shard, `[S * n]` of them."""
+
+        def copy(pages: jax.Array, sources: jax.Array, targets: jax.Array) -> jax.Array:
+            return kv_cache.write_pages(pages, targets, kv_cache.read_pages(pages, sources))
+
+        copied = self._each_shard(copy, (_PAGES, _ROWS, _ROWS), _PAGES)
+        return self._split(jax.tree.map(lambda pages: copied(pages, sources, targets), cache))
+
+    def swap_pages(
+        self, cache: Cache, incoming: Cache, sources: jax.Array, targets: jax.Array
+    ) -> tuple[Cache, Cache]:
+        """Writes `incoming` pages, and returns the content that others had before."""
+        read = self._each_shard(kv_cache.read_pages, (_PAGES, _ROWS), _PAGES)
+        write = self._each_shard(kv_cache.write_pages, (_PAGES, _ROWS, _PAGES), _PAGES)
+        outgoing = jax.tree.map(lambda pages: read(pages, sources), cache)
+        cache = jax.tree.map(lambda pages, new: write(pages, targets, new), cache, incoming)
+        return self._split(cache), self._split(outgoing)
 
 
 def _status(

@@ -1,9 +1,12 @@
-"""The sampling engine: slots, chunks and refill. It knows tokens only.
+"""The sampling engine: rows, pages, chunks and refill. It knows tokens only.
 
-Requests wait in a queue; free slots take them in order. A running row is decoded in chunks until
-it stops, then waits until the caller resumes it with the tokens of an observation or finishes it.
-Its cache stays where it is, so that of a resumed row only the new tokens are read, and a prompt is
-read once for all its samples.
+Requests wait in a queue and are admitted in order while there are rows to decode them in and pages
+for their caches. A running row is decoded in chunks until it stops, then waits until the caller
+resumes it with the tokens of an observation or finishes it. Its pages stay its own, so that of a
+resumed row only the new tokens are read; the pages that a prompt fills are shared by its samples.
+
+Where pages run out, the youngest request gives up its own: their content waits on the host, and
+comes back before any newer request is admitted. So the oldest always goes on.
 
 A chunk may be dispatched before the report of the one before it is read, so that the host works
 while the device decodes. Everything here is then decided from what the host knows at that moment,
@@ -15,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,12 +27,24 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
+from jaxrl.models.attention.choice import XLA, Kernels
+from jaxrl.models.kv_cache import Cache
 from jaxrl.runtime.compilation import CompiledFunction
-from jaxrl.runtime.sharding import decode_shardings, num_batch_shards, on_local_mesh, replicated
-from jaxrl.sampling import decode
-from jaxrl.sampling.decode import Sampler, Slots, StopTables
+from jaxrl.runtime.sharding import (
+    cache_sharding,
+    decode_shardings,
+    num_batch_shards,
+    on_local_mesh,
+    replicated,
+)
+from jaxrl.sampling import decode, next_token
+from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, State, StopTables
+from jaxrl.sampling.pages import PagePool, pages_for
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.types import Params
+
+MOVED_PAGES = 8
+"""Pages of a shard that are copied or swapped in one call."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +52,8 @@ class Request:
     """One sample to draw.
 
     Attributes:
-        prompt_ids: at least one id. Requests with the same prompt that follow one another have it
-            read once.
+        prompt_ids: at least one id. Requests with the same prompt share its pages while any of
+            them has some.
         sample_key: uint32 [2], see `sample_keys`.
         budget: tokens it may sample until the caller grants more.
     """
@@ -63,33 +79,53 @@ class Event:
 class Counts:
     """Work done since the engine was made, in tokens unless named otherwise."""
 
-    prefilled_prompt: int = 0  # prompts, each read once for its group
-    prefilled_resume: int = 0  # observations and the pending token of each resumed turn
+    prefilled_prompt: int = 0  # prompts but for their last tokens, read once while the pages live
+    prefilled_resume: int = 0  # observations and the token before each, but for their last tokens
     sampled: int = 0
     chunks: int = 0  # dispatched
-    slot_steps: int = 0  # steps times the rows they were computed for
+    row_steps: int = 0  # steps times the rows they were computed for
+    preemptions: int = 0  # requests whose pages were given to an older one
+    swapped: int = 0  # tokens whose keys and values went to the host
 
 
-@dataclass
+@dataclass(eq=False)
+class _Prefix:
+    """A prompt in the cache: its full pages are shared, what is left is copied for each sample."""
+
+    prompt_ids: tuple[int, ...]
+    num_tokens: int  # all but the last
+    shared: list[int]  # pages
+    kept: list[int] = field(default_factory=list)  # all its pages, while no row has them
+    rows: dict[int, _Row] = field(default_factory=dict)  # that have pages, by request
+
+
+@dataclass(eq=False, kw_only=True)
 class _Row:
-    """A request in a slot."""
+    """A request that was admitted."""
 
     request: int
-    length: int  # tokens in the cache, as far as reports were read
-    budget: int  # tokens it may still sample, likewise
+    key: np.ndarray
+    shard: int
+    prefix: _Prefix
+    pending: int  # the token that is not in the cache yet
+    budget: int  # tokens it may still sample, as far as reports were read
+    length: int = 0  # tokens in the cache, likewise
+    stop_state: int = 0  # likewise
+    unread: list[int] = field(default_factory=list)  # tokens to read before the pending one
+    pages: list[int] = field(default_factory=list)
+    saved: Any = None  # the content of its pages, of each layer, while they are another's
     in_flight: int = 0  # steps dispatched for it whose reports were not read
+    index: int = -1  # in the last chunk dispatched for it
     is_waiting: bool = False  # stopped; neither resumed nor finished yet
-    pending: int | None = None  # sampled but not read into the cache
 
     @property
     def may_run(self) -> bool:
         """False where it has stopped, or must have when the chunks in flight are done."""
         return not self.is_waiting and self.in_flight < self.budget
 
-    @property
-    def longest(self) -> int:
-        """The most tokens its cache can hold when the chunks in flight are done."""
-        return self.length + min(self.in_flight, self.budget)
+    def longest(self, num_steps: int) -> int:
+        """The most tokens its cache can hold after so many steps more."""
+        return self.length + len(self.unread) + min(self.in_flight + num_steps, self.budget)
 
 
 @dataclass(frozen=True)
@@ -97,19 +133,8 @@ class _Chunk:
     """A chunk whose report was not read yet."""
 
     number: int
-    rows: list[tuple[int, int, int]]  # of each: request, slot, index in the report
+    rows: list[tuple[int, int]]  # of each: request, index in the report
     report: decode.Report
-
-
-@dataclass
-class _Prompts:
-    """The prompts prefilled last; kept while samples of them still wait for a slot."""
-
-    index: dict[tuple[int, ...], int] = field(default_factory=dict)  # prompt to row
-    hidden: Any = None
-    prefix: Any = None
-    lengths: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    width: int = 0
 
 
 def sample_keys(
@@ -161,40 +186,31 @@ def _sample_keys(
     return jax.vmap(one)(positions, samples, attempts)
 
 
-def powers(lowest: int, highest: int, factor: int) -> list[int]:
-    """`lowest`, `lowest * factor`, … up to the first that reaches `highest`, cut to it."""
-    sizes = [lowest]
-    while sizes[-1] < highest:
-        sizes.append(min(sizes[-1] * factor, highest))
-    return sizes
+def fractions(size: int, parts: Sequence[int]) -> list[int]:
+    """The size over each of the parts, rounded up, in increasing order."""
+    return sorted({-(-size // part) for part in parts})
 
 
-def padded_sizes(longest: int) -> list[int]:
-    """The sizes to which up to `longest` tokens are padded when they are read."""
-    return powers(16, max(longest, 16), 2)
+def append_sizes(platform: str, max_total_tokens: int) -> list[int]:
+    """Into how many tokens those to read are padded, the smaller first.
 
-
-def cache_capacity(*, max_prompt_tokens: int, max_total_tokens: int, chunk_tokens: int) -> int:
-    """Tokens of a slot's cache: a trajectory and a chunk, and any prompt with its padding."""
-    return max(max_total_tokens + chunk_tokens, padded_sizes(max_prompt_tokens)[-1])
+    Reading few costs an accelerator what reading many does; a CPU computes the padding.
+    """
+    longest = -(-max_total_tokens // BLOCK) * BLOCK
+    sizes = (64, 256) if platform == "cpu" else (256, 2048)
+    return sorted({min(size, longest) for size in sizes})
 
 
 def _fit(size: int, sizes: Sequence[int]) -> int:
     """The smallest of the increasing `sizes` that holds `size`."""
-    if size > sizes[-1]:
-        raise ValueError(
-            f"{size} rows or tokens do not fit the engine's sizes {list(sizes)}. This is a bug in "
-            "jaxrl: prompts and observations are cut or refused before they come here."
-        )
     return next(bound for bound in sizes if bound >= size)
 
 
 class Engine:
-    """Decodes requests in a fixed number of slots.
+    """Decodes requests in a fixed number of rows, their caches in a fixed number of pages.
 
-    All its compiled shapes come from small sets: rows of a shard to decode in `row_sizes`, to read
-    tokens into in `resume_sizes`, chunks of tokens to read in `read_sizes`, prompts in
-    `prompt_sizes`, live lengths in `length_sizes`; `shapes` prints them.
+    All its compiled shapes come from small sets: rows of a shard to decode in `row_sizes`, tokens
+    of a shard to read in `append_sizes`; `shapes` prints them.
 
     It holds memory only while it works: weights from `set_weights`, a cache from the next `submit`
     on, both until `release`.
@@ -208,123 +224,128 @@ class Engine:
         *,
         num_tokens: int,
         eos_ids: Sequence[int],
-        num_slots: int,
-        num_rows: int = 0,
+        num_rows: int,
+        num_pages: int = 0,
         max_prompt_tokens: int,
         max_total_tokens: int,
         chunk_tokens: int,
-        prompts_per_prefill: int,
         dtype: Any = jnp.float32,
+        kernels: Kernels = XLA,
         train_mesh: Mesh | None = None,
-        nucleus: bool = False,
+        kinds: Sequence[str] = (next_token.GREEDY, next_token.PLAIN),
     ):
         """Declares the programs; allocates nothing but the stop tables.
 
         Args:
             config: of the model.
-            mesh: of this process's devices, and only these are used; slots are split over its data
-                and fsdp axes.
+            mesh: of this process's devices, and only these are used; rows and pages are split over
+                its data and fsdp axes.
             automaton: ends a turn.
             num_tokens: ids the tokenizer knows.
             eos_ids: end a turn too.
-            num_slots: rows with a cache; a multiple of data * fsdp.
-            num_rows: rows decoded side by side at most, a multiple of data * fsdp; 0: all. Slots
-                beyond it hold rows that wait.
+            num_rows: decoded side by side at most; a multiple of data * fsdp.
+            num_pages: of each shard; 0: enough for `num_rows` rows of full length.
             max_prompt_tokens: of any prompt.
             max_total_tokens: prompt, samples and observations together.
             chunk_tokens: decoding steps between two looks of the host.
-            prompts_per_prefill: prompts read side by side.
             dtype: of weights, activations and cache.
+            kernels: of attention.
             train_mesh: on which `set_weights` finds the parameters; `mesh` by default.
-            nucleus: compile what `top_p` needs, which every decoding step then runs.
+            kinds: ways to draw, out of `next_token.KINDS`, that `submit` may ask for.
 
         Raises:
-            ValueError: `num_slots` or `num_rows` is not a multiple of data * fsdp, or there are
-                more rows than slots.
+            ValueError: `num_rows` is not a multiple of data * fsdp, or the pages of a shard do not
+                hold one trajectory.
         """
-        num_rows = num_rows or num_slots
         self.num_shards = num_batch_shards(mesh)
-        for name, value in {"num_slots": num_slots, "num_rows": num_rows}.items():
-            if value % self.num_shards:
-                raise ValueError(
-                    f"config.rollout.{name}={value} is not a multiple of data * fsdp = "
-                    f"{self.num_shards}; every device needs the same number."
-                )
-        if num_rows > num_slots:
+        if num_rows % self.num_shards:
             raise ValueError(
-                f"config.rollout.num_rows={num_rows} is more than num_slots={num_slots}; a row "
-                "that is decoded needs a slot."
+                f"config.rollout.num_rows={num_rows} is not a multiple of data * fsdp = "
+                f"{self.num_shards}; every device needs the same number."
             )
-        self.num_slots = num_slots
-        self.capacity = cache_capacity(
-            max_prompt_tokens=max_prompt_tokens,
-            max_total_tokens=max_total_tokens,
-            chunk_tokens=chunk_tokens,
-        )
         self._mesh = mesh
         self._train_mesh = mesh if train_mesh is None else train_mesh
-        self._slots_per_shard = num_slots // self.num_shards
-        self._num_prompts = -(-prompts_per_prefill // self.num_shards) * self.num_shards
-        self._max_prompt_tokens = max_prompt_tokens
+        self._rows_per_shard = num_rows // self.num_shards
+        self._max_prompt_tokens, self._max_total_tokens = max_prompt_tokens, max_total_tokens
+        self.page_tokens = kernels.page_tokens
+        self._table_pages = pages_for(max_total_tokens, self.page_tokens)
+        self.num_pages = num_pages or self._rows_per_shard * self._table_pages
+        if self.num_pages < self._table_pages:
+            raise ValueError(
+                f"a cache of {self.num_pages} pages of {self.page_tokens} tokens does not hold one "
+                f"trajectory of config.rollout.max_total_tokens={max_total_tokens}, which fills "
+                f"{self._table_pages}; raise config.rollout.cache_gib or lower max_total_tokens."
+            )
         self.sampler = Sampler(
-            config=config, mesh=mesh, num_tokens=num_tokens, num_steps=chunk_tokens, dtype=dtype
+            config=config,
+            mesh=mesh,
+            kernels=kernels,
+            num_tokens=num_tokens,
+            num_steps=chunk_tokens,
+            num_rows=num_rows,
+            dtype=dtype,
         )
-        rows = num_rows // self.num_shards
-        self.row_sizes = sorted({-(-rows // part) for part in (1, 2, 4, 16)})
-        self.resume_sizes = sorted({-(-rows // part) for part in (1, 4, 16)})
-        self.read_sizes = padded_sizes(max_total_tokens)
-        self.prompt_sizes = padded_sizes(max_prompt_tokens)
-        self.length_sizes = powers(min(64, max_total_tokens), max_total_tokens, 2)
-        self._compile(config, dtype)
+        self.row_sizes = fractions(self._rows_per_shard, (1, 4, 16))
+        platform = mesh.devices.flat[0].platform
+        self.append_sizes = append_sizes(platform, max_total_tokens)
+        self.kinds = tuple(kinds)
+        self._declare(config, dtype)
         self._stops = _stop_tables(automaton, config.vocab_size, eos_ids, mesh)
-        self._empty_slots = jax.jit(self.sampler.empty_slots, static_argnums=(0, 1))
-        self._slots: Slots | None = None
         self._weights: Params | None = None
-        self._rows: list[_Row | None] = [None] * num_slots
-        self._slot_of: dict[int, int] = {}
-        self._queue: deque[tuple[int, Request]] = deque()
-        self._in_flight: deque[_Chunk] = deque()
-        self._prompts = _Prompts()
         self._next_request = 0
-        self._nucleus = nucleus
         self._temperature = self._top_p = 1.0  # of all requests there are
         self.counts = Counts()
+        self.most_pages = 0  # of a shard in use at once, at most since the cache was made
+        self._cache: Cache | None = None
+        self._state: State | None = None
+        self._nothing: Cache | None = None
+        self._forget()
 
-    def _compile(self, config: Architecture, dtype: Any) -> None:
-        extends = [(rows, size) for rows in self.resume_sizes for size in self.read_sizes]
+    def _forget(self) -> None:
+        """No requests, and all pages free."""
+        self._rows: dict[int, _Row] = {}
+        self._queue: deque[tuple[int, Request]] = deque()
+        self._in_flight: deque[_Chunk] = deque()
+        self._pools = [PagePool(self.num_pages) for _ in range(self.num_shards)]
+        self._prefixes: dict[tuple[int, tuple[int, ...]], _Prefix] = {}
+        self._copies: list[list[tuple[int, int]]] = [[] for _ in range(self.num_shards)]
+
+    def _declare(self, config: Architecture, dtype: Any) -> None:
+        """The programs, compiled by `compile` or else when they are first called."""
         prepare = lambda params: config.decode_weights(params, dtype)  # noqa: E731
         layouts = decode_shardings(self._train_mesh, config)
         self._prepare = jax.jit(prepare, out_shardings=layouts)
         self._layouts = decode_shardings(self._mesh, config)
-        decodes = [(rows, length) for rows in self.row_sizes for length in self.length_sizes]
         sampler = self.sampler
+        decodes = [(rows, kind) for rows in self.row_sizes for kind in self.kinds]
         self.functions = (
-            CompiledFunction(sampler.prefill, name="prefill", variants=self.prompt_sizes),
             CompiledFunction(
-                sampler.place, name="place", variants=self.prompt_sizes, donate_argnums=(0,)
+                sampler.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
             ),
-            CompiledFunction(sampler.extend, name="extend", variants=extends, donate_argnums=(1,)),
             CompiledFunction(
                 sampler.decode_chunk,
                 name="decode",
                 variants=decodes,
                 donate_argnums=(1,),
-                static_argnums=(5,),
+                static_argnums=(7,),
             ),
+            CompiledFunction(sampler.copy_pages, name="copy", donate_argnums=(0,)),
+            CompiledFunction(sampler.swap_pages, name="swap", donate_argnums=(0,)),
         )
-        self._prefill, self._place, self._extend, self._decode = self.functions
+        self._append, self._decode, self._copy, self._swap = self.functions
+        self._make_cache = jax.jit(sampler.empty_cache, static_argnums=(0, 1))
+        self._make_state = jax.jit(sampler.empty_state)
 
     def shapes(self) -> str:
         """The set of shapes that may be compiled, for people."""
-        rows, resumed = (
+        rows, read = (
             [size * self.num_shards for size in sizes]
-            for sizes in (self.row_sizes, self.resume_sizes)
+            for sizes in (self.row_sizes, self.append_sizes)
         )
         return (
-            f"decode {self.sampler.num_steps} steps of {rows} rows over {self.length_sizes} "
-            f"tokens; read {self.read_sizes} tokens "
-            f"of {resumed} rows; prompts {self._num_prompts} x {self.prompt_sizes}; "
-            f"cache {len(self._rows)} slots x {self.capacity} tokens"
+            f"decode {self.sampler.num_steps} steps of {rows} rows ({', '.join(self.kinds)}); "
+            f"read {read} tokens; cache {self.num_pages * self.num_shards} pages x "
+            f"{self.page_tokens} tokens, up to {self._table_pages} a row"
         )
 
     @property
@@ -359,17 +380,14 @@ class Engine:
     def _drop_weights(self) -> None:
         _delete(self._weights)
         self._weights = None
-        self._prompts = _Prompts()  # what the old weights made of them is of no use
+        self._drop_kept(range(self.num_shards))
+        self._prefixes.clear()  # what the old weights made of them is of no use
 
     def clear(self) -> None:
         """Forgets every request, running ones too, and gives back the cache's memory."""
-        self._queue.clear()
-        self._slot_of.clear()
-        self._in_flight.clear()
-        self._rows = [None] * self.num_slots
-        self._prompts = _Prompts()
-        _delete(self._slots)
-        self._slots = None
+        self._forget()
+        _delete((self._cache, self._state, self._nothing))
+        self._cache = self._state = self._nothing = None
 
     def submit(
         self, requests: Sequence[Request], *, temperature: float = 1.0, top_p: float = 1.0
@@ -377,32 +395,45 @@ class Engine:
         """Queues requests; the numbers by which events name them.
 
         Args:
-            requests: what to sample, in the order in which slots take it.
+            requests: what to sample, in the order in which they are admitted.
             temperature: of their tokens' distribution; 0 is greedy. All requests that are there at
                 a time share it.
-            top_p: likewise; they draw from the most likely tokens of this probability only. Other
-                than 1 needs an engine made with `nucleus`.
+            top_p: likewise; they draw from the most likely tokens of this probability only.
 
         Raises:
-            RuntimeError: there are no weights, or requests that are drawn in another way.
+            RuntimeError: there are no weights, or requests that are drawn in another way, or the
+                engine was made without the kind.
             ValueError: a prompt is too long, a budget below 1, a temperature below 0 or `top_p` no
                 share; then none is queued.
         """
         if self._weights is None:
             raise RuntimeError("the engine has no weights; call set_weights first.")
         for request in requests:
-            _fit(len(request.prompt_ids), self.prompt_sizes)
-            _check_budget(request.budget)
+            if len(request.prompt_ids) > self._max_prompt_tokens:
+                raise ValueError(
+                    f"a prompt has {len(request.prompt_ids)} tokens, but the engine was made for "
+                    f"max_prompt_tokens={self._max_prompt_tokens}. This is a bug in jaxrl: longer "
+                    "ones are cut or refused before they come here."
+                )
+            self._check_budget(len(request.prompt_ids), request.budget)
         self._take_settings(temperature, top_p)
-        if self.is_idle:
-            # What came before, an evaluation say, may not show: a restart would not have had it.
-            self._prompts = _Prompts()
-        if self._slots is None:
-            self._slots = self._empty_slots(self.num_slots, self.capacity)
+        if self._cache is None:
+            self._cache = self._make_cache(self.num_pages * self.num_shards, self.page_tokens)
+            self._state = self._make_state()
         numbers = list(range(self._next_request, self._next_request + len(requests)))
         self._next_request += len(requests)
         self._queue.extend(zip(numbers, requests, strict=True))
         return numbers
+
+    def _check_budget(self, length: int, budget: int) -> None:
+        """A row that may sample nothing would neither run nor stop, one too long has no pages."""
+        if budget < 1:
+            raise ValueError(f"a request may sample {budget} tokens; expected at least 1.")
+        if length + budget > self._max_total_tokens:
+            raise ValueError(
+                f"a request of {length} tokens may sample {budget}, together more than "
+                f"max_total_tokens={self._max_total_tokens}. This is a bug in jaxrl."
+            )
 
     def _take_settings(self, temperature: float, top_p: float) -> None:
         """Refuses what cannot be drawn, or not beside the requests that are there."""
@@ -410,8 +441,12 @@ class Engine:
             raise ValueError(f"temperature is {temperature}; expected 0 or more.")
         if not 0.0 < top_p <= 1.0:
             raise ValueError(f"top_p is {top_p}; expected a number in (0, 1].")
-        if top_p != 1.0 and not self._nucleus:
-            raise RuntimeError(f"top_p is {top_p}, but the engine was made without nucleus=True.")
+        kind = next_token.kind_of(temperature, top_p)
+        if kind not in self.kinds:
+            raise RuntimeError(
+                f"temperature {temperature} and top_p {top_p} ask for {kind!r}, but the engine was "
+                f"made for {', '.join(map(repr, self.kinds))}."
+            )
         there = (self._temperature, self._top_p)
         if not self.is_idle and (temperature, top_p) != there:
             raise RuntimeError(
@@ -421,26 +456,30 @@ class Engine:
         self._temperature, self._top_p = temperature, top_p
 
     def finish(self, request: int) -> None:
-        """Frees the slot of a stopped request."""
-        self._rows[self._slot_of.pop(request)] = None
+        """Gives up the pages of a stopped request."""
+        row = self._rows.pop(request)
+        if row.saved is None:
+            self._keep_prefix(row)
+            self._give_up(row)
         if self.is_idle:
             self._in_flight.clear()  # in which every row had stopped before
 
     @property
     def num_running(self) -> int:
-        """Rows that have not stopped, as far as the host knows."""
-        return sum(row is not None and not row.is_waiting for row in self._rows)
+        """Requests that have not stopped, as far as the host knows."""
+        return sum(not row.is_waiting for row in self._rows.values())
 
     @property
     def is_idle(self) -> bool:
         """Nothing runs, waits or is queued."""
-        return not self._queue and not self._slot_of
+        return not self._queue and not self._rows
 
     @property
     def is_stalled(self) -> bool:
         """Nothing happens before the caller resumes or finishes a request."""
-        is_full = len(self._slot_of) == self.num_slots
-        return not self._in_flight and not self.num_running and (is_full or not self._queue)
+        runs = any(row.saved is None and not row.is_waiting for row in self._rows.values())
+        comes = any(self._next_back(shard) for shard in range(self.num_shards))
+        return not (self._in_flight or runs or comes or self._free_shard() is not None)
 
     def resume(self, resumed: Sequence[tuple[int, Sequence[int], int]]) -> None:
         """Lets stopped requests go on.
@@ -452,132 +491,393 @@ class Engine:
         Raises:
             ValueError: a budget is below 1; then none goes on.
         """
-        for _, _, granted in resumed:
-            _check_budget(granted)
-        remaining = deque(resumed)
-        while remaining:
-            batch = self._take_batch(remaining)
-            size = max(len(rows) for rows in batch)
-            num_rows = _fit(size, self.resume_sizes)
-            longest = max(len(tokens) + 1 for rows in batch for _, tokens, _ in rows)
-            width = _fit(longest, self.read_sizes)
-            rows = np.full((self.num_shards, num_rows), self._slots_per_shard, np.int32)
-            token_ids = np.zeros((self.num_shards, num_rows, width), np.int32)
-            lengths = np.ones((self.num_shards, num_rows), np.int32)
-            budget = np.zeros((self.num_shards, num_rows), np.int32)
-            for shard, members in enumerate(batch):
-                for index, (request, tokens, allowed) in enumerate(members):
-                    slot = self._slot_of[request]
-                    row = self._row(slot)
-                    assert row.pending is not None, f"request {request} has not stopped"
-                    new = [row.pending, *tokens]
-                    rows[shard, index] = slot % self._slots_per_shard
-                    token_ids[shard, index, : len(new)] = new
-                    lengths[shard, index] = len(new)
-                    budget[shard, index] = allowed
-                    row.is_waiting, row.pending, row.budget = False, None, allowed
-                    row.length += len(new)
-                    self.counts.prefilled_resume += len(new)
-            self._slots = self._extend(
-                self._weights,
-                self._slots,
-                rows,
-                token_ids.reshape(-1, width),
-                lengths.reshape(-1),
-                budget.reshape(-1),
-                variant=(num_rows, width),
-            )
-
-    def _take_batch(
-        self, remaining: deque[tuple[int, Sequence[int], int]]
-    ) -> list[list[tuple[int, Sequence[int], int]]]:
-        """Rows to resume in one call, by shard: all of one token-size class, in order."""
-        batch: list[list[tuple[int, Sequence[int], int]]] = [[] for _ in range(self.num_shards)]
-        width = _fit(len(remaining[0][1]) + 1, self.read_sizes)
-        for entry in [x for x in remaining if _fit(len(x[1]) + 1, self.read_sizes) == width]:
-            members = batch[self._slot_of[entry[0]] // self._slots_per_shard]
-            if len(members) < self.resume_sizes[-1]:
-                members.append(entry)
-                remaining.remove(entry)
-        return batch
+        for request, tokens, granted in resumed:
+            self._check_budget(self._rows[request].length + 1 + len(tokens), granted)
+        for request, tokens, granted in resumed:
+            row = self._rows[request]
+            assert row.is_waiting, f"request {request} has not stopped"
+            *row.unread, row.pending = [row.pending, *tokens]
+            row.is_waiting, row.budget, row.stop_state = False, granted, 0
+            self.counts.prefilled_resume += len(row.unread)
 
     def step(self, *, ahead: int = 0) -> list[Event]:
-        """Fills free slots, dispatches a chunk, and tells what an earlier one sampled.
+        """Makes room, admits requests, dispatches a chunk, and tells what an earlier one sampled.
 
         Args:
-            ahead: chunks left in flight. With 0 the chunk just dispatched is read, which waits for
-                it; with 1 the one before it, so that the device has work meanwhile. Where nothing
-                is left to decode, the oldest chunk in flight is read.
+            ahead: chunks left in flight, 0 or 1. With 0 the chunk just dispatched is read, which
+                waits for it; with 1 the one before it, so that the device has work meanwhile.
+                Where nothing is left to decode, or no page for it, the oldest one is read.
         """
-        self._admit()
-        is_dispatched = self._dispatch()
+        is_dispatched = self._make_room()
+        if is_dispatched:
+            self._bring_back()
+            self._admit()
+            is_dispatched = self._dispatch()
+        self.most_pages = max(pool.most_used for pool in self._pools)
         if len(self._in_flight) <= (ahead if is_dispatched else 0):
             return []
         return self._collect(self._in_flight.popleft())
 
+    # Pages.
+
+    def _resident(self, shard: int) -> list[_Row]:
+        """The rows of a shard that have pages, the oldest first."""
+        rows = (row for row in self._rows.values() if row.shard == shard and row.saved is None)
+        return sorted(rows, key=lambda row: row.request)
+
+    def _away(self, shard: int) -> list[_Row]:
+        """The rows of a shard whose pages were given to others."""
+        return [row for row in self._rows.values() if row.shard == shard and row.saved is not None]
+
+    def _to_decode(self, shard: int) -> list[_Row]:
+        """The rows of the next chunk."""
+        running = [row for row in self._resident(shard) if row.may_run]
+        return running[: self._rows_per_shard]
+
+    def _missing(self, row: _Row) -> int:
+        """Pages that it needs beside its own for the next chunk; none if it waits."""
+        num_steps = 0 if row.is_waiting else self.sampler.num_steps
+        longest = row.length if row.is_waiting else row.longest(num_steps)
+        return max(pages_for(longest, self.page_tokens) - len(row.pages), 0)
+
+    def _make_room(self) -> bool:
+        """Takes pages for what the next chunk may write, from the youngest requests if need be.
+
+        False where reports must be read first: who runs in a chunk in flight keeps its pages.
+        """
+        for shard, pool in enumerate(self._pools):
+            for row in self._to_decode(shard):
+                while row.saved is None and self._missing(row) > pool.num_free:
+                    if self._drop_kept([shard]):
+                        continue
+                    if self._in_flight:
+                        return False
+                    self._preempt(self._resident(shard)[-1])
+                if row.saved is None:
+                    row.pages += pool.take(self._missing(row))
+        return True
+
+    def _preempt(self, row: _Row) -> None:
+        """Gives up a row's pages, their content saved on the host."""
+        num_pages = pages_for(row.length, self.page_tokens)
+        row.saved = self._exchange(row.shard, sources=row.pages[:num_pages])
+        self._give_up(row)
+        row.pages = []
+        self.counts.preemptions += 1
+        self.counts.swapped += row.length
+
+    def _keep_prefix(self, row: _Row) -> None:
+        """Keeps the prompt of the last row that has it, if the next request begins with it too."""
+        prefix = row.prefix
+        is_known = self._prefixes.get((row.shard, prefix.prompt_ids)) is prefix
+        is_last = len(prefix.rows) == 1 and not self._away(row.shard)
+        if is_known and is_last and prefix.prompt_ids == self._next_prompt:
+            prefix.kept = row.pages[: pages_for(prefix.num_tokens, self.page_tokens)]
+            self._pools[row.shard].share(prefix.kept)
+
+    @property
+    def _next_prompt(self) -> tuple[int, ...]:
+        """Of the request that is admitted next."""
+        return self._queue[0][1].prompt_ids if self._queue else ()
+
+    def _drop_kept(self, shards: Sequence[int], *, but: tuple[int, ...] = ()) -> bool:
+        """Gives up prompts that no row has, all but one; False if there were none."""
+        kept = [
+            (number, prefix)
+            for (number, _), prefix in self._prefixes.items()
+            if prefix.kept and number in shards and prefix.prompt_ids != but
+        ]
+        for number, prefix in kept:
+            self._pools[number].give_up(prefix.kept)
+            prefix.kept = []
+            del self._prefixes[number, prefix.prompt_ids]
+        return bool(kept)
+
+    def _give_up(self, row: _Row) -> None:
+        self._pools[row.shard].give_up(row.pages)
+        del row.prefix.rows[row.request]
+        key = (row.shard, row.prefix.prompt_ids)
+        if not row.prefix.rows and not row.prefix.kept and self._prefixes.get(key) is row.prefix:
+            del self._prefixes[key]
+
+    def _next_back(self, shard: int) -> _Row | None:
+        """The oldest row without its pages, if there is room for them."""
+        row = min(self._away(shard), key=lambda row: row.request, default=None)
+        if row is None:
+            return None
+        shared = len(row.prefix.shared) if row.prefix.rows else 0
+        return row if self._missing(row) - shared <= self._pools[shard].num_free else None
+
+    def _bring_back(self) -> None:
+        """Gives rows their pages and content back, the oldest first."""
+        for shard, pool in enumerate(self._pools):
+            while row := self._next_back(shard):
+                num_saved = pages_for(row.length, self.page_tokens)
+                num_shared = len(row.prefix.shared)
+                is_there = bool(row.prefix.rows)
+                missing = self._missing(row)
+                if is_there:
+                    pool.share(row.prefix.shared)
+                    row.pages = [*row.prefix.shared, *pool.take(missing - num_shared)]
+                else:
+                    row.pages = pool.take(missing)
+                    row.prefix.shared = row.pages[:num_shared]
+                    self._prefixes.setdefault((shard, row.prefix.prompt_ids), row.prefix)
+                first = num_shared if is_there else 0
+                self._exchange(
+                    shard, targets=row.pages[first:num_saved], saved=row.saved, first=first
+                )
+                row.prefix.rows[row.request] = row
+                row.saved = None
+
+    def _free_shard(self) -> int | None:
+        """Where the next request of the queue is admitted; None: nowhere now."""
+        if not self._queue:
+            return None
+        prompt_ids, budget = self._queue[0][1].prompt_ids, self._queue[0][1].budget
+        longest = len(prompt_ids) - 1 + min(self.sampler.num_steps, budget)
+        ranks = []
+        for shard, pool in enumerate(self._pools):
+            prefix = self._prefixes.get((shard, prompt_ids))
+            there = len(prefix.kept or prefix.shared) if prefix else 0
+            load = sum(row.may_run for row in self._resident(shard))
+            has_pages = pages_for(longest, self.page_tokens) - there <= pool.num_free
+            if load < self._rows_per_shard and has_pages and not self._away(shard):
+                ranks.append((prefix is None, load, shard))
+        return min(ranks)[-1] if ranks else None
+
+    def _admit(self) -> None:
+        """Moves requests from the queue to where there is room."""
+        while (shard := self._free_shard()) is not None:
+            number, request = self._queue.popleft()
+            pool, prompt_ids = self._pools[shard], request.prompt_ids
+            prefix = self._prefixes.get((shard, prompt_ids))
+            is_new = prefix is None
+            if prefix is None:
+                prefix = _Prefix(prompt_ids, len(prompt_ids) - 1, [])
+                self._prefixes[shard, prompt_ids] = prefix
+            row = _Row(
+                request=number,
+                key=request.sample_key,
+                shard=shard,
+                prefix=prefix,
+                pending=prompt_ids[-1],
+                budget=request.budget,
+            )
+            num_full, rest = divmod(prefix.num_tokens, self.page_tokens)
+            if is_new:
+                row.unread = list(prompt_ids[:-1])
+                row.pages = pool.take(self._missing(row))
+                prefix.shared = row.pages[:num_full]
+                self.counts.prefilled_prompt += prefix.num_tokens
+            elif prefix.kept:
+                row.length = prefix.num_tokens
+                row.pages, prefix.kept = prefix.kept, []
+                row.pages += pool.take(self._missing(row))
+            else:
+                row.length = prefix.num_tokens
+                pool.share(prefix.shared)
+                row.pages = list(prefix.shared)
+                row.pages += pool.take(self._missing(row))
+                if rest:
+                    other = next(iter(prefix.rows.values()))
+                    self._copies[shard].append((other.pages[num_full], row.pages[num_full]))
+            prefix.rows[number] = row
+            self._rows[number] = row
+        self._drop_kept(range(self.num_shards), but=self._next_prompt)
+
+    def _copy_prefixes(self) -> None:
+        """What a prompt has beyond its full pages, to the pages of its further samples."""
+        while any(self._copies):
+            sources, targets = (
+                np.full((self.num_shards, MOVED_PAGES), self.num_pages, np.int32) for _ in range(2)
+            )
+            for shard, copies in enumerate(self._copies):
+                for index, (source, target) in enumerate(copies[:MOVED_PAGES]):
+                    sources[shard, index], targets[shard, index] = source, target
+                del copies[:MOVED_PAGES]
+            self._cache = self._copy(self._cache, sources.reshape(-1), targets.reshape(-1))
+
+    def _exchange(
+        self,
+        shard: int,
+        *,
+        sources: Sequence[int] = (),
+        targets: Sequence[int] = (),
+        saved: Any = None,
+        first: int = 0,
+    ) -> Any:
+        """Reads the content of some pages of a shard, or writes what was saved of others.
+
+        Args:
+            shard: whose pages.
+            sources: pages to read.
+            targets: pages to write.
+            saved: what an earlier call read.
+            first: of the pages in it, goes to the first target.
+
+        Returns:
+            For each layer keys and values of the sources, `[pages, K, page, H]`.
+        """
+        if self._nothing is None:
+            self._nothing = self._device_pages(lambda leaf: np.zeros(leaf, self.sampler.dtype))
+        found = []
+        for start in range(0, max(len(sources), len(targets)), MOVED_PAGES):
+            read, write = sources[start : start + MOVED_PAGES], targets[start : start + MOVED_PAGES]
+            places = np.full((2, self.num_shards, MOVED_PAGES), self.num_pages, np.int32)
+            places[0, shard, : len(read)] = read
+            places[1, shard, : len(write)] = write
+            incoming = self._nothing
+            if write:
+                incoming = self._incoming(shard, saved, first + start, len(write))
+            self._cache, outgoing = self._swap(
+                self._cache, incoming, places[0].reshape(-1), places[1].reshape(-1)
+            )
+            if read:
+                own = slice(shard * MOVED_PAGES, shard * MOVED_PAGES + len(read))
+                found.append(jax.tree.map(partial(_part, own), jax.device_get(outgoing)))
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *found) if found else ()
+
+    def _incoming(self, shard: int, saved: Any, first: int, count: int) -> Cache:
+        """Saved pages where the program that writes them expects them."""
+        begin = shard * MOVED_PAGES
+        layers = iter(jax.tree.leaves(saved))
+
+        def fill(shape: tuple[int, ...]) -> np.ndarray:
+            out = np.zeros(shape, self.sampler.dtype)
+            out[begin : begin + count] = next(layers)[first : first + count]
+            return out
+
+        return self._device_pages(fill)
+
+    def _device_pages(self, make: Any) -> Cache:
+        """`MOVED_PAGES` pages of each shard for each layer, made on the host by their shape."""
+        config = self.sampler.config
+        shape = (
+            self.num_shards * MOVED_PAGES,
+            config.num_kv_heads,
+            self.page_tokens,
+            config.head_dim,
+        )
+        pages = tuple((make(shape), make(shape)) for _ in range(config.num_layers))
+        return jax.device_put(pages, cache_sharding(self._mesh))
+
+    # Chunks.
+
     def _dispatch(self) -> bool:
         """Starts a chunk of the rows that may run, oldest requests first; False without any."""
-        running: list[list[int]] = [[] for _ in range(self.num_shards)]
-        for _, slot in sorted(self._slot_of.items()):
-            shard = running[slot // self._slots_per_shard]
-            if self._row(slot).may_run and len(shard) < self.row_sizes[-1]:
-                shard.append(slot)
+        running = [self._to_decode(shard) for shard in range(self.num_shards)]
         if not any(running):
             return False
-        num_rows = _fit(max(len(slots) for slots in running), self.row_sizes)
-        length = _fit(
-            max(self._row(slot).longest for slots in running for slot in slots), self.length_sizes
-        )
-        rows = np.full((self.num_shards, num_rows), self._slots_per_shard, np.int32)
-        members = []
-        for number, slots in enumerate(running):
-            rows[number, : len(slots)] = [slot % self._slots_per_shard for slot in slots]
-            for index, slot in enumerate(slots):
-                row = self._row(slot)
-                row.in_flight += self.sampler.num_steps
-                members.append((row.request, slot, number * num_rows + index))
-        self._slots, report = self._decode(
+        self._read_tokens(running)
+        self._copy_prefixes()
+        num_rows = _fit(max(len(rows) for rows in running), self.row_sizes)
+        chunk, members = self._host_rows(running, num_rows)
+        kind = next_token.kind_of(self._temperature, self._top_p)
+        self._cache, self._state, report = self._decode(
             self._weights,
-            self._slots,
-            rows,
+            self._cache,
+            self._state,
+            chunk,
             self._stops,
             np.float32(self._temperature),
-            length,
-            np.float32(self._top_p) if self._nucleus else None,
-            variant=(num_rows, length),
+            np.float32(self._top_p),
+            kind,
+            variant=(num_rows, kind),
         )
         jax.tree.map(lambda x: x.copy_to_host_async(), report)
         self._in_flight.append(_Chunk(self.counts.chunks, members, report))
         self.counts.chunks += 1
-        self.counts.slot_steps += rows.size * self.sampler.num_steps
+        self.counts.row_steps += num_rows * self.num_shards * self.sampler.num_steps
         return True
+
+    def _host_rows(
+        self, running: list[list[_Row]], num_rows: int
+    ) -> tuple[Rows, list[tuple[int, int]]]:
+        """The rows of a chunk for the device, and of each its request and index in the report."""
+        total = self.num_shards * num_rows
+        ints = np.zeros((5, total), np.int32)
+        source, pending, length, budget, stop_state = ints
+        source[:] = -1
+        active = np.zeros(total, bool)
+        tables = np.full((total, self._table_pages), self.num_pages, np.int32)
+        keys = np.zeros((total, 2), np.uint32)
+        members = []
+        for shard, rows in enumerate(running):
+            for index, row in enumerate(rows, start=shard * num_rows):
+                if row.in_flight:  # it goes on from what the last chunk leaves on the device
+                    source[index] = row.index
+                pending[index], length[index] = row.pending, row.length
+                budget[index], stop_state[index] = row.budget, row.stop_state
+                active[index] = True
+                tables[index, : len(row.pages)] = row.pages
+                keys[index] = row.key
+                row.in_flight += self.sampler.num_steps
+                row.index = index - shard * num_rows
+                members.append((row.request, index))
+        state = State(
+            pending=pending, length=length, budget=budget, stop_state=stop_state, active=active
+        )
+        return Rows(source=source, state=state, tables=tables, keys=keys), members
+
+    def _read_tokens(self, running: list[list[_Row]]) -> None:
+        """Reads what rows have to read before they are decoded, in pieces of `BLOCK` tokens."""
+        pieces: list[deque[tuple[_Row, int, list[int]]]] = [deque() for _ in running]
+        for shard, rows in enumerate(running):
+            for row in rows:
+                for start in range(0, len(row.unread), BLOCK):
+                    tokens = row.unread[start : start + BLOCK]
+                    pieces[shard].append((row, row.length + start, tokens))
+                row.length += len(row.unread)
+                row.unread = []
+        small, large = self.append_sizes[0], self.append_sizes[-1]
+        while any(pieces):
+            left = max(len(of_shard) for of_shard in pieces) * BLOCK
+            size = large if left > max(small, large // 2) else small
+            self._cache = self._append(
+                self._weights, self._cache, self._host_blocks(pieces, size // BLOCK), variant=size
+            )
+
+    def _host_blocks(
+        self, pieces: list[deque[tuple[_Row, int, list[int]]]], num_blocks: int
+    ) -> Blocks:
+        """The next pieces of each shard for the device, which are taken away."""
+        total = self.num_shards * num_blocks
+        token_ids = np.zeros((total, BLOCK), np.int32)
+        start, counts = np.zeros((2, total), np.int32)
+        tables = np.full((total, self._table_pages), self.num_pages, np.int32)
+        for shard, of_shard in enumerate(pieces):
+            for index in range(shard * num_blocks, (shard + 1) * num_blocks):
+                if of_shard:
+                    row, start[index], tokens = of_shard.popleft()
+                    token_ids[index, : len(tokens)] = tokens
+                    counts[index] = len(tokens)
+                    tables[index, : len(row.pages)] = row.pages
+        return Blocks(token_ids=token_ids, start=start, counts=counts, tables=tables)
 
     def _collect(self, chunk: _Chunk) -> list[Event]:
         """Waits for a chunk and reads its report."""
         report = jax.device_get(chunk.report)
         num_sampled = (report.token_ids >= 0).sum(axis=1)
-        # A row that stopped in an earlier chunk has sampled nothing; its slot may be another's.
+        # A row that stopped in an earlier chunk has sampled nothing, and may be gone.
         return [
-            self._event(chunk.number, request, slot, report, index, int(num_sampled[index]))
-            for request, slot, index in sorted(chunk.rows)
+            self._event(chunk.number, self._rows[request], report, index, int(num_sampled[index]))
+            for request, index in sorted(chunk.rows)
             if num_sampled[index]
         ]
 
-    def _event(
-        self, chunk: int, request: int, slot: int, report: decode.Report, index: int, count: int
-    ) -> Event:
-        row = self._row(slot)
-        assert row.request == request, f"slot {slot} was taken from request {request}"
+    def _event(self, chunk: int, row: _Row, report: decode.Report, index: int, count: int) -> Event:
         status = int(report.status[index])
         token_ids = np.array(report.token_ids[index, :count])
+        row.pending, row.stop_state = int(token_ids[-1]), int(report.stop_state[index])
+        row.length += count
         row.budget -= count
         row.in_flight -= self.sampler.num_steps
         if status != decode.RUNNING:
-            row.is_waiting, row.pending, row.in_flight = True, int(token_ids[-1]), 0
-        row.length += count - row.is_waiting
+            row.is_waiting, row.in_flight = True, 0
         self.counts.sampled += count
         return Event(
-            request=request,
+            request=row.request,
             chunk=chunk,
             token_ids=token_ids,
             logprobs=np.array(report.logprobs[index, :count]),
@@ -585,93 +885,9 @@ class Engine:
             status=status,
         )
 
-    def _row(self, slot: int) -> _Row:
-        row = self._rows[slot]
-        assert row is not None, f"slot {slot} is free"
-        return row
 
-    def _admit(self) -> None:
-        """Moves requests from the queue to free slots, reading each new prompt once."""
-        free = deque(self._free_slots())
-        while self._queue and free:
-            if self._queue[0][1].prompt_ids not in self._prompts.index:
-                self._read_prompts()
-            placed = []
-            while self._queue and free and self._queue[0][1].prompt_ids in self._prompts.index:
-                placed.append((free.popleft(), *self._queue.popleft()))
-            self._place_requests(placed)
-
-    def _free_slots(self) -> list[int]:
-        """Free slots, taken from the shards in turn so that their loads stay even."""
-        free = [slot for slot, row in enumerate(self._rows) if row is None]
-        load = [0] * self.num_shards
-        for slot, row in enumerate(self._rows):
-            load[slot // self._slots_per_shard] += row is not None
-        ranks = []
-        for slot in free:
-            shard = slot // self._slots_per_shard
-            ranks.append((load[shard], shard, slot))
-            load[shard] += 1
-        return [slot for _, _, slot in sorted(ranks)]
-
-    def _read_prompts(self) -> None:
-        """Reads the next prompts of the queue, as many as are read side by side.
-
-        Some are read before there is a slot for their samples: slots become free one by one, and
-        reading one prompt costs as much as reading them all.
-        """
-        # Only as far into the queue as needed: an evaluation's may be long.
-        found: dict[tuple[int, ...], None] = {}
-        for _, request in self._queue:
-            if request.prompt_ids not in found and len(found) == self._num_prompts:
-                break
-            found[request.prompt_ids] = None
-        prompts = list(found)
-        width = _fit(max(len(ids) for ids in prompts), self.prompt_sizes)
-        token_ids = np.zeros((self._num_prompts, width), np.int32)
-        lengths = np.ones(self._num_prompts, np.int32)
-        for index, ids in enumerate(prompts):
-            token_ids[index, : len(ids)] = ids
-            lengths[index] = len(ids)
-            self.counts.prefilled_prompt += len(ids)
-        hidden, prefix = self._prefill(self._weights, token_ids, lengths, variant=width)
-        self._prompts = _Prompts(
-            index={prompt: index for index, prompt in enumerate(prompts)},
-            hidden=hidden,
-            prefix=prefix,
-            lengths=lengths,
-            width=width,
-        )
-
-    def _place_requests(self, placed: Sequence[tuple[int, int, Request]]) -> None:
-        """Starts requests, each given as its slot, its number and itself."""
-        source = np.full(self.num_slots, -1, np.int32)
-        budget = np.zeros(self.num_slots, np.int32)
-        key = np.zeros((self.num_slots, 2), np.uint32)
-        for slot, number, request in placed:
-            source[slot] = self._prompts.index[request.prompt_ids]
-            budget[slot] = request.budget
-            key[slot] = request.sample_key
-            self._rows[slot] = _Row(
-                request=number, length=len(request.prompt_ids), budget=request.budget
-            )
-            self._slot_of[number] = slot
-        self._slots = self._place(
-            self._slots,
-            self._prompts.hidden,
-            self._prompts.prefix,
-            self._prompts.lengths,
-            source,
-            budget,
-            key,
-            variant=self._prompts.width,
-        )
-
-
-def _check_budget(budget: int) -> None:
-    """A row that may sample nothing would neither run nor stop."""
-    if budget < 1:
-        raise ValueError(f"a request may sample {budget} tokens; expected at least 1.")
+def _part(which: slice, array: np.ndarray) -> np.ndarray:
+    return array[which]
 
 
 def _delete(arrays: Any) -> None:

@@ -23,41 +23,50 @@ def uniforms(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> Float[A
     return jax.vmap(draw)(keys, positions)
 
 
+GREEDY, PLAIN, NUCLEUS = KINDS = ("greedy", "plain", "nucleus")
+"""Ways to draw, a program each: what one does not need is not in it."""
+
+
+def kind_of(temperature: float, top_p: float) -> str:
+    """The cheapest kind that draws so."""
+    if temperature == 0.0:
+        return GREEDY
+    return PLAIN if top_p == 1.0 else NUCLEUS
+
+
 def sample(
     logits: Float[Array, "B V"],
     uniform: Float[Array, " B"],
     temperature: Float[Array, ""],
-    top_p: Float[Array, ""] | None = None,
+    top_p: Float[Array, ""],
+    *,
+    kind: str,
 ) -> tuple[Int[Array, " B"], Float[Array, " B"], Float[Array, " B"]]:
     """Draws by the inverse cumulative distribution: ids, log-probabilities, entropies in nats.
+
+    Log-probability and entropy are of the whole distribution, since that is what the trainer
+    scores.
 
     Args:
         logits: float32; ids that must not be drawn carry `reference.LOWEST`.
         uniform: in [0, 1).
-        temperature: the distribution is softmax(logits / temperature), which is also the one whose
-            log-probability and entropy are returned; 0 takes the most likely token and reports it
-            under temperature 1.
-        top_p: draws from the `nucleus` of this probability only, in (0, 1]. What is returned is
-            still of the whole distribution, since that is what the trainer scores. None for no
-            such limit, and no work for it; 1 draws the same.
+        temperature: the distribution is softmax(logits / temperature); greedy ignores it and
+            reports under temperature 1.
+        top_p: `nucleus` draws from the `nucleus` of this probability only, in (0, 1]; the others
+            ignore it.
+        kind: out of `KINDS`; `greedy` takes the most likely token, `plain` draws from all.
     """
     V = logits.shape[1]
-    greedy = temperature == 0.0
-    scaled = logits / jnp.where(greedy, 1.0, temperature)
+    scaled = logits if kind == GREEDY else logits / temperature
     centred = scaled - scaled.max(axis=-1, keepdims=True)
     weights = jnp.exp(centred)
-    chosen, total = _draw(weights, uniform)
-    if top_p is not None:
-        # Where training draws from all and evaluation does not, training need not search.
-        chosen = jax.lax.cond(
-            top_p < 1,
-            lambda chosen: _draw(nucleus(weights, top_p), uniform)[0],
-            lambda chosen: chosen,
-            chosen,
-        )
-    # The first of the largest: on a CPU several times faster than argmax.
-    likeliest = jnp.where(centred == 0.0, jnp.arange(V), V).min(axis=-1, initial=V - 1)
-    token = jnp.where(greedy, likeliest, chosen).astype(jnp.int32)
+    token, total = _draw(weights, uniform)
+    if kind == NUCLEUS:
+        token, _ = _draw(nucleus(weights, top_p), uniform)
+    elif kind == GREEDY:
+        # The first of the largest: on a CPU several times faster than argmax.
+        token = jnp.where(centred == 0.0, jnp.arange(V), V).min(axis=-1, initial=V - 1)
+    token = token.astype(jnp.int32)
     log_total = jnp.log(total)
     entropy = log_total - jnp.where(weights > 0, weights * centred, 0.0).sum(axis=-1) / total
     return token, _pick(centred, token) - log_total, entropy

@@ -4,6 +4,7 @@ Chosen by `config.model.architecture = "tests.extending.my_architecture.Pocket"`
 """
 
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,7 @@ class Pocket(Architecture):
             "blocks": tuple(jax.tree.map(lambda x, i=i: x[i], params["blocks"]) for i in layers),
         }
 
-    # Three ways through the same layer, which differ in what attends to what.
+    # Two ways through the same layer, which differ in what attends to what.
 
     def _embed(self, weights, token_ids, positions):
         return (
@@ -101,32 +102,11 @@ class Pocket(Architecture):
         logits = jnp.matmul(hidden, table.T, preferred_element_type=jnp.float32)
         return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, reference.LOWEST)
 
-    def extend(self, weights, cache, token_ids, start, lengths):
-        written = []
-        x = self._embed(weights, token_ids, start[:, None] + jnp.arange(token_ids.shape[1]))
-        for index, layer in enumerate(weights["blocks"]):
-
-            def attend(q, k, v, past=None if cache is None else cache[index]):
-                written.append((k.swapaxes(1, 2), v.swapaxes(1, 2)))
-                return reference.extend(q, *written[-1], past, start)
-
-            x = self._layer(layer, x, attend)
-        last = jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)
-        return last[:, 0], tuple(written)
-
-    def decode(self, weights, window, valid, index, token_ids, positions):
-        written, put = [], jax.lax.dynamic_update_slice_in_dim
+    def sample_states(self, weights, token_ids, positions, attend):
         x = self._embed(weights, token_ids, positions)
-        for layer, (keys, values) in zip(weights["blocks"], window, strict=True):
-
-            def attend(q, k, v, keys=keys, values=values):
-                keys = put(keys, k[..., None], index, axis=3)
-                values = put(values, v[:, :, None], index, axis=2)
-                written.append((keys, values))
-                return reference.decode(q, keys, values, valid)
-
-            x = self._layer(layer, x, attend)
-        return x, tuple(written)
+        for index, layer in enumerate(weights["blocks"]):
+            x = self._layer(layer, x, partial(attend, index))
+        return x
 
     def memory_terms(self, tensor):
         inner = self.num_heads // tensor * self.head_dim

@@ -118,7 +118,7 @@ def test_the_tool_and_the_engine_answer(server):
 SIZES = {
     "num_steps": 2,
     "stages": ("sft", "train"),
-    "rollout.num_slots": 4,
+    "rollout.num_rows": 4,
     "rollout.max_total_tokens": 112,
     "rollout.max_observation_tokens": 24,
     "eval.suites": (),

@@ -164,17 +164,28 @@ def test_inversions_are_groups_in_which_a_wrong_answer_earns_as_much(rewards, sh
 
 
 class StubEngine:
-    counts = Counts(prefilled_prompt=10, prefilled_resume=8, sampled=60, slot_steps=200)
+    counts = Counts(
+        prefilled_prompt=10,
+        prefilled_resume=8,
+        sampled=60,
+        row_steps=200,
+        preemptions=2,
+        swapped=70,
+    )
     num_compilations = 3
+    most_pages, num_pages = 6, 8
 
 
 def test_the_sampler_is_measured_step_by_step():
     # Since the start of the process it would differ after a restart.
-    before = Counts(prefilled_prompt=4, prefilled_resume=3, sampled=20, slot_steps=100)
+    before = Counts(prefilled_prompt=4, prefilled_resume=3, sampled=20, row_steps=100)
     assert engine_metrics(StubEngine(), before) == {
         "rollout/slot_occupancy": 0.4,
         "rollout/prefilled_prompt_tokens": 6,
         "rollout/prefilled_resume_tokens": 5,
         "rollout/sampled_tokens": 40,
+        "rollout/preemptions": 2,
+        "rollout/swapped_tokens": 70,
+        "rollout/cache_use": 0.75,
         "perf/num_compilations/sampler": 3,
     }

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.models import kv_cache
 from jaxrl.models.architecture import read_model
 from jaxrl.models.hf_weights import load_hf, save_hf
-from jaxrl.models.kv_cache import open_window
 from jaxrl.models.qwen import QwenConfig, init_params
-from tests.helpers import full_pass
+from tests.helpers import full_pass, read_tokens
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -82,26 +82,22 @@ def greedy(params, config, prompts, num_tokens):
     def choose(hidden):
         return config.unembed(weights, hidden, num_tokens=config.vocab_size).argmax(axis=-1)
 
-    hidden, cache = config.extend(
-        weights, None, prompts, jnp.zeros(B, jnp.int32), jnp.full(B, T, jnp.int32)
-    )
-    place = jnp.arange(T + num_tokens)
+    pages = T + num_tokens
+    tables = jnp.arange(B * pages).reshape(B, pages)  # pages of one token
+    cache = kv_cache.allocate(config, B * pages, 1, jnp.float32)
+    start, counts = jnp.zeros(B, jnp.int32), jnp.full(B, T, jnp.int32)
+    hidden, cache = read_tokens(config, weights, cache, tables, start, counts, prompts)
 
     def step(carry, index):
-        token_ids, window = carry
-        hidden, window = config.decode(
-            weights,
-            window,
-            jnp.broadcast_to(place <= T + index, (B, T + num_tokens)),
-            T + index,
-            token_ids,
-            jnp.full(B, T + index),
+        token_ids, cache = carry
+        one = jnp.ones_like(start)
+        hidden, cache = read_tokens(
+            config, weights, cache, tables, start + T + index, one, token_ids[:, None]
         )
-        return (choose(hidden).astype(jnp.int32), window), token_ids
+        return (choose(hidden[:, -1]).astype(jnp.int32), cache), token_ids
 
-    window = open_window(cache, jnp.arange(B)[None], length=T, room=num_tokens)
-    start = (choose(hidden).astype(jnp.int32), window)
-    _, token_ids = jax.lax.scan(step, start, jnp.arange(num_tokens))
+    first = (choose(hidden[:, -1]).astype(jnp.int32), cache)
+    _, token_ids = jax.lax.scan(step, first, jnp.arange(num_tokens))
     return token_ids.T
 
 

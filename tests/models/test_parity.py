@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.models import kv_cache
 from jaxrl.models.architecture import read_model
 from jaxrl.models.attention.reference import LOWEST
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.models.kv_cache import open_window
 from jaxrl.models.qwen import QwenConfig
-from tests.helpers import full_pass
+from tests.helpers import full_pass, read_tokens
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = ["qwen2_old_spelling", "qwen2_tied", "qwen3_biased_bf16", "qwen3_untied"]
@@ -62,44 +62,23 @@ def test_two_sequences_packed_in_one_row(golden):
     )
 
 
-def test_two_extends_then_decode(golden):
-    # 7 tokens, 5 more over their cache (padded to 8), and the last 8 one by one.
+def test_two_chunks_then_one_by_one(golden):
+    # 7 tokens, 5 more behind them (padded to 8), and the last 8 one by one, over shuffled pages.
     config, params, wanted = golden
     token_ids = jnp.asarray(wanted["token_ids"])
     B, T = token_ids.shape
     weights = config.decode_weights(params, jnp.float32)
+    tables = jnp.arange(B * 5)[::-1].reshape(B, 5)
+    cache = kv_cache.allocate(config, B * 5, 4, jnp.float32)
+    read = jax.jit(read_tokens, static_argnums=0)
 
-    def check(hidden, position):
-        logits = config.unembed(weights, hidden, num_tokens=config.vocab_size)
-        np.testing.assert_allclose(logits, wanted["logits"][:, position], atol=1e-4, rtol=0)
-
-    def grown(old, new):
-        return jax.tree.map(lambda x, y: jnp.concatenate([x, y], axis=2), old, new)
-
-    read_chunk, read_token = jax.jit(config.extend), jax.jit(config.decode)
-    full = jnp.full(B, 7)
-    hidden, cache = read_chunk(weights, None, token_ids[:, :7], jnp.zeros(B, jnp.int32), full)
-    check(hidden, 6)
-    chunk = jnp.pad(token_ids[:, 7:12], ((0, 0), (0, 3)))
-    hidden, written = read_chunk(weights, cache, chunk, full, jnp.full(B, 5))
-    check(hidden, 11)
-
-    # 15 positions in the cache; the last 3 of them are padding, which `valid` keeps out.
-    steps = T - 12
-    window = open_window(grown(cache, written), jnp.arange(B)[None], length=15, room=steps)
-    place = jnp.arange(15 + steps)
-    for index in range(steps):
-        position = 12 + index
-        valid = (place < 12) | ((place >= 15) & (place <= 15 + index))
-        hidden, window = read_token(
-            weights,
-            window,
-            jnp.broadcast_to(valid, (B, 15 + steps)),
-            jnp.int32(15 + index),
-            token_ids[:, position],
-            jnp.full(B, position),
-        )
-        check(hidden, position)
+    for start, end, width in [(0, 7, 7), (7, 12, 8), *((at, at + 1, 1) for at in range(12, T))]:
+        chunk = jnp.pad(token_ids[:, start:end], ((0, 0), (0, width - end + start)))
+        counts = jnp.full(B, end - start)
+        hidden, cache = read(config, weights, cache, tables, jnp.full(B, start), counts, chunk)
+        last = hidden[:, end - start - 1]
+        logits = config.unembed(weights, last, num_tokens=config.vocab_size)
+        np.testing.assert_allclose(logits, wanted["logits"][:, end - 1], atol=1e-4, rtol=0)
 
 
 def test_padded_vocabulary_is_masked():

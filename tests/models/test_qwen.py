@@ -1,6 +1,7 @@
 """Properties of the decoder on random parameters; `test_parity` has the numbers to agree with."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from jaxrl.models import kv_cache, qwen
 from jaxrl.models.attention.reference import LOWEST
-from tests.helpers import TINY, full_pass, relative_distance, tiny_params
+from tests.helpers import TINY, full_pass, read_tokens, relative_distance, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -18,8 +19,7 @@ WEIGHTS = TINY.decode_weights(PARAMS, jnp.float32)
 GARBAGE = 1e3  # what must not be read: large enough to show, finite as in a real cache
 
 hidden_states = jax.jit(full_pass, static_argnums=0, static_argnames=("remat", "scan"))
-extend = jax.jit(TINY.extend)
-decode = jax.jit(TINY.decode)
+read = jax.jit(partial(read_tokens, TINY))
 
 
 def full(token_ids, positions=None, segment_ids=None, *, remat="none", scan=True):
@@ -41,60 +41,34 @@ def assert_close(got, wanted):
 
 
 def test_rows_at_different_places_read_and_decode_as_the_full_pass():
-    # Three slots, of which rows 2 and 0 are read: prompts of 3, 9 and 6 tokens, then 4, 2 and 5
-    # tokens of an observation, then three single tokens. Padding and stale caches are garbage.
+    # Three rows: prompts of 3, 9 and 6 tokens, then 4, 2 and 5 tokens of an observation, then three
+    # single tokens of two of them. Padding and stale pages are garbage.
     token_ids = random_ids(3, 17)
     wanted = full(token_ids)
-    prompt, chunk, steps = np.array([3, 9, 6]), np.array([4, 2, 5]), 3
-    slots, capacity = jnp.arange(3)[None], 20
-    empty = kv_cache.allocate(TINY, 3, capacity, jnp.float32)
+    empty = kv_cache.allocate(TINY, 15, 4, jnp.float32)
     cache = jax.tree.map(lambda x: jnp.full_like(x, GARBAGE), empty)
-
-    def window(start, lengths, width):
-        taken = np.full((3, width), 7, np.int32)  # the padding is a token like any other
-        for row in range(3):
-            taken[row, : lengths[row]] = token_ids[row, start[row] : start[row] + lengths[row]]
-        return jnp.asarray(taken)
-
-    def check(hidden, read):
-        assert_close(hidden, wanted[np.arange(3), read - 1])
-
+    tables = jnp.asarray(np.random.default_rng(3).permutation(15).reshape(3, 5))
     start = np.zeros(3, np.int32)
-    hidden, prefix = extend(WEIGHTS, None, window(start, prompt, 10), start, prompt)
-    check(hidden, prompt)
-    place = lambda old, new: kv_cache.place_prefix(old, new, jnp.array([0, 1, 2]))  # noqa: E731
-    cache = jax.tree.map(place, cache, prefix)
 
-    hidden, written = extend(WEIGHTS, cache, window(prompt, chunk, 6), prompt, chunk)
-    cached = prompt + chunk
-    check(hidden, cached)
-    write = lambda old, new: kv_cache.write_window(old, slots, jnp.array(prompt), new)  # noqa: E731
-    cache = jax.tree.map(write, cache, written)
+    def go_on(rows, lengths, width):
+        nonlocal cache
+        chunk = np.full((len(rows), width), 7, np.int32)  # the padding is a token like any other
+        for index, row in enumerate(rows):
+            chunk[index, : lengths[index]] = token_ids[
+                row, start[row] : start[row] + lengths[index]
+            ]
+        counts = jnp.asarray(lengths)
+        hidden, cache = read(WEIGHTS, cache, tables[rows], jnp.asarray(start[rows]), counts, chunk)
+        for index, row in enumerate(rows):
+            end = start[row] + lengths[index]
+            assert_close(hidden[index, : lengths[index]], wanted[row, start[row] : end])
+        start[rows] += lengths
 
-    rows = jnp.array([[2, 0]])
-    length = int(cached.max())
-    opened = kv_cache.open_window(cache, rows, length, steps)
-    place = np.arange(length + steps)
-    for step in range(steps):
-        at = cached[[2, 0]] + step
-        is_past = (place < cached[[2, 0]][:, None]) & (place < length)
-        is_new = (place >= length) & (place <= length + step)
-        hidden, opened = decode(
-            WEIGHTS,
-            opened,
-            jnp.asarray(is_past | is_new),
-            jnp.int32(length + step),
-            jnp.asarray(token_ids[[2, 0], at]),
-            jnp.asarray(at),
-        )
-        assert_close(hidden, wanted[[2, 0], at])
-
-    # What the steps added is what reading the same tokens at once adds.
-    tail = kv_cache.window_tail(opened, steps)
-    more = window(cached, np.full(3, steps), steps)
-    _, at_once = extend(WEIGHTS, cache, more, cached, np.full(3, steps))
-    for got, new in zip(jax.tree.leaves(tail), jax.tree.leaves(at_once), strict=True):
-        assert_close(got, np.asarray(new)[[2, 0]])
+    everyone, some = np.arange(3), np.array([2, 0])
+    go_on(everyone, np.array([3, 9, 6]), 10)
+    go_on(everyone, np.array([4, 2, 5]), 6)
+    for _ in range(3):
+        go_on(some, np.ones(2, int), 1)
 
 
 def test_a_token_reads_what_is_before_it_in_its_segment_and_nothing_else():
@@ -180,7 +154,9 @@ def test_logits_are_float32_whatever_the_weights_are():
     weights = TINY.decode_weights(PARAMS, jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(jnp.bfloat16)}
     token_ids, zero = jnp.asarray(random_ids(2, 5)), jnp.zeros(2, jnp.int32)
-    hidden, cache = extend(weights, None, token_ids, zero, jnp.full(2, 5))
+    pages = kv_cache.allocate(TINY, 4, 4, jnp.bfloat16)
+    tables = jnp.arange(4).reshape(2, 2)
+    hidden, cache = read(weights, pages, tables, zero, jnp.full(2, 5), token_ids)
     assert hidden.dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(cache)} == {jnp.dtype(jnp.bfloat16)}
     assert TINY.unembed(weights, hidden, num_tokens=250).dtype == jnp.float32

@@ -98,7 +98,7 @@ def test_another_experiment_needs_consent(tmp_path, key, value):
         ("checkpoint.every_steps", 3),
         ("eval.every_steps", 5),
         ("mesh.fsdp", 2),
-        ("rollout.num_slots", 8),
+        ("rollout.num_rows", 8),
         ("optimizer.micro_rows", 4),
         ("filter.max_batches", 0),
         ("sft.num_steps", 3),  # no stage of this run

@@ -15,7 +15,7 @@ from jaxrl.runtime import sharding
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.stop_strings import StopAutomaton
 from tests.helpers import TINY, UPDATE_PROGRAMS, with_devices
-from tests.mesh_worker import CHUNK_TOKENS, MESHES, NUM_SLOTS, SHAPE, collectives
+from tests.mesh_worker import CHUNK_TOKENS, MESHES, NUM_ROWS, SHAPE, collectives
 
 AXES = ("data", "fsdp", "tensor")
 ROOT = Path(__file__).parents[2]
@@ -44,19 +44,18 @@ def test_tensor_axis_that_cuts_a_head_is_refused():
         sharding.check_model_fits(abstract_mesh(2, 1, 4), TINY)
 
 
-def test_slots_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"num_slots=12 is not a multiple of data \* fsdp = 8"):
+def test_rows_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match=r"num_rows=12 is not a multiple of data \* fsdp = 8"):
         Engine(
             TINY,
             abstract_mesh(2, 4, 1),
             StopAutomaton([b"a"], ["a"]),
             num_tokens=1,
             eos_ids=[],
-            num_slots=12,
+            num_rows=12,
             max_prompt_tokens=16,
             max_total_tokens=16,
             chunk_tokens=1,
-            prompts_per_prefill=1,
         )
 
 
@@ -136,51 +135,52 @@ def as_list(axes):
 
 
 @on_each_mesh
-def test_cache_is_split_by_slots_and_heads_and_stays_so(report, name):
+def test_cache_is_split_by_pages_and_heads_and_stays_so(report, name):
     sampler = report["meshes"][name]["sampler"]
     tensor = MESHES[name]["tensor"]
-    capacity = 64 + 4
     for layout in (sampler["cache_before"], sampler["cache_after"]):
-        shape = [NUM_SLOTS // num_shards(name), 2 // tensor, capacity, 16]
+        shape = [NUM_ROWS // num_shards(name) * 4, 2 // tensor, 16, 16]
         assert layout["shapes"] == [shape]
         assert layout["num_parts"] == 8
     assert sampler["cache_before"] == sampler["cache_after"]
-    by_slot, by_head = (sampler["cache_before"]["spec"] + [None])[:2]
-    assert as_list(by_slot) == batch_axes(name)
+    by_page, by_head = (sampler["cache_before"]["spec"] + [None])[:2]
+    assert as_list(by_page) == batch_axes(name)
     assert by_head == ("tensor" if tensor > 1 else None)
 
 
 @on_each_mesh
 def test_sampler_moves_no_cache_between_devices(report, name):
-    # Keys of one slot and layer, of the heads of one device.
-    smallest = 2 // MESHES[name]["tensor"] * 68 * 16
+    # Keys of one page and layer, of the heads of one device.
+    smallest = 2 // MESHES[name]["tensor"] * 16 * 16
     moved = report["meshes"][name]["sampler"]["collectives"]
-    assert moved["place"] == []
+    assert moved["copy"] == []
     assert {operation for operation, _ in moved["decode"]} <= {
         "all-gather",
         "all-reduce",
         "collective-permute",
     }
-    assert all(size < smallest for _, size in moved["decode"])
+    rows = NUM_ROWS // num_shards(name)
+    activations = rows * TINY.width
+    assert all(size < smallest or size <= activations for _, size in moved["decode"])
     if MESHES[name]["tensor"] == 1:
         assert moved["decode"] == []  # every row stays on its device, its sampling included
     # The activations of the chunk that is read are summed over heads; nothing else is as large.
-    activations = NUM_SLOTS // num_shards(name) * 16 * TINY.width
-    for operation, size in moved["extend"]:
+    activations = 64 * TINY.width
+    for operation, size in moved["append"]:
         assert size < smallest or (operation == "all-reduce" and size <= activations)
 
 
 @on_each_mesh
 def test_each_program_compiles_once(report, name):
     sampler, update = (report["meshes"][name][part] for part in ("sampler", "update"))
-    assert sampler["num_traces"] == {"prefill": 1, "place": 1, "extend": 1, "decode": 1}
-    assert sampler["num_compilations"] == 4
+    assert sampler["num_traces"] == {"append": 1, "decode": 1, "copy": 1, "swap": 0}
+    assert sampler["num_compilations"] == 3
     assert update["num_compilations"] == update["num_traces"] <= UPDATE_PROGRAMS
 
 
 @on_each_mesh
 def test_forced_tokens_have_the_logprobs_of_one_device(report, name):
-    # Sampled through prefill, decode, extend and decode on the mesh, scored on one device; and
+    # Sampled through two appends and many chunks on the mesh, scored on one device; and
     # given tokens scored by the training pass on both.
     measured = report["meshes"][name]
     assert measured["sampled_logprob_gap"] < 5e-5

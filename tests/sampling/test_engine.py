@@ -44,18 +44,18 @@ def noting_env(body="ok"):
 
 
 @functools.cache
-def player(num_slots):
+def player(num_rows):
     """Compiling is slow, so engines are shared; each test sets the weights."""
     settings = {
         4: {},
-        16: {"num_rows": 8},
-        64: {"chunk_tokens": 5, "prompts_per_prefill": 7, "max_total_tokens": 128},
-    }[num_slots]
-    return Player(SMALL, TOKENIZER, STOPS, num_slots=num_slots, **settings)
+        16: {},
+        64: {"chunk_tokens": 5, "max_total_tokens": 128},
+    }[num_rows]
+    return Player(SMALL, TOKENIZER, STOPS, num_rows=num_rows, **settings)
 
 
-def play(num_slots, *args, params=OLD, group_size=3, **kwargs):
-    played = player(num_slots)
+def play(num_rows, *args, params=OLD, group_size=3, **kwargs):
+    played = player(num_rows)
     played.engine.set_weights(params)
     return played.play(*args, group_size=group_size, **kwargs)
 
@@ -100,11 +100,11 @@ LONG = dataclasses.replace(ROOMY, max_response_tokens=100, max_total_tokens=128)
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "temperature", "limits"),
+    ("num_rows", "temperature", "limits"),
     [(16, 0.7, ROOMY), pytest.param(64, 1.0, LONG, marks=pytest.mark.slow)],
 )
-def test_sampler_and_trainer_agree_also_after_tool_turns(num_slots, temperature, limits):
-    got = play(num_slots, noting_env(), QUESTIONS, temperature=temperature, limits=limits)
+def test_sampler_and_trainer_agree_also_after_tool_turns(num_rows, temperature, limits):
+    got = play(num_rows, noting_env(), QUESTIONS, temperature=temperature, limits=limits)
     turns = [len(trajectory.turns) for trajectory in got]
     assert max(turns) == 4
     assert_scores_agree(got, OLD, temperature=temperature)
@@ -146,19 +146,21 @@ def test_ids_trained_on_are_the_ids_sampled(monkeypatch):
         assert text.count("[ok]") == sum(t.observation == "[ok]" for t in trajectory.turns)
 
 
-@pytest.mark.parametrize("num_slots", [4, 16])
-def test_every_token_is_read_once(num_slots):
-    engine = player(num_slots).engine
+@pytest.mark.parametrize("num_rows", [4, 16])
+def test_every_token_is_read_once(num_rows):
+    engine = player(num_rows).engine
     before = vars(engine.counts).copy()
-    got = play(num_slots, noting_env(), QUESTIONS)
+    got = play(num_rows, noting_env(), QUESTIONS)
     counts = {name: value - before[name] for name, value in vars(engine.counts).items()}
 
-    assert counts["prefilled_prompt"] == sum(t.prompt_length for t in got if t.sample_index == 0)
+    # The last token of what is read waits for the decoding step that draws the next; what a turn
+    # ended with is read before its observation instead.
+    prompts = [t.prompt_length for t in got if t.sample_index == 0]
+    assert counts["prefilled_prompt"] == sum(prompts) - len(prompts)
     observed = sum((~t.loss_mask[t.prompt_length :]).sum() for t in got)
-    num_resumed = sum(len(t.turns) - 1 for t in got)  # each with the token that ended its turn
-    assert counts["prefilled_resume"] == observed + num_resumed
+    assert counts["prefilled_resume"] == observed
     assert counts["sampled"] == sum(t.num_sampled for t in got)
-    assert counts["sampled"] <= counts["slot_steps"]
+    assert counts["sampled"] <= counts["row_steps"]
     assert engine.is_idle
     assert engine.num_running == 0
 
@@ -230,20 +232,18 @@ def request(length, budget=4):
 def test_shapes_outside_the_set_are_errors():
     engine = player(4).engine
     engine.set_weights(OLD)
-    assert engine.prompt_sizes == [16, 32]
-    assert engine.row_sizes == [1, 2, 4]
-    assert engine.resume_sizes == [1, 4]
-    for sizes in (engine.read_sizes, engine.length_sizes):
-        assert sizes == sorted(set(sizes))
-        assert sizes[-1] == 64
-    parts = ("8 steps of [1, 2, 4] rows", "of [1, 4] rows", "2 x [16, 32]", "4 slots x 72 tokens")
+    assert engine.row_sizes == [1, 4]
+    assert engine.append_sizes == [64]
+    parts = ("8 steps of [1, 4] rows (greedy, plain)", "read [64] tokens", "16 pages x 16 tokens")
     for part in parts:
         assert part in engine.shapes()
 
-    with pytest.raises(RuntimeError, match=r"prefill was called for the shapes 40, outside"):
-        engine._prefill(None, None, None, variant=40)
-    with pytest.raises(ValueError, match=r"33 rows or tokens do not fit .*\[16, 32\]"):
+    with pytest.raises(RuntimeError, match=r"append was called for the shapes 40, outside"):
+        engine._append(None, None, None, variant=40)
+    with pytest.raises(ValueError, match=r"prompt has 33 tokens, but .* max_prompt_tokens=32"):
         engine.submit([request(5), request(33)])
+    with pytest.raises(ValueError, match=r"30 tokens may sample 35, .* max_total_tokens=64"):
+        engine.submit([request(5), request(30, budget=35)])
     assert engine.is_idle
 
 
@@ -303,10 +303,10 @@ def test_a_request_step_by_step():
     assert engine.is_idle
 
 
-def test_a_prompt_class_larger_than_a_trajectory():
-    # Prompts are padded to 16 tokens, which a cache of 8 + 4 would not hold.
+def test_a_block_larger_than_a_trajectory():
+    # What is read is padded to 16 tokens.
     tight = Player(
-        SMALL, TOKENIZER, STOPS, num_slots=2,
+        SMALL, TOKENIZER, STOPS, num_rows=2,
         max_prompt_tokens=5, max_total_tokens=8, chunk_tokens=4,
     ).engine  # fmt: skip
     tight.set_weights(OLD)
@@ -318,8 +318,8 @@ def test_a_prompt_class_larger_than_a_trajectory():
     assert (event.request, len(event.token_ids)) == (first, 1)
 
 
-def test_slots_and_schedule_do_not_change_samples():
-    few, some, many = (play(num_slots, noting_env(), QUESTIONS) for num_slots in (4, 16, 64))
+def test_rows_and_schedule_do_not_change_samples():
+    few, some, many = (play(num_rows, noting_env(), QUESTIONS) for num_rows in (4, 16, 64))
     assert len({len(t.turns) for t in some}) > 1
     assert same_samples(few, some, tolerance=5e-5)
     assert same_samples(few, many, tolerance=5e-5)
@@ -364,14 +364,13 @@ def test_keys_tell_everything_apart():
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "num_rows", "message"),
+    ("num_rows", "num_pages", "message"),
     [
-        (6, 0, r"num_slots=6 is not a multiple of data \* fsdp = 4"),
-        (4, 2, "num_rows=2 is not a multiple"),
-        (4, 8, "more"),
+        (6, 0, r"num_rows=6 is not a multiple of data \* fsdp = 4"),
+        (4, 3, r"3 pages of 16 tokens does not hold .*max_total_tokens=64, which fills 4"),
     ],
 )
-def test_slots_and_rows_must_divide_over_the_devices(num_slots, num_rows, message):
+def test_rows_must_divide_over_the_devices_and_a_trajectory_fit(num_rows, num_pages, message):
     mesh = jax.sharding.AbstractMesh((2, 2, 1), ("data", "fsdp", "tensor"))
     with pytest.raises(ValueError, match=message):
         Engine(
@@ -380,10 +379,9 @@ def test_slots_and_rows_must_divide_over_the_devices(num_slots, num_rows, messag
             StopAutomaton(TOKENIZER.vocab_bytes, STOPS),
             num_tokens=TOKENIZER.num_tokens,
             eos_ids=TOKENIZER.eos_ids,
-            num_slots=num_slots,
             num_rows=num_rows,
+            num_pages=num_pages,
             max_prompt_tokens=32,
             max_total_tokens=64,
             chunk_tokens=8,
-            prompts_per_prefill=1,
         )

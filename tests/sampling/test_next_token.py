@@ -9,11 +9,17 @@ from jax import export
 from scipy import stats
 
 from jaxrl.models.attention.reference import LOWEST
-from jaxrl.sampling.next_token import nucleus, sample, uniforms
+from jaxrl.sampling.next_token import GREEDY, NUCLEUS, PLAIN, kind_of, nucleus, sample, uniforms
 
 ALMOST_ONE = np.float32(1 - 2**-24)  # the largest float32 below 1
-draw = jax.jit(sample)
+draw_kind = jax.jit(sample, static_argnames="kind")
 keep = jax.jit(nucleus)
+
+
+def draw(logits, uniform, temperature, top_p=1.0):
+    """Draws by the cheapest program that draws so."""
+    kind = kind_of(float(temperature), float(top_p))
+    return draw_kind(logits, uniform, temperature, np.float32(top_p), kind=kind)
 
 
 def reference(logits, temperature):
@@ -28,9 +34,8 @@ def reference(logits, temperature):
 def test_two_tokens_by_hand():
     # Probabilities 1/4 and 3/4: uniforms below 1/4 draw the first.
     logits = jnp.broadcast_to(jnp.log(jnp.array([1.0, 3.0])), (4, 2))
-    token, logprob, entropy = sample(
-        logits, jnp.array([0.0, 0.2499, 0.2501, ALMOST_ONE]), jnp.float32(1)
-    )
+    uniform = jnp.array([0.0, 0.2499, 0.2501, ALMOST_ONE])
+    token, logprob, entropy = draw(logits, uniform, jnp.float32(1))
     np.testing.assert_array_equal(token, [0, 0, 1, 1])
     np.testing.assert_allclose(logprob, np.log([0.25, 0.25, 0.75, 0.75]), rtol=1e-6)
     np.testing.assert_allclose(entropy, 0.25 * np.log(4) + 0.75 * np.log(4 / 3), rtol=1e-6)
@@ -209,7 +214,8 @@ def test_a_nucleus_of_everything_draws_what_none_draws(num_tokens, temperature):
     logits = (5 * rng.normal(size=(500, num_tokens))).astype(np.float32)
     uniform = np.append(rng.random(498), [0.0, ALMOST_ONE]).astype(np.float32)
     plain = draw(logits, uniform, np.float32(temperature))
-    whole = draw(logits, uniform, np.float32(temperature), np.float32(1))
+    one = np.float32(1)
+    whole = draw_kind(logits, uniform, np.float32(temperature), one, kind=NUCLEUS)
     for got, wanted in zip(whole, plain, strict=True):
         np.testing.assert_array_equal(got, wanted)
 
@@ -245,14 +251,16 @@ def test_a_nucleus_holds_no_id_that_is_masked(logits, allowed, temperature, top_
 
 def test_without_a_nucleus_there_is_no_search():
     arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((2, 9), (2,), (), ())]
-    off, on = (draw.lower(*arrays[:n]).as_text() for n in (3, 4))
+    on, *off = (draw_kind.lower(*arrays, kind=kind).as_text() for kind in (NUCLEUS, PLAIN, GREEDY))
     assert "stablehlo.while" in on
-    assert "stablehlo.while" not in off
-    assert "bitcast" not in off
+    for text in off:
+        assert "stablehlo.while" not in text
+        assert "bitcast" not in text
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
 def test_a_nucleus_lowers_for(platform):
     arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4, 1000), (4,), (), ())]
-    module = export.export(draw, platforms=[platform])(*arrays).mlir_module()
+    exported = export.export(draw_kind, platforms=[platform])(*arrays, kind=NUCLEUS)
+    module = exported.mlir_module()
     assert "stablehlo.sort" not in module

@@ -49,7 +49,7 @@ END = "<|im_end|>"
 def players():
     """By whether the tags are one token each, or several that also hold what is around them."""
     return {
-        name: Player(CONFIG, toy_tokenizer(*merges), SEARCH_R1.stop_strings, num_slots=1)
+        name: Player(CONFIG, toy_tokenizer(*merges), SEARCH_R1.stop_strings, num_rows=1)
         for name, merges in {"whole": WHOLE, "split": SPLIT}.items()
     }
 
@@ -171,7 +171,7 @@ def test_an_environment_may_go_on_after_an_end_of_turn_id(player):
 
 
 def test_a_turn_without_observation_goes_on_where_it_stopped(player):
-    # A search that was never opened earns no observation; only the pending token is read.
+    # A search that was never opened earns no observation; nothing is read before it goes on.
     ids, mask = teach(player, "oh</search>", "so <answer>Paris</answer>")
     before = player.engine.counts.prefilled_resume
     got = play_one(player, search_env())
@@ -179,7 +179,7 @@ def test_a_turn_without_observation_goes_on_where_it_stopped(player):
     assert [turn.observation for turn in got.turns] == [None, None]
     assert got.full_input_ids == ids
     assert got.loss_mask.tolist() == mask
-    assert player.engine.counts.prefilled_resume - before == 1
+    assert player.engine.counts.prefilled_resume == before
 
 
 FIRST, LAST = "<search>the tower</search>", "<answer>Paris</answer>"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -26,11 +27,19 @@ class Kernels:
         name: out of `config.ATTENTION`, never `auto`.
         reason: why these, for the log.
         train: see `reference.train`.
+        attend_pages: the sampler's attention over the pages of one device; see
+            `reference.attend_pages`.
+        page_tokens: tokens of a page of the sampler's cache.
+        past: `open_past` and `attend_past` where a chunk of decoding steps reads a copy of the
+            pages faster than `attend_pages` reads the pages; see `reference`.
     """
 
     name: str
     reason: str
     train: Train
+    attend_pages: Callable[..., tuple[jax.Array, jax.Array]]
+    page_tokens: int
+    past: tuple[Callable[..., Any], Callable[..., tuple[jax.Array, jax.Array]]] | None = None
 
     def within(self, segment_ids: Int[Array, "R T"]) -> Attend:
         """Attention within the segments of packed rows, over their tokens one after another."""
@@ -44,7 +53,18 @@ class Kernels:
         return attend
 
 
-XLA = Kernels(name="xla", reason="which every platform has", train=reference.train)
+PAGE_TOKENS = {"xla": 16, "triton": 64, "mosaic": 128}
+"""Tokens of a page, by kernels: a kernel reads a page at a time, and wants it large."""
+
+XLA = Kernels(
+    name="xla",
+    reason="which every platform has",
+    train=reference.train,
+    attend_pages=reference.attend_pages,
+    page_tokens=PAGE_TOKENS["xla"],
+    past=(reference.open_past, reference.attend_past),
+)
+"""Plain XLA, on every platform."""
 
 PLATFORMS = {"triton": "gpu", "mosaic": "tpu"}
 """Where kernels run that do not run everywhere."""
@@ -55,10 +75,25 @@ MAX_HEAD_DIM = 256
 
 def choose(name: str, mesh: Mesh, model: Architecture) -> Kernels:
     """The kernels that `config.model.attention` names, for a model on a mesh; see `decide`."""
-    name, reason = decide(name, mesh.devices.flat[0].platform, model.head_dim)
+    platform = mesh.devices.flat[0].platform
+    name, reason = decide(name, platform, model.head_dim)
     if name == "xla":
-        return replace(XLA, reason=reason)
-    return Kernels(name=name, reason=reason, train=on_mesh(_kernel(name), mesh))
+        return replace(XLA, reason=reason, past=XLA.past if copies_past(name, platform) else None)
+    return Kernels(
+        name=name,
+        reason=reason,
+        train=on_mesh(_kernel(name), mesh),
+        attend_pages=reference.attend_pages,
+        page_tokens=PAGE_TOKENS[name],
+    )
+
+
+def copies_past(name: str, platform: str) -> bool:
+    """Whether a chunk of decoding steps reads a copy of its rows' pages.
+
+    It is faster on a CPU. Elsewhere it would take as much memory as the cache.
+    """
+    return name == "xla" and platform == "cpu"
 
 
 def decide(name: str, platform: str, head_dim: int) -> tuple[str, str]:

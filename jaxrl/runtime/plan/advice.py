@@ -170,7 +170,7 @@ def devices_needed(config: ConfigDict, model: Architecture, target: Target) -> i
 
 
 _ROWS = (
-    "optimizer.micro_rows", "sft.optimizer.micro_rows", "rollout.num_slots", "rollout.num_rows",
+    "optimizer.micro_rows", "sft.optimizer.micro_rows", "rollout.num_rows",
 )  # fmt: skip
 
 
@@ -196,11 +196,10 @@ def _options(
     ]
     kept = ("none", "dots", "names", "full")
     yield [{"model.remat": less} for less in kept[kept.index(config.model.remat) + 1 :]]
-    rows = flat["rollout.num_rows"] or flat["rollout.num_slots"]
-    yield [{"rollout.num_rows": fewer} for fewer in _halvings(rows, unit=shards)]
+    if flat["rollout.cache_gib"]:
+        yield [{"rollout.cache_gib": 0.0}]
     yield [
-        {"rollout.num_slots": slots, "rollout.num_rows": min(slots, flat["rollout.num_rows"])}
-        for slots in _halvings(flat["rollout.num_slots"], unit=shards)
+        {"rollout.num_rows": fewer} for fewer in _halvings(flat["rollout.num_rows"], unit=shards)
     ]
     meshes = [
         {"mesh.data": 1, "mesh.fsdp": target.num_devices // tensor, "mesh.tensor": tensor}

@@ -20,22 +20,22 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
-from jaxrl.components import check_length, check_rows, prompts_per_prefill
 from jaxrl.config import default_config
-from jaxrl.environment import has_tools
 from jaxrl.method import has_kl_loss, has_kl_weights
-from jaxrl.models import kv_cache
 from jaxrl.models.architecture import Architecture, MemoryTerms
+from jaxrl.models.attention.choice import PAGE_TOKENS, copies_past, decide
+from jaxrl.models.attention.reference import TURN_TOKENS
 from jaxrl.models.output import chunks_of
 from jaxrl.runtime.sharding import (
-    cache_sharding,
     check_model_fits,
     mesh_sizes,
     num_batch_shards,
     param_shardings,
     spans_processes,
 )
-from jaxrl.sampling.engine import cache_capacity, padded_sizes
+from jaxrl.sampling.decode import BLOCK
+from jaxrl.sampling.engine import append_sizes
+from jaxrl.sampling.pages import pages_for
 from jaxrl.training.minibatches import takes_own_logprobs
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape, sft_shape, train_shape
@@ -43,9 +43,6 @@ from jaxrl.training.update import state_shardings
 
 USABLE = 0.9
 """Share of a device's memory that a plan may fill: the rest is for what it does not see."""
-
-TAG_TOKENS = 32
-"""Room for the tags around a result and the token sampled last; it is read together with them."""
 
 GIB = 2**30
 
@@ -180,6 +177,39 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
     )
 
 
+def check_rows(config: ConfigDict, mesh: Any) -> None:
+    """Refuses numbers of rows that the mesh does not split evenly, of the stages that run.
+
+    Raises:
+        ValueError: names the key.
+    """
+    shards = num_batch_shards(mesh)
+    rows = {
+        "optimizer.micro_rows": (config.optimizer.micro_rows, {"train"}),
+        "sft.optimizer.micro_rows": (config.sft.optimizer.micro_rows, {"sft"}),
+        "rollout.num_rows": (config.rollout.num_rows, {"train", "evaluate"}),
+    }
+    for key, (value, readers) in rows.items():
+        if value % shards and readers & set(config.stages):
+            raise ValueError(
+                f"config.{key} is {value}; expected a multiple of data * fsdp = {shards}, so that "
+                "every device gets the same number."
+            )
+
+
+def check_length(config: ConfigDict, model: Architecture) -> None:
+    """Refuses trajectories longer than the model's positions.
+
+    Raises:
+        ValueError: names the key.
+    """
+    if config.rollout.max_total_tokens > model.max_positions:
+        raise ValueError(
+            f"config.rollout.max_total_tokens={config.rollout.max_total_tokens} is beyond the "
+            f"model's {model.max_positions} positions (max_position_embeddings)."
+        )
+
+
 def target_mesh(config: ConfigDict, model: Architecture, target: Target) -> Any:
     """The configured mesh over devices that need not exist.
 
@@ -221,11 +251,10 @@ class ModelTerms:
         """Values of a token inside a layer."""
         return self.model.memory_terms(self.mesh.shape["tensor"])
 
-    def cache_bytes(self, num_slots: int, capacity: int, dtype: np.dtype) -> int:
-        """Keys and values of a device's part of `num_slots` slots of `capacity` tokens."""
-        cache = jax.eval_shape(lambda: kv_cache.allocate(self.model, num_slots, capacity, dtype))
-        keys = cache_sharding(self.mesh).shard_shape(cache[0][0].shape)
-        return 2 * self.model.num_layers * math.prod(keys) * dtype.itemsize
+    def cache_bytes(self, dtype: np.dtype) -> int:
+        """Keys and values of a token, in all layers."""
+        heads = self.model.num_kv_heads // self.mesh.shape["tensor"]
+        return 2 * self.model.num_layers * heads * self.model.head_dim * dtype.itemsize
 
     def flops_per_token(self, length: int) -> int:
         """To sample a token once and train on it once, in a sequence of `length`, causal."""
@@ -363,52 +392,98 @@ class _Update:
 
 def rollout_phase(config: ConfigDict, model: Architecture, target: Target) -> Phase:
     """Memory while trajectories are sampled, in training and evaluation alike."""
-    mesh = target_mesh(config, model, target)
-    terms, rollout, dtype = ModelTerms(model, mesh), config.rollout, jnp.dtype(config.model.dtype)
-    shards = num_batch_shards(mesh)
-    slots, rows = (n // shards for n in (rollout.num_slots, rollout.num_rows or rollout.num_slots))
-    capacity, read_tokens = cache_tokens(config), longest_read(config)
-    cache = terms.cache_bytes(rollout.num_slots, capacity, dtype)
-    decoded = cache * rows // slots  # the caches of as many slots as are decoded
-    # A process has its own prompts, whole on each of its shards.
-    own_shards = shards // target.num_processes
-    num_prompts = -(-_num_prompts(config, target) // own_shards) * own_shards
-    prompt_tokens = padded_sizes(rollout.max_prompt_tokens)[-1]
-    prompts = num_prompts * prompt_tokens * (cache // (slots * capacity))
-    kept = {
-        **_state(config, model, mesh, "train" if "train" in config.stages else "evaluate"),
-        "decode weights": _decode_weights(config, model, target),
-        "KV cache": cache,
-        "prompts' caches": prompts,
-    }
+    sampler = _Sampler.of(config, model, target)
+    kept = {**sampler.kept, "KV cache": cache_pages(config, model, target) * sampler.page_bytes}
+    return Phase(name="rollout", kept=_nonzero(kept), moments=sampler.moments)
 
-    def reading(tokens: int, num_keys: int) -> dict[str, int]:
-        # Scores are in float32; where they meet the values, a part is in the compute dtype too.
-        return {
-            "attention scores": tokens * terms.heads * num_keys * 5,
-            "activations": tokens * terms.layer.read_activations * dtype.itemsize,
-        }
 
-    new_tokens = num_prompts // own_shards * prompt_tokens
-    is_upcast = target.platform == "cpu" and dtype.itemsize < 4
-    moments = {
-        "decode": {
-            # A CPU's compiler keeps parts of the window in float32 besides.
-            "cache window of a chunk": round(decoded * (2.7 if is_upcast else 1)),
-            "logits": 3 * rows * terms.logits * 4,
-        },
-        "reading results": {
-            "caches of the rows": decoded,
-            **reading(rows * read_tokens, capacity + read_tokens),
-        },
-        "reading prompts": {"new prompts' caches": prompts, **reading(new_tokens, prompt_tokens)},
-    }
-    if not has_tools(config):  # one turn: nothing is read between
-        del moments["reading results"]
+def cache_pages(config: ConfigDict, model: Architecture, target: Target) -> int:
+    """Pages of each shard's cache.
+
+    As many as `rollout.cache_gib` holds. By default what the plan leaves of a device, and no more
+    than twice what `rollout.num_rows` trajectories of full length fill, the second half for those
+    that wait; on a CPU, whose memory is others' too, what they fill.
+
+    Raises:
+        ValueError: what is configured does not hold one trajectory.
+    """
+    sampler = _Sampler.of(config, model, target)
+    full = sampler.rows * sampler.table_pages
+    if config.rollout.cache_gib:
+        pages = int(config.rollout.cache_gib * GIB) // sampler.page_bytes
+        if pages < sampler.table_pages:
+            raise ValueError(
+                f"config.rollout.cache_gib={config.rollout.cache_gib} does not hold one trajectory "
+                f"of config.rollout.max_total_tokens={config.rollout.max_total_tokens}, which "
+                f"takes {gib(sampler.table_pages * sampler.page_bytes)} of each device; raise "
+                "cache_gib or lower max_total_tokens."
+            )
+        return pages
     if target.platform == "cpu":
-        copies = 2 * cache * 4 // dtype.itemsize
-        moments["writing results"] = {"copies of the cache, float32": copies}
-    return Phase(name="rollout", kept=_nonzero(kept), moments=moments)
+        return full
+    moment = max(sum(terms.values()) for terms in sampler.moments.values())
+    left = target.usable - sum(sampler.kept.values()) - moment
+    return max(min(left // sampler.page_bytes, 2 * full), sampler.table_pages)
+
+
+def _pages(config: ConfigDict, model: Architecture, target: Target) -> tuple[int, bool]:
+    """Tokens of a page, and whether a chunk of decoding steps reads a copy of its rows' pages."""
+    name, _ = decide(config.model.attention, target.platform, model.head_dim)
+    return PAGE_TOKENS[name], copies_past(name, target.platform)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sampler:
+    """What the sampler holds on one device, in bytes."""
+
+    rows: int  # decoded side by side
+    table_pages: int  # pages of a trajectory of full length
+    page_bytes: int  # keys and values of all layers
+    kept: dict[str, int]  # without the cache
+    moments: dict[str, dict[str, int]]
+
+    @classmethod
+    def of(cls, config: ConfigDict, model: Architecture, target: Target) -> _Sampler:
+        """Of a run's rollouts and evaluations."""
+        mesh = target_mesh(config, model, target)
+        terms, rollout, dtype = (
+            ModelTerms(model, mesh),
+            config.rollout,
+            jnp.dtype(config.model.dtype),
+        )
+        page_tokens, copies = _pages(config, model, target)
+        rows = rollout.num_rows // num_batch_shards(mesh)
+        table_pages = pages_for(rollout.max_total_tokens, page_tokens)
+        token_bytes = terms.cache_bytes(dtype)
+        page_bytes = page_tokens * token_bytes
+        # A CPU multiplies bfloat16 in float32, from copies.
+        upcast = 4 // dtype.itemsize if target.platform == "cpu" else 1
+        past = rows * table_pages * page_bytes * upcast if copies else 0
+        read = append_sizes(target.platform, rollout.max_total_tokens)[-1]
+        turn_tokens = read // BLOCK * TURN_TOKENS  # of each turn of the XLA loop over pages
+        moments = {
+            "decode": {
+                "rows' past": past,
+                "the chunk's keys and values": 2 * rows * rollout.chunk_tokens * token_bytes,
+                "logits": 3 * rows * terms.logits * 4,
+            },
+            "reading": {
+                "activations": read * terms.layer.read_activations * dtype.itemsize * upcast,
+                "keys and values": 2 * turn_tokens * token_bytes // model.num_layers * upcast,
+                "attention scores": 3 * read * terms.heads * TURN_TOKENS * 4,
+            },
+        }
+        stage = "train" if "train" in config.stages else "evaluate"
+        return cls(
+            rows=rows,
+            table_pages=table_pages,
+            page_bytes=page_bytes,
+            kept={
+                **_state(config, model, mesh, stage),
+                "decode weights": _decode_weights(config, model, target),
+            },
+            moments=moments,
+        )
 
 
 @dataclass(frozen=True)
@@ -487,12 +562,6 @@ def _decode_weights(config: ConfigDict, model: Architecture, target: Target) -> 
     return jnp.dtype(config.model.dtype).itemsize * weights
 
 
-def _num_prompts(config: ConfigDict, target: Target) -> int:
-    """Prompts that a process reads side by side."""
-    num_slots = config.rollout.num_slots // target.num_processes
-    return prompts_per_prefill(num_slots, config.rollout.group_size)
-
-
 @functools.cache
 def _num_moments(model: Architecture, mesh: Any) -> int:
     """Values of the optimizer's state on one device; no setting changes how many there are."""
@@ -520,23 +589,6 @@ def _nonzero(terms: dict[str, int]) -> dict[str, int]:
     return {name: size for name, size in terms.items() if size}
 
 
-def cache_tokens(config: ConfigDict) -> int:
-    """Tokens of a slot's cache."""
-    rollout = config.rollout
-    return cache_capacity(
-        max_prompt_tokens=rollout.max_prompt_tokens,
-        max_total_tokens=rollout.max_total_tokens,
-        chunk_tokens=rollout.chunk_tokens,
-    )
-
-
-def longest_read(config: ConfigDict) -> int:
-    """The widest chunk in which a result is read: its body, its tags and the pending token."""
-    longest = config.rollout.max_observation_tokens + TAG_TOKENS
-    sizes = padded_sizes(config.rollout.max_total_tokens)
-    return next((size for size in sizes if size >= longest), sizes[-1])
-
-
 def _shapes(config: ConfigDict, model: Architecture, target: Target) -> dict[str, str]:
     """The largest shapes of the programs, over all devices."""
     rollout = config.rollout
@@ -551,14 +603,12 @@ def _shapes(config: ConfigDict, model: Architecture, target: Target) -> dict[str
                 f"{chunk} x {model.vocab_size}"
             )
     if {"train", "evaluate"} & set(config.stages):
-        each = " in each process" if target.num_processes > 1 else ""
+        sizes = append_sizes(target.platform, rollout.max_total_tokens)
+        page, _ = _pages(config, model, target)
         shapes["rollout"] = (
-            f"decode {rollout.chunk_tokens} steps of up to "
-            f"{rollout.num_rows or rollout.num_slots} rows over up to "
-            f"{rollout.max_total_tokens} tokens; read results of up to {longest_read(config)} "
-            f"tokens, {_num_prompts(config, target)} prompts{each} of up to "
-            f"{padded_sizes(rollout.max_prompt_tokens)[-1]}; cache {rollout.num_slots} slots x "
-            f"{cache_tokens(config)} tokens"
+            f"decode {rollout.chunk_tokens} steps of up to {rollout.num_rows} rows over up to "
+            f"{rollout.max_total_tokens} tokens; read up to {sizes[-1]} tokens on a device; cache "
+            f"{cache_pages(config, model, target)} pages x {page} tokens on a device"
         )
     return shapes
 

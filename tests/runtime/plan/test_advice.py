@@ -54,12 +54,11 @@ class TestAdvice:
         found = advice.advise(config, QWEN_7B, NODE)
         assert {"optimizer.micro_rows": 32} in [one.settings for one in found]
 
-    @pytest.mark.parametrize(("slots", "rows"), [(72, 0), (72, 72)])
-    def test_slots_and_rows_stay_multiples_too(self, slots, rows):
-        config = large_run(**{"rollout.num_slots": slots, "rollout.num_rows": rows})
+    def test_decoded_rows_stay_multiples_too(self):
+        config = large_run(**{"rollout.num_rows": 72, "rollout.cache_gib": 100.0})
         tried = [option for options in advice._options(config, QWEN_7B, NODE) for option in options]
-        assert [o["rollout.num_slots"] for o in tried if "rollout.num_slots" in o] == [32, 16, 8]
-        assert {o["rollout.num_rows"] % 8 for o in tried if "rollout.num_rows" in o} == {0}
+        assert [o["rollout.num_rows"] for o in tried if "rollout.num_rows" in o] == [32, 16, 8]
+        assert {"rollout.cache_gib": 0.0} in tried
 
     def test_the_tensor_axis_stays_inside_a_process(self):
         target = replace(NODE, num_processes=4)
@@ -79,7 +78,7 @@ class TestAdvice:
         # One row of 12288 tokens has 28 x 12288² scores; two devices share the heads of a row only
         # where rows are halved as well.
         keys = {"optimizer.micro_rows": 8, "rollout.max_total_tokens": 12288, "kl.coef": 0.01}
-        config = large_run(**keys, **{"rollout.num_slots": 64, "rollout.num_rows": 8})
+        config = large_run(**keys, **{"rollout.num_rows": 8})
         assert not memory.make_plan(config, QWEN_7B, NODE).fits
         mesh = {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2}
         found = advice.advise(config, QWEN_7B, NODE)

@@ -30,8 +30,8 @@ class TestByHand:
         assert kept["optimizer state"] == pytest.approx(8 * num_params / 8, rel=1e-3)
         rollout = made.phases[1].kept
         assert rollout["decode weights"] == 2 * num_params
-        # 8 of 64 slots, 28 layers, keys and values of 4 heads of 128, 2048 + 16 tokens.
-        assert rollout["KV cache"] == 8 * 28 * 2 * 4 * 128 * 2064 * 2
+        # Twice 8 of 64 rows, 28 layers, keys and values of 4 heads of 128, 2048 tokens.
+        assert rollout["KV cache"] == 2 * 8 * 28 * 2 * 4 * 128 * 2048 * 2
         state = {name: kept[name] for name in ("parameters", "optimizer state")}
         assert made.between == {**state, "decode weights": 2 * num_params}
         assert made.tokens_per_step == 16 * 8 * 2048
@@ -52,19 +52,29 @@ class TestByHand:
         between = memory.make_plan(config, QWEN_7B, NODE).between
         assert list(between) == ["parameters", "optimizer state"]
 
-    def test_each_process_reads_its_own_prompts(self):
-        def prompts(num_processes, **keys):
-            target = replace(NODE, num_devices=64, num_processes=num_processes)
-            config = large_run(fsdp=64, **{"rollout.num_slots": 512, **keys})
-            return memory.rollout_phase(config, QWEN_32B, target).kept["prompts' caches"]
+    def test_the_cache_takes_what_is_left(self):
+        config = large_run(**{"rollout.num_rows": 4096})
+        phase = memory.rollout_phase(config, QWEN_7B, NODE)
+        page = 28 * 2 * 4 * 128 * 2 * memory.PAGE_TOKENS["triton"]
+        assert NODE.usable - page < phase.peak <= NODE.usable
+        # A CPU has room for its rows, 128 of full length, whatever that takes.
+        small = replace(NODE, platform="cpu")
+        config = large_run(**{"rollout.num_rows": 1024, "model.dtype": "float32"})
+        kept = memory.rollout_phase(config, QWEN_7B, small).kept
+        assert kept["KV cache"] == 128 * 28 * 2 * 4 * 128 * 2048 * 4
 
-        # 64 layers, keys and values of 8 heads of 128, prompts of 1024 tokens: of 512 / 8 groups,
-        # or of the 64 slots of a process.
-        prompt = 64 * 2 * 8 * 128 * 1024 * 2
-        assert prompts(1) == 64 * prompt == 16 * memory.GIB
-        assert prompts(8) == 8 * prompt == 2 * memory.GIB
-        # Each process rounds its two prompts up to its eight devices.
-        assert prompts(8, **{"rollout.group_size": 32}) == 8 * prompt
+    def test_the_cache_that_is_configured(self):
+        kept = memory.rollout_phase(large_run(**{"rollout.cache_gib": 2.0}), QWEN_7B, NODE).kept
+        assert 1.99 * memory.GIB < kept["KV cache"] <= 2 * memory.GIB
+        # One trajectory: 28 x 2 x 4 x 128 x 2048 values of two bytes.
+        with pytest.raises(ValueError, match=r"cache_gib=0\.1 does not hold .* 0\.11 GiB"):
+            memory.rollout_phase(large_run(**{"rollout.cache_gib": 0.1}), QWEN_7B, NODE)
+
+    def test_a_cache_that_does_not_fit_is_planned_for_one_trajectory(self):
+        tiny = replace(NODE, memory_bytes=memory.GIB)
+        made = memory.make_plan(large_run(), QWEN_7B, tiny)
+        assert not made.fits
+        assert made.phases[1].kept["KV cache"] == 28 * 2 * 4 * 128 * 2048 * 2
 
     def test_a_tensor_axis_stays_inside_a_process(self):
         config = large_run(fsdp=4, tensor=4, **{"mesh.data": 4})
@@ -80,24 +90,12 @@ class TestByHand:
             memory.make_plan(large_run(), model, NODE)
 
     def test_only_the_rows_of_stages_that_run_are_checked(self):
-        config = large_run(fsdp=64, **{"optimizer.micro_rows": 64, "rollout.num_slots": 64})
+        config = large_run(fsdp=64, **{"optimizer.micro_rows": 64, "rollout.num_rows": 64})
         assert config.sft.optimizer.micro_rows == 8
         memory.make_plan(config, QWEN_32B, replace(NODE, num_devices=64))
         config.stages = ("sft", "train")
         with pytest.raises(ValueError, match=r"config.sft.optimizer.micro_rows is 8; .* = 64"):
             memory.make_plan(config, QWEN_32B, replace(NODE, num_devices=64))
-
-    def test_math_reads_no_results(self):
-        config = large_run()
-        assert "reading results" in memory.rollout_phase(config, QWEN_7B, NODE).moments
-        config.env.name = "math"
-        assert "reading results" not in memory.rollout_phase(config, QWEN_7B, NODE).moments
-
-    def test_a_prompt_class_larger_than_a_trajectory(self):
-        tiny = {"max_prompt_tokens": 5, "max_total_tokens": 8, "chunk_tokens": 4}
-        config = large_run(**{f"rollout.{key}": value for key, value in tiny.items()})
-        kept = memory.rollout_phase(config, QWEN_7B, NODE).kept
-        assert kept["KV cache"] == 8 * 28 * 2 * 4 * 128 * 16 * 2
 
     def test_parameters_are_what_the_model_makes(self):
         model = programs.MODELS["tiny"]
