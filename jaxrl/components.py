@@ -35,6 +35,7 @@ from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.session import Components
 from jaxrl.tokenizer import Tokenizer
+from jaxrl.training.update import check_offload
 
 
 def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -> Components:
@@ -50,6 +51,8 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
     mesh = make_mesh(**config.mesh)
     model_config = read_model(config.model.path, config.model.architecture)
     check_model_fits(mesh, model_config)
+    if config.optimizer.offload or config.sft.optimizer.offload:
+        check_offload(mesh)
     memory.check_rows(config, mesh)
     memory.check_length(config, model_config)
     tokenizer = Tokenizer.from_folder(

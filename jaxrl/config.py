@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
+DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "dots", "names", "full")
 STAGES = ("sft", "train", "evaluate")
 ATTENTION = ("auto", "xla", "triton", "mosaic")
@@ -43,6 +44,10 @@ def _optimizer() -> ConfigDict:
     optimizer.beta2 = 0.999  # decay of the mean of their squares
     optimizer.epsilon = 1e-8  # added to the root of that
     optimizer.grad_clip = 1.0  # global norm; 0 clips nothing
+    # Of the mean of gradients. The mean of squares stays float32: with beta2 = 0.999 a step changes
+    # it by less than bfloat16 can tell apart.
+    optimizer.moments_dtype = "float32"
+    optimizer.offload = False  # keep both means in the host's memory between updates
     # Packed rows of a micro-batch; a multiple of data * fsdp. 0: as many as the memory holds.
     optimizer.micro_rows = 8
     return optimizer

@@ -13,6 +13,7 @@ from jaxrl.choices import is_own, subsection
 from jaxrl.config import (
     AGGREGATIONS,
     ATTENTION,
+    DTYPES,
     FILTER_METRICS,
     KL_CONTROLLERS,
     KL_ESTIMATORS,
@@ -526,7 +527,7 @@ def validate(config: ConfigDict, *, needs_data: bool = True) -> None:
 
 def _check_choices(config: ConfigDict) -> None:
     choices: dict[str, tuple[Any, tuple[str, ...]]] = {
-        "model.dtype": (config.model.dtype, ("float32", "bfloat16")),
+        "model.dtype": (config.model.dtype, DTYPES),
         "model.attention": (config.model.attention, ATTENTION),
         "model.remat": (config.model.remat, REMAT),
         "rollout.overlong_prompts": (config.rollout.overlong_prompts, OVERLONG_PROMPTS),
@@ -539,6 +540,8 @@ def _check_choices(config: ConfigDict) -> None:
         "kl.place": (config.kl.place, ("loss", "reward")),
         "kl.controller": (config.kl.controller, KL_CONTROLLERS),
         "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
+        "optimizer.moments_dtype": (config.optimizer.moments_dtype, DTYPES),
+        "sft.optimizer.moments_dtype": (config.sft.optimizer.moments_dtype, DTYPES),
         "sft.optimizer.schedule": (config.sft.optimizer.schedule, SCHEDULES),
     }
     for key, (value, allowed) in choices.items():

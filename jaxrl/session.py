@@ -31,9 +31,9 @@ from jaxrl.sampling.engine import Engine
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.health import Failures
-from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.optimizer import make_optimizer, stage_settings
 from jaxrl.training.packing import TokenSequence
-from jaxrl.training.update import init_state
+from jaxrl.training.update import HOST_MEMORY, init_state, with_moments_in
 from jaxrl.types import Group, Params, TrainState
 
 
@@ -189,9 +189,12 @@ class Session:
     def start_state(self, params: Params, optimizer: optax.GradientTransformation) -> TrainState:
         """A fresh state at the start of a stage, the checkpoint's in its middle."""
         if self.progress.stage_step > 0:
-            return TrainState(params=params, **self.restored.pop("optimizer"))
-        components = self.components
-        return init_state(params, components.mesh, components.model_config, optimizer)
+            state = TrainState(params=params, **self.restored.pop("optimizer"))
+        else:
+            components = self.components
+            state = init_state(params, components.mesh, components.model_config, optimizer)
+        settings = stage_settings(self.config, self.progress.stage)
+        return with_moments_in(state, HOST_MEMORY) if settings.offload else state
 
     def start_reference(self, params: Params) -> Params | None:
         """A frozen copy of the policy at the start of the stage, where a KL term needs it."""

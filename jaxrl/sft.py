@@ -31,7 +31,9 @@ def sft(session: Session, params: Params) -> Params:
         return params
     optimizer = stage_optimizer(config, "sft")
     state = session.state = session.start_state(params, optimizer)
-    update_step = UpdateStep(components.model, supervised_loss, optimizer)
+    update_step = UpdateStep(
+        components.model, supervised_loss, optimizer, offload=config.sft.optimizer.offload
+    )
     stream = Stream(components.demonstrations, seed=config.seed)
     shape, num_shards = sft_shape(config), num_batch_shards(components.mesh)
     session.display.start("sft", progress.stage_step, num_steps)

@@ -63,6 +63,7 @@ def train(session: Session, params: Params) -> Params:
         optimizer,
         temperature=config.rollout.temperature,
         entropy_gradient=config.loss.entropy_coef != 0,
+        offload=config.optimizer.offload,
     )
     score = ScoreStep(components.model, temperature=config.rollout.temperature)
     estimate = Estimator(config)

@@ -542,13 +542,14 @@ class QwenConfig(Architecture):
         """Of attention and a gated MLP, both split over `tensor` devices where that divides."""
         inner = self.mlp_width if self.mlp_width % tensor else self.mlp_width // tensor
         attended = self.num_heads // tensor * self.head_dim
-        products = attended + 2 * self.num_kv_heads // tensor * self.head_dim
+        read = self.num_kv_heads // tensor * self.head_dim
+        products = attended + 2 * read + self.width + 2 * inner  # all but the last
         return MemoryTerms(
-            activations=4 * inner + 4 * attended + 4 * self.width,
+            activations=4 * inner + 10 * attended + 8 * read + 4 * self.width,
             saved_activations={
-                "none": 3 * inner + 6 * attended + 2 * self.width,
-                "dots": 2 * inner + products + 2 * self.width,
-                "names": 2 * inner + products + attended + self.width,
+                "none": 6 * inner + 4 * attended + 4 * read + 6 * self.width,
+                "dots": products,
+                "names": products + attended,
             },
             read_activations=inner + 2 * attended + 3 * self.width,
         )

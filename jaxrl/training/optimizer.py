@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
@@ -29,6 +30,12 @@ def make_optimizer(settings: ConfigDict, num_updates: int) -> optax.GradientTran
         b2=settings.beta2,
         eps=settings.epsilon,
         weight_decay=settings.weight_decay,
+        mu_dtype=jnp.dtype(settings.moments_dtype),
     )
     clip = optax.clip_by_global_norm(settings.grad_clip) if settings.grad_clip else optax.identity()
     return optax.chain(clip, adamw)
+
+
+def stage_settings(config: ConfigDict, stage: str) -> ConfigDict:
+    """The section of a stage's optimizer."""
+    return config.sft.optimizer if stage == "sft" else config.optimizer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -61,6 +62,33 @@ def init_state(
 
     shardings = state_shardings(mesh, config, optimizer)
     return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
+
+
+HOST_MEMORY = "pinned_host"
+
+
+def check_offload(mesh: Mesh) -> None:
+    """Refuses to keep moments where a device has no part of the host's memory.
+
+    Raises:
+        ValueError: names the key.
+    """
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST_MEMORY not in kinds:
+        raise ValueError(
+            f"config.optimizer.offload is True, but a {device.platform} has only the memories "
+            f"{', '.join(kinds)}, none of them {HOST_MEMORY}; set it and config.sft.optimizer."
+            "offload to False."
+        )
+
+
+def with_moments_in(state: TrainState, memory: str) -> TrainState:
+    """The state with its moments in a kind of memory: `device` or `HOST_MEMORY`."""
+    moved = jax.tree.map(
+        lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(memory)), state.opt_state
+    )
+    return dataclasses.replace(state, opt_state=moved)
 
 
 def batch_shardings(mesh: Mesh, batch: Batch) -> Batch:
@@ -246,8 +274,13 @@ class UpdateStep:
         *,
         temperature: float = 1.0,
         entropy_gradient: bool = False,
+        offload: bool = False,
     ):
-        """As `Gradient`; the optimizer is applied to the float32 master weights."""
+        """As `Gradient`; the optimizer is applied to the float32 master weights.
+
+        With `offload` its moments are on the devices only while it is.
+        """
+        self._offload = offload
         self.gradient = Gradient(
             model, token_loss, temperature=temperature, entropy_gradient=entropy_gradient
         )
@@ -285,4 +318,8 @@ class UpdateStep:
         self, state: TrainState, batch: Batch, packed: Packed
     ) -> tuple[TrainState, dict[str, Metric]]:
         """One step by all micro-batches of `packed`, which lies on the devices as `batch`."""
-        return self.apply(state, self.gradient(state.params, batch, packed))
+        sums = self.gradient(state.params, batch, packed)
+        if not self._offload:
+            return self.apply(state, sums)
+        state, metrics = self.apply(with_moments_in(state, "device"), sums)
+        return with_moments_in(state, HOST_MEMORY), metrics

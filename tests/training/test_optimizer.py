@@ -91,3 +91,21 @@ def test_every_weight_decays_where_nothing_else_moves_it():
     changes, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(zeros, params)
     for change, leaf in zip(jax.tree.leaves(changes), jax.tree.leaves(params), strict=True):
         np.testing.assert_allclose(change, -0.05 * np.asarray(leaf), rtol=1e-5)
+
+
+def test_short_moments_are_those_of_gradients_alone():
+    # Gradients of 1 and 1.004, the same in bfloat16: the mean of squares, in float32, tells them
+    # apart.
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        optimizer = make_optimizer(optimizer_settings(moments_dtype=dtype, grad_clip=0.0), 2)
+        params, state = jnp.ones(3), optimizer.init(jnp.ones(3))
+        for gradient in (1.0, 1.004):
+            _, state = optimizer.update(jnp.full(3, gradient), state, params)
+        found[dtype] = [optax.tree.get(state, name) for name in ("mu", "nu")]
+    assert [moment.dtype for moment in found["bfloat16"]] == [jnp.bfloat16, jnp.float32]
+    np.testing.assert_allclose(found["float32"][0], 0.09 + 0.1004, rtol=1e-6)
+    np.testing.assert_allclose(
+        found["bfloat16"][0].astype(np.float32), found["float32"][0], rtol=0.01
+    )
+    np.testing.assert_array_equal(found["bfloat16"][1], found["float32"][1])

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,13 @@ from jaxrl.training.controllers import Controllers
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import BatchShape, loss_quarters, pack
 from jaxrl.training.update import (
+    HOST_MEMORY,
     ScoreStep,
     UpdateStep,
+    check_offload,
     init_state,
     put_batch,
+    with_moments_in,
 )
 from jaxrl.types import Batch, Trajectory
 from tests.episodes import grouped
@@ -590,6 +594,39 @@ def test_state_is_donated(update, params, sequences):
     after, _ = update(before, batch, packed)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves((before.params, before.opt_state)))
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((after, batch)))
+
+
+def memories(state):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state)}
+
+
+def test_moments_are_in_host_memory_between_updates(update, params, sequences):
+    packed = pack_all(sequences, SHAPE)
+    batch = put_batch(MESH, packed.batch)
+    variant = VARIANTS[ALL_TERMS]
+    offloading = UpdateStep(
+        tiny_model(), variant.token_loss, OPTIMIZER, **variant.settings, offload=True
+    )
+    state, other = fresh_state(params), with_moments_in(fresh_state(params), HOST_MEMORY)
+    assert (memories(state), memories(other)) == ({"device"}, {HOST_MEMORY})
+    for _ in range(2):
+        state, _ = update(state, batch, packed)
+        other, _ = offloading(other, batch, packed)
+        assert (memories(state), memories(other)) == ({"device"}, {HOST_MEMORY})
+        assert equal(state, other)
+    assert offloading.num_traces <= UPDATE_PROGRAMS
+
+
+def test_offloading_is_refused_where_the_host_has_no_memory_for_it():
+    class Device:
+        platform = "toaster"
+
+        def addressable_memories(self):
+            return [SimpleNamespace(kind="device")]
+
+    mesh = SimpleNamespace(devices=np.array([Device()]))
+    with pytest.raises(ValueError, match=r"offload is True, but a toaster has only .* device"):
+        check_offload(mesh)
 
 
 @pytest.mark.minutes

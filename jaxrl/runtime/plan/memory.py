@@ -24,7 +24,7 @@ from jaxrl.config import default_config
 from jaxrl.method import has_kl_loss, has_kl_weights
 from jaxrl.models.architecture import Architecture, MemoryTerms
 from jaxrl.models.attention.choice import PAGE_TOKENS, copies_past, decide
-from jaxrl.models.attention.reference import TURN_TOKENS
+from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
 from jaxrl.models.output import chunks_of
 from jaxrl.runtime.sharding import (
     check_model_fits,
@@ -37,7 +37,7 @@ from jaxrl.sampling.decode import BLOCK
 from jaxrl.sampling.engine import append_sizes
 from jaxrl.sampling.pages import pages_for
 from jaxrl.training.minibatches import takes_own_logprobs
-from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.optimizer import make_optimizer, stage_settings
 from jaxrl.training.packing import BatchShape, sft_shape, train_shape
 from jaxrl.training.update import state_shardings
 
@@ -269,17 +269,26 @@ class ModelTerms:
 def update_phase(config: ConfigDict, model: Architecture, target: Target, stage: str) -> Phase:
     """Memory while a mini-batch of a stage, sft or train, is trained on."""
     update = _Update.of(config, model, target, stage)
-    count, itemsize, saved = update.count, update.itemsize, update.saved(config.model.remat)
+    # A CPU's compiler schedules layers that are compiled one by one as it likes, and keeps all.
+    keeps_all = update.is_cpu and not config.model.scan_layers
+    saved = update.saved("none" if keeps_all else config.model.remat)
+    count, itemsize = update.count, update.itemsize
     copied = 4 * (count.params - count.tables) + 2 * saved
-    kept = {
-        **_state(config, model, update.mesh, stage),
-        "gradients": 4 * count.params,
+    held = {
         "weights in the compute dtype": update.is_cast * itemsize * count.params,
         "activations kept for the backward pass": saved,
         "float32 copies of these": update.is_cpu * update.is_cast * copied,
+    }
+    kept = {
+        **_state(config, model, update.mesh, stage),
+        "gradients": 4 * count.params,
         "batch": _batch_bytes(config, update.shape, num_batch_shards(update.mesh), stage),
     }
-    moments = {"layers": update.at_layers(), "output": update.at_output()}
+    moments = {"layers": held | update.at_layers(), "output": held | update.at_output()}
+    if stage_settings(config, stage).offload:
+        moved = _moment_bytes(config, model, update.mesh, stage)
+        moments["optimizer"] = {"optimizer state, from the host": moved}
+    moments = {name: _nonzero(terms) for name, terms in moments.items()}
     return Phase(name=f"{stage} update", kept=_nonzero(kept), moments=moments)
 
 
@@ -330,8 +339,9 @@ class _Update:
 
     @property
     def scores(self) -> int:
-        """Values of all score matrices of a layer."""
-        return self.rows * ModelTerms(self.model, self.mesh).heads * self.shape.row_tokens**2
+        """Values of the scores of one block of queries and one of keys, of all heads."""
+        block = min(self.shape.row_tokens, MAX_BLOCK)
+        return self.rows * ModelTerms(self.model, self.mesh).heads * block**2
 
     def saved(self, remat: str) -> int:
         """Activations kept for the backward pass."""
@@ -536,8 +546,8 @@ def _state(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> di
     """What lies on a device from step to step: weights, moments, and the reference policy."""
     params = _Counts.of(model, mesh).params * 4
     state = {"parameters": params}
-    if stage != "evaluate":
-        state["optimizer state"] = 4 * _num_moments(model, mesh)
+    if stage != "evaluate" and not stage_settings(config, stage).offload:
+        state["optimizer state"] = _moment_bytes(config, model, mesh, stage)
     if stage == "train" and config.kl.coef and config.kl.anchor == "ref":
         state["reference parameters"] = params
     return state
@@ -560,6 +570,12 @@ def _decode_weights(config: ConfigDict, model: Architecture, target: Target) -> 
     has_head_copy = target.platform == "cpu" and model.tie_embeddings
     weights = count.decode_params + has_head_copy * count.whole_tables
     return jnp.dtype(config.model.dtype).itemsize * weights
+
+
+def _moment_bytes(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> int:
+    """Of the optimizer's state on one device: two values a parameter, one of them perhaps short."""
+    itemsize = jnp.dtype(stage_settings(config, stage).moments_dtype).itemsize
+    return 4 * _num_moments(model, mesh) - (4 - itemsize) * _Counts.of(model, mesh).params
 
 
 @functools.cache
