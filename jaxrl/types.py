@@ -43,8 +43,8 @@ class TokenStep:
 class Divergence:
     """How far the policy before the update is from the reference, along one trajectory."""
 
-    old_logprobs: np.ndarray  # float32 [L], nats
-    ref_logprobs: np.ndarray  # float32 [L], nats
+    old_logprobs: np.ndarray  # float32 [L], nats; 0 where nothing is trained
+    ref_logprobs: np.ndarray  # float32 [L], nats; likewise
     per_token: np.ndarray  # float32 [L], nats, by `kl.estimator`; 0 where nothing is trained
     num_tokens: int  # that are trained on
 

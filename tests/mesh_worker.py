@@ -224,10 +224,10 @@ def train(mesh, params):
         gradient = jax.tree.map(lambda leaf: np.asarray(leaf) / 0.1, mu)
         for _ in range(2):
             state, _ = step(state, batch, packed)
-    gradient, rooms = step.gradient, loss_quarters(packed, num_batch_shards(mesh))
-    sums = gradient.begin(state.params, batch)
+    sums = step.gradient.begin(state.params, batch)
+    room = loss_quarters(packed, num_batch_shards(mesh))[0]
     text = program_text(
-        gradient.add.program, state.params, sums, batch, np.int32(0), np.int32(1), rooms[0]
+        step.gradient.add.program, state.params, sums, batch, np.int32(0), np.int32(1), room
     )
     kept = jax.tree.map(lambda leaf, s: leaf.sharding.is_equivalent_to(s, leaf.ndim), state, wanted)
     report = {

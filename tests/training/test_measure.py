@@ -67,11 +67,11 @@ def test_divergences_are_those_of_all_logits(estimator, mask_observations):
         if found is None:
             continue
         old, ref = dense()[0][index], dense()[1][index]
-        np.testing.assert_allclose(found.old_logprobs, old, atol=2e-5, rtol=1e-5)
-        np.testing.assert_allclose(found.ref_logprobs, ref, atol=2e-5, rtol=1e-5)
         mask = trajectory.loss_mask
         if not mask_observations:
             mask = np.arange(len(mask)) >= trajectory.prompt_length
+        np.testing.assert_allclose(found.old_logprobs, old * mask, atol=2e-5, rtol=1e-5)
+        np.testing.assert_allclose(found.ref_logprobs, ref * mask, atol=2e-5, rtol=1e-5)
         wanted = np.where(mask, ESTIMATES[estimator](old, ref), 0)
         np.testing.assert_allclose(found.per_token, wanted, atol=2e-4, rtol=1e-4)
         assert found.total == pytest.approx(wanted.sum(), rel=1e-3)
