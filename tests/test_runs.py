@@ -10,7 +10,9 @@ import sys
 import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from jaxrl import components as assemble
@@ -20,8 +22,9 @@ from jaxrl.envs.retrieval import SearchEngine
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.versions import fingerprints
+from jaxrl.session import Session
 from jaxrl.training.health import NothingWorksError
-from jaxrl.training.update import put_batch
+from jaxrl.training.update import HOST_MEMORY, put_batch
 from jaxrl.types import members, with_fields
 from tests.helpers import UPDATE_PROGRAMS
 from tests.runs import (
@@ -394,3 +397,27 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
         go_on(workdir)
     assert records(workdir)[-1]["stage"] == "evaluate"
     assert (workdir / "eval" / "evaluate_3.json").exists()
+
+
+@pytest.mark.minutes
+def test_moments_may_be_short_and_in_host_memory(tiny_world, tmp_path, monkeypatch):
+    keys = {"moments_dtype": "bfloat16", "offload": True}
+    config = run_settings(
+        tiny_world,
+        **{"stages": ("sft",), "sft.num_steps": 2},
+        **{f"sft.optimizer.{key}": value for key, value in keys.items()},
+    )
+    states, end = [], Session.end
+
+    def watched(session, state):
+        states.append(state)
+        return end(session, state)
+
+    monkeypatch.setattr(Session, "end", watched)
+    run.run(config, tmp_path, assemble.assemble(config), Display())
+    [state] = states
+    kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state)}
+    assert kinds == {HOST_MEMORY}
+    first = optax.tree.get(state.opt_state, "mu")
+    assert {leaf.dtype for leaf in jax.tree.leaves(first)} == {jnp.dtype("bfloat16")}
+    assert int(state.num_updates) == 2
