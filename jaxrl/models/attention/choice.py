@@ -79,11 +79,12 @@ def choose(name: str, mesh: Mesh, model: Architecture) -> Kernels:
     name, reason = decide(name, platform, model.head_dim)
     if name == "xla":
         return replace(XLA, reason=reason, past=XLA.past if copies_past(name, platform) else None)
+    kernels = _module(name)
     return Kernels(
         name=name,
         reason=reason,
-        train=on_mesh(_kernel(name), mesh),
-        attend_pages=reference.attend_pages,
+        train=on_mesh(kernels.train, mesh),
+        attend_pages=kernels.attend_pages,
         page_tokens=PAGE_TOKENS[name],
     )
 
@@ -121,15 +122,15 @@ def decide(name: str, platform: str, head_dim: int) -> tuple[str, str]:
     )
 
 
-def _kernel(name: str) -> Train:
+def _module(name: str) -> Any:
     # Imported when asked: neither is of use to most processes, and JAX warns of one of them.
     if name == "triton":
         from jaxrl.models.attention import gpu
 
-        return gpu.train
+        return gpu
     from jaxrl.models.attention import tpu
 
-    return tpu.train
+    return tpu
 
 
 def on_mesh(train: Train, mesh: Mesh) -> Train:

@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.attention.reference import LOWEST, segment_starts
+from jaxrl.models.attention.reference import FLOOR, LOWEST, by_key_head, by_query, segment_starts
 
 
 def train(
@@ -274,3 +274,87 @@ def _backward_keys_kernel(
 
 
 _attend.defvjp(_forward, _backward)
+
+
+def attend_pages(
+    q: Float[Array, "B Q N H"],
+    keys: Float[Array, "P K page H"],
+    values: Float[Array, "P K page H"],
+    tables: Int[Array, "B M"],
+    limits: Int[Array, "B Q"],
+    *,
+    interpret: bool = False,
+) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
+    """What `reference.attend_pages` computes, reading no page beyond a block's highest limit.
+
+    A program has a block's queries of one key head, padded to as many rows as the chip multiplies
+    at least, and goes over the pages of the block's table one by one. Heads whose size is no power
+    of two are multiplied in parts that are; a copy of the pages, padded, would cost more.
+    """
+    B, Q, N, H = q.shape
+    P, K, page, _ = keys.shape
+    merged, below = by_key_head(q, limits, K, pl.next_power_of_2(max(Q * N // K, 16)))
+    R = merged.shape[2]
+    pages = pl.BlockSpec((P, None, page, H), lambda b, k: (0, k, 0, 0))
+    queries = pl.BlockSpec((None, None, R, H), lambda b, k: (b, k, 0, 0))
+    out, lse = pl.pallas_call(
+        partial(_pages_kernel, scale=H**-0.5 * math.log2(math.e)),
+        grid=(B, K),
+        in_specs=[
+            queries,
+            pages,
+            pages,
+            pl.BlockSpec((None, tables.shape[1]), lambda b, k: (b, 0)),
+            pl.BlockSpec((None, R), lambda b, k: (b, 0)),
+        ],
+        out_specs=[queries, pl.BlockSpec((None, None, R), lambda b, k: (b, k, 0))],
+        out_shape=[
+            jax.ShapeDtypeStruct(merged.shape, jnp.float32),
+            jax.ShapeDtypeStruct(merged.shape[:3], jnp.float32),
+        ],
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
+        interpret=interpret,
+        name="attention_pages",
+    )(merged, keys, values, tables, below)
+    return by_query(out, lse, q.shape)
+
+
+def _pages_kernel(
+    q_ref: Any, k_ref: Any, v_ref: Any, tables_ref: Any, limits_ref: Any, out_ref: Any,
+    lse_ref: Any, *, scale: float,
+) -> None:  # fmt: skip
+    page, limits = k_ref.shape[1], limits_ref[...]
+    parts = _powers_of_2(q_ref.shape[1])
+    queries = [q_ref[:, part] for part in parts]
+
+    def add(j: jax.Array, sums: tuple[Any, ...]) -> tuple[Any, ...]:
+        highest, total, out = sums
+        place, is_read = tables_ref[j], _places(j, page) < limits[:, None]
+        products = [
+            _dot(q, k_ref[place, :, part], (1, 1)) for q, part in zip(queries, parts, strict=True)
+        ]
+        scores = jnp.where(is_read, sum(products[1:], products[0]) * scale, LOWEST)
+        new = jnp.maximum(highest, scores.max(axis=1))
+        weights, fade = jnp.exp2(scores - new[:, None]), jnp.exp2(highest - new)
+        out = tuple(
+            one * fade[:, None] + _dot(weights.astype(v_ref.dtype), v_ref[place, :, part], (1, 0))
+            for one, part in zip(out, parts, strict=True)
+        )
+        return new, total * fade + weights.sum(axis=1), out
+
+    zeros = jnp.zeros(limits.shape, jnp.float32)
+    outs = tuple(jnp.zeros(one.shape, jnp.float32) for one in queries)
+    num_pages = (limits.max() + page - 1) // page
+    highest, total, outs = jax.lax.fori_loop(0, num_pages, add, (zeros + FLOOR, zeros, outs))
+    total = jnp.where(total > 0, total, 1.0)
+    for one, part in zip(outs, parts, strict=True):
+        out_ref[:, part] = one / total[:, None]
+    lse_ref[...] = (highest + jnp.log2(total)) * math.log(2)
+
+
+def _powers_of_2(size: int) -> list[Any]:
+    """Slices of so many values, each as long as a power of two, the longest first."""
+    starts, lengths = [], [1 << bit for bit in range(size.bit_length()) if size >> bit & 1][::-1]
+    for index in range(len(lengths)):
+        starts.append(sum(lengths[:index]))
+    return [pl.ds(start, length) for start, length in zip(starts, lengths, strict=True)]

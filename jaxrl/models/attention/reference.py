@@ -214,11 +214,10 @@ def attend_pages(
     Returns:
         Outputs and the log-sum-exp of the scores, float32. With limit 0 they are 0 and `FLOOR`.
     """
-    B, Q, N, H = q.shape
+    B, H = q.shape[0], q.shape[3]
     K, page = keys.shape[1:3]
-    G, width = N // K, max(TURN_TOKENS // page, 1)
-    merged = q.reshape(B, Q, K, G, H).swapaxes(1, 2).reshape(B, K, Q * G, H)
-    below = jnp.repeat(limits, G, axis=1)[:, None, :, None]
+    width = max(TURN_TOKENS // page, 1)
+    merged, below = by_key_head(q, limits, K)
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % width)))
 
     def read(pages: jax.Array, ids: jax.Array) -> jax.Array:
@@ -231,14 +230,41 @@ def attend_pages(
             "bkqh,bkth->bkqt", merged, read(keys, ids), preferred_element_type=jnp.float32
         )
         places = index * width * page + jnp.arange(width * page)
-        scores = jnp.where(places < below, product * H**-0.5, LOWEST)
+        is_read = places < below[:, None, :, None]
+        scores = jnp.where(is_read, product * H**-0.5, LOWEST)
         return _add_part(so_far, scores, read(values, ids))
 
     num_turns = -(-limits.max() // (width * page))
     found = jax.lax.fori_loop(0, num_turns, turn, _nothing(merged.shape))
-    out, lse = _finish(found)
-    out = out.reshape(B, K, Q, G, H).swapaxes(1, 2).reshape(B, Q, N, H)
-    return out, lse.reshape(B, K, Q, G).swapaxes(1, 2).reshape(B, Q, N)
+    return by_query(*_finish(found), q.shape)
+
+
+def by_key_head(
+    q: Float[Array, "B Q N H"], limits: Int[Array, "B Q"], K: int, rows: int = 0
+) -> tuple[Float[Array, "B K R H"], Int[Array, "B R"]]:
+    """The queries of each key head as the rows of one matrix, and the limit of each.
+
+    Rows up to `rows` are added that read nothing.
+    """
+    B, Q, N, H = q.shape
+    merged = q.reshape(B, Q, K, N // K, H).swapaxes(1, 2).reshape(B, K, -1, H)
+    below = jnp.repeat(limits, N // K, axis=1)
+    missing = max(rows - below.shape[1], 0)
+    return (
+        jnp.pad(merged, ((0, 0), (0, 0), (0, missing), (0, 0))),
+        jnp.pad(below, ((0, 0), (0, missing))),
+    )
+
+
+def by_query(
+    out: Float[Array, "B K R H"], lse: Float[Array, "B K R"], shape: tuple[int, ...]
+) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
+    """The inverse of `by_key_head`, for queries of a shape `[B, Q, N, H]`."""
+    B, Q, N, H = shape
+    K = out.shape[1]
+    num_rows = Q * N // K
+    out = out[:, :, :num_rows].reshape(B, K, Q, N // K, H).swapaxes(1, 2).reshape(shape)
+    return out, lse[:, :, :num_rows].reshape(B, K, Q, -1).swapaxes(1, 2).reshape(B, Q, N)
 
 
 Past = tuple[tuple[jax.Array, jax.Array], ...]

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,12 @@ SHAPES = [
     (1, 512, 4, 4, 80, "bfloat16"),
     (1, 200, 4, 1, 96, "float32"),
     (1, 200, 4, 2, 256, "bfloat16"),
+]
+
+
+CUSTOM_CALLS = [
+    jax.export.DisabledSafetyCheck.custom_call(name)
+    for name in ("triton_kernel_call", "__gpu$xla.gpu.triton")
 ]
 
 
@@ -39,13 +46,36 @@ def inputs(R, T, N, K, H, dtype, **settings):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_three_kernels_are_lowered_for_a_gpu(shape):
-    calls = ("triton_kernel_call", "__gpu$xla.gpu.triton")
     program = jax.export.export(
         forward_and_backward(gpu.train),
         platforms=["cuda"],
-        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(name) for name in calls],
+        disabled_checks=CUSTOM_CALLS,
     )(*inputs(*shape)).mlir_module()
     assert len(re.findall(r"custom_call @\S*triton", program)) == 3
+
+
+PAGES = [
+    # B, Q, N, K, H, page, M, dtype
+    (256, 1, 16, 8, 128, 64, 64, "bfloat16"),
+    (64, 1, 14, 2, 64, 64, 32, "bfloat16"),
+    (16, 16, 32, 8, 80, 64, 8, "float32"),
+    (16, 16, 28, 4, 96, 64, 8, "bfloat16"),
+]
+
+
+def page_inputs(B, Q, N, K, H, page, M, dtype, **settings):
+    make, dtype = partial(jax.ShapeDtypeStruct, **settings), jnp.dtype(dtype)
+    pages = make((B * M, K, page, H), dtype)
+    tables, limits = make((B, M), jnp.int32), make((B, Q), jnp.int32)
+    return make((B, Q, N, H), dtype), pages, pages, tables, limits
+
+
+@pytest.mark.parametrize("shape", PAGES)
+def test_attention_over_pages_is_lowered_for_a_gpu(shape):
+    program = jax.export.export(
+        jax.jit(gpu.attend_pages), platforms=["cuda"], disabled_checks=CUSTOM_CALLS
+    )(*page_inputs(*shape)).mlir_module()
+    assert len(re.findall(r"custom_call @\S*triton", program)) == 1
 
 
 @pytest.mark.slow
@@ -53,7 +83,7 @@ def test_three_kernels_are_lowered_for_a_gpu(shape):
     not (importlib.util.find_spec("libtpu") or os.environ.get("LIBTPU_DIR")),
     reason="libtpu is not installed; LIBTPU_DIR may name a folder of `pip install --target`",
 )
-def test_splash_attention_compiles_for_a_v6e_with_temporaries_linear_in_tokens():
+def test_both_compile_for_a_v6e_splash_attention_with_temporaries_linear_in_tokens():
     command = [sys.executable, "-m", "tests.models.attention.test_lowering"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -72,6 +102,8 @@ def main():
 
     chips = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices
     on_chip = jax.sharding.SingleDeviceSharding(chips[0])
+    for shape in PAGES:
+        jax.jit(tpu.attend_pages).lower(*page_inputs(*shape, sharding=on_chip)).compile()
     for length in (4096, 8192):
         shape = inputs(2, length, 16, 8, 128, "bfloat16", sharding=on_chip)
         program = forward_and_backward(tpu.train).lower(*shape).compile()
