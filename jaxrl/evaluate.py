@@ -420,6 +420,7 @@ def evaluate(session: Session, params: Params) -> Params:
     errors: dict[str, str] = {}
     metrics = distributed.from_main(done)
     if metrics is None:
+        session.components.engine.compile(session.display.activity)
         session.components.engine.set_weights(params)
         metrics, errors = run_suites(session, "evaluate", session.config.eval.final_suites)
         session.components.engine.release()

@@ -70,6 +70,7 @@ def train(session: Session, params: Params) -> Params:
     stream = Stream(components.tasks, seed=config.seed)
     shape, num_shards = train_shape(config), num_batch_shards(components.mesh)
     measure = measure_for(session, score, shape)
+    components.engine.compile(session.display.activity)
     components.engine.set_weights(state.params)
     if not is_resumed:
         begin_training(session)

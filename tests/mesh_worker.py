@@ -113,6 +113,7 @@ def sample(mesh, params):
         chunk_tokens=4,
     )
     engine.row_sizes = engine.row_sizes[-1:]  # one size will do: a compilation is seconds
+    engine.compile()
     engine.set_weights(params)
     todo = requests()
     rows = [{"token_ids": list(r.prompt_ids), "logprobs": [0.0] * len(r.prompt_ids)} for r in todo]

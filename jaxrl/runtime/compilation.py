@@ -42,6 +42,7 @@ class CompiledFunction:
             return result
 
         self._compiled: set[Hashable] = set()
+        self._ahead: dict[Hashable, Callable[..., Any]] = {}
         self._variant: Hashable = ()
         self.function = function
         self._static_argnums = static_argnums
@@ -53,15 +54,38 @@ class CompiledFunction:
         Raises:
             RuntimeError: `variant` is outside the set, or was compiled before for other shapes.
         """
+        self._check(variant)
+        if variant in self._ahead:
+            traced = [arg for index, arg in enumerate(args) if index not in self._static_argnums]
+            return self._ahead[variant](*traced)
+        self._variant = variant
+        result = self._jitted(*args)
+        self._compiled.add(variant)
+        return result
+
+    def ahead(self, *args: Any, variant: Hashable = ()) -> Callable[[], None]:
+        """Traces the function for abstract arguments; what is returned compiles it, in any thread.
+
+        Later calls of the variant run this program. A variant that was compiled before is left.
+        """
+        self._check(variant)
+        if variant in self._compiled:
+            return lambda: None
+        self._variant = variant
+        lowered = self._jitted.lower(*args)
+        self._compiled.add(variant)
+
+        def compile_it() -> None:
+            self._ahead[variant] = lowered.compile()
+
+        return compile_it
+
+    def _check(self, variant: Hashable) -> None:
         if variant not in self.variants:
             raise RuntimeError(
                 f"{self.name} was called for the shapes {variant}, outside its set "
                 f"{sorted(self.variants, key=repr)}. This is a bug in jaxrl."
             )
-        self._variant = variant
-        result = self._jitted(*args)
-        self._compiled.add(variant)
-        return result
 
     def lower(self, *args: Any) -> Any:
         """The function lowered for these (possibly abstract) arguments, for inspection."""

@@ -16,7 +16,8 @@ which depends on the state of the requests and never on the clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from jaxrl.models.attention.choice import XLA, Kernels
 from jaxrl.models.kv_cache import Cache
 from jaxrl.runtime.compilation import CompiledFunction
 from jaxrl.runtime.sharding import (
+    batch_sharding,
     cache_sharding,
     decode_shardings,
     num_batch_shards,
@@ -335,6 +337,44 @@ class Engine:
         self._append, self._decode, self._copy, self._swap = self.functions
         self._make_cache = jax.jit(sampler.empty_cache, static_argnums=(0, 1))
         self._make_state = jax.jit(sampler.empty_state)
+
+    def compile(self, show: Callable[[str], None] = lambda _: None) -> None:
+        """Compiles all programs that are not compiled yet, side by side; `show` is told how far."""
+        config, shards = self.sampler.config, self.num_shards
+
+        def like(tree: Any, shardings: Any) -> Any:
+            return jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+            )
+
+        prepared = jax.eval_shape(self._prepare, config.abstract_params())
+        weights = like(prepared, {name: self._layouts[name] for name in prepared})
+        by_page, by_row = cache_sharding(self._mesh), batch_sharding(self._mesh)
+        cache, moved = (
+            like(pages, jax.tree.map(lambda _: by_page, pages))
+            for pages in (
+                jax.eval_shape(lambda n=n: self.sampler.empty_cache(n * shards, self.page_tokens))
+                for n in (self.num_pages, MOVED_PAGES)
+            )
+        )
+        state = jax.eval_shape(self.sampler.empty_state)
+        state = like(state, jax.tree.map(lambda _: by_row, state))
+        places, one = np.zeros(shards * MOVED_PAGES, np.int32), np.float32(1)
+        nobody: list[list[_Row]] = [[] for _ in range(shards)]
+        compiling = [self._copy.ahead(cache, places, places)]
+        compiling.append(self._swap.ahead(cache, moved, places, places))
+        for size in self.append_sizes:
+            blocks = self._host_blocks([deque() for _ in range(shards)], size // BLOCK)
+            compiling.append(self._append.ahead(weights, cache, blocks, variant=size))
+        for rows, kind in [(rows, kind) for rows in self.row_sizes for kind in self.kinds]:
+            chunk, _ = self._host_rows(nobody, rows)
+            arguments = (weights, cache, state, chunk, self._stops, one, one, kind)
+            compiling.append(self._decode.ahead(*arguments, variant=(rows, kind)))
+        with ThreadPoolExecutor() as pool:
+            done = [pool.submit(compile_it) for compile_it in compiling]
+            for count, one_done in enumerate(as_completed(done), start=1):
+                one_done.result()
+                show(f"compiling the sampler, {count} of {len(done)} programs")
 
     def shapes(self) -> str:
         """The set of shapes that may be compiled, for people."""

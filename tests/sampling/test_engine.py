@@ -224,6 +224,25 @@ def test_nothing_is_compiled_after_the_warm_up():
     assert compiled == []
 
 
+def test_what_is_compiled_ahead_is_all_there_is():
+    engine = Player(SMALL, TOKENIZER, STOPS, num_rows=6, max_total_tokens=80).engine
+    said = []
+    engine.compile(said.append)
+    # Three sizes of rows for each of two ways to draw, two of what is read, copying, swapping.
+    assert engine.num_compilations == 10
+    assert said[-1] == "compiling the sampler, 10 of 10 programs"
+    wanted = play(4, noting_env(), QUESTIONS)
+    ready = Player(SMALL, TOKENIZER, STOPS, num_rows=4, num_pages=8)
+    ready.engine.compile()
+    ready.engine.set_weights(OLD)
+    with count_compilations() as compiled:
+        got = ready.play(noting_env(), QUESTIONS, group_size=3)
+        ready.play(noting_env(), QUESTIONS, group_size=3, temperature=0.0)
+    assert ready.engine.counts.preemptions > 0
+    assert len(compiled) <= 2  # the empty cache and rows
+    assert same_samples(got, wanted, tolerance=5e-5)
+
+
 def request(length, budget=4):
     key = sample_keys(0, 0, 0, np.arange(1), np.arange(1), np.arange(1))[0]
     return Request(prompt_ids=tuple(range(length)), sample_key=key, budget=budget)
