@@ -115,13 +115,13 @@ def read_config(run: Path) -> ConfigDict:
     """The configuration that a run began with.
 
     Raises:
-        FileNotFoundError, ValueError: there is none, or not one of this version.
+        FileNotFoundError, ValueError: there is none, or one with keys that no version had.
     """
     file = run / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{run} is no run: it holds no config.json. Name a run's workdir.")
     config = configuration.default_config()
-    configuration.load_values(config, str(file))
+    configuration.load_values(config, str(file), takes_old_keys=True)
     return config
 
 

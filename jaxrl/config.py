@@ -14,6 +14,8 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
+from jaxrl.renamed import RENAMED, with_present_names
+
 STAGES = ("sft", "train", "evaluate")
 FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 KL_CONTROLLERS = ("fixed", "adaptive", "log", "budget")
@@ -297,8 +299,14 @@ def default_config() -> ConfigDict:
     return config
 
 
-def load_values(config: ConfigDict, path: str) -> None:
+def load_values(config: ConfigDict, path: str, *, takes_old_keys: bool = False) -> None:
     """Sets keys from a YAML or JSON file, nested or with dots.
+
+    Args:
+        config: to set them in.
+        path: of the file.
+        takes_old_keys: a program wrote the file, so keys of earlier versions are read as what they
+            are called now; those that a person wrote are refused.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -318,6 +326,8 @@ def load_values(config: ConfigDict, path: str) -> None:
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; expected keys and values.")
     flat = dict(_flatten(values))
+    if takes_old_keys:
+        flat = with_present_names(flat)
     check_keys(flat, source=f"{path}: ")
     defaults = flatten(default_config())
     for key, value in flat.items():
@@ -391,33 +401,6 @@ MAPPINGS = {
     "loss.settings": 1,
 }
 """Keys whose values are mappings with names that are not ours, and a value as an example."""
-
-RENAMED = {
-    "env.protocol": "env.search.protocol",
-    "env.python": "env.search.tools",
-    "search.corpus": "search.local.corpus",
-    "search.index": "search.local.index",
-    "search.topk": "search.local.topk",
-    "search.max_observation_tokens": "rollout.max_observation_tokens",
-    "reward.format_reward": "env.search.search_r1.format_reward",
-    "reward.format_failure": "env.search.search_r1.format_failure",
-    "reward.answer_reward": "env.search.search_r1.answer_reward",
-    "reward.exact_match_bonus": "env.search.search_r1.exact_match_bonus",
-    "reward.not_found": "env.search.search_r1.not_found",
-    **{f"advantage.{key}": f"advantage.grpo.{key}" for key in ("normalize_std", "ddof", "epsilon")},
-    "advantage.baseline": "advantage.reinforce_plus_plus.baseline",
-    "advantage.k": "advantage.pass_at_k.k",
-    "advantage.k_schedule": "advantage.pass_at_k.k_schedule",
-    "filter.metric": "filter.varied.metric",
-    "filter.low": "filter.accuracy_range.low",
-    "filter.high": "filter.accuracy_range.high",
-    "loss.dual_clip": "loss.clip.dual_clip",
-    "kl.target": "kl.adaptive.target or config.kl.log.target",
-    "kl.horizon": "kl.adaptive.horizon",
-    "kl.budgets": "kl.budget.budgets",
-    "kl.budget_step": "kl.budget.step",
-}
-"""Keys of earlier versions, which are refused by what they are called now."""
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

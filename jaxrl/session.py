@@ -112,13 +112,14 @@ class Progress:
     @classmethod
     def from_json(cls, saved: dict[str, Any], config: ConfigDict) -> Progress:
         """The inverse of `to_json`, for a run of this configuration."""
-        # Checkpoints from before there were these have none. Leftover groups of another size, or
-        # without the switch by which their old log-probabilities are computed, are of no use.
+        # Earlier versions, whose runs may go on with --accept_changes, called them carried or had
+        # none. Leftover groups of another size, or without the switch by which their old
+        # log-probabilities are computed, are of no use.
         size = config.rollout.group_size if config.filter.carry_over else None
-        found = saved.get("leftover", saved.get("carried", []))
+        saved_groups = saved.get("leftover", saved.get("carried", []))
         leftover = [
             Group(trajectories=tuple(map(codecs.from_json, group)))
-            for group in found
+            for group in saved_groups
             if len(group) == size
         ]
         controllers = Controllers.from_json(saved.get("controllers", {}), config)

@@ -6,7 +6,6 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.choices import chosen, made
-from jaxrl.config import RENAMED, check_keys, default_config, flatten
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import ENVS
 from jaxrl.envs.search import SearchEnv
@@ -57,14 +56,3 @@ def test_parameters_are_bound_by_name():
         made("x.settings", thing, {"sise": 2}, engine=1)
     with pytest.raises(ValueError, match=r"config.x.settings lacks 'size', which thing asks for"):
         made("x.settings", thing, {}, engine=1)
-
-
-def test_a_key_s_earlier_name_says_the_present_one():
-    known = flatten(default_config())
-    for names in RENAMED.values():
-        for name in names.split(" or config."):
-            assert any(key == name or key.startswith(f"{name}.") for key in known), name
-    with pytest.raises(
-        ValueError, match=r"config.search.corpus is called config.search.local.corpu"
-    ):
-        check_keys(["search.corpus"])
