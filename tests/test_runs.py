@@ -306,7 +306,7 @@ def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatc
     make_search = assemble._make_search
     monkeypatch.setattr(assemble, "_make_search", lambda *given: Flaky(make_search(*given)))
     play(continued(base, tiny_world, num_steps=2), tmp_path)
-    told = capsys.readouterr().out
+    told = capsys.readouterr().err
     for record in records(tmp_path)[1:]:
         lines = trajectories(tmp_path, record["step"])
         failed = [line for line in lines if line["outcome"] == "environment_error"]
@@ -365,7 +365,7 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
         assert record["actor/num_updates"] == record["actor/num_learned"] == 0
         assert record["critic/rewards/mean"] is None
     assert_same_weights(workdir / "export", base / "export")
-    told = capsys.readouterr().out
+    told = capsys.readouterr().err
     reason = "ended in an environment error; the first: no route to host"
     assert told.count(f"warning: each of the 16 episodes of this batch {reason}") == 2
     assert told.count(f"no question could be scored, since every episode {reason}") == 2
