@@ -21,14 +21,6 @@ FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 KL_CONTROLLERS = ("fixed", "adaptive", "log", "budget")
 OVERLONG_PROMPTS = ("refuse", "drop", "truncate_left")
 SUITES = ("sampled", "greedy", "empty_search")
-AGGREGATIONS = (
-    "token-mean",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-)
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
-SCHEDULES = ("constant", "linear", "cosine")
 
 
 def _optimizer() -> ConfigDict:
@@ -36,7 +28,8 @@ def _optimizer() -> ConfigDict:
     optimizer = ConfigDict()
     optimizer.lr = 1e-6  # peak learning rate of AdamW
     optimizer.warmup_steps = 0  # steps that rise to the peak, the first at 1 / warmup_steps of it
-    optimizer.schedule = "constant"  # after the warm-up: constant, linear or cosine
+    # After the warm-up: constant, linear, cosine, or one of your own by its dotted name.
+    optimizer.schedule = "constant"
     optimizer.final_lr_fraction = 0.0  # of the peak, where linear and cosine end
     optimizer.weight_decay = 0.01  # decoupled, on every parameter
     optimizer.beta1 = 0.9  # of AdamW: decay of the mean of gradients
@@ -225,7 +218,8 @@ def default_config() -> ConfigDict:
     loss.clip_high = 0.2
     loss.clip = ConfigDict()
     loss.clip.dual_clip = 0.0  # bound of the loss at negative advantages, above 1; 0: none
-    # token-mean, seq-mean-token-mean, seq-mean-token-sum or seq-mean-token-sum-norm
+    # token-mean, seq-mean-token-mean, seq-mean-token-sum or seq-mean-token-sum-norm; or one of
+    # your own by its dotted name
     loss.aggregation = "token-mean"
     loss.entropy_coef = 0.0  # bonus on the entropy of the sampled tokens' distributions
     loss.mask_observations = True  # False also trains on what the search engine wrote
@@ -238,7 +232,8 @@ def default_config() -> ConfigDict:
 
     config.kl = kl = ConfigDict()
     kl.coef = 0.0  # weight of the KL term, where controlled its first value; 0: no term
-    kl.estimator = "k3"  # k1, k2, k3, abs; with + for the gradient of k2
+    # k1, k2, k3, abs, with + for the gradient of k2; or one of your own by its dotted name
+    kl.estimator = "k3"
     kl.anchor = "ref"  # ref: the policy at the start of the stage; old: before the update
     kl.place = "loss"  # loss, or reward: taken off the trajectory's reward
     # fixed; adaptive: towards target; log: the same by the logarithm; budget: by difficulty

@@ -11,13 +11,10 @@ from ml_collections import ConfigDict
 
 from jaxrl.choices import is_own, subsection
 from jaxrl.config import (
-    AGGREGATIONS,
     FILTER_METRICS,
     KL_CONTROLLERS,
-    KL_ESTIMATORS,
     MAPPINGS,
     OVERLONG_PROMPTS,
-    SCHEDULES,
     STAGES,
     SUITES,
     check_keys,
@@ -39,14 +36,17 @@ from jaxrl.environment import (
 )
 from jaxrl.envs.rewards import check_weights
 from jaxrl.method import (
+    aggregation_of,
     estimator_of,
     filter_of,
     has_gate,
     is_measured,
+    kl_estimator_of,
     loss_of,
     needs_buckets,
     needs_windows,
     reads_rewards,
+    schedule_of,
 )
 
 
@@ -94,7 +94,7 @@ def check_environment(config: ConfigDict) -> None:
 
 
 def check_objectives(config: ConfigDict) -> None:
-    """Refuses an estimator, a loss or a filter that does not exist or asks for what there is not.
+    """Refuses functions of the method that do not exist or ask for what there is not.
 
     Raises:
         ValueError: names the key, what it holds and what is expected.
@@ -102,6 +102,10 @@ def check_objectives(config: ConfigDict) -> None:
     estimator_of(config)
     loss_of(config)
     filter_of(config)
+    aggregation_of(config)
+    kl_estimator_of(config)
+    schedule_of(config.optimizer)
+    schedule_of(config.sft.optimizer, "sft.optimizer")
 
 
 def _is_never_overlong(config: ConfigDict) -> bool:
@@ -529,13 +533,9 @@ def _check_choices(config: ConfigDict) -> None:
         "filter.varied.metric": (config.filter.varied.metric, FILTER_METRICS),
         "loss.correction.level": (config.loss.correction.level, ("none", "token", "sequence")),
         "loss.correction.mode": (config.loss.correction.mode, ("truncate", "mask")),
-        "loss.aggregation": (config.loss.aggregation, AGGREGATIONS),
-        "kl.estimator": (config.kl.estimator, KL_ESTIMATORS),
         "kl.anchor": (config.kl.anchor, ("ref", "old")),
         "kl.place": (config.kl.place, ("loss", "reward")),
         "kl.controller": (config.kl.controller, KL_CONTROLLERS),
-        "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
-        "sft.optimizer.schedule": (config.sft.optimizer.schedule, SCHEDULES),
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:

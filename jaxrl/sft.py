@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrl.data import Stream
 from jaxrl.logs.steps import SHOWN, memory_metrics
+from jaxrl.objectives.aggregation import token_mean, token_weights
 from jaxrl.objectives.losses import negative_log_likelihood
 from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime import distributed
@@ -39,11 +40,13 @@ def sft(session: Session, params: Params) -> Params:
         if distributed.anywhere(session.should_stop()):
             raise Interrupted
         started = time.perf_counter()
+        taken = stream.take(progress.items_taken, batch_size)
+        weights = token_weights([one.loss_mask for one in taken], token_mean)
         packed = pack(
-            stream.take(progress.items_taken, batch_size),
+            taken,
             np.ones(batch_size),
             shape,
-            aggregation="token-mean",
+            token_fields={"token_weights": weights},
             num_shards=num_shards,
         )
         batch = put_batch(components.mesh, packed.batch)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from jaxrl.choices import arrays_of
-from jaxrl.method import loss_of
+from jaxrl.method import kl_estimator_of, loss_of
 from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import PolicyLoss
@@ -20,12 +20,13 @@ from jaxrl.types import Batch
 
 def make_policy_loss(config: ConfigDict) -> TokenLoss:
     """The policy loss with its KL and entropy terms; a term that is off adds nothing."""
-    policy_loss, settings = loss_of(config)
+    policy_loss, settings = loss_of(config)  # objectives/losses.py, by loss.name
     names = arrays_of(policy_loss)
     loss, kl = config.loss, config.kl
     correction = loss.correction.to_dict()
     is_corrected = correction["level"] != "none"
-    entropy_coef, estimator, anchor_name = loss.entropy_coef, kl.estimator, kl.anchor
+    estimator = kl_estimator_of(config)  # objectives/kl.py, by kl.estimator
+    entropy_coef, anchor_name = loss.entropy_coef, kl.anchor
     kl_coef = kl.coef if kl.place == "loss" else 0.0
     mask_observations = loss.mask_observations
 
@@ -38,7 +39,7 @@ def make_policy_loss(config: ConfigDict) -> TokenLoss:
         old = current if batch.old_logprobs is None else batch.old_logprobs
         computed = {"logprobs": logprobs, "old_logprobs": old, "entropies": entropies}
         arrays = [computed[n] if n in computed else getattr(batch, n) for n in names]
-        # Not weighted yet: the update multiplies by `token_weights` (objectives/aggregation.py).
+        # Not weighted yet: the update multiplies by `token_weights` (minibatches.py).
         found = policy_loss(*arrays, **settings)
         check_loss(config.loss.name, found, logprobs)
         values, measured = found
@@ -50,9 +51,7 @@ def make_policy_loss(config: ConfigDict) -> TokenLoss:
             **{f"actor/{name}": Metric(value) for name, value in measured.items()},
             "rollout_corr/logprob_diff_mean": Metric(jnp.abs(gap)),
             "rollout_corr/logprob_diff_max": Metric(jnp.abs(gap), "maximum"),
-            "rollout_corr/k3_kl": Metric(
-                kl_estimate(batch.rollout_logprobs, old, is_sampled, estimator="k3")
-            ),
+            "rollout_corr/k3_kl": Metric(kl_estimate(batch.rollout_logprobs, old, is_sampled)),
         }
         if is_corrected:
             weights = importance_weights(

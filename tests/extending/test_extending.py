@@ -16,8 +16,10 @@ from jaxrl.config_checks import validate
 from jaxrl.envs.base import Episode, Outcome, Task
 from jaxrl.envs.tools import run_all
 from jaxrl.logs.display import Display
+from jaxrl.method import kl_estimator_of
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.objectives.filters import FILTERS
+from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.run import run
 from jaxrl.training.collect import NotEnoughGroupsError, _filter_groups
@@ -29,7 +31,7 @@ from tests.helpers import blocks, settings, text
 from tests.runs import records, trajectories
 
 HERE = Path(__file__).parent
-KINDS = ("env", "tool", "engine", "reward", "estimator", "loss", "filter")
+KINDS = ("env", "tool", "engine", "reward", "estimator", "loss", "filter", "aggregation")
 FILES = [HERE / f"my_{kind}.py" for kind in KINDS]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
 TASKS = [
@@ -78,6 +80,7 @@ def test_the_document_shows_the_files_and_their_lines():
         'config.advantage.name = "my_estimator.by_rank"\n',
         'config.loss.name = "my_loss.floored"\n',
         'config.filter.name = "my_filter.has_success"\n',
+        'config.loss.aggregation = "my_aggregation.by_root"\n',
     ]
     for line in lines:  # each by itself is a valid configuration
         assert line in shown
@@ -203,6 +206,7 @@ def test_a_run_in_an_environment_of_ones_own(tiny_world, tmp_path):
 
 
 def test_the_objectives_by_hand():
+    from my_aggregation import by_root
     from my_estimator import by_rank
     from my_filter import has_success
     from my_loss import floored
@@ -215,6 +219,8 @@ def test_the_objectives_by_hand():
     loss, metrics = floored(logprobs, np.full((1, 3), 2.0), mask)
     np.testing.assert_allclose(loss, [[2.0, 10.0, 0.0]])
     np.testing.assert_array_equal(metrics["given_up"], [[0, 1, 0]])
+    # Roots 2, 0 and 3: two fifths of the whole over 4 tokens, three over 9.
+    np.testing.assert_allclose(by_root(np.array([4, 0, 9])), [1 / 10, 1 / 5, 1 / 15])
 
 
 @pytest.mark.minutes
@@ -223,7 +229,7 @@ def test_a_run_with_objectives_of_ones_own(tiny_world, tmp_path):
     changes = {
         "advantage.name": "my_estimator.by_rank", "advantage.settings": {"scale": 3.0},
         "loss.name": "my_loss.floored", "loss.settings": {"floor": -3.0},
-        "filter.name": "my_filter.has_success",
+        "filter.name": "my_filter.has_success", "loss.aggregation": "my_aggregation.by_root",
         "reward.weights": {"exact_match": 1.0, "my_reward.brevity": 1.0},
         "sft.num_steps": 2,
     }  # fmt: skip
@@ -274,6 +280,20 @@ def test_a_run_with_objectives_of_ones_own(tiny_world, tmp_path):
             {"advantage.name": "my_estimator.by_rank", "advantage.settings": {"scale": {1}}},
             "config.advantage.settings is .*; expected names with true, false, a number or a text",
         ),
+        (
+            {"loss.aggregation": "my_loss.floored"},
+            "config.loss.aggregation names 'my_loss.floored', which asks for 'logprobs'; expected "
+            "some of token_counts",
+        ),
+        (
+            {"kl.estimator": "numpy.linspace"},
+            "config.kl.estimator names 'numpy.linspace', which asks for 'start'; expected some of "
+            "log_ratios",
+        ),
+        (
+            {"sft.optimizer.schedule": "optax.cosine_decay_schedule"},
+            "config.sft.optimizer.schedule names .* asks for 'init_value'; expected some of peak",
+        ),
         ({"reward.weights": {"math.pi": 1.0}}, "names 'math.pi', a float; expected a function of"),
         ({"filter.name": "most"}, "config.filter.name is 'most'; expected one of none, varied, "),
     ],
@@ -283,6 +303,22 @@ def test_objectives_that_do_not_fit_are_refused(changes, message):
     config.update_from_flattened_dict(changes)
     with pytest.raises(ValueError, match=message):
         validate(config)
+
+
+def test_a_setting_that_no_key_holds_needs_a_default(monkeypatch, tmp_path):
+    (tmp_path / "my_kl.py").write_text(
+        "def strict(log_ratios, *, limit):\n    return abs(log_ratios)\n"
+        "def square(log_ratios, *, scale=2.0):\n    return scale * log_ratios**2\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = debug_tiny.get_config()
+    config.kl.estimator = "my_kl.strict"
+    with pytest.raises(ValueError, match=r"kl.estimator names 'my_kl.strict', which asks for 'lim"):
+        validate(config)
+    config.kl.estimator = "my_kl.square"
+    validate(config)
+    arrays = np.array([[-1.0, -2.0]]), np.array([[-2.0, -2.0]])
+    np.testing.assert_array_equal(kl_estimate(*arrays, estimator=kl_estimator_of(config)), [[2, 0]])
 
 
 def odd_shapes(kind):

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl.envs.base import Outcome, Task
 from jaxrl.models.policy import Model
-from jaxrl.objectives.aggregation import MODES
+from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.minibatches import make_minibatches
@@ -40,6 +40,7 @@ from tests.helpers import (
     settings,
     shapes_in,
     tiny_params,
+    weigh,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -252,7 +253,7 @@ def packings(sequences, mode, cuts):
 def test_packing_and_micro_batches_and_order_change_no_gradient(
     name, cuts, params, gradients, plain, sequences
 ):
-    for mode in MODES:
+    for mode in AGGREGATIONS:
         weights = plain_weights(sequences, range(8), mode)
         wanted = plain(name, params, by_rows(sequences), weights)
         metrics, first = [], None
@@ -293,7 +294,7 @@ def minibatch_settings(mode, **changes):
 SHAPE = BatchShape(num_micro=4, micro_rows=2, row_tokens=36)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_groups_without_signal_may_be_dropped(mode, params, gradients, sequences):
     # Groups 0 and 2 are all right or all wrong; the last trajectory's search engine broke.
     advantages = np.array([s.advantage for s in sequences], np.float32)
@@ -311,7 +312,8 @@ def test_groups_without_signal_may_be_dropped(mode, params, gradients, sequences
 
     config = minibatch_settings(mode)
     (dropped,) = make_minibatches(groups, SHAPE, config, controllers=Controllers())
-    whole = pack(sequences[:7], advantages[:7], SHAPE, aggregation=mode, scale=SCALE)
+    fields = {"token_weights": weigh(sequences[:7], mode, SCALE)}
+    whole = pack(sequences[:7], advantages[:7], SHAPE, token_fields=fields)
     assert dropped.num_tokens < whole.num_tokens
     assert dropped.num_counted == whole.num_counted
     got, wanted = gradient(dropped, [2, 3, 6]), gradient(whole, range(7))
