@@ -80,7 +80,8 @@ def train(session: Session, params: Params) -> Params:
     while progress.stage_step < config.num_steps and not progress.is_out_of_patience(config):
         clock = Clock.start(components.engine)
         roll_out = rollout_at(session, progress.step, int(state.num_updates))
-        # Draw tasks, roll them out, shape rewards, keep the groups that teach.
+        # Draw tasks, roll them out, shape rewards (training/rewards.py), keep the groups that
+        # teach (objectives/filters.py, by filter.name).
         collected = collect(
             roll_out,
             stream,
@@ -103,7 +104,7 @@ def train(session: Session, params: Params) -> Params:
         groups = rewards.charge_kl(groups, current, config)
         groups = rewards.pay_entropy(groups, current, config)
         # One advantage a trajectory (objectives/advantages.py, by advantage.name), then
-        # mini-batches with old and reference log-probabilities.
+        # mini-batches with a weight for each token, old and reference log-probabilities.
         groups = estimate(groups, progress.step, progress.stage_step)
         minibatches = make_minibatches(
             groups, shape, config, controllers=current, num_shards=num_shards
