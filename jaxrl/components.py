@@ -33,6 +33,9 @@ from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.session import Components
 from jaxrl.tokenizer import Tokenizer
+from jaxrl.training.collect import check_filter
+from jaxrl.training.estimators import Estimator
+from jaxrl.training.policy_loss import check_policy_loss
 
 
 def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -> Components:
@@ -46,6 +49,10 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
         FileNotFoundError, ValueError: with what arrived, what was expected, where to change it.
     """
     mesh = make_mesh(**config.mesh)
+    if "train" in config.stages:
+        Estimator(config).check(config.rollout.tasks_per_step * config.rollout.group_size)
+        check_policy_loss(config)
+        check_filter(config)
     model_config = read_model(config.model.path, config.model.architecture)
     check_model_fits(mesh, model_config)
     check_rows(config, mesh)
@@ -271,6 +278,7 @@ def _make_env(config: ConfigDict, engine: Tool, tools: Sequence[Tool]) -> Env:
         max_calls=config.rollout.max_turns,
         correct_by=config.reward.correct,
     )
+    environment.check_env(config, env)
     return env
 
 

@@ -375,7 +375,12 @@ def check_keys(keys: Iterable[str], *, source: str = "") -> None:
         if whole is not None:
             name, value = key.removeprefix(f"{whole}."), MAPPINGS[whole]
             raise ValueError(
-                f"{source}config.{whole} takes a mapping; set it whole, as {{{name!r}: {value}}}."
+                f"{source}config.{whole} takes a mapping; set it whole, as "
+                + (
+                    f"{{{name!r}: {value}}}."
+                    if source
+                    else f'--config.{whole}="{{{name!r}: {value}}}".'
+                )
             )
         if key in RENAMED:
             raise ValueError(f"{source}config.{key} is called config.{RENAMED[key]} now.")

@@ -9,7 +9,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.choices import is_own, subsection
+from jaxrl.choices import check_settings, is_own, subsection
 from jaxrl.config import (
     FILTER_METRICS,
     KL_CONTROLLERS,
@@ -24,6 +24,8 @@ from jaxrl.config import (
     refuse,
 )
 from jaxrl.environment import (
+    check_protocol,
+    check_tools,
     engine,
     environment_parts,
     has_tools,
@@ -31,8 +33,6 @@ from jaxrl.environment import (
     needs_corpus,
     overlong_limit,
     own_parts,
-    protocol,
-    tools,
 )
 from jaxrl.envs.rewards import check_weights
 from jaxrl.method import (
@@ -66,14 +66,10 @@ def check_environment(config: ConfigDict) -> None:
         ValueError: names the key, what it holds and what is expected.
     """
     engine(config)
-    tools(config)
-    protocol(config)
-    for section, name in (("env", config.env.name), ("search", config.search.engine)):
-        if config[section].settings and not is_own(name):
-            raise ValueError(
-                f"config.{section}.settings is {config[section].settings!r}; expected {{}}: they "
-                f"are for one of your own, and {name!r} has keys in config.{section}.{name}."
-            )
+    check_protocol(config)
+    check_tools(config)
+    check_settings("env", config.env, config.env.name)
+    check_settings("search", config.search, config.search.engine)
     theirs, own = environment_parts(config), own_parts(config)
     clash = next((name for name in own if name in theirs), None)
     if clash is not None:

@@ -385,10 +385,13 @@ class _MappingParser(flags.ArgumentParser):
         try:
             value = ast.literal_eval(argument) if isinstance(argument, str) else argument
         except (ValueError, SyntaxError) as error:
-            raise ValueError(f"{argument!r} is no mapping such as {{'name': False}}") from error
+            raise ValueError(self._expected(argument)) from error
         if not isinstance(value, dict):
-            raise ValueError(f"{argument!r} is no mapping such as {{'name': False}}")
+            raise ValueError(self._expected(argument))
         return value
+
+    def _expected(self, argument: Any) -> str:
+        return f"{argument!r} is no mapping; expected one in quotes, as \"{{'name': False}}\""
 
 
 config_flags.register_flag_parser_for_type(dict, _MappingParser())

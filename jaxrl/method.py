@@ -9,7 +9,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.choices import arrays_of, check_arrays, chosen, is_own, settings_of
+from jaxrl.choices import arrays_of, check_arrays, check_settings, chosen, settings_of
 
 
 def estimator_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -117,11 +117,7 @@ def _objective(
         wanted: a dotted name for the message.
         common: settings that every choice may take.
     """
-    if section.settings and not is_own(section.name):
-        raise ValueError(
-            f"config.{key}.settings is {section.settings!r}; expected {{}}: they are for one of "
-            f"your own, and {section.name!r} has its keys in config.{key}."
-        )
+    check_settings(key, section, section.name)
     function = chosen(f"{key}.name", section.name, table, wanted=wanted)
     check_arrays(f"{key}.name", section.name, function, offered)
     return function, settings_of(key, section, function, **common)

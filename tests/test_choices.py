@@ -19,9 +19,13 @@ def test_a_name_is_an_entry_of_the_table_or_a_dotted_one():
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("env.name", "serch", "is 'serch'; expected one of search, math, a dotted name, as my_env"),
+        (
+            "env.name",
+            "serch",
+            "is 'serch' (did you mean 'search'?); expected one of search, math",
+        ),
         ("env.name", "nowhere.Env", "no module 'nowhere' is on sys.path; put its file beside"),
-        ("env.name", "json.Env", "names 'json.Env', which its module does not define"),
+        ("env.name", "json.Env", "/json/__init__.py does not define 'Env'"),
         ("env.name", "json.dumps", "a function; expected a class with stop_strings, reward_parts"),
         ("env.search.tools", ("json.JSONDecoder",), "expected a class of jaxrl.envs.tools.Tool"),
         ("env.search.protocol", "xml", "is 'xml'; expected one of search_r1, bapo, a dotted name"),

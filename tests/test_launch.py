@@ -285,7 +285,8 @@ class TestConfigFile:
         )
         assert "did you mean 'exact_match'? Known parts are format, answer, exact_match" in message
         message = refusal("--config.reward.weights.exact_match=1.0")
-        assert message.endswith("takes a mapping; set it whole, as {'exact_match': 1.0}.")
+        wanted = "--config.reward.weights=\"{'exact_match': 1.0}\""
+        assert message.endswith(f"takes a mapping; set it whole, as {wanted}.")
 
     def test_what_lies_beside_the_configuration_is_found(self, refusal, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "path", [*sys.path])
@@ -451,8 +452,11 @@ class TestFiles:
         [
             ("={'enable_thinking': False}", "names 'enable_thinking', which the model's chat"),
             ("={'a': []}", "is {'a': []}; expected names with true, false, a number or a text"),
-            ("=3", "'3' is no mapping such as {'name': False}"),
-            (".enable_thinking=False", "takes a mapping; set it whole, as {'enable_thinking': "),
+            ("=3", """'3' is no mapping; expected one in quotes, as "{'name': False}\""""),
+            (
+                ".enable_thinking=False",
+                "takes a mapping; set it whole, as --config.prompt.chat_template",
+            ),
         ],
     )
     def test_arguments_of_the_chat_template(self, refusal, argument, wanted):

@@ -61,7 +61,7 @@ class SearchEnv(Env):
         if max_calls < 0:
             raise ValueError(f"max_calls is {max_calls}; expected 0 or more.")
         names = [tool.name for tool in tools]
-        self._protocol = spoken = _with_tools(protocol, (engine.name, *names))
+        self._protocol = spoken = with_tools(protocol, (engine.name, *names))
         self.reward_parts = spoken.reward_parts
         measures = [part for part in spoken.reward_parts if part != "format"]
         if correct_by not in measures:
@@ -167,7 +167,7 @@ class SearchEnv(Env):
         return parts[self._correct_by] > 0
 
 
-def _with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[str]) -> Protocol:
+def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[str]) -> Protocol:
     """The protocol for these tools, the search engine first.
 
     Raises:

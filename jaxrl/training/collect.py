@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl.choices import arrays_of, subsection
+from jaxrl.choices import arrays_of, failure_text, subsection
 from jaxrl.data import Stream
 from jaxrl.envs.base import Task
 from jaxrl.method import filter_of
@@ -246,10 +246,8 @@ def _filter_groups(
         config: its section `filter` names the filter.
         kl_coef: coefficient of the KL term in the reward.
     """
-    found = filter_of(config)  # objectives/filters.py, by filter.name
-    if found is None:
+    if filter_of(config) is None:
         return list(groups)
-    keep, settings = found
     columns = Columns(groups)
     offered = {
         "scores": lambda: scores,
@@ -260,16 +258,55 @@ def _filter_groups(
             "seq_final_reward": lambda: columns.rewards - rewards.kl_penalties(groups, kl_coef),
         }[config.filter.varied.metric]().astype(np.float32),
     }
-    arrays = [
-        offered[name]() if name in offered else getattr(columns, name) for name in arrays_of(keep)
-    ]
-    flags = np.asarray(keep(*arrays, **settings))
-    if flags.dtype != bool or flags.shape != columns.group_ids.shape:
-        raise ValueError(
-            f"config.filter.name names {config.filter.name!r}, which returned {flags.dtype} "
-            f"{list(flags.shape)}; expected bool [{len(columns.group_ids)}], one a trajectory."
-        )
+
+    def column(name: str) -> np.ndarray:
+        return offered[name]() if name in offered else getattr(columns, name)
+
+    flags = _flags(config, column, len(columns.group_ids))
     kept = {int(index) for index in columns.group_ids[flags]}
     # A lone survivor of environment errors has nothing to differ from; a group of one is meant.
     fewest = min(2, config.rollout.group_size)
     return [group for i, group in enumerate(groups) if i in kept and len(group.scored) >= fewest]
+
+
+def _flags(config: ConfigDict, column: Callable[[str], np.ndarray], count: int) -> np.ndarray:
+    """What the filter says of `count` trajectories, bool; `column` has its arrays by name.
+
+    Raises:
+        ValueError: it failed, or says something else.
+    """
+    found = filter_of(config)  # objectives/filters.py, by filter.name
+    assert found is not None
+    keep, settings = found
+    begin = f"config.filter.name names {config.filter.name!r}"
+    try:
+        flags = np.asarray(keep(*map(column, arrays_of(keep)), **settings))
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{begin}, which failed: {failure_text(error)}.") from error
+    if flags.dtype != bool or flags.shape != (count,):
+        raise ValueError(
+            f"{begin}, which returned {flags.dtype} {list(flags.shape)}; expected bool [{count}], "
+            "one a trajectory."
+        )
+    return flags
+
+
+def check_filter(config: ConfigDict) -> None:
+    """Refuses a filter that fails on a batch in which every second trajectory is right.
+
+    Raises:
+        ValueError: names the key and, of what was raised, the place.
+    """
+    if filter_of(config) is None:
+        return
+    tasks = config.filter.tasks_per_batch or config.rollout.tasks_per_step
+    size, columns = config.rollout.group_size, Columns(())
+    index = np.arange(tasks * size)
+
+    def column(name: str) -> np.ndarray:
+        if name == "group_ids":
+            return (index // size).astype(np.int32)
+        kind = getattr(columns, name).dtype if hasattr(columns, name) else np.float32
+        return (index % 2).astype(kind)
+
+    _flags(config, column, len(index))

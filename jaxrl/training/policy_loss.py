@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from ml_collections import ConfigDict
 
-from jaxrl.choices import arrays_of
+from jaxrl.choices import arrays_of, failure_text
 from jaxrl.method import kl_estimator_of, loss_of
 from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.objectives.metrics import Metric
+from jaxrl.training.packing import train_shape
 from jaxrl.training.update import TokenLoss
 from jaxrl.types import Batch
+
+
+class LossError(ValueError):
+    """The function that `loss.name` names cannot be used as a loss."""
 
 
 def make_policy_loss(config: ConfigDict) -> TokenLoss:
@@ -40,8 +48,14 @@ def make_policy_loss(config: ConfigDict) -> TokenLoss:
         computed = {"logprobs": logprobs, "old_logprobs": old, "entropies": entropies}
         arrays = [computed[n] if n in computed else getattr(batch, n) for n in names]
         # Not weighted yet: the update multiplies by `token_weights` (minibatches.py).
-        found = policy_loss(*arrays, **settings)
-        check_loss(config.loss.name, found, logprobs)
+        try:
+            found = policy_loss(*arrays, **settings)
+        except (Exception, SystemExit) as error:
+            raise LossError(
+                f"config.loss.name names {loss.name!r}, which JAX cannot trace: "
+                f"{failure_text(error)}."
+            ) from error
+        check_loss(loss.name, found, logprobs)
         values, measured = found
         # Of an observation that is trained on, the sampler has no log-probability.
         is_sampled = mask if mask_observations else mask & (batch.rollout_logprobs != 0)
@@ -78,21 +92,71 @@ def _kl_weights(batch: Batch, kl_coef: float) -> jax.Array | float:
     return kl_coef if batch.kl_weights is None else batch.kl_weights
 
 
+def check_policy_loss(config: ConfigDict) -> None:
+    """Refuses a loss that JAX cannot trace or differentiate; computes nothing.
+
+    Raises:
+        LossError: names the key and, of what was raised, the place.
+    """
+    token_loss, shape = make_policy_loss(config), train_shape(config)
+
+    def array(dtype: DTypeLike = jnp.float32) -> Any:
+        return jax.ShapeDtypeStruct((shape.micro_rows, shape.row_tokens), dtype)
+
+    def total(logprobs: jax.Array, entropies: jax.Array, batch: Batch) -> jax.Array:
+        values, _ = token_loss(logprobs, entropies, batch)
+        return (values * batch.token_weights).sum()
+
+    # All that a batch may have; what the configuration has no use for is not read.
+    others = {"loss_mask": jnp.bool_, **dict.fromkeys(_IDS, jnp.int32)}
+    names = [field.name for field in fields(Batch)]
+    batch = Batch(**{name: array(others.get(name, jnp.float32)) for name in names})
+    try:
+        jax.eval_shape(jax.grad(total, argnums=(0, 1)), array(), array(), batch)
+    except LossError:
+        raise
+    except Exception as error:
+        raise LossError(
+            f"config.loss.name names {config.loss.name!r}, which JAX cannot differentiate: "
+            f"{failure_text(error)}."
+        ) from error
+
+
+_IDS = ("token_ids", "segment_ids", "positions")
+
+
 def check_loss(name: str, found: Any, logprobs: jax.Array) -> None:
     """Refuses what is no loss of every token: a scalar would train, on padding too.
 
     Raises:
-        ValueError: says what the loss returned.
+        LossError: says what the loss returned.
     """
     if not isinstance(found, PolicyLoss):
-        raise ValueError(
-            f"config.loss.name names {name!r}, which returned {type(found).__name__}; expected a "
+        kind = "an array" if isinstance(found, jax.Array) else type(found).__name__
+        raise LossError(
+            f"config.loss.name names {name!r}, which returned {kind}; expected a "
             "PolicyLoss (jaxrl/objectives/losses.py)."
         )
-    shapes = {"loss": found.per_token, **found.metrics}
-    for what, values in shapes.items():
-        if jnp.shape(values) != logprobs.shape:
-            raise ValueError(
-                f"config.loss.name names {name!r}, whose {what} has the shape "
-                f"{list(jnp.shape(values))}; expected {list(logprobs.shape)}, a number a token."
+    begin = f"config.loss.name names {name!r}, whose"
+    if not isinstance(found.metrics, Mapping):
+        raise LossError(f"{begin} metrics are {type(found.metrics).__name__}; expected a mapping.")
+    taken = [one for one in found.metrics if not isinstance(one, str) or one in _MEASURED]
+    if taken:
+        raise LossError(
+            f"{begin} metrics hold {taken[0]!r}; expected texts other than {', '.join(_MEASURED)}, "
+            "which are measured of every loss."
+        )
+    for what, values in {"loss": found.per_token, **found.metrics}.items():
+        shape = getattr(values, "shape", None)
+        if shape != logprobs.shape:
+            got = type(values).__name__ if shape is None else f"of the shape {list(shape)}"
+            raise LossError(
+                f"{begin} {what} is {got}; expected an array {list(logprobs.shape)}, a number a "
+                "token."
             )
+    if not jnp.issubdtype(found.per_token.dtype, jnp.floating):
+        raise LossError(f"{begin} loss is {found.per_token.dtype}; expected float32.")
+
+
+_MEASURED = ("entropy", "pg_loss", "kl_loss")
+"""Metrics `actor/..` of every loss."""
