@@ -182,7 +182,7 @@ def default_config() -> ConfigDict:
     group_filter.tasks_per_batch = 0  # drawn at a time until enough are kept; 0: tasks_per_step
     group_filter.max_batches = 10  # of one step, after which the run gives up; 0: never
     group_filter.carry_over = (
-        False  # keep surplus groups for the next step instead of dropping them
+        False  # keep leftover groups for the next step instead of dropping them
     )
     group_filter.resample_attempts = (
         0  # new tries at groups all wrong without an abstention; 0: none

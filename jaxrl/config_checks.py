@@ -287,7 +287,7 @@ RULES = (
         "filter.name",
         lambda c: c.filter.name == "none" and (c.filter.carry_over or c.filter.tasks_per_batch),
         "'varied' or 'accuracy_range' with filter.carry_over or filter.tasks_per_batch; without a "
-        "filter there is no surplus",
+        "filter nothing is left over",
     ),
     Rule(
         "filter.accuracy_range.low",

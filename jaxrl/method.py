@@ -1,4 +1,8 @@
-"""What a configuration makes of the method: the objectives it names, and what they ask for."""
+"""What a configuration makes of the method: the objectives it names, and what they ask for.
+
+Objectives load JAX, so they are imported where their names are looked up: the report goes without,
+and so does the refusal of a mistyped key.
+"""
 
 from __future__ import annotations
 

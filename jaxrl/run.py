@@ -73,7 +73,14 @@ def run(
     )
     with contextlib.closing(checkpointer):
         session = open_session(
-            config, workdir, components, display, should_stop, contents or {}, adopt, checkpointer
+            config,
+            workdir,
+            components=components,
+            checkpointer=checkpointer,
+            display=display,
+            should_stop=should_stop,
+            contents=contents or {},
+            adopt=adopt,
         )
         with contextlib.closing(session.metrics_log), stopping(display):
             run_stages(session)
@@ -116,12 +123,13 @@ def run_stages(session: Session) -> None:
 def open_session(
     config: ConfigDict,
     workdir: Path,
+    *,
     components: Components,
+    checkpointer: Checkpointer,
     display: Display,
     should_stop: Callable[[], bool],
     contents: Mapping[str, str],
     adopt: Callable[[], None],
-    checkpointer: Checkpointer,
 ) -> Session:
     """The session of `run`, as the workdir's newest checkpoint left it; arguments as there."""
     found = checkpointer.restore_newest(

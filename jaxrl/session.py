@@ -71,7 +71,7 @@ class Progress:
     num_failed: int = 0  # batches in a row of which every episode failed
     num_learned: int = 0  # the train stage's steps whose update had a gradient
     weights_step: int | None = None  # whose weights it ended with, where it stopped early
-    # Of the train stage: the states of its controllers, and groups sampled beyond what was needed.
+    # Of the train stage: the states of its controllers, and the groups left over.
     controllers: Controllers = field(default_factory=Controllers)
     leftover: list[Group] = field(default_factory=list, compare=False)
 
@@ -213,11 +213,15 @@ class Session:
         self.state = self.ref_params = None  # the next stage needs the room
         return state.params
 
+    @property
+    def is_last_step(self) -> bool:
+        """True once the steps of a stage that trains are done; its end makes a checkpoint."""
+        return self.progress.stage_step >= num_stage_steps(self.config, self.progress.stage)
+
+    @property
     def is_checkpoint_due(self) -> bool:
-        """True every so many steps, but for the stage's last one, which ends with a checkpoint."""
-        stage_step = self.progress.stage_step
-        num_steps = num_stage_steps(self.config, self.progress.stage)
-        return stage_step % self.config.checkpoint.every_steps == 0 and stage_step < num_steps
+        """True every so many steps."""
+        return self.progress.stage_step % self.config.checkpoint.every_steps == 0
 
     def save(self) -> None:
         """Checkpoints the state at its progress."""

@@ -70,7 +70,7 @@ def sft(session: Session, params: Params) -> Params:
         session.metrics_log.write(progress.step, "sft", record)
         shown = {name: record[key] for name, key in SHOWN_OF_SFT.items() if key in record}
         session.display.step(progress.stage_step, shown)
-        if session.is_checkpoint_due():
+        if session.is_checkpoint_due and not session.is_last_step:
             session.save()
     return session.end(state)
 

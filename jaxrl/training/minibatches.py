@@ -82,7 +82,7 @@ def _measured_fields(
     if has_kl_weights(config):
         fields["kl_weights"] = token_kl_weights(trajectories, controllers, config)
     if is_measured(config):
-        found = [t.measured("divergence") for t in trajectories]
+        found = [t.required("divergence") for t in trajectories]
         if not takes_own_logprobs(config):
             fields["old_logprobs"] = [divergence.old_logprobs for divergence in found]
         if has_kl_loss(config):
@@ -109,7 +109,7 @@ def token_kl_weights(
         scales *= relaxed_kl(
             [controllers.bucket(t.task_id) for t in trajectories],
             np.array([t.is_correct for t in trajectories], bool),
-            np.array([t.measured("windows").excess for t in trajectories], np.float32),
+            np.array([t.required("windows").excess for t in trajectories], np.float32),
         )
     coef = controllers.kl_coef(config)
     masks = [
