@@ -49,7 +49,7 @@ MESH = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
 LENGTHS = [9, 20, 31, 14, 25, 6, 12, 17]
 GROUPS = [0, 0, 1, 1, 2, 2, 3, 3]
 LONGEST = 32
-SCALE = 24.0
+SCALE = 24
 CHUNK_TOKENS = 12
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.3, momentum=0.9))
 
@@ -287,7 +287,7 @@ def as_trajectory(sequence, task_number, advantage=1.0, outcome=Outcome.ANSWERED
 
 
 def minibatch_settings(mode, **changes):
-    sizes = {"rollout.tasks_per_step": 4, "rollout.max_response_tokens": int(SCALE)}
+    sizes = {"rollout.tasks_per_step": 4, "rollout.max_response_tokens": SCALE}
     return settings(**sizes, **{"loss.aggregation": mode}, **changes)
 
 
