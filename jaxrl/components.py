@@ -49,10 +49,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
         FileNotFoundError, ValueError: with what arrived, what was expected, where to change it.
     """
     mesh = make_mesh(**config.mesh)
-    if "train" in config.stages:
-        Estimator(config).check(config.rollout.tasks_per_step * config.rollout.group_size)
-        check_policy_loss(config)
-        check_filter(config)
+    _try_objectives(config)
     model_config = read_model(config.model.path, config.model.architecture)
     check_model_fits(mesh, model_config)
     check_rows(config, mesh)
@@ -76,8 +73,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
         lag_chunks=config.rollout.observation_lag_chunks,
         deadline_s=config.env.step_deadline_s,
     )
-    weights, own_parts = environment.reward_weights(config), environment.own_parts(config)
-    pay = Payment(weights=weights, own_parts=own_parts)
+    pay = _make_payment(config)
     without_search = Rollout(engine, control, tokenizer, automaton, limits, schedule, pay)
     tasks, note = fit_prompts(tasks, without_search, config, "config.tasks.train.source")
     eval_tasks, eval_note = fit_prompts(
@@ -111,6 +107,14 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
             if text
         ),
     )
+
+
+def _try_objectives(config: ConfigDict) -> None:
+    """Refuses objectives that would fail in the first step."""
+    if "train" in config.stages:
+        Estimator(config).check(config.rollout.tasks_per_step * config.rollout.group_size)
+        check_policy_loss(config)
+        check_filter(config)
 
 
 def check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> None:
@@ -280,6 +284,11 @@ def _make_env(config: ConfigDict, engine: Tool, tools: Sequence[Tool]) -> Env:
     )
     environment.check_env(config, env)
     return env
+
+
+def _make_payment(config: ConfigDict) -> Payment:
+    weights, own_parts = environment.reward_weights(config), environment.own_parts(config)
+    return Payment(weights=weights, own_parts=own_parts)
 
 
 def _make_tools(config: ConfigDict) -> list[Tool]:

@@ -23,7 +23,7 @@ from jaxrl.types import Batch
 
 
 class LossError(ValueError):
-    """The function that `loss.name` names cannot be used as a loss."""
+    """The function that `loss.name` or `kl.estimator` names cannot be used."""
 
 
 def make_policy_loss(config: ConfigDict) -> TokenLoss:
@@ -93,7 +93,7 @@ def _kl_weights(batch: Batch, kl_coef: float) -> jax.Array | float:
 
 
 def check_policy_loss(config: ConfigDict) -> None:
-    """Refuses a loss that JAX cannot trace or differentiate; computes nothing.
+    """Refuses a loss or a KL estimator that JAX cannot trace or differentiate; computes nothing.
 
     Raises:
         LossError: names the key and, of what was raised, the place.
@@ -107,6 +107,16 @@ def check_policy_loss(config: ConfigDict) -> None:
         values, _ = token_loss(logprobs, entropies, batch)
         return (values * batch.token_weights).sum()
 
+    def divergence(logprobs: jax.Array, anchor: jax.Array) -> jax.Array:
+        return kl_estimate(logprobs, anchor, estimator=kl_estimator_of(config)).sum()
+
+    try:
+        jax.eval_shape(jax.grad(divergence), array(), array())
+    except (Exception, SystemExit) as error:
+        raise LossError(
+            f"config.kl.estimator names {config.kl.estimator!r}, which JAX cannot differentiate: "
+            f"{failure_text(error)}."
+        ) from error
     # All that a batch may have; what the configuration has no use for is not read.
     others = {"loss_mask": jnp.bool_, **dict.fromkeys(_IDS, jnp.int32)}
     names = [field.name for field in fields(Batch)]

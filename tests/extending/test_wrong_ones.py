@@ -55,6 +55,9 @@ def loop(logprobs):
     return PolicyLoss(jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x + 1, logprobs), {})
 def in_numpy(logprobs): return PolicyLoss(np.exp(logprobs), {})
 
+def branching(log_ratios): return log_ratios if log_ratios.sum() > 0 else -log_ratios
+def summed(log_ratios): return log_ratios.sum()
+
 def indices(rewards): return np.arange(len(rewards))
 def short(rewards): return np.ones(3, bool)
 
@@ -183,6 +186,10 @@ LOSS = [
     ("wrong.loop", "JAX cannot differentiate: ValueError: Reverse-mode differentiation"),
     ("wrong.in_numpy", r"JAX cannot trace: TracerArray.*wrong\.py:\d+\)"),
 ]
+KL = [
+    ("wrong.branching", r"JAX cannot differentiate: TracerBool.*wrong\.py:\d+\)"),
+    ("wrong.summed", r"returned the shape \[\]; expected \[4, 192\]"),
+]
 FILTER = [
     ("wrong.indices", r"returned int64 \[16\]; expected bool \[16\]"),
     ("wrong.short", r"returned bool \[3\]; expected bool \[16\]"),
@@ -236,6 +243,7 @@ ENGINES = [
 CASES = {
     "advantage.name": ESTIMATES,
     "loss.name": LOSS,
+    "kl.estimator": KL,
     "filter.name": FILTER,
     "env.name": ENV,
     "env.search.tools": TOOLS,
