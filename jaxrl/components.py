@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl import environment
+from jaxrl import environment, toolbox
 from jaxrl.choices import is_own, made
 from jaxrl.data import check_data_sources, overlap_note, read_tasks
 from jaxrl.demonstrations import Demonstration, read_demonstrations
@@ -33,9 +33,7 @@ from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.session import Components
 from jaxrl.tokenizer import Tokenizer
-from jaxrl.training.collect import check_filter
-from jaxrl.training.estimators import Estimator
-from jaxrl.training.policy_loss import check_policy_loss
+from jaxrl.trial import try_objectives
 
 
 def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -> Components:
@@ -49,7 +47,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
         FileNotFoundError, ValueError: with what arrived, what was expected, where to change it.
     """
     mesh = make_mesh(**config.mesh)
-    _try_objectives(config)
+    try_objectives(config)
     model_config = read_model(config.model.path, config.model.architecture)
     check_model_fits(mesh, model_config)
     check_rows(config, mesh)
@@ -107,14 +105,6 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
             if text
         ),
     )
-
-
-def _try_objectives(config: ConfigDict) -> None:
-    """Refuses objectives that would fail in the first step."""
-    if "train" in config.stages:
-        Estimator(config).check(config.rollout.tasks_per_step * config.rollout.group_size)
-        check_policy_loss(config)
-        check_filter(config)
 
 
 def check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> None:
@@ -262,7 +252,7 @@ def _make_search(config: ConfigDict, show: Callable[[str], None]) -> Tool:
     section = config.search.get(name)
     return made(
         "search.settings" if is_own(name) else f"search.{name}",
-        environment.engine(config),
+        toolbox.engine(config),
         config.search.settings if is_own(name) else section.to_dict() if section else {},
         progress=lambda count: show(f"building the index of {corpus}, documents {count:,}"),
     )
@@ -293,7 +283,7 @@ def _make_payment(config: ConfigDict) -> Payment:
 
 def _make_tools(config: ConfigDict) -> list[Tool]:
     try:
-        return [made("env.search.tools", tool, {}) for tool in environment.tools(config)]
+        return [made("env.search.tools", tool, {}) for tool in toolbox.tools(config)]
     except ImportError as error:
         raise ValueError(
             f"config.env.search.tools is {config.env.search.tools!r}, but {error}"

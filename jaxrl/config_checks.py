@@ -25,8 +25,6 @@ from jaxrl.config import (
 )
 from jaxrl.environment import (
     check_protocol,
-    check_tools,
-    engine,
     environment_parts,
     has_tools,
     named_weights,
@@ -48,6 +46,7 @@ from jaxrl.method import (
     reads_rewards,
     schedule_of,
 )
+from jaxrl.toolbox import check_tools, engine
 
 
 @dataclass(frozen=True)

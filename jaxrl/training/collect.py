@@ -267,14 +267,14 @@ def _filter_groups(
     def column(name: str) -> np.ndarray:
         return offered[name]() if name in offered else getattr(columns, name)
 
-    flags = _flags(config, column, len(columns.group_ids))
+    flags = filter_flags(config, column, len(columns.group_ids))
     kept = {int(index) for index in columns.group_ids[flags]}
     # A lone survivor of environment errors has nothing to differ from; a group of one is meant.
     fewest = min(2, config.rollout.group_size)
     return [group for i, group in enumerate(groups) if i in kept and len(group.scored) >= fewest]
 
 
-def _flags(config: ConfigDict, column: Callable[[str], np.ndarray], count: int) -> np.ndarray:
+def filter_flags(config: ConfigDict, column: Callable[[str], np.ndarray], count: int) -> np.ndarray:
     """What the filter says of `count` trajectories, bool; `column` has its arrays by name.
 
     Raises:
@@ -294,24 +294,3 @@ def _flags(config: ConfigDict, column: Callable[[str], np.ndarray], count: int) 
             "one a trajectory."
         )
     return flags
-
-
-def check_filter(config: ConfigDict) -> None:
-    """Refuses a filter that fails on a batch in which every second trajectory is right.
-
-    Raises:
-        ValueError: names the key and, of what was raised, the place.
-    """
-    if filter_of(config) is None:
-        return
-    tasks = config.filter.tasks_per_batch or config.rollout.tasks_per_step
-    size, columns = config.rollout.group_size, Columns(())
-    index = np.arange(tasks * size)
-
-    def column(name: str) -> np.ndarray:
-        if name == "group_ids":
-            return (index // size).astype(np.int32)
-        kind = getattr(columns, name).dtype if hasattr(columns, name) else np.float32
-        return (index % 2).astype(kind)
-
-    _flags(config, column, len(index))

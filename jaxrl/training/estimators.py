@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl.choices import arrays_of, failure_text, is_own, subsection
+from jaxrl.choices import arrays_of, is_own, subsection
 from jaxrl.method import estimator_of
 from jaxrl.types import Columns, Group, with_fields
 
@@ -67,37 +66,6 @@ class Estimator:
                 f"[{len(columns.group_ids)}], one a trajectory."
             )
         return with_fields(groups, advantage=[float(advantage) for advantage in found])
-
-    def check(self, num_trajectories: int) -> None:
-        """Refuses an estimator that JAX cannot trace, or that gives no number a trajectory.
-
-        Computes nothing.
-
-        Args:
-            num_trajectories: N of a step.
-
-        Raises:
-            ValueError: names the key and, of what was raised, the place.
-        """
-        columns, shape = Columns(()), (num_trajectories,)
-        arrays = [
-            jax.random.key(0)
-            if name == "key"
-            else jax.ShapeDtypeStruct(shape, getattr(columns, name).dtype)
-            for name in self._arrays
-        ]
-        begin = f"config.advantage.name names {self._name!r}"
-        try:
-            found = self._function.eval_shape(*arrays, **(self._settings | self.scheduled(0)))
-        except (Exception, SystemExit) as error:
-            raise ValueError(f"{begin}, which JAX cannot trace: {failure_text(error)}.") from error
-        is_array = isinstance(found, jax.ShapeDtypeStruct)
-        if not (is_array and found.shape == shape and jnp.issubdtype(found.dtype, jnp.floating)):
-            what = f"{found.dtype} {list(found.shape)}" if is_array else type(found).__name__
-            raise ValueError(
-                f"{begin}, which returned {what}; expected float32 {list(shape)}, one "
-                "number a trajectory."
-            )
 
     def metrics(self, stage_step: int) -> dict[str, float]:
         """What the settings that have a schedule are, after `stage_step` steps of the stage."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from ml_collections import ConfigDict
 
 from jaxrl.choices import arrays_of, failure_text
@@ -17,7 +15,6 @@ from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.objectives.metrics import Metric
-from jaxrl.training.packing import train_shape
 from jaxrl.training.update import TokenLoss
 from jaxrl.types import Batch
 
@@ -90,49 +87,6 @@ def make_policy_loss(config: ConfigDict) -> TokenLoss:
 
 def _kl_weights(batch: Batch, kl_coef: float) -> jax.Array | float:
     return kl_coef if batch.kl_weights is None else batch.kl_weights
-
-
-def check_policy_loss(config: ConfigDict) -> None:
-    """Refuses a loss or a KL estimator that JAX cannot trace or differentiate; computes nothing.
-
-    Raises:
-        LossError: names the key and, of what was raised, the place.
-    """
-    token_loss, shape = make_policy_loss(config), train_shape(config)
-
-    def array(dtype: DTypeLike = jnp.float32) -> Any:
-        return jax.ShapeDtypeStruct((shape.micro_rows, shape.row_tokens), dtype)
-
-    def total(logprobs: jax.Array, entropies: jax.Array, batch: Batch) -> jax.Array:
-        values, _ = token_loss(logprobs, entropies, batch)
-        return (values * batch.token_weights).sum()
-
-    def divergence(logprobs: jax.Array, anchor: jax.Array) -> jax.Array:
-        return kl_estimate(logprobs, anchor, estimator=kl_estimator_of(config)).sum()
-
-    try:
-        jax.eval_shape(jax.grad(divergence), array(), array())
-    except (Exception, SystemExit) as error:
-        raise LossError(
-            f"config.kl.estimator names {config.kl.estimator!r}, which JAX cannot differentiate: "
-            f"{failure_text(error)}."
-        ) from error
-    # All that a batch may have; what the configuration has no use for is not read.
-    others = {"loss_mask": jnp.bool_, **dict.fromkeys(_IDS, jnp.int32)}
-    names = [field.name for field in fields(Batch)]
-    batch = Batch(**{name: array(others.get(name, jnp.float32)) for name in names})
-    try:
-        jax.eval_shape(jax.grad(total, argnums=(0, 1)), array(), array(), batch)
-    except LossError:
-        raise
-    except Exception as error:
-        raise LossError(
-            f"config.loss.name names {config.loss.name!r}, which JAX cannot differentiate: "
-            f"{failure_text(error)}."
-        ) from error
-
-
-_IDS = ("token_ids", "segment_ids", "positions")
 
 
 def check_loss(name: str, found: Any, logprobs: jax.Array) -> None:

@@ -15,9 +15,8 @@ from jaxrl.objectives.advantages import COLUMNS, ESTIMATORS
 from jaxrl.objectives.filters import FILTERS
 from jaxrl.objectives.losses import LOSSES
 from jaxrl.sampling.rollout import _checked_reward
-from jaxrl.training.collect import check_filter
-from jaxrl.training.estimators import Estimator
-from jaxrl.training.policy_loss import check_policy_loss
+from jaxrl.training.optimizer import SCHEDULES
+from jaxrl.trial import try_estimator, try_filter, try_policy_loss, try_schedule
 from tests.helpers import settings
 
 WRONG = """
@@ -57,6 +56,15 @@ def in_numpy(logprobs): return PolicyLoss(np.exp(logprobs), {})
 
 def branching(log_ratios): return log_ratios if log_ratios.sum() > 0 else -log_ratios
 def summed(log_ratios): return log_ratios.sum()
+
+def halves(token_counts): return np.ones(2)
+def no_guard(token_counts): return np.where(token_counts, 1.0, np.nan)
+def sum_of_none(token_counts): raise ZeroDivisionError("no tokens")
+
+def by_branch(peak, num_updates): return lambda step: peak if step < num_updates else 0.0
+def endless(peak): return lambda step: peak / 0 * step
+def grown(peak): return lambda step: peak * jnp.ones(2)
+def rate(peak): return peak
 
 def indices(rewards): return np.arange(len(rewards))
 def short(rewards): return np.ones(3, bool)
@@ -190,6 +198,17 @@ KL = [
     ("wrong.branching", r"JAX cannot differentiate: TracerBool.*wrong\.py:\d+\)"),
     ("wrong.summed", r"returned the shape \[\]; expected \[4, 192\]"),
 ]
+WEIGHTS = [
+    ("wrong.halves", r"returned \[2\] with 2 finite numbers; expected finite \[16\]"),
+    ("wrong.no_guard", r"returned \[16\] with 15 finite numbers"),
+    ("wrong.sum_of_none", r"failed: ZeroDivisionError: no tokens \(.*wrong\.py:\d+\)"),
+]
+SCHEDULE = [
+    ("wrong.by_branch", r"failed: TracerBoolConversionError: .*wrong\.py:\d+\)"),
+    ("wrong.endless", r"failed: ZeroDivisionError: .*wrong\.py:\d+\)"),
+    ("wrong.grown", r"gave \[.*\] at step 0 of 10; expected a finite number"),
+    ("wrong.rate", "failed: TypeError: Expected a callable value, got"),
+]
 FILTER = [
     ("wrong.indices", r"returned int64 \[16\]; expected bool \[16\]"),
     ("wrong.short", r"returned bool \[3\]; expected bool \[16\]"),
@@ -244,6 +263,8 @@ CASES = {
     "advantage.name": ESTIMATES,
     "loss.name": LOSS,
     "kl.estimator": KL,
+    "loss.aggregation": WEIGHTS,
+    "optimizer.schedule": SCHEDULE,
     "filter.name": FILTER,
     "env.name": ENV,
     "env.search.tools": TOOLS,
@@ -294,7 +315,7 @@ def test_objectives_that_are_not_used_are_not_traced(tiny_world):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_each_estimator_of_ours_passes(name):
-    Estimator(settings(**{"advantage.name": name})).check(16)
+    try_estimator(settings(**{"advantage.name": name}))
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -302,13 +323,20 @@ def test_each_estimator_of_ours_passes(name):
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_each_loss_of_ours_passes(name, level, place):
     changes = {"loss.correction.level": level, "kl.place": place, "kl.coef": 0.1}
-    check_policy_loss(settings(**{"loss.name": name, "loss.entropy_coef": 0.1, **changes}))
+    try_policy_loss(settings(**{"loss.name": name, "loss.entropy_coef": 0.1, **changes}))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("warmup", [0, 1, 5])
+def test_each_schedule_of_ours_passes(name, warmup):
+    changes = {"optimizer.schedule": name, "optimizer.warmup_steps": warmup}
+    try_schedule(settings(**changes).optimizer, "optimizer")
 
 
 @pytest.mark.parametrize("name", ["none", *FILTERS])
 @pytest.mark.parametrize("metric", ["acc", "score", "seq_reward", "seq_final_reward"])
 def test_each_filter_of_ours_passes(name, metric):
-    check_filter(settings(**{"filter.name": name, "filter.varied.metric": metric}))
+    try_filter(settings(**{"filter.name": name, "filter.varied.metric": metric}))
 
 
 def test_what_is_traced_is_what_a_step_has(monkeypatch):
@@ -322,7 +350,7 @@ def test_what_is_traced_is_what_a_step_has(monkeypatch):
         return rewards
 
     monkeypatch.setitem(ESTIMATORS, "rloo", estimate)
-    Estimator(settings(**{"advantage.name": "rloo"})).check(16)
+    try_estimator(settings(**{"advantage.name": "rloo"}))
     assert set(COLUMNS) == set(seen)
     assert seen["rewards"] == seen["mean_entropies"] == np.float32
     assert seen["group_ids"] == seen["token_counts"] == np.int32
