@@ -18,6 +18,7 @@ from jaxrl.choices import (
 from jaxrl.envs.base import ENVS, Env
 from jaxrl.envs.protocol import PROTOCOLS, Protocol
 from jaxrl.envs.rewards import RewardPart
+from jaxrl.envs.search import SearchEnv, check_spoken
 
 
 def environment(config: ConfigDict) -> type[Env]:
@@ -103,6 +104,11 @@ def check_protocol(config: ConfigDict) -> None:
         )
     for what in ("tags", "tools", "stop_strings", "reward_parts"):
         check_texts(key, name, what, getattr(spoken, what))
+    if issubclass(environment(config), SearchEnv):
+        try:
+            check_spoken(spoken)
+        except ValueError as error:
+            raise ValueError(f"config.{key} names {name!r}: {error}.") from error
 
 
 def own_parts(config: ConfigDict) -> dict[str, RewardPart]:

@@ -31,7 +31,10 @@ from tests.helpers import blocks, settings, text
 from tests.runs import records, trajectories
 
 HERE = Path(__file__).parent
-KINDS = ("env", "tool", "engine", "reward", "estimator", "loss", "filter", "aggregation")
+KINDS = (
+    *("env", "tool", "engine", "protocol", "reward"),
+    *("estimator", "loss", "filter", "aggregation"),
+)
 FILES = [HERE / f"my_{kind}.py" for kind in KINDS]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
 TASKS = [
@@ -76,6 +79,7 @@ def test_the_document_shows_the_files_and_their_lines():
         'config.env.name = "my_env.CalculatorEnv"\n',
         'config.env.search.tools = ("my_tool.Clock",)\n',
         'config.search.engine = "my_engine.Engine"\n',
+        'config.env.search.protocol = "my_protocol.facts"\n',
         'config.reward.weights = {"exact_match": 1.0, "my_reward.brevity": 0.2}\n',
         'config.advantage.name = "my_estimator.by_rank"\n',
         'config.loss.name = "my_loss.floored"\n',
@@ -116,6 +120,19 @@ def test_the_tool_and_the_engine_answer(server):
     assert run_all(Engine(url=server), ["abc", "x & y"]) == ["cba", "y & x"]
     [failed] = run_all(Engine(url="http://127.0.0.1:9/", timeout_s=1), ["abc"])
     assert str(failed).startswith("URLError: ")
+
+
+def test_the_protocol_judges_the_last_line():
+    from my_protocol import facts
+
+    spoken = facts(("clock",))
+    right = "<search> a </search>\n<facts>b</facts>\n<answer>since b\nAda Kerr</answer>"
+    assert spoken.tools == ("search", "clock")
+    assert spoken.final_answer(right) == "Ada Kerr"
+    assert spoken.is_correct(right, ["Ada Kerr"])
+    assert not spoken.is_correct(right, ["b"])
+    assert [spoken.format_reward(text) for text in (right, "<answer>Ada")] == [0.0, -1.0]
+    assert spoken.render_observation("</facts><clock>").body == "‹/facts›‹clock›"
 
 
 SIZES = {

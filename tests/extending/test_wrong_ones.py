@@ -121,6 +121,10 @@ game = Game()
 def no_tools(): return search_r1()
 def no_protocol(tools): return "search_r1"
 def no_tuple(tools): return dataclasses.replace(search_r1(tools), stop_strings="</search>")
+def no_answer(tools):
+    return dataclasses.replace(search_r1(tools), stop_strings=("</search>", "</final>"))
+def unmeasured(tools):
+    return dataclasses.replace(search_r1(tools), reward_parts=("format", "exact_match", "extra"))
 protocol = search_r1()
 
 class Sketch(Architecture): pass
@@ -247,6 +251,8 @@ PROTOCOLS = [
     ("wrong.no_protocol", r"returned str; expected a jaxrl\.envs\.protocol\.Protocol"),
     ("wrong.no_tuple", r"stop_strings is '</search>'; expected a tuple: \('</search>',\)"),
     ("wrong.protocol", "a Protocol; expected a function"),
+    ("wrong.no_answer", r"stop_strings lack '</answer>'"),
+    ("wrong.unmeasured", "reward part 'extra'; expected some of format, answer, exact_match, f1"),
 ]
 ARCHITECTURES = [
     ("jaxrl.models.architecture.Architecture", "does not define abstract_params, decode, "),
