@@ -101,6 +101,25 @@ def test_imports_point_one_way():
     assert wrong == []
 
 
+def test_the_table_of_rooms_is_whole_and_in_order():
+    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    rows = [re.findall(r"`(\w+)(?:/|\.py)`", cell) for cell in cells]
+    row = {name: number for number, names in enumerate(rows) for name in names}
+    paths = [path for path in (ROOT / "jaxrl").rglob("*.py") if path.name != "__init__.py"]
+    own = {path: path.relative_to(ROOT / "jaxrl").with_suffix("").parts[0] for path in paths}
+    assert set(own.values()) == set(row)
+    free = {"runtime", "logs", "report"}  # any room may use these, and they use what they show
+    found = {
+        (name, module.split(".")[1])
+        for path, name in own.items()
+        if name not in free
+        for module in own_imports(path)
+        if module.split(".")[1] not in free and row[module.split(".")[1]] > row[name]
+    }
+    assert found == {("method", "training")}  # the table of schedules
+
+
 MAX_CODE_LINES, MAX_PARAMETERS = 60, 8
 LARGER = {
     "jaxrl/config.py:default_config",  # a table: every key, once
