@@ -17,6 +17,10 @@ from typing import Any
 from jaxrl.envs.calls import error_text
 
 
+class OwnCodeError(ValueError):
+    """What a key names failed, or gave what cannot be worked with; the text names the key."""
+
+
 def is_own(name: str) -> bool:
     """Whether a name is a dotted one, as `my_env.MyEnv`, and no entry of a table.
 
@@ -108,6 +112,20 @@ def failure_text(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
     return first.rstrip(".") + (f" ({own[-1].filename}:{own[-1].lineno})" if own else "")
+
+
+def named(key: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose failures name their key and place; errors of ours keep their text."""
+
+    def tried(*arguments: Any, **settings: Any) -> Any:
+        try:
+            return function(*arguments, **settings)
+        except (Exception, SystemExit) as error:
+            is_told = isinstance(error, ValueError) and f"config.{key}" in str(error)
+            text = f"config.{key} names {name!r}, which failed: {failure_text(error)}."
+            raise OwnCodeError(str(error) if is_told else text) from error
+
+    return tried
 
 
 _NOT_THEIRS = (

@@ -143,6 +143,7 @@ def _run(
         should_stop: true once the run is to save and end.
         begin: called when there will be something to save.
     """
+    from jaxrl.choices import OwnCodeError
     from jaxrl.components import assemble
     from jaxrl.logs.display import Display
     from jaxrl.logs.writers import check_mirrors
@@ -190,7 +191,7 @@ def _run(
             if distributed.is_main():
                 print(f"error: {printable(_message(error))}", file=sys.stderr)
             sys.exit(EXIT_NOTHING_WORKS)
-        except (CheckpointError, NotEnoughGroupsError) as error:
+        except (CheckpointError, NotEnoughGroupsError, OwnCodeError) as error:
             _refuse(error)
         except Exception as error:
             full = full_disk(error)

@@ -13,6 +13,7 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxrl import report
+from jaxrl.choices import OwnCodeError
 from jaxrl.evaluate import evaluate
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import open_log
@@ -63,6 +64,7 @@ def run(
         Interrupted: `should_stop` was true. The steps that were done are saved, here and below.
         NothingWorksError: every episode failed, several times in a row or in the last evaluation.
         NotEnoughGroupsError: the filter kept too few groups.
+        OwnCodeError: what a key names failed in a step; those before it are saved.
         CheckpointError: there are checkpoints, but the one to go on with cannot be read.
     """
     checkpointer = Checkpointer(
@@ -109,14 +111,17 @@ def run_stages(session: Session) -> None:
         params = start_params(session)
         for stage in config.stages:
             params = STAGE_FUNCTIONS[stage](session, params)
-    except (NotEnoughGroupsError, NothingWorksError, Interrupted) as error:
+    except (NotEnoughGroupsError, NothingWorksError, OwnCodeError, Interrupted) as error:
         session.save_progress()
         if isinstance(error, Interrupted):
             saved = f"step {progress.step} is saved. The same command goes on from there"
             nothing = "there was nothing to save yet. The same command begins anew"
             display.log(f"stopped; {saved if session.saved else nothing}")
-        if not isinstance(error, NotEnoughGroupsError):
+        if not isinstance(error, NotEnoughGroupsError | OwnCodeError):
             write_report(session)
+        if isinstance(error, OwnCodeError):
+            go_on = "What was finished is saved; mend the code and go on with --accept_changes."
+            raise OwnCodeError(f"{error} {go_on}") from error
         raise
 
 

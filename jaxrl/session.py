@@ -31,7 +31,7 @@ from jaxrl.sampling.engine import Engine
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.health import Failures
-from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.optimizer import make_optimizer, num_updates
 from jaxrl.training.packing import TokenSequence
 from jaxrl.training.update import init_state
 from jaxrl.types import Group, Params, TrainState
@@ -137,10 +137,8 @@ def num_stage_steps(config: ConfigDict, stage: str) -> int:
 
 def stage_optimizer(config: ConfigDict, stage: str) -> optax.GradientTransformation:
     """The optimizer of a stage."""
-    if stage == "sft":
-        return make_optimizer(config.sft.optimizer, config.sft.num_steps)
-    updates_per_step = config.optimizer.num_minibatches * config.optimizer.num_epochs
-    return make_optimizer(config.optimizer, config.num_steps * updates_per_step)
+    settings = config.sft.optimizer if stage == "sft" else config.optimizer
+    return make_optimizer(settings, num_updates(config, stage))
 
 
 OF_CODE = "'s file"

@@ -17,12 +17,12 @@ import numpy as np
 from jax.typing import DTypeLike
 from ml_collections import ConfigDict
 
-from jaxrl.choices import arrays_of, failure_text
+from jaxrl.choices import arrays_of, failure_text, named
 from jaxrl.method import aggregation_of, estimator_of, filter_of, kl_estimator_of
 from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.training.collect import filter_flags
-from jaxrl.training.optimizer import learning_rate
+from jaxrl.training.optimizer import learning_rate, num_updates
 from jaxrl.training.packing import train_shape
 from jaxrl.training.policy_loss import LossError, make_policy_loss
 from jaxrl.types import Batch, Columns
@@ -35,9 +35,9 @@ def try_objectives(config: ConfigDict) -> None:
         ValueError: names the key and, of what was raised, the place.
     """
     if "sft" in config.stages:
-        try_schedule(config.sft.optimizer, "sft.optimizer")
+        try_schedule(config, "sft")
     if "train" in config.stages:
-        try_schedule(config.optimizer, "optimizer")
+        try_schedule(config, "train")
         try_filter(config)
         try_estimator(config)
         try_aggregation(config)
@@ -89,43 +89,34 @@ def try_filter(config: ConfigDict) -> None:
 def try_aggregation(config: ConfigDict) -> None:
     """Refuses an aggregation that fails on trajectories of 0, 1, 2, … tokens, or on none."""
     size = config.rollout.tasks_per_step * config.rollout.group_size
-    weigh = _named("loss.aggregation", config.loss.aggregation, token_weights)
+    weigh = named("loss.aggregation", config.loss.aggregation, token_weights)
     for count in (size, 1):
         weigh([np.ones(length, bool) for length in range(count)], aggregation_of(config))
 
 
-def try_schedule(settings: ConfigDict, section: str) -> None:
-    """Refuses a schedule that gives no finite learning rate, of steps that are traced.
+def try_schedule(config: ConfigDict, stage: str) -> None:
+    """Refuses a schedule that fails in a step of the stage, or gives no rate of at least 0 there.
 
-    Args:
-        settings: of an optimizer.
-        section: that holds them, for messages.
+    Where there are very many steps, so many of them are tried, evenly spread.
     """
-    key, name, steps = f"{section}.schedule", settings.schedule, settings.warmup_steps + 10
-    schedule = _named(key, name, learning_rate)(settings, steps)
-    for step in (0, settings.warmup_steps, steps):
-        rate = np.asarray(_named(key, name, lambda at: jax.jit(schedule)(at))(step))
-        if rate.shape != () or not np.isfinite(rate):
-            raise ValueError(
-                f"config.{key} names {name!r}, which gave {rate.tolist()!r} at step {step} of "
-                f"{steps}; expected a finite number."
-            )
+    section = "sft.optimizer" if stage == "sft" else "optimizer"
+    key, count = f"{section}.schedule", num_updates(config, stage)
+    settings = config.sft.optimizer if stage == "sft" else config.optimizer
+    schedule = named(key, settings.schedule, learning_rate)(settings, count)
+    steps = np.linspace(0, count - 1, min(count, _MOST_STEPS)).astype(np.int32)
+    at_all = jax.jit(lambda steps: jax.lax.map(schedule, steps))
+    rates = np.asarray(named(key, settings.schedule, at_all)(steps))
+    is_rate = np.isfinite(rates) & (rates >= 0) & (rates.ndim == 1)
+    if not is_rate.all():
+        first = int(np.argwhere(~is_rate)[0, 0])
+        raise ValueError(
+            f"config.{key} names {settings.schedule!r}, which gave {rates[first].tolist()!r} at "
+            f"step {steps[first]} of {count}; expected a finite number of at least 0."
+        )
 
 
-def _named(key: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose failures name their key and place; errors of ours are left alone."""
-
-    def tried(*arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except (Exception, SystemExit) as error:
-            if isinstance(error, ValueError) and f"config.{key}" in str(error):
-                raise
-            raise ValueError(
-                f"config.{key} names {name!r}, which failed: {failure_text(error)}."
-            ) from error
-
-    return tried
+_MOST_STEPS = 100_000
+"""At which a schedule is tried."""
 
 
 def try_kl_estimator(config: ConfigDict) -> None:

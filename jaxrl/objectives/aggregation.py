@@ -29,10 +29,11 @@ def token_weights(
     """
     token_counts = np.array([mask.sum() for mask in loss_masks], np.int64)
     found = np.asarray(aggregation(token_counts))
-    if found.shape not in ((), token_counts.shape) or not np.isfinite(found).all():
+    is_weight = np.isfinite(found) & (found >= 0)  # below 0 the policy would learn the opposite
+    if found.shape not in ((), token_counts.shape) or not is_weight.all():
         raise ValueError(
-            f"config.loss.aggregation returned {list(found.shape)} with {np.isfinite(found).sum()} "
-            f"finite numbers; expected finite [{len(token_counts)}], one a trajectory."
+            f"config.loss.aggregation returned {list(found.shape)} with {is_weight.sum()} "
+            f"weights; expected finite [{len(token_counts)}] from 0, one a trajectory."
         )
     weights = np.broadcast_to(found, token_counts.shape)
     return [

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl.choices import arrays_of, failure_text, subsection
+from jaxrl.choices import OwnCodeError, arrays_of, named, subsection
 from jaxrl.data import Stream
 from jaxrl.envs.base import Task
 from jaxrl.method import filter_of
@@ -278,19 +278,16 @@ def filter_flags(config: ConfigDict, column: Callable[[str], np.ndarray], count:
     """What the filter says of `count` trajectories, bool; `column` has its arrays by name.
 
     Raises:
-        ValueError: it failed, or says something else.
+        OwnCodeError: it failed, or says something else.
     """
     found = filter_of(config)  # objectives/filters.py, by filter.name
     assert found is not None
     keep, settings = found
-    begin = f"config.filter.name names {config.filter.name!r}"
-    try:
-        flags = np.asarray(keep(*map(column, arrays_of(keep)), **settings))
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{begin}, which failed: {failure_text(error)}.") from error
+    checked = named("filter.name", config.filter.name, lambda *a, **b: np.asarray(keep(*a, **b)))
+    flags = checked(*map(column, arrays_of(keep)), **settings)
     if flags.dtype != bool or flags.shape != (count,):
-        raise ValueError(
-            f"{begin}, which returned {flags.dtype} {list(flags.shape)}; expected bool [{count}], "
-            "one a trajectory."
+        raise OwnCodeError(
+            f"config.filter.name names {config.filter.name!r}, which returned {flags.dtype} "
+            f"{list(flags.shape)}; expected bool [{count}], one a trajectory."
         )
     return flags

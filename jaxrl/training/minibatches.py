@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from jaxrl.choices import named
 from jaxrl.method import aggregation_of, has_kl_loss, has_kl_weights, is_measured
 from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.entropy import kl_weights
@@ -45,11 +46,12 @@ def make_minibatches(
     needs_all = has_other_terms or not config.optimizer.skip_signal_free
     size = config.rollout.tasks_per_step // config.optimizer.num_minibatches
     aggregation = aggregation_of(config)  # objectives/aggregation.py, by loss.aggregation
+    weigh = named("loss.aggregation", config.loss.aggregation, token_weights)
     minibatches = []
     for start in range(0, size * config.optimizer.num_minibatches, size):
         part = members(groups[start : start + size])
         scored = [as_trained(t, config) for t in part if t.is_scored]
-        weights = token_weights([t.loss_mask for t in scored], aggregation)
+        weights = weigh([t.loss_mask for t in scored], aggregation)
         kept = [i for i, t in enumerate(scored) if needs_all or t.advantage != 0]
         trained = [scored[i] for i in kept]
         fields = {"token_weights": [weights[i] for i in kept]}

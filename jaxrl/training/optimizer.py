@@ -26,6 +26,12 @@ def learning_rate(settings: ConfigDict, num_updates: int) -> optax.Schedule:
     return optax.join_schedules([rise, after], [warmup]) if warmup else after
 
 
+def num_updates(config: ConfigDict, stage: str) -> int:
+    """How many optimizer steps a stage has."""
+    updates_per_step = config.optimizer.num_minibatches * config.optimizer.num_epochs
+    return int(config.sft.num_steps if stage == "sft" else config.num_steps * updates_per_step)
+
+
 def make_optimizer(settings: ConfigDict, num_updates: int) -> optax.GradientTransformation:
     """AdamW behind global-norm clipping, over `num_updates` optimizer steps."""
     adamw = optax.adamw(

@@ -59,12 +59,15 @@ def summed(log_ratios): return log_ratios.sum()
 
 def halves(token_counts): return np.ones(2)
 def no_guard(token_counts): return np.where(token_counts, 1.0, np.nan)
+def against(token_counts): return -1 / max(token_counts.sum(), 1)
 def sum_of_none(token_counts): raise ZeroDivisionError("no tokens")
 
 def by_branch(peak, num_updates): return lambda step: peak if step < num_updates else 0.0
 def endless(peak): return lambda step: peak / 0 * step
 def grown(peak): return lambda step: peak * jnp.ones(2)
 def rate(peak): return peak
+def ending(peak): return lambda step: jnp.where(step < 3, peak, jnp.nan)
+def sinking(peak): return lambda step: peak * (1.5 - step)
 
 def indices(rewards): return np.arange(len(rewards))
 def short(rewards): return np.ones(3, bool)
@@ -203,15 +206,18 @@ KL = [
     ("wrong.summed", r"returned the shape \[\]; expected \[4, 192\]"),
 ]
 WEIGHTS = [
-    ("wrong.halves", r"returned \[2\] with 2 finite numbers; expected finite \[16\]"),
-    ("wrong.no_guard", r"returned \[16\] with 15 finite numbers"),
+    ("wrong.halves", r"returned \[2\] with 2 weights; expected finite \[16\] from 0"),
+    ("wrong.no_guard", r"returned \[16\] with 15 weights"),
+    ("wrong.against", r"returned \[\] with 0 weights; expected finite"),
     ("wrong.sum_of_none", r"failed: ZeroDivisionError: no tokens \(.*wrong\.py:\d+\)"),
 ]
 SCHEDULE = [
     ("wrong.by_branch", r"failed: TracerBoolConversionError: .*wrong\.py:\d+\)"),
     ("wrong.endless", r"failed: ZeroDivisionError: .*wrong\.py:\d+\)"),
-    ("wrong.grown", r"gave \[.*\] at step 0 of 10; expected a finite number"),
-    ("wrong.rate", "failed: TypeError: Expected a callable value, got"),
+    ("wrong.grown", r"gave \[.*\] at step 0 of 4; expected a finite number"),
+    ("wrong.ending", r"gave nan at step 3 of 4; expected a finite number of at least 0"),
+    ("wrong.sinking", r"gave -.* at step 2 of 4; expected a finite number of at least 0"),
+    ("wrong.rate", "failed: TypeError: 'float' object is not callable"),
 ]
 FILTER = [
     ("wrong.indices", r"returned int64 \[16\]; expected bool \[16\]"),
@@ -336,7 +342,8 @@ def test_each_loss_of_ours_passes(name, level, place):
 @pytest.mark.parametrize("warmup", [0, 1, 5])
 def test_each_schedule_of_ours_passes(name, warmup):
     changes = {"optimizer.schedule": name, "optimizer.warmup_steps": warmup}
-    try_schedule(settings(**changes).optimizer, "optimizer")
+    try_schedule(settings(**changes), "train")
+    try_schedule(settings(**{f"sft.{key}": value for key, value in changes.items()}), "sft")
 
 
 @pytest.mark.parametrize("name", ["none", *FILTERS])
