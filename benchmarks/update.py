@@ -28,6 +28,7 @@ from benchmarks import common
 from jaxrl.config import default_config
 from jaxrl.demonstrations import Demonstration
 from jaxrl.models.policy import Model
+from jaxrl.objectives.aggregation import token_mean, token_weights
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape, Packed, pack
 from jaxrl.training.policy_loss import make_policy_loss
@@ -81,7 +82,8 @@ def make_batch(model: common.ModelSizes, work: Work) -> Packed:
         work.num_sequences, micro_rows=work.micro_rows, row_tokens=work.row_tokens
     )
     advantages = rng.normal(size=work.num_sequences).astype(np.float32)
-    return pack(sequences, advantages, shape, aggregation="token-mean")
+    weights = token_weights([one.loss_mask for one in sequences], token_mean)
+    return pack(sequences, advantages, shape, token_fields={"token_weights": weights})
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from jaxrl.envs.base import Outcome, Task
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params
-from jaxrl.runtime.files import printable, writable
+from jaxrl.runtime.files import printable, system_message, writable
 from jaxrl.runtime.sharding import mesh_sizes, param_shardings
 from jaxrl.sampling.rollout import Sampling, Seeds
 from jaxrl.session import Components, Progress
@@ -75,7 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def line(error: Exception) -> str:
     """An error as it is shown."""
-    return printable(f"error: {' '.join(str(error).split())}")
+    known = system_message(error) if isinstance(error, OSError) else None
+    return printable(f"error: {' '.join((known or str(error)).split())}")
 
 
 def open_run(run: Path, model: Path | None, display: Display) -> tuple[Components, ConfigDict]:
@@ -115,13 +116,13 @@ def read_config(run: Path) -> ConfigDict:
     """The configuration that a run began with.
 
     Raises:
-        FileNotFoundError, ValueError: there is none, or not one of this version.
+        FileNotFoundError, ValueError: there is none, or one with keys that no version had.
     """
     file = run / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{run} is no run: it holds no config.json. Name a run's workdir.")
     config = configuration.default_config()
-    configuration.load_values(config, str(file))
+    configuration.load_values(config, str(file), takes_old_keys=True)
     return config
 
 

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from jaxrl.envs.calls import error_text
 
 
+class OwnCodeError(ValueError):
+    """What a key names failed, or gave what cannot be worked with; the text names the key."""
+
+
 def is_own(name: str) -> bool:
-    """Whether a name is a dotted one, as `my_env.MyEnv`, and no entry of a table."""
-    return "." in name
+    """Whether a name is a dotted one, as `my_env.MyEnv`, and no entry of a table.
+
+    A colon may stand before what the module defines, as `pkgutil.resolve_name` has it.
+    """
+    return "." in name or ":" in name
+
+
+def own_module(thing: Any) -> bool:
+    """Whether a class or a function is the user's."""
+    return str(getattr(thing, "__module__", "")).partition(".")[0] != __name__.partition(".")[0]
 
 
 def chosen(key: str, name: str, table: Mapping[str, Any], *, wanted: str) -> Any:
@@ -29,11 +47,14 @@ def chosen(key: str, name: str, table: Mapping[str, Any], *, wanted: str) -> Any
     Raises:
         ValueError: the name stands for nothing; says what there is.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"config.{key} holds {name!r}; expected a name, as {wanted!r}.")
     found = table.get(name, name if is_own(name) else None)
     if found is None:
         names = ", ".join(table)
         raise ValueError(
-            f"config.{key} is {name!r}; expected one of {names}, a dotted name, as {wanted}."
+            f"config.{key} is {name!r}{_meant(name, table)}; expected one of {names}, a dotted "
+            f"name, as {wanted}."
         )
     return _resolved(key, found) if isinstance(found, str) else found
 
@@ -41,19 +62,78 @@ def chosen(key: str, name: str, table: Mapping[str, Any], *, wanted: str) -> Any
 def _resolved(key: str, name: str) -> Any:
     try:
         return pkgutil.resolve_name(name)
-    except ModuleNotFoundError as error:
-        if error.name and f"{name}.".startswith(f"{error.name}."):
-            raise ValueError(
-                f"config.{key} names {name!r}, but no module {error.name!r} is on sys.path; put "
-                "its file beside the configuration file, or its folder on PYTHONPATH."
-            ) from error
-        raise ValueError(f"config.{key} names {name!r}: {error_text(error)}") from error
-    except AttributeError as error:
-        raise ValueError(
-            f"config.{key} names {name!r}, which its module does not define ({error})."
-        ) from error
-    except (Exception, SystemExit) as error:  # of the module, while it is imported
-        raise ValueError(f"config.{key} names {name!r}: {error_text(error)}") from error
+    except (Exception, SystemExit) as error:  # of the module too, while it is imported
+        raise ValueError(f"config.{key} names {name!r}{_why_not_found(name, error)}.") from error
+
+
+def _why_not_found(name: str, error: BaseException) -> str:
+    """What is wrong with a dotted name, to be told behind it."""
+    if isinstance(error, ModuleNotFoundError) and _is_of(name, error.name or ""):
+        meant = _meant(str(error.name), [module.name for module in pkgutil.iter_modules()])
+        return (
+            f", but no module {error.name!r} is on sys.path{meant}; put its file beside the "
+            "configuration file, or its folder on PYTHONPATH"
+        )
+    frames = traceback.extract_tb(error.__traceback__)
+    is_imported = not any("importlib" in frame.filename for frame in frames)
+    if not (isinstance(error, AttributeError) and is_imported):
+        return f": {failure_text(error)}"
+    holder = max((one for one in sys.modules if _is_of(name, one)), key=len)
+    missing, module = name[len(holder) + 1 :], sys.modules[holder]
+    if hasattr(module, "__path__"):
+        # `pkgutil` takes a module of a package for missing that another import fails in.
+        inside = f"{holder}.{re.split('[.:]', missing)[0]}"
+        try:
+            importlib.import_module(inside)
+        except (Exception, SystemExit) as inner:
+            if getattr(inner, "name", None) != inside:
+                return f": {failure_text(inner)}"
+    where = getattr(module, "__file__", None) or holder
+    return f", but {where} does not define {missing!r}{_meant(missing, dir(module))}"
+
+
+def _is_of(name: str, module: str) -> bool:
+    """Whether a dotted name begins with this module's."""
+    return name.replace(":", ".").startswith(f"{module}.")
+
+
+def _meant(name: str, names: Iterable[str]) -> str:
+    """The name that a mistaken one is close to, as a question; "" where none is."""
+    close = get_close_matches(name, list(names), n=1, cutoff=0.7)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def failure_text(error: BaseException) -> str:
+    """What code of the user's raised, in one line, and where in its files.
+
+    Of a text of several lines it is the first: JAX goes on with how it got there.
+    """
+    first, *_ = [*error_text(error).splitlines(), ""]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
+    return first.rstrip(".") + (f" ({own[-1].filename}:{own[-1].lineno})" if own else "")
+
+
+def named(key: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose failures name their key and place; errors of ours keep their text."""
+
+    def tried(*arguments: Any, **settings: Any) -> Any:
+        try:
+            return function(*arguments, **settings)
+        except (Exception, SystemExit) as error:
+            is_told = isinstance(error, ValueError) and f"config.{key}" in str(error)
+            text = f"config.{key} names {name!r}, which failed: {failure_text(error)}."
+            raise OwnCodeError(str(error) if is_told else text) from error
+
+    return tried
+
+
+_NOT_THEIRS = (
+    "<",
+    str(Path(__file__).parent),
+    *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")),
+)
+"""How files begin that are not the user's: ours, Python's, those of packages."""
 
 
 def short_name(name: str) -> str:
@@ -95,11 +175,16 @@ def made(key: str, kind: Callable[..., Any], settings: Mapping[str, Any], **offe
             f"{', '.join(offered) or 'nothing'}."
         )
     try:
-        return kind(**given)
-    except (OSError, ValueError, ImportError):
-        raise  # these say what is wrong with what they were given
+        thing = kind(**given)
     except Exception as error:
-        raise ValueError(f"config.{key}: {name} could not be made: {error_text(error)}.") from error
+        if isinstance(error, OSError | ValueError | ImportError) and not own_module(kind):
+            raise  # ours say what is wrong with what they were given
+        raise ValueError(
+            f"config.{key}: {name} could not be made: {failure_text(error)}."
+        ) from error
+    if isinstance(kind, type) and not isinstance(thing, kind):
+        raise ValueError(f"config.{key}: {name} made a {type(thing).__name__}, not one of its own.")
+    return thing
 
 
 def arrays_of(function: Callable[..., Any]) -> list[str]:
@@ -114,11 +199,31 @@ def subsection(section: Mapping[str, Any]) -> dict[str, Any]:
     Those of an entry of a table stand in the subsection of its name, or of its family's: that of
     `pass_at_k_bootstrap` is `pass_at_k`. Those of one's own stand in `settings`.
     """
-    name = section["name"]
-    if is_own(name):
+    if is_own(section["name"]):
         return dict(section["settings"])
+    family = _family(section, section["name"])
+    return dict(section[family]) if family else {}
+
+
+def _family(section: Mapping[str, Any], name: str) -> str:
+    """The subsection of an entry of a table, or of its family; "" where there is none."""
     families = [one for one in section if f"{name}_".startswith(f"{one}_")]
-    return dict(section[max(families, key=len)]) if families else {}
+    return max(families, key=len, default="")
+
+
+def check_settings(key: str, section: Mapping[str, Any], name: str) -> None:
+    """Refuses a mapping `settings` beside a choice that is none of the user's own.
+
+    Raises:
+        ValueError: says where the settings of that choice are.
+    """
+    if section["settings"] and not is_own(name):
+        family = _family(section, name)
+        where = f", whose keys are in config.{key}.{family}" if family else ""
+        raise ValueError(
+            f"config.{key}.settings is {section['settings']!r}; expected {{}}: they are for one of "
+            f"your own, not for {name!r}{where}."
+        )
 
 
 def settings_of(
@@ -166,6 +271,7 @@ def check_arrays(key: str, name: str, function: Callable[..., Any], offered: Seq
         raise ValueError(
             f"config.{key} names {name!r}, a {type(function).__name__}; expected a function."
         ) from error
+    check_plain(key, name, function)
     odd = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.POSITIONAL_ONLY}
     if isinstance(function, type) or odd & kinds:
         raise ValueError(
@@ -177,4 +283,56 @@ def check_arrays(key: str, name: str, function: Callable[..., Any], offered: Seq
         raise ValueError(
             f"config.{key} names {name!r}, which asks for {foreign[0]!r}; expected some of "
             f"{', '.join(offered)}, and settings after a *."
+        )
+
+
+def check_plain(key: str, name: str, function: Callable[..., Any]) -> None:
+    """Refuses functions whose call gives no result yet.
+
+    Raises:
+        ValueError: names the key.
+    """
+    is_async = inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    if is_async or inspect.isgeneratorfunction(function):
+        kind = "an async function" if is_async else "a generator"
+        raise ValueError(f"config.{key} names {name!r}, {kind}; expected one that returns.")
+
+
+def check_call(key: str, name: str, function: Any, **arguments: Any) -> None:
+    """Refuses what cannot be called with these arguments, by their places.
+
+    Args:
+        key: with its sections.
+        name: of the function, for the message.
+        function: what is to be a function.
+        arguments: examples, by what they are.
+
+    Raises:
+        ValueError: names the key.
+    """
+    expected = f"a function of ({', '.join(arguments)})"
+    if not callable(function) or isinstance(function, type):
+        kind = "class" if isinstance(function, type) else type(function).__name__
+        raise ValueError(f"config.{key} names {name!r}, a {kind}; expected {expected}.")
+    check_plain(key, name, function)
+    try:
+        inspect.signature(function).bind(*arguments.values())
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"config.{key} names {name!r}: {error}; expected {expected}.") from error
+
+
+def check_texts(key: str, name: str, what: str, texts: Any) -> None:
+    """Refuses what is no tuple of texts.
+
+    Raises:
+        ValueError: names the key, and the comma that was forgotten.
+    """
+    if isinstance(texts, str):
+        raise ValueError(
+            f"config.{key} names {name!r}, whose {what} is {texts!r}; expected a tuple: "
+            f"({texts!r},), with a comma."
+        )
+    if not isinstance(texts, tuple) or not all(isinstance(one, str) and one for one in texts):
+        raise ValueError(
+            f"config.{key} names {name!r}, whose {what} is {texts!r}; expected a tuple of texts."
         )

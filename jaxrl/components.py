@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl import environment
+from jaxrl import environment, toolbox
 from jaxrl.choices import is_own, made
 from jaxrl.data import check_data_sources, overlap_note, read_tasks
 from jaxrl.demonstrations import Demonstration, read_demonstrations
@@ -36,6 +36,7 @@ from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.session import Components
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.training.update import check_offload
+from jaxrl.trial import try_objectives
 
 
 def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -> Components:
@@ -49,12 +50,9 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
         FileNotFoundError, ValueError: with what arrived, what was expected, where to change it.
     """
     mesh = make_mesh(**config.mesh)
+    try_objectives(config)
     model_config = read_model(config.model.path, config.model.architecture)
-    check_model_fits(mesh, model_config)
-    if config.optimizer.offload or config.sft.optimizer.offload:
-        check_offload(mesh)
-    memory.check_rows(config, mesh)
-    memory.check_length(config, model_config)
+    _check_mesh(config, mesh, model_config)
     tokenizer = Tokenizer.from_folder(
         config.model.path,
         eos_tokens=config.model.eos_tokens,
@@ -62,7 +60,6 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
     )
     check_tokenizer(config.model.path, tokenizer, model_config)
     check_hf(config.model.path, config.model.architecture)
-    dtype = jnp.dtype(config.model.dtype)
     tools = _make_tools(config)
     control = _make_env(config, EmptySearch(), tools)
     automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
@@ -74,8 +71,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
         lag_chunks=config.rollout.observation_lag_chunks,
         deadline_s=config.env.step_deadline_s,
     )
-    weights, own_parts = environment.reward_weights(config), environment.own_parts(config)
-    pay = Payment(weights=weights, own_parts=own_parts)
+    pay = _make_payment(config)
     without_search = Rollout(engine, control, tokenizer, automaton, limits, schedule, pay)
     tasks, note = fit_prompts(tasks, without_search, config, "config.tasks.train.source")
     eval_tasks, eval_note = fit_prompts(
@@ -91,7 +87,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
             model_config,
             mesh,
             num_tokens=tokenizer.num_tokens,
-            dtype=dtype,
+            dtype=jnp.dtype(config.model.dtype),
             attention=choose(config.model.attention, mesh, model_config),
             remat=config.model.remat,
             scan_layers=config.model.scan_layers,
@@ -111,6 +107,15 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
             if text
         ),
     )
+
+
+def _check_mesh(config: ConfigDict, mesh: Mesh, model: Architecture) -> None:
+    """Refuses what the devices, or the model's longest sequence, leave no room for."""
+    check_model_fits(mesh, model)
+    memory.check_rows(config, mesh)
+    memory.check_length(config, model)
+    if config.optimizer.offload or config.sft.optimizer.offload:
+        check_offload(mesh)
 
 
 def check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> None:
@@ -224,7 +229,7 @@ def _make_search(config: ConfigDict, show: Callable[[str], None]) -> Tool:
     section = config.search.get(name)
     return made(
         "search.settings" if is_own(name) else f"search.{name}",
-        environment.engine(config),
+        toolbox.engine(config),
         config.search.settings if is_own(name) else section.to_dict() if section else {},
         progress=lambda count: show(f"building the index of {corpus}, documents {count:,}"),
     )
@@ -244,12 +249,18 @@ def _make_env(config: ConfigDict, engine: Tool, tools: Sequence[Tool]) -> Env:
         max_calls=config.rollout.max_turns,
         correct_by=config.reward.correct,
     )
+    environment.check_env(config, env)
     return env
+
+
+def _make_payment(config: ConfigDict) -> Payment:
+    weights, own_parts = environment.reward_weights(config), environment.own_parts(config)
+    return Payment(weights=weights, own_parts=own_parts)
 
 
 def _make_tools(config: ConfigDict) -> list[Tool]:
     try:
-        return [made("env.search.tools", tool, {}) for tool in environment.tools(config)]
+        return [made("env.search.tools", tool, {}) for tool in toolbox.tools(config)]
     except ImportError as error:
         raise ValueError(
             f"config.env.search.tools is {config.env.search.tools!r}, but {error}"

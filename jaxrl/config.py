@@ -14,6 +14,8 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
+from jaxrl.renamed import RENAMED, RENAMED_VALUES, with_present_names
+
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "dots", "names", "full")
 STAGES = ("sft", "train", "evaluate")
@@ -22,14 +24,6 @@ FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 KL_CONTROLLERS = ("fixed", "adaptive", "log", "budget")
 OVERLONG_PROMPTS = ("refuse", "drop", "truncate_left")
 SUITES = ("sampled", "greedy", "empty_search")
-AGGREGATIONS = (
-    "token-mean",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-sum-norm",
-)
-KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
-SCHEDULES = ("constant", "linear", "cosine")
 
 
 def _optimizer() -> ConfigDict:
@@ -37,7 +31,8 @@ def _optimizer() -> ConfigDict:
     optimizer = ConfigDict()
     optimizer.lr = 1e-6  # peak learning rate of AdamW
     optimizer.warmup_steps = 0  # steps that rise to the peak, the first at 1 / warmup_steps of it
-    optimizer.schedule = "constant"  # after the warm-up: constant, linear or cosine
+    # After the warm-up: constant, linear, cosine, or one of your own by its dotted name.
+    optimizer.schedule = "constant"
     optimizer.final_lr_fraction = 0.0  # of the peak, where linear and cosine end
     optimizer.weight_decay = 0.01  # decoupled, on every parameter
     optimizer.beta1 = 0.9  # of AdamW: decay of the mean of gradients
@@ -203,7 +198,7 @@ def default_config() -> ConfigDict:
     group_filter.tasks_per_batch = 0  # drawn at a time until enough are kept; 0: tasks_per_step
     group_filter.max_batches = 10  # of one step, after which the run gives up; 0: never
     group_filter.carry_over = (
-        False  # keep surplus groups for the next step instead of dropping them
+        False  # keep leftover groups for the next step instead of dropping them
     )
     group_filter.resample_attempts = (
         0  # new tries at groups all wrong without an abstention; 0: none
@@ -239,7 +234,8 @@ def default_config() -> ConfigDict:
     loss.clip_high = 0.2
     loss.clip = ConfigDict()
     loss.clip.dual_clip = 0.0  # bound of the loss at negative advantages, above 1; 0: none
-    # token-mean, seq-mean-token-mean, seq-mean-token-sum or seq-mean-token-sum-norm
+    # token-mean, seq-mean-token-mean, seq-mean-token-sum or seq-mean-token-sum-norm; or one of
+    # your own by its dotted name
     loss.aggregation = "token-mean"
     loss.entropy_coef = 0.0  # bonus on the entropy of the sampled tokens' distributions
     loss.mask_observations = True  # False also trains on what the search engine wrote
@@ -252,7 +248,8 @@ def default_config() -> ConfigDict:
 
     config.kl = kl = ConfigDict()
     kl.coef = 0.0  # weight of the KL term, where controlled its first value; 0: no term
-    kl.estimator = "k3"  # k1, k2, k3, abs; with + for the gradient of k2
+    # k1, k2, k3, abs, with + for the gradient of k2; or one of your own by its dotted name
+    kl.estimator = "k3"
     kl.anchor = "ref"  # ref: the policy at the start of the stage; old: before the update
     kl.place = "loss"  # loss, or reward: taken off the trajectory's reward
     # fixed; adaptive: towards target; log: the same by the logarithm; budget: by difficulty
@@ -313,8 +310,14 @@ def default_config() -> ConfigDict:
     return config
 
 
-def load_values(config: ConfigDict, path: str) -> None:
+def load_values(config: ConfigDict, path: str, *, takes_old_keys: bool = False) -> None:
     """Sets keys from a YAML or JSON file, nested or with dots.
+
+    Args:
+        config: to set them in.
+        path: of the file.
+        takes_old_keys: a program wrote the file, so keys of earlier versions are read as what they
+            are called now; those that a person wrote are refused.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -334,6 +337,8 @@ def load_values(config: ConfigDict, path: str) -> None:
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}; expected keys and values.")
     flat = dict(_flatten(values))
+    if takes_old_keys:
+        flat = with_present_names(flat)
     check_keys(flat, source=f"{path}: ")
     defaults = flatten(default_config())
     for key, value in flat.items():
@@ -386,7 +391,12 @@ def check_keys(keys: Iterable[str], *, source: str = "") -> None:
         if whole is not None:
             name, value = key.removeprefix(f"{whole}."), MAPPINGS[whole]
             raise ValueError(
-                f"{source}config.{whole} takes a mapping; set it whole, as {{{name!r}: {value}}}."
+                f"{source}config.{whole} takes a mapping; set it whole, as "
+                + (
+                    f"{{{name!r}: {value}}}."
+                    if source
+                    else f'--config.{whole}="{{{name!r}: {value}}}".'
+                )
             )
         if key in RENAMED:
             raise ValueError(f"{source}config.{key} is called config.{RENAMED[key]} now.")
@@ -407,37 +417,6 @@ MAPPINGS = {
     "loss.settings": 1,
 }
 """Keys whose values are mappings with names that are not ours, and a value as an example."""
-
-RENAMED = {
-    "rollout.num_slots": "rollout.num_rows",
-    "env.protocol": "env.search.protocol",
-    "env.python": "env.search.tools",
-    "search.corpus": "search.local.corpus",
-    "search.index": "search.local.index",
-    "search.topk": "search.local.topk",
-    "search.max_observation_tokens": "rollout.max_observation_tokens",
-    "reward.format_reward": "env.search.search_r1.format_reward",
-    "reward.format_failure": "env.search.search_r1.format_failure",
-    "reward.answer_reward": "env.search.search_r1.answer_reward",
-    "reward.exact_match_bonus": "env.search.search_r1.exact_match_bonus",
-    "reward.not_found": "env.search.search_r1.not_found",
-    **{f"advantage.{key}": f"advantage.grpo.{key}" for key in ("normalize_std", "ddof", "epsilon")},
-    "advantage.baseline": "advantage.reinforce_plus_plus.baseline",
-    "advantage.k": "advantage.pass_at_k.k",
-    "advantage.k_schedule": "advantage.pass_at_k.k_schedule",
-    "filter.metric": "filter.varied.metric",
-    "filter.low": "filter.accuracy_range.low",
-    "filter.high": "filter.accuracy_range.high",
-    "loss.dual_clip": "loss.clip.dual_clip",
-    "kl.target": "kl.adaptive.target or config.kl.log.target",
-    "kl.horizon": "kl.adaptive.horizon",
-    "kl.budgets": "kl.budget.budgets",
-    "kl.budget_step": "kl.budget.step",
-}
-"""Keys of earlier versions, which are refused by what they are called now."""
-
-RENAMED_VALUES = {"model.remat": {True: "full", False: "none"}}
-"""Likewise of values."""
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

@@ -9,18 +9,15 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.choices import is_own, subsection
+from jaxrl.choices import check_settings, is_own, subsection
 from jaxrl.config import (
-    AGGREGATIONS,
     ATTENTION,
     DTYPES,
     FILTER_METRICS,
     KL_CONTROLLERS,
-    KL_ESTIMATORS,
     MAPPINGS,
     OVERLONG_PROMPTS,
     REMAT,
-    SCHEDULES,
     STAGES,
     SUITES,
     check_keys,
@@ -30,27 +27,29 @@ from jaxrl.config import (
     refuse,
 )
 from jaxrl.environment import (
-    engine,
+    check_protocol,
     environment_parts,
     has_tools,
     named_weights,
     needs_corpus,
     overlong_limit,
     own_parts,
-    protocol,
-    tools,
 )
 from jaxrl.envs.rewards import check_weights
 from jaxrl.method import (
+    aggregation_of,
     estimator_of,
     filter_of,
     has_gate,
     is_measured,
+    kl_estimator_of,
     loss_of,
     needs_buckets,
     needs_windows,
     reads_rewards,
+    schedule_of,
 )
+from jaxrl.toolbox import check_tools, engine
 
 
 @dataclass(frozen=True)
@@ -69,14 +68,10 @@ def check_environment(config: ConfigDict) -> None:
         ValueError: names the key, what it holds and what is expected.
     """
     engine(config)
-    tools(config)
-    protocol(config)
-    for section, name in (("env", config.env.name), ("search", config.search.engine)):
-        if config[section].settings and not is_own(name):
-            raise ValueError(
-                f"config.{section}.settings is {config[section].settings!r}; expected {{}}: they "
-                f"are for one of your own, and {name!r} has keys in config.{section}.{name}."
-            )
+    check_protocol(config)
+    check_tools(config)
+    check_settings("env", config.env, config.env.name)
+    check_settings("search", config.search, config.search.engine)
     theirs, own = environment_parts(config), own_parts(config)
     clash = next((name for name in own if name in theirs), None)
     if clash is not None:
@@ -97,7 +92,7 @@ def check_environment(config: ConfigDict) -> None:
 
 
 def check_objectives(config: ConfigDict) -> None:
-    """Refuses an estimator, a loss or a filter that does not exist or asks for what there is not.
+    """Refuses functions of the method that do not exist or ask for what there is not.
 
     Raises:
         ValueError: names the key, what it holds and what is expected.
@@ -105,6 +100,10 @@ def check_objectives(config: ConfigDict) -> None:
     estimator_of(config)
     loss_of(config)
     filter_of(config)
+    aggregation_of(config)
+    kl_estimator_of(config)
+    schedule_of(config.optimizer)
+    schedule_of(config.sft.optimizer, "sft.optimizer")
 
 
 def _is_never_overlong(config: ConfigDict) -> bool:
@@ -290,7 +289,7 @@ RULES = (
         "filter.name",
         lambda c: c.filter.name == "none" and (c.filter.carry_over or c.filter.tasks_per_batch),
         "'varied' or 'accuracy_range' with filter.carry_over or filter.tasks_per_batch; without a "
-        "filter there is no surplus",
+        "filter nothing is left over",
     ),
     Rule(
         "filter.accuracy_range.low",
@@ -534,15 +533,11 @@ def _check_choices(config: ConfigDict) -> None:
         "filter.varied.metric": (config.filter.varied.metric, FILTER_METRICS),
         "loss.correction.level": (config.loss.correction.level, ("none", "token", "sequence")),
         "loss.correction.mode": (config.loss.correction.mode, ("truncate", "mask")),
-        "loss.aggregation": (config.loss.aggregation, AGGREGATIONS),
-        "kl.estimator": (config.kl.estimator, KL_ESTIMATORS),
         "kl.anchor": (config.kl.anchor, ("ref", "old")),
         "kl.place": (config.kl.place, ("loss", "reward")),
         "kl.controller": (config.kl.controller, KL_CONTROLLERS),
-        "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
         "optimizer.moments_dtype": (config.optimizer.moments_dtype, DTYPES),
         "sft.optimizer.moments_dtype": (config.sft.optimizer.moments_dtype, DTYPES),
-        "sft.optimizer.schedule": (config.sft.optimizer.schedule, SCHEDULES),
     }
     for key, (value, allowed) in choices.items():
         if value not in allowed:

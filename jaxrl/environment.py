@@ -1,34 +1,63 @@
-"""What a configuration names around the environment: itself, its tools, its rewards."""
+"""What a configuration names around the environment: itself, its protocol, its rewards."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.choices import chosen, is_own, short_name
+from jaxrl.choices import (
+    check_call,
+    check_texts,
+    chosen,
+    failure_text,
+    is_own,
+    short_name,
+)
 from jaxrl.envs.base import ENVS, Env
 from jaxrl.envs.protocol import PROTOCOLS, Protocol
-from jaxrl.envs.retrieval import ENGINES
 from jaxrl.envs.rewards import RewardPart
-from jaxrl.envs.tools import TOOLS, Tool
+from jaxrl.envs.search import SearchEnv, check_spoken
 
 
 def environment(config: ConfigDict) -> type[Env]:
     """The class of the configured environment."""
     found = chosen("env.name", config.env.name, ENVS, wanted="my_env.MyEnv")
     declared = ("stop_strings", "reward_parts", "start", "step", "score")
-    missing = [name for name in declared if not hasattr(found, name)]
+    # What is inherited from `Env` itself is only declared.
+    missing = [name for name in declared if getattr(found, name, None) is getattr(Env, name, None)]
     if not isinstance(found, type) or missing:
-        lacks = f" without {', '.join(missing)}" if isinstance(found, type) else ""
+        kind = type(found).__name__
+        if isinstance(found, type):
+            kind = f"class without {', '.join(missing)}"
         raise ValueError(
-            f"config.env.name names {config.env.name!r}, a {type(found).__name__}{lacks}; expected "
+            f"config.env.name names {config.env.name!r}, a {kind}; expected "
             f"a class with {', '.join(declared)}, as jaxrl/envs/base.py has them."
         )
+    for name in ("stop_strings", "reward_parts"):
+        check_texts("env.name", config.env.name, name, getattr(found, name))
     return found
+
+
+def check_env(config: ConfigDict, env: Env) -> None:
+    """Refuses an environment that a rollout could not ask, or that does not measure what is paid.
+
+    Raises:
+        ValueError: says what is wrong with it.
+    """
+    name, own = config.env.name, own_parts(config)
+    check_texts("env.name", name, "stop_strings", env.stop_strings)
+    check_texts("env.name", name, "reward_parts", env.reward_parts)
+    check_call("env.name", f"{name}.start", env.start, tasks=())
+    check_call("env.name", f"{name}.step", env.step, episodes=(), texts=())
+    check_call("env.name", f"{name}.score", env.score, group=())
+    for part in reward_weights(config):
+        if part not in (*env.reward_parts, *own):
+            raise ValueError(
+                f"config.reward.weights names {part!r}, which {name!r} does not measure once it is "
+                f"made; its reward_parts are {env.reward_parts!r}."
+            )
 
 
 def searches(config: ConfigDict) -> bool:
@@ -46,36 +75,40 @@ def needs_corpus(config: ConfigDict) -> bool:
     return searches(config) and config.search.engine == "local"
 
 
-def protocol(config: ConfigDict) -> Callable[[Sequence[str]], Protocol]:
+def protocol(config: ConfigDict) -> partial[Protocol]:
     """The configured protocol, as a function of the names of the tools beside the engine."""
     name = config.env.search.protocol
     make = chosen("env.search.protocol", name, PROTOCOLS, wanted="my_protocol.make")
+    check_call("env.search.protocol", name, make, tools=())
     section = config.env.search.get(name)
     return partial(make, **(section.to_dict() if section else {}))
 
 
-def engine(config: ConfigDict) -> type[Tool]:
-    """The class of the configured search engine."""
-    name = config.search.engine
-    return _tool("search.engine", chosen("search.engine", name, ENGINES, wanted="my_engine.Engine"))
+def check_protocol(config: ConfigDict) -> None:
+    """Refuses a protocol that cannot be made.
 
-
-def tools(config: ConfigDict) -> list[type[Tool]]:
-    """The classes of the tools that are offered beside the search engine."""
-    key, wanted = "env.search.tools", "my_tool.Calculator"
-    return [_tool(key, chosen(key, n, TOOLS, wanted=wanted)) for n in config.env.search.tools]
-
-
-def _tool(key: str, found: Any) -> type[Tool]:
-    if not (isinstance(found, type) and issubclass(found, Tool)) or inspect.isabstract(found):
+    Raises:
+        ValueError: says why.
+    """
+    key, name, make = "env.search.protocol", config.env.search.protocol, protocol(config)
+    try:
+        spoken = make(())
+    except Exception as error:
         raise ValueError(
-            f"config.{key} names {found!r}; expected a class of jaxrl.envs.tools.Tool, with name, "
-            "blank and run."
+            f"config.{key} names {name!r}, which failed: {failure_text(error)}."
+        ) from error
+    if not isinstance(spoken, Protocol):
+        raise ValueError(
+            f"config.{key} names {name!r}, which returned {type(spoken).__name__}; expected a "
+            "jaxrl.envs.protocol.Protocol."
         )
-    lacking = [name for name in ("name", "blank") if not isinstance(getattr(found, name, 0), str)]
-    if lacking:
-        raise ValueError(f"config.{key} names {found!r}, without a text as its {lacking[0]}.")
-    return found
+    for what in ("tags", "tools", "stop_strings", "reward_parts"):
+        check_texts(key, name, what, getattr(spoken, what))
+    if issubclass(environment(config), SearchEnv):
+        try:
+            check_spoken(spoken)
+        except ValueError as error:
+            raise ValueError(f"config.{key} names {name!r}: {error}.") from error
 
 
 def own_parts(config: ConfigDict) -> dict[str, RewardPart]:
@@ -85,11 +118,13 @@ def own_parts(config: ConfigDict) -> dict[str, RewardPart]:
         for name in config.reward.weights
         if is_own(name)
     }
+    shorts = [short_name(name) for name in found]
     for name, part in found.items():
-        if not callable(part):
+        check_call("reward.weights", name, part, response="", answers=())
+        if shorts.count(short_name(name)) > 1:
             raise ValueError(
-                f"config.reward.weights names {name!r}, a {type(part).__name__}; expected a "
-                "function of a response and its accepted answers."
+                f"config.reward.weights names {name!r} and another part that is called "
+                f"{short_name(name)!r}; expected different last pieces, by which they are written."
             )
     return {short_name(name): part for name, part in found.items()}
 

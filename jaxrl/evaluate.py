@@ -226,7 +226,7 @@ def as_record(
     """An evaluation as JSON: summaries, and every answer to every question.
 
     Args:
-        step: of the run.
+        step: over all stages.
         stage: that evaluates.
         settings: how it was measured.
         suites: the questions of each suite.

@@ -17,7 +17,6 @@ if __name__ == "__main__":
 
 import ast
 import contextlib
-import errno
 import itertools
 import json
 import logging
@@ -36,7 +35,7 @@ from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
 from jaxrl import config_checks
-from jaxrl.runtime.files import FULL_DISK, full_disk, held, printable
+from jaxrl.runtime.files import REMEDIES, full_disk, held, printable, system_message
 from jaxrl.runtime.stopping import stop_on_signals
 
 if TYPE_CHECKING:
@@ -144,6 +143,7 @@ def _run(
         should_stop: true once the run is to save and end.
         begin: called when there will be something to save.
     """
+    from jaxrl.choices import OwnCodeError
     from jaxrl.components import assemble
     from jaxrl.logs.display import Display
     from jaxrl.logs.writers import check_mirrors
@@ -191,7 +191,7 @@ def _run(
             if distributed.is_main():
                 print(f"error: {printable(_message(error))}", file=sys.stderr)
             sys.exit(EXIT_NOTHING_WORKS)
-        except (CheckpointError, NotEnoughGroupsError) as error:
+        except (CheckpointError, NotEnoughGroupsError, OwnCodeError) as error:
             _refuse(error)
         except Exception as error:
             full = full_disk(error)
@@ -201,7 +201,7 @@ def _run(
                 raise
             saved = newest_whole(workdir / "checkpoints")
             kept = "nothing is saved yet" if saved is None else f"step {saved} is saved"
-            _refuse(full, f"{kept}; {_REMEDIES[full.errno or 0]}", workdir)
+            _refuse(full, f"{kept}; {REMEDIES[full.errno or 0]}", workdir)
 
 
 def _plan(config: ConfigDict) -> int:
@@ -386,10 +386,13 @@ class _MappingParser(flags.ArgumentParser):
         try:
             value = ast.literal_eval(argument) if isinstance(argument, str) else argument
         except (ValueError, SyntaxError) as error:
-            raise ValueError(f"{argument!r} is no mapping such as {{'name': False}}") from error
+            raise ValueError(self._expected(argument)) from error
         if not isinstance(value, dict):
-            raise ValueError(f"{argument!r} is no mapping such as {{'name': False}}")
+            raise ValueError(self._expected(argument))
         return value
+
+    def _expected(self, argument: Any) -> str:
+        return f"{argument!r} is no mapping; expected one in quotes, as \"{{'name': False}}\""
 
 
 config_flags.register_flag_parser_for_type(dict, _MappingParser())
@@ -469,7 +472,7 @@ def _refuse(error: Exception, remedy: str = "", place: Path | None = None) -> No
 
     Args:
         error: what went wrong.
-        remedy: what to do about an error of the system, if it is not what `_REMEDIES` says.
+        remedy: what to do about an error of the system, if it is not what `REMEDIES` says.
         place: what such an error is about, if it does not name a file.
     """
     if {"-traceback", "--traceback"} & set(sys.argv):
@@ -481,22 +484,10 @@ def _refuse(error: Exception, remedy: str = "", place: Path | None = None) -> No
 
 
 def _is_of(error: Exception, folder: Path) -> bool:
-    """Whether the system refuses a file of `folder`, in a way that `_REMEDIES` knows."""
-    if not isinstance(error, OSError) or error.errno not in _REMEDIES or not error.filename:
+    """Whether the system refuses a file of `folder`, in a way that `REMEDIES` knows."""
+    if not isinstance(error, OSError) or error.errno not in REMEDIES or not error.filename:
         return False
     return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
-
-
-_REMEDIES = {
-    errno.EACCES: "give this user the right to it (ls -l shows who has it).",
-    errno.EPERM: "give this user the right to it (ls -l shows who has it).",
-    errno.EROFS: "name a place that can be written to.",
-    errno.EISDIR: "a file belongs there; move the folder away.",
-    errno.ENOTDIR: "a folder belongs there; move the file away.",
-    **dict.fromkeys(FULL_DISK, "free some space and run the same command again."),
-    errno.EFBIG: "raise the limit on a file's size (ulimit -f) and run the same command again.",
-}
-"""What to do about errors of the system, whose texts do not say it."""
 
 
 _PLAINER = (
@@ -523,9 +514,8 @@ def _message(error: Exception, remedy: str = "", place_of: Path | None = None) -
             f"{_config_file(sys.argv)} has no get_config; expected a function of that name which "
             "returns the configuration, as in configs/quickstart.py."
         )
-    file = error.filename or place_of if isinstance(error, OSError) else None
-    if isinstance(error, OSError) and file and error.errno in _REMEDIES:
-        return f"{file}: {error.strerror}; {remedy or _REMEDIES[error.errno]}"
+    if isinstance(error, OSError) and (known := system_message(error, remedy, place_of)):
+        return known
     cause: BaseException | None = error
     while cause is not None:
         for frame in traceback.extract_tb(cause.__traceback__):

@@ -1,13 +1,19 @@
-"""What a configuration makes of the method: the objectives it names, and what they ask for."""
+"""What a configuration makes of the method: the objectives it names, and what they ask for.
+
+Objectives load JAX, so they are imported where their names are looked up: the report goes without,
+and so does the refusal of a mistyped key.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.choices import arrays_of, check_arrays, chosen, is_own, settings_of
+from jaxrl.choices import arrays_of, check_arrays, check_settings, chosen, settings_of
 
 
 def estimator_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -40,6 +46,63 @@ def filter_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]] |
     return _objective("filter", config.filter, table, COLUMNS, "my_filter.keep")
 
 
+def aggregation_of(config: ConfigDict) -> Callable[..., Any]:
+    """What weighs the tokens of a mini-batch, by their counts; errors as of `estimator_of`."""
+    from jaxrl.objectives.aggregation import AGGREGATIONS, ARRAYS
+
+    key, wanted = "loss.aggregation", "my_aggregation.by_root"
+    longest = config.rollout.max_response_tokens
+    name = config.loss.aggregation
+    return _function(key, name, AGGREGATIONS, ARRAYS, wanted, max_response_tokens=longest)
+
+
+def kl_estimator_of(config: ConfigDict) -> Callable[..., Any]:
+    """What estimates the divergence from log-ratios; errors as of `estimator_of`."""
+    from jaxrl.objectives.kl import ARRAYS, KL_ESTIMATORS
+
+    name = config.kl.estimator
+    return _function("kl.estimator", name, KL_ESTIMATORS, ARRAYS, "my_kl.estimate")
+
+
+def schedule_of(settings: ConfigDict, section: str = "optimizer") -> Callable[..., Any]:
+    """What makes the schedule of a learning rate; errors as of `estimator_of`.
+
+    Args:
+        settings: of an optimizer.
+        section: that holds them, for messages.
+    """
+    from jaxrl.training.optimizer import NUMBERS, SCHEDULES
+
+    key = f"{section}.schedule"
+    return _function(key, settings.schedule, SCHEDULES, NUMBERS, "my_schedule.make")
+
+
+def _function(
+    key: str, name: str, table: Mapping[str, Any], offered: Sequence[str], wanted: str, **given: Any
+) -> Callable[..., Any]:
+    """What a name stands for whose settings no key holds.
+
+    Args:
+        key: that holds the name.
+        name: an entry of the table, or a dotted name.
+        table: what there is by name.
+        offered: names of the arrays that it may ask for.
+        wanted: a dotted name for the message.
+        given: settings, for those that take them.
+    """
+    function = chosen(key, name, table, wanted=wanted)
+    check_arrays(key, name, function, offered)
+    parameters = inspect.signature(function).parameters.values()
+    taken = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    for setting, default in taken.items():
+        if default is inspect.Parameter.empty and setting not in given:
+            raise ValueError(
+                f"config.{key} names {name!r}, which asks for {setting!r}; expected a default "
+                "for it, since no key holds such a setting."
+            )
+    return partial(function, **{setting: given[setting] for setting in given if setting in taken})
+
+
 def _objective(
     key: str,
     section: ConfigDict,
@@ -58,11 +121,7 @@ def _objective(
         wanted: a dotted name for the message.
         common: settings that every choice may take.
     """
-    if section.settings and not is_own(section.name):
-        raise ValueError(
-            f"config.{key}.settings is {section.settings!r}; expected {{}}: they are for one of "
-            f"your own, and {section.name!r} has its keys in config.{key}."
-        )
+    check_settings(key, section, section.name)
     function = chosen(f"{key}.name", section.name, table, wanted=wanted)
     check_arrays(f"{key}.name", section.name, function, offered)
     return function, settings_of(key, section, function, **common)

@@ -13,6 +13,7 @@ import jax
 from ml_collections import ConfigDict
 
 from jaxrl import report
+from jaxrl.choices import OwnCodeError
 from jaxrl.evaluate import evaluate
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import open_log
@@ -63,6 +64,7 @@ def run(
         Interrupted: `should_stop` was true. The steps that were done are saved, here and below.
         NothingWorksError: every episode failed, several times in a row or in the last evaluation.
         NotEnoughGroupsError: the filter kept too few groups.
+        OwnCodeError: what a key names failed in a step; those before it are saved.
         CheckpointError: there are checkpoints, but the one to go on with cannot be read.
     """
     checkpointer = Checkpointer(
@@ -73,7 +75,14 @@ def run(
     )
     with contextlib.closing(checkpointer):
         session = open_session(
-            config, workdir, components, display, should_stop, contents or {}, adopt, checkpointer
+            config,
+            workdir,
+            components=components,
+            checkpointer=checkpointer,
+            display=display,
+            should_stop=should_stop,
+            contents=contents or {},
+            adopt=adopt,
         )
         with contextlib.closing(session.metrics_log), stopping(display):
             run_stages(session)
@@ -102,26 +111,30 @@ def run_stages(session: Session) -> None:
         params = start_params(session)
         for stage in config.stages:
             params = STAGE_FUNCTIONS[stage](session, params)
-    except (NotEnoughGroupsError, NothingWorksError, Interrupted) as error:
+    except (NotEnoughGroupsError, NothingWorksError, OwnCodeError, Interrupted) as error:
         session.save_progress()
         if isinstance(error, Interrupted):
             saved = f"step {progress.step} is saved. The same command goes on from there"
             nothing = "there was nothing to save yet. The same command begins anew"
             display.log(f"stopped; {saved if session.saved else nothing}")
-        if not isinstance(error, NotEnoughGroupsError):
+        if not isinstance(error, NotEnoughGroupsError | OwnCodeError):
             write_report(session)
+        if isinstance(error, OwnCodeError):
+            go_on = "What was finished is saved; mend the code and go on with --accept_changes."
+            raise OwnCodeError(f"{error} {go_on}") from error
         raise
 
 
 def open_session(
     config: ConfigDict,
     workdir: Path,
+    *,
     components: Components,
+    checkpointer: Checkpointer,
     display: Display,
     should_stop: Callable[[], bool],
     contents: Mapping[str, str],
     adopt: Callable[[], None],
-    checkpointer: Checkpointer,
 ) -> Session:
     """The session of `run`, as the workdir's newest checkpoint left it; arguments as there."""
     found = checkpointer.restore_newest(

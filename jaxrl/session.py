@@ -31,7 +31,7 @@ from jaxrl.sampling.engine import Engine
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.health import Failures
-from jaxrl.training.optimizer import make_optimizer, stage_settings
+from jaxrl.training.optimizer import make_optimizer, num_updates, stage_settings
 from jaxrl.training.packing import TokenSequence
 from jaxrl.training.update import HOST_MEMORY, init_state, with_moments_in
 from jaxrl.types import Group, Params, TrainState
@@ -71,7 +71,7 @@ class Progress:
     num_failed: int = 0  # batches in a row of which every episode failed
     num_learned: int = 0  # the train stage's steps whose update had a gradient
     weights_step: int | None = None  # whose weights it ended with, where it stopped early
-    # Of the train stage: the states of its controllers, and groups sampled beyond what was needed.
+    # Of the train stage: the states of its controllers, and the groups left over.
     controllers: Controllers = field(default_factory=Controllers)
     leftover: list[Group] = field(default_factory=list, compare=False)
 
@@ -112,13 +112,14 @@ class Progress:
     @classmethod
     def from_json(cls, saved: dict[str, Any], config: ConfigDict) -> Progress:
         """The inverse of `to_json`, for a run of this configuration."""
-        # Checkpoints from before there were these have none. Leftover groups of another size, or
-        # without the switch by which their old log-probabilities are computed, are of no use.
+        # Earlier versions, whose runs may go on with --accept_changes, called them carried or had
+        # none. Leftover groups of another size, or without the switch by which their old
+        # log-probabilities are computed, are of no use.
         size = config.rollout.group_size if config.filter.carry_over else None
-        found = saved.get("leftover", saved.get("carried", []))
+        saved_groups = saved.get("leftover", saved.get("carried", []))
         leftover = [
             Group(trajectories=tuple(map(codecs.from_json, group)))
-            for group in found
+            for group in saved_groups
             if len(group) == size
         ]
         controllers = Controllers.from_json(saved.get("controllers", {}), config)
@@ -136,10 +137,7 @@ def num_stage_steps(config: ConfigDict, stage: str) -> int:
 
 def stage_optimizer(config: ConfigDict, stage: str) -> optax.GradientTransformation:
     """The optimizer of a stage."""
-    if stage == "sft":
-        return make_optimizer(config.sft.optimizer, config.sft.num_steps)
-    updates_per_step = config.optimizer.num_minibatches * config.optimizer.num_epochs
-    return make_optimizer(config.optimizer, config.num_steps * updates_per_step)
+    return make_optimizer(stage_settings(config, stage), num_updates(config, stage))
 
 
 OF_CODE = "'s file"
@@ -215,11 +213,15 @@ class Session:
         self.state = self.ref_params = None  # the next stage needs the room
         return state.params
 
+    @property
+    def is_last_step(self) -> bool:
+        """True once the steps of a stage that trains are done; its end makes a checkpoint."""
+        return self.progress.stage_step >= num_stage_steps(self.config, self.progress.stage)
+
+    @property
     def is_checkpoint_due(self) -> bool:
-        """True every so many steps, but for the stage's last one, which ends with a checkpoint."""
-        stage_step = self.progress.stage_step
-        num_steps = num_stage_steps(self.config, self.progress.stage)
-        return stage_step % self.config.checkpoint.every_steps == 0 and stage_step < num_steps
+        """True every so many steps."""
+        return self.progress.stage_step % self.config.checkpoint.every_steps == 0
 
     def save(self) -> None:
         """Checkpoints the state at its progress."""

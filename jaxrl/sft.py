@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxrl.data import Stream
 from jaxrl.logs.steps import SHOWN, memory_metrics
+from jaxrl.objectives.aggregation import token_mean, token_weights
 from jaxrl.objectives.losses import negative_log_likelihood
 from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime import distributed
@@ -41,11 +42,13 @@ def sft(session: Session, params: Params) -> Params:
         if distributed.anywhere(session.should_stop()):
             raise Interrupted
         started = time.perf_counter()
+        taken = stream.take(progress.items_taken, batch_size)
+        weights = token_weights([one.loss_mask for one in taken], token_mean)
         packed = pack(
-            stream.take(progress.items_taken, batch_size),
+            taken,
             np.ones(batch_size),
             shape,
-            aggregation="token-mean",
+            token_fields={"token_weights": weights},
             num_shards=num_shards,
         )
         batch = put_batch(components.mesh, packed.batch)
@@ -69,7 +72,7 @@ def sft(session: Session, params: Params) -> Params:
         session.metrics_log.write(progress.step, "sft", record)
         shown = {name: record[key] for name, key in SHOWN_OF_SFT.items() if key in record}
         session.display.step(progress.stage_step, shown)
-        if session.is_checkpoint_due():
+        if session.is_checkpoint_due and not session.is_last_step:
             session.save()
     return session.end(state)
 

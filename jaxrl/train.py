@@ -81,12 +81,13 @@ def train(session: Session, params: Params) -> Params:
     while progress.stage_step < config.num_steps and not progress.is_out_of_patience(config):
         clock = Clock.start(components.engine)
         roll_out = rollout_at(session, progress.step, int(state.num_updates))
-        # Draw tasks, roll them out, shape rewards, keep the groups that teach.
+        # Draw tasks, roll them out, shape rewards (training/rewards.py), keep the groups that
+        # teach (objectives/filters.py, by filter.name).
         collected = collect(
             roll_out,
             stream,
             config,
-            items_taken=progress.items_taken,
+            num_tasks_taken=progress.items_taken,
             leftover=progress.leftover,
             controllers=progress.controllers,
             measure=measure,
@@ -104,7 +105,7 @@ def train(session: Session, params: Params) -> Params:
         groups = rewards.charge_kl(groups, current, config)
         groups = rewards.pay_entropy(groups, current, config)
         # One advantage a trajectory (objectives/advantages.py, by advantage.name), then
-        # mini-batches with old and reference log-probabilities.
+        # mini-batches with a weight for each token, old and reference log-probabilities.
         groups = estimate(groups, progress.step, progress.stage_step)
         minibatches = make_minibatches(
             groups, shape, config, controllers=current, num_shards=num_shards
@@ -113,7 +114,7 @@ def train(session: Session, params: Params) -> Params:
             minibatches, components.mesh, score, state.params, ref_params, config
         )
         # Update. If no trajectory has a signal, the optimizer still steps, with a gradient of zero.
-        measured = []
+        update_metrics = []
         session.display.activity(
             f"update, {len(batches) * config.optimizer.num_epochs} mini-batches"
         )
@@ -121,22 +122,22 @@ def train(session: Session, params: Params) -> Params:
             for packed, batch in zip(minibatches, batches, strict=True):
                 if packed.num_counted:  # else only environment errors: nothing to learn from
                     state, metrics = update_step(state, batch, packed)
-                    measured.append(metrics)
+                    update_metrics.append(metrics)
         session.state = state
-        measured = jax.device_get(measured)
+        update_metrics = jax.device_get(update_metrics)
         components.engine.set_weights(state.params)
         clock.updated()
         # Where the run stands now, and what the step was like.
         progress.controllers, progress.leftover = controllers, collected.leftover
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
-        progress.items_taken, progress.value = collected.items_taken, None
-        progress.num_learned += has_learned(measured) and config.optimizer.lr > 0
+        progress.items_taken, progress.value = collected.num_tasks_taken, None
+        progress.num_learned += has_learned(update_metrics) and config.optimizer.lr > 0
         failed = some_failed(collected.tried, config.rollout.group_size)
-        if any(why := (why_nothing(members(groups), measured), failed)):
+        if any(why := (why_nothing(members(groups), update_metrics), failed)):
             reasons = "; ".join(filter(None, why))
             session.display.log(f"warning: train {progress.stage_step}: {reasons}")
         progress.record = {
-            **record_of(session, groups, collected, current, measured, clock),
+            **record_of(session, groups, collected, current, update_metrics, clock),
             **packing_metrics(minibatches),
             **estimate.metrics(progress.stage_step - 1),
             "perf/num_compilations/update": update_step.num_traces,
@@ -248,7 +249,7 @@ def record_of(
     groups: Sequence[Group],
     collected: Collected,
     controllers: Controllers,
-    measured: Sequence[dict[str, Any]],
+    update_metrics: Sequence[dict[str, Any]],
     clock: Clock,
 ) -> dict[str, Any]:
     """What a step was like, but for its evaluation.
@@ -258,7 +259,7 @@ def record_of(
         groups: that were trained on, with their advantages.
         collected: what was drawn for them.
         controllers: by which rewards and losses were shaped.
-        measured: metrics of each update, on the host.
+        update_metrics: of each update, on the host.
         clock: how long it took.
     """
     config, progress, trajectories = session.config, session.progress, members(groups)
@@ -269,7 +270,7 @@ def record_of(
             config.rollout.max_response_tokens,
             has_python="python" in config.env.search.tools,
         ),
-        **merge(measured),
+        **merge(update_metrics),
         **collected.metrics,
         **(kl_metrics(groups, controllers, config) if is_measured(config) else {}),
         **window_metrics(groups, controllers),
@@ -285,32 +286,49 @@ def record_of(
 
 def finish_step(session: Session) -> None:
     """What follows an update: an evaluation, the record and a checkpoint, each where it is due."""
-    config, progress = session.config, session.progress
-    every, stage_step = config.eval.every_steps, progress.stage_step
-    is_last = stage_step == config.num_steps
-    evaluated: dict[str, float] = {}
-    if is_last or (every and stage_step % every == 0):
-        evaluated, _ = run_suites(session, "train", config.eval.suites)
+    config, progress, is_last = session.config, session.progress, session.is_last_step
+    evaluated = evaluate_where_due(session)
     update_gate(session, evaluated)
     assert progress.record is not None
     record = progress.record | evaluated | progress.controllers.metrics()
     progress.record = None
-    numbers = {name: plain_number(record.get(key)) for name, key in SHOWN.items()}
-    shown = {name: number for name, number in numbers.items() if number is not None}
-    session.display.step(stage_step, shown)
-    progress.value = best_metric(config, evaluated)
-    if progress.value is not None:
-        progress.best = update_best(
-            progress.best, progress.step, progress.value, min_delta=config.eval.min_delta
-        )
-    is_best = progress.value is not None and progress.best.step == progress.step
+    show_step(session, record)
+    is_best = compare_with_best(session, evaluated)
     is_early = not is_last and progress.is_out_of_patience(config)
     mark = {"stopped_early": 1} if is_early else {}
     session.metrics_log.write(progress.step, "train", record | mark)
-    is_due = session.is_checkpoint_due() and not is_early
-    # The stage's last step is saved at its end; one that ends it early is not, but may be the best.
-    if not is_last and (is_best or is_due):
+    # The end of the stage saves its last step; one that ends it early only counts as the best.
+    if not is_last and (is_best or (session.is_checkpoint_due and not is_early)):
         session.save()
+
+
+def evaluate_where_due(session: Session) -> dict[str, float]:
+    """The metrics of an evaluation, every so many steps and after the last one; else none."""
+    config = session.config
+    every, stage_step = config.eval.every_steps, session.progress.stage_step
+    if not (session.is_last_step or (every and stage_step % every == 0)):
+        return {}
+    evaluated, _ = run_suites(session, "train", config.eval.suites)
+    return evaluated
+
+
+def show_step(session: Session, record: Mapping[str, Any]) -> None:
+    """Shows the numbers of a step's record that a person follows."""
+    numbers = {name: plain_number(record.get(key)) for name, key in SHOWN.items()}
+    shown = {name: number for name, number in numbers.items() if number is not None}
+    session.display.step(session.progress.stage_step, shown)
+
+
+def compare_with_best(session: Session, evaluated: Mapping[str, float]) -> bool:
+    """Notes the value that tells the best checkpoint; whether this step is the best so far."""
+    config, progress = session.config, session.progress
+    progress.value = best_metric(config, evaluated)
+    if progress.value is None:
+        return False
+    progress.best = update_best(
+        progress.best, progress.step, progress.value, min_delta=config.eval.min_delta
+    )
+    return progress.best.step == progress.step
 
 
 def best_metric(config: ConfigDict, evaluated: Mapping[str, float]) -> float | None:

@@ -127,7 +127,7 @@ class Trajectory:
         texts = [turn.error for turn in self.turns if turn.error]
         return "" if self.is_scored else texts[-1] if texts else "it has no text"
 
-    def measured(self, name: str) -> Any:
+    def required(self, name: str) -> Any:
         """What a step has found out about it: `divergence`, `windows` or `advantage`.
 
         Raises:

@@ -11,10 +11,10 @@
 #   NUM_HOSTS       hosts of the slice (4)
 #   CHIPS_PER_HOST  (4)
 #
-# A pod that ends with an error starts again, and the run goes on from its newest checkpoint; since
-# the others end too when one is lost, they come together again. So it is after every error, up to 100
-# times and with growing pauses: delete a job whose error comes again. DRY_RUN=1 only shows the
-# manifest.
+# A pod that is stopped, killed or lost is replaced, up to 100 times and with growing pauses, and the
+# run goes on from its newest checkpoint; since the others end too when one is lost, they come together
+# again. An error of the run itself (1) and a search engine that is down (69) end the job; docs/restarts.md
+# has the exit codes. Rules by exit code need Kubernetes 1.26. DRY_RUN=1 only shows the manifest.
 set -euo pipefail
 : "${IMAGE:?set IMAGE to the container image}" "${CLAIM:?set CLAIM to the volume claim}"
 NAME=${NAME:-jaxrl}
@@ -46,10 +46,18 @@ spec:
   completions: $NUM_HOSTS
   parallelism: $NUM_HOSTS
   backoffLimit: 100
+  podFailurePolicy:
+    rules:
+      # These would come again: an error, every episode failed, somebody ended it.
+      - action: FailJob
+        onExitCodes:
+          containerName: jaxrl
+          operator: In
+          values: [1, 69, 130]
   template:
     spec:
       subdomain: $NAME
-      restartPolicy: OnFailure
+      restartPolicy: Never  # the job makes another pod, unless the rules above end it
       # On SIGTERM the run saves; a kill follows after this time.
       terminationGracePeriodSeconds: 300
       nodeSelector:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import resource
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -20,6 +22,7 @@ from jaxrl.models.attention.reference import attend_pages
 from jaxrl.models.layers import Through
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.objectives.aggregation import AGGREGATIONS, token_weights
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.training.packing import Packed, loss_quarters, pack
 from jaxrl.training.policy_loss import make_policy_loss
@@ -105,10 +108,42 @@ def random_sequences(lengths, *, seed=0, num_tokens=NUM_TOKENS):
     return sequences
 
 
-def pack_all(sequences, shape, *, aggregation="token-mean", **settings):
-    """Packs sequences together with the old and reference logprobs that they carry."""
+def weigh(sequences, aggregation, scale=None):
+    """The weights of every sequence's tokens, where these are the whole mini-batch."""
+    function = AGGREGATIONS[aggregation]
+    if "max_response_tokens" in inspect.signature(function).parameters:
+        function = partial(function, max_response_tokens=scale)
+    return token_weights([sequence.loss_mask for sequence in sequences], function)
+
+
+def weights_in_rows(mask, ids, aggregation, scale=None):
+    """The weights of packed rows, of trajectories that are told apart by ids above 0."""
+    names = np.unique(ids[ids > 0])
+    each = [
+        Sequence(token_ids=None, loss_mask=mask[ids == n], rollout_logprobs=None) for n in names
+    ]
+    out = np.zeros(mask.shape, np.float32)
+    for name, weights in zip(names, weigh(each, aggregation, scale), strict=True):
+        out[ids == name] = weights
+    return out
+
+
+def pack_all(sequences, shape, *, aggregation="token-mean", scale=None, counted=None, num_shards=1):
+    """Packs sequences with their weights and the old and reference logprobs that they carry.
+
+    Args:
+        sequences: what is trained on.
+        shape: of the batch.
+        aggregation: a name of `AGGREGATIONS`.
+        scale: `max_response_tokens` of the one that takes it.
+        counted: the whole mini-batch, `sequences` among them; by default nothing else.
+        num_shards: as of `pack`.
+    """
     advantages = np.array([sequence.advantage for sequence in sequences], np.float32)
-    packed = pack(sequences, advantages, shape, aggregation=aggregation, **settings)
+    counted = sequences if counted is None else counted
+    weights = dict(zip(map(id, counted), weigh(counted, aggregation, scale), strict=True))
+    fields = {"token_weights": [weights[id(sequence)] for sequence in sequences]}
+    packed = pack(sequences, advantages, shape, token_fields=fields, num_shards=num_shards)
     extra = {}
     for name in ("old_logprobs", "ref_logprobs"):
         values = [getattr(sequence, name) for sequence in sequences]

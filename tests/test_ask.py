@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 import shutil
 
 import jax
@@ -19,6 +20,7 @@ from jaxrl.runtime.checkpoint import Checkpointer
 from jaxrl.session import Progress
 from jaxrl.types import TrainState
 from tests.episodes import make_failure, make_trajectory
+from tests.helpers import ROOT, as_nobody
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -126,3 +128,24 @@ def test_mistakes_are_one_line(run, tmp_path):
     message = refused(run, "?", f"--model={tmp_path / 'no'}")
     assert message.startswith(f"error: model folder '{tmp_path / 'no'}' does not exist")
     assert refused(run, "?", "--temperature=-1") == "error: --temperature=-1.0; expected 0 or more."
+
+
+def test_what_the_system_refuses_says_what_to_do(run, open_folder):
+    shutil.copy(run / "config.json", open_folder / "config.json")
+    (open_folder / "config.json").chmod(0)
+    with as_nobody():
+        message = refused(open_folder, "?")
+    wanted = f"error: {open_folder / 'config.json'}: Permission denied; give this user the right"
+    assert message.startswith(wanted)
+
+
+def test_a_run_of_an_earlier_version_is_read(tmp_path):
+    before = json.loads((ROOT / "tests/golden/configs/before_sections.json").read_text())
+    before["search"]["topk"], before["env"]["python"] = 5, True
+    (tmp_path / "config.json").write_text(json.dumps(before))
+    config = ask.read_config(tmp_path)
+    assert (config.search.local.topk, config.env.search.tools) == (5, ("python",))
+    before["search"]["tokp"] = 5
+    (tmp_path / "config.json").write_text(json.dumps(before))
+    with pytest.raises(ValueError, match=r"config.json: there is no key config.search.tokp"):
+        ask.read_config(tmp_path)

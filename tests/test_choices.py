@@ -6,7 +6,6 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.choices import chosen, made
-from jaxrl.config import RENAMED, check_keys, default_config, flatten
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import ENVS
 from jaxrl.envs.search import SearchEnv
@@ -20,9 +19,13 @@ def test_a_name_is_an_entry_of_the_table_or_a_dotted_one():
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("env.name", "serch", "is 'serch'; expected one of search, math, a dotted name, as my_env"),
+        (
+            "env.name",
+            "serch",
+            "is 'serch' (did you mean 'search'?); expected one of search, math",
+        ),
         ("env.name", "nowhere.Env", "no module 'nowhere' is on sys.path; put its file beside"),
-        ("env.name", "json.Env", "names 'json.Env', which its module does not define"),
+        ("env.name", "json.Env", "/json/__init__.py does not define 'Env'"),
         ("env.name", "json.dumps", "a function; expected a class with stop_strings, reward_parts"),
         ("env.search.tools", ("json.JSONDecoder",), "expected a class of jaxrl.envs.tools.Tool"),
         ("env.search.protocol", "xml", "is 'xml'; expected one of search_r1, bapo, a dotted name"),
@@ -57,14 +60,3 @@ def test_parameters_are_bound_by_name():
         made("x.settings", thing, {"sise": 2}, engine=1)
     with pytest.raises(ValueError, match=r"config.x.settings lacks 'size', which thing asks for"):
         made("x.settings", thing, {}, engine=1)
-
-
-def test_a_key_s_earlier_name_says_the_present_one():
-    known = flatten(default_config())
-    for names in RENAMED.values():
-        for name in names.split(" or config."):
-            assert any(key == name or key.startswith(f"{name}.") for key in known), name
-    with pytest.raises(
-        ValueError, match=r"config.search.corpus is called config.search.local.corpu"
-    ):
-        check_keys(["search.corpus"])

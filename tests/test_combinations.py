@@ -17,12 +17,14 @@ from configs import (
 )
 from jaxrl import report
 from jaxrl.components import assemble
-from jaxrl.config import AGGREGATIONS, KL_CONTROLLERS, KL_ESTIMATORS, flatten
+from jaxrl.config import KL_CONTROLLERS, flatten
 from jaxrl.config_checks import check_rules, validate
 from jaxrl.logs.display import Display
 from jaxrl.method import has_kl_loss
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.objectives.advantages import ESTIMATORS
+from jaxrl.objectives.aggregation import AGGREGATIONS
+from jaxrl.objectives.kl import KL_ESTIMATORS
 from jaxrl.run import run
 from jaxrl.training.controllers import Controllers
 from tests.helpers import UPDATE_PROGRAMS

@@ -264,13 +264,13 @@ def decisions():
             roll_out,
             NumberedTasks(7),
             config,
-            items_taken=taken,
+            num_tasks_taken=taken,
             leftover=leftover,
             controllers=controllers,
             measure=list,
             failures=failures,
         )
-        leftover, taken = collected.leftover, collected.items_taken
+        leftover, taken = collected.leftover, collected.num_tasks_taken
         controllers, groups = advance(controllers, collected.groups, collected.tried, config, None)
         shaped = members(pay_entropy(groups, controllers, config))
         found.append(

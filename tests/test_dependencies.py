@@ -1,8 +1,10 @@
-"""What pyproject.toml asks for is used, what is used is asked for, and tests are apart."""
+"""Packages asked for and used, imports that point one way, and how large the code may grow."""
 
 import ast
+import io
 import re
 import sys
+import tokenize
 import tomllib
 from pathlib import Path
 
@@ -97,3 +99,122 @@ def test_imports_point_one_way():
             if rank.get(other, -1) > rank.get(own, len(RANKS)):
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")
     assert wrong == []
+
+
+def test_the_table_of_rooms_is_whole_and_in_order():
+    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    rows = [re.findall(r"`(\w+)(?:/|\.py)`", cell) for cell in cells]
+    row = {name: number for number, names in enumerate(rows) for name in names}
+    paths = [path for path in (ROOT / "jaxrl").rglob("*.py") if path.name != "__init__.py"]
+    own = {path: path.relative_to(ROOT / "jaxrl").with_suffix("").parts[0] for path in paths}
+    assert set(own.values()) == set(row)
+    free = {"runtime", "logs", "report"}  # any room may use these, and they use what they show
+    found = {
+        (name, module.split(".")[1])
+        for path, name in own.items()
+        if name not in free
+        for module in own_imports(path)
+        if module.split(".")[1] not in free and row[module.split(".")[1]] > row[name]
+    }
+    assert found == {("method", "training")}  # the table of schedules
+
+
+MAX_CODE_LINES, MAX_PARAMETERS = 60, 8
+LARGER = {
+    "jaxrl/config.py:default_config",  # a table: every key, once
+    "jaxrl/train.py:train",  # the loop
+    "jaxrl/sampling/decode.py:decode_chunk",  # what a step does stands inside the loop of steps
+    # Sizes and programs that are fixed for its life; arrays and settings of an objective.
+    "jaxrl/sampling/engine.py:__init__",
+    "jaxrl/objectives/corrections.py:importance_weights",
+    "jaxrl/objectives/shaping.py:boundary_aware_rewards",
+    # A kernel gets each of its operands and results as a reference.
+    "jaxrl/models/attention/gpu.py:_backward_queries_kernel",
+    "jaxrl/models/attention/gpu.py:_backward_keys_kernel",
+    "jaxrl/models/attention/tpu.py:_pages_kernel",
+}
+"""Functions that may be longer, or take more."""
+
+LAYOUT = {
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    tokenize.ENDMARKER,
+}
+
+
+def code_lines(source):
+    """Numbers of the lines that hold more than a comment."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return {
+        line
+        for token in tokens
+        if token.type not in LAYOUT
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+
+
+def sizes(source):
+    """Of each function: name, lines of code with what is nested but no docstring, parameters."""
+    code = code_lines(source)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            doc = node.body[0] if ast.get_docstring(node) is not None else None
+            told = range(doc.lineno, doc.end_lineno + 1) if doc else ()
+            own = code & {*range(node.lineno, node.end_lineno + 1)} - {*told}
+            each = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            yield node.name, len(own), len([a for a in each if a.arg not in ("self", "cls")])
+
+
+def test_sizes_by_hand():
+    source = (
+        'def f(self, a, *, b=1):\n    """Two\n    lines."""\n\n    # A reason.\n'
+        '    text = """x\n\n    """\n    def g(c, /): return c  # short\n    return g(text)\n'
+    )
+    assert list(sizes(source)) == [("f", 6, 2), ("g", 1, 1)]
+
+
+def test_functions_are_short():
+    found = {
+        f"{path.relative_to(ROOT).as_posix()}:{name}"
+        for path in (ROOT / "jaxrl").rglob("*.py")
+        for name, num_lines, num_parameters in sizes(path.read_text(encoding="utf-8"))
+        if num_lines > MAX_CODE_LINES or num_parameters > MAX_PARAMETERS
+    }
+    assert found == LARGER
+
+
+MAX_LINES_OF_THE_LOOP = 14_165
+"""Of `jaxrl/train.py` and all that it imports; who reads how it trains reads no more than this."""
+
+
+def closure(module):
+    """The files of jaxrl that a module imports, also inside functions; a package's own too."""
+    found, left = set(), [module]
+    while left:
+        name = left.pop()
+        base = ROOT / name.replace(".", "/")
+        path = next(
+            (p for p in (base.with_suffix(".py"), base / "__init__.py") if p.exists()), None
+        )
+        if path is None or path in found:
+            continue
+        found.add(path)
+        left.append(name.rpartition(".")[0] or name)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                left += [a.name for a in node.names if a.name.partition(".")[0] == "jaxrl"]
+            elif isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("jaxrl."):
+                left += [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+    return found
+
+
+def test_what_the_loop_imports_is_found():
+    files = closure("jaxrl.train")
+    assert {ROOT / "jaxrl" / name for name in ("training/packing.py", "objectives/kl.py")} <= files
+    assert ROOT / "jaxrl" / "run.py" not in files
+
+
+def test_the_loop_imports_little():
+    files = closure("jaxrl.train")
+    total = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in files)
+    assert total < MAX_LINES_OF_THE_LOOP

@@ -15,6 +15,7 @@ from absl.testing import flagsaver
 
 from configs import debug_tiny
 from jaxrl import launch
+from jaxrl.choices import OwnCodeError
 from jaxrl.config import to_json
 from jaxrl.models.architecture import read_model
 from jaxrl.models.hf_weights import open_tensors
@@ -285,7 +286,8 @@ class TestConfigFile:
         )
         assert "did you mean 'exact_match'? Known parts are format, answer, exact_match" in message
         message = refusal("--config.reward.weights.exact_match=1.0")
-        assert message.endswith("takes a mapping; set it whole, as {'exact_match': 1.0}.")
+        wanted = "--config.reward.weights=\"{'exact_match': 1.0}\""
+        assert message.endswith(f"takes a mapping; set it whole, as {wanted}.")
 
     def test_what_lies_beside_the_configuration_is_found(self, refusal, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, "path", [*sys.path])
@@ -455,8 +457,11 @@ class TestFiles:
         [
             ("={'enable_thinking': False}", "names 'enable_thinking', which the model's chat"),
             ("={'a': []}", "is {'a': []}; expected names with true, false, a number or a text"),
-            ("=3", "'3' is no mapping such as {'name': False}"),
-            (".enable_thinking=False", "takes a mapping; set it whole, as {'enable_thinking': "),
+            ("=3", """'3' is no mapping; expected one in quotes, as "{'name': False}\""""),
+            (
+                ".enable_thinking=False",
+                "takes a mapping; set it whole, as --config.prompt.chat_template",
+            ),
         ],
     )
     def test_arguments_of_the_chat_template(self, refusal, argument, wanted):
@@ -614,6 +619,23 @@ def test_a_run_in_which_everything_fails_has_an_exit_code_of_its_own(
     assert json.loads((workdir / "config.json").read_text())["seed"] == 0
     [line] = (workdir / "config_history.jsonl").read_text().splitlines()
     assert json.loads(line)["contents"].keys() >= {"tasks.train.source", "search.local.corpus"}
+
+
+def test_code_of_ones_own_that_fails_in_a_step_ends_the_run_in_one_line(
+    monkeypatch, tmp_path, tiny_world
+):
+    def run(*_):
+        raise OwnCodeError("config.filter.name names 'my.keep', which failed: ZeroDivisionError.")
+
+    argv = ["launch", f"--config={CONFIG}:{tiny_world}", f"--workdir={tmp_path / 'workdir'}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr("jaxrl.run.run", run)
+    monkeypatch.setattr("jaxrl.components.assemble", lambda *_: SimpleNamespace(notes=()))
+    with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
+        launch.main(launch.parse_flags(argv))
+    assert ended.value.code == (
+        "error: config.filter.name names 'my.keep', which failed: ZeroDivisionError."
+    )
 
 
 def test_mesh_that_does_not_divide_the_devices(refusal):

@@ -1,6 +1,7 @@
 """The shell scripts of `launch/`: clean, and what they would run."""
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -85,6 +86,20 @@ def test_the_gke_manifest():
     assert container["args"] == ARGUMENTS
     assert container["command"] == ["/jaxrl/launch/tpu_pod.sh"]
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "disk"}
+
+
+def test_gke_does_not_start_again_what_docs_restarts_says_would_come_again():
+    _, job = yaml.safe_load_all(show("gke.sh", IMAGE="registry/jaxrl:1", CLAIM="disk"))
+    [rule] = job["spec"]["podFailurePolicy"]["rules"]
+    pod = job["spec"]["template"]["spec"]
+    assert pod["restartPolicy"] == "Never"  # Kubernetes refuses the rules with another
+    assert rule["action"] == "FailJob"
+    assert rule["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
+    text = (LAUNCH.parent / "docs" / "restarts.md").read_text(encoding="utf-8")
+    [codes] = re.findall(r"restart on every code but ([^:]+?), where a person", text)
+    named = {int(code) for code in re.findall(r"\b\d+\b", codes)}
+    assert rule["onExitCodes"]["operator"] == "In"
+    assert {0, *rule["onExitCodes"]["values"]} == named
 
 
 def test_gke_needs_an_image():

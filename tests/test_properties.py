@@ -20,11 +20,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.config import KL_ESTIMATORS, default_config
+from jaxrl.config import default_config
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import Outcome
 from jaxrl.models.policy import Model
 from jaxrl.objectives.advantages import ESTIMATORS
+from jaxrl.objectives.kl import KL_ESTIMATORS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.session import has_reference
 from jaxrl.training.controllers import Controllers

@@ -830,6 +830,16 @@ class TestCommand:
         with pytest.raises(SystemExit, match=f"^error: .*{wanted}"):
             main([str(tmp_path / name)])
 
+    def test_what_the_system_refuses_says_what_to_do(self, run, tmp_path):
+        page = tmp_path / "page.html"
+        page.mkdir()
+        with pytest.raises(SystemExit) as ended:
+            main([str(run), f"--out={page}"])
+        assert ended.value.code.startswith(f"error: {tmp_path}/")
+        assert ended.value.code.endswith(
+            "Is a directory; a file belongs there; move the folder away."
+        )
+
     def test_a_mistake_spoils_no_run(self, tmp_path):
         said = []
         write_or_warn(tmp_path / "none", said.append)

@@ -351,10 +351,10 @@ def test_a_damaged_checkpoint_costs_its_steps_only(base, tiny_world, tmp_path, c
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
     assert play(settings(tiny_world), workdir)
-    out = capsys.readouterr().out
+    told = capsys.readouterr()
     name = file.relative_to(newest)
-    assert f"warning: checkpoint {newest.name} is damaged ({name}: its hash differs" in out
-    assert f"resuming after step {NUM_SFT + 2} (train 2)" in out
+    assert f"warning: checkpoint {newest.name} is damaged ({name}: its hash differs" in told.err
+    assert f"resuming after step {NUM_SFT + 2} (train 2)" in told.out
     shutil.rmtree(workdir / "checkpoints" / "damaged")
     assert_same_run(workdir, base)
 
@@ -369,20 +369,20 @@ def test_damaged_records_are_told_and_cost_only_themselves(base, tiny_world, tmp
     (workdir / "eval" / f"train_{NUM_SFT}.json").unlink()
     (workdir / "trajectories" / f"step_{NUM_SFT + 1:06d}.jsonl").unlink()
     assert play(settings(tiny_world), workdir)
-    out = capsys.readouterr().out
-    assert f"warning: {log}:5 is no record and is left out; {log}.damaged keeps it" in out
-    assert f"holds {NUM_SFT + 4} of the {NUM_SFT + 5} records" in out
-    assert "environment.json cannot be read" in out
-    assert f"eval/train_{NUM_SFT}.json, trajectories/step_{NUM_SFT + 1:06d}.jsonl\n" in out
+    warnings = capsys.readouterr().err
+    assert f"warning: {log}:5 is no record and is left out; {log}.damaged keeps it" in warnings
+    assert f"holds {NUM_SFT + 4} of the {NUM_SFT + 5} records" in warnings
+    assert "environment.json cannot be read" in warnings
+    assert f"eval/train_{NUM_SFT}.json, trajectories/step_{NUM_SFT + 1:06d}.jsonl\n" in warnings
     wanted = lasting(base)
     assert lasting(workdir) == [*wanted[:4], *wanted[5:]]
     assert_same_weights(workdir / "export", base / "export")
     # Once more, from an earlier checkpoint: the loss is told again, and nothing else is lost.
     shutil.rmtree(workdir / "checkpoints" / str(LAST))
     assert play(settings(tiny_world), workdir)
-    out = capsys.readouterr().out
-    assert "is no record" not in out
-    assert " of the " in out
+    warnings = capsys.readouterr().err
+    assert "is no record" not in warnings
+    assert " of the " in warnings
     assert lasting(workdir) == [*wanted[:4], *wanted[5:]]
 
 

@@ -17,10 +17,12 @@ import pytest
 
 from jaxrl import components as assemble
 from jaxrl import report, run
+from jaxrl.choices import OwnCodeError
 from jaxrl.envs.base import Outcome, Turn
 from jaxrl.envs.retrieval import SearchEngine
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.objectives.aggregation import AGGREGATIONS, token_mean
 from jaxrl.runtime.versions import fingerprints
 from jaxrl.session import Session
 from jaxrl.training.health import NothingWorksError
@@ -312,7 +314,7 @@ def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatc
     make_search = assemble._make_search
     monkeypatch.setattr(assemble, "_make_search", lambda *given: Flaky(make_search(*given)))
     play(continued(base, tiny_world, num_steps=2), tmp_path)
-    told = capsys.readouterr().out
+    told = capsys.readouterr().err
     for record in records(tmp_path)[1:]:
         lines = trajectories(tmp_path, record["step"])
         failed = [line for line in lines if line["outcome"] == "environment_error"]
@@ -337,6 +339,32 @@ def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatc
     means = summary["sampled"]["all"]
     assert 0 < means["environment_errors"] < means["num_questions"]
     assert means["unscored_questions"] == means["environment_errors"]
+
+
+def test_an_objective_that_fails_in_a_step_costs_that_step_alone(
+    base, tiny_world, tmp_path, monkeypatch
+):
+    changes = {"num_steps": 3, "eval.every_steps": 0, "checkpoint.every_steps": 100}
+    config = continued(base, tiny_world, **changes)
+    play(config, tmp_path / "whole")
+    calls = []
+
+    def fails_once(token_counts):
+        calls.append(len(token_counts))  # twice before the run
+        share = 1.0 if len(calls) != 4 else np.nan
+        return share * token_mean(token_counts)
+
+    monkeypatch.setitem(AGGREGATIONS, "token-mean", fails_once)
+    workdir = tmp_path / "broken"
+    with pytest.raises(
+        OwnCodeError, match=r"^config\.loss\.aggregation returned .* with 0 weights"
+    ) as failure:
+        play(config, workdir)
+    assert "mend the code and go on with --accept_changes" in str(failure.value)
+    assert [path.name for path in (workdir / "checkpoints").iterdir()] == ["1"]
+    play(config, workdir)
+    assert lasting(workdir) == lasting(tmp_path / "whole")
+    assert_same_weights(workdir / "export", tmp_path / "whole" / "export")
 
 
 def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
@@ -371,7 +399,7 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
         assert record["actor/num_updates"] == record["actor/num_learned"] == 0
         assert record["critic/rewards/mean"] is None
     assert_same_weights(workdir / "export", base / "export")
-    told = capsys.readouterr().out
+    told = capsys.readouterr().err
     reason = "ended in an environment error; the first: no route to host"
     assert told.count(f"warning: each of the 16 episodes of this batch {reason}") == 2
     assert told.count(f"no question could be scored, since every episode {reason}") == 2

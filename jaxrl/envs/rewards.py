@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import SequenceMatcher, get_close_matches
+from numbers import Real
+from typing import Any
 
 from jaxrl.envs.base import Episode, Reward
 from jaxrl.envs.math_answers import last_boxed, math_answer, same_math
@@ -279,7 +282,16 @@ class Payment:
     def __call__(self, episode: Episode, reward: Reward) -> Reward:
         """The reward with the parts of one's own and its total."""
         response, answers = episode.response, episode.task.answers
-        own = {name: part(response, answers) for name, part in self.own_parts.items()}
+        own = {
+            name: _finite(name, part(response, answers)) for name, part in self.own_parts.items()
+        }
         parts = {**reward.parts, **own}
         total = sum(weight * parts[name] for name, weight in self.weights.items() if weight)
         return replace(reward, parts=parts, total=total)
+
+
+def _finite(name: str, value: Any) -> float:
+    """What a part of the user's own gave, where that is a number."""
+    if not (isinstance(value, Real) and math.isfinite(value)):
+        raise ValueError(f"the reward part {name!r} gave {value!r}; expected a finite number")
+    return float(value)

@@ -61,7 +61,8 @@ class SearchEnv(Env):
         if max_calls < 0:
             raise ValueError(f"max_calls is {max_calls}; expected 0 or more.")
         names = [tool.name for tool in tools]
-        self._protocol = spoken = _with_tools(protocol, (engine.name, *names))
+        self._protocol = spoken = with_tools(protocol, (engine.name, *names))
+        check_spoken(spoken)
         self.reward_parts = spoken.reward_parts
         measures = [part for part in spoken.reward_parts if part != "format"]
         if correct_by not in measures:
@@ -167,7 +168,7 @@ class SearchEnv(Env):
         return parts[self._correct_by] > 0
 
 
-def _with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[str]) -> Protocol:
+def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[str]) -> Protocol:
     """The protocol for these tools, the search engine first.
 
     Raises:
@@ -186,6 +187,25 @@ def _with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[s
             )
         taken.add(name)
     return protocol(others)
+
+
+def check_spoken(protocol: Protocol) -> None:
+    """Refuses a protocol that `SearchEnv` cannot play.
+
+    Raises:
+        ValueError: a turn would not end where it is read, or a reward part is never measured.
+    """
+    for end in ("</search>", "</answer>"):
+        if end not in protocol.stop_strings:
+            raise ValueError(
+                f"its stop_strings lack {end!r}; expected both </search> and </answer>"
+            )
+    measured = ("format", protocol.correctness_name, "exact_match", "f1")
+    for part in protocol.reward_parts:
+        if part not in measured:
+            raise ValueError(
+                f"it has the reward part {part!r}; expected some of {', '.join(measured)}"
+            )
 
 
 def _num_calls(episode: Episode) -> int:

@@ -29,6 +29,7 @@ class Display:
             is_shown: print at all.
         """
         self.console = Console(highlight=False, quiet=not is_shown)
+        self._warnings = Console(highlight=False, quiet=not is_shown, stderr=True)
         self._every_s, self._activity_every_s = every_s, activity_every_s
         self._last = -math.inf
         self._spoken = time.monotonic()  # the last line of any kind
@@ -37,10 +38,14 @@ class Display:
         self._progress: Progress | None = None
 
     def log(self, text: str) -> None:
-        """Prints a line; what it holds of foreign text does nothing to the terminal."""
+        """Prints a line, one that begins with `warning:` to stderr.
+
+        What it holds of foreign text does nothing to the terminal.
+        """
         self._end_activity()
         self._spoken = time.monotonic()
-        self.console.print(printable(text), markup=False, emoji=False, soft_wrap=True)
+        console = self._warnings if text.startswith("warning:") else self.console
+        console.print(printable(text), markup=False, emoji=False, soft_wrap=True)
 
     def start(self, stage: str, first_step: int, num_steps: int) -> None:
         """Begins a stage of `num_steps` steps, of which `first_step` are done."""

@@ -96,16 +96,16 @@ def memory_metrics() -> dict[str, float]:
     return {"perf/max_memory_gib": max(peaks) / 2**30} if peaks else {}
 
 
-def merge(measured: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+def merge(update_metrics: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
     """Metrics of a step from those of its updates, each by its reduction.
 
-    An update in which nothing was measured is left out.
+    Without an update there are none; where one of an update is NaN, the others count.
     """
-    if not measured:
+    if not update_metrics:
         return {}
     merged = {}
-    for name, metric in measured[0].items():
-        values = [float(metrics[name].value) for metrics in measured]
+    for name, metric in update_metrics[0].items():
+        values = [float(metrics[name].value) for metrics in update_metrics]
         values = [value for value in values if not math.isnan(value)] or [math.nan]
         reduced = float(REDUCTIONS[metric.reduction].merge(values))
         merged[name if "/" in name else f"actor/{name}"] = reduced

@@ -8,6 +8,7 @@ compute is pure, so that callers jit, split and differentiate it as they need.
 
 from __future__ import annotations
 
+import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl.choices import chosen
+from jaxrl.choices import chosen, failure_text, own_module
 from jaxrl.models.layers import Through
 from jaxrl.types import Params
 
@@ -174,7 +175,22 @@ def read_model(path: str | Path, architecture: str = "") -> Architecture:
             is not computed here.
     """
     fields, source = read_fields(path)
-    return find_architecture(fields, architecture, source).from_dict(fields, source=source)
+    family = find_architecture(fields, architecture, source)
+    try:
+        model = family.from_dict(fields, source=source)
+    except Exception as error:
+        if not own_module(family):
+            raise  # ours say what is wrong with the file
+        raise ValueError(
+            f"config.model.architecture is {architecture!r}, which could not be made of {source}: "
+            f"{failure_text(error)}."
+        ) from error
+    if not isinstance(model, Architecture):
+        raise ValueError(
+            f"config.model.architecture is {architecture!r}, whose from_dict returned "
+            f"{type(model).__name__}; expected an {Architecture.__name__}."
+        )
+    return model
 
 
 def read_fields(path: str | Path) -> tuple[dict[str, Any], str]:
@@ -214,6 +230,11 @@ def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Ar
         raise ValueError(
             f"config.model.architecture is {name!r}, which is no subclass of "
             f"{Architecture.__module__}.{Architecture.__name__}."
+        )
+    if inspect.isabstract(found):
+        raise ValueError(
+            f"config.model.architecture is {name!r}, which does not define "
+            f"{', '.join(sorted(found.__abstractmethods__))}."
         )
     return found
 

@@ -1,68 +1,85 @@
-"""How per-token values become one number: a weighted sum, fixed before the batch is cut up."""
+"""How losses of tokens add up to one number: a weighted sum, fixed before the batch is cut up."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float, Int, ScalarLike
 
 Array = jax.Array | np.ndarray
 
-MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
-
 
 def token_weights(
-    loss_mask: Bool[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
-    *,
-    mode: str,
-    num_tokens: ScalarLike,
-    num_trajectories: ScalarLike,
-    scale: int | float | None = None,
-) -> Float[Array, "R T"]:
-    """Weights such that the aggregate of `values` is `(weights * values).sum()`.
+    loss_masks: Sequence[Bool[np.ndarray, " _"]],
+    aggregation: Callable[[Int[np.ndarray, " N"]], Float[Array, " N"] | ScalarLike],
+) -> list[Float[np.ndarray, " _"]]:
+    """The weight of every token of a mini-batch; its loss is `(weights * values).sum()`.
 
-    The names are verl's. Because the counts are the whole mini-batch's, the sums over its
-    micro-batches add up to the same loss however it is cut, packed or sharded. All weights are
-    zero where there is no token to train on.
-
-    Computes in numpy where all arguments are numpy (packing, on the host), else in JAX.
+    Because the counts are the whole mini-batch's, the sums over its micro-batches add up to the
+    same loss however it is cut, packed or sharded.
 
     Args:
-        loss_mask: True where the policy sampled the token.
-        segment_ids: which trajectory a token belongs to, unique in the mini-batch; 0 on padding.
-            Every trajectory is here whole.
-        mode: one of
-            `token-mean`, over all sampled tokens;
-            `seq-mean-token-sum`, sums over each trajectory, averaged over trajectories;
-            `seq-mean-token-mean`, means over each trajectory, averaged over trajectories;
-            `seq-mean-token-sum-norm`, as token-sum, divided by `scale`.
-        num_tokens: sampled tokens in the mini-batch.
-        num_trajectories: trajectories in the mini-batch with at least one sampled token.
-        scale: tokens; `rollout.max_response_tokens`, never an array's length. Read by
-            `seq-mean-token-sum-norm` only.
+        loss_masks: of each trajectory, True where it is trained on.
+        aggregation: one of those below: from the tokens counted in each trajectory to the weight
+            of one of them.
+
+    Raises:
+        ValueError: an aggregation of one's own returned something else.
     """
-    arrays = (loss_mask, segment_ids, num_tokens, num_trajectories)
-    xp = jnp if any(isinstance(array, jax.Array) for array in arrays) else np
-    if mode == "token-mean":
-        denominator = xp.maximum(num_tokens, 1)
-    elif mode == "seq-mean-token-sum":
-        denominator = xp.maximum(num_trajectories, 1)
-    elif mode == "seq-mean-token-mean":
-        # Two places in the sorted ids of all sampled tokens tell how many share one.
-        sampled = xp.sort(xp.where(loss_mask, segment_ids, 0), axis=None)
-        first = xp.searchsorted(sampled, segment_ids, side="left")
-        lengths = xp.searchsorted(sampled, segment_ids, side="right") - first
-        denominator = xp.maximum(lengths, 1) * xp.maximum(num_trajectories, 1.0)
-    elif mode == "seq-mean-token-sum-norm":
-        if scale is None:
-            raise ValueError(
-                "aggregation 'seq-mean-token-sum-norm' came without `scale`; expected "
-                "`rollout.max_response_tokens`."
-            )
-        denominator = xp.maximum(num_trajectories, 1) * scale
-    else:
+    token_counts = np.array([mask.sum() for mask in loss_masks], np.int64)
+    found = np.asarray(aggregation(token_counts))
+    is_weight = np.isfinite(found) & (found >= 0)  # below 0 the policy would learn the opposite
+    if found.shape not in ((), token_counts.shape) or not is_weight.all():
         raise ValueError(
-            f"unknown aggregation {mode!r}; expected one of {', '.join(MODES)}. "
-            "Set `loss.aggregation`."
+            f"config.loss.aggregation returned {list(found.shape)} with {is_weight.sum()} "
+            f"weights; expected finite [{len(token_counts)}] from 0, one a trajectory."
         )
-    return xp.where(loss_mask, 1.0 / denominator, 0.0).astype(xp.float32)
+    weights = np.broadcast_to(found, token_counts.shape)
+    return [
+        np.where(mask, weight, 0.0).astype(np.float32)
+        for mask, weight in zip(loss_masks, weights, strict=True)
+    ]
+
+
+def token_mean(token_counts: Int[Array, " N"]) -> ScalarLike:
+    """Over all tokens: a trajectory counts as often as it has tokens.
+
+    Args:
+        token_counts: tokens of each trajectory that are trained on, 0 in some.
+    """
+    return 1.0 / token_counts.sum().clip(1)
+
+
+def seq_mean_token_mean(token_counts: Int[Array, " N"]) -> Float[Array, " N"]:
+    """Means over each trajectory, averaged over the trajectories that have tokens."""
+    return 1.0 / (token_counts.clip(1) * _num_trajectories(token_counts))
+
+
+def seq_mean_token_sum(token_counts: Int[Array, " N"]) -> ScalarLike:
+    """Sums over each trajectory, averaged over the trajectories that have tokens."""
+    return 1.0 / _num_trajectories(token_counts)
+
+
+def seq_mean_token_sum_norm(
+    token_counts: Int[Array, " N"], *, max_response_tokens: int
+) -> ScalarLike:
+    """As `seq_mean_token_sum`, divided by a length that is the same in every mini-batch."""
+    return 1.0 / (_num_trajectories(token_counts) * max_response_tokens)
+
+
+def _num_trajectories(token_counts: Int[Array, " N"]) -> Any:
+    return (token_counts > 0).sum().clip(1)
+
+
+AGGREGATIONS: dict[str, Callable[..., Any]] = {
+    "token-mean": token_mean,
+    "seq-mean-token-mean": seq_mean_token_mean,
+    "seq-mean-token-sum": seq_mean_token_sum,
+    "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
+}
+"""By name in `loss.aggregation`; the names are verl's."""
+
+ARRAYS = ("token_counts",)
+"""What an aggregation may ask for: int [N], tokens trained on of each trajectory of a mini-batch,
+those among them that the update leaves out since they have no signal."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxrl.report import write_report
-from jaxrl.runtime.files import printable
+from jaxrl.runtime.files import printable, system_message
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         print(printable(str(write_report(arguments.runs, out=arguments.out, ignore=ignore))))
     except OSError as error:
-        sys.exit(printable(f"error: {error}"))
+        sys.exit(printable(f"error: {system_message(error) or error}"))
     except Exception as error:  # a file with something in it that nobody thought of
         runs = ", ".join(map(str, arguments.runs))
         sys.exit(printable(f"error: no report of {runs}: {error!r}"))

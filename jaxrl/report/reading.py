@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import STAGES, flat_json
+from jaxrl.renamed import with_present_names
 from jaxrl.runtime.history import HISTORY, read_history
 
 
@@ -48,7 +49,7 @@ def read_run(workdir: Path) -> RunFiles:
     return RunFiles(
         name=workdir.resolve().name,
         workdir=workdir,
-        config=_try(workdir / "config.json", flat_json, problems) or {},
+        config=with_present_names(_try(workdir / "config.json", flat_json, problems) or {}),
         records=records,
         evaluations=evaluations,
         starts=starts,

@@ -51,6 +51,31 @@ def printable(text: str) -> str:
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system says where a file cannot grow: the disk, a quota, a limit."""
 
+REMEDIES = {
+    errno.EACCES: "give this user the right to it (ls -l shows who has it).",
+    errno.EPERM: "give this user the right to it (ls -l shows who has it).",
+    errno.EROFS: "name a place that can be written to.",
+    errno.EISDIR: "a file belongs there; move the folder away.",
+    errno.ENOTDIR: "a folder belongs there; move the file away.",
+    **dict.fromkeys(FULL_DISK, "free some space and run the same command again."),
+    errno.EFBIG: "raise the limit on a file's size (ulimit -f) and run the same command again.",
+}
+"""What to do about errors of the system, whose texts do not say it."""
+
+
+def system_message(error: OSError, remedy: str = "", place: Path | None = None) -> str | None:
+    """What the system refuses, where and what to do about it; None where `REMEDIES` does not know.
+
+    Args:
+        error: of the system.
+        remedy: what to do, if it is not what `REMEDIES` says.
+        place: what the error is about, if it does not name a file.
+    """
+    file = error.filename or place
+    if not file or error.errno not in REMEDIES:
+        return None
+    return f"{file}: {error.strerror}; {remedy or REMEDIES[error.errno]}"
+
 
 def full_disk(error: BaseException | None) -> OSError | None:
     """The full disk that an error tells of, or what caused it; None: it tells of something else.
@@ -195,9 +220,14 @@ def held(folder: Path) -> Iterator[None]:
     """Holds a folder for this process; the system lets go of it when the process ends.
 
     Raises:
-        ValueError: another process holds it; it is named.
+        ValueError: another process holds it, and is named; or the folder cannot be made.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as error:  # as in /proc, though what it would lie in is there
+        raise ValueError(
+            f"--workdir={folder} cannot be made ({error.strerror}); name a folder on a disk."
+        ) from error
     with (folder / ".lock").open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

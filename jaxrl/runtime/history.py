@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 from jaxrl import config as configuration
 from jaxrl.config import default_config, flatten
 from jaxrl.method import has_gate
+from jaxrl.renamed import RENAMED, contents_with_present_names, old_keys, with_present_names
 from jaxrl.runtime.files import append_line, set_aside, written_whole
 
 HISTORY = "config_history.jsonl"
@@ -142,13 +143,14 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
                 "the file back, or name another --workdir; with --accept_changes the run goes on "
                 "with the configuration that is given now."
             ) from error
-    old = sorted({*saved, *told} & configuration.RENAMED.keys())
+    # What was written last, so that a run that was once accepted needs no further consent.
+    old = old_keys(told or saved)
     if old and not is_accepted:
-        named = ", ".join(f"config.{key} (config.{configuration.RENAMED[key]} now)" for key in old)
+        named = ", ".join(f"config.{key} (config.{RENAMED[key]} now)" for key in old)
         raise ValueError(
-            f"{path} was written by an earlier version, with {named}. Name another --workdir to "
-            "begin anew; with --accept_changes the run goes on with the configuration that is "
-            "given now."
+            f"{workdir} was begun by an earlier version, with {named}. Name another --workdir to "
+            "begin anew; --accept_changes goes on with this version, and the history says which "
+            "values are others."
         )
     lines, bad = read_history(workdir)
     warnings += [f"warning: {workdir / HISTORY}:{number} is no line of it" for number in bad]
@@ -157,11 +159,12 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
     contents = dict(position.get("contents") or {})
     for line in lines:
         contents |= line.get("contents") or {}
+    saved, told = with_present_names(saved), with_present_names(told)
     defaults = plain(flatten(default_config()))
     return Begun(
         step=step,
-        config={**defaults, **saved, **plain(told)} if saved or told else {},
-        contents=contents,
+        config={**defaults, **plain(saved), **plain(told)} if saved or told else {},
+        contents=contents_with_present_names(contents),
         warnings=warnings,
     )
 

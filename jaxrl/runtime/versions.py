@@ -139,6 +139,9 @@ def _own_code(config: ConfigDict) -> dict[str, Path]:
     """The files that dotted names stand for, by key; what these import is not seen."""
     names = {key: config[key].name for key in ("env", "advantage", "loss", "filter")}
     names = {f"{key}.name": name for key, name in names.items()}
+    names |= {"loss.aggregation": config.loss.aggregation, "kl.estimator": config.kl.estimator}
+    names |= {"optimizer.schedule": config.optimizer.schedule}
+    names |= {"sft.optimizer.schedule": config.sft.optimizer.schedule}
     names |= {"search.engine": config.search.engine}
     names |= {"env.search.protocol": config.env.search.protocol}
     names |= {"model.architecture": config.model.architecture}

@@ -150,7 +150,7 @@ def sample_keys(
     """Keys `uint32 [n, 2]` of samples, from what identifies them and nothing else.
 
     Args:
-        seed: of the run.
+        seed: `config.seed`.
         stage: number of the stage that samples.
         step: the step at which the sample starts.
         positions: int32 [n], of the task in the task stream.

@@ -611,7 +611,7 @@ def _checked_reward(reward: Any) -> Reward:
         TypeError, ValueError: it is something else.
     """
     _check_types("score", reward, Reward, {"parts": Mapping, "final_answer": str})
-    numbers = {"total": reward.total, **reward.parts}
+    numbers = {**reward.parts, "total": reward.total}  # a part is told before the sum it spoils
     for name, value in numbers.items():
         if not (isinstance(name, str) and isinstance(value, Real) and math.isfinite(value)):
             raise ValueError(f"the reward's {name!r} is {value!r}; expected a finite number")

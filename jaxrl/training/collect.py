@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl.choices import arrays_of, subsection
+from jaxrl.choices import OwnCodeError, arrays_of, named, subsection
 from jaxrl.data import Stream
 from jaxrl.envs.base import Task
 from jaxrl.method import filter_of
@@ -40,8 +40,8 @@ class Collected:
     """What a step trains on."""
 
     groups: list[Group]
-    leftover: list[Group]  # surplus groups, for the next step
-    items_taken: int  # of the task stream, in all
+    leftover: list[Group]  # groups beyond the need, for the next step
+    num_tasks_taken: int  # from the stream, in all
     tried: list[GroupStats]  # every group that was sampled, whether it passed the filter or not
     metrics: dict[str, float]
 
@@ -50,7 +50,7 @@ class Collected:
 class _Batches:
     """What the batches of a step have brought so far."""
 
-    items_taken: int
+    num_tasks_taken: int
     kept: list[Group]
     tried: list[GroupStats] = field(default_factory=list)
     count: int = 0
@@ -63,7 +63,7 @@ def collect(
     stream: Stream[Task],
     config: ConfigDict,
     *,
-    items_taken: int,
+    num_tasks_taken: int,
     leftover: Sequence[Group],
     controllers: Controllers,
     measure: Measure,
@@ -75,7 +75,7 @@ def collect(
         roll_out: samples groups.
         stream: tasks in their order.
         config: its sections `filter`, `shaping` and `rollout` say what is kept.
-        items_taken: tasks that were taken from the stream before.
+        num_tasks_taken: tasks that were taken from the stream before.
         leftover: groups beyond what the step before needed.
         controllers: before the step; the tasks that are skipped, and the stage of the method.
         measure: for a filter that sees the KL term of the reward.
@@ -86,12 +86,12 @@ def collect(
         NotEnoughGroupsError: after `filter.max_batches` batches there are still too few.
     """
     settings, wanted = config.filter, config.rollout.tasks_per_step
-    batches = _Batches(items_taken=items_taken, kept=list(leftover))
+    batches = _Batches(num_tasks_taken=num_tasks_taken, kept=list(leftover))
     while len(batches.kept) < wanted:
         if 0 < settings.max_batches <= batches.count:
             raise NotEnoughGroupsError(_complaint(settings, batches, wanted))
-        draws, batches.items_taken = draw(
-            stream, batches.items_taken, settings.tasks_per_batch or wanted, controllers.skipped
+        draws, batches.num_tasks_taken = draw(
+            stream, batches.num_tasks_taken, settings.tasks_per_batch or wanted, controllers.skipped
         )
         groups, num_retried = _roll_out_with_retries(roll_out, draws, config, controllers.is_late)
         failures.count(members(groups))
@@ -109,13 +109,18 @@ def collect(
                 f"warning: {len(batches.kept)} of {wanted} groups have passed the filter in "
                 f"{batches.count} batches; the groups were: {_shares(batches.tried)}"
             )
-    surplus = batches.kept[wanted:]
+    new_leftover = batches.kept[wanted:]
     return Collected(
         groups=batches.kept[:wanted],
-        leftover=[_without_divergences(group) for group in surplus] if settings.carry_over else [],
-        items_taken=batches.items_taken,
+        leftover=[_without_divergences(g) for g in new_leftover] if settings.carry_over else [],
+        num_tasks_taken=batches.num_tasks_taken,
         tried=batches.tried,
-        metrics=_metrics(batches, num_old=len(leftover), surplus=surplus, settings=settings),
+        metrics=_metrics(
+            batches,
+            num_leftover_before=len(leftover),
+            num_leftover=len(new_leftover),
+            settings=settings,
+        ),
     )
 
 
@@ -124,7 +129,7 @@ _TOLD_EVERY = 10
 
 
 def draw(
-    stream: Stream[Task], items_taken: int, count: int, skipped: SkipSet | None = None
+    stream: Stream[Task], num_tasks_taken: int, count: int, skipped: SkipSet | None = None
 ) -> tuple[list[Draw], int]:
     """The next `count` tasks of the stream that are not skipped, and how many are then taken.
 
@@ -134,7 +139,7 @@ def draw(
     draws: list[Draw] = []
     num_skipped = 0  # since the last that was not
     while len(draws) < count:
-        [task] = stream.take(items_taken, 1)
+        [task] = stream.take(num_tasks_taken, 1)
         if skipped is not None and task.id in skipped:
             num_skipped += 1
             if num_skipped > 2 * stream.num_items:
@@ -144,10 +149,10 @@ def draw(
                     "config.num_steps to end here, or add tasks."
                 )
         else:
-            draws.append(Draw(task=task, stream_index=items_taken))
+            draws.append(Draw(task=task, stream_index=num_tasks_taken))
             num_skipped = 0
-        items_taken += 1
-    return draws, items_taken
+        num_tasks_taken += 1
+    return draws, num_tasks_taken
 
 
 def _without_divergences(group: Group) -> Group:
@@ -157,9 +162,9 @@ def _without_divergences(group: Group) -> Group:
 
 
 def _metrics(
-    batches: _Batches, *, num_old: int, surplus: Sequence[Group], settings: ConfigDict
+    batches: _Batches, *, num_leftover_before: int, num_leftover: int, settings: ConfigDict
 ) -> dict[str, float]:
-    """What a step has drawn and kept; `num_old` groups were left over from the step before."""
+    """What a step has drawn and kept, with what was left over before it and is after it."""
     tried = batches.tried
     kinds = Counter(group.kind for group in tried)
     num_groups = len(tried) or np.nan  # of no group at all, where enough were left over
@@ -167,9 +172,9 @@ def _metrics(
     return {
         "rollout/num_generated": batches.num_generated,
         "filter/num_batches": batches.count,
-        "filter/kept_share": (len(batches.kept) - num_old) / num_groups,
-        "filter/surplus_groups": len(surplus),
-        "filter/carried_groups": len(surplus) if settings.carry_over else 0,
+        "filter/kept_share": (len(batches.kept) - num_leftover_before) / num_groups,
+        "filter/surplus_groups": num_leftover,
+        "filter/carried_groups": num_leftover if settings.carry_over else 0,
         "filter/accuracy": sum(group.num_correct for group in tried) / (num_scored or np.nan),
         "filter/resampled_groups": batches.num_resampled,
         **{f"filter/{kind}_share": kinds[kind] / num_groups for kind in GROUP_KINDS},
@@ -246,10 +251,8 @@ def _filter_groups(
         config: its section `filter` names the filter.
         kl_coef: coefficient of the KL term in the reward.
     """
-    found = filter_of(config)  # objectives/filters.py, by filter.name
-    if found is None:
+    if filter_of(config) is None:
         return list(groups)
-    keep, settings = found
     columns = Columns(groups)
     offered = {
         "scores": lambda: scores,
@@ -260,16 +263,31 @@ def _filter_groups(
             "seq_final_reward": lambda: columns.rewards - rewards.kl_penalties(groups, kl_coef),
         }[config.filter.varied.metric]().astype(np.float32),
     }
-    arrays = [
-        offered[name]() if name in offered else getattr(columns, name) for name in arrays_of(keep)
-    ]
-    flags = np.asarray(keep(*arrays, **settings))
-    if flags.dtype != bool or flags.shape != columns.group_ids.shape:
-        raise ValueError(
-            f"config.filter.name names {config.filter.name!r}, which returned {flags.dtype} "
-            f"{list(flags.shape)}; expected bool [{len(columns.group_ids)}], one a trajectory."
-        )
+
+    def column(name: str) -> np.ndarray:
+        return offered[name]() if name in offered else getattr(columns, name)
+
+    flags = filter_flags(config, column, len(columns.group_ids))
     kept = {int(index) for index in columns.group_ids[flags]}
     # A lone survivor of environment errors has nothing to differ from; a group of one is meant.
     fewest = min(2, config.rollout.group_size)
     return [group for i, group in enumerate(groups) if i in kept and len(group.scored) >= fewest]
+
+
+def filter_flags(config: ConfigDict, column: Callable[[str], np.ndarray], count: int) -> np.ndarray:
+    """What the filter says of `count` trajectories, bool; `column` has its arrays by name.
+
+    Raises:
+        OwnCodeError: it failed, or says something else.
+    """
+    found = filter_of(config)  # objectives/filters.py, by filter.name
+    assert found is not None
+    keep, settings = found
+    checked = named("filter.name", config.filter.name, lambda *a, **b: np.asarray(keep(*a, **b)))
+    flags = checked(*map(column, arrays_of(keep)), **settings)
+    if flags.dtype != bool or flags.shape != (count,):
+        raise OwnCodeError(
+            f"config.filter.name names {config.filter.name!r}, which returned {flags.dtype} "
+            f"{list(flags.shape)}; expected bool [{count}], one a trajectory."
+        )
+    return flags

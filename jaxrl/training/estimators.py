@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl.choices import arrays_of, is_own, subsection
+from jaxrl.choices import OwnCodeError, arrays_of, is_own, named, subsection
 from jaxrl.method import estimator_of
 from jaxrl.types import Columns, Group, with_fields
 
@@ -32,7 +32,8 @@ class Estimator:
         }
         self._arrays = arrays_of(function)
         # Of every value that a setting takes there is a program.
-        self._function = jax.jit(function, static_argnames=tuple(self._settings))
+        compiled = jax.jit(function, static_argnames=tuple(self._settings))
+        self._function = named("advantage.name", self._name, compiled)
 
     def scheduled(self, stage_step: int) -> dict[str, Any]:
         """The settings that have a schedule, after `stage_step` steps of the stage."""
@@ -60,7 +61,7 @@ class Estimator:
         settings = self._settings | self.scheduled(stage_step)
         found = np.asarray(self._function(*arrays, **settings), np.float32)
         if found.shape != columns.group_ids.shape or not np.isfinite(found).all():
-            raise ValueError(
+            raise OwnCodeError(
                 f"config.advantage.name names {self._name!r}, which returned {list(found.shape)} "
                 f"with {np.isfinite(found).sum()} finite numbers; expected finite "
                 f"[{len(columns.group_ids)}], one a trajectory."

@@ -84,15 +84,16 @@ def short(text: str) -> str:
     return line if len(line) <= _LONGEST_ERROR else f"{line[:_LONGEST_ERROR]} …"
 
 
-def has_learned(measured: Sequence[Mapping[str, Metric]]) -> bool:
+def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
     """Whether one of a step's updates had a gradient, and was taken."""
     return any(
-        0 < float(m["grad_norm"].value) < math.inf and not m["skipped"].value for m in measured
+        0 < float(m["grad_norm"].value) < math.inf and not m["skipped"].value
+        for m in update_metrics
     )
 
 
 def why_nothing(
-    trajectories: Sequence[Trajectory], measured: Sequence[Mapping[str, Metric]]
+    trajectories: Sequence[Trajectory], update_metrics: Sequence[Mapping[str, Metric]]
 ) -> str | None:
     """Why a step had nothing to learn from; None where it had, or where every episode failed.
 
@@ -100,7 +101,7 @@ def why_nothing(
 
     Args:
         trajectories: of the step, with their advantages.
-        measured: metrics of its updates.
+        update_metrics: of each of its updates.
     """
     scored = [t for t in trajectories if t.is_scored]
     if not scored:
@@ -110,7 +111,7 @@ def why_nothing(
         spread = f"{min(rewards):.3g}"
         spread += f" to {max(rewards):.3g}" if min(rewards) != max(rewards) else ""
         return f"no trajectory had a signal: what is compared was equal (rewards {spread})"
-    if measured and all(m["skipped"].value for m in measured):
+    if update_metrics and all(m["skipped"].value for m in update_metrics):
         return "its update was skipped, since the gradient was not finite"
     return None
 

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+from jaxrl.method import kl_estimator_of
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.runtime.sharding import num_batch_shards, replicated
 from jaxrl.training.minibatches import as_trained
@@ -34,7 +35,7 @@ def make_measure(
         config: its section `kl` names the estimator, `loss` what is trained on.
     """
     # One micro-batch at a time, which is what objectives know.
-    estimate = jax.vmap(partial(kl_estimate, estimator=config.kl.estimator))
+    estimate = jax.vmap(partial(kl_estimate, estimator=kl_estimator_of(config)))
 
     def compare(old: jax.Array, ref: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
         return old, ref, estimate(old, ref, mask)
@@ -54,7 +55,6 @@ def make_measure(
                 trained,
                 np.zeros(len(trained), np.float32),
                 shape,
-                aggregation="token-mean",
                 num_shards=num_batch_shards(mesh),
             )
             batch = put_batch(mesh, packed.batch)

@@ -9,7 +9,9 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl.method import has_kl_loss, has_kl_weights, is_measured
+from jaxrl.choices import named
+from jaxrl.method import aggregation_of, has_kl_loss, has_kl_weights, is_measured
+from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.entropy import kl_weights
 from jaxrl.objectives.shaping import relaxed_kl
 from jaxrl.training.controllers import Controllers, KLBudget
@@ -30,7 +32,7 @@ def make_minibatches(
 
     Environment errors are left out. Trajectories without an advantage may be too
     (`optimizer.skip_signal_free`), where neither a KL nor an entropy term gives them a gradient;
-    they still count in the loss's denominator.
+    they still count in the weights of the others' tokens.
 
     Args:
         groups: with their advantages; with their divergences where these were measured.
@@ -42,19 +44,23 @@ def make_minibatches(
     has_other_terms = has_kl_loss(config) or config.loss.entropy_coef != 0
     needs_all = has_other_terms or not config.optimizer.skip_signal_free
     size = config.rollout.tasks_per_step // config.optimizer.num_minibatches
+    aggregation = aggregation_of(config)  # objectives/aggregation.py, by loss.aggregation
+    weigh = named("loss.aggregation", config.loss.aggregation, token_weights)
     minibatches = []
     for start in range(0, size * config.optimizer.num_minibatches, size):
-        scored = [t for t in members(groups[start : start + size]) if t.is_scored]
-        kept = [t for t in scored if needs_all or t.advantage != 0]
+        part = members(groups[start : start + size])
+        scored = [as_trained(t, config) for t in part if t.is_scored]
+        weights = weigh([t.loss_mask for t in scored], aggregation)
+        kept = [i for i, t in enumerate(scored) if needs_all or t.advantage != 0]
+        trained = [scored[i] for i in kept]
+        fields = {"token_weights": [weights[i] for i in kept]}
         minibatches.append(
             pack(
-                [as_trained(t, config) for t in kept],
-                np.array([t.advantage for t in kept], np.float32),
+                trained,
+                np.array([t.advantage for t in trained], np.float32),
                 shape,
-                aggregation=config.loss.aggregation,
-                scale=config.rollout.max_response_tokens,
-                counted=[as_trained(t, config) for t in scored],
-                token_fields=_token_fields(kept, controllers, config),
+                token_fields=fields | _measured_fields(trained, controllers, config),
+                num_counted=sum(t.num_sampled for t in scored),
                 num_shards=num_shards,
             )
         )
@@ -69,7 +75,7 @@ def as_trained(trajectory: Trajectory, config: ConfigDict) -> Trajectory:
     return dataclasses.replace(trajectory, loss_mask=mask)
 
 
-def _token_fields(
+def _measured_fields(
     trajectories: Sequence[Trajectory], controllers: Controllers, config: ConfigDict
 ) -> dict[str, list[np.ndarray]]:
     """What is known of every token beforehand: KL coefficients, and what was measured."""
@@ -77,7 +83,7 @@ def _token_fields(
     if has_kl_weights(config):
         fields["kl_weights"] = token_kl_weights(trajectories, controllers, config)
     if is_measured(config):
-        found = [t.measured("divergence") for t in trajectories]
+        found = [t.required("divergence") for t in trajectories]
         if not takes_own_logprobs(config):
             fields["old_logprobs"] = [divergence.old_logprobs for divergence in found]
         if has_kl_loss(config):
@@ -104,7 +110,7 @@ def token_kl_weights(
         scales *= relaxed_kl(
             [controllers.bucket(t.task_id) for t in trajectories],
             np.array([t.is_correct for t in trajectories], bool),
-            np.array([t.measured("windows").excess for t in trajectories], np.float32),
+            np.array([t.required("windows").excess for t in trajectories], np.float32),
         )
     coef = controllers.kl_coef(config)
     masks = [

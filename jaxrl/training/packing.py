@@ -10,7 +10,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl.models.output import QUARTERS
-from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.balancing import largest_differencing
 from jaxrl.types import Batch
 
@@ -83,7 +82,7 @@ class Packed:
     batch: Batch  # numpy arrays [A, b, T]
     num_micro: int  # micro-batches that hold anything
     num_tokens: int  # tokens that are not padding
-    num_counted: int  # sampled tokens by which the loss is divided
+    num_counted: int  # sampled tokens of the mini-batch, also of what is left out of it
     padding: float  # share of padding in these micro-batches
     imbalance: float  # of the device with the most tokens, above the mean, as a share of it
 
@@ -136,10 +135,8 @@ def pack(
     advantages: np.ndarray,
     shape: BatchShape,
     *,
-    aggregation: str,
-    scale: float | None = None,
-    counted: Sequence[TokenSequence] | None = None,
     token_fields: Mapping[str, Sequence[np.ndarray]] | None = None,
+    num_counted: int | None = None,
     num_shards: int = 1,
 ) -> Packed:
     """Packs one mini-batch.
@@ -148,11 +145,10 @@ def pack(
         sequences: what is trained on.
         advantages: float32 [len(sequences)], constant over each sequence.
         shape: of the batch.
-        aggregation: mode of `objectives.aggregation.token_weights`.
-        scale: of the mode that divides by a fixed length, in tokens.
-        counted: the whole mini-batch by whose tokens and trajectories the loss is divided, where
-            `sequences` leaves out some that have no signal; `sequences` itself by default.
-        token_fields: further fields of `Batch`, of each sequence its float32 [L].
+        token_fields: further fields of `Batch`, of each sequence its float32 [L]. Without
+            `token_weights` among them these are 0, as where nothing is trained on.
+        num_counted: sampled tokens of the mini-batch, where `sequences` leaves out some that have
+            no signal; theirs alone by default.
         num_shards: devices that share the rows of a micro-batch; each gets about as many tokens.
     """
     lengths = [len(sequence.token_ids) for sequence in sequences]
@@ -161,27 +157,16 @@ def pack(
     if num_shards > 1:
         rows, loads = balance_rows(rows, lengths, shape.micro_rows, num_shards)
     arrays = _fill(sequences, advantages, rows, shape, token_fields or {})
-    counted = sequences if counted is None else counted
-    sampled = [int(sequence.loss_mask.sum()) for sequence in counted]
-    arrays["token_weights"] = np.asarray(
-        token_weights(
-            arrays["loss_mask"],
-            arrays["segment_ids"],
-            mode=aggregation,
-            num_tokens=np.int32(sum(sampled)),
-            num_trajectories=np.int32(sum(count > 0 for count in sampled)),
-            scale=scale,
-        ),
-        np.float32,
-    )
+    if num_counted is None:
+        num_counted = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
     blocks = (shape.num_micro, shape.micro_rows, shape.row_tokens)
-    num_tokens = sum(len(sequence.token_ids) for sequence in sequences)
+    num_tokens = sum(lengths)
     num_micro = -(-len(rows) // shape.micro_rows)
     return Packed(
         batch=Batch(**{name: array.reshape(blocks) for name, array in arrays.items()}),
         num_micro=num_micro,
         num_tokens=num_tokens,
-        num_counted=sum(sampled),
+        num_counted=num_counted,
         padding=1 - num_tokens / max(num_micro * shape.micro_rows * shape.row_tokens, 1),
         imbalance=max(loads) * num_shards / num_tokens - 1
         if num_shards > 1 and num_tokens
@@ -228,7 +213,7 @@ def _fill(
     shape: BatchShape,
     token_fields: Mapping[str, Sequence[np.ndarray]],
 ) -> dict[str, Any]:
-    """The fields of `Batch` but its weights, `[A * b, T]`."""
+    """The fields of `Batch`, `[A * b, T]`."""
     size = (shape.num_micro * shape.micro_rows, shape.row_tokens)
     if len(rows) > size[0]:
         raise ValueError(
@@ -242,6 +227,7 @@ def _fill(
         "loss_mask": np.zeros(size, bool),
         "advantages": np.zeros(size, np.float32),
         "rollout_logprobs": np.zeros(size, np.float32),
+        "token_weights": np.zeros(size, np.float32),
         **{name: np.zeros(size, np.float32) for name in token_fields},
     }
     for row, members in enumerate(rows):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from jaxrl.choices import arrays_of
-from jaxrl.method import loss_of
+from jaxrl.choices import arrays_of, failure_text
+from jaxrl.method import kl_estimator_of, loss_of
 from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import PolicyLoss
@@ -18,14 +19,19 @@ from jaxrl.training.update import TokenLoss
 from jaxrl.types import Batch
 
 
+class LossError(ValueError):
+    """The function that `loss.name` or `kl.estimator` names cannot be used."""
+
+
 def make_policy_loss(config: ConfigDict) -> TokenLoss:
     """The policy loss with its KL and entropy terms; a term that is off adds nothing."""
-    policy_loss, settings = loss_of(config)
+    policy_loss, settings = loss_of(config)  # objectives/losses.py, by loss.name
     names = arrays_of(policy_loss)
     loss, kl = config.loss, config.kl
     correction = loss.correction.to_dict()
     is_corrected = correction["level"] != "none"
-    entropy_coef, estimator, anchor_name = loss.entropy_coef, kl.estimator, kl.anchor
+    estimator = kl_estimator_of(config)  # objectives/kl.py, by kl.estimator
+    entropy_coef, anchor_name = loss.entropy_coef, kl.anchor
     kl_coef = kl.coef if kl.place == "loss" else 0.0
     mask_observations = loss.mask_observations
 
@@ -38,9 +44,15 @@ def make_policy_loss(config: ConfigDict) -> TokenLoss:
         old = current if batch.old_logprobs is None else batch.old_logprobs
         computed = {"logprobs": logprobs, "old_logprobs": old, "entropies": entropies}
         arrays = [computed[n] if n in computed else getattr(batch, n) for n in names]
-        # Not weighted yet: the update multiplies by `token_weights` (objectives/aggregation.py).
-        found = policy_loss(*arrays, **settings)
-        check_loss(config.loss.name, found, logprobs)
+        # Not weighted yet: the update multiplies by `token_weights` (minibatches.py).
+        try:
+            found = policy_loss(*arrays, **settings)
+        except (Exception, SystemExit) as error:
+            raise LossError(
+                f"config.loss.name names {loss.name!r}, which JAX cannot trace: "
+                f"{failure_text(error)}."
+            ) from error
+        check_loss(loss.name, found, logprobs)
         values, measured = found
         # Of an observation that is trained on, the sampler has no log-probability.
         is_sampled = mask if mask_observations else mask & (batch.rollout_logprobs != 0)
@@ -50,9 +62,7 @@ def make_policy_loss(config: ConfigDict) -> TokenLoss:
             **{f"actor/{name}": Metric(value) for name, value in measured.items()},
             "rollout_corr/logprob_diff_mean": Metric(jnp.abs(gap)),
             "rollout_corr/logprob_diff_max": Metric(jnp.abs(gap), "maximum"),
-            "rollout_corr/k3_kl": Metric(
-                kl_estimate(batch.rollout_logprobs, old, is_sampled, estimator="k3")
-            ),
+            "rollout_corr/k3_kl": Metric(kl_estimate(batch.rollout_logprobs, old, is_sampled)),
         }
         if is_corrected:
             weights = importance_weights(
@@ -83,17 +93,34 @@ def check_loss(name: str, found: Any, logprobs: jax.Array) -> None:
     """Refuses what is no loss of every token: a scalar would train, on padding too.
 
     Raises:
-        ValueError: says what the loss returned.
+        LossError: says what the loss returned.
     """
     if not isinstance(found, PolicyLoss):
-        raise ValueError(
-            f"config.loss.name names {name!r}, which returned {type(found).__name__}; expected a "
+        kind = "an array" if isinstance(found, jax.Array) else type(found).__name__
+        raise LossError(
+            f"config.loss.name names {name!r}, which returned {kind}; expected a "
             "PolicyLoss (jaxrl/objectives/losses.py)."
         )
-    shapes = {"loss": found.per_token, **found.metrics}
-    for what, values in shapes.items():
-        if jnp.shape(values) != logprobs.shape:
-            raise ValueError(
-                f"config.loss.name names {name!r}, whose {what} has the shape "
-                f"{list(jnp.shape(values))}; expected {list(logprobs.shape)}, a number a token."
+    begin = f"config.loss.name names {name!r}, whose"
+    if not isinstance(found.metrics, Mapping):
+        raise LossError(f"{begin} metrics are {type(found.metrics).__name__}; expected a mapping.")
+    taken = [one for one in found.metrics if not isinstance(one, str) or one in _MEASURED]
+    if taken:
+        raise LossError(
+            f"{begin} metrics hold {taken[0]!r}; expected texts other than {', '.join(_MEASURED)}, "
+            "which are measured of every loss."
+        )
+    for what, values in {"loss": found.per_token, **found.metrics}.items():
+        shape = getattr(values, "shape", None)
+        if shape != logprobs.shape:
+            got = type(values).__name__ if shape is None else f"of the shape {list(shape)}"
+            raise LossError(
+                f"{begin} {what} is {got}; expected an array {list(logprobs.shape)}, a number a "
+                "token."
             )
+    if not jnp.issubdtype(found.per_token.dtype, jnp.floating):
+        raise LossError(f"{begin} loss is {found.per_token.dtype}; expected float32.")
+
+
+_MEASURED = ("entropy", "pg_loss", "kl_loss")
+"""Metrics `actor/..` of every loss."""

@@ -77,7 +77,7 @@ def shape(groups: Sequence[Group], config: ConfigDict, *, is_late: bool) -> list
 def kl_penalties(groups: Sequence[Group], coef: float) -> np.ndarray:
     """What the KL term takes off each reward: `coef` times the measured divergence, float64 [N]."""
     return np.array(
-        [coef * t.measured("divergence").total if t.is_scored else 0.0 for t in members(groups)]
+        [coef * t.required("divergence").total if t.is_scored else 0.0 for t in members(groups)]
     )
 
 
@@ -98,7 +98,7 @@ def pay_entropy(
     amounts = np.zeros(len(trajectories), np.float32)
     if controllers.level is not None:
         scored = [i for i, t in enumerate(trajectories) if t.is_scored]
-        counts = [trajectories[i].measured("windows").count for i in scored]
+        counts = [trajectories[i].required("windows").count for i in scored]
         amounts[scored] = entropy_reward(
             np.array(counts, np.int32),
             np.array([trajectories[i].is_correct for i in scored], bool),

@@ -16,8 +16,10 @@ from jaxrl.config_checks import validate
 from jaxrl.envs.base import Episode, Outcome, Task
 from jaxrl.envs.tools import run_all
 from jaxrl.logs.display import Display
+from jaxrl.method import kl_estimator_of
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.objectives.filters import FILTERS
+from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.run import run
 from jaxrl.training.collect import NotEnoughGroupsError, _filter_groups
@@ -29,7 +31,10 @@ from tests.helpers import blocks, settings, text
 from tests.runs import records, trajectories
 
 HERE = Path(__file__).parent
-KINDS = ("env", "tool", "engine", "reward", "estimator", "loss", "filter")
+KINDS = (
+    *("env", "tool", "engine", "protocol", "reward"),
+    *("estimator", "loss", "filter", "aggregation"),
+)
 FILES = [HERE / f"my_{kind}.py" for kind in KINDS]
 DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
 TASKS = [
@@ -74,10 +79,12 @@ def test_the_document_shows_the_files_and_their_lines():
         'config.env.name = "my_env.CalculatorEnv"\n',
         'config.env.search.tools = ("my_tool.Clock",)\n',
         'config.search.engine = "my_engine.Engine"\n',
+        'config.env.search.protocol = "my_protocol.facts"\n',
         'config.reward.weights = {"exact_match": 1.0, "my_reward.brevity": 0.2}\n',
         'config.advantage.name = "my_estimator.by_rank"\n',
         'config.loss.name = "my_loss.floored"\n',
         'config.filter.name = "my_filter.has_success"\n',
+        'config.loss.aggregation = "my_aggregation.by_root"\n',
     ]
     for line in lines:  # each by itself is a valid configuration
         assert line in shown
@@ -113,6 +120,19 @@ def test_the_tool_and_the_engine_answer(server):
     assert run_all(Engine(url=server), ["abc", "x & y"]) == ["cba", "y & x"]
     [failed] = run_all(Engine(url="http://127.0.0.1:9/", timeout_s=1), ["abc"])
     assert str(failed).startswith("URLError: ")
+
+
+def test_the_protocol_judges_the_last_line():
+    from my_protocol import facts
+
+    spoken = facts(("clock",))
+    right = "<search> a </search>\n<facts>b</facts>\n<answer>since b\nAda Kerr</answer>"
+    assert spoken.tools == ("search", "clock")
+    assert spoken.final_answer(right) == "Ada Kerr"
+    assert spoken.is_correct(right, ["Ada Kerr"])
+    assert not spoken.is_correct(right, ["b"])
+    assert [spoken.format_reward(text) for text in (right, "<answer>Ada")] == [0.0, -1.0]
+    assert spoken.render_observation("</facts><clock>").body == "‹/facts›‹clock›"
 
 
 SIZES = {
@@ -203,6 +223,7 @@ def test_a_run_in_an_environment_of_ones_own(tiny_world, tmp_path):
 
 
 def test_the_objectives_by_hand():
+    from my_aggregation import by_root
     from my_estimator import by_rank
     from my_filter import has_success
     from my_loss import floored
@@ -215,6 +236,8 @@ def test_the_objectives_by_hand():
     loss, metrics = floored(logprobs, np.full((1, 3), 2.0), mask)
     np.testing.assert_allclose(loss, [[2.0, 10.0, 0.0]])
     np.testing.assert_array_equal(metrics["given_up"], [[0, 1, 0]])
+    # Roots 2, 0 and 3: two fifths of the whole over 4 tokens, three over 9.
+    np.testing.assert_allclose(by_root(np.array([4, 0, 9])), [1 / 10, 1 / 5, 1 / 15])
 
 
 @pytest.mark.minutes
@@ -223,7 +246,7 @@ def test_a_run_with_objectives_of_ones_own(tiny_world, tmp_path):
     changes = {
         "advantage.name": "my_estimator.by_rank", "advantage.settings": {"scale": 3.0},
         "loss.name": "my_loss.floored", "loss.settings": {"floor": -3.0},
-        "filter.name": "my_filter.has_success",
+        "filter.name": "my_filter.has_success", "loss.aggregation": "my_aggregation.by_root",
         "reward.weights": {"exact_match": 1.0, "my_reward.brevity": 1.0},
         "sft.num_steps": 2,
     }  # fmt: skip
@@ -256,8 +279,8 @@ def test_a_run_with_objectives_of_ones_own(tiny_world, tmp_path):
         ),
         (
             {"advantage.settings": {"scale": 3}},
-            "config.advantage.settings is .*; expected {}: they are for one of your own, and "
-            "'grpo' has its keys in config.advantage.",
+            "config.advantage.settings is .*; expected {}: they are for one of your own, not for "
+            r"'grpo', whose keys are in config.advantage.grpo\.",
         ),
         (
             {"loss.name": "my_filter.has_success"},
@@ -266,7 +289,7 @@ def test_a_run_with_objectives_of_ones_own(tiny_world, tmp_path):
         ),
         (
             {"filter.settings": {"least": 1}},
-            "config.filter.settings is .*; expected {}: they are for one of your own, and 'none'",
+            "config.filter.settings is .*: they are for one of your own, not for 'none'",
         ),
         ({"advantage.name": "math.pi"}, "names 'math.pi', a float; expected a function"),
         ({"advantage.name": "builtins.print"}, "names 'builtins.print'; expected a function whose"),
@@ -274,7 +297,24 @@ def test_a_run_with_objectives_of_ones_own(tiny_world, tmp_path):
             {"advantage.name": "my_estimator.by_rank", "advantage.settings": {"scale": {1}}},
             "config.advantage.settings is .*; expected names with true, false, a number or a text",
         ),
-        ({"reward.weights": {"math.pi": 1.0}}, "names 'math.pi', a float; expected a function of"),
+        (
+            {"loss.aggregation": "my_loss.floored"},
+            "config.loss.aggregation names 'my_loss.floored', which asks for 'logprobs'; expected "
+            "some of token_counts",
+        ),
+        (
+            {"kl.estimator": "numpy.linspace"},
+            "config.kl.estimator names 'numpy.linspace', which asks for 'start'; expected some of "
+            "log_ratios",
+        ),
+        (
+            {"sft.optimizer.schedule": "optax.cosine_decay_schedule"},
+            "config.sft.optimizer.schedule names .* asks for 'init_value'; expected some of peak",
+        ),
+        (
+            {"reward.weights": {"math.pi": 1.0}},
+            "names 'math.pi', a float; expected a function of \\(",
+        ),
         ({"filter.name": "most"}, "config.filter.name is 'most'; expected one of none, varied, "),
     ],
 )
@@ -283,6 +323,22 @@ def test_objectives_that_do_not_fit_are_refused(changes, message):
     config.update_from_flattened_dict(changes)
     with pytest.raises(ValueError, match=message):
         validate(config)
+
+
+def test_a_setting_that_no_key_holds_needs_a_default(monkeypatch, tmp_path):
+    (tmp_path / "my_kl.py").write_text(
+        "def strict(log_ratios, *, limit):\n    return abs(log_ratios)\n"
+        "def square(log_ratios, *, scale=2.0):\n    return scale * log_ratios**2\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = debug_tiny.get_config()
+    config.kl.estimator = "my_kl.strict"
+    with pytest.raises(ValueError, match=r"kl.estimator names 'my_kl.strict', which asks for 'lim"):
+        validate(config)
+    config.kl.estimator = "my_kl.square"
+    validate(config)
+    arrays = np.array([[-1.0, -2.0]]), np.array([[-2.0, -2.0]])
+    np.testing.assert_array_equal(kl_estimate(*arrays, estimator=kl_estimator_of(config)), [[2, 0]])
 
 
 def odd_shapes(kind):
@@ -297,7 +353,7 @@ def odd_shapes(kind):
 
 def test_what_an_objective_returns_is_checked(monkeypatch):
     rows = np.zeros((2, 3), np.float32)
-    with pytest.raises(ValueError, match=r"whose loss has the shape \[\]; expected \[2, 3\]"):
+    with pytest.raises(ValueError, match=r"loss is of the shape \[\]; expected an array \[2, 3\]"):
         check_loss("my.scalar", odd_shapes("scalar")(rows), rows)
     with pytest.raises(ValueError, match="returned ndarray; expected a PolicyLoss"):
         check_loss("my.bare", odd_shapes("bare")(rows), rows)

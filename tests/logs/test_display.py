@@ -53,6 +53,13 @@ class TestDisplay:
         display.log("decode 8 steps of [4, 16] rows; [red]")
         assert display.console.file.getvalue() == "decode 8 steps of [4, 16] rows; [red]\n"
 
+    def test_warnings_go_to_stderr(self, capsys):
+        display = Display()
+        display.log("resuming after step 3")
+        display.log("warning: checkpoint 4 is damaged")
+        told = capsys.readouterr()
+        assert told == ("resuming after step 3\n", "warning: checkpoint 4 is damaged\n")
+
     def test_foreign_text_does_nothing_to_a_terminal(self):
         display = shown(width=80, terminal=True)
         display.log("a :heart: \x1b[2J\ud800 b")

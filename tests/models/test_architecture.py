@@ -37,7 +37,7 @@ def test_an_unknown_model_type_says_what_to_do(tmp_path):
     ("name", "why"),
     [
         ("nowhere.to.be.Found", "no module 'nowhere' is on sys.path"),
-        ("jaxrl.models.qwen.Llama", "has no attribute 'Llama'"),
+        ("jaxrl.models.qwen.Llama", "qwen.py does not define 'Llama'"),
         ("no name", "expected one of qwen2, qwen3, a dotted name"),
         ("jaxrl.models.qwen.Block", "is no subclass of jaxrl.models.architecture.Architecture"),
     ],

@@ -1,21 +1,15 @@
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.objectives.aggregation import MODES, token_weights
+from jaxrl.objectives.aggregation import AGGREGATIONS, token_mean, token_weights
+from tests.helpers import Sequence, weigh, weights_in_rows
 
 VALUES = np.array([[1, 2, 3, 4], [6, 8, 7, 8], [9, 9, 9, 9]], np.float32)
 MASK = np.array([[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]], bool)
 ROW_IDS = np.array([[1] * 4, [2] * 4, [3] * 4], np.int32)
-
-weights_jit = jax.jit(token_weights, static_argnames=("mode", "scale"))
-
-
-def counts(mask, ids):
-    return {"num_tokens": int(mask.sum()), "num_trajectories": len(np.unique(ids[mask]))}
 
 
 @pytest.mark.parametrize(
@@ -27,95 +21,71 @@ def counts(mask, ids):
         ("seq-mean-token-sum-norm", 2.5),
     ],
 )
-@pytest.mark.parametrize("run", [token_weights, weights_jit])
-def test_three_rows_by_hand(mode, expected, run):
-    weights = run(MASK, ROW_IDS, mode=mode, **counts(MASK, ROW_IDS), scale=4.0)
-    assert weights.dtype == np.float32
+def test_three_rows_by_hand(mode, expected):
+    weights = weights_in_rows(MASK, ROW_IDS, mode, scale=4)
     np.testing.assert_allclose((weights * VALUES).sum(), expected, rtol=1e-6)
     assert (weights[~MASK] == 0).all()
 
 
-def test_numpy_in_numpy_out():
-    args = {"mode": "seq-mean-token-mean", "num_tokens": 5}
-    assert isinstance(token_weights(MASK, ROW_IDS, **args, num_trajectories=2), np.ndarray)
-    traced = token_weights(MASK, ROW_IDS, **args, num_trajectories=jnp.array(2))
-    assert isinstance(traced, jax.Array)
-    assert isinstance(
-        token_weights(MASK, ROW_IDS, **args, num_trajectories=np.int64(2)), np.ndarray
-    )
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_nothing_to_train_on_weighs_nothing(mode):
-    args = {"mode": mode, "num_tokens": 0, "num_trajectories": 0, "scale": 4.0}
-    for ids in (np.zeros((2, 3), np.int32), np.ones((2, 3), np.int32)):
-        assert not token_weights(np.zeros((2, 3), bool), ids, **args).any()
-        assert not weights_jit(np.zeros((2, 3), bool), ids, **args).any()
+    assert weigh([], mode, 4) == []
+    nothing = Sequence(token_ids=None, loss_mask=np.zeros(3, bool), rollout_logprobs=None)
+    for weights in weigh([nothing, nothing], mode, 4):
+        assert weights.dtype == np.float32
+        np.testing.assert_array_equal(weights, np.zeros(3))
 
 
-def slow_weights(mask, ids, *, mode, num_tokens, num_trajectories, scale):
-    out = np.zeros(mask.shape)
-    for place in zip(*np.nonzero(mask), strict=True):
-        own = mask[ids == ids[place]].sum()
-        out[place] = {
-            "token-mean": 1 / num_tokens if num_tokens else 0,
-            "seq-mean-token-sum": 1 / num_trajectories,
-            "seq-mean-token-mean": 1 / num_trajectories / own,
-            "seq-mean-token-sum-norm": 1 / num_trajectories / scale,
-        }[mode]
+def slow_weights(masks, mode, scale):
+    out = [np.zeros(len(mask)) for mask in masks]
+    num_tokens, num_trajectories = sum(map(sum, masks)), sum(map(any, masks))
+    for own, mask in zip(out, masks, strict=True):
+        for place in np.flatnonzero(mask):
+            own[place] = {
+                "token-mean": 1 / num_tokens,
+                "seq-mean-token-sum": 1 / num_trajectories,
+                "seq-mean-token-mean": 1 / num_trajectories / sum(mask),
+                "seq-mean-token-sum-norm": 1 / num_trajectories / scale,
+            }[mode]
     return out
 
 
-@st.composite
-def packed(draw, rows=4, length=10):
-    """Trajectories one after the other in rows, with arbitrary ids, gaps and masks."""
-    ids = np.zeros((rows, length), np.int32)
-    names = iter(draw(st.permutations([*range(1, rows * length), 10**6])))
-    for row in ids:
-        place = 0
-        for size in draw(st.lists(st.integers(1, 6), max_size=5)):
-            gap = draw(st.integers(0, 1))
-            row[place + gap : place + gap + size] = next(names)
-            place += gap + size
-    bits = draw(st.lists(st.booleans(), min_size=rows * length, max_size=rows * length))
-    return np.array(bits).reshape(ids.shape) & (ids > 0), ids
+@settings(max_examples=60, deadline=None)
+@given(
+    masks=st.lists(st.lists(st.booleans(), min_size=1, max_size=8), max_size=12),
+    mode=st.sampled_from([*AGGREGATIONS]),
+)
+def test_agrees_with_a_slow_loop(masks, mode):
+    sequences = [Sequence(None, np.array(mask), None) for mask in masks]
+    for got, wanted in zip(weigh(sequences, mode, 7), slow_weights(masks, mode, 7), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
-@given(batch=packed(), mode=st.sampled_from(MODES))
-def test_agrees_with_a_slow_loop(batch, mode):
-    args = {"mode": mode, **counts(*batch), "scale": 7.0}
-    expected = slow_weights(*batch, **args)
-    np.testing.assert_allclose(token_weights(*batch, **args), expected, rtol=1e-6)
-    np.testing.assert_allclose(weights_jit(*batch, **args), expected, rtol=1e-6)
+@given(
+    counts=st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    mode=st.sampled_from([*AGGREGATIONS]),
+    random=st.randoms(use_true_random=False),
+)
+def test_order_changes_no_bit(counts, mode, random):
+    sequences = [Sequence(None, np.arange(10) < count, None) for count in counts]
+    order = [*range(len(counts))]
+    random.shuffle(order)
+    plain, shuffled = weigh(sequences, mode, 7), weigh([sequences[i] for i in order], mode, 7)
+    for place, index in enumerate(order):
+        np.testing.assert_array_equal(shuffled[place], plain[index])
 
 
-@settings(max_examples=60, deadline=None)
-@given(batch=packed(), mode=st.sampled_from(MODES), order=st.permutations(range(4)))
-def test_micro_batches_and_row_order_change_nothing(batch, mode, order):
-    mask, ids = batch
-    args = {"mode": mode, **counts(*batch), "scale": 7.0}
-    whole = token_weights(mask, ids, **args)
-    for cut in np.split(np.array(order), 2):
-        np.testing.assert_array_equal(token_weights(mask[cut], ids[cut], **args), whole[cut])
+@pytest.mark.parametrize("found", [np.ones(2), np.ones((3, 1)), np.nan, np.array([1, np.inf, 1])])
+def test_what_an_aggregation_returns_is_checked(found):
+    masks = [np.ones(2, bool)] * 3
+    with pytest.raises(ValueError, match=r"loss\.aggregation returned .* expected finite \[3\]"):
+        token_weights(masks, lambda token_counts: found)
+    assert token_weights(masks, token_mean)[0].tolist() == [np.float32(1 / 6)] * 2
 
 
-@settings(max_examples=30, deadline=None)
-@given(batch=packed(), mode=st.sampled_from(MODES))
-def test_packing_changes_nothing(batch, mode):
-    mask, ids = batch
-    args = {"mode": mode, **counts(*batch), "scale": 7.0}
-    packed_weights = token_weights(mask, ids, **args)
-    for id in np.unique(ids[ids > 0]):
-        alone = mask[ids == id][None]
-        got = token_weights(alone, np.full(alone.shape, 1), **args)
-        np.testing.assert_array_equal(got[0], packed_weights[ids == id])
-
-
-def test_settings_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="unknown aggregation 'mean'; expected one of token-mean"):
-        token_weights(MASK, ROW_IDS, mode="mean", num_tokens=5, num_trajectories=2)
-    with pytest.raises(ValueError, match="scale"):
-        token_weights(
-            MASK, ROW_IDS, mode="seq-mean-token-sum-norm", num_tokens=5, num_trajectories=2
-        )
+def test_they_compute_in_jax_as_well():
+    counts = np.array([3, 0, 2])
+    for name in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):
+        aggregation = AGGREGATIONS[name]
+        np.testing.assert_allclose(jax.jit(aggregation)(counts), aggregation(counts), rtol=1e-6)

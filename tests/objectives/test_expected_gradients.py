@@ -21,8 +21,8 @@ from jaxrl.objectives.advantages import (
     reinforce_plus_plus,
     rloo,
 )
-from jaxrl.objectives.aggregation import token_weights
-from jaxrl.objectives.kl import kl_estimate
+from jaxrl.objectives.aggregation import AGGREGATIONS
+from jaxrl.objectives.kl import KL_ESTIMATORS, kl_estimate
 from tests.helpers import per_token_of
 from tests.objectives.enumerable import (
     binomial,
@@ -333,8 +333,8 @@ def expected_on_policy(policy_loss, mode):
     def loss(x, rows, values):
         logprobs, mask = TWO.token_logprobs(x)[rows], jnp.asarray(TWO.mask)[rows]
         segment_ids = jnp.where(mask, jnp.arange(1, SIZE + 1)[:, None], 0)
-        counts = {"num_tokens": mask.sum(), "num_trajectories": SIZE}
-        weights = token_weights(mask, segment_ids, mode=mode, scale=2, **counts)
+        given = {"max_response_tokens": 2} if mode == "seq-mean-token-sum-norm" else {}
+        weights = mask * jnp.reshape(AGGREGATIONS[mode](mask.sum(axis=1), **given), (-1, 1))
         return (weights * policy_loss(logprobs, values[:, None] * mask, mask, segment_ids)).sum()
 
     return expected_loss_gradient(TWO, LOGITS[2], GROUPS, loss, leave_one_out(SIZE))
@@ -382,7 +382,10 @@ def expected_kl_gradient(estimator, n):
 
     def loss(x, rows):
         return kl_estimate(
-            place.token_logprobs(x)[rows], anchor[rows], mask[rows], estimator=estimator
+            place.token_logprobs(x)[rows],
+            anchor[rows],
+            mask[rows],
+            estimator=KL_ESTIMATORS[estimator],
         ).sum()
 
     return expected_loss_gradient(place, LOGITS[n], place.groups(1), loss)
@@ -418,7 +421,9 @@ def test_k1_and_k3_are_worth_the_kl_divergence_and_the_others_are_not(n):
     values = {
         name: float(
             place.probs(LOGITS[n])
-            @ kl_estimate(logprobs, anchor, jnp.asarray(place.mask), estimator=name).sum(axis=1)
+            @ kl_estimate(
+                logprobs, anchor, jnp.asarray(place.mask), estimator=KL_ESTIMATORS[name]
+            ).sum(axis=1)
         )
         for name in ("k1", "k2", "k3", "abs")
     }

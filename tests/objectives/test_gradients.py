@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from jaxrl.objectives import losses
-from jaxrl.objectives.aggregation import token_weights
-from jaxrl.objectives.kl import kl_estimate
+from jaxrl.objectives.kl import KL_ESTIMATORS, kl_estimate
 from jaxrl.objectives.losses import negative_log_likelihood
-from tests.helpers import per_token_of
+from tests.helpers import per_token_of, weights_in_rows
 
 cispo_policy_loss = per_token_of(losses.cispo_policy_loss)
 clipped_policy_loss = per_token_of(losses.clipped_policy_loss)
@@ -87,9 +86,7 @@ def test_gspo_has_the_gradient_of_the_trajectories_objective(seed, spread, low, 
 
 
 def test_the_weights_of_this_file_are_those_of_the_aggregation():
-    got = token_weights(
-        MASK, IDS, mode="seq-mean-token-mean", num_tokens=int(MASK.sum()), num_trajectories=4
-    )
+    got = weights_in_rows(MASK, IDS, "seq-mean-token-mean")
     np.testing.assert_allclose(got, sequence_weights(), rtol=1e-6)
 
 
@@ -185,7 +182,7 @@ def test_beyond_twenty_nats_no_ratio_has_a_gradient(gap, advantage):
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])
 def test_plain_kl_estimates_have_the_slope_of_their_value(name):
     x, anchor = logprobs(1, 1.0)
-    total = jax.jit(lambda x: kl_estimate(x, anchor, MASK, estimator=name).sum())
+    total = jax.jit(lambda x: kl_estimate(x, anchor, MASK, estimator=KL_ESTIMATORS[name]).sum())
     np.testing.assert_allclose(jax.grad(total)(x), slopes(total, x), atol=1e-7)
 
 
@@ -194,7 +191,7 @@ def test_a_plus_keeps_the_value_and_takes_the_gradient_of_k2(name):
     x, anchor = logprobs(1, 1.0)
     x[0, 0] = x[0, 1] = anchor[0, 0] = 30.0  # one pair coincides, one is beyond every clip
     plus, k2, plain = (
-        jax.jit(lambda x, e=e: kl_estimate(x, anchor, MASK, estimator=e).sum())
+        jax.jit(lambda x, e=e: kl_estimate(x, anchor, MASK, estimator=KL_ESTIMATORS[e]).sum())
         for e in (name + "+", "k2", name)
     )
     np.testing.assert_allclose(plus(x), plain(x), rtol=1e-14)
@@ -220,7 +217,7 @@ def test_the_gradient_of_k2_is_in_expectation_that_of_the_divergence(name, is_tr
 
     def expected_estimate(theta):
         pair = jax.nn.log_softmax(theta)[None], jax.nn.log_softmax(anchor)[None]
-        return (probabilities * kl_estimate(*pair, estimator=name)[0]).sum()
+        return (probabilities * kl_estimate(*pair, estimator=KL_ESTIMATORS[name])[0]).sum()
 
     got, wanted = jax.grad(expected_estimate)(theta), jax.grad(divergence)(theta)
     assert np.allclose(got, wanted, atol=1e-12) == bool(is_true_gradient)

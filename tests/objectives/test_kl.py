@@ -3,11 +3,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.objectives.kl import kl_estimate
+from jaxrl.objectives.kl import KL_ESTIMATORS, kl_estimate
 
-NAMES = [name + suffix for name in ("k1", "k2", "k3", "abs") for suffix in ("", "+")]
 LOGPROBS = np.array([[-1, -1, -1, -2]], np.float32)
 ANCHOR = np.array([[-1, -0.5, -2, -1]], np.float32)
+
+
+def estimated(*arrays, name):
+    return kl_estimate(*arrays, estimator=KL_ESTIMATORS[name])
 
 
 @pytest.mark.parametrize(
@@ -21,7 +24,7 @@ ANCHOR = np.array([[-1, -0.5, -2, -1]], np.float32)
 )
 def test_four_tokens_by_hand(name, expected):
     for suffix in ("", "+"):
-        got = kl_estimate(LOGPROBS, ANCHOR, estimator=name + suffix)
+        got = estimated(LOGPROBS, ANCHOR, name=name + suffix)
         np.testing.assert_allclose(got, [expected], atol=1e-6)
 
 
@@ -53,35 +56,38 @@ def test_k3_on_samples_of_the_current_policy_estimates_kl_to_the_anchor():
     ],
 )
 def test_gradients_by_hand(name, expected):
-    gradient = jax.grad(lambda x: kl_estimate(x, ANCHOR, estimator=name).sum())
+    gradient = jax.grad(lambda x: estimated(x, ANCHOR, name=name).sum())
     np.testing.assert_allclose(gradient(jnp.array(LOGPROBS)), [expected], rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs"])
 def test_gradient_is_the_slope(name):
     x = LOGPROBS + np.float32(0.25)  # off the kink of abs
-    got = jax.grad(lambda x: kl_estimate(x, ANCHOR, estimator=name).sum())(jnp.array(x))
-    up, down = (kl_estimate(x + np.float32(s), ANCHOR, estimator=name) for s in (1e-3, -1e-3))
+    got = jax.grad(lambda x: estimated(x, ANCHOR, name=name).sum())(jnp.array(x))
+    up, down = (estimated(x + np.float32(s), ANCHOR, name=name) for s in (1e-3, -1e-3))
     np.testing.assert_allclose(got, (up - down) / 2e-3, atol=2e-3)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
 @pytest.mark.parametrize("extreme", [-1e4, 1e4, -np.inf, np.inf, np.nan])
 def test_masked_tokens_are_inert_whatever_they_hold(name, extreme):
     mask = np.array([[True, False, True, False]])
     logprobs = jnp.where(mask, LOGPROBS, extreme)
     for anchor in (ANCHOR, np.where(mask, ANCHOR, extreme).astype(np.float32)):
-        got = kl_estimate(logprobs, anchor, mask, estimator=name)
-        expected = np.where(mask, kl_estimate(LOGPROBS, ANCHOR, estimator=name), 0)
+        got = estimated(logprobs, anchor, mask, name=name)
+        expected = np.where(mask, estimated(LOGPROBS, ANCHOR, name=name), 0)
         np.testing.assert_array_equal(got, expected)
         gradient = jax.grad(
-            lambda x, anchor=anchor: kl_estimate(x, anchor, mask, estimator=name).sum()
+            lambda x, anchor=anchor: kl_estimate(
+                x, anchor, mask, estimator=KL_ESTIMATORS[name]
+            ).sum()
         )(logprobs)
         assert (gradient[~mask] == 0).all()
         assert np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("name", ["k4", "k3++", "+", "", "low_var_kl"])
-def test_an_unknown_name_lists_the_choices(name):
-    with pytest.raises(ValueError, match=r"k1, k2, k3, abs, k1\+, k2\+, k3\+, abs\+"):
-        kl_estimate(LOGPROBS, ANCHOR, estimator=name)
+def test_what_is_no_number_a_token_is_refused():
+    with pytest.raises(
+        ValueError, match=r"kl\.estimator returned the shape \[\]; expected \[1, 4\]"
+    ):
+        kl_estimate(LOGPROBS, ANCHOR, estimator=lambda log_ratios: log_ratios.mean())

@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.objectives import losses
-from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import negative_log_likelihood
-from tests.helpers import metrics_of, per_token_of
+from tests.helpers import metrics_of, per_token_of, weights_in_rows
 
 cispo_metrics = metrics_of(losses.cispo_policy_loss)
 cispo_policy_loss = per_token_of(losses.cispo_policy_loss)
@@ -68,7 +67,7 @@ def test_one_token_by_hand(ratio, advantage, dual_clip, expected):
     ],
 )
 def test_whole_loss_by_hand(mode, policy, kl, total):
-    weights = token_weights(MASK, IDS, mode=mode, num_tokens=5, num_trajectories=2)
+    weights = weights_in_rows(MASK, IDS, mode)
     loss = clipped_policy_loss(LOGPROBS, OLD, ADVANTAGES, MASK, **DAPO_RANGE, dual_clip=3.0)
     k3 = kl_estimate(LOGPROBS, REF, MASK)
     got = [(weights * x).sum() for x in (loss, k3, loss + 0.1 * k3)]
@@ -109,7 +108,7 @@ def test_gspo_by_hand(bounds, first, mean):
     got = gspo_policy_loss(LOGPROBS, OLD, ADVANTAGES, MASK, IDS, **bounds)
     np.testing.assert_allclose(got, MASK * np.array([[first], [1.395612]]), rtol=1e-6)
     mode = "seq-mean-token-mean"
-    weights = token_weights(MASK, IDS, mode=mode, num_tokens=5, num_trajectories=2)
+    weights = weights_in_rows(MASK, IDS, mode)
     np.testing.assert_allclose((weights * got).sum(), mean, atol=1e-6)
     metrics = gspo_metrics(LOGPROBS, OLD, ADVANTAGES, MASK, IDS, **bounds)
     np.testing.assert_array_equal(metrics["pg_clipfrac"], [[1, 1, 0, 0], [0, 0, 0, 0]])

@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.objectives import losses
-from jaxrl.objectives.aggregation import MODES, token_weights
+from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.entropy import kl_weights, window_entropy
-from jaxrl.objectives.kl import kl_estimate
+from jaxrl.objectives.kl import KL_ESTIMATORS, kl_estimate
 from jaxrl.objectives.losses import negative_log_likelihood
-from tests.helpers import metrics_of, per_token_of
+from tests.helpers import metrics_of, per_token_of, weights_in_rows
 
 cispo_metrics = metrics_of(losses.cispo_policy_loss)
 cispo_policy_loss = per_token_of(losses.cispo_policy_loss)
@@ -24,7 +24,6 @@ gspo_metrics = metrics_of(losses.gspo_policy_loss)
 gspo_policy_loss = per_token_of(losses.gspo_policy_loss)
 
 ROWS, LENGTH = 3, 12  # one shape, so that everything compiles once
-ESTIMATORS = [name + suffix for name in ("k1", "k2", "k3", "abs") for suffix in ("", "+")]
 
 
 @st.composite
@@ -105,7 +104,6 @@ cispo_jit = jax.jit(
 kl_jit = jax.jit(kl_estimate, static_argnames="estimator")
 weights_jit = jax.jit(importance_weights, static_argnames=("level", "mode", "cap", "low", "high"))
 window_jit = jax.jit(window_entropy, static_argnames="window")
-token_weights_jit = jax.jit(token_weights, static_argnames=("mode", "scale"))
 
 
 def loss_arrays(batch):
@@ -175,7 +173,7 @@ def test_gspo(batch, bounds):
     # The objective itself: one term a trajectory, averaged.
     places = trajectories(batch)
     total = sum(loss(own, own[0]) for own in places) / max(len(places), 1)
-    weights = weigh(batch, "seq-mean-token-mean")
+    weights = weights_in_rows(batch["mask"], batch["ids"], "seq-mean-token-mean")
     np.testing.assert_allclose((weights * got).sum(), total, rtol=2e-5, atol=1e-6)
 
 
@@ -209,7 +207,7 @@ def test_likelihood(batch):
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 @settings(max_examples=15, deadline=None)
 @given(batch=batches())
 def test_kl(estimator, batch):
@@ -222,22 +220,11 @@ def test_kl(estimator, batch):
             "abs": abs(log_ratio),
         }[estimator.removesuffix("+")]
 
-    got = kl_jit(batch["logprobs"], batch["ref"], batch["mask"], estimator=estimator)
+    got = kl_jit(batch["logprobs"], batch["ref"], batch["mask"], estimator=KL_ESTIMATORS[estimator])
     np.testing.assert_allclose(got, per_token(batch, estimate), rtol=2e-5, atol=1e-6)
 
 
-def weigh(batch, mode):
-    return token_weights_jit(
-        batch["mask"],
-        batch["ids"],
-        mode=mode,
-        num_tokens=int(batch["mask"].sum()),
-        num_trajectories=len(trajectories(batch)),
-        scale=8.0,
-    )
-
-
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", AGGREGATIONS)
 @settings(max_examples=20, deadline=None)
 @given(batch=batches())
 def test_aggregation(mode, batch):
@@ -251,7 +238,8 @@ def test_aggregation(mode, batch):
             "seq-mean-token-mean": sum(sum(x) / len(x) for x in own) / len(own),
             "seq-mean-token-sum-norm": sum(map(sum, own)) / (len(own) * 8.0),
         }[mode]
-    np.testing.assert_allclose((weigh(batch, mode) * values).sum(), total, rtol=1e-5)
+    weights = weights_in_rows(batch["mask"], batch["ids"], mode, 8)
+    np.testing.assert_allclose((weights * values).sum(), total, rtol=1e-5)
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])

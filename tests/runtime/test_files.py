@@ -1,6 +1,7 @@
 import errno
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -123,6 +124,13 @@ def test_a_full_disk_is_found_in_what_libraries_say():
     assert full_disk(told).errno == errno.ENOSPC
     assert full_disk(OSError(errno.EACCES, "Permission denied")) is None
     assert full_disk(None) is None
+
+
+def test_a_folder_that_cannot_be_made():
+    with pytest.raises(
+        ValueError, match=r"--workdir=/proc/x cannot be made .* name a folder on a "
+    ):
+        held(Path("/proc/x")).__enter__()
 
 
 def test_a_folder_is_held_by_one_process_until_it_is_killed(tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxrl.config import default_config, flatten, to_json
+from jaxrl.config import default_config, flat_json, flatten, to_json
 from jaxrl.runtime import history as resuming
 from jaxrl.runtime.history import (
     changes_since,
@@ -13,6 +13,7 @@ from jaxrl.runtime.history import (
     read_history,
     write_history,
 )
+from tests.helpers import ROOT
 
 CONTENTS = {"tasks.train.source": "aa", "search.local.corpus": "cc", "model.path/config.json": "mm"}
 
@@ -35,6 +36,18 @@ def begin(workdir, *, step=40, config=None, position=None):
     (workdir / "config.json").write_text(to_json(config))
     (workdir / resuming.HISTORY).touch()
     return config
+
+
+def nested(flat):
+    """A flat configuration with a mapping for each section."""
+    values = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        inner = values
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[name] = value
+    return values
 
 
 def refused(workdir, contents=None, **changes):
@@ -181,6 +194,38 @@ class TestOlderRuns:
         assert changes_since(read_begun(tmp_path), configured()) == []
         # It ran with what is the default now.
         assert refused(tmp_path, **{"rollout.top_p": 0.9}) == ["rollout.top_p"]
+
+    def test_of_an_earlier_version_is_refused_without_consent(self, tmp_path):
+        self.begin_early(tmp_path)
+        with pytest.raises(ValueError, match=r"begun by an earlier version.* --workdir") as refusal:
+            read_begun(tmp_path)
+        for names in ("advantage.k (config.advantage.pass_at_k.k now)", "kl.target (config.kl."):
+            assert f"config.{names}" in str(refusal.value)
+
+    def test_of_an_earlier_version_keeps_its_values(self, tmp_path):
+        self.begin_early(tmp_path)
+        begun = read_begun(tmp_path, is_accepted=True)
+        settings = {"env.search.tools": ("python",), "reward.weights": {"f1": 1.0}}
+        now = configured(**settings, **{"advantage.pass_at_k.k": 8, "kl.log.target": 0.01})
+        now.kl.controller = "log"
+        [change] = changes_since(begun, now, CONTENTS)
+        assert str(change) == "config.advantage.pass_at_k.k: 4 -> 8"
+        # From then on the workdir is of this version, also before its next checkpoint.
+        resuming.adopt(tmp_path, begun, [change], now, CONTENTS)
+        assert changes_since(read_begun(tmp_path), now, CONTENTS) == []
+
+    @staticmethod
+    def begin_early(workdir):
+        """A workdir as the version before sections left it, in which some keys are set."""
+        path = ROOT / "tests/golden/configs/before_sections.json"
+        flat = flat_json(path)
+        flat |= {"model.path": "models/small", "tasks.train.source": "data/train.jsonl"}
+        flat |= {"env.python": True, "kl.target": 0.01, "kl.controller": "log"}
+        weights = dict.fromkeys(flat.pop("reward.weights"), 0.0) | {"f1": 1.0}
+        flat |= {f"reward.weights.{name}": weight for name, weight in weights.items()}
+        contents = {"search.corpus" if "corpus" in k else k: v for k, v in CONTENTS.items()}
+        begin(workdir, position={"config": flat, "contents": contents})
+        (workdir / "config.json").write_text(json.dumps(nested(flat)))
 
     @pytest.mark.parametrize("damage", [None, "", "[]", "{", "nu\xff", "[" * 100_000])
     def test_a_lost_configuration_does_not_switch_the_guard_off(self, tmp_path, damage):

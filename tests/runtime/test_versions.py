@@ -115,22 +115,30 @@ def test_a_file_that_changed_has_another_fingerprint(world, key):
     assert before.keys() - fingerprints(config).keys() == {key}
 
 
-def test_code_of_ones_own_has_a_fingerprint(world, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("advantage.name", "loss.aggregation", "kl.estimator", "optimizer.schedule"),
+        "sft.optimizer.schedule",
+    ],
+)
+def test_code_of_ones_own_has_a_fingerprint(key, world, tmp_path, monkeypatch):
     file = tmp_path / "mine_alone.py"
     file.write_text("def estimate(rewards, group_ids):\n    return rewards\n")
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine_alone", raising=False)
     config = debug_tiny.get_config(str(world))
     before = fingerprints(config)
-    config.advantage.name = "mine_alone.estimate"
+    config.update_from_flattened_dict({key: "mine_alone.estimate"})
     found = fingerprints(config)
-    assert found.keys() - before.keys() == {"advantage.name's file"}
+    assert found.keys() - before.keys() == {f"{key}'s file"}
     file.write_text("def estimate(rewards, group_ids):\n    return -rewards\n")
     changed = fingerprints(config)
-    assert {name for name in found if found[name] != changed[name]} == {"advantage.name's file"}
+    assert {name for name in found if found[name] != changed[name]} == {f"{key}'s file"}
     [change] = changes_since(
         Begun(step=1, config=plain(flatten(config)), contents=found), config, changed
     )
-    assert str(change) == "config.advantage.name's file (content): another one than before"
+    assert str(change) == f"config.{key}'s file (content): another one than before"
     assert not change.is_free
 
 

@@ -69,7 +69,7 @@ def score(params, micro, temperature):
 def assert_scores_agree(trajectories, params, *, temperature):
     """The trainer, which reads the trajectories packed in rows, has the sampler's numbers."""
     shape = BatchShape(num_micro=1, micro_rows=16, row_tokens=128)
-    packed = pack(trajectories, np.zeros(len(trajectories)), shape, aggregation="token-mean")
+    packed = pack(trajectories, np.zeros(len(trajectories)), shape)
     micro = jax.tree.map(lambda x: x[0], packed.batch)
     logprobs, entropies = (np.asarray(x) for x in score(params, micro, temperature))
     for index, trajectory in enumerate(trajectories):

@@ -64,7 +64,7 @@ def failures(limit=0):
 
 def run(sample, **changes):
     defaults = {
-        "items_taken": 0,
+        "num_tasks_taken": 0,
         "leftover": (),
         "controllers": Controllers(),
         "measure": list,
@@ -83,7 +83,7 @@ def test_without_a_filter_a_step_is_one_batch():
     got = run(sampler([1, 1], [0, 0]))
     assert tasks_of(got.groups) == ["q0", "q0", "q1", "q1"]
     assert [group.task_id for group in got.groups] == ["q0", "q1"]
-    assert (got.items_taken, got.leftover) == (2, [])
+    assert (got.num_tasks_taken, got.leftover) == (2, [])
     assert got.metrics["rollout/num_generated"] == 4
     assert got.metrics["filter/kept_share"] == 1.0
 
@@ -94,8 +94,8 @@ def test_dynamic_sampling_draws_until_enough_groups_differ():
     assert sample.calls == [[(0, 0), (1, 0)], [(2, 0), (3, 0)], [(4, 0), (5, 0)]]
     assert tasks_of(got.groups) == ["q1", "q1", "q4", "q4"]
     assert [group.task_id for group in got.groups] == ["q1", "q4"]
-    # The third differing group is surplus, and dropped.
-    assert (got.items_taken, got.leftover) == (6, [])
+    # The third differing group is left over, and dropped.
+    assert (got.num_tasks_taken, got.leftover) == (6, [])
     assert got.metrics == {
         "rollout/num_generated": 12,
         "filter/num_batches": 3,
@@ -111,14 +111,14 @@ def test_dynamic_sampling_draws_until_enough_groups_differ():
     }
 
 
-def test_surplus_groups_are_carried_over_and_come_first():
+def test_leftover_groups_are_carried_over_and_come_first():
     sample = sampler([1, 0], [0, 1], [1, 0], [1, 1], [1, 0])
     changes = {"filter.name": "varied", "filter.carry_over": True, "filter.tasks_per_batch": 3}
     first = run(sample, **changes)
     assert tasks_of(first.groups) == ["q0", "q0", "q1", "q1"]
     assert [tasks_of([group]) for group in first.leftover] == [["q2", "q2"]]
     changes["filter.tasks_per_batch"] = 2
-    then = run(sample, **changes, items_taken=first.items_taken, leftover=first.leftover)
+    then = run(sample, **changes, num_tasks_taken=first.num_tasks_taken, leftover=first.leftover)
     assert tasks_of(then.groups) == ["q2", "q2", "q4", "q4"]
     assert [group.task_id for group in then.groups] == ["q2", "q4"]
     assert then.metrics["filter/kept_share"] == 0.5
@@ -257,17 +257,17 @@ def test_the_survivor_of_failures_is_no_group_of_one(size, taken):
     """Alone of four it has no advantage; where groups have one member, each is kept."""
     sample = sampler([1, None, None, None][:size], [1, 0, None, None])
     changes = {"rollout.tasks_per_step": 1, "rollout.group_size": size}
-    assert run(sample, **{"filter.name": "varied"}, **changes).items_taken == taken
+    assert run(sample, **{"filter.name": "varied"}, **changes).num_tasks_taken == taken
 
 
 def test_shares_of_no_group_are_not_zero():
     changes = {"filter.name": "varied", "filter.carry_over": True, "rollout.tasks_per_step": 1}
     before = [Group(trajectories=(member(1), member(0, sample=1)))]
-    got = run(sampler(), **changes, items_taken=5, leftover=before)
+    got = run(sampler(), **changes, num_tasks_taken=5, leftover=before)
     shares = {name: value for name, value in got.metrics.items() if name.endswith("_share")}
     assert len(shares) == 5
     assert all(math.isnan(value) for value in shares.values())
-    assert got.items_taken == 5
+    assert got.num_tasks_taken == 5
 
 
 @pytest.mark.parametrize(("num_solved", "count"), [(98, 16), (85, 64), (99, 7), (0, 5)])
@@ -275,9 +275,9 @@ def test_draws_go_on_while_anything_is_left(num_solved, count):
     """However many draws a batch needs, and however often the solved tasks come by meanwhile."""
     stream = Stream([Task(id=f"q{i}", question="?") for i in range(100)], seed=0)
     solved = SkipSet({f"q{i}": 0.0 for i in range(num_solved)})
-    draws, items_taken = draw(stream, 0, count, solved)
+    draws, num_tasks_taken = draw(stream, 0, count, solved)
     assert len(draws) == count
-    passed = [task.id for task in stream.take(0, items_taken)]
+    passed = [task.id for task in stream.take(0, num_tasks_taken)]
     assert [one.task.id for one in draws] == [name for name in passed if name not in solved]
     assert [one.task.id for one in draws] == [passed[one.stream_index] for one in draws]
 

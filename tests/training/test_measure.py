@@ -31,7 +31,6 @@ def test_unpacking_is_the_inverse_of_packing(lengths, num_shards, seed):
         made,
         np.ones(len(made), np.float32),
         shape,
-        aggregation="token-mean",
         num_shards=num_shards,
         token_fields={"kl_weights": values},
     )

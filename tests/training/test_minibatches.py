@@ -127,6 +127,32 @@ def test_what_has_no_signal_takes_its_values_along():
 
 
 @pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [
+        ("token-mean", lambda counts: [1 / sum(counts)] * len(counts)),
+        ("seq-mean-token-sum", lambda counts: [1 / len(counts)] * len(counts)),
+        ("seq-mean-token-mean", lambda counts: [1 / len(counts) / count for count in counts]),
+        ("seq-mean-token-sum-norm", lambda counts: [1 / len(counts) / 20] * len(counts)),
+    ],
+)
+def test_what_has_no_signal_still_counts_in_the_weights(aggregation, expected):
+    config = settings(
+        **{"loss.aggregation": aggregation, "rollout.max_response_tokens": 20},
+        **{"optimizer.num_minibatches": 1},
+    )
+    (batch,) = make_minibatches(
+        groups([1.0, 0.0, 0.0, 2.0, -1.0, 5.0, 3.0, 0.0]), SHAPE, config, controllers=Controllers()
+    )
+    made = trajectories()
+    scored = [index for index, t in enumerate(made) if t.is_scored]
+    wanted = dict(zip(scored, expected([made[i].num_sampled for i in scored]), strict=True))
+    assert len(scored) == 7
+    for place, index in enumerate([0, 3, 4, 6]):
+        got = gather(batch.batch, batch.batch.token_weights, place)
+        np.testing.assert_allclose(got, wanted[index] * made[index].loss_mask, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
     ("changes", "fields"),
     [
         ({}, []),

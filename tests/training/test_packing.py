@@ -3,7 +3,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.objectives.aggregation import MODES
 from jaxrl.training.packing import BatchShape, assign_rows, pack
 from tests.helpers import Sequence, gather, random_sequences
 
@@ -32,7 +31,6 @@ def test_two_in_a_row_by_hand():
         [sequence([0, 1]), sequence([0, 1, 1]), sequence([0, 1, 0, 1])],
         np.array([2.0, -1.0, 0.5], np.float32),
         shape,
-        aggregation="token-mean",
     )
     batch = packed.batch
     np.testing.assert_array_equal(batch.segment_ids, [[[3, 3, 3, 3, 1, 1]], [[2, 2, 2, 0, 0, 0]]])
@@ -41,7 +39,6 @@ def test_two_in_a_row_by_hand():
     np.testing.assert_array_equal(
         batch.advantages, [[[0, 0.5, 0, 0.5, 0, 2]], [[0, -1, -1, 0, 0, 0]]]
     )
-    np.testing.assert_array_equal(batch.token_weights, np.float32(0.2) * batch.loss_mask)
     assert (packed.num_micro, packed.num_tokens, packed.num_counted) == (2, 9, 5)
     assert packed.padding == pytest.approx(3 / 12)
     assert batch.old_logprobs is None
@@ -51,7 +48,7 @@ def test_two_in_a_row_by_hand():
 def test_only_micro_batches_in_use_count():
     shape = BatchShape.for_sequences(9, micro_rows=4, row_tokens=10)
     assert shape == BatchShape(num_micro=3, micro_rows=4, row_tokens=10)
-    packed = pack([sequence([0, 1])] * 9, np.ones(9), shape, aggregation="token-mean")
+    packed = pack([sequence([0, 1])] * 9, np.ones(9), shape)
     assert packed.batch.token_ids.shape == (3, 4, 10)
     assert packed.num_micro == 1  # five in a row, two rows
     assert packed.padding == pytest.approx(1 - 18 / 40)
@@ -60,7 +57,7 @@ def test_only_micro_batches_in_use_count():
 def test_room_for_any_sequences():
     assert BatchShape.for_sequences(0, micro_rows=4, row_tokens=8).num_micro == 1
     shape = BatchShape.for_sequences(5, micro_rows=2, row_tokens=3)
-    packed = pack([sequence([0, 1, 1])] * 5, np.ones(5), shape, aggregation="token-mean")
+    packed = pack([sequence([0, 1, 1])] * 5, np.ones(5), shape)
     assert packed.num_micro == shape.num_micro == 3
 
 
@@ -69,43 +66,22 @@ def test_too_long_is_refused():
         assign_rows([3, 9], 8)
     shape = BatchShape(num_micro=1, micro_rows=1, row_tokens=8)
     with pytest.raises(ValueError, match="does not fit a row"):
-        pack([sequence([1] * 9)], np.ones(1), shape, aggregation="token-mean")
+        pack([sequence([1] * 9)], np.ones(1), shape)
 
 
 def test_too_many_rows_are_refused():
     shape = BatchShape(num_micro=1, micro_rows=2, row_tokens=4)
     with pytest.raises(ValueError, match="3 sequences need 3 rows, the batch has 2"):
-        pack([sequence([0, 1, 1])] * 3, np.ones(3), shape, aggregation="token-mean")
+        pack([sequence([0, 1, 1])] * 3, np.ones(3), shape)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_nothing_to_pack(mode):
+def test_nothing_to_pack():
     shape = BatchShape(num_micro=1, micro_rows=2, row_tokens=4)
-    packed = pack([], np.zeros(0), shape, aggregation=mode, scale=4.0, counted=[sequence([0, 1])])
+    packed = pack([], np.zeros(0), shape, token_fields={"token_weights": []}, num_counted=1)
     assert (packed.num_micro, packed.num_tokens, packed.num_counted) == (0, 0, 1)
+    assert packed.batch.token_weights.shape == (1, 2, 4)
     assert not packed.batch.token_weights.any()
     assert not packed.batch.segment_ids.any()
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        ("token-mean", [1 / 6, 1 / 6]),
-        ("seq-mean-token-sum", [1 / 3, 1 / 3]),
-        ("seq-mean-token-mean", [1 / 3, 1 / 6]),
-        ("seq-mean-token-sum-norm", [1 / 30, 1 / 30]),
-    ],
-)
-def test_left_out_sequences_still_count(mode, expected):
-    # Trained on: one and two sampled tokens. Left out: three, and one without any.
-    kept = [sequence([0, 1]), sequence([0, 1, 1])]
-    counted = [*kept, sequence([0, 1, 1, 1]), sequence([0, 0])]
-    shape = BatchShape(num_micro=1, micro_rows=2, row_tokens=8)
-    packed = pack(kept, np.ones(2), shape, aggregation=mode, scale=10.0, counted=counted)
-    assert packed.num_counted == 6
-    for index, weight in enumerate(expected):
-        weights = gather(packed.batch, packed.batch.token_weights, index)
-        np.testing.assert_allclose(weights, weight * kept[index].loss_mask, rtol=1e-6)
 
 
 @st.composite
@@ -126,13 +102,15 @@ def test_rows_hold_each_sequence_once_and_fit(case):
 
 
 @settings(deadline=None, max_examples=60)
-@given(lengths_and_rows(), st.integers(1, 4), st.sampled_from(MODES), st.integers(0, 2**16))
-def test_batches_hold_each_token_once(case, micro_rows, mode, seed):
+@given(lengths_and_rows(), st.integers(1, 4), st.integers(0, 2**16))
+def test_batches_hold_each_token_once(case, micro_rows, seed):
     lengths, row_tokens = case
     sequences = random_sequences(lengths, seed=seed)
     shape = BatchShape.for_sequences(len(lengths), micro_rows=micro_rows, row_tokens=row_tokens)
     advantages = np.array([sequence.advantage for sequence in sequences], np.float32)
-    packed = pack(sequences, advantages, shape, aggregation=mode, scale=7.0)
+    offsets = np.cumsum(lengths)[:-1]
+    weights = np.split(np.random.default_rng(seed).random(sum(lengths), np.float32), offsets)
+    packed = pack(sequences, advantages, shape, token_fields={"token_weights": weights})
     batch = packed.batch
     assert all(
         getattr(batch, name).shape == (shape.num_micro, micro_rows, row_tokens)
@@ -152,6 +130,7 @@ def test_batches_hold_each_token_once(case, micro_rows, mode, seed):
         np.testing.assert_array_equal(
             gather(batch, batch.advantages, index), advantages[index] * wanted.loss_mask
         )
+        np.testing.assert_array_equal(gather(batch, batch.token_weights, index), weights[index])
 
     padding = batch.segment_ids == 0
     assert padding.sum() == padding.size - sum(lengths)
@@ -161,41 +140,4 @@ def test_batches_hold_each_token_once(case, micro_rows, mode, seed):
     )
     assert not batch.segment_ids[packed.num_micro :].any()
     assert all(batch.segment_ids[micro].any() for micro in range(packed.num_micro))
-
-    # The weights of a mini-batch add up to what the mode averages: 1 for a mean of means.
-    sampled = [int(sequence.loss_mask.sum()) for sequence in sequences]
-    valid = sum(count > 0 for count in sampled)
-    total = {
-        "token-mean": 1,
-        "seq-mean-token-mean": 1,
-        "seq-mean-token-sum": sum(sampled) / max(valid, 1),
-        "seq-mean-token-sum-norm": sum(sampled) / max(valid, 1) / 7.0,
-    }[mode]
-    assert packed.num_counted == sum(sampled)
-    np.testing.assert_allclose(
-        batch.token_weights.sum(dtype=np.float64), total if valid else 0, rtol=1e-5
-    )
-    assert not batch.token_weights[~batch.loss_mask].any()
-
-
-@settings(deadline=None, max_examples=30)
-@given(lengths_and_rows(), st.randoms(use_true_random=False), st.sampled_from(MODES))
-def test_order_changes_no_weight(case, random, mode):
-    lengths, row_tokens = case
-    sequences = random_sequences(lengths)
-    order = list(range(len(lengths)))
-    random.shuffle(order)
-    shape = BatchShape.for_sequences(len(lengths), micro_rows=2, row_tokens=row_tokens)
-
-    def weights(order):
-        packed = pack(
-            [sequences[i] for i in order], np.ones(len(order)), shape, aggregation=mode, scale=7.0
-        )
-        return {
-            i: gather(packed.batch, packed.batch.token_weights, place)
-            for place, i in enumerate(order)
-        }
-
-    plain, shuffled = weights(range(len(lengths))), weights(order)
-    for index in plain:
-        np.testing.assert_array_equal(plain[index], shuffled[index])
+    assert packed.num_counted == sum(int(sequence.loss_mask.sum()) for sequence in sequences)

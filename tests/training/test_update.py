@@ -13,7 +13,7 @@ import pytest
 from jaxrl.envs.base import Outcome, Task
 from jaxrl.models.output import QUARTERS, chunks_of
 from jaxrl.models.policy import Model
-from jaxrl.objectives.aggregation import MODES
+from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.minibatches import make_minibatches
@@ -46,6 +46,7 @@ from tests.helpers import (
     settings,
     shapes_in,
     tiny_params,
+    weigh,
 )
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -54,7 +55,7 @@ MESH = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
 LENGTHS = [9, 20, 31, 14, 25, 6, 12, 17]
 GROUPS = [0, 0, 1, 1, 2, 2, 3, 3]
 LONGEST = 32
-SCALE = 24.0
+SCALE = 24
 CHUNK_TOKENS = 12
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.3, momentum=0.9))
 
@@ -258,7 +259,7 @@ def packings(sequences, mode, cuts):
 def test_packing_and_micro_batches_and_order_change_no_gradient(
     name, cuts, params, gradients, plain, sequences
 ):
-    for mode in MODES:
+    for mode in AGGREGATIONS:
         weights = plain_weights(sequences, range(8), mode)
         wanted = plain(name, params, by_rows(sequences), weights)
         metrics, first = [], None
@@ -292,14 +293,14 @@ def as_trajectory(sequence, task_number, advantage=1.0, outcome=Outcome.ANSWERED
 
 
 def minibatch_settings(mode, **changes):
-    sizes = {"rollout.tasks_per_step": 4, "rollout.max_response_tokens": int(SCALE)}
+    sizes = {"rollout.tasks_per_step": 4, "rollout.max_response_tokens": SCALE}
     return settings(**sizes, **{"loss.aggregation": mode}, **changes)
 
 
 SHAPE = BatchShape(num_micro=4, micro_rows=2, row_tokens=36)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_groups_without_signal_may_be_dropped(mode, params, gradients, sequences):
     # Groups 0 and 2 are all right or all wrong; the last trajectory's search engine broke.
     advantages = np.array([s.advantage for s in sequences], np.float32)
@@ -317,7 +318,8 @@ def test_groups_without_signal_may_be_dropped(mode, params, gradients, sequences
 
     config = minibatch_settings(mode)
     (dropped,) = make_minibatches(groups, SHAPE, config, controllers=Controllers())
-    whole = pack(sequences[:7], advantages[:7], SHAPE, aggregation=mode, scale=SCALE)
+    fields = {"token_weights": weigh(sequences[:7], mode, SCALE)}
+    whole = pack(sequences[:7], advantages[:7], SHAPE, token_fields=fields)
     assert dropped.num_tokens < whole.num_tokens
     assert dropped.num_counted == whole.num_counted
     got, wanted = gradient(dropped, [2, 3, 6]), gradient(whole, range(7))
