@@ -78,7 +78,10 @@ class TestAdvice:
         # Decode weights are whole on every device unless two share them; then a micro-batch of as
         # many rows would have two for each pair.
         keys = {"optimizer.micro_rows": 8, "rollout.max_total_tokens": 16384, "kl.coef": 0.01}
-        config, node = large_run(**keys, **{"rollout.num_rows": 8}), replace(NODE, memory_bytes=2**35)
+        config, node = (
+            large_run(**keys, **{"rollout.num_rows": 8}),
+            replace(NODE, memory_bytes=2**35),
+        )
         assert not memory.make_plan(config, QWEN_7B, node).fits
         mesh = {"mesh.data": 1, "mesh.fsdp": 4, "mesh.tensor": 2}
         found = advice.advise(config, QWEN_7B, node)
