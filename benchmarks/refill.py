@@ -34,7 +34,7 @@ from transformers import PreTrainedTokenizerFast
 
 from benchmarks import common
 from jaxrl.envs.base import Env, Episode, Message, Observation, Outcome, Reward, StepResult, Task
-from jaxrl.models.attention.choice import XLA
+from jaxrl.models.attention.kernels import XLA
 from jaxrl.sampling.engine import Counts, Engine, Request, sample_keys
 from jaxrl.sampling.pages import pages_for
 from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Schedule, Seeds

@@ -218,7 +218,7 @@ def _read_data(
             tokenizer,
             max_total_tokens=config.rollout.max_total_tokens,
             max_observation_tokens=config.rollout.max_observation_tokens,
-            protocol=environment.protocol(config)([tool.name for tool in tools]),
+            protocol=toolbox.protocol(config)([tool.name for tool in tools]),
             tools=("search", *(tool.name for tool in tools)),
         )
     return tasks, eval_tasks, demonstrations
@@ -245,16 +245,16 @@ def _make_env(config: ConfigDict, engine: Tool, tools: Sequence[Tool]) -> Env:
         engine=engine,
         tools=tools,
         prompt=Prompt(**prompt),
-        protocol=environment.protocol(config),
+        protocol=toolbox.protocol(config),
         max_calls=config.rollout.max_turns,
         correct_by=config.reward.correct,
     )
-    environment.check_env(config, env)
+    toolbox.check_env(config, env)
     return env
 
 
 def _make_payment(config: ConfigDict) -> Payment:
-    weights, own_parts = environment.reward_weights(config), environment.own_parts(config)
+    weights, own_parts = toolbox.reward_weights(config), toolbox.own_parts(config)
     return Payment(weights=weights, own_parts=own_parts)
 
 

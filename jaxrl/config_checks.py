@@ -26,15 +26,7 @@ from jaxrl.config import (
     flatten,
     refuse,
 )
-from jaxrl.environment import (
-    check_protocol,
-    environment_parts,
-    has_tools,
-    named_weights,
-    needs_corpus,
-    overlong_limit,
-    own_parts,
-)
+from jaxrl.environment import has_tools, needs_corpus, overlong_limit
 from jaxrl.envs.rewards import check_weights
 from jaxrl.method import (
     aggregation_of,
@@ -49,7 +41,14 @@ from jaxrl.method import (
     reads_rewards,
     schedule_of,
 )
-from jaxrl.toolbox import check_tools, engine
+from jaxrl.toolbox import (
+    check_protocol,
+    check_tools,
+    engine,
+    environment_parts,
+    named_weights,
+    own_parts,
+)
 
 
 @dataclass(frozen=True)

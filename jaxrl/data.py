@@ -1,4 +1,4 @@
-"""Tasks and demonstrations from JSONL, tasks from TFDS; and their endless shuffled stream."""
+"""Tasks and demonstrations from JSONL, tasks from TFDS."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import json
 import unicodedata
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
-import grain
 import numpy as np
 
 from jaxrl.envs.base import Task
@@ -284,20 +283,3 @@ def _identity(task: Task) -> Hashable:
 
 RESERVED = ("all", "mean")
 """Names of summaries over data sets, which no data set may have."""
-
-
-class Stream(Generic[Item]):
-    """Items in an endless order that is shuffled anew each epoch.
-
-    The order is a function of the seed, so one number, how many items were taken, is all a restart
-    needs; it does not depend on how many processes read.
-    """
-
-    def __init__(self, items: Sequence[Item], *, seed: int):
-        """A stream over `items`, which are held."""
-        self.num_items = len(items)
-        self._order = grain.MapDataset.source(list(items)).seed(seed).shuffle().repeat()
-
-    def take(self, position: int, count: int) -> list[Item]:
-        """Items `position` to `position + count - 1` of the stream."""
-        return [self._order[index] for index in range(position, position + count)]

@@ -23,8 +23,8 @@ from rich.text import Text
 
 from jaxrl.codecs import question_record
 from jaxrl.config import STAGES
+from jaxrl.envs.answers import normalize_answer
 from jaxrl.envs.base import Outcome
-from jaxrl.envs.rewards import normalize_answer
 from jaxrl.logs.metrics import plain_number
 from jaxrl.logs.statistics import (
     bootstrap_means,

@@ -7,7 +7,6 @@ import time
 import jax
 import numpy as np
 
-from jaxrl.data import Stream
 from jaxrl.logs.steps import SHOWN, memory_metrics
 from jaxrl.objectives.aggregation import token_mean, token_weights
 from jaxrl.objectives.losses import negative_log_likelihood
@@ -16,6 +15,7 @@ from jaxrl.runtime import distributed
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.sampling.rollout import Interrupted
 from jaxrl.session import Session, stage_optimizer
+from jaxrl.stream import Stream
 from jaxrl.training.packing import pack, sft_shape
 from jaxrl.training.update import UpdateStep, put_batch
 from jaxrl.types import Batch, Params

@@ -13,7 +13,6 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl.config import STAGES
-from jaxrl.data import Stream
 from jaxrl.evaluate import num_unscored_suites, run_suites
 from jaxrl.logs.metrics import plain_number, rollout_metrics
 from jaxrl.logs.steps import (
@@ -34,6 +33,7 @@ from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.runtime.stopping import update_best
 from jaxrl.sampling.rollout import Sampling, Seeds
 from jaxrl.session import Session, stage_optimizer
+from jaxrl.stream import Stream
 from jaxrl.training import rewards
 from jaxrl.training.collect import Collected, Measure, RollOut, collect, some_failed
 from jaxrl.training.controllers import Controllers, advance, advance_gate

@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrl.config import default_config
 from jaxrl.models import kv_cache
-from jaxrl.models.attention.choice import XLA
+from jaxrl.models.attention.kernels import XLA
 from jaxrl.models.attention.reference import attend_pages
 from jaxrl.models.layers import Through
 from jaxrl.models.output import QUARTERS

@@ -16,7 +16,6 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.components import assemble
-from jaxrl.environment import reward_weights
 from jaxrl.envs.base import Prompt, ToolError
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.retrieval import EmptySearch, SearchEngine
@@ -30,6 +29,7 @@ from jaxrl.runtime.distributed import shared
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.session import Progress
+from jaxrl.toolbox import reward_weights
 
 # As small as they can be and still search: the sampler compiles a program for each of its shapes.
 SIZES = {

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from examples import tfds_tasks
-from jaxrl.data import Stream, overlap_note, read_tasks
+from jaxrl.data import overlap_note, read_tasks
 from jaxrl.envs.base import Task
+from jaxrl.stream import Stream
 
 ROOT = Path(__file__).parents[1]
 KEY = "config.tasks.train.source"

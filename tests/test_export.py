@@ -11,7 +11,7 @@ from jax import export
 
 from jaxrl.config import default_config
 from jaxrl.models import qwen
-from jaxrl.models.attention.choice import XLA
+from jaxrl.models.attention.kernels import XLA
 from jaxrl.runtime import sharding
 from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, StopTables
 from jaxrl.sampling.next_token import PLAIN

@@ -7,6 +7,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from jaxrl.envs.answers import exact_match, f1
 from jaxrl.envs.base import (
     Env,
     Episode,
@@ -19,7 +20,7 @@ from jaxrl.envs.base import (
     ToolError,
 )
 from jaxrl.envs.protocol import Protocol, last_query, search_r1
-from jaxrl.envs.rewards import exact_match, f1, is_abstention
+from jaxrl.envs.rewards import is_abstention
 from jaxrl.envs.tools import Tool, run_all
 
 

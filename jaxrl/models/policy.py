@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.choice import XLA, Kernels
+from jaxrl.models.attention.kernels import XLA, Kernels
 from jaxrl.models.layers import Through
 from jaxrl.models.output import OutputLayer, find_places, put, take
 from jaxrl.runtime.sharding import batch_sharding, num_batch_shards, param_shardings

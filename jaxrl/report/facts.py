@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl.config import default_config, flatten
+from jaxrl.envs.answers import normalize_answer
 from jaxrl.envs.protocol import PROTOCOLS
-from jaxrl.envs.rewards import normalize_answer
 from jaxrl.report.reading import ENVIRONMENT_ERRORS, RunFiles, mapping, place
 
 SUITES = {

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.models import kv_cache
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.choice import Kernels
+from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import attend_chunk, merge
 from jaxrl.models.kv_cache import Cache
 from jaxrl.runtime.sharding import BATCH, batch_sharding, cache_sharding

@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.choice import XLA, Kernels
+from jaxrl.models.attention.kernels import XLA, Kernels
 from jaxrl.models.kv_cache import Cache
 from jaxrl.runtime.compilation import CompiledFunction
 from jaxrl.runtime.sharding import (

@@ -15,10 +15,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl.choices import OwnCodeError, arrays_of, named, subsection
-from jaxrl.data import Stream
 from jaxrl.envs.base import Task
 from jaxrl.method import filter_of
 from jaxrl.objectives.filters import needs_resampling
+from jaxrl.stream import Stream
 from jaxrl.training import rewards
 from jaxrl.training.controllers import Controllers, SkipSet
 from jaxrl.training.health import Failures, short

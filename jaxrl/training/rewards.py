@@ -12,7 +12,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl.environment import overlong_limit
-from jaxrl.envs.rewards import normalize_answer
+from jaxrl.envs.answers import normalize_answer
 from jaxrl.objectives.shaping import boundary_aware_rewards, entropy_reward, overlong_penalty
 from jaxrl.training.controllers import Controllers
 from jaxrl.types import Columns, Group, members, with_fields

@@ -1,5 +1,3 @@
-from collections import Counter
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,13 +10,10 @@ from jaxrl.envs.rewards import (
     bapo_format,
     boxed_answer,
     check_weights,
-    exact_match,
-    f1,
     format_reward,
     is_abstention,
     is_right_answer,
     math_correctness,
-    normalize_answer,
 )
 
 SEARCH = "<search>q</search>\n\n<information>i</information>\n\n"
@@ -138,86 +133,6 @@ def test_amounts_are_arguments():
 def test_long_answers_are_compared_without_the_junk_heuristic():
     # SequenceMatcher would ignore letters that make up over 1% of 200 or more.
     assert answer_reward("ab" * 150, "ab" * 120) == 1.0
-
-
-def test_normalize_answer():
-    assert normalize_answer("  The  U.S.A., an\tapple a day!") == "usa apple day"
-    assert normalize_answer("theatre") == "theatre"
-
-
-def test_exact_match():
-    assert exact_match("the Eiffel Tower.", ["Louvre", "Eiffel tower"]) == 1.0
-    assert exact_match("Paris, France", ["Paris"]) == 0.0
-    assert exact_match("Paris", "paris") == 1.0
-    assert exact_match("Paris", []) == 0.0
-
-
-def test_an_answer_that_normalises_to_nothing_matches_nothing():
-    assert exact_match("", [""]) == 0.0
-    assert exact_match("The!", ["a"]) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("answer", "truths", "score"),
-    [
-        ("The Eiffel Tower", "eiffel tower", 1.0),
-        ("Paris, France", "Paris", 2 / 3),  # precision 1/2, recall 1
-        ("Barack Obama", ["Obama", "Barack H. Obama"], 0.8),  # 2/3 and 4/5: the better one
-        ("to be or not to be", "to be", 2 / 4),  # precision 2/6, recall 1
-        ("to to be", "to be be", 2 / 3),  # of `to` and of `be` one each is shared
-        ("London", "Paris", 0.0),
-        ("yes", "Yes.", 1.0),
-        ("yes it is", "yes", 0.0),
-        ("no", "no man's land", 0.0),
-        ("No answer", "noanswer", 0.0),
-        ("", "Paris", 0.0),
-        ("The!", "a", 0.0),
-        ("Paris", [], 0.0),
-    ],
-)
-def test_f1(answer, truths, score):
-    assert f1(answer, truths) == pytest.approx(score, abs=1e-15)
-
-
-def squad_f1(answer, truth):
-    """By SQuAD's definition, word by word."""
-    words, truth_words = normalize_answer(answer).split(), normalize_answer(truth).split()
-    num_shared = sum(
-        min(words.count(word), truth_words.count(word)) for word in set(words) & set(truth_words)
-    )
-    if num_shared == 0:
-        return 0.0
-    precision, recall = num_shared / len(words), num_shared / len(truth_words)
-    return 2 * precision * recall / (precision + recall)
-
-
-WORDS = st.lists(st.sampled_from(["the", "an", "Old", "old", "city", "of", "Rome.", "Oslo"]))
-PHRASES = WORDS.map(" ".join)
-
-
-@given(PHRASES, PHRASES)
-def test_f1_is_squads(answer, truth):
-    got = f1(answer, truth)
-    assert got == pytest.approx(squad_f1(answer, truth))
-    assert got == f1(truth, answer)  # precision and recall change places
-    bags = [Counter(normalize_answer(text).split()) for text in (answer, truth)]
-    assert (got == 1.0) == (bags[0] == bags[1] != Counter())
-    assert got >= exact_match(answer, truth)
-
-
-@given(WORDS, WORDS, st.randoms())
-def test_f1_reads_neither_order_nor_articles_nor_punctuation(words, truth, random):
-    other = [f"{word.upper()}!" for word in words] + ["the", "..."]
-    random.shuffle(other)
-    assert f1(" ".join(other), " ".join(truth)) == f1(" ".join(words), " ".join(truth))
-
-
-@given(PHRASES, st.lists(PHRASES, min_size=1))
-def test_the_best_truth_counts(answer, truths):
-    assert f1(answer, truths) == max(f1(answer, truth) for truth in truths)
-
-
-# Abstention
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from jaxrl.data import Stream
 from jaxrl.envs.base import Task
+from jaxrl.stream import Stream
 from jaxrl.training.collect import NotEnoughGroupsError, collect, draw, some_failed
 from jaxrl.training.controllers import Controllers, SkipSet, StageGate
 from jaxrl.training.health import Failures, NothingWorksError

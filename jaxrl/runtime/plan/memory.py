@@ -23,7 +23,8 @@ from ml_collections import ConfigDict
 from jaxrl.config import default_config
 from jaxrl.method import has_kl_loss, has_kl_weights
 from jaxrl.models.architecture import Architecture, MemoryTerms
-from jaxrl.models.attention.choice import PAGE_TOKENS, copies_past, decide
+from jaxrl.models.attention.choice import copies_past, decide
+from jaxrl.models.attention.kernels import PAGE_TOKENS
 from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
 from jaxrl.models.output import chunks_of
 from jaxrl.runtime.sharding import (

@@ -4,7 +4,8 @@ import jax
 import pytest
 
 from jaxrl.config import ATTENTION
-from jaxrl.models.attention.choice import PLATFORMS, XLA, choose, decide
+from jaxrl.models.attention.choice import PLATFORMS, choose, decide
+from jaxrl.models.attention.kernels import XLA
 from jaxrl.runtime.sharding import make_mesh
 from tests.helpers import TINY
 

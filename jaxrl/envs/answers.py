@@ -1,0 +1,54 @@
+"""Short answers compared as SQuAD does: what is the same answer, and how much of it is right."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+
+_ARTICLE = re.compile(r"\b(?:a|an|the)\b")
+_VERDICTS = frozenset({"yes", "no", "noanswer"})
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize_answer(text: str) -> str:
+    """Lowercased, without ASCII punctuation or the words a, an, the, blanks collapsed.
+
+    SQuAD's normalisation (https://arxiv.org/abs/1606.05250).
+    """
+    text = text.lower().translate(_NO_PUNCTUATION)
+    return " ".join(_ARTICLE.sub(" ", text).split())
+
+
+def exact_match(answer: str, truths: str | Sequence[str]) -> float:
+    """1.0 if the normalised answer equals any normalised truth, else 0.0.
+
+    An answer that normalises to nothing matches nothing.
+    """
+    truths = (truths,) if isinstance(truths, str) else truths
+    normalized = normalize_answer(answer)
+    return float(normalized != "" and any(normalized == normalize_answer(t) for t in truths))
+
+
+def f1(answer: str, truths: str | Sequence[str]) -> float:
+    """Harmonic mean of the precision and recall of the answer's words; the best of the truths.
+
+    SQuAD's measure (https://arxiv.org/abs/1606.05250): both texts are normalised, their words are
+    bags, and a word shared several times counts several times. As in HotpotQA
+    (https://arxiv.org/abs/1809.09600), `yes`, `no` and `noanswer` are right or wrong as a whole: a
+    text that merely contains one of them shares nothing with it. An answer that normalises to
+    nothing earns 0, as it matches nothing.
+    """
+    truths = (truths,) if isinstance(truths, str) else truths
+    normalized = normalize_answer(answer)
+    return max((_overlap(normalized, normalize_answer(truth)) for truth in truths), default=0.0)
+
+
+def _overlap(answer: str, truth: str) -> float:
+    """F1 of two normalised texts; 2PR / (P + R) is twice the shared words over all of them."""
+    if answer != truth and {answer, truth} & _VERDICTS:
+        return 0.0
+    words, wanted = Counter(answer.split()), Counter(truth.split())
+    shared = (words & wanted).total()
+    return 2 * shared / (words.total() + wanted.total()) if shared else 0.0

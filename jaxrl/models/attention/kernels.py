@@ -1,0 +1,64 @@
+"""What an attention kernel is to models and sampler, and plain XLA as one kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jaxtyping import Array, Int
+
+from jaxrl.models.architecture import Attend
+from jaxrl.models.attention import reference
+
+Train = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+"""Queries `[R, T, N, H]`, keys, values `[R, T, K, H]` and segment ids `[R, T]` to outputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """The attention functions of one kind.
+
+    Attributes:
+        name: out of `config.ATTENTION`, never `auto`.
+        reason: why these, for the log.
+        train: see `reference.train`.
+        attend_pages: the sampler's attention over the pages of one device; see
+            `reference.attend_pages`.
+        page_tokens: tokens of a page of the sampler's cache.
+        past: `open_past` and `attend_past` where a chunk of decoding steps reads a copy of the
+            pages faster than `attend_pages` reads the pages; see `reference`.
+    """
+
+    name: str
+    reason: str
+    train: Train
+    attend_pages: Callable[..., tuple[jax.Array, jax.Array]]
+    page_tokens: int
+    past: tuple[Callable[..., Any], Callable[..., tuple[jax.Array, jax.Array]]] | None = None
+
+    def within(self, segment_ids: Int[Array, "R T"]) -> Attend:
+        """Attention within the segments of packed rows, over their tokens one after another."""
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            def by_row(x: jax.Array) -> jax.Array:
+                return x.reshape(*segment_ids.shape, *x.shape[1:])
+
+            return self.train(by_row(q), by_row(k), by_row(v), segment_ids).reshape(q.shape)
+
+        return attend
+
+
+PAGE_TOKENS = {"xla": 16, "triton": 64, "mosaic": 128}
+"""Tokens of a page, by kernels: a kernel reads a page at a time, and wants it large."""
+
+XLA = Kernels(
+    name="xla",
+    reason="which every platform has",
+    train=reference.train,
+    attend_pages=reference.attend_pages,
+    page_tokens=PAGE_TOKENS["xla"],
+    past=(reference.open_past, reference.attend_past),
+)
+"""Plain XLA, on every platform."""
