@@ -87,11 +87,15 @@ def try_filter(config: ConfigDict) -> None:
 
 
 def try_aggregation(config: ConfigDict) -> None:
-    """Refuses an aggregation that fails on trajectories of 0, 1, 2, … tokens, or on none."""
-    size = config.rollout.tasks_per_step * config.rollout.group_size
+    """Refuses an aggregation that fails on a mini-batch of trajectories of 0, 1, … tokens, or none.
+
+    None is longer than `rollout.max_response_tokens`, so it takes no more than a step does.
+    """
+    groups = config.rollout.tasks_per_step // config.optimizer.num_minibatches
     weigh = named("loss.aggregation", config.loss.aggregation, token_weights)
-    for count in (size, 1):
-        weigh([np.ones(length, bool) for length in range(count)], aggregation_of(config))
+    for size in (groups * config.rollout.group_size, 1):
+        counts = np.arange(size) % (config.rollout.max_response_tokens + 1)
+        weigh([np.ones(count, bool) for count in counts], aggregation_of(config))
 
 
 def try_schedule(config: ConfigDict, stage: str) -> None:

@@ -12,11 +12,12 @@ from jaxrl.config_checks import validate
 from jaxrl.envs.base import Episode, Reward, Task
 from jaxrl.envs.rewards import Payment
 from jaxrl.objectives.advantages import COLUMNS, ESTIMATORS
+from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.objectives.filters import FILTERS
 from jaxrl.objectives.losses import LOSSES
 from jaxrl.sampling.rollout import _checked_reward
 from jaxrl.training.optimizer import SCHEDULES
-from jaxrl.trial import try_estimator, try_filter, try_policy_loss, try_schedule
+from jaxrl.trial import try_aggregation, try_estimator, try_filter, try_policy_loss, try_schedule
 from tests.helpers import settings
 
 WRONG = """
@@ -344,6 +345,21 @@ def test_each_schedule_of_ours_passes(name, warmup):
     changes = {"optimizer.schedule": name, "optimizer.warmup_steps": warmup}
     try_schedule(settings(**changes), "train")
     try_schedule(settings(**{f"sft.{key}": value for key, value in changes.items()}), "sft")
+
+
+def test_an_aggregation_is_tried_on_counts_that_a_mini_batch_may_have(monkeypatch):
+    seen = []
+
+    def weigh(token_counts):
+        seen.append(token_counts)
+        return 1.0 / token_counts.clip(1)
+
+    monkeypatch.setitem(AGGREGATIONS, "token-mean", weigh)
+    sizes = {"rollout.tasks_per_step": 1024, "rollout.group_size": 8}
+    longest = {"rollout.max_response_tokens": 100, "optimizer.num_minibatches": 8}
+    try_aggregation(settings(**sizes, **longest))
+    assert [len(counts) for counts in seen] == [1024, 1]
+    assert (min(seen[0]), max(seen[0])) == (0, 100)
 
 
 @pytest.mark.parametrize("name", ["none", *FILTERS])
