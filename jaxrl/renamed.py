@@ -46,6 +46,13 @@ def old_keys(flat: Mapping[str, Any]) -> list[str]:
     return sorted({*(flat.keys() & RENAMED.keys()), *values})
 
 
+def name_now(key: str) -> str:
+    """What one of `old_keys` is called now, or what its values are."""
+    if key in RENAMED:
+        return f"config.{RENAMED[key]}"
+    return " or ".join(map(repr, RENAMED_VALUES[key].values()))
+
+
 def with_present_names(flat: Mapping[str, Any]) -> dict[str, Any]:
     """A flat configuration as this version would have written it, by whichever it was written."""
     if not old_keys(flat):

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from jaxrl import config as configuration
 from jaxrl.config import default_config, flatten
 from jaxrl.method import has_gate
-from jaxrl.renamed import RENAMED, contents_with_present_names, old_keys, with_present_names
+from jaxrl.renamed import contents_with_present_names, name_now, old_keys, with_present_names
 from jaxrl.runtime.files import append_line, set_aside, written_whole
 
 HISTORY = "config_history.jsonl"
@@ -146,7 +146,7 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
     # What was written last, so that a run that was once accepted needs no further consent.
     old = old_keys(told or saved)
     if old and not is_accepted:
-        named = ", ".join(f"config.{key} (config.{RENAMED[key]} now)" for key in old)
+        named = ", ".join(f"config.{key} ({name_now(key)} now)" for key in old)
         raise ValueError(
             f"{workdir} was begun by an earlier version, with {named}. Name another --workdir to "
             "begin anew; --accept_changes goes on with this version, and the history says which "

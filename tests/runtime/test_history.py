@@ -199,7 +199,11 @@ class TestOlderRuns:
         self.begin_early(tmp_path)
         with pytest.raises(ValueError, match=r"begun by an earlier version.* --workdir") as refusal:
             read_begun(tmp_path)
-        for names in ("advantage.k (config.advantage.pass_at_k.k now)", "kl.target (config.kl."):
+        for names in (
+            "advantage.k (config.advantage.pass_at_k.k now)",
+            "kl.target (config.kl.",
+            "model.remat ('full' or 'none' now)",
+        ):
             assert f"config.{names}" in str(refusal.value)
 
     def test_of_an_earlier_version_keeps_its_values(self, tmp_path):
