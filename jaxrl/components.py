@@ -30,7 +30,7 @@ from jaxrl.runtime.distributed import shared
 from jaxrl.runtime.plan import memory
 from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.next_token import GREEDY, PLAIN, kind_of
+from jaxrl.sampling.next_token import GREEDY, NUCLEUS, PLAIN, kind_of
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.session import Components
@@ -305,4 +305,6 @@ def draw_kinds(config: ConfigDict) -> list[str]:
         kinds.append(GREEDY)
     if suites - {"greedy"} or not config.stages:
         kinds.append(kind_of(evaluation.temperature, evaluation.top_p))
+    if NUCLEUS in kinds and kinds[0] != PLAIN:
+        kinds = [kind for kind in kinds if kind != PLAIN]  # which the nucleus of everything is
     return list(dict.fromkeys(kinds)) or [PLAIN]

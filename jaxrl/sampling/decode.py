@@ -205,7 +205,7 @@ class Sampler:
         rows = self._by_row(rows)
         state = self._go_on(last, rows)
         cached, num_rows = state.length, state.length.shape[0]
-        read_past = self._past(cache, rows.tables, jnp.where(state.active, cached, 0))
+        read = self._reader(cache, rows.tables, jnp.where(state.active, cached, 0))
         # While a row runs, its step i draws the token at position cached + 1 + i.
         draws = cached + 1 + jnp.arange(self.num_steps)[:, None]
         uniforms = jax.vmap(next_token.uniforms, in_axes=(None, 0))(rows.keys, draws)
@@ -225,7 +225,7 @@ class Sampler:
             index: jax.Array, carry: tuple[State, Cache, Report]
         ) -> tuple[State, Cache, Report]:
             state, chunk, report = carry
-            hidden, chunk = self._read_pending(weights, state, cached, chunk, index, read_past)
+            hidden, chunk = self._read_pending(weights, state, cached, chunk, index, read)
             logits = self.config.unembed(weights, hidden, num_tokens=self.num_tokens)
             token, logprob, entropy = next_token.sample(
                 logits, uniforms[index], temperature, top_p, kind=kind
@@ -273,7 +273,7 @@ class Sampler:
         cached: jax.Array,
         chunk: Cache,
         index: jax.Array,
-        read_past: Callable[..., tuple[jax.Array, jax.Array]],
+        read: Callable[..., jax.Array],
     ) -> tuple[jax.Array, Cache]:
         """Hidden states after each row's pending token, and the chunk with its keys and values."""
         limits = jnp.where(state.active, cached, 0)  # who has stopped reads nothing more
@@ -286,28 +286,34 @@ class Sampler:
                 for old, new in zip(written[layer], (k, v), strict=True)
             )
             written[layer] = keys, values
-            past, past_lse = read_past(layer, q[:, None], limits[:, None])
-            own = attend_chunk(q, keys, values, index)
-            return merge(*own, past[:, 0], past_lse[:, 0]).astype(q.dtype)
+            return read(layer, q, limits, keys, values, index).astype(q.dtype)
 
         hidden = self.config.sample_states(weights, state.pending, state.length, attend)
         return hidden, tuple(written)
 
-    def _past(
+    def _reader(
         self, cache: Cache, tables: jax.Array, limits: jax.Array
-    ) -> Callable[..., tuple[jax.Array, jax.Array]]:
-        """How a step of the chunk reads a layer's past, given queries and limits."""
-        kernels = self.kernels
-        if kernels.past is None:
+    ) -> Callable[..., jax.Array]:
+        """How a step's queries read a layer's past below their limits, and the chunk so far."""
+        if self.kernels.past is None:
             over_pages = self._each_shard(
-                kernels.attend_pages, (_QUERIES, _PAGES, _PAGES, _ROWS, _ROWS), (_QUERIES,) * 2
+                self.kernels.attend_pages,
+                (_QUERIES, _PAGES, _PAGES, _ROWS, _ROWS),
+                (_QUERIES,) * 2,
             )
-            return lambda layer, q, limits: over_pages(q, *cache[layer], tables, limits)
-        open_past, attend_past = kernels.past
+
+            def read(layer: int, q: jax.Array, limits: jax.Array, *chunk: jax.Array) -> jax.Array:
+                past, lse = over_pages(q[:, None], *cache[layer], tables, limits[:, None])
+                return merge(*attend_chunk(q, *chunk), past[:, 0], lse[:, 0])
+
+            return read
+        open_past, attend_past = self.kernels.past
         opened = self._each_shard(open_past, (_PAGES, _PAGES, _ROWS, _ROWS), _PAGES)
-        over_past = self._each_shard(attend_past, (_QUERIES, _PAGES, _ROWS), (_QUERIES,) * 2)
+        over_past = self._each_shard(
+            attend_past, (_PAGES, _PAGES, _ROWS, _PAGES, _PAGES, P()), _PAGES
+        )
         layers = [opened(*pages, tables, limits) for pages in cache]
-        return lambda layer, q, limits: over_past(q, layers[layer], limits)
+        return lambda layer, q, *arguments: over_past(q, layers[layer], *arguments)
 
     def _go_on(self, last: State, rows: Rows) -> State:
         """The state of each row: the host's, or what the last chunk left of it."""

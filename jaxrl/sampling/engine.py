@@ -481,7 +481,7 @@ class Engine:
             raise ValueError(f"temperature is {temperature}; expected 0 or more.")
         if not 0.0 < top_p <= 1.0:
             raise ValueError(f"top_p is {top_p}; expected a number in (0, 1].")
-        kind = next_token.kind_of(temperature, top_p)
+        kind = self._kind_of(temperature, top_p)
         if kind not in self.kinds:
             raise RuntimeError(
                 f"temperature {temperature} and top_p {top_p} ask for {kind!r}, but the engine was "
@@ -494,6 +494,13 @@ class Engine:
                 f"{there[0]} and {there[1]}; finish or clear them first."
             )
         self._temperature, self._top_p = temperature, top_p
+
+    def _kind_of(self, temperature: float, top_p: float) -> str:
+        """The cheapest kind that draws so; the nucleus of everything draws what `plain` does."""
+        kind = next_token.kind_of(temperature, top_p)
+        if kind == next_token.PLAIN and kind not in self.kinds and next_token.NUCLEUS in self.kinds:
+            return next_token.NUCLEUS
+        return kind
 
     def finish(self, request: int) -> None:
         """Gives up the pages of a stopped request."""
@@ -813,7 +820,7 @@ class Engine:
         self._copy_prefixes()
         num_rows = _fit(max(len(rows) for rows in running), self.row_sizes)
         chunk, members = self._host_rows(running, num_rows)
-        kind = next_token.kind_of(self._temperature, self._top_p)
+        kind = self._kind_of(self._temperature, self._top_p)
         self._cache, self._state, report = self._decode(
             self._weights,
             self._cache,

@@ -36,7 +36,7 @@ class Kernels:
     train: Train
     attend_pages: Callable[..., tuple[jax.Array, jax.Array]]
     page_tokens: int
-    past: tuple[Callable[..., Any], Callable[..., tuple[jax.Array, jax.Array]]] | None = None
+    past: tuple[Callable[..., Any], Callable[..., jax.Array]] | None = None
 
     def within(self, segment_ids: Int[Array, "R T"]) -> Attend:
         """Attention within the segments of packed rows, over their tokens one after another."""

@@ -92,13 +92,10 @@ def attend_pages(
     merged, below = by_key_head(q, limits, K, num_rows)
     num_pages = -(-limits.max(axis=1) // page)
 
-    def of_page(b: Any, j: Any, tables: Any, num_pages: Any) -> tuple[Any, ...]:
-        return tables[b, jnp.maximum(jnp.minimum(j, num_pages[b] - 1), 0)], 0, 0, 0
-
     def of_block(b: Any, j: Any, tables: Any, num_pages: Any) -> tuple[Any, ...]:
         return b, 0, 0, 0
 
-    pages = pl.BlockSpec((1, K, page, H), of_page)
+    pages = pl.BlockSpec((1, K, page, H), page_of_step)
     queries = pl.BlockSpec((1, K, num_rows, H), of_block)
     numbers = pl.BlockSpec((1, K, num_rows, LANES), of_block)
     out, lse = pl.pallas_call(
@@ -126,6 +123,11 @@ def attend_pages(
         name="attention_pages",
     )(jnp.clip(tables, 0, keys.shape[0] - 1), num_pages, merged, below[:, :, None], keys, values)
     return by_query(out, lse[..., 0], q.shape)
+
+
+def page_of_step(b: Any, j: Any, tables: Any, num_pages: Any) -> tuple[Any, ...]:
+    """Where the page of a step lies; one that the step before had is not fetched again."""
+    return tables[b, jnp.maximum(jnp.minimum(j, num_pages[b] - 1), 0)], 0, 0, 0
 
 
 def _pages_kernel(
