@@ -50,10 +50,17 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not torch and not minutes" -x
 
+# The comparison with peers installs torch, like `parity`.
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.rollout
-	$(BIN)/python -m benchmarks.refill
+	$(BIN)/python -m benchmarks.rollout --case=uneven
+	$(BIN)/python -m benchmarks.rollout --case=search
 	$(BIN)/python -m benchmarks.update
+	$(BIN)/python -m benchmarks.update --vocab_size=151936 --json=runs/bench/update_152k.json
+	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.scaling
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m benchmarks.peers
 
 clean:
 	rm -rf $(VENV) runs data/quickstart .pytest_cache .mypy_cache .ruff_cache

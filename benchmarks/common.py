@@ -1,13 +1,16 @@
 """What the benchmarks share: sizes and their presets, floors, timing, and the record of a run.
 
-Both run on the first device. Weights are random and made there; no checkpoint is read.
+They run on the first device unless they say otherwise. Weights are random and made there; no
+checkpoint is read.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
+import platform
 import resource
 import statistics
 import sys
@@ -22,8 +25,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.models import qwen
+from jaxrl.models.attention.choice import choose
+from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.runtime.sharding import make_mesh
+from jaxrl.runtime.sharding import make_mesh, param_shardings
+from jaxrl.sampling.engine import Counts
 from jaxrl.types import Params
 
 
@@ -81,7 +87,7 @@ class ModelSizes:
 
 
 MODELS = {
-    "cpu": ModelSizes(
+    "small": ModelSizes(
         num_layers=4, width=256, num_heads=4, num_kv_heads=2, head_dim=64, mlp_width=768,
         vocab_size=4096, dtype="float32",
     ),
@@ -94,7 +100,10 @@ MODELS = {
         vocab_size=151_936, dtype="bfloat16",
     ),
 }  # fmt: skip
-"""The model of each preset."""
+"""Shapes by the names of the checkpoints that have them, and a small one."""
+
+PRESETS = {"cpu": "small", "h200": "qwen3-0.6b"}
+"""Sizes of work for a kind of machine, and the model that they are meant for by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +112,11 @@ class Hardware:
 
     bandwidth: float | None  # bytes/s between memory and arithmetic units
     flops: float | None  # operations/s that matrix products reach at best
+    nominal_flops: float | None  # operations/s of the data sheet, of which MFU is a share
 
 
-H200 = Hardware(bandwidth=4.3e12, flops=790e12)
-"""What one H200 sustains in bfloat16: 4.3 TB/s, and 80% of its nominal 989 TFLOP/s."""
+H200 = Hardware(bandwidth=4.3e12, flops=790e12, nominal_flops=989e12)
+"""What one H200 sustains in bfloat16: 4.3 TB/s, and 80% of the operations of its data sheet."""
 
 
 def decode_floor_s(
@@ -139,15 +149,6 @@ def train_flops_per_token(model: ModelSizes, context: float) -> float:
     return 3 * (2 * model.product_params + causal)
 
 
-def train_floor_tokens_per_s(
-    model: ModelSizes, hardware: Hardware, *, context: float
-) -> float | None:
-    """The highest rate of the update: all its operations at the peak rate."""
-    if hardware.flops is None:
-        return None
-    return hardware.flops / train_flops_per_token(model, context)
-
-
 class Compilations:
     """Counts what XLA compiles in this process, and the time that took."""
 
@@ -160,6 +161,22 @@ class Compilations:
         if event.startswith("/jax/core/compile/"):
             self.seconds += seconds
             self.num += event.endswith("backend_compile_duration")
+
+
+def processor() -> str:
+    """The name of the CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Python's version, and those of packages."""
+    found = {name: importlib.metadata.version(name) for name in packages}
+    return {"python": platform.python_version(), **found}
 
 
 def peak_bytes() -> tuple[int, str]:
@@ -226,9 +243,57 @@ def one_device() -> Mesh:
     return make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
 
 
-def random_params(model: ModelSizes) -> Params:
-    """Random float32 weights, made on the device."""
-    return jax.jit(lambda: qwen.init_params(model.config, 0))()
+def random_params(model: ModelSizes, mesh: Mesh | None = None) -> Params:
+    """Random float32 weights, made on the devices."""
+    layouts = None if mesh is None else param_shardings(mesh, model.config)
+    return jax.jit(lambda: qwen.init_params(model.config, 0), out_shardings=layouts)()
+
+
+def kernels(model: ModelSizes, mesh: Mesh) -> Kernels:
+    """The attention that a run with default settings has there."""
+    return choose("auto", mesh, model.config)
+
+
+def mfu(operations: float, seconds: float, hardware: Hardware) -> float | None:
+    """Model FLOP/s utilisation: of what the data sheet promises, the share in needed operations."""
+    return None if hardware.nominal_flops is None else operations / seconds / hardware.nominal_flops
+
+
+Way = tuple[Callable[[int], Any], Counts]
+"""What runs a repetition of a rollout, and the counters of its engine."""
+
+
+def take_turns(
+    ways: dict[str, Way], *, warm_up: int, repetitions: int
+) -> dict[str, list[dict[str, float]]]:
+    """Figures of every repetition of each way to sample, one after another in each repetition."""
+    measured: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+    for number in range(warm_up + repetitions):
+        for name, (run, counts) in ways.items():
+            before = dataclasses.replace(counts)
+            started, cpu_started = time.perf_counter(), time.process_time()
+            run(number)
+            seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+            sampled, steps = counts.sampled - before.sampled, counts.row_steps - before.row_steps
+            if number >= warm_up:
+                figures = {"tokens_per_s": sampled / seconds, "slot_occupancy": sampled / steps}
+                if jax.default_backend() == "cpu":  # comparable also where the core is shared
+                    figures["tokens_per_cpu_s"] = sampled / cpu_seconds
+                measured[name].append(figures)
+    return measured
+
+
+def medians(repetitions: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Of each figure, over repetitions."""
+    return {key: statistics.median(r[key] for r in repetitions) for key in repetitions[0]}
+
+
+def median_ratio(
+    measured: dict[str, list[dict[str, float]]], name: str, other: str, figure: str
+) -> float:
+    """Of a figure, one way over another: of runs that followed one another, since speed drifts."""
+    pairs = zip(measured[name], measured[other], strict=True)
+    return statistics.median(one[figure] / two[figure] for one, two in pairs)
 
 
 def read_flags(
@@ -247,13 +312,15 @@ def read_flags(
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--preset", choices=sorted(MODELS), default="cpu")
+    parser.add_argument("--preset", choices=sorted(PRESETS), default="cpu", help="sizes")
+    parser.add_argument("--model", choices=sorted(MODELS), help="shapes (default: the preset's)")
     parser.add_argument("--repetitions", type=int, default=5, help="timed runs")
     parser.add_argument("--warm_up", type=int, default=2, help="runs before those")
     parser.add_argument("--json", type=Path, help="record (default: under runs/bench)")
     parser.add_argument("--bandwidth", type=float, help="bytes/s, for floors (GPU: an H200's)")
     parser.add_argument("--flops", type=float, help="operations/s, for floors (GPU: an H200's)")
-    for sizes in (MODELS["cpu"], work["cpu"]):
+    parser.add_argument("--nominal_flops", type=float, help="operations/s, for MFU (likewise)")
+    for sizes in (MODELS["small"], work["cpu"]):
         for name, kind in get_type_hints(type(sizes)).items():
             parser.add_argument(f"--{name}", type=_flag_types[kind])
     flags = parser.parse_args(argv)
@@ -263,11 +330,15 @@ def read_flags(
         given = {name: getattr(flags, name) for name in names if getattr(flags, name) is not None}
         return dataclasses.replace(sizes, **given)
 
-    known = H200 if jax.default_backend() == "gpu" else Hardware(bandwidth=None, flops=None)
-    hardware = Hardware(
-        bandwidth=flags.bandwidth or known.bandwidth, flops=flags.flops or known.flops
-    )
-    return flags, with_flags(MODELS[flags.preset]), with_flags(work[flags.preset]), hardware
+    known = H200 if jax.default_backend() == "gpu" else _UNKNOWN
+    figures = {name: getattr(flags, name) for name in dataclasses.asdict(known)}
+    given = {name: value for name, value in figures.items() if value is not None}
+    hardware = dataclasses.replace(known, **given)
+    flags.model = flags.model or PRESETS[flags.preset]
+    return flags, with_flags(MODELS[flags.model]), with_flags(work[flags.preset]), hardware
+
+
+_UNKNOWN = Hardware(bandwidth=None, flops=None, nominal_flops=None)
 
 
 def _bool(text: str) -> bool:
@@ -293,8 +364,10 @@ def finish(
     record = {
         "benchmark": name,
         "preset": flags.preset,
+        "model_name": flags.model,
         "device": f"{device.platform}: {device.device_kind}",
-        "jax": jax.__version__,
+        "processor": processor(),
+        "versions": versions("jax", "jaxlib", "flax", "optax", "numpy"),
         "model": dataclasses.asdict(model),
         "work": dataclasses.asdict(work),
         "hardware": dataclasses.asdict(hardware),
@@ -305,10 +378,12 @@ def finish(
     path = flags.json or Path("runs/bench") / f"{name}_{flags.preset}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    print(f"{name}, preset {flags.preset}, {record['device']}, jax {jax.__version__}")
+    model_name = f"preset {flags.preset}, {flags.model}"
+    place = f"{record['device']}, {record['processor']}"
+    print(f"{name}, {model_name}, {place}, jax {jax.__version__}")
     for label, value in figures.items():
-        print(f"  {label:<28}{_shown(value)}")
-    print(f"  {'peak_bytes':<28}{_shown(peak)} of the {whose}")
+        print(f"  {label:<30}{_shown(value)}")
+    print(f"  {'peak_bytes':<30}{_shown(peak)} of the {whose}")
     print(f"  written to {path}")
     return record
 
@@ -318,4 +393,6 @@ def _shown(value: Any) -> str:
         return "  ".join(f"{name} {_shown(x)}" for name, x in value.items())
     if value is None:
         return "unknown"
+    if isinstance(value, str):
+        return value
     return f"{value:,.4g}" if isinstance(value, float) and abs(value) < 1000 else f"{value:,.0f}"

@@ -1,36 +1,58 @@
 r"""Sampling speed: prompts to finished samples through the engine, nothing left out.
 
-    python -m benchmarks.rollout --preset=cpu|qwen3-0.6b|qwen3-4b [--num_layers=... --width=...]
+    python -m benchmarks.rollout --case=even|uneven|search --preset=cpu|h200 [--model=qwen3-4b]
+        [--num_rows=... --num_layers=...]
 
-Every sample has exactly `new_tokens` tokens: no stop string can occur and there is no end-of-turn
-id. The first repetitions compile and are not counted. For figures that can be compared between
+`even`: every sample has exactly `new_tokens` tokens: no stop string can occur and there is no
+end-of-turn id. The `floor` figures say what the device's memory bandwidth and arithmetic allow (see
+`common.decode_floor_s`): weights and cache are read once a step. They leave the prompts out. At the
+end `tail_rows` samples are drawn alone, as where a few long ones are left.
+
+`uneven`: lengths are drawn from a log-normal distribution cut at `max_tokens`, in three ways that
+take turns. `static_full`: a batch of samples fills the rows; all are computed until the slowest is
+done, then comes the next batch. `static`: rows that are done leave the computation as far as the
+engine's row sizes allow. `continuous`: free rows are refilled between chunks.
+
+`search`: whole rollouts of several turns with real searches of a local index, `latency_ms` a call
+more than they take (`searching.RandomSearches`); the same with no latency; and the same number of
+tokens of each sample at once, in one turn. `tokens_read_twice` are those of prompts, of turns and
+of observations that were computed again, since what they had left in the cache was gone.
+
+The first repetitions compile and are not counted. For figures that can be compared between
 machines, one thread on a core that has nothing else to do:
 
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false taskset -c 0 \
       python -m benchmarks.rollout --repetitions=15
-
-The `floor` figures say what the device's memory bandwidth and arithmetic allow (see
-`common.decode_floor_s`): weights and cache are read once a step. They leave the prompts out.
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from benchmarks import common
+from jaxrl.runtime.sharding import local_mesh
+from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine, Request, sample_keys
+from jaxrl.sampling.pages import pages_for
+from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Schedule, Seeds
 from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.types import Draw, Group, Trajectory, members
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Even:
     """What is sampled; every field is a flag."""
 
     num_prompts: int
@@ -39,56 +61,129 @@ class Work:
     new_tokens: int  # of each sample
     num_rows: int  # samples decoded side by side
     chunk_tokens: int  # decoding steps between two looks of the host
+    tail_rows: int  # samples drawn alone at the end; 0: none
 
 
-WORK = {
-    "cpu": Work(
+@dataclass(frozen=True, kw_only=True)
+class Uneven:
+    """Samples of uneven length; every field is a flag."""
+
+    num_samples: int
+    prompt_tokens: int
+    median_tokens: int  # of their lengths
+    max_tokens: int
+    num_rows: int
+    chunk_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Episodes with searches; every field is a flag."""
+
+    num_questions: int
+    group_size: int  # episodes of each question
+    prompt_tokens: int
+    turn_tokens: int  # mean length of a turn
+    max_searches: int  # of an episode
+    observation_tokens: int
+    latency_ms: float  # of a call of the environment
+    lag_chunks: int  # after which replies enter; 0: as they arrive
+    num_rows: int
+    chunk_tokens: int
+
+
+EVEN = {
+    "cpu": Even(
         num_prompts=8, group_size=4, prompt_tokens=64, new_tokens=128, num_rows=32,
+        chunk_tokens=16, tail_rows=2,
+    ),
+    "h200": Even(
+        num_prompts=32, group_size=8, prompt_tokens=768, new_tokens=512, num_rows=256,
+        chunk_tokens=32, tail_rows=16,
+    ),
+}  # fmt: skip
+UNEVEN = {
+    "cpu": Uneven(
+        num_samples=192, prompt_tokens=32, median_tokens=64, max_tokens=1024, num_rows=32,
         chunk_tokens=16,
     ),
-    "qwen3-0.6b": Work(
-        num_prompts=32, group_size=8, prompt_tokens=512, new_tokens=1024, num_rows=256,
+    "h200": Uneven(
+        num_samples=2048, prompt_tokens=512, median_tokens=64, max_tokens=1024, num_rows=256,
         chunk_tokens=32,
     ),
-    "qwen3-4b": Work(
-        num_prompts=16, group_size=8, prompt_tokens=512, new_tokens=1024, num_rows=128,
-        chunk_tokens=32,
+}  # fmt: skip
+SEARCH = {
+    "cpu": Search(
+        num_questions=64, group_size=8, prompt_tokens=64, turn_tokens=32, max_searches=3,
+        observation_tokens=64, latency_ms=20.0, lag_chunks=2, num_rows=64, chunk_tokens=16,
+    ),
+    "h200": Search(
+        num_questions=64, group_size=8, prompt_tokens=512, turn_tokens=64, max_searches=3,
+        observation_tokens=256, latency_ms=20.0, lag_chunks=2, num_rows=256, chunk_tokens=32,
     ),
 }  # fmt: skip
 
 
-def make_engine(model: common.ModelSizes, work: Work) -> Engine:
-    """An engine with room for the work, whose stop string no token can spell."""
-    automaton = StopAutomaton([b"a"] * model.vocab_size, ["</search>", "</answer>"])
+def make_engine(
+    model: common.ModelSizes,
+    work: Any,
+    mesh: Mesh,
+    *,
+    max_total_tokens: int,
+    stops: StopAutomaton | None = None,
+    num_pages: int = 0,
+) -> Engine:
+    """An engine for the rows, chunks and prompts of `work`, with the kernels of the platform.
+
+    Args:
+        model: sizes.
+        work: one of the classes above.
+        mesh: of all processes; the engine takes this process's part.
+        max_total_tokens: of any sample with its prompt.
+        stops: ends a turn; None: nothing does.
+        num_pages: of each shard; 0: enough for the rows.
+    """
+    stops = stops or StopAutomaton([b"a"] * model.vocab_size, ["</search>"])
     return Engine(
         model.config,
-        common.one_device(),
-        automaton,
-        num_tokens=model.vocab_size,
+        local_mesh(mesh),
+        stops,
+        num_tokens=min(model.vocab_size, stops.is_hit.shape[1]),
         eos_ids=(),
         num_rows=work.num_rows,
+        num_pages=num_pages,
         max_prompt_tokens=work.prompt_tokens,
-        max_total_tokens=work.prompt_tokens + work.new_tokens,
+        max_total_tokens=max_total_tokens,
         chunk_tokens=work.chunk_tokens,
         dtype=jnp.dtype(model.dtype),
+        kernels=common.kernels(model, mesh),
+        train_mesh=mesh,
+        kinds=(next_token.PLAIN,),
     )
 
 
-def make_requests(model: common.ModelSizes, work: Work, number: int) -> list[Request]:
-    """The samples of repetition `number`: random prompts, the samples of each one together."""
-    rng = np.random.default_rng(number)
-    prompts = rng.integers(model.vocab_size, size=(work.num_prompts, work.prompt_tokens))
-    positions = np.repeat(np.arange(work.num_prompts, dtype=np.int32), work.group_size)
-    samples = np.tile(np.arange(work.group_size, dtype=np.int32), work.num_prompts)
-    keys = sample_keys(0, 0, number, positions, samples, np.zeros_like(positions))
+def make_requests(
+    prompts: np.ndarray | Sequence[Sequence[int]], lengths: Sequence[int], number: int
+) -> list[Request]:
+    """A sample of each prompt and length, drawn as repetition `number` draws."""
+    positions = np.arange(len(prompts), dtype=np.int32)
+    keys = sample_keys(0, 0, number, positions, np.zeros_like(positions), np.zeros_like(positions))
     return [
-        Request(prompt_ids=tuple(prompts[position]), sample_key=key, budget=work.new_tokens)
-        for position, key in zip(positions, keys, strict=True)
+        Request(prompt_ids=tuple(int(i) for i in prompt), sample_key=key, budget=int(length))
+        for prompt, key, length in zip(prompts, keys, lengths, strict=True)
     ]
 
 
+def even_requests(model: common.ModelSizes, work: Even, number: int) -> list[Request]:
+    """The samples of repetition `number`: random prompts, the samples of each one together."""
+    rng = np.random.default_rng(number)
+    prompts = rng.integers(model.vocab_size, size=(work.num_prompts, work.prompt_tokens))
+    prompts = np.repeat(prompts, work.group_size, axis=0)
+    return make_requests(prompts, [work.new_tokens] * len(prompts), number)
+
+
 def sample_all(engine: Engine, requests: Sequence[Request]) -> list[float]:
-    """Draws all samples; the seconds of each chunk before which no prompt was read."""
+    """Draws all samples to the end of their budgets; the seconds of chunks that read no prompt."""
     engine.submit(requests)
     chunk_times = []
     while not engine.is_idle:
@@ -102,15 +197,44 @@ def sample_all(engine: Engine, requests: Sequence[Request]) -> list[float]:
     return chunk_times
 
 
-def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Runs the benchmark; the record that it writes."""
-    flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, argv)
-    engine = make_engine(model, work)
+def decoding_figures(
+    model: common.ModelSizes,
+    work: Even,
+    hardware: common.Hardware,
+    num_rows: int,
+    chunk_times: Sequence[float],
+) -> dict[str, Any]:
+    """The time of a decoding step of so many rows beside the least that the hardware allows."""
+    floor_s = common.decode_floor_s(
+        model, hardware, num_rows=num_rows, context=work.prompt_tokens + work.new_tokens / 2
+    )
+    steps = common.spread([1e3 * t / work.chunk_tokens for t in chunk_times])
+    return {
+        "ms_per_decode_step": steps,
+        "floor_ms_per_decode_step": 1e3 * floor_s if floor_s else None,
+        "floor_tokens_per_s": num_rows / floor_s if floor_s else None,
+        "share_of_floor": 1e3 * floor_s / steps["median"] if floor_s else None,
+    }
+
+
+def measure_even(
+    model: common.ModelSizes, work: Even, hardware: common.Hardware, flags: argparse.Namespace
+) -> dict[str, Any]:
+    """Rates of samples of one length, and of a few left alone."""
+    mesh = common.one_device()
+    total = work.prompt_tokens + work.new_tokens
+    engine = make_engine(model, work, mesh, max_total_tokens=total)
+    needed = {min(work.num_rows, work.num_prompts * work.group_size), work.tail_rows} - {0}
+    # All samples end together, so no other size is run; to compile one takes a GPU a minute.
+    engine.row_sizes = sorted({min(s for s in engine.row_sizes if s >= n) for n in needed})
+    started = time.perf_counter()
+    engine.compile()
+    compile_s = time.perf_counter() - started
     engine.set_weights(jax.block_until_ready(common.random_params(model)))
     chunk_times: list[float] = []
 
     def run(number: int) -> None:
-        chunk_times.extend(sample_all(engine, make_requests(model, work, number)))
+        chunk_times.extend(sample_all(engine, even_requests(model, work, number)))
         if number < flags.warm_up:
             chunk_times.clear()
 
@@ -119,16 +243,213 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     total = engine.counts.sampled
     assert total == num_sampled * (flags.warm_up + flags.repetitions), "a sample ended early"
     num_rows = min(work.num_rows, work.num_prompts * work.group_size)
-    floor_s = common.decode_floor_s(
-        model, hardware, num_rows=num_rows, context=work.prompt_tokens + work.new_tokens / 2
-    )
     figures = {
         **timing.figures(num_sampled),
-        "floor_tokens_per_s": num_rows / floor_s if floor_s else None,
-        "ms_per_decode_step": common.spread([1e3 * t / work.chunk_tokens for t in chunk_times]),
-        "floor_ms_per_decode_step": 1e3 * floor_s if floor_s else None,
+        "compile_s": compile_s + timing.compile_s,
+        "attention": engine.sampler.kernels.name,
+        **decoding_figures(model, work, hardware, num_rows, chunk_times),
     }
-    return common.finish("rollout", flags, model, work, hardware, figures)
+    if work.tail_rows:
+        tail = even_requests(model, work, 0)[: work.tail_rows]
+        sample_all(engine, tail)
+        found = decoding_figures(model, work, hardware, len(tail), sample_all(engine, tail))
+        figures |= {f"tail_{name}": value for name, value in found.items()}
+    return figures
+
+
+def draw_lengths(work: Uneven) -> np.ndarray:
+    """Lengths of samples, most of them short and a few very long."""
+    drawn = np.random.default_rng(0).lognormal(np.log(work.median_tokens), 1.0, work.num_samples)
+    return np.clip(drawn, 1, work.max_tokens).astype(int)
+
+
+def measure_uneven(
+    model: common.ModelSizes, work: Uneven, hardware: common.Hardware, flags: argparse.Namespace
+) -> dict[str, Any]:
+    """Rates of static batches and of refilled rows."""
+    del hardware  # a floor would have to know which rows are there at a time
+    total = work.prompt_tokens + work.max_tokens
+    engine = make_engine(model, work, common.one_device(), max_total_tokens=total)
+    engine.set_weights(jax.block_until_ready(common.random_params(model)))
+    row_sizes, lengths = engine.row_sizes, draw_lengths(work)
+
+    def requests(number: int) -> list[Request]:
+        rng = np.random.default_rng(number)
+        prompts = rng.integers(model.vocab_size, size=(work.num_samples, work.prompt_tokens))
+        return make_requests(prompts, lengths, number)
+
+    def continuous(number: int) -> None:
+        sample_all(engine, requests(number))
+
+    def static(number: int) -> None:
+        samples = requests(number)
+        for start in range(0, len(samples), work.num_rows):
+            sample_all(engine, samples[start : start + work.num_rows])
+
+    def static_full(number: int) -> None:
+        engine.row_sizes = row_sizes[-1:]
+        static(number)
+        engine.row_sizes = row_sizes
+
+    runs = {"static_full": static_full, "static": static, "continuous": continuous}
+    ways = {name: (run, engine.counts) for name, run in runs.items()}
+    measured = common.take_turns(ways, warm_up=flags.warm_up, repetitions=flags.repetitions)
+    rate = "tokens_per_cpu_s" if jax.default_backend() == "cpu" else "tokens_per_s"
+    return {
+        **{name: common.medians(repetitions) for name, repetitions in measured.items()},
+        "continuous over": {
+            name: common.median_ratio(measured, "continuous", name, rate)
+            for name in ("static_full", "static")
+        },
+    }
+
+
+def measure_search(
+    model: common.ModelSizes, work: Search, hardware: common.Hardware, flags: argparse.Namespace
+) -> dict[str, Any]:
+    """Rates of episodes with searches beside those of the same tokens at once."""
+    del hardware
+    mesh, params = common.one_device(), common.random_params(model)
+    played: list[Trajectory] = []
+    reading = {"read": 0, "needed": 0, "searches": 0, "episodes": 0, "inserted": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        episodes = make_episodes(model, work, mesh, Path(folder))
+        engine, env = episodes.engine, episodes.env
+        engine.set_weights(params)
+        at_once = make_engine(model, work, mesh, max_total_tokens=episodes.max_total_tokens)
+        at_once.set_weights(params)
+
+        def play(number: int, latency_s: float) -> list[Trajectory]:
+            env.latency_s = latency_s
+            return members(episodes.play(number))
+
+        def search(number: int) -> None:
+            before, searches = dataclasses.replace(engine.counts), env.num_searches
+            played[:] = play(number, work.latency_ms / 1e3)
+            read = engine.counts.prefilled_prompt - before.prefilled_prompt
+            read += engine.counts.prefilled_resume - before.prefilled_resume
+            prompts = {tuple(t.token_ids[: t.prompt_length]) for t in played}
+            inserted = sum(t.response_length - t.num_sampled for t in played)
+            reading["read"] += read
+            reading["needed"] += sum(len(prompt) - 1 for prompt in prompts) + inserted
+            reading["inserted"] += inserted
+            reading["searches"] += env.num_searches - searches
+            reading["episodes"] += len(played)
+
+        def sample_at_once(number: int) -> None:
+            prompts = [t.token_ids[: t.prompt_length] for t in played]
+            lengths = [t.num_sampled for t in played]
+            sample_all(at_once, make_requests(prompts, lengths, number))
+
+        ways = {
+            "search": (search, engine.counts),
+            "search_without_latency": (lambda number: play(number, 0.0), engine.counts),
+            "at_once": (sample_at_once, at_once.counts),
+        }
+        measured = common.take_turns(ways, warm_up=flags.warm_up, repetitions=flags.repetitions)
+    return {
+        **{name: common.medians(repetitions) for name, repetitions in measured.items()},
+        "search over": {
+            name: common.median_ratio(measured, "search", name, "tokens_per_s")
+            for name in ("search_without_latency", "at_once")
+        },
+        "searches_per_episode": reading["searches"] / reading["episodes"],
+        "inserted_tokens_per_episode": reading["inserted"] / reading["episodes"],
+        "tokens_read": reading["read"],
+        "tokens_read_twice": reading["read"] - reading["needed"],
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Episodes:
+    """Rollouts with searches."""
+
+    engine: Engine
+    env: Any  # a `searching.RandomSearches`
+    rollout: Rollout
+    draws: list[Draw]
+    group_size: int
+    max_total_tokens: int
+
+    def play(self, number: int, policy_version: int = 0) -> list[Group]:
+        """All episodes, drawn as repetition `number` draws."""
+        sampling = Sampling(
+            group_size=self.group_size,
+            temperature=1.0,
+            top_p=1.0,
+            seeds=Seeds(seed=0, stage=0, step=number),
+            policy_version=policy_version,
+        )
+        return self.rollout(self.draws, sampling)
+
+
+def make_episodes(model: common.ModelSizes, work: Any, mesh: Mesh, folder: Path) -> Episodes:
+    """What plays the episodes of a `Search`, or of other work with its fields.
+
+    The corpus and its index go to `folder`.
+    """
+    from benchmarks import searching  # which needs tantivy, as nothing else here does
+
+    tokenizer = searching.byte_tokenizer()
+    env = searching.RandomSearches(
+        folder,
+        max_searches=work.max_searches,
+        turn_tokens=work.turn_tokens,
+        prompt_tokens=work.prompt_tokens,
+    )
+    stops = StopAutomaton(tokenizer.vocab_bytes, env.stop_strings)
+    turns = work.max_searches + 1
+    # Turns end by chance, a few at many times their mean.
+    response = 3 * turns * work.turn_tokens
+    # An observation has a new line before and after what is cut to fit.
+    total = work.prompt_tokens + response + work.max_searches * (work.observation_tokens + 2)
+    limits = Limits(
+        max_prompt_tokens=work.prompt_tokens,
+        max_response_tokens=response,
+        max_total_tokens=total,
+        max_observation_tokens=work.observation_tokens,
+    )
+    # Enough for as many rows that wait as are decoded.
+    page_tokens = common.kernels(model, mesh).page_tokens
+    num_pages = 2 * work.num_rows * pages_for(total, page_tokens)
+    engine = make_engine(
+        model, work, mesh, max_total_tokens=total, stops=stops, num_pages=num_pages
+    )
+    schedule = Schedule(deterministic=work.lag_chunks > 0, lag_chunks=max(work.lag_chunks, 1))
+    return Episodes(
+        engine=engine,
+        env=env,
+        rollout=Rollout(engine, env, tokenizer, stops, limits, schedule),
+        draws=searching.questions(work.num_questions),
+        group_size=work.group_size,
+        max_total_tokens=total,
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One of the ways above to measure the sampler."""
+
+    work: dict[str, Any]  # by preset
+    measure: Callable[..., dict[str, Any]]
+
+
+CASES = {
+    "even": Case(EVEN, measure_even),
+    "uneven": Case(UNEVEN, measure_uneven),
+    "search": Case(SEARCH, measure_search),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Runs the benchmark; the record that it writes."""
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--case", choices=CASES, default="even")
+    chosen, rest = first.parse_known_args(argv)
+    case = CASES[chosen.case]
+    flags, model, work, hardware = common.read_flags(__doc__ or "", case.work, rest)
+    figures = case.measure(model, work, hardware, flags)
+    return common.finish(f"rollout_{chosen.case}", flags, model, work, hardware, figures)
 
 
 if __name__ == "__main__":

@@ -1,48 +1,56 @@
 r"""Training speed: one optimizer step over a packed batch, through the trainer's own update.
 
-    python -m benchmarks.update --preset=cpu|qwen3-0.6b|qwen3-4b [--num_layers=... --width=...]
+    python -m benchmarks.update --preset=cpu|h200 [--model=qwen3-4b] [--vocab_size=151936]
+        [--spread=0 --row_tokens=... --num_layers=...]
 
-The loss is the default configuration's policy loss, the optimizer its AdamW. The first
-repetitions compile and are not counted. For figures that can be compared between machines, one
-thread on a core that has nothing else to do:
+Groups of sequences share a prompt; their lengths are drawn from a log-normal distribution, all of
+one length with `--spread=0`. The loss is the default configuration's policy loss, the optimizer its
+AdamW. The first repetitions compile and are not counted. For figures that can be compared between
+machines, one thread on a core that has nothing else to do:
 
     JAX_PLATFORMS=cpu XLA_FLAGS=--xla_cpu_multi_thread_eigen=false taskset -c 0 \
       python -m benchmarks.update --repetitions=15
 
 The `floor` figure is the rate at which the device's arithmetic could do what forward and backward
-need, nothing recomputed (see `common.train_flops_per_token`). Tokens are those of prompts and
-samples; padding counts for nothing.
+need, nothing recomputed (see `common.train_flops_per_token`), and `mfu` the share of the data
+sheet's operations that these are. `mfu_computed` counts the output layer for tokens with loss only,
+where it is computed. Tokens are those of prompts and samples; padding counts for nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from benchmarks import common
 from jaxrl.config import default_config
 from jaxrl.demonstrations import Demonstration
 from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import token_mean, token_weights
+from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape, Packed, pack
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import UpdateStep, init_state, put_batch
+from jaxrl.types import TrainState
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
     """What is trained on; every field is a flag."""
 
-    num_sequences: int
+    num_groups: int
+    group_size: int  # sequences that share a prompt
     prompt_tokens: int
-    new_tokens: int  # of each sequence; those that count in the loss
-    row_tokens: int  # length of a packed row
+    new_tokens: int  # median of those of a sequence that count in the loss
+    spread: float  # standard deviation of the logarithm of their number
+    row_tokens: int  # length of a packed row; no sequence is longer
     micro_rows: int  # rows of a micro-batch
     logits_chunk_tokens: int  # tokens whose logits are in memory at a time
     remat: str  # what of a layer the backward pass computes again
@@ -51,74 +59,114 @@ class Work:
 
 WORK = {
     "cpu": Work(
-        num_sequences=32, prompt_tokens=64, new_tokens=128, row_tokens=192, micro_rows=2,
-        logits_chunk_tokens=2048, remat="none", scan_layers=False,
+        num_groups=8, group_size=4, prompt_tokens=64, new_tokens=96, spread=0.6, row_tokens=384,
+        micro_rows=2, logits_chunk_tokens=2048, remat="none", scan_layers=False,
     ),
-    "qwen3-0.6b": Work(
-        num_sequences=128, prompt_tokens=512, new_tokens=1024, row_tokens=3072, micro_rows=4,
-        logits_chunk_tokens=2048, remat="names", scan_layers=True,
-    ),
-    "qwen3-4b": Work(
-        num_sequences=64, prompt_tokens=512, new_tokens=1024, row_tokens=3072, micro_rows=2,
-        logits_chunk_tokens=2048, remat="names", scan_layers=True,
+    "h200": Work(
+        num_groups=8, group_size=8, prompt_tokens=512, new_tokens=1024, spread=0.6,
+        row_tokens=4096, micro_rows=2, logits_chunk_tokens=2048, remat="names", scan_layers=True,
     ),
 }  # fmt: skip
 
 
-def make_batch(model: common.ModelSizes, work: Work) -> Packed:
-    """Random sequences of one length, packed; the advantages are of both signs."""
+def make_sequences(model: common.ModelSizes, work: Work) -> list[Demonstration]:
+    """Random sequences, those of a group one after another with the same prompt."""
     rng = np.random.default_rng(0)
-    length = work.prompt_tokens + work.new_tokens
-    is_sampled = np.arange(length) >= work.prompt_tokens
-    sequences = [
-        Demonstration(
-            token_ids=rng.integers(model.vocab_size, size=length, dtype=np.int32),
-            loss_mask=is_sampled,
-            rollout_logprobs=np.where(is_sampled, -np.log(model.vocab_size), 0).astype(np.float32),
-        )
-        for _ in range(work.num_sequences)
-    ]
+    count = work.num_groups * work.group_size
+    drawn = rng.lognormal(np.log(work.new_tokens), work.spread, count).round().astype(int)
+    lengths = work.prompt_tokens + np.clip(drawn, 1, work.row_tokens - work.prompt_tokens)
+    prompts = rng.integers(model.vocab_size, size=(work.num_groups, work.prompt_tokens))
+    sequences = []
+    for index, length in enumerate(lengths):
+        token_ids = rng.integers(model.vocab_size, size=length, dtype=np.int32)
+        token_ids[: work.prompt_tokens] = prompts[index // work.group_size]
+        is_sampled = np.arange(length) >= work.prompt_tokens
+        logprobs = np.where(is_sampled, -np.log(model.vocab_size), 0).astype(np.float32)
+        one = Demonstration(token_ids=token_ids, loss_mask=is_sampled, rollout_logprobs=logprobs)
+        sequences.append(one)
+    return sequences
+
+
+def make_batch(sequences: Sequence[Demonstration], work: Work, num_shards: int = 1) -> Packed:
+    """The sequences packed; the advantages are of both signs."""
     shape = BatchShape.for_sequences(
-        work.num_sequences, micro_rows=work.micro_rows, row_tokens=work.row_tokens
+        len(sequences), micro_rows=work.micro_rows, row_tokens=work.row_tokens
     )
-    advantages = rng.normal(size=work.num_sequences).astype(np.float32)
+    advantages = np.random.default_rng(1).normal(size=len(sequences)).astype(np.float32)
     weights = token_weights([one.loss_mask for one in sequences], token_mean)
-    return pack(sequences, advantages, shape, token_fields={"token_weights": weights})
+    return pack(
+        sequences,
+        advantages,
+        shape,
+        token_fields={"token_weights": weights},
+        num_shards=num_shards,
+    )
+
+
+def make_model(model: common.ModelSizes, work: Any, mesh: Mesh) -> Model:
+    """The policy of an update, with the kernels of the platform."""
+    return Model(
+        model.config,
+        mesh,
+        num_tokens=model.vocab_size,
+        dtype=jnp.dtype(model.dtype),
+        attention=common.kernels(model, mesh),
+        remat=work.remat,
+        scan_layers=work.scan_layers,
+        logits_chunk_tokens=work.logits_chunk_tokens,
+    )
+
+
+def start(
+    model: common.ModelSizes, work: Work, mesh: Mesh, num_updates: int
+) -> tuple[Packed, TrainState, Callable[[TrainState], TrainState]]:
+    """The batch, the state before the first update, and the update, which waits for its end."""
+    config, policy = default_config(), make_model(model, work, mesh)
+    optimizer = make_optimizer(config.optimizer, num_updates)
+    update = UpdateStep(policy, make_policy_loss(config), optimizer)
+    state = init_state(common.random_params(model, mesh), mesh, model.config, optimizer)
+    packed = make_batch(make_sequences(model, work), work, num_batch_shards(mesh))
+    batch = put_batch(mesh, packed.batch)
+
+    def run(state: TrainState) -> TrainState:
+        state, metrics = update(state, batch, packed)
+        jax.block_until_ready((state, metrics))
+        return state
+
+    return packed, state, run
+
+
+def operations(model: common.ModelSizes, sequences: Sequence[Demonstration]) -> tuple[float, float]:
+    """Of an update: with the output layer for all tokens, and for those with loss only."""
+    lengths = [len(one.token_ids) for one in sequences]
+    whole = sum(n * common.train_flops_per_token(model, n) for n in lengths)
+    without_loss = sum(lengths) - sum(int(one.loss_mask.sum()) for one in sequences)
+    return whole, whole - 6.0 * without_loss * model.vocab_size * model.width
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Runs the benchmark; the record that it writes."""
     flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, argv)
-    mesh, config = common.one_device(), default_config()
-    policy = Model(
-        model.config,
-        mesh,
-        num_tokens=model.vocab_size,
-        dtype=jnp.dtype(model.dtype),
-        remat=work.remat,
-        scan_layers=work.scan_layers,
-        logits_chunk_tokens=work.logits_chunk_tokens,
-    )
-    optimizer = make_optimizer(config.optimizer, flags.warm_up + flags.repetitions)
-    update = UpdateStep(policy, make_policy_loss(config), optimizer)
-    state = init_state(common.random_params(model), mesh, model.config, optimizer)
-    packed = make_batch(model, work)
-    batch = put_batch(mesh, packed.batch)
+    num_updates = flags.warm_up + flags.repetitions
+    packed, state, update = start(model, work, common.one_device(), num_updates)
 
     def run(_: int) -> None:
         nonlocal state
-        state, metrics = update(state, batch, packed)
-        jax.block_until_ready((state, metrics))
+        state = update(state)
 
     timing = common.repeat(run, warm_up=flags.warm_up, repetitions=flags.repetitions)
     assert int(state.num_skipped) == 0, "a gradient was not finite"
-    context = work.prompt_tokens + work.new_tokens
-    flops = packed.num_tokens * common.train_flops_per_token(model, context)
+    needed, computed = operations(model, make_sequences(model, work))
+    seconds = common.spread(timing.seconds)
+    flops = hardware.flops
     figures = {
         **timing.figures(packed.num_tokens),
-        "floor_tokens_per_s": common.train_floor_tokens_per_s(model, hardware, context=context),
-        "ms_per_update": common.spread([1e3 * seconds for seconds in timing.seconds]),
-        "flops_per_s": common.spread([flops / seconds for seconds in timing.seconds]),
+        "floor_tokens_per_s": flops * packed.num_tokens / needed if flops else None,
+        "ms_per_update": {name: 1e3 * value for name, value in seconds.items()},
+        "flops_per_s": common.spread([needed / one for one in timing.seconds]),
+        "mfu": common.mfu(needed, seconds["median"], hardware),
+        "mfu_computed": common.mfu(computed, seconds["median"], hardware),
+        "attention": common.kernels(model, common.one_device()).name,
         "padding": packed.padding,
     }
     return common.finish("update", flags, model, work, hardware, figures)

@@ -1,85 +1,265 @@
 """The benchmarks at a size of seconds, and what they record."""
 
+import dataclasses
 import json
+import sys
 
+import numpy as np
 import pytest
 
-from benchmarks import common, refill, rollout, update
+from benchmarks import agreement, common, h200, peers, rollout, scaling, step, update
+from jaxrl.demonstrations import Demonstration
+from jaxrl.models.attention import reference
+from jaxrl.models.attention.kernels import XLA
 
-TINY = [
-    "--num_layers=2", "--width=32", "--num_heads=2", "--num_kv_heads=1", "--head_dim=16",
-    "--mlp_width=48", "--vocab_size=64", "--prompt_tokens=5", "--new_tokens=7", "--warm_up=2",
-    "--repetitions=2", "--bandwidth=4.3e12", "--flops=790e12",
+MODEL = [
+    "--num_layers=1", "--width=32", "--num_heads=2", "--num_kv_heads=1", "--head_dim=16",
+    "--mlp_width=48", "--warm_up=1", "--repetitions=2", "--bandwidth=4.3e12", "--flops=790e12",
+    "--nominal_flops=989e12",
 ]  # fmt: skip
-OWN = {
-    rollout: ["--num_prompts=3", "--group_size=2", "--num_rows=4", "--chunk_tokens=4"],
-    update: ["--num_sequences=6", "--row_tokens=24", "--micro_rows=2"],
-}
-FIELDS = {
-    rollout: {"ms_per_decode_step", "floor_ms_per_decode_step"},
-    update: {"ms_per_update", "flops_per_s", "padding"},
-}
+EVEN = [
+    "--vocab_size=64", "--prompt_tokens=5", "--new_tokens=7", "--num_prompts=3", "--group_size=2",
+    "--num_rows=4", "--chunk_tokens=4", "--tail_rows=1",
+]  # fmt: skip
+TRAINED = [
+    "--vocab_size=64", "--prompt_tokens=5", "--new_tokens=7", "--num_groups=3", "--group_size=2",
+    "--row_tokens=24", "--micro_rows=2",
+]  # fmt: skip
+EPISODES = [
+    "--vocab_size=300", "--prompt_tokens=12", "--num_questions=4", "--group_size=2",
+    "--num_rows=4", "--chunk_tokens=4", "--turn_tokens=8", "--observation_tokens=10",
+]  # fmt: skip
+GENERAL = {
+    "benchmark", "preset", "model_name", "device", "processor", "versions", "model", "work",
+    "hardware", "peak_bytes", "peak_bytes_of",
+}  # fmt: skip
+RATES = {"tokens_per_s", "tokens_per_cpu_s", "compile_s", "num_recompilations"}
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-@pytest.mark.usefixtures("quick_compilation")
-@pytest.mark.parametrize(
-    "benchmark", [pytest.param(rollout, marks=pytest.mark.slow), update], ids=["rollout", "update"]
-)
-def test_records_what_it_measured(benchmark, tmp_path, capsys):
+def record_of(benchmark, flags, tmp_path):
+    """What a benchmark returns, which is also what it writes."""
     path = tmp_path / "record.json"
-    benchmark.main([*TINY, *OWN[benchmark], f"--json={path}"])
-    record = json.loads(path.read_text())
-    general = {
-        "benchmark", "preset", "device", "jax", "model", "work", "hardware", "tokens_per_s",
-        "tokens_per_cpu_s", "floor_tokens_per_s", "compile_s", "num_recompilations", "peak_bytes",
-        "peak_bytes_of",
-    }  # fmt: skip
-    assert set(record) == general | FIELDS[benchmark]
+    record = benchmark.main([*MODEL, *flags, f"--json={path}"])
+    assert record == json.loads(path.read_text())
+    assert record.keys() >= GENERAL
     assert record["model"]["width"] == 32
-    assert record["work"]["new_tokens"] == 7
+    assert record["peak_bytes"] > 0
+    return record
+
+
+def check_rates(record):
+    """They are possible, and nothing was compiled after the warm-up."""
     rates = record["tokens_per_s"]
     assert 0 < rates["min"] <= rates["median"] <= rates["max"] < record["floor_tokens_per_s"]
     assert record["num_recompilations"] == 0
     assert record["compile_s"] > 0
-    assert record["peak_bytes"] > 0
+
+
+@pytest.mark.slow
+def test_rollout_of_even_samples(tmp_path, capsys):
+    record = record_of(rollout, EVEN, tmp_path)
+    check_rates(record)
+    steps = {
+        "ms_per_decode_step", "floor_ms_per_decode_step", "floor_tokens_per_s", "share_of_floor"
+    }  # fmt: skip
+    assert record.keys() == GENERAL | RATES | steps | {f"tail_{s}" for s in steps} | {"attention"}
+    assert 0 < record["share_of_floor"] < 1
+    assert record["tail_floor_ms_per_decode_step"] < record["floor_ms_per_decode_step"]
     assert "tokens_per_s" in capsys.readouterr().out
+
+
+def test_update(tmp_path):
+    record = record_of(update, TRAINED, tmp_path)
+    check_rates(record)
+    own = {"floor_tokens_per_s", "ms_per_update", "flops_per_s", "mfu", "mfu_computed"}
+    assert record.keys() == GENERAL | RATES | own | {"attention", "padding"}
+    assert record["work"]["new_tokens"] == 7
+    assert 0 < record["mfu_computed"] < record["mfu"] < 1
+    seconds = record["ms_per_update"]["median"] / 1e3
+    flops = record["flops_per_s"]["median"]
+    assert record["mfu"] == pytest.approx(flops / 989e12, rel=0.5), seconds
+
+
+def test_sequences_of_a_group_share_their_prompt_and_differ_in_length():
+    work = dataclasses.replace(update.WORK["cpu"], num_groups=3)
+    sequences = update.make_sequences(common.MODELS["small"], work)
+    prompts = [tuple(one.token_ids[: work.prompt_tokens]) for one in sequences]
+    assert [prompts.index(prompt) for prompt in prompts] == [0] * 4 + [4] * 4 + [8] * 4
+    lengths = [len(one.token_ids) for one in sequences]
+    assert len(set(lengths)) > 6
+    assert max(lengths) <= work.row_tokens
+    even = dataclasses.replace(work, spread=0.0)
+    assert {len(s.token_ids) for s in update.make_sequences(common.MODELS["small"], even)} == {160}
+
+
+def test_operations_by_hand():
+    # One layer of width 4 with a head of 2, an MLP of 8, a vocabulary of 10: 2 * 4 * (2 + 2) + 96
+    # and 40 weights. Two tokens, one with loss: 2 * (6 * 168 + 6 * 2 * 2), of which 6 * 40 for the
+    # token without.
+    model = common.ModelSizes(
+        num_layers=1, width=4, num_heads=1, num_kv_heads=1, head_dim=2, mlp_width=8,
+        vocab_size=10, dtype="float32",
+    )  # fmt: skip
+    one = Demonstration(
+        token_ids=np.zeros(2, np.int32),
+        loss_mask=np.array([False, True]),
+        rollout_logprobs=np.zeros(2, np.float32),
+    )
+    assert update.operations(model, [one]) == (2064, 1824)
 
 
 @pytest.mark.slow
 def test_refilling_does_less_than_half_the_work_of_static_batches(tmp_path):
     # Lengths as in the preset, 16 times shorter: median 4, a few of them long.
-    path = tmp_path / "record.json"
-    model = [flag for flag in TINY[:7] if "vocab" not in flag and "layers" not in flag]
-    record = refill.main(
-        [
-            *model, "--num_layers=1", "--vocab_size=300", "--warm_up=1", "--repetitions=1",
-            "--num_rows=8", "--chunk_tokens=1", "--prompt_tokens=5", "--num_samples=64",
-            "--median_tokens=4", "--max_tokens=59", "--num_episodes=8", "--num_turns=2",
-            "--turn_tokens=8", "--observation_tokens=4", "--latency_ms=1", f"--json={path}",
-        ]
-    )  # fmt: skip
-    assert record == json.loads(path.read_text())
+    flags = [
+        "--case=uneven", "--vocab_size=64", "--num_rows=8", "--chunk_tokens=1",
+        "--prompt_tokens=5", "--num_samples=64", "--median_tokens=4", "--max_tokens=59",
+    ]  # fmt: skip
+    record = record_of(rollout, flags, tmp_path)
     share = {
-        name: record[f"lengths: {name}"]["slot_occupancy"]
-        for name in ("static_full", "static", "continuous")
+        name: record[name]["slot_occupancy"] for name in ("static_full", "static", "continuous")
     }
     assert share["continuous"] > 0.7
     assert share["continuous"] > 2 * share["static_full"]
     assert share["static"] > share["static_full"]
     assert record["continuous over"].keys() == {"static_full", "static"}
-    for name in refill.SCHEDULES:
-        measured = record[f"latency: {name}"]
-        assert measured.keys() == {
-            "tokens_per_s", "tokens_per_cpu_s", "slot_occupancy", "without_latency", "loss"
-        }  # fmt: skip
-        assert measured["tokens_per_s"] > 0
+
+
+@pytest.mark.minutes
+def test_rollout_with_searches(tmp_path):
+    record = record_of(rollout, ["--case=search", *EPISODES, "--latency_ms=20"], tmp_path)
+    for name in ("search", "search_without_latency", "at_once"):
+        assert record[name]["tokens_per_s"] > 0
+    # A call of 20 ms costs more than these few tokens do.
+    assert record["search over"]["search_without_latency"] < 1
+    assert record["search over"]["at_once"] < 1
+    assert 0 < record["searches_per_episode"] <= 3
+    assert record["inserted_tokens_per_episode"] <= 12 * record["searches_per_episode"]
+    assert record["tokens_read_twice"] >= 0
+
+
+@pytest.mark.minutes
+def test_a_step_and_its_parts(tmp_path):
+    flags = [*EPISODES, "--latency_ms=1", "--repetitions=1", "--micro_rows=2"]
+    record = record_of(step, flags, tmp_path)
+    parts = [record[f"{name}_s"] for name in ("rollout", "packing", "scoring", "update", "weights")]
+    assert min(parts) > 0
+    assert 0.9 * record["step_s"] < sum(parts) <= record["step_s"]
+    assert record["tools_s"] > 0
+    assert record["first_step_s"] > record["step_s"]
+
+
+@pytest.mark.minutes
+def test_scaling_over_devices_and_processes(tmp_path):
+    flags = ["--jobs=1x1,1x2,2x1", "--vocab_size=64", "--prompt_tokens=6", "--new_tokens=8"]
+    record = record_of(scaling, [*flags, "--row_tokens=16", "--repetitions=1"], tmp_path)
+    assert record["1 x 1"]["update over one"] == 1
+    for job in ("1 x 1", "1 x 2", "2 x 1"):
+        assert record[job]["rollout tokens_per_s"] > 0
+        assert record[job]["update tokens_per_s"] > 0
+
+
+@pytest.mark.torch
+def test_peers_compute_the_same(tmp_path):
+    pytest.importorskip("torch")
+    flags = [
+        "--vocab_size=64", "--num_prompts=2", "--group_size=2", "--prompt_tokens=8",
+        "--new_tokens=8", "--max_tokens=16", "--chunk_tokens=8",
+    ]  # fmt: skip
+    record = record_of(peers, flags, tmp_path)
+    assert record["logprob_gap"] < 1e-5
+    for name in ("ours", "transformers"):
+        assert record[name]["sample tokens_per_cpu_s"] > 0
+        assert record[name]["update tokens_per_cpu_s"] > 0
+        assert record[name]["peak_bytes"] > 0
+    ratio = record["ours over transformers"]["sample"]
+    assert ratio["min"] <= ratio["median"] <= ratio["max"]
+
+
+def test_scaling_tells_what_a_failed_process_said():
+    with pytest.raises(RuntimeError, match=r"of 1 x 1 ended with 2:\n(.|\n)*--row_tokens"):
+        scaling.run_job(1, 1, ["--row_tokens=many"])
+
+
+def test_agreement_of_kernels(tmp_path):
+    path = tmp_path / "record.json"
+    assert agreement.main(["--part=kernels", "--shapes=2", f"--json={path}"]) == 0
+    record = json.loads(path.read_text())
+    assert record["is_near"]
+    assert record["xla train, float32"]["dq"] < 1e-5
+
+
+def test_agreement_notices_a_wrong_kernel(monkeypatch, capsys):
+    def wrong(*arrays):
+        out, lse = reference.attend_pages(*arrays)
+        return out * 1.01, lse
+
+    kernels = dataclasses.replace(XLA, attend_pages=wrong)
+    monkeypatch.setattr(common, "kernels", lambda *_: kernels)
+    assert agreement.main(["--part=kernels", "--shapes=1"]) == 1
+    assert "is_near                       False" in capsys.readouterr().out
 
 
 def test_no_floor_without_the_hardware(tmp_path):
-    record = update.main(
-        [*TINY[:-2], *OWN[update], "--repetitions=1", f"--json={tmp_path / 'record.json'}"]
-    )
+    model = [flag for flag in MODEL if "flops" not in flag and "bandwidth" not in flag]
+    path = tmp_path / "record.json"
+    record = update.main([*model, *TRAINED, "--repetitions=1", f"--json={path}"])
     assert record["floor_tokens_per_s"] is None
+    assert record["mfu"] is None
+
+
+SCRIPT = """
+import json, pathlib, sys, time
+kind, record = sys.argv[1], sys.argv[-1].removeprefix("--json=")
+print("said by", kind)
+if kind == "hangs":
+    time.sleep(60)
+if kind == "fails":
+    sys.exit("something broke")
+pathlib.Path(record).write_text(json.dumps({"mfu": 0.5, "tokens_per_s": {"median": 1234.0}}))
+"""
+
+
+def test_a_part_that_fails_or_hangs_loses_only_itself(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "part.py"
+    script.write_text(SCRIPT)
+    parts = [
+        h200.Part(name=name, module="", flags=name, tiny=name, share_s=1)
+        for name in ("hangs", "fails", "works")
+    ]
+    monkeypatch.setattr(h200, "PARTS", parts)
+    monkeypatch.setattr(
+        h200,
+        "command",
+        lambda part, preset, record: [sys.executable, str(script), part.tiny, f"--json={record}"],
+    )
+    results = h200.main(["--preset=cpu", f"--out={tmp_path / 'out'}", "--budget_s=15"])
+    assert results == json.loads((tmp_path / "out/results.json").read_text())
+    assert results["hangs"]["ending"] == "stopped after 5 s"
+    assert results["fails"]["ending"] == "ended with 1"
+    assert "something broke" in results["fails"]["said_last"]
+    assert results["works"]["record"]["mfu"] == 0.5
+    page = (tmp_path / "out/table.md").read_text()
+    assert "| works | done | 0 | tokens_per_s 1,234, mfu 50.0% |" in page
+    assert "said by hangs" in (tmp_path / "out/log.txt").read_text()
+
+
+@pytest.mark.parametrize("preset", ["cpu", "h200"])
+def test_parts_have_flags_that_their_programs_know(preset, monkeypatch, tmp_path):
+    for part in h200.PARTS:
+        words = h200.command(part, preset, tmp_path / "record.json")
+        flags = words[3:]
+        if part.module == "agreement":
+            monkeypatch.setattr(agreement, "check_kernels", lambda shapes: ({}, shapes > 1))
+            monkeypatch.setattr(agreement, "check_model", lambda: ({}, True))
+            assert agreement.main(flags) == 0
+            continue
+        work = {"rollout": rollout.EVEN, "update": update.WORK, "step": step.WORK}[part.module]
+        read, model, _, _ = common.read_flags("", work, flags)
+        assert read.preset == preset
+        assert (model.width > 1000) == (preset == "h200")
 
 
 def test_floors_of_one_h200_by_hand():
@@ -92,6 +272,5 @@ def test_floors_of_one_h200_by_hand():
     assert seconds == pytest.approx(7.45e-3, rel=0.01)
     # 6 * 0.596e9 + 6 * 28 * 16 * 128 * 2048 operations a token.
     assert common.train_flops_per_token(model, 2048) == pytest.approx(4.28e9, rel=2e-3)
-    assert common.train_floor_tokens_per_s(model, common.H200, context=2048) == pytest.approx(
-        185e3, rel=0.01
-    )
+    assert 790e12 / common.train_flops_per_token(model, 2048) == pytest.approx(185e3, rel=0.01)
+    assert common.mfu(989e12, 2.0, common.H200) == 0.5

@@ -1,4 +1,4 @@
-"""Packed rows of random segments, and attention over them by brute force in float64."""
+"""Packed rows and pages at random, and attention over them by brute force in float64."""
 
 import numpy as np
 
@@ -49,3 +49,34 @@ def brute_force(q, k, v, gradient, segment_ids):
         dq[row, :, head] = of_scores @ k[row, :, kv]
         dk[row, :, kv] += of_scores.T @ q[row, :, head]
     return out, dq, dk, dv
+
+
+def random_pages(rng, B, Q, N, K, H, page, M):
+    """Queries, more pages than tables name, tables, and limits of which one is 0."""
+    num_pages = B * M + 3
+    q = rng.normal(size=(B, Q, N, H)).astype(np.float32)
+    keys, values = rng.normal(size=(2, num_pages, K, page, H)).astype(np.float32)
+    tables = rng.permutation(num_pages)[: B * M].reshape(B, M).astype(np.int32)
+    limits = rng.integers(0, M * page + 1, (B, Q)).astype(np.int32)
+    limits[0, 0] = 0
+    limits[-1, -1] = M * page
+    for b in range(B):  # behind the last page that is read stands "no page"
+        tables[b, -(-limits[b].max() // page) :] = num_pages
+    return q, keys, values, tables, limits
+
+
+def brute_force_pages(q, keys, values, tables, limits):
+    """Outputs and log-sum-exp in float64; of a query that reads nothing 0 and minus infinity."""
+    groups = q.shape[2] // keys.shape[1]
+    out, lse = np.zeros(q.shape), np.full(q.shape[:3], -np.inf)
+    for b, i, n in np.ndindex(q.shape[:3]):
+        if limits[b, i]:
+            named = tables[b, : -(-limits[b, i] // keys.shape[2])]
+            k, v = (
+                np.float64(x[named, n // groups]).reshape(-1, q.shape[3])[: limits[b, i]]
+                for x in (keys, values)
+            )
+            scores = k @ np.float64(q[b, i, n]) * q.shape[3] ** -0.5
+            lse[b, i, n] = np.logaddexp.reduce(scores)
+            out[b, i, n] = np.exp(scores - lse[b, i, n]) @ v
+    return out, lse

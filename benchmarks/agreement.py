@@ -1,0 +1,237 @@
+r"""Whether this device computes what it should, in a minute: kernels and a small model.
+
+    python -m benchmarks.agreement --part=kernels|model [--json=FILE] [--shapes=6]
+
+`kernels`: the platform's attention, forward and backward over packed rows and over the sampler's
+pages, on random shapes against brute force in float64 on the host, which reads the inputs as they
+are rounded. `model`: a greedy rollout of a small float32 model and the gradient of an update, on
+this device against the CPU; products are not rounded to TF32. Samples may differ where two tokens
+are equally likely; log-probabilities are compared as far as tokens are the same.
+
+The exit status is 1 where a figure is beyond its bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import common, rollout, update
+from jaxrl.config import default_config
+from jaxrl.models.attention.kernels import Kernels
+from jaxrl.runtime.sharding import make_mesh
+from jaxrl.sampling import next_token
+from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.training.policy_loss import make_policy_loss
+from jaxrl.training.update import Gradient, put_batch
+from tests.models.attention.brute import (
+    brute_force,
+    brute_force_pages,
+    random_inputs,
+    random_pages,
+    random_segments,
+)
+
+BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
+"""Of what kernels may differ by, over the largest value: their sums are float32."""
+
+HEADS = ((16, 8, 128), (32, 8, 128), (14, 2, 64), (4, 2, 64))
+"""Query heads, key heads and head size of Qwen3-0.6B, Qwen3-4B, Qwen2.5-0.5B and the small one."""
+
+
+def far(got: Any, wanted: np.ndarray) -> float:
+    """The largest difference over the largest value; infinite where something is not finite."""
+    got = np.asarray(got, np.float64)
+    if not np.isfinite(got).all():
+        return float("inf")
+    return float(np.abs(got - wanted).max() / max(np.abs(wanted).max(), 1e-30))
+
+
+def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
+    """The values that an array has in a dtype."""
+    return np.asarray(jnp.asarray(array, dtype), np.float32)
+
+
+def train_distance(
+    kernels: Kernels, rng: np.random.Generator, heads: tuple[int, int, int], dtype: str
+) -> dict[str, float]:
+    """Of outputs and gradients over packed rows of random length."""
+    num_heads, num_kv_heads, size = heads
+    shape = (2, int(rng.integers(130, 400)), num_heads, size)
+    segment_ids = random_segments(rng, *shape[:2])
+    arrays = random_inputs(rng, shape, num_kv_heads)
+    arrays[3] *= (segment_ids > 0)[:, :, None, None]
+    q, k, v, gradient = (rounded(x, dtype) for x in arrays)
+    wanted = brute_force(q, k, v, gradient, segment_ids)
+
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array) -> Any:
+        ids = jnp.asarray(segment_ids)
+        out, back = jax.vjp(lambda q, k, v: kernels.train(q, k, v, ids), q, k, v)
+        return out, *back(gradient)
+
+    out, *gradients = jax.jit(run)(*(jnp.asarray(x, dtype) for x in (q, k, v, gradient)))
+    out = np.where((segment_ids > 0)[:, :, None, None], np.asarray(out, np.float32), 0)
+    found = zip(("out", "dq", "dk", "dv"), (out, *gradients), wanted, strict=True)
+    return {name: far(got, one) for name, got, one in found}
+
+
+def pages_distance(
+    kernels: Kernels, rng: np.random.Generator, heads: tuple[int, int, int], dtype: str
+) -> dict[str, float]:
+    """Of outputs and log-sum-exp over the sampler's pages, of one query a row or of several."""
+    num_queries = int(rng.choice([1, 16]))
+    sizes = (4, num_queries, *heads, kernels.page_tokens, int(rng.integers(2, 7)))
+    q, keys, values, tables, limits = random_pages(rng, *sizes)
+    q, keys, values = (rounded(x, dtype) for x in (q, keys, values))
+    wanted, wanted_lse = brute_force_pages(q, keys, values, tables, limits)
+    given = [jnp.asarray(x, dtype) for x in (q, keys, values)]
+    out, lse = jax.jit(kernels.attend_pages)(*given, tables, limits)
+    reads = np.isfinite(wanted_lse)
+    return {"out": far(out, wanted), "lse": far(np.asarray(lse)[reads], wanted_lse[reads])}
+
+
+def check_kernels(num_shapes: int) -> tuple[dict[str, Any], bool]:
+    """The largest distances by kernel and dtype, and whether all are within their bounds."""
+    mesh, worst = common.one_device(), {}
+    rng = np.random.default_rng(0)
+    for index in range(num_shapes):
+        heads, dtype = HEADS[index // 2 % len(HEADS)], ("float32", "bfloat16")[index % 2]
+        small = common.MODELS["small"]
+        kernels = common.kernels(dataclasses.replace(small, head_dim=heads[2]), mesh)
+        for name, measure in (("train", train_distance), ("pages", pages_distance)):
+            label = f"{kernels.name} {name}, {dtype}"
+            found, before = measure(kernels, rng, heads, dtype), worst.setdefault(label, {})
+            for part, value in found.items():
+                before[part] = max(before.get(part, 0.0), value)
+    is_near = all(
+        value <= BOUNDS[label.rpartition(" ")[2]]
+        for label, parts in worst.items()
+        for value in parts.values()
+    )
+    return {"num_shapes": num_shapes, **worst}, is_near
+
+
+MODEL = common.ModelSizes(
+    num_layers=4, width=256, num_heads=8, num_kv_heads=2, head_dim=64, mlp_width=512,
+    vocab_size=2048, dtype="float32",
+)  # fmt: skip
+SAMPLED = rollout.Even(
+    num_prompts=4, group_size=1, prompt_tokens=40, new_tokens=48, num_rows=4, chunk_tokens=16,
+    tail_rows=0,
+)  # fmt: skip
+TRAINED = dataclasses.replace(
+    update.WORK["cpu"], num_groups=2, group_size=3, prompt_tokens=40, new_tokens=60, row_tokens=256
+)
+
+
+def greedy(device: Any) -> list[tuple[list[int], list[float]]]:
+    """Tokens and log-probabilities of each sample, by request."""
+    mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=[device])
+    engine = Engine(
+        MODEL.config,
+        mesh,
+        StopAutomaton([b"a"] * MODEL.vocab_size, ["</search>"]),
+        num_tokens=MODEL.vocab_size,
+        eos_ids=(),
+        num_rows=SAMPLED.num_rows,
+        max_prompt_tokens=SAMPLED.prompt_tokens,
+        max_total_tokens=SAMPLED.prompt_tokens + SAMPLED.new_tokens,
+        chunk_tokens=SAMPLED.chunk_tokens,
+        kernels=common.kernels(MODEL, mesh),
+        kinds=(next_token.GREEDY,),
+    )
+    engine.row_sizes = engine.row_sizes[-1:]
+    engine.set_weights(jax.device_put(cpu_params(), device))
+    requests = rollout.even_requests(MODEL, SAMPLED, 0)
+    found: dict[int, tuple[list[int], list[float]]] = {
+        number: ([], []) for number in engine.submit(requests, temperature=0.0)
+    }
+    while not engine.is_idle:
+        for event in engine.step():
+            tokens, logprobs = found[event.request]
+            tokens.extend(event.token_ids.tolist())
+            logprobs.extend(event.logprobs.tolist())
+            if event.status:
+                engine.finish(event.request)
+    return list(found.values())
+
+
+def cpu_params() -> Any:
+    """The same weights for every device."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        return jax.tree.map(np.asarray, common.random_params(MODEL))
+
+
+def gradient(device: Any, dtype: str) -> list[np.ndarray]:
+    """Of an update of the model computed in a dtype, leaf by leaf."""
+    mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=[device])
+    sizes = dataclasses.replace(MODEL, dtype=dtype)
+    packed = update.make_batch(update.make_sequences(sizes, TRAINED), TRAINED)
+    policy = update.make_model(sizes, TRAINED, mesh)
+    compute = Gradient(policy, make_policy_loss(default_config()))
+    params = jax.device_put(cpu_params(), device)
+    sums = compute(params, put_batch(mesh, packed.batch), packed)
+    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(sums.gradients)]
+
+
+def relative(got: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:
+    """The norm of the difference over the norm."""
+    pairs = zip(got, wanted, strict=True)
+    square = sum(float(((one - other) ** 2).sum()) for one, other in pairs)
+    return (square / sum(float((one**2).sum()) for one in wanted)) ** 0.5
+
+
+def check_model() -> tuple[dict[str, Any], bool]:
+    """How far samples and gradients of this device are from the CPU's."""
+    device, cpu = jax.devices()[0], jax.devices("cpu")[0]
+    with jax.default_matmul_precision("highest"):
+        same, gap = 0, 0.0
+        for (tokens, logprobs), (wanted, others) in zip(greedy(device), greedy(cpu), strict=True):
+            pairs = zip(tokens, wanted, strict=True)
+            count = next((i for i, (a, b) in enumerate(pairs) if a != b), len(wanted))
+            same += count
+            near = np.abs(np.subtract(logprobs[:count], others[:count]))
+            gap = max(gap, float(near.max(initial=0.0)))
+        wanted_gradient = gradient(cpu, "float32")
+        single = relative(gradient(device, "float32"), wanted_gradient)
+    half = relative(gradient(device, "bfloat16"), wanted_gradient)
+    figures = {
+        "same_greedy_tokens": same / (SAMPLED.num_prompts * SAMPLED.new_tokens),
+        "logprob_gap": gap,
+        "gradient_float32": single,
+        "gradient_bfloat16": half,
+    }
+    is_near = figures["same_greedy_tokens"] > 0.9 and gap < 1e-3 and single < 1e-3 and half < 0.05
+    return figures, is_near
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints what differs by how much; the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--part", choices=("kernels", "model"), default="kernels")
+    parser.add_argument("--shapes", type=int, default=6, help="random ones, of kernels")
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    flags = parser.parse_args(argv)
+    figures, is_near = check_kernels(flags.shapes) if flags.part == "kernels" else check_model()
+    record = {"benchmark": f"agreement_{flags.part}", **figures, "is_near": is_near}
+    for label, value in record.items():
+        print(f"  {label:<30}{value}")
+    if flags.json:
+        flags.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return 0 if is_near else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

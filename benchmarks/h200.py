@@ -1,0 +1,221 @@
+r"""Everything that one H200 can tell in nine minutes, compilation included.
+
+    python -m benchmarks.h200 --out=DIR [--preset=h200|cpu] [--only=kernels,update_4b]
+        [--budget_s=540]
+
+Whether it computes rightly comes first, then how fast. Each part is a process of its own with a
+limit of time, so that one which fails or hangs loses only itself; what a part leaves of its time
+goes to the later ones. After each part `DIR/results.json` and `DIR/table.md` are written anew, and
+`DIR/log.txt` has what all of them printed.
+
+Beside jax, flax, optax, orbax and transformers it needs jaxtyping, ml_collections, rich, PyYAML,
+absl-py, tokenizers, jinja2 and safetensors; `first_step` needs tantivy. No part needs torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.claims_report import table
+
+TINY = (
+    "--num_layers=1 --width=32 --num_heads=2 --num_kv_heads=1 --head_dim=16 --mlp_width=48 "
+    "--vocab_size=300 --prompt_tokens=8"
+)
+EVEN = "--new_tokens=8 --num_prompts=2 --group_size=2 --num_rows=4 --chunk_tokens=4 --tail_rows=1"
+TRAINED = "--new_tokens=8 --num_groups=2 --group_size=2 --row_tokens=32"
+EPISODES = "--num_questions=2 --group_size=2 --num_rows=4 --chunk_tokens=4 --turn_tokens=8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One process."""
+
+    name: str
+    module: str
+    flags: str
+    tiny: str  # further flags of the preset `cpu`, in place of `flags`
+    share_s: float  # of the nine minutes
+
+
+PARTS = (
+    Part(
+        name="kernels", module="agreement", flags="--part=kernels --shapes=8",
+        tiny="--part=kernels --shapes=2", share_s=70,
+    ),
+    Part(name="model", module="agreement", flags="--part=model", tiny="--part=model", share_s=80),
+    Part(
+        name="rollout_0.6b", module="rollout",
+        flags="--preset=h200 --model=qwen3-0.6b --warm_up=1 --repetitions=2",
+        tiny=f"{TINY} {EVEN} --warm_up=1 --repetitions=1", share_s=95,
+    ),
+    Part(
+        name="update_4b", module="update",
+        flags="--preset=h200 --model=qwen3-4b --spread=0 --new_tokens=1536 --row_tokens=2048 "
+        "--micro_rows=4 --warm_up=1 --repetitions=3",
+        tiny=f"{TINY} {TRAINED} --warm_up=1 --repetitions=1", share_s=100,
+    ),
+    Part(
+        name="rollout_4b", module="rollout",
+        flags="--preset=h200 --model=qwen3-4b --warm_up=1 --repetitions=1",
+        tiny=f"{TINY} {EVEN} --warm_up=1 --repetitions=1", share_s=105,
+    ),
+    Part(
+        name="first_step", module="step",
+        flags="--preset=h200 --model=qwen3-0.6b --warm_up=0 --repetitions=1",
+        tiny=f"{TINY} {EPISODES} --observation_tokens=8 --latency_ms=1 --warm_up=0 "
+        "--repetitions=1",
+        share_s=90,
+    ),
+)  # fmt: skip
+"""In the order in which they run."""
+
+
+def command(part: Part, preset: str, record: Path) -> list[str]:
+    """What runs a part and writes its record."""
+    flags = part.flags if preset == "h200" else part.tiny
+    module = f"benchmarks.{part.module}"
+    return [sys.executable, "-m", module, *flags.split(), f"--json={record}"]
+
+
+def run_part(part: Part, preset: str, record: Path, log: Path, limit_s: float) -> dict[str, Any]:
+    """Runs a part until its end or its limit; its record, and how it ended."""
+    platforms = {"h200": "cuda,cpu", "cpu": "cpu"}[preset]
+    environment = os.environ | {
+        "JAX_PLATFORMS": platforms,
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+        "PYTHONUNBUFFERED": "1",
+    }
+    words, started = command(part, preset, record), time.monotonic()
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"\n$ {shlex.join(words[1:])}\n")
+        file.flush()
+        # A session of its own, so that what it started ends with it.
+        process = subprocess.Popen(
+            words, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=max(limit_s, 1.0))
+            ending = "done" if code == 0 else f"ended with {code}"
+        except subprocess.TimeoutExpired:
+            ending = f"stopped after {limit_s:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    found = {"ending": ending, "seconds": time.monotonic() - started}
+    found["command"] = "python " + shlex.join(words[1:-1])
+    if record.exists():
+        found["record"] = json.loads(record.read_text(encoding="utf-8"))
+    else:
+        found["said_last"] = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+    return found
+
+
+FIGURES = {
+    "is_near": "{}",
+    "same_greedy_tokens": "{:.3f}",
+    "logprob_gap": "{:.2g}",
+    "gradient_float32": "{:.2g}",
+    "gradient_bfloat16": "{:.2g}",
+    "tokens_per_s": "{:,.0f}",
+    "floor_tokens_per_s": "{:,.0f}",
+    "ms_per_decode_step": "{:.2f}",
+    "floor_ms_per_decode_step": "{:.2f}",
+    "share_of_floor": "{:.1%}",
+    "tail_ms_per_decode_step": "{:.2f}",
+    "tail_share_of_floor": "{:.1%}",
+    "ms_per_update": "{:,.0f}",
+    "mfu": "{:.1%}",
+    "mfu_computed": "{:.1%}",
+    "first_step_s": "{:.1f}",
+    "step_s": "{:.2f}",
+    "rollout_s": "{:.2f}",
+    "tools_s": "{:.2f}",
+    "scoring_s": "{:.2f}",
+    "update_s": "{:.2f}",
+    "weights_s": "{:.3f}",
+    "compile_s": "{:.0f}",
+    "num_recompilations": "{}",
+    "peak_bytes": "{:,.0f}",
+}
+"""What the table shows of the records, and how."""
+
+
+def shown(record: dict[str, Any]) -> str:
+    """The figures of a record, of repetitions the median."""
+    texts = []
+    for name, form in FIGURES.items():
+        value = record.get(name)
+        value = value["median"] if isinstance(value, dict) else value
+        if value is not None:
+            texts.append(f"{name} {form.format(value)}")
+    return ", ".join(texts)
+
+
+def report(results: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    records = [one["record"] for one in results.values() if "versions" in one.get("record", {})]
+    about = ""
+    if records:
+        versions = ", ".join(f"{name} {text}" for name, text in records[0]["versions"].items())
+        about = f"{records[0]['device']}, {records[0]['processor']}, {versions}.\n\n"
+    rows = [
+        [name, one["ending"], f"{one['seconds']:.0f}", shown(one.get("record", {}))]
+        for name, one in results.items()
+    ]
+    commands = "\n".join(one["command"] for one in results.values())
+    head = ["part", "ending", "seconds", "figures, medians"]
+    return f"{about}{table(head, rows)}\n\n```sh\n{commands}\n```\n"
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Runs the parts; what became of each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [part.name for part in PARTS]
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
+    parser.add_argument("--preset", choices=("h200", "cpu"), default="h200")
+    parser.add_argument("--only", default=",".join(names), help="parts to run")
+    parser.add_argument("--budget_s", type=float, default=540.0, help="of all parts together")
+    flags = parser.parse_args(argv)
+    only = flags.only.split(",")
+    if unknown := set(only) - set(names):
+        parser.error(f"--only names {', '.join(sorted(unknown))}; expected some of {names}")
+    chosen = [part for part in PARTS if part.name in only]
+    flags.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {}
+    ends = time.monotonic() + flags.budget_s
+    unit_s = flags.budget_s / sum(part.share_s for part in chosen)
+    with tempfile.TemporaryDirectory() as folder:
+        for index, part in enumerate(chosen):
+            later_s = sum(other.share_s for other in chosen[index + 1 :]) * unit_s
+            limit_s = ends - time.monotonic() - later_s
+            record = Path(folder) / f"{part.name}.json"
+            found = run_part(part, flags.preset, record, flags.out / "log.txt", limit_s)
+            results[part.name] = found
+            text = json.dumps(results, indent=2) + "\n"
+            (flags.out / "results.json").write_text(text, encoding="utf-8")
+            (flags.out / "table.md").write_text(report(results), encoding="utf-8")
+            about = shown(found.get("record", {})) or found.get("said_last", "")
+            print(f"{part.name}: {found['ending']}, {found['seconds']:.0f} s: {about}", flush=True)
+    return results
+
+
+if __name__ == "__main__":
+    results = main()
+    sys.exit(any(one["ending"] != "done" for one in results.values()))

@@ -1,0 +1,343 @@
+r"""This trainer beside transformers on torch: the same model, prompts and lengths, on one thread.
+
+    python -m benchmarks.peers [--num_prompts=... --new_tokens=... --num_layers=... --spread=0.6]
+
+Each peer has a process of its own, so that its peak memory is its own, and they take turns in every
+repetition. The weights are written once in Hugging Face's format and read by all, in float32.
+
+`sample`: `num_prompts` x `group_size` samples of drawn lengths at temperature 1, in one batch;
+counted are the tokens up to those lengths. transformers' `generate` computes every row until the
+longest is done. `update`: one step of AdamW on the clipped policy loss over those lengths, in
+micro-batches of `micro_rows` sequences; torch pads each to its longest and sorts by length. Both
+give the mean log-probability of the same tokens before the first update, `logprob_gap` apart.
+
+Every rate is the median over repetitions; `ours over` that of ratios within a repetition. Tunix
+is no peer here: it asks for safetensors below 0.8, so it cannot be installed beside this trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import common, rollout, update
+from jaxrl.config import default_config
+from jaxrl.models.hf_weights import load_hf, save_hf
+from jaxrl.training.minibatches import put_minibatches
+from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.policy_loss import make_policy_loss
+from jaxrl.training.update import ScoreStep, UpdateStep, init_state
+
+LEARNING_RATE = 1e-6
+CLIP = 0.2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What each peer does; every field is a flag."""
+
+    num_prompts: int
+    group_size: int  # samples of each prompt
+    prompt_tokens: int
+    new_tokens: int  # median length of a sample
+    max_tokens: int  # the longest
+    spread: float  # standard deviation of the logarithm of lengths; 0: all of one length
+    chunk_tokens: int  # decoding steps between two looks of the host
+    micro_rows: int  # sequences of a micro-batch; here, packed rows of the longest sequence
+
+
+WORK = {
+    "cpu": Work(
+        num_prompts=8, group_size=4, prompt_tokens=64, new_tokens=96, max_tokens=256, spread=0.6,
+        chunk_tokens=16, micro_rows=2,
+    ),
+    "h200": Work(
+        num_prompts=8, group_size=8, prompt_tokens=512, new_tokens=512, max_tokens=1024,
+        spread=0.6, chunk_tokens=32, micro_rows=4,
+    ),
+}  # fmt: skip
+
+
+def training(work: Work) -> update.Work:
+    """The sequences of the update, which are those of the samples too."""
+    return dataclasses.replace(
+        update.WORK["cpu"],
+        num_groups=work.num_prompts,
+        group_size=work.group_size,
+        prompt_tokens=work.prompt_tokens,
+        new_tokens=work.new_tokens,
+        spread=work.spread,
+        row_tokens=work.prompt_tokens + work.max_tokens,
+        micro_rows=work.micro_rows,
+    )
+
+
+class Ours:
+    """The engine and the update of this trainer."""
+
+    def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
+        """Reads the weights."""
+        mesh = self._mesh = common.one_device()
+        self._sequences = update.make_sequences(model, training(work))
+        num_rows = work.num_prompts * work.group_size
+        sampling = rollout.Even(
+            num_prompts=work.num_prompts,
+            group_size=work.group_size,
+            prompt_tokens=work.prompt_tokens,
+            new_tokens=work.max_tokens,
+            num_rows=num_rows,
+            chunk_tokens=work.chunk_tokens,
+            tail_rows=0,
+        )
+        total = work.prompt_tokens + work.max_tokens
+        self._engine = rollout.make_engine(model, sampling, mesh, max_total_tokens=total)
+        self._prompt_tokens = work.prompt_tokens
+        params = load_hf(folder, mesh)
+        config = self._config = default_config()
+        config.optimizer.lr, config.loss.clip_low, config.loss.clip_high = LEARNING_RATE, CLIP, CLIP
+        policy = update.make_model(model, training(work), mesh)
+        optimizer = make_optimizer(config.optimizer, 1000)
+        self._update = UpdateStep(policy, make_policy_loss(config), optimizer)
+        self._score = ScoreStep(policy, temperature=1.0)
+        self._packed = update.make_batch(self._sequences, training(work))
+        self._state = init_state(params, mesh, model.config, optimizer)
+
+    def mean_logprob(self) -> float:
+        """Of the tokens with loss."""
+        packed = self._packed
+        logprobs = np.asarray(self._score(self._state.params, self._put_batch(), packed))
+        return float(logprobs[packed.batch.loss_mask].mean())
+
+    def _put_batch(self) -> Any:
+        params = self._state.params
+        packed, mesh, config = [self._packed], self._mesh, self._config
+        return put_minibatches(packed, mesh, self._score, params, None, config)[0]
+
+    def sample(self, number: int) -> None:
+        """All samples."""
+        self._engine.set_weights(self._state.params)
+        prompts = [one.token_ids[: self._prompt_tokens] for one in self._sequences]
+        lengths = [int(one.loss_mask.sum()) for one in self._sequences]
+        rollout.sample_all(self._engine, rollout.make_requests(prompts, lengths, number))
+        self._engine.release()
+
+    def update(self, _: int) -> None:
+        """One step."""
+        self._state, metrics = self._update(self._state, self._put_batch(), self._packed)
+        jax.block_until_ready((self._state, metrics))
+
+
+class Torch:
+    """transformers' `generate`, and a plain update in torch."""
+
+    def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
+        """Reads the weights."""
+        import torch
+        import transformers
+
+        torch.set_num_threads(1)
+        self._torch, self._transformers = torch, transformers
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self._work = work
+        self._sequences = update.make_sequences(model, training(work))
+        self._advantages = np.random.default_rng(1).normal(size=len(self._sequences))
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LEARNING_RATE)
+
+    def sample(self, number: int) -> None:
+        """All samples in one batch; a row that is done is padded."""
+        torch = self._torch
+        torch.manual_seed(number)
+        prompt_tokens = self._work.prompt_tokens
+        prompts = np.stack([one.token_ids[:prompt_tokens] for one in self._sequences])
+        lengths = torch.tensor([int(one.loss_mask.sum()) for one in self._sequences])
+
+        class Done(self._transformers.StoppingCriteria):
+            def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+                return input_ids.shape[1] - prompt_tokens >= lengths
+
+        with torch.no_grad():
+            out = self._model.generate(
+                torch.tensor(prompts, dtype=torch.long),
+                attention_mask=torch.ones(prompts.shape, dtype=torch.long),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=int(lengths.max()),
+                eos_token_id=None,
+                pad_token_id=0,
+                stopping_criteria=self._transformers.StoppingCriteriaList([Done()]),
+            )
+        assert out.shape[1] == prompt_tokens + int(lengths.max()), out.shape
+
+    def _micro_batches(self) -> list[list[int]]:
+        """Of sequences of about one length, as a trainer without packing does."""
+        order = sorted(
+            range(len(self._sequences)), key=lambda i: -len(self._sequences[i].token_ids)
+        )
+        size = self._work.micro_rows
+        return [order[start : start + size] for start in range(0, len(order), size)]
+
+    def _logprobs(self, indices: Sequence[int]) -> tuple[Any, Any]:
+        """Of every token but the first of each row, padded, and which of them have loss."""
+        torch = self._torch
+        rows = [torch.tensor(self._sequences[i].token_ids, dtype=torch.long) for i in indices]
+        masks = [torch.tensor(self._sequences[i].loss_mask) for i in indices]
+        pad = torch.nn.utils.rnn.pad_sequence
+        ids, mask = pad(rows, batch_first=True), pad(masks, batch_first=True)
+        there = pad([torch.ones_like(row) for row in rows], batch_first=True)
+        logits = self._model(ids, attention_mask=there, use_cache=False).logits[:, :-1]
+        logprobs = torch.log_softmax(logits, dim=-1)
+        return logprobs.gather(2, ids[:, 1:, None]).squeeze(2), mask[:, 1:]
+
+    def mean_logprob(self) -> float:
+        """Of the tokens with loss."""
+        total, count = 0.0, 0
+        with self._torch.no_grad():
+            for indices in self._micro_batches():
+                logprobs, mask = self._logprobs(indices)
+                total, count = total + float(logprobs[mask].sum()), count + int(mask.sum())
+        return total / count
+
+    def update(self, _: int) -> None:
+        """One step on the clipped policy loss, its mean over all tokens."""
+        torch = self._torch
+        count = sum(int(one.loss_mask.sum()) for one in self._sequences)
+        for indices in self._micro_batches():
+            logprobs, mask = self._logprobs(indices)
+            ratio = torch.exp(logprobs - logprobs.detach())
+            advantages = torch.tensor(self._advantages[indices], dtype=torch.float32)[:, None]
+            clipped = torch.clamp(ratio, 1 - CLIP, 1 + CLIP)
+            loss = -torch.minimum(ratio * advantages, clipped * advantages)
+            (loss[mask].sum() / count).backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+PEERS = {"ours": Ours, "transformers": Torch}
+"""What takes turns, by name."""
+
+ONE_THREAD = {
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def serve(peer: Any) -> None:
+    """Answers each line `sample NUMBER` or `update NUMBER` with the seconds that it took."""
+    print(json.dumps({"mean_logprob": peer.mean_logprob()}), flush=True)
+    for line in sys.stdin:
+        what, number = line.split()
+        started, cpu_started = time.perf_counter(), time.process_time()
+        getattr(peer, what)(int(number))
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
+        peak, _ = common.peak_bytes()
+        print(json.dumps({"s": seconds, "cpu_s": cpu_seconds, "peak_bytes": peak}), flush=True)
+
+
+class Peer:
+    """A process that serves."""
+
+    def __init__(self, name: str, folder: Path, flags: Sequence[str]):
+        """Starts it; `first` is what it says once it is ready."""
+        command = [sys.executable, "-m", "benchmarks.peers", *flags]
+        self._process = subprocess.Popen(
+            [*command, f"--worker={name}", f"--folder={folder}"],
+            env=os.environ | ONE_THREAD,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.name = name
+        self.first = self._read()
+
+    def _read(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        raise RuntimeError(
+            f"{self.name} ended with {self._process.wait()}; see what it wrote above"
+        )
+
+    def ask(self, what: str, number: int) -> dict[str, float]:
+        """Seconds that it takes."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(f"{what} {number}\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def take_turns(peers: Sequence[Peer], work: Work, model: Any, flags: Any) -> dict[str, Any]:
+    """Rates of each peer, and ours over the others'."""
+    sequences = update.make_sequences(model, training(work))
+    sampled = sum(int(one.loss_mask.sum()) for one in sequences)
+    counts = {"sample": sampled, "update": sum(len(one.token_ids) for one in sequences)}
+    figures: dict[str, Any] = {peer.name: {} for peer in peers}
+    for what, count in counts.items():
+        seconds: dict[str, list[float]] = {peer.name: [] for peer in peers}
+        for number in range(flags.warm_up + flags.repetitions):
+            for peer in peers:
+                found = peer.ask(what, number)
+                if number >= flags.warm_up:
+                    seconds[peer.name].append(found["cpu_s"])
+                figures[peer.name]["peak_bytes"] = found["peak_bytes"]
+        for name, taken in seconds.items():
+            figures[name][f"{what} tokens_per_cpu_s"] = count / statistics.median(taken)
+        for name in (peer.name for peer in peers[1:]):
+            pairs = zip(seconds[name], seconds[peers[0].name], strict=True)
+            ratios = [other / one for other, one in pairs]
+            figures.setdefault(f"ours over {name}", {})[what] = common.spread(ratios)
+    return figures
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
+    """Runs the benchmark; the record that it writes. In a worker, None."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--worker", choices=PEERS)
+    first.add_argument("--folder", type=Path)
+    own, rest = first.parse_known_args(argv)
+    flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, rest)
+    model = dataclasses.replace(model, dtype="float32")
+    if own.worker:
+        serve(PEERS[own.worker](own.folder, model, work))
+        return None
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder = Path(name) / "model"
+        save_hf(common.random_params(model), model.config, folder)
+        peers = []
+        for peer_name in PEERS:
+            peers.append(Peer(peer_name, folder, rest))
+            stack.callback(peers[-1].end)
+        figures = take_turns(peers, work, model, flags)
+        logprobs = [peer.first["mean_logprob"] for peer in peers]
+    figures["logprob_gap"] = max(logprobs) - min(logprobs)
+    figures["peer_versions"] = common.versions("torch", "transformers")
+    return common.finish("peers", flags, model, work, hardware, figures)
+
+
+if __name__ == "__main__":
+    main()

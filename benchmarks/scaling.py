@@ -1,0 +1,184 @@
+r"""The same work on each of more devices and processes: what being many costs.
+
+    python -m benchmarks.scaling [--jobs=1x1,1x2,1x4,1x8,2x1,2x2] [--model=...] [--new_tokens=...]
+
+A job is processes x devices of each. The devices are virtual ones of this machine's CPU, and the
+processes speak to each other through 127.0.0.1, so all share its cores: more of them do not make
+anything quicker, and a rate that stays what it was with one device says that nothing is lost by
+splitting. Each device has the rows and the sequences of one device, along the mesh's axis `data`;
+rollouts run on each process's own devices, updates on those of all.
+
+Every job has processes of its own. Rates are of all devices together; `over one` is their ratio to
+the first job's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import multihost_utils
+
+from benchmarks import common, rollout, update
+from jaxrl.runtime.sharding import make_mesh
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Work:
+    """What each device does; every field is a flag."""
+
+    num_prompts: int
+    group_size: int
+    prompt_tokens: int
+    new_tokens: int
+    row_tokens: int  # of the update's packed rows
+    micro_rows: int
+
+
+WORK = {
+    "cpu": Work(
+        num_prompts=2, group_size=4, prompt_tokens=64, new_tokens=64, row_tokens=256, micro_rows=2
+    ),
+    "h200": Work(
+        num_prompts=16, group_size=8, prompt_tokens=512, new_tokens=512, row_tokens=2048,
+        micro_rows=2,
+    ),
+}  # fmt: skip
+
+
+def measure(model: common.ModelSizes, work: Work, warm_up: int, repetitions: int) -> dict[str, Any]:
+    """Tokens a second of sampling and of the update, on all devices there are."""
+    mesh = make_mesh(data=-1, fsdp=1, tensor=1)
+    num_devices, num_local = len(jax.devices()), len(jax.local_devices())
+    sampling = rollout.Even(
+        num_prompts=work.num_prompts * num_local,
+        group_size=work.group_size,
+        prompt_tokens=work.prompt_tokens,
+        new_tokens=work.new_tokens,
+        num_rows=work.num_prompts * work.group_size * num_local,
+        chunk_tokens=16,
+        tail_rows=0,
+    )
+    total = work.prompt_tokens + work.new_tokens
+    engine = rollout.make_engine(model, sampling, mesh, max_total_tokens=total)
+    engine.row_sizes = engine.row_sizes[-1:]
+    engine.set_weights(common.random_params(model, mesh))
+
+    def sample(number: int) -> None:
+        number = number * jax.process_count() + jax.process_index()
+        rollout.sample_all(engine, rollout.even_requests(model, sampling, number))
+
+    sampled = num_devices * work.num_prompts * work.group_size * work.new_tokens
+    figures = {"rollout": sampled / together(sample, warm_up, repetitions)}
+    engine.release()
+    training = dataclasses.replace(
+        update.WORK["cpu"],
+        num_groups=work.num_prompts * num_devices,
+        group_size=work.group_size,
+        prompt_tokens=work.prompt_tokens,
+        new_tokens=work.new_tokens,
+        spread=0.0,
+        row_tokens=work.row_tokens,
+        micro_rows=work.micro_rows * num_devices,
+    )
+    packed, state, step = update.start(model, training, mesh, warm_up + repetitions)
+
+    def train(_: int) -> None:
+        nonlocal state
+        state = step(state)
+
+    return figures | {"update": packed.num_tokens / together(train, warm_up, repetitions)}
+
+
+def together(run: Callable[[int], None], warm_up: int, repetitions: int) -> float:
+    """Median seconds of a repetition, from when all processes begin it to when all are done."""
+
+    def run_all(number: int) -> None:
+        run(number)
+        multihost_utils.sync_global_devices(f"end {number}")
+
+    multihost_utils.sync_global_devices("start")
+    timing = common.repeat(run_all, warm_up=warm_up, repetitions=repetitions)
+    return common.spread(timing.seconds)["median"]
+
+
+def run_job(num_processes: int, num_devices: int, argv: Sequence[str]) -> dict[str, Any]:
+    """The figures of a job, from its first process.
+
+    Raises:
+        RuntimeError: a process failed; says what it wrote last.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"JAX_NUM_CPU_DEVICES": str(num_devices), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "benchmarks.scaling", *argv, "--worker"]
+    with contextlib.ExitStack() as stack:
+        said = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(num_processes)]
+        processes = []
+        for index, file in enumerate(said):
+            worker = [*command, f"127.0.0.1:{port},{num_processes},{index}"]
+            one = subprocess.Popen(worker, env=environment, stdout=file, stderr=subprocess.STDOUT)
+            processes.append(one)
+            stack.callback(one.wait)
+            stack.callback(one.kill)
+        codes = [process.wait() for process in processes]
+        for file in said:
+            file.seek(0)
+        texts = [file.read() for file in said]
+    for code, text in zip(codes, texts, strict=True):
+        if code:
+            raise RuntimeError(
+                f"a process of {num_processes} x {num_devices} ended with {code}:\n{text[-2000:]}"
+            )
+    return json.loads(texts[0].splitlines()[-1])
+
+
+def read_jobs(text: str) -> list[tuple[int, int]]:
+    """Processes and devices of each, as `--jobs` names them."""
+    jobs = []
+    for job in text.split(","):
+        processes, _, devices = job.partition("x")
+        if not (processes.isdecimal() and devices.isdecimal()):
+            raise argparse.ArgumentTypeError(f"{job!r}; expected processes x devices, like 2x4")
+        jobs.append((int(processes), int(devices)))
+    return jobs
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
+    """Runs the benchmark; the record that it writes. In a worker, None."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--jobs", type=read_jobs, default="1x1,1x2,1x4,1x8,2x1,2x2")
+    first.add_argument("--worker")
+    own, rest = first.parse_known_args(argv)
+    if own.worker:
+        address, count, index = own.worker.split(",")
+        if int(count) > 1:
+            jax.distributed.initialize(address, int(count), int(index))
+    flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, rest)
+    if own.worker:
+        print(json.dumps(measure(model, work, flags.warm_up, flags.repetitions)), flush=True)
+        return None
+    rates = {f"{p} x {d}": run_job(p, d, rest) for p, d in own.jobs}
+    one = next(iter(rates.values()))
+    figures = {
+        name: {f"{part} tokens_per_s": rate for part, rate in found.items()}
+        | {f"{part} over one": rate / one[part] for part, rate in found.items()}
+        for name, found in rates.items()
+    }
+    return common.finish("scaling", flags, model, work, hardware, figures)
+
+
+if __name__ == "__main__":
+    main()

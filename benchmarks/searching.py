@@ -1,0 +1,122 @@
+"""An environment of real searches for a policy of random weights, which nobody can teach to search.
+
+A turn ends at one of a few bytes, so by chance about every `turn_tokens` tokens. Whatever a turn
+says asks for words of the corpus, by its checksum, and the documents that BM25 finds are the
+observation. So the same tokens ask for the same searches, whatever the clock says.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from jaxrl.envs.base import Env, Episode, Message, Observation, Outcome, Reward, StepResult, Task
+from jaxrl.envs.retrieval import LocalSearch
+from jaxrl.tokenizer import Tokenizer
+from jaxrl.types import Draw
+
+NUM_DOCUMENTS = 2_000
+DOCUMENT_WORDS = 60
+NUM_WORDS = 5_000
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A token for each byte, and the end of a turn."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|im_end|>"])
+    return Tokenizer(
+        PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            eos_token="<|im_end|>",
+            chat_template="{% for message in messages %}{{ message.content }}{% endfor %}",
+        )
+    )
+
+
+def word(number: int) -> str:
+    """One of the corpus' words."""
+    return f"w{number}"
+
+
+def write_corpus(path: Path) -> None:
+    """Documents of words, of which a few are frequent and most are rare."""
+    rng = np.random.default_rng(0)
+    drawn = np.minimum(rng.zipf(1.3, (NUM_DOCUMENTS, DOCUMENT_WORDS)), NUM_WORDS) - 1
+    with path.open("w", encoding="utf-8") as file:
+        for number, words in enumerate(drawn):
+            text = " ".join(word(one) for one in words)
+            file.write(json.dumps({"id": str(number), "title": f"t{number}", "text": text}) + "\n")
+
+
+class RandomSearches(Env):
+    """Answers turns with the documents of a real index, up to `max_searches` an episode.
+
+    Attributes:
+        latency_s: that a call takes beyond the search itself, for all rows that stopped together.
+        busy_s: seconds in which calls ran, added up over those that ran side by side.
+        num_searches: so far.
+    """
+
+    reward_parts = ()
+
+    def __init__(
+        self, folder: Path, *, max_searches: int, turn_tokens: int, prompt_tokens: int
+    ) -> None:
+        """Writes a corpus into `folder` and makes its index there."""
+        write_corpus(folder / "corpus.jsonl")
+        self._search = LocalSearch(folder / "corpus.jsonl")
+        # A random policy writes one of these bytes about every `turn_tokens` tokens.
+        self.stop_strings = tuple(chr(33 + i) for i in range(max(256 // turn_tokens, 1)))
+        self._max_searches, self._prompt_tokens = max_searches, prompt_tokens
+        self._lock = threading.Lock()
+        self.latency_s = self.busy_s = 0.0
+        self.num_searches = 0
+
+    def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
+        """The questions, all of one length."""
+        width = self._prompt_tokens
+        return [[{"role": "user", "content": (f"{task.id} " * width)[:width]}] for task in tasks]
+
+    def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
+        """What is found, or the end: after the last search, and after one turn of four before."""
+        started = time.perf_counter()
+        time.sleep(self.latency_s)
+        replies = [self._reply(*one) for one in zip(episodes, texts, strict=True)]
+        with self._lock:
+            self.busy_s += time.perf_counter() - started
+            self.num_searches += sum(reply.tool_call is not None for reply in replies)
+        return replies
+
+    def _reply(self, episode: Episode, text: str) -> StepResult:
+        number = zlib.crc32(text.encode("utf-8", "replace"))
+        if len(episode.turns) >= self._max_searches or number % 4 == 0:
+            return StepResult(outcome=Outcome.ANSWERED)
+        query = " ".join(word(number // place % NUM_WORDS) for place in (1, 7, 49))
+        found = Observation(prefix="\n", body=self._search.run(query), suffix="\n")
+        return StepResult(observation=found, tool_call=query)
+
+    def score(self, group: Sequence[Episode]) -> list[Reward]:
+        """By chance, but the same for the same text."""
+        return [
+            Reward(total=zlib.crc32(e.response.encode("utf-8", "replace")) % 2, parts={},
+                   final_answer="")
+            for e in group
+        ]  # fmt: skip
+
+
+def questions(count: int) -> list[Draw]:
+    """So many different tasks."""
+    tasks = [Task(id=f"q{index}", question=f"q{index}") for index in range(count)]
+    return [Draw(task=task, stream_index=index) for index, task in enumerate(tasks)]
