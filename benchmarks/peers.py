@@ -1,4 +1,4 @@
-r"""This trainer beside transformers on torch: the same model, prompts and lengths, on one thread.
+r"""This trainer beside transformers on torch, and Tunix: same model, prompts, lengths, one thread.
 
     python -m benchmarks.peers [--num_prompts=... --new_tokens=... --num_layers=... --spread=0.6]
 
@@ -11,8 +11,13 @@ longest is done. `update`: one step of AdamW on the clipped policy loss over tho
 micro-batches of `micro_rows` sequences; torch pads each to its longest and sorts by length. Both
 give the mean log-probability of the same tokens before the first update, `logprob_gap` apart.
 
-Every rate is the median over repetitions; `ours over` that of ratios within a repetition. Tunix
-is no peer here: it asks for safetensors below 0.8, so it cannot be installed beside this trainer.
+Every rate is the median over repetitions; `ours over` that of ratios within a repetition. `--peers`
+names who takes part, by default all that are installed: torch for transformers, google-tunix for
+Tunix. Its declared needs exclude ours (safetensors below 0.8), but on a CPU it runs beside them:
+
+    pip install --no-deps google-tunix==0.1.7 qwix google-metrax clu sentencepiece perfetto pandas
+
+Tunix samples every row to the longest too, and pads the update's sequences to one length.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import statistics
@@ -32,7 +38,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 
 from benchmarks import common, rollout, update
 from jaxrl.config import default_config
@@ -229,8 +238,146 @@ class Torch:
         self._optimizer.zero_grad()
 
 
-PEERS = {"ours": Ours, "transformers": Torch}
-"""What takes turns, by name."""
+class Ids:
+    """A tokenizer of texts that are ids; no token pads, begins or ends anything."""
+
+    def encode(self, text: str) -> list[int]:
+        """The ids."""
+        return [int(one) for one in text.split()]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Nothing: nobody reads it."""
+        del ids
+        return ""
+
+    def bos_id(self) -> int:
+        """None, which Tunix takes 0 for."""
+        return 0
+
+    def eos_id(self) -> int:
+        """None."""
+        return -1
+
+    pad_id = eos_id
+
+
+class Tunix:
+    """Tunix's sampler, and an update of its model by its log-probabilities and optax."""
+
+    def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
+        """Reads the weights."""
+        from tunix.generate.sampler import CacheConfig, Sampler
+        from tunix.models.qwen3.model import ModelConfig
+        from tunix.models.qwen3.params import create_model_from_safe_tensors
+
+        sizes = ModelConfig(
+            num_layers=model.num_layers,
+            vocab_size=model.vocab_size,
+            embed_dim=model.width,
+            hidden_dim=model.mlp_width,
+            num_heads=model.num_heads,
+            head_dim=model.head_dim,
+            num_kv_heads=model.num_kv_heads,
+            rope_theta=1_000_000,
+            norm_eps=1e-6,
+            use_tied_embedding=True,
+        )
+        self._work, self._sequences = work, update.make_sequences(model, training(work))
+        loaded = create_model_from_safe_tensors(str(folder), sizes, self._mesh(), jnp.float32)
+        self._graph, self._state = nnx.split(loaded)
+        cache = CacheConfig(
+            cache_size=work.prompt_tokens + work.max_tokens,
+            num_layers=model.num_layers,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+        )
+        self._sampler = Sampler(loaded, Ids(), cache)
+        self._optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(LEARNING_RATE))
+        self._moments = self._optimizer.init(self._state)
+        self._gradient, self._forward = jax.jit(jax.grad(self._loss)), jax.jit(self._logprobs)
+        self._add = jax.jit(lambda one, other: jax.tree.map(jnp.add, one, other), donate_argnums=0)
+        self._apply = jax.jit(self._apply_gradients, donate_argnums=(0, 1))
+
+    def _mesh(self) -> Any:
+        return jax.make_mesh((1, 1), ("fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def sample(self, number: int) -> None:
+        """All samples in one batch, to the longest."""
+        prompts = [one.token_ids[: self._work.prompt_tokens] for one in self._sequences]
+        longest = max(int(one.loss_mask.sum()) for one in self._sequences)
+        out = self._sampler(
+            [" ".join(map(str, prompt)) for prompt in prompts],
+            max_generation_steps=longest,
+            max_prompt_length=self._work.prompt_tokens,
+            eos_tokens=[-1],
+            temperature=1.0,
+            top_p=1.0,
+            seed=number,
+        )
+        assert all(len(tokens) == longest for tokens in out.tokens), "a sample ended early"
+
+    def _micro_batches(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Ids `[b, T]` and advantages, padded to the longest of all: one program serves."""
+        longest = max(len(one.token_ids) for one in self._sequences)
+        ids = np.full((len(self._sequences), longest), -1, np.int32)
+        for row, one in zip(ids, self._sequences, strict=True):
+            row[: len(one.token_ids)] = one.token_ids
+        advantages = np.random.default_rng(1).normal(size=len(ids)).astype(np.float32)
+        parts = range(0, len(ids), self._work.micro_rows)
+        size = self._work.micro_rows
+        return [(ids[i : i + size], advantages[i : i + size]) for i in parts]
+
+    def _logprobs(self, state: Any, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Of every sampled token, and which of them are there."""
+        from tunix.rl.common import compute_per_token_logps
+
+        prompts, new = jnp.split(ids, [self._work.prompt_tokens], axis=1)
+        found = compute_per_token_logps(
+            self._graph, state, prompts, new, -1, -1, stop_gradient=False
+        )
+        return found, new >= 0
+
+    def _loss(self, state: Any, ids: jax.Array, advantages: jax.Array) -> jax.Array:
+        logprobs, mask = self._logprobs(state, ids)
+        ratio = jnp.exp(logprobs - jax.lax.stop_gradient(logprobs))
+        clipped = jnp.clip(ratio, 1 - CLIP, 1 + CLIP)
+        loss = -jnp.minimum(ratio * advantages[:, None], clipped * advantages[:, None])
+        count = sum(int(one.loss_mask.sum()) for one in self._sequences)
+        return jnp.where(mask, loss, 0.0).sum() / count
+
+    def _apply_gradients(self, state: Any, moments: Any, gradients: Any) -> tuple[Any, Any]:
+        changes, moments = self._optimizer.update(gradients, moments, state)
+        return optax.apply_updates(state, changes), moments
+
+    def mean_logprob(self) -> float:
+        """Of the tokens with loss."""
+        total, count = 0.0, 0
+        for ids, _ in self._micro_batches():
+            logprobs, mask = map(np.asarray, self._forward(self._state, ids))
+            total, count = total + float(logprobs[mask].sum()), count + int(mask.sum())
+        return total / count
+
+    def update(self, _: int) -> None:
+        """One step on the clipped policy loss, its mean over all tokens."""
+        gradients = None
+        for ids, advantages in self._micro_batches():
+            new = self._gradient(self._state, ids, advantages)
+            gradients = new if gradients is None else self._add(gradients, new)
+        # A copy: the sampler has the first state's arrays.
+        state = jax.tree.map(jnp.copy, self._state)
+        self._state, self._moments = self._apply(state, self._moments, gradients)
+        jax.block_until_ready(self._state)
+
+
+PEERS = {"ours": (Ours, ()), "transformers": (Torch, ("torch",)), "tunix": (Tunix, ("tunix",))}
+"""What takes turns, by name, and the modules that it needs."""
+
+
+def installed() -> list[str]:
+    """The peers that are."""
+    found = importlib.util.find_spec
+    return [name for name, (_, needed) in PEERS.items() if all(map(found, needed))]
+
 
 ONE_THREAD = {
     "JAX_PLATFORMS": "cpu",
@@ -243,13 +390,20 @@ ONE_THREAD = {
 def serve(peer: Any) -> None:
     """Answers each line `sample NUMBER` or `update NUMBER` with the seconds that it took."""
     print(json.dumps({"mean_logprob": peer.mean_logprob()}), flush=True)
+    compilations = common.Compilations()
     for line in sys.stdin:
         what, number = line.split()
+        num_compilations = compilations.num
         started, cpu_started = time.perf_counter(), time.process_time()
         getattr(peer, what)(int(number))
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
-        peak, _ = common.peak_bytes()
-        print(json.dumps({"s": seconds, "cpu_s": cpu_seconds, "peak_bytes": peak}), flush=True)
+        said = {
+            "s": seconds,
+            "cpu_s": cpu_seconds,
+            "peak_bytes": common.peak_bytes()[0],
+            "num_compilations": compilations.num - num_compilations,
+        }
+        print(json.dumps(said), flush=True)
 
 
 class Peer:
@@ -295,7 +449,7 @@ def take_turns(peers: Sequence[Peer], work: Work, model: Any, flags: Any) -> dic
     sequences = update.make_sequences(model, training(work))
     sampled = sum(int(one.loss_mask.sum()) for one in sequences)
     counts = {"sample": sampled, "update": sum(len(one.token_ids) for one in sequences)}
-    figures: dict[str, Any] = {peer.name: {} for peer in peers}
+    figures: dict[str, Any] = {peer.name: {"num_recompilations": 0} for peer in peers}
     for what, count in counts.items():
         seconds: dict[str, list[float]] = {peer.name: [] for peer in peers}
         for number in range(flags.warm_up + flags.repetitions):
@@ -303,6 +457,7 @@ def take_turns(peers: Sequence[Peer], work: Work, model: Any, flags: Any) -> dic
                 found = peer.ask(what, number)
                 if number >= flags.warm_up:
                     seconds[peer.name].append(found["cpu_s"])
+                    figures[peer.name]["num_recompilations"] += found["num_compilations"]
                 figures[peer.name]["peak_bytes"] = found["peak_bytes"]
         for name, taken in seconds.items():
             figures[name][f"{what} tokens_per_cpu_s"] = count / statistics.median(taken)
@@ -319,23 +474,26 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--worker", choices=PEERS)
     first.add_argument("--folder", type=Path)
+    first.add_argument("--peers", default=",".join(installed()))
     own, rest = first.parse_known_args(argv)
     flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, rest)
     model = dataclasses.replace(model, dtype="float32")
     if own.worker:
-        serve(PEERS[own.worker](own.folder, model, work))
+        serve(PEERS[own.worker][0](own.folder, model, work))
         return None
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder = Path(name) / "model"
         save_hf(common.random_params(model), model.config, folder)
         peers = []
-        for peer_name in PEERS:
+        for peer_name in own.peers.split(","):
             peers.append(Peer(peer_name, folder, rest))
             stack.callback(peers[-1].end)
         figures = take_turns(peers, work, model, flags)
         logprobs = [peer.first["mean_logprob"] for peer in peers]
     figures["logprob_gap"] = max(logprobs) - min(logprobs)
-    figures["peer_versions"] = common.versions("torch", "transformers")
+    names = {"transformers": ("torch", "transformers"), "tunix": ("google-tunix",)}
+    packages = [package for peer in peers for package in names.get(peer.name, ())]
+    figures["peer_versions"] = common.versions(*packages)
     return common.finish("peers", flags, model, work, hardware, figures)
 
 

@@ -167,6 +167,7 @@ def test_peers_compute_the_same(tmp_path):
     flags = [
         "--vocab_size=64", "--num_prompts=2", "--group_size=2", "--prompt_tokens=8",
         "--new_tokens=8", "--max_tokens=16", "--chunk_tokens=8",
+        "--warm_up=2", "--peers=ours,transformers",
     ]  # fmt: skip
     record = record_of(peers, flags, tmp_path)
     assert record["logprob_gap"] < 1e-5
@@ -174,6 +175,7 @@ def test_peers_compute_the_same(tmp_path):
         assert record[name]["sample tokens_per_cpu_s"] > 0
         assert record[name]["update tokens_per_cpu_s"] > 0
         assert record[name]["peak_bytes"] > 0
+        assert record[name]["num_recompilations"] == 0
     ratio = record["ours over transformers"]["sample"]
     assert ratio["min"] <= ratio["median"] <= ratio["max"]
 
