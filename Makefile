@@ -54,7 +54,7 @@ check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.rollout
 	$(BIN)/python -m benchmarks.rollout --case=uneven
-	$(BIN)/python -m benchmarks.rollout --case=search
+	$(BIN)/python -m benchmarks.rollout --case=search --warm_up=1 --repetitions=3
 	$(BIN)/python -m benchmarks.update
 	$(BIN)/python -m benchmarks.update --vocab_size=151936 --json=runs/bench/update_152k.json
 	$(BIN)/python -m benchmarks.step

@@ -8,8 +8,8 @@ limit of time, so that one which fails or hangs loses only itself; what a part l
 goes to the later ones. After each part `DIR/results.json` and `DIR/table.md` are written anew, and
 `DIR/log.txt` has what all of them printed.
 
-Beside jax, flax, optax, orbax and transformers it needs jaxtyping, ml_collections, rich, PyYAML,
-absl-py, tokenizers, jinja2 and safetensors; `first_step` needs tantivy. No part needs torch.
+Beside jax, flax, optax and transformers it needs jaxtyping, ml_collections, rich, PyYAML,
+absl-py, tokenizers, jinja2 and matplotlib; `first_step` needs tantivy. No part needs torch.
 """
 
 from __future__ import annotations
@@ -103,6 +103,7 @@ def run_part(part: Part, preset: str, record: Path, log: Path, limit_s: float) -
     with log.open("a", encoding="utf-8") as file:
         file.write(f"\n$ {shlex.join(words[1:])}\n")
         file.flush()
+        begins = file.tell()
         # A session of its own, so that what it started ends with it.
         process = subprocess.Popen(
             words, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -121,7 +122,7 @@ def run_part(part: Part, preset: str, record: Path, log: Path, limit_s: float) -
     if record.exists():
         found["record"] = json.loads(record.read_text(encoding="utf-8"))
     else:
-        found["said_last"] = log.read_text(encoding="utf-8", errors="replace")[-2000:]
+        found["said_last"] = log.read_bytes()[begins:].decode("utf-8", "replace")[-2000:]
     return found
 
 
@@ -198,6 +199,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         parser.error(f"--only names {', '.join(sorted(unknown))}; expected some of {names}")
     chosen = [part for part in PARTS if part.name in only]
     flags.out.mkdir(parents=True, exist_ok=True)
+    (flags.out / "log.txt").unlink(missing_ok=True)
     results: dict[str, Any] = {}
     ends = time.monotonic() + flags.budget_s
     unit_s = flags.budget_s / sum(part.share_s for part in chosen)

@@ -45,7 +45,6 @@ from benchmarks import common
 from jaxrl.runtime.sharding import local_mesh
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine, Request, sample_keys
-from jaxrl.sampling.pages import pages_for
 from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Schedule, Seeds
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.types import Draw, Group, Trajectory, members
@@ -131,7 +130,6 @@ def make_engine(
     *,
     max_total_tokens: int,
     stops: StopAutomaton | None = None,
-    num_pages: int = 0,
 ) -> Engine:
     """An engine for the rows, chunks and prompts of `work`, with the kernels of the platform.
 
@@ -141,7 +139,6 @@ def make_engine(
         mesh: of all processes; the engine takes this process's part.
         max_total_tokens: of any sample with its prompt.
         stops: ends a turn; None: nothing does.
-        num_pages: of each shard; 0: enough for the rows.
     """
     stops = stops or StopAutomaton([b"a"] * model.vocab_size, ["</search>"])
     return Engine(
@@ -151,7 +148,6 @@ def make_engine(
         num_tokens=min(model.vocab_size, stops.is_hit.shape[1]),
         eos_ids=(),
         num_rows=work.num_rows,
-        num_pages=num_pages,
         max_prompt_tokens=work.prompt_tokens,
         max_total_tokens=max_total_tokens,
         chunk_tokens=work.chunk_tokens,
@@ -321,7 +317,9 @@ def measure_search(
 
         def play(number: int, latency_s: float) -> list[Trajectory]:
             env.latency_s = latency_s
-            return members(episodes.play(number))
+            found = members(episodes.play(number))
+            engine.clear()  # two caches may not fit side by side
+            return found
 
         def search(number: int) -> None:
             before, searches = dataclasses.replace(engine.counts), env.num_searches
@@ -340,6 +338,7 @@ def measure_search(
             prompts = [t.token_ids[: t.prompt_length] for t in played]
             lengths = [t.num_sampled for t in played]
             sample_all(at_once, make_requests(prompts, lengths, number))
+            at_once.clear()
 
         ways = {
             "search": (search, engine.counts),
@@ -409,12 +408,8 @@ def make_episodes(model: common.ModelSizes, work: Any, mesh: Mesh, folder: Path)
         max_total_tokens=total,
         max_observation_tokens=work.observation_tokens,
     )
-    # Enough for as many rows that wait as are decoded.
-    page_tokens = common.kernels(model, mesh).page_tokens
-    num_pages = 2 * work.num_rows * pages_for(total, page_tokens)
-    engine = make_engine(
-        model, work, mesh, max_total_tokens=total, stops=stops, num_pages=num_pages
-    )
+    # Room for the rows at full length, which few reach: the rest is for those that wait.
+    engine = make_engine(model, work, mesh, max_total_tokens=total, stops=stops)
     schedule = Schedule(deterministic=work.lag_chunks > 0, lag_chunks=max(work.lag_chunks, 1))
     return Episodes(
         engine=engine,

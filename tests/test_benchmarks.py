@@ -242,6 +242,7 @@ def test_a_part_that_fails_or_hangs_loses_only_itself(tmp_path, monkeypatch, cap
     assert results["hangs"]["ending"] == "stopped after 5 s"
     assert results["fails"]["ending"] == "ended with 1"
     assert "something broke" in results["fails"]["said_last"]
+    assert "hangs" not in results["fails"]["said_last"]
     assert results["works"]["record"]["mfu"] == 0.5
     page = (tmp_path / "out/table.md").read_text()
     assert "| works | done | 0 | tokens_per_s 1,234, mfu 50.0% |" in page
