@@ -31,12 +31,35 @@ RULES: dict[str | None, str | None] = {
 }
 
 
-def mesh_sizes(num_devices: int, *, data: int, fsdp: int, tensor: int) -> dict[str, int]:
+def mesh_sizes(
+    num_devices: int,
+    *,
+    data: int,
+    fsdp: int,
+    tensor: int,
+    rollout_devices: int = 0,
+    num_processes: int = 1,
+) -> dict[str, int]:
     """The sizes of the mesh axes; one of them may be -1, which stands for the devices left.
 
+    Args:
+        num_devices: of all processes.
+        data: devices over which rows are split.
+        fsdp: devices over which rows and weights are split.
+        tensor: devices over which heads are split.
+        rollout_devices: of each process, that only sample and are not in the mesh.
+        num_processes: among which the devices are divided evenly.
+
     Raises:
-        ValueError: the sizes do not multiply to the number of devices.
+        ValueError: the sizes do not multiply to the number of devices that are in the mesh.
     """
+    num_local = num_devices // num_processes
+    if rollout_devices and (rollout_devices >= num_local or rollout_devices % max(tensor, 1)):
+        raise ValueError(
+            f"config.mesh.rollout_devices={rollout_devices} of each process's {num_local} devices; "
+            f"expected a multiple of config.mesh.tensor={tensor} that leaves devices to train on."
+        )
+    num_devices -= rollout_devices * num_processes
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
     free = [name for name, size in sizes.items() if size == -1]
     given = [size for size in sizes.values() if size != -1]
@@ -45,7 +68,8 @@ def mesh_sizes(num_devices: int, *, data: int, fsdp: int, tensor: int) -> dict[s
     is_valid = len(free) <= 1 and min(given) >= 1 and num_devices % known == 0
     if not is_valid or (not free and known != num_devices):
         raise ValueError(
-            f"config.mesh ({shape}) does not fit the number of devices, {num_devices}; the sizes "
+            f"config.mesh ({shape}) does not fit the number of devices, {num_devices}"
+            f"{' without those of rollout_devices' if rollout_devices else ''}; the sizes "
             "must be positive and multiply to it, and one of them may be -1 (what is left)."
         )
     if free:
@@ -53,14 +77,31 @@ def mesh_sizes(num_devices: int, *, data: int, fsdp: int, tensor: int) -> dict[s
     return sizes
 
 
-def make_mesh(*, data: int, fsdp: int, tensor: int, devices: list[Any] | None = None) -> Mesh:
-    """A mesh over all devices; one axis may be -1, which stands for the devices left.
+def make_mesh(
+    *,
+    data: int,
+    fsdp: int,
+    tensor: int,
+    rollout_devices: int = 0,
+    devices: list[Any] | None = None,
+) -> Mesh:
+    """A mesh over the devices that train: all, without the last `rollout_devices` of each process.
+
+    One axis may be -1, which stands for the devices left.
 
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
     """
     devices = jax.devices() if devices is None else devices
-    sizes = mesh_sizes(len(devices), data=data, fsdp=fsdp, tensor=tensor)
+    axes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    if rollout_devices:
+        count = jax.process_count()
+        axes = mesh_sizes(
+            len(devices), **axes, rollout_devices=rollout_devices, num_processes=count
+        )
+        own = [[d for d in devices if d.process_index == index] for index in range(count)]
+        devices = [device for part in own for device in part[:-rollout_devices]]
+    sizes = mesh_sizes(len(devices), **axes)
     mesh = jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 3, devices=devices
     )
@@ -90,6 +131,24 @@ def local_mesh(mesh: Mesh) -> Mesh:
     own = [row for row in rows if row[0].process_index == jax.process_index()]
     devices = np.array(own).reshape(len(own), 1, -1)
     return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def rollout_mesh(mesh: Mesh, rollout_devices: int) -> Mesh:
+    """The mesh on which this process samples: its own devices for that, or its part of `mesh`."""
+    if not rollout_devices:
+        return local_mesh(mesh)
+    own = [device for device in jax.local_devices() if device not in set(mesh.devices.flat)]
+    devices = np.array(own).reshape(-1, 1, mesh.shape["tensor"])
+    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+
+
+def to_rollout_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) -> jax.Array:
+    """An array of the mesh that trains, `mesh`, as one of the sampler's, where `sharding` says.
+
+    What lies there already is not moved.
+    """
+    own = NamedSharding(local_mesh(mesh), sharding.spec)
+    return jax.device_put(on_local_mesh(array, own), sharding)
 
 
 def on_local_mesh(array: jax.Array, sharding: NamedSharding) -> jax.Array:

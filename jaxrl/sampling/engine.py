@@ -36,8 +36,8 @@ from jaxrl.runtime.sharding import (
     cache_sharding,
     decode_shardings,
     num_batch_shards,
-    on_local_mesh,
     replicated,
+    to_rollout_mesh,
 )
 from jaxrl.sampling import decode, next_token
 from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, State, StopTables
@@ -146,6 +146,7 @@ def sample_keys(
     positions: np.ndarray,
     samples: np.ndarray,
     attempts: np.ndarray,
+    device: Any = None,
 ) -> np.ndarray:
     """Keys `uint32 [n, 2]` of samples, from what identifies them and nothing else.
 
@@ -156,6 +157,7 @@ def sample_keys(
         positions: int32 [n], of the task in the task stream.
         samples: int32 [n], number of the sample in its group.
         attempts: int32 [n], 0 unless the group is drawn again.
+        device: that computes them; JAX's first by default.
     """
     # In blocks of one size: what is sampled again comes in any number, and would compile anew.
     keys = np.zeros((len(positions), 2), np.uint32)
@@ -163,7 +165,9 @@ def sample_keys(
         block = [np.asarray(x[start : start + _KEY_BLOCK]) for x in (positions, samples, attempts)]
         count = len(block[0])
         padded = [np.pad(x.astype(np.int32), (0, _KEY_BLOCK - count)) for x in block]
-        keys[start : start + count] = np.asarray(_sample_keys(seed, stage, step, *padded))[:count]
+        with jax.default_device(device):
+            found = _sample_keys(seed, stage, step, *padded)
+        keys[start : start + count] = np.asarray(found)[:count]
     return keys
 
 
@@ -240,8 +244,8 @@ class Engine:
 
         Args:
             config: of the model.
-            mesh: of this process's devices, and only these are used; rows and pages are split over
-                its data and fsdp axes.
+            mesh: of this process's devices that sample, and only these are used; rows and pages are
+                split over its data and fsdp axes.
             automaton: ends a turn.
             num_tokens: ids the tokenizer knows.
             eos_ids: end a turn too.
@@ -389,6 +393,11 @@ class Engine:
         )
 
     @property
+    def device(self) -> Any:
+        """The first of those that sample."""
+        return self._mesh.devices.flat[0]
+
+    @property
     def num_compilations(self) -> int:
         """Compilations of the programs so far."""
         return sum(function.num_traces for function in self.functions)
@@ -401,7 +410,8 @@ class Engine:
         self._drop_weights()
         weights = self._prepare(params)
         if self._train_mesh != self._mesh:
-            weights = jax.tree.map(on_local_mesh, weights, self._layouts)
+            move = partial(to_rollout_mesh, mesh=self._train_mesh)
+            weights = jax.tree.map(move, weights, self._layouts)
         self._weights = weights
 
     def release(self) -> None:

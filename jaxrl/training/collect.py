@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxrl import codecs
 from jaxrl.choices import OwnCodeError, arrays_of, named, subsection
 from jaxrl.envs.base import Task
 from jaxrl.method import filter_of
@@ -44,6 +46,27 @@ class Collected:
     num_tasks_taken: int  # from the stream, in all
     tried: list[GroupStats]  # every group that was sampled, whether it passed the filter or not
     metrics: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values, exactly; before anything of it was measured."""
+        return {
+            "groups": codecs.groups_to_json(self.groups),
+            "leftover": codecs.groups_to_json(self.leftover),
+            "num_tasks_taken": self.num_tasks_taken,
+            "tried": [dataclasses.asdict(stats) for stats in self.tried],
+            "metrics": self.metrics,
+        }
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Collected:
+        """The inverse of `to_json`."""
+        return cls(
+            groups=codecs.groups_from_json(saved["groups"]),
+            leftover=codecs.groups_from_json(saved["leftover"]),
+            num_tasks_taken=saved["num_tasks_taken"],
+            tried=[GroupStats(**stats) for stats in saved["tried"]],
+            metrics=dict(saved["metrics"]),
+        )
 
 
 @dataclass(kw_only=True)
