@@ -28,7 +28,7 @@ from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.policy import Model
 from jaxrl.runtime.distributed import shared
 from jaxrl.runtime.plan import memory
-from jaxrl.runtime.sharding import check_model_fits, make_mesh, rollout_mesh
+from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.next_token import GREEDY, NUCLEUS, PLAIN, kind_of
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule
@@ -275,7 +275,7 @@ def _make_engine(
     tokenizer: Tokenizer,
 ) -> Engine:
     rollout = config.rollout
-    sampling = rollout_mesh(mesh, config.mesh.rollout_devices)
+    sampling = local_mesh(mesh, config.mesh.rollout_devices)
     kernels = choose(config.model.attention, sampling, model_config)
     return Engine(
         model_config,

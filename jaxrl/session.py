@@ -75,8 +75,8 @@ class Progress:
     # Of the train stage: the states of its controllers, and the groups left over.
     controllers: Controllers = field(default_factory=Controllers)
     leftover: list[Group] = field(default_factory=list, compare=False)
-    pending: Collected | None = field(default=None, compare=False)  # of the next step, by
-    # weights before the last one's update (`rollout.ahead`), which are not there any more
+    # What was collected for the next step, by weights that are not there any more.
+    pending: Collected | None = field(default=None, compare=False)
 
     def is_passed_by(self, record: Record) -> bool:
         """Whether a record of `metrics.jsonl` is of something that comes after this progress."""

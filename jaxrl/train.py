@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from jaxrl.choices import OwnCodeError
 from jaxrl.config import STAGES
 from jaxrl.envs.base import Task
 from jaxrl.evaluate import num_unscored_suites, run_suites
@@ -40,17 +39,10 @@ from jaxrl.sampling.rollout import Interrupted, Sampling, Seeds
 from jaxrl.session import Progress, Session, stage_optimizer
 from jaxrl.stream import Stream
 from jaxrl.training import rewards
-from jaxrl.training.collect import (
-    Collected,
-    Measure,
-    NotEnoughGroupsError,
-    RollOut,
-    collect,
-    some_failed,
-)
+from jaxrl.training.collect import ENDING, Collected, Measure, RollOut, collect, some_failed
 from jaxrl.training.controllers import Controllers, advance, advance_gate
 from jaxrl.training.estimators import Estimator
-from jaxrl.training.health import NothingWorksError, has_learned, why_nothing
+from jaxrl.training.health import has_learned, why_nothing
 from jaxrl.training.measure import make_measure
 from jaxrl.training.minibatches import make_minibatches, put_minibatches
 from jaxrl.training.packing import BatchShape, train_shape
@@ -92,7 +84,7 @@ def train(session: Session, params: Params) -> Params:
         finish_step(session)  # the run was stopped while it evaluated
 
     while progress.stage_step < config.num_steps and not progress.is_out_of_patience(config):
-        clock, policy_version = Clock.start(), int(state.num_updates)
+        clock, policy_version = Clock(), int(state.num_updates)
         # Draw tasks, roll them out, shape rewards (training/rewards.py), keep the groups that
         # teach (objectives/filters.py, by filter.name).
         with clock.sampling():
@@ -172,23 +164,18 @@ class Collector:
     failure: Exception | None = None  # for which nothing could be collected ahead
 
     def take(self, policy_version: int) -> Collected:
-        """What the step that begins trains on; the engine's memory is free for its update after.
-
-        Raises:
-            Interrupted: the run is to stop.
-            NotEnoughGroupsError, NothingWorksError, OwnCodeError: now, or when it was collected.
-        """
+        """What the step that begins trains on."""
         session, progress = self.session, self.session.progress
         if self.failure is not None:
             raise self.failure
         collected = progress.pending
         if collected is None:
-            roll_out = rollout_at(session, progress.step, policy_version, session.should_stop)
+            roll_out = rollout_at(session, progress.step, policy_version)
             collected = self._collect(roll_out, progress)
         elif distributed.anywhere(session.should_stop()):
             raise Interrupted("the run was asked to stop between two steps")
         if not self._looks_ahead:
-            session.components.engine.release()
+            session.components.engine.release()  # its memory is the update's
         return collected
 
     def look_ahead(
@@ -196,12 +183,8 @@ class Collector:
     ) -> Collected | None:
         """What the step after the one under way trains on; None where it collects that itself.
 
-        It is not asked to stop: weights to sample it anew are gone once this step is saved.
-
-        Args:
-            collected: what the step under way trains on.
-            controllers: after its trajectories.
-            policy_version: updates that the weights have seen which the engine has.
+        `controllers` are those after the trajectories of the step under way. A request to stop
+        waits, as weights to sample anew by are gone once that step is saved.
         """
         if not self._looks_ahead:
             return None
@@ -211,18 +194,18 @@ class Collector:
             leftover=collected.leftover,
             controllers=controllers,
         )
-        roll_out = rollout_at(self.session, progress.step + 1, policy_version, lambda: False)
+        roll_out = rollout_at(self.session, progress.step + 1, policy_version)
         try:
-            return self._collect(roll_out, progress)
-        except (NotEnoughGroupsError, NothingWorksError, OwnCodeError) as error:
+            return self._collect(partial(roll_out, should_stop=lambda: False), progress)
+        except ENDING as error:
             self.failure = error  # told once the step under way is done and saved
             return None
 
     @property
     def _looks_ahead(self) -> bool:
-        """Whether the step under way has one after it, whose groups are collected meanwhile."""
-        config, progress = self.session.config, self.session.progress
-        return bool(config.rollout.ahead) and progress.stage_step + 1 < config.num_steps
+        """Whether the groups of a next step are collected during the one under way."""
+        config, stage_step = self.session.config, self.session.progress.stage_step
+        return bool(config.rollout.ahead) and stage_step + 1 < config.num_steps
 
     def _collect(self, roll_out: RollOut, progress: Progress) -> Collected:
         """The groups of a step from where the progress stands, and what they took to sample."""
@@ -243,16 +226,13 @@ class Collector:
         return dataclasses.replace(collected, metrics=metrics)
 
 
-def rollout_at(
-    session: Session, step: int, policy_version: int, should_stop: Callable[[], bool]
-) -> RollOut:
+def rollout_at(session: Session, step: int, policy_version: int) -> partial[list[Group]]:
     """What samples groups of tasks, with the settings of training.
 
     Args:
         session: its rollout plays the tasks.
         step: the step at which they start, over all stages; the draws depend on it.
         policy_version: updates that the weights have seen.
-        should_stop: asked between chunks whether to give up.
     """
     config = session.config
     sampling = Sampling(
@@ -265,7 +245,7 @@ def rollout_at(
     return partial(
         session.components.rollout,
         sampling=sampling,
-        should_stop=should_stop,
+        should_stop=session.should_stop,
         progress=session.display.counter("trajectories"),
     )
 
@@ -308,7 +288,7 @@ def bootstrap(session: Session) -> None:
     if not tasks:
         return
     session.display.log(f"train: one pass over {len(tasks)} tasks sets up the controllers")
-    roll_out = rollout_at(session, BOOTSTRAP_STEP, 0, session.should_stop)
+    roll_out = rollout_at(session, BOOTSTRAP_STEP, policy_version=0)
     groups: list[Group] = []
     size = config.rollout.tasks_per_step
     for start in range(0, len(tasks), size):

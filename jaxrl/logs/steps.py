@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -38,21 +38,16 @@ SHOWN = {
 class Clock:
     """How long the parts of a step take."""
 
-    started: float
+    started: float = field(default_factory=time.perf_counter)
     sampling_s: float = 0.0
     updated_at: float = math.nan
-
-    @classmethod
-    def start(cls) -> Clock:
-        """A step begins."""
-        return cls(started=time.perf_counter())
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Trajectories are sampled meanwhile, of this step or of the next."""
-        started = time.perf_counter()
+        began = time.perf_counter()
         yield
-        self.sampling_s += time.perf_counter() - started
+        self.sampling_s += time.perf_counter() - began
 
     def updated(self) -> None:
         """The update is done, and the sampler has its weights."""

@@ -42,16 +42,10 @@ def mesh_sizes(
 ) -> dict[str, int]:
     """The sizes of the mesh axes; one of them may be -1, which stands for the devices left.
 
-    Args:
-        num_devices: of all processes.
-        data: devices over which rows are split.
-        fsdp: devices over which rows and weights are split.
-        tensor: devices over which heads are split.
-        rollout_devices: of each process, that only sample and are not in the mesh.
-        num_processes: among which the devices are divided evenly.
+    `rollout_devices` of those of each process are not in the mesh.
 
     Raises:
-        ValueError: the sizes do not multiply to the number of devices that are in the mesh.
+        ValueError: the sizes do not multiply to the number of devices.
     """
     num_local = num_devices // num_processes
     if rollout_devices and (rollout_devices >= num_local or rollout_devices % max(tensor, 1)):
@@ -78,30 +72,15 @@ def mesh_sizes(
 
 
 def make_mesh(
-    *,
-    data: int,
-    fsdp: int,
-    tensor: int,
-    rollout_devices: int = 0,
-    devices: list[Any] | None = None,
+    *, data: int, fsdp: int, tensor: int, rollout_devices: int = 0, devices: Any = None
 ) -> Mesh:
-    """A mesh over the devices that train: all, without the last `rollout_devices` of each process.
-
-    One axis may be -1, which stands for the devices left.
-
-    Raises:
-        ValueError: the sizes do not multiply to the number of devices.
-    """
-    devices = jax.devices() if devices is None else devices
-    axes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    """A mesh over all devices but the last `rollout_devices` of each process; see `mesh_sizes`."""
+    devices, count = jax.devices() if devices is None else devices, jax.process_count()
+    axes = {"data": data, "fsdp": fsdp, "tensor": tensor, "rollout_devices": rollout_devices}
+    sizes = mesh_sizes(len(devices), **axes, num_processes=count)
     if rollout_devices:
-        count = jax.process_count()
-        axes = mesh_sizes(
-            len(devices), **axes, rollout_devices=rollout_devices, num_processes=count
-        )
         own = [[d for d in devices if d.process_index == index] for index in range(count)]
         devices = [device for part in own for device in part[:-rollout_devices]]
-    sizes = mesh_sizes(len(devices), **axes)
     mesh = jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 3, devices=devices
     )
@@ -119,45 +98,32 @@ def spans_processes(tensor: int, num_local: int) -> ValueError:
     )
 
 
-def local_mesh(mesh: Mesh) -> Mesh:
+def local_mesh(mesh: Mesh, rollout_devices: int = 0) -> Mesh:
     """The part of the mesh on this process's devices, its rows all along `data`.
 
     The sampler works on it, so that no process waits for another between two updates. With one
-    process it is the mesh itself.
+    process it is the mesh itself; where there are `rollout_devices`, it is these.
     """
-    if jax.process_count() == 1:
+    if rollout_devices:
+        own = [device for device in jax.local_devices() if device not in mesh.devices.flat]
+    elif jax.process_count() == 1:
         return mesh
-    rows = mesh.devices.reshape(-1, mesh.shape["tensor"])
-    own = [row for row in rows if row[0].process_index == jax.process_index()]
-    devices = np.array(own).reshape(len(own), 1, -1)
-    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-
-
-def rollout_mesh(mesh: Mesh, rollout_devices: int) -> Mesh:
-    """The mesh on which this process samples: its own devices for that, or its part of `mesh`."""
-    if not rollout_devices:
-        return local_mesh(mesh)
-    own = [device for device in jax.local_devices() if device not in set(mesh.devices.flat)]
+    else:
+        own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
     devices = np.array(own).reshape(-1, 1, mesh.shape["tensor"])
     return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
-def to_rollout_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) -> jax.Array:
-    """An array of the mesh that trains, `mesh`, as one of the sampler's, where `sharding` says.
+def on_local_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) -> jax.Array:
+    """An array of the mesh that trains, `mesh`, as one of this process's sampler.
 
-    What lies there already is not moved.
-    """
-    own = NamedSharding(local_mesh(mesh), sharding.spec)
-    return jax.device_put(on_local_mesh(array, own), sharding)
-
-
-def on_local_mesh(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array of the mesh of all devices as one of this process's, of the same shape.
-
-    Its parts on this process's devices must be what `sharding` puts there; nothing is moved.
+    Its parts on this process's devices must be whole rows of these. They are moved where `sharding`
+    has other devices.
     """
     parts = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+    own = NamedSharding(local_mesh(mesh), sharding.spec)
+    local = jax.make_array_from_single_device_arrays(array.shape, own, parts)
+    return jax.device_put(local, sharding)
 
 
 def check_model_fits(mesh: Mesh, config: Architecture) -> None:

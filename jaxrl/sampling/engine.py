@@ -36,8 +36,8 @@ from jaxrl.runtime.sharding import (
     cache_sharding,
     decode_shardings,
     num_batch_shards,
+    on_local_mesh,
     replicated,
-    to_rollout_mesh,
 )
 from jaxrl.sampling import decode, next_token
 from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, State, StopTables
@@ -269,7 +269,7 @@ class Engine:
                 f"config.rollout.num_rows={num_rows} is not a multiple of data * fsdp = "
                 f"{self.num_shards}; every device needs the same number."
             )
-        self._mesh = mesh
+        self._mesh, self.device = mesh, mesh.devices.flat[0]
         self._train_mesh = mesh if train_mesh is None else train_mesh
         self._rows_per_shard = num_rows // self.num_shards
         self._max_prompt_tokens, self._max_total_tokens = max_prompt_tokens, max_total_tokens
@@ -393,11 +393,6 @@ class Engine:
         )
 
     @property
-    def device(self) -> Any:
-        """The first of those that sample."""
-        return self._mesh.devices.flat[0]
-
-    @property
     def num_compilations(self) -> int:
         """Compilations of the programs so far."""
         return sum(function.num_traces for function in self.functions)
@@ -410,7 +405,7 @@ class Engine:
         self._drop_weights()
         weights = self._prepare(params)
         if self._train_mesh != self._mesh:
-            move = partial(to_rollout_mesh, mesh=self._train_mesh)
+            move = partial(on_local_mesh, mesh=self._train_mesh)
             weights = jax.tree.map(move, weights, self._layouts)
         self._weights = weights
 

@@ -23,7 +23,7 @@ from jaxrl.objectives.filters import needs_resampling
 from jaxrl.stream import Stream
 from jaxrl.training import rewards
 from jaxrl.training.controllers import Controllers, SkipSet
-from jaxrl.training.health import Failures, short
+from jaxrl.training.health import Failures, NothingWorksError, short
 from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, members
 
 RollOut = Callable[[Sequence[Draw]], list[Group]]
@@ -35,6 +35,10 @@ Measure = Callable[[Sequence[Group]], list[Group]]
 
 class NotEnoughGroupsError(ValueError):
     """The filter kept too few groups in as many batches as it may draw."""
+
+
+ENDING = (NotEnoughGroupsError, NothingWorksError, OwnCodeError)
+"""For what a run ends while it collects, once what was finished is saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,24 +53,18 @@ class Collected:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values, exactly; before anything of it was measured."""
-        return {
-            "groups": codecs.groups_to_json(self.groups),
-            "leftover": codecs.groups_to_json(self.leftover),
-            "num_tasks_taken": self.num_tasks_taken,
-            "tried": [dataclasses.asdict(stats) for stats in self.tried],
-            "metrics": self.metrics,
-        }
+        plain = dataclasses.asdict(dataclasses.replace(self, groups=[], leftover=[]))
+        groups = {name: codecs.groups_to_json(getattr(self, name)) for name in _GROUPS}
+        return {**plain, **groups}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any]) -> Collected:
         """The inverse of `to_json`."""
-        return cls(
-            groups=codecs.groups_from_json(saved["groups"]),
-            leftover=codecs.groups_from_json(saved["leftover"]),
-            num_tasks_taken=saved["num_tasks_taken"],
-            tried=[GroupStats(**stats) for stats in saved["tried"]],
-            metrics=dict(saved["metrics"]),
-        )
+        groups: dict[str, Any] = {n: codecs.groups_from_json(saved[n]) for n in _GROUPS}
+        return cls(**{**saved, **groups, "tried": [GroupStats(**s) for s in saved["tried"]]})
+
+
+_GROUPS = ("groups", "leftover")
 
 
 @dataclass(kw_only=True)
