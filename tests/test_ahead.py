@@ -26,6 +26,7 @@ from jaxrl.types import members
 from tests.helpers import with_devices
 from tests.runs import (
     SIZES,
+    Processes,
     assert_close,
     assert_same_weights,
     lasting,
@@ -223,6 +224,22 @@ def test_devices_that_only_sample_change_no_number(base, tiny_world, tmp_path, q
         assert process.wait(timeout=300) == 0, log.read_text()
     for one, other in zip(records(base), records(workdir), strict=True):
         assert_close(lasting_anywhere(one), lasting_anywhere(other), 1e-4)
+
+
+@pytest.mark.slow
+def test_processes_may_have_devices_that_only_sample(base, tiny_world, tmp_path, quick_compilation):
+    changes = {**SETTINGS, "mesh.rollout_devices": 1, "optimizer.lr": 1e-3}
+    environment = quick_compilation | with_devices(2)
+    codes, errors = Processes(tiny_world, tmp_path / "run", environment, **changes).wait()
+    assert codes == [0, 0], errors
+    got = records(tmp_path / "run")
+    assert len(got) == len(records(base))
+    # Weights that differ by rounding draw another token now and then, so only what those of the
+    # warm start have sampled is compared: two steps, the second of them one step ahead.
+    for one, other in list(zip(records(base), got, strict=True))[: NUM_SFT + 3]:
+        pair = [lasting_anywhere(record) for record in (one, other)]
+        trained = [{k: v for k, v in r.items() if not k.startswith("val-")} for r in pair]
+        assert_close(*trained, 1e-2)
 
 
 def test_a_failure_ahead_is_told_after_the_step_is_saved(base, tiny_world, tmp_path):

@@ -269,7 +269,7 @@ class Engine:
                 f"config.rollout.num_rows={num_rows} is not a multiple of data * fsdp = "
                 f"{self.num_shards}; every device needs the same number."
             )
-        self._mesh, self.device = mesh, mesh.devices.flat[0]
+        self._mesh = mesh
         self._train_mesh = mesh if train_mesh is None else train_mesh
         self._rows_per_shard = num_rows // self.num_shards
         self._max_prompt_tokens, self._max_total_tokens = max_prompt_tokens, max_total_tokens
@@ -292,8 +292,8 @@ class Engine:
             dtype=dtype,
         )
         self.row_sizes = fractions(self._rows_per_shard, (1, 4, 16))
-        platform = mesh.devices.flat[0].platform
-        self.append_sizes = append_sizes(platform, max_total_tokens)
+        self.device = mesh.devices.flat[0]  # for what one of them computes alone
+        self.append_sizes = append_sizes(self.device.platform, max_total_tokens)
         self.kinds = tuple(kinds)
         self._declare(config, dtype)
         self._stops = _stop_tables(automaton, config.vocab_size, eos_ids, mesh)
