@@ -129,6 +129,7 @@ def read_config(run: Path) -> ConfigDict:
 def fit_host(config: ConfigDict) -> None:
     """Changes mesh and rows, which are the run's devices', to what plays one episode here."""
     num_devices = jax.device_count()
+    config.mesh.rollout_devices = 0
     try:
         sizes = mesh_sizes(num_devices, **config.mesh)
     except ValueError:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxrl.envs.base import Outcome, Task, Turn
-from jaxrl.types import Trajectory
+from jaxrl.types import Group, Trajectory
 
 ARRAYS = {
     "token_ids": np.int32,
@@ -57,6 +57,16 @@ def from_json(saved: Mapping[str, Any]) -> Trajectory:
     fields["turns"] = tuple(Turn(**turn) for turn in fields["turns"])
     fields["outcome"] = Outcome(fields["outcome"])
     return Trajectory(**fields)
+
+
+def groups_to_json(groups: Iterable[Group]) -> list[list[dict[str, Any]]]:
+    """The trajectories of each group as they were sampled."""
+    return [[to_json(trajectory) for trajectory in group.trajectories] for group in groups]
+
+
+def groups_from_json(saved: Iterable[Iterable[Mapping[str, Any]]]) -> list[Group]:
+    """The inverse of `groups_to_json`."""
+    return [Group(trajectories=tuple(map(from_json, group))) for group in saved]
 
 
 def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:

@@ -112,7 +112,7 @@ def assemble(config: ConfigDict, show: Callable[[str], None] = lambda _: None) -
 def _check_mesh(config: ConfigDict, mesh: Mesh, model: Architecture) -> None:
     """Refuses what the devices, or the model's longest sequence, leave no room for."""
     check_model_fits(mesh, model)
-    memory.check_rows(config, mesh)
+    memory.check_rows(config, mesh, jax.process_count())
     memory.check_length(config, model)
     if config.optimizer.offload or config.sft.optimizer.offload:
         check_offload(mesh)
@@ -275,10 +275,11 @@ def _make_engine(
     tokenizer: Tokenizer,
 ) -> Engine:
     rollout = config.rollout
-    kernels = choose(config.model.attention, mesh, model_config)
+    sampling = local_mesh(mesh, config.mesh.rollout_devices)
+    kernels = choose(config.model.attention, sampling, model_config)
     return Engine(
         model_config,
-        local_mesh(mesh),
+        sampling,
         automaton,
         num_tokens=tokenizer.num_tokens,
         eos_ids=tokenizer.eos_ids,

@@ -76,6 +76,9 @@ def default_config() -> ConfigDict:
     mesh.data = -1  # devices over which rows are split, weights copied; -1: all that are left
     mesh.fsdp = 1  # devices over which rows and weights are split
     mesh.tensor = 1  # devices over which heads and vocabulary are split
+    # Devices of each process that only sample, with rollout.ahead; the others train. A multiple of
+    # tensor. 0: all do both.
+    mesh.rollout_devices = 0
 
     config.tasks = tasks = ConfigDict()
     # JSONL of tasks; or a folder, of one version of a TFDS data set, and the split to read of it
@@ -179,6 +182,9 @@ def default_config() -> ConfigDict:
     # Chunks from the one in which a row stops to the one before which the reply enters. With 1
     # the device waits for host and environment between chunks, with more it decodes meanwhile.
     rollout.observation_lag_chunks = 2
+    # 1: the groups of a step are sampled while the step before updates, by the weights before that
+    # update. 0: after it.
+    rollout.ahead = 0
     # Batches in a row of which every episode failed, after which the run stops with exit code 69;
     # without a filter a step is a batch. So does a final evaluation of which all failed. 0: never.
     rollout.max_failed_steps = 3

@@ -230,6 +230,12 @@ RULES = (
         "wrote, so there is no sampler's log-probability to correct by",
     ),
     Rule(
+        "loss.correction.level",
+        lambda c: c.rollout.ahead == 1 and c.loss.correction.level == "none",
+        "'token' or 'sequence' with rollout.ahead=1: weights one step older have sampled what is "
+        "trained on",
+    ),
+    Rule(
         "loss.correction.low",
         lambda c: c.loss.correction.low >= c.loss.correction.high,
         "less than loss.correction.high",
@@ -315,6 +321,22 @@ RULES = (
             and (c.kl.coef == 0 or c.kl.place != "reward")
         ),
         "'seq_reward', unless kl.place='reward': there is no KL term to take off",
+    ),
+    Rule(
+        "filter.varied.metric",
+        lambda c: (
+            c.rollout.ahead == 1
+            and c.filter.name == "varied"
+            and c.filter.varied.metric == "seq_final_reward"
+        ),
+        "'seq_reward' with rollout.ahead=1: groups are filtered before there are the weights by "
+        "which their KL term is measured",
+    ),
+    Rule(
+        "mesh.rollout_devices",
+        lambda c: c.mesh.rollout_devices > 0 and c.rollout.ahead == 0,
+        "0 without rollout.ahead=1: devices that sample and those that train would wait for each "
+        "other",
     ),
     Rule(
         "filter.max_batches",
@@ -478,7 +500,7 @@ NOT_NEGATIVE = [
     "optimizer.micro_rows", "sft.optimizer.micro_rows", "sft.optimizer.lr",
     "sft.optimizer.warmup_steps", "sft.optimizer.weight_decay",
     "sft.optimizer.grad_clip", "eval.every_steps", "eval.max_tasks", "seed",
-    "eval.patience", "eval.min_delta", "checkpoint.keep_best",
+    "eval.patience", "eval.min_delta", "checkpoint.keep_best", "mesh.rollout_devices",
 ]  # fmt: skip
 """Keys whose numbers are at least 0."""
 
@@ -659,6 +681,8 @@ def _check_values(config: ConfigDict) -> None:
         refuse("shaping.bootstrap_tasks", config.shaping.bootstrap_tasks, "-1 (all) or more")
     if not all(isinstance(word, str) and word.strip() for word in config.shaping.trigger_words):
         refuse("shaping.trigger_words", config.shaping.trigger_words, "a tuple of words")
+    if config.rollout.ahead not in (0, 1):
+        refuse("rollout.ahead", config.rollout.ahead, "0 or 1")
     if config.log.trajectories < -1:
         refuse("log.trajectories", config.log.trajectories, "0 or more, or -1 for all")
     if (bound := config.loss.clip.dual_clip) and bound <= 1:

@@ -26,8 +26,8 @@ from jaxrl.sampling.rollout import Interrupted
 from jaxrl.session import Components, Progress, Session, has_reference, stage_optimizer
 from jaxrl.sft import sft
 from jaxrl.train import train
-from jaxrl.training.collect import NotEnoughGroupsError
-from jaxrl.training.health import Failures, NothingWorksError, nothing_learned
+from jaxrl.training.collect import ENDING, NotEnoughGroupsError
+from jaxrl.training.health import Failures, nothing_learned
 from jaxrl.training.update import init_state, state_shardings
 from jaxrl.types import Params
 
@@ -111,7 +111,7 @@ def run_stages(session: Session) -> None:
         params = start_params(session)
         for stage in config.stages:
             params = STAGE_FUNCTIONS[stage](session, params)
-    except (NotEnoughGroupsError, NothingWorksError, OwnCodeError, Interrupted) as error:
+    except (*ENDING, Interrupted) as error:
         session.save_progress()
         if isinstance(error, Interrupted):
             saved = f"step {progress.step} is saved. The same command goes on from there"

@@ -29,6 +29,7 @@ from jaxrl.runtime.distributed import RolloutFunction
 from jaxrl.runtime.stopping import Best
 from jaxrl.sampling.engine import Engine
 from jaxrl.tokenizer import Tokenizer
+from jaxrl.training.collect import Collected
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.health import Failures
 from jaxrl.training.optimizer import make_optimizer, num_updates, stage_settings
@@ -74,6 +75,8 @@ class Progress:
     # Of the train stage: the states of its controllers, and the groups left over.
     controllers: Controllers = field(default_factory=Controllers)
     leftover: list[Group] = field(default_factory=list, compare=False)
+    # What was collected for the next step, by weights that are not there any more.
+    pending: Collected | None = field(default=None, compare=False)
 
     def is_passed_by(self, record: Record) -> bool:
         """Whether a record of `metrics.jsonl` is of something that comes after this progress."""
@@ -104,10 +107,11 @@ class Progress:
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
-        leftover = [[codecs.to_json(t) for t in g.trajectories] for g in self.leftover]
+        leftover = codecs.groups_to_json(self.leftover)
+        pending = None if self.pending is None else self.pending.to_json()
         record = None if self.record is None else plain_numbers(self.record)
-        plain = dataclasses.asdict(dataclasses.replace(self, leftover=[]))
-        return {**plain, "record": record, "leftover": leftover}
+        plain = dataclasses.asdict(dataclasses.replace(self, leftover=[], pending=None))
+        return {**plain, "record": record, "leftover": leftover, "pending": pending}
 
     @classmethod
     def from_json(cls, saved: dict[str, Any], config: ConfigDict) -> Progress:
@@ -117,17 +121,18 @@ class Progress:
         # log-probabilities are computed, are of no use.
         size = config.rollout.group_size if config.filter.carry_over else None
         saved_groups = saved.get("leftover", saved.get("carried", []))
-        leftover = [
-            Group(trajectories=tuple(map(codecs.from_json, group)))
-            for group in saved_groups
-            if len(group) == size
-        ]
+        leftover = codecs.groups_from_json(group for group in saved_groups if len(group) == size)
+        pending = saved.get("pending")
+        shape = [config.rollout.group_size] * config.rollout.tasks_per_step
+        if pending and not (config.rollout.ahead and [*map(len, pending["groups"])] == shape):
+            pending = None
         controllers = Controllers.from_json(saved.get("controllers", {}), config)
         best = Best(**saved["best"])
         known = {field.name for field in dataclasses.fields(cls)}
         saved = {"num_learned": saved["stage_step"], **saved}  # older ones did not count
         kept = {name: value for name, value in saved.items() if name in known}
-        return cls(**{**kept, "best": best, "controllers": controllers, "leftover": leftover})
+        restored = {"best": best, "controllers": controllers, "leftover": leftover}
+        return cls(**{**kept, **restored, "pending": pending and Collected.from_json(pending)})
 
 
 def num_stage_steps(config: ConfigDict, stage: str) -> int:
@@ -173,6 +178,7 @@ class Session:
         progress.stage, progress.stage_step, progress.items_taken = stage, 0, 0
         progress.value, progress.best, progress.num_learned = None, Best(), 0
         progress.controllers, progress.leftover = Controllers.init(self.config), []
+        progress.pending = None
         return True
 
     def note_steps_beyond(self, num_steps: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,12 +14,15 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl.config import STAGES
+from jaxrl.envs.base import Task
 from jaxrl.evaluate import num_unscored_suites, run_suites
 from jaxrl.logs.metrics import plain_number, rollout_metrics
 from jaxrl.logs.steps import (
     SHOWN,
     Clock,
+    engine_metrics,
     kl_metrics,
+    lag_metrics,
     memory_metrics,
     merge,
     packing_metrics,
@@ -31,11 +35,11 @@ from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import abstract
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.runtime.stopping import update_best
-from jaxrl.sampling.rollout import Sampling, Seeds
-from jaxrl.session import Session, stage_optimizer
+from jaxrl.sampling.rollout import Interrupted, Sampling, Seeds
+from jaxrl.session import Progress, Session, stage_optimizer
 from jaxrl.stream import Stream
 from jaxrl.training import rewards
-from jaxrl.training.collect import Collected, Measure, RollOut, collect, some_failed
+from jaxrl.training.collect import ENDING, Collected, Measure, RollOut, collect, some_failed
 from jaxrl.training.controllers import Controllers, advance, advance_gate
 from jaxrl.training.estimators import Estimator
 from jaxrl.training.health import has_learned, why_nothing
@@ -70,6 +74,7 @@ def train(session: Session, params: Params) -> Params:
     stream = Stream(components.tasks, seed=config.seed)
     shape, num_shards = train_shape(config), num_batch_shards(components.mesh)
     measure = measure_for(session, score, shape)
+    collector = Collector(session=session, stream=stream, measure=measure)
     components.engine.compile(session.display.activity)
     components.engine.set_weights(state.params)
     if not is_resumed:
@@ -79,22 +84,11 @@ def train(session: Session, params: Params) -> Params:
         finish_step(session)  # the run was stopped while it evaluated
 
     while progress.stage_step < config.num_steps and not progress.is_out_of_patience(config):
-        clock = Clock.start(components.engine)
-        roll_out = rollout_at(session, progress.step, int(state.num_updates))
+        clock, policy_version = Clock(), int(state.num_updates)
         # Draw tasks, roll them out, shape rewards (training/rewards.py), keep the groups that
         # teach (objectives/filters.py, by filter.name).
-        collected = collect(
-            roll_out,
-            stream,
-            config,
-            num_tasks_taken=progress.items_taken,
-            leftover=progress.leftover,
-            controllers=progress.controllers,
-            measure=measure,
-            failures=session.failures,
-        )
-        components.engine.release()  # its memory is the update's
-        clock.sampled()
+        with clock.sampling():
+            collected = collector.take(policy_version)
         # Measure the divergence from the reference, move the controllers, change rewards.
         groups = measure(collected.groups)
         controllers, groups = advance(
@@ -124,11 +118,15 @@ def train(session: Session, params: Params) -> Params:
                     state, metrics = update_step(state, batch, packed)
                     update_metrics.append(metrics)
         session.state = state
+        # Nothing has waited for the devices: meanwhile the groups of the next step (rollout.ahead).
+        with clock.sampling():
+            pending = collector.look_ahead(collected, controllers, policy_version)
         update_metrics = jax.device_get(update_metrics)
         components.engine.set_weights(state.params)
         clock.updated()
         # Where the run stands now, and what the step was like.
         progress.controllers, progress.leftover = controllers, collected.leftover
+        progress.pending = pending
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.items_taken, progress.value = collected.num_tasks_taken, None
         progress.num_learned += has_learned(update_metrics) and config.optimizer.lr > 0
@@ -140,16 +138,95 @@ def train(session: Session, params: Params) -> Params:
             **record_of(session, groups, collected, current, update_metrics, clock),
             **packing_metrics(minibatches),
             **estimate.metrics(progress.stage_step - 1),
+            **(lag_metrics(members(groups), policy_version) if config.rollout.ahead else {}),
+            "perf/num_compilations/sampler": components.engine.num_compilations,
             "perf/num_compilations/update": update_step.num_traces,
         }
         log_trajectories(session, groups, controllers)
         finish_step(session)
+    progress.pending = None  # of a stage that ends early
     if progress.stage_step < config.num_steps:
         state = take_best(session, state)
     return session.end(state)
 
 
-def rollout_at(session: Session, step: int, policy_version: int) -> RollOut:
+@dataclass(kw_only=True)
+class Collector:
+    """Collects what a step trains on: at its start or, by `rollout.ahead`, during the one before.
+
+    What is collected ahead depends on what is known before that one's update: on the weights before
+    it, on controllers after its trajectories, and not yet on the gate that its evaluation moves.
+    """
+
+    session: Session
+    stream: Stream[Task]
+    measure: Measure
+    failure: Exception | None = None  # for which nothing could be collected ahead
+
+    def take(self, policy_version: int) -> Collected:
+        """What the step that begins trains on."""
+        session, progress = self.session, self.session.progress
+        if self.failure is not None:
+            raise self.failure
+        collected = progress.pending
+        if collected is None:
+            roll_out = rollout_at(session, progress.step, policy_version)
+            collected = self._collect(roll_out, progress)
+        elif distributed.anywhere(session.should_stop()):
+            raise Interrupted("the run was asked to stop between two steps")
+        if not self._looks_ahead:
+            session.components.engine.release()  # its memory is the update's
+        return collected
+
+    def look_ahead(
+        self, collected: Collected, controllers: Controllers, policy_version: int
+    ) -> Collected | None:
+        """What the step after the one under way trains on; None where it collects that itself.
+
+        `controllers` are those after the trajectories of the step under way. A request to stop
+        waits, as weights to sample anew by are gone once that step is saved.
+        """
+        if not self._looks_ahead:
+            return None
+        progress = dataclasses.replace(
+            self.session.progress,
+            items_taken=collected.num_tasks_taken,
+            leftover=collected.leftover,
+            controllers=controllers,
+        )
+        roll_out = rollout_at(self.session, progress.step + 1, policy_version)
+        try:
+            return self._collect(partial(roll_out, should_stop=lambda: False), progress)
+        except ENDING as error:
+            self.failure = error  # told once the step under way is done and saved
+            return None
+
+    @property
+    def _looks_ahead(self) -> bool:
+        """Whether the groups of a next step are collected during the one under way."""
+        config, stage_step = self.session.config, self.session.progress.stage_step
+        return bool(config.rollout.ahead) and stage_step + 1 < config.num_steps
+
+    def _collect(self, roll_out: RollOut, progress: Progress) -> Collected:
+        """The groups of a step from where the progress stands, and what they took to sample."""
+        engine = self.session.components.engine
+        before = dataclasses.replace(engine.counts)
+        collected = collect(
+            roll_out,
+            self.stream,
+            self.session.config,
+            num_tasks_taken=progress.items_taken,
+            leftover=progress.leftover,
+            controllers=progress.controllers,
+            measure=self.measure,
+            failures=self.session.failures,
+        )
+        metrics = collected.metrics | engine_metrics(engine, before)
+        engine.clear()  # each counts its pages from the first
+        return dataclasses.replace(collected, metrics=metrics)
+
+
+def rollout_at(session: Session, step: int, policy_version: int) -> partial[list[Group]]:
     """What samples groups of tasks, with the settings of training.
 
     Args:
@@ -279,7 +356,7 @@ def record_of(
         "actor/num_learned": progress.num_learned,
         "rollout/tasks_taken": progress.items_taken,
         "rollout/informative_share": float(np.mean([t.advantage != 0 for t in trajectories])),
-        **clock.metrics(session.components.engine, trajectories),
+        **clock.metrics(trajectories),
         **memory_metrics(),
     }
 

@@ -72,6 +72,8 @@ def test_shipped_configs_are_valid(name):
         ("rollout.num_rows", 0, "a number above 0"),
         ("rollout.cache_gib", -1.0, "a number of at least 0"),
         ("rollout.observation_lag_chunks", 0, "a number above 0"),
+        ("rollout.ahead", 2, "0 or 1"),
+        ("mesh.rollout_devices", -1, "a number of at least 0"),
         ("loss.clip_low", -0.1, "a number of at least 0"),
         ("loss.clip.dual_clip", 0.5, "a number above 1, or 0 for no bound"),
         ("advantage.grpo.ddof", 2, "0 (population) or 1 (sample)"),

@@ -64,6 +64,7 @@ BROKEN = [
         "loss.correction.level",
         {"loss.correction.level": "token", "loss.mask_observations": False},
     ),
+    ("loss.correction.level", {"rollout.ahead": 1}),
     ("loss.correction.low", {"loss.correction.low": 6.0}),
     ("kl.coef", {"kl.low_factor": 0.5}),
     ("kl.anchor", {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.anchor": "old"}),
@@ -88,6 +89,15 @@ BROKEN = [
     ),
     ("filter.resample_early", {"filter.resample_early": True, "filter.resample_attempts": 2}),
     ("filter.varied.metric", {"filter.name": "varied", "filter.varied.metric": "seq_final_reward"}),
+    (
+        "filter.varied.metric",
+        {
+            "filter.name": "varied", "filter.varied.metric": "seq_final_reward", "kl.coef": 0.1,
+            "kl.place": "reward", "kl.estimator": "k1", "rollout.ahead": 1,
+            "loss.correction.level": "token",
+        },
+    ),
+    ("mesh.rollout_devices", {"mesh.rollout_devices": 1}),
     (
         "filter.max_batches",
         {"filter.name": "varied", "filter.tasks_per_batch": 1, "filter.max_batches": 2},

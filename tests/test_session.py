@@ -1,13 +1,16 @@
 """Where a run stands, through JSON and under a changed configuration."""
 
+import json
 from functools import partial
+from math import nan
 
 import pytest
 
 from jaxrl.codecs import to_json
 from jaxrl.session import Progress
+from jaxrl.training.collect import Collected
 from jaxrl.training.controllers import Controllers
-from jaxrl.types import members
+from jaxrl.types import GroupStats, members
 from tests import helpers
 from tests.episodes import grouped, make_trajectory
 
@@ -38,6 +41,35 @@ def test_leftover_groups_that_no_longer_fit_are_dropped(changes, count, name):
     assert len(read) == count
     for trajectory, wanted in zip(members(read), group.trajectories if count else (), strict=True):
         assert to_json(trajectory) == to_json(wanted)
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_kept"),
+    [
+        ({}, True),
+        ({"rollout.group_size": 8}, False),
+        ({"rollout.tasks_per_step": 2}, False),
+        ({"rollout.ahead": 0}, False),
+    ],
+    ids=str,
+)
+def test_groups_that_were_collected_ahead_are_kept_where_they_fit(changes, is_kept):
+    config = settings(**{"rollout.ahead": 1} | changes)
+    [group, other] = grouped(make_trajectory(task_number=n // 4, sample_index=n) for n in range(8))
+    failed = GroupStats(task_id="q", num_correct=0, num_scored=0, mean_entropy=nan, error="down")
+    pending = Collected(
+        groups=[group],
+        leftover=[other],
+        num_tasks_taken=5,
+        tried=[GroupStats.of(group), failed],
+        metrics={"filter/accuracy": nan, "rollout/sampled_tokens": 7},
+    )
+    saved = json.dumps(Progress(pending=pending).to_json())
+    read = Progress.from_json(json.loads(saved), config).pending
+    assert (read is not None) == is_kept
+    if read:
+        assert json.dumps(read.to_json()) == json.dumps(pending.to_json())
+        assert read.tried[0] == pending.tried[0]
 
 
 def test_which_records_come_after_a_checkpoint():

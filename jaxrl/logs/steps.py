@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -35,33 +36,29 @@ SHOWN = {
 
 @dataclass(kw_only=True)
 class Clock:
-    """How long the parts of a step take, and what the sampler does in it."""
+    """How long the parts of a step take."""
 
-    started: float
-    counts: Counts  # the sampler's, at the start
-    sampled_at: float = math.nan
+    started: float = field(default_factory=time.perf_counter)
+    sampling_s: float = 0.0
     updated_at: float = math.nan
 
-    @classmethod
-    def start(cls, engine: Engine) -> Clock:
-        """A step begins."""
-        return cls(started=time.perf_counter(), counts=dataclasses.replace(engine.counts))
-
-    def sampled(self) -> None:
-        """All trajectories are there."""
-        self.sampled_at = time.perf_counter()
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Trajectories are sampled meanwhile, of this step or of the next."""
+        began = time.perf_counter()
+        yield
+        self.sampling_s += time.perf_counter() - began
 
     def updated(self) -> None:
         """The update is done, and the sampler has its weights."""
         self.updated_at = time.perf_counter()
 
-    def metrics(self, engine: Engine, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Seconds, tokens a second, and the work of the samplers of all processes."""
+    def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Seconds, and tokens a second."""
         step_s = self.updated_at - self.started
         return {
-            **engine_metrics(engine, self.counts),
-            "timing_s/gen": self.sampled_at - self.started,
-            "timing_s/update_actor": self.updated_at - self.sampled_at,
+            "timing_s/gen": self.sampling_s,
+            "timing_s/update_actor": step_s - self.sampling_s,
             "timing_s/step": step_s,
             "perf/throughput": sum(len(t.token_ids) for t in trajectories) / step_s,
         }
@@ -82,8 +79,13 @@ def engine_metrics(engine: Engine, before: Counts) -> dict[str, float]:
         "rollout/preemptions": done["preemptions"],
         "rollout/swapped_tokens": done["swapped"],
         "rollout/cache_use": max(part["cache_use"] for part in parts),
-        "perf/num_compilations/sampler": engine.num_compilations,
     }
+
+
+def lag_metrics(trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
+    """How many updates the policy before a step's has had since it sampled its tokens."""
+    versions = np.concatenate([t.policy_versions[t.loss_mask] for t in trajectories])
+    return {"rollout/lag": mean((policy_version - versions).tolist())}
 
 
 def memory_metrics() -> dict[str, float]:

@@ -1,15 +1,7 @@
-"""Hugging Face folders to parameters and back, bit for bit.
-
-    python -m jaxrl.models.hf_weights import HF_FOLDER CHECKPOINT
-    python -m jaxrl.models.hf_weights export CHECKPOINT HF_FOLDER
-
-The checkpoint of these commands is a folder with the parameters, float32, as an Orbax item
-`params`, and `source/`: the HF folder's small files and the dtype of each of its tensors.
-"""
+"""Hugging Face folders to parameters and back, bit for bit."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -22,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-import orbax.checkpoint as ocp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, SingleDeviceSharding
@@ -397,90 +388,24 @@ def _write_index(folder: Path, sizes: Mapping[str, int], max_shard_size: int) ->
     if len(files) > 1:
         weight_map = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        _write_json(folder / INDEX_FILE, index)
+        write_json(folder / INDEX_FILE, index)
 
 
 def _write_small_files(folder: Path, config: Architecture, source: str | Path | None) -> None:
     if source is None:
-        _write_json(folder / "config.json", config.hf_config())
+        write_json(folder / "config.json", config.hf_config())
     else:
-        _copy_side_files(Path(source), folder)
+        copy_side_files(Path(source), folder)
 
 
-def _write_json(file: Path, content: dict[str, Any]) -> None:
+def write_json(file: Path, content: dict[str, Any]) -> None:
+    """Content as JSON for people, whose keys are sorted."""
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _copy_side_files(source: Path, folder: Path) -> None:
+def copy_side_files(source: Path, folder: Path) -> None:
+    """What is taken over as it is; see `SIDE_FILES`."""
     for pattern in SIDE_FILES:
         for file in sorted(source.glob(pattern)):
             if file.is_file():
                 shutil.copyfile(file, folder / file.name)
-
-
-def import_checkpoint(source: str | Path, path: str | Path, architecture: str = "") -> None:
-    """HF folder to checkpoint, over all devices."""
-    source = Path(source)
-    mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1)
-    params = load_hf(source, mesh, architecture=architecture)
-    dtypes = tensor_dtypes(source, read_model(source, architecture))
-    with folder_taking_place(Path(path), marker=f"source/{DTYPES_FILE}") as folder:
-        with ocp.StandardCheckpointer() as checkpointer:
-            checkpointer.save(folder / "params", params)
-        (folder / "source").mkdir()
-        _copy_side_files(source, folder / "source")
-        _write_json(folder / "source" / DTYPES_FILE, dtypes)
-
-
-def export_checkpoint(
-    checkpoint: str | Path,
-    path: str | Path,
-    architecture: str = "",
-    *,
-    max_shard_size: int = 5 * 10**9,
-) -> None:
-    """Checkpoint of `import_checkpoint` to HF folder, over all devices."""
-    source = Path(checkpoint) / "source"
-    if not (source / DTYPES_FILE).is_file():
-        raise FileNotFoundError(
-            f"{str(checkpoint)!r} holds no source/{DTYPES_FILE}; expected a folder written by "
-            "`python -m jaxrl.models.hf_weights import`."
-        )
-    config = read_model(source, architecture)
-    mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1)
-    target = jax.tree.map(
-        lambda leaf, layout: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=layout),
-        config.abstract_params(),
-        sharding.param_shardings(mesh, config),
-    )
-    with ocp.StandardCheckpointer() as checkpointer:
-        params = checkpointer.restore(Path(checkpoint).absolute() / "params", target)
-    save_hf(params, config, path, source=source, max_shard_size=max_shard_size)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """The command; see the module."""
-    parser = argparse.ArgumentParser(prog="python -m jaxrl.models.hf_weights")
-    commands = parser.add_subparsers(dest="command", required=True)
-    importer = commands.add_parser("import", help="HF folder to checkpoint")
-    exporter = commands.add_parser("export", help="checkpoint to HF folder")
-    for command in (importer, exporter):
-        command.add_argument("source", metavar="SRC")
-        command.add_argument("path", metavar="DST")
-        command.add_argument("--architecture", default="", help="default: by config.json")
-    exporter.add_argument(
-        "--max_shard_size", type=int, default=5 * 10**9, metavar="BYTES", help="of each file"
-    )
-    options = parser.parse_args(arguments)
-    where = (options.source, options.path, options.architecture)
-    try:
-        if options.command == "import":
-            import_checkpoint(*where)
-        else:
-            export_checkpoint(*where, max_shard_size=options.max_shard_size)
-    except (OSError, ValueError) as error:
-        raise SystemExit(f"{parser.prog}: {error}") from error
-
-
-if __name__ == "__main__":
-    main()

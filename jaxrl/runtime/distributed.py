@@ -455,14 +455,10 @@ def shared(rollout: RolloutFunction) -> RolloutFunction:
         own: list[list[dict[str, Any]]] | None = None
         with contextlib.suppress(Interrupted):
             sampled = rollout(draws[mine], sampling, **settings)
-            own = [[codecs.to_json(t) for t in group.trajectories] for group in sampled]
+            own = codecs.groups_to_json(sampled)
         parts = gather(own)
         if any(part is None for part in parts):
             raise Interrupted("a rollout was asked to stop")
-        return [
-            Group(trajectories=tuple(map(codecs.from_json, saved)))
-            for part in parts
-            for saved in part or ()
-        ]
+        return [group for part in parts for group in codecs.groups_from_json(part or ())]
 
     return everywhere

@@ -78,6 +78,7 @@ TRAINING = (
     "rollout.group_size",
     "rollout.temperature",
     "rollout.top_p",
+    "rollout.ahead",
 )
 """What an evaluation by itself does not read."""
 

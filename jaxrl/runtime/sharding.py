@@ -31,12 +31,29 @@ RULES: dict[str | None, str | None] = {
 }
 
 
-def mesh_sizes(num_devices: int, *, data: int, fsdp: int, tensor: int) -> dict[str, int]:
+def mesh_sizes(
+    num_devices: int,
+    *,
+    data: int,
+    fsdp: int,
+    tensor: int,
+    rollout_devices: int = 0,
+    num_processes: int = 1,
+) -> dict[str, int]:
     """The sizes of the mesh axes; one of them may be -1, which stands for the devices left.
+
+    `rollout_devices` of those of each process are not in the mesh.
 
     Raises:
         ValueError: the sizes do not multiply to the number of devices.
     """
+    num_local = num_devices // num_processes
+    if rollout_devices and (rollout_devices >= num_local or rollout_devices % max(tensor, 1)):
+        raise ValueError(
+            f"config.mesh.rollout_devices={rollout_devices} of each process's {num_local} devices; "
+            f"expected a multiple of config.mesh.tensor={tensor} that leaves devices to train on."
+        )
+    num_devices -= rollout_devices * num_processes
     sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
     free = [name for name, size in sizes.items() if size == -1]
     given = [size for size in sizes.values() if size != -1]
@@ -45,7 +62,8 @@ def mesh_sizes(num_devices: int, *, data: int, fsdp: int, tensor: int) -> dict[s
     is_valid = len(free) <= 1 and min(given) >= 1 and num_devices % known == 0
     if not is_valid or (not free and known != num_devices):
         raise ValueError(
-            f"config.mesh ({shape}) does not fit the number of devices, {num_devices}; the sizes "
+            f"config.mesh ({shape}) does not fit the number of devices, {num_devices}"
+            f"{' without those of rollout_devices' if rollout_devices else ''}; the sizes "
             "must be positive and multiply to it, and one of them may be -1 (what is left)."
         )
     if free:
@@ -53,14 +71,16 @@ def mesh_sizes(num_devices: int, *, data: int, fsdp: int, tensor: int) -> dict[s
     return sizes
 
 
-def make_mesh(*, data: int, fsdp: int, tensor: int, devices: list[Any] | None = None) -> Mesh:
-    """A mesh over all devices; one axis may be -1, which stands for the devices left.
-
-    Raises:
-        ValueError: the sizes do not multiply to the number of devices.
-    """
-    devices = jax.devices() if devices is None else devices
-    sizes = mesh_sizes(len(devices), data=data, fsdp=fsdp, tensor=tensor)
+def make_mesh(
+    *, data: int, fsdp: int, tensor: int, rollout_devices: int = 0, devices: Any = None
+) -> Mesh:
+    """A mesh over all devices but the last `rollout_devices` of each process; see `mesh_sizes`."""
+    devices, count = jax.devices() if devices is None else devices, jax.process_count()
+    axes = {"data": data, "fsdp": fsdp, "tensor": tensor, "rollout_devices": rollout_devices}
+    sizes = mesh_sizes(len(devices), **axes, num_processes=count)
+    if rollout_devices:
+        own = [[d for d in devices if d.process_index == index] for index in range(count)]
+        devices = [device for part in own for device in part[:-rollout_devices]]
     mesh = jax.make_mesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 3, devices=devices
     )
@@ -78,27 +98,32 @@ def spans_processes(tensor: int, num_local: int) -> ValueError:
     )
 
 
-def local_mesh(mesh: Mesh) -> Mesh:
+def local_mesh(mesh: Mesh, rollout_devices: int = 0) -> Mesh:
     """The part of the mesh on this process's devices, its rows all along `data`.
 
     The sampler works on it, so that no process waits for another between two updates. With one
-    process it is the mesh itself.
+    process it is the mesh itself; where there are `rollout_devices`, it is these.
     """
-    if jax.process_count() == 1:
+    if rollout_devices:
+        own = [device for device in jax.local_devices() if device not in mesh.devices.flat]
+    elif jax.process_count() == 1:
         return mesh
-    rows = mesh.devices.reshape(-1, mesh.shape["tensor"])
-    own = [row for row in rows if row[0].process_index == jax.process_index()]
-    devices = np.array(own).reshape(len(own), 1, -1)
+    else:
+        own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    devices = np.array(own).reshape(-1, 1, mesh.shape["tensor"])
     return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
 
 
-def on_local_mesh(array: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array of the mesh of all devices as one of this process's, of the same shape.
+def on_local_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) -> jax.Array:
+    """An array of the mesh that trains, `mesh`, as one of this process's sampler.
 
-    Its parts on this process's devices must be what `sharding` puts there; nothing is moved.
+    Its parts on this process's devices must be whole rows of these. They are moved where `sharding`
+    has other devices.
     """
     parts = [shard.data for shard in array.addressable_shards]
-    return jax.make_array_from_single_device_arrays(array.shape, sharding, parts)
+    own = NamedSharding(local_mesh(mesh), sharding.spec)
+    local = jax.make_array_from_single_device_arrays(array.shape, own, parts)
+    return jax.device_put(local, sharding)
 
 
 def check_model_fits(mesh: Mesh, config: Architecture) -> None:

@@ -146,6 +146,7 @@ def sample_keys(
     positions: np.ndarray,
     samples: np.ndarray,
     attempts: np.ndarray,
+    device: Any = None,
 ) -> np.ndarray:
     """Keys `uint32 [n, 2]` of samples, from what identifies them and nothing else.
 
@@ -156,6 +157,7 @@ def sample_keys(
         positions: int32 [n], of the task in the task stream.
         samples: int32 [n], number of the sample in its group.
         attempts: int32 [n], 0 unless the group is drawn again.
+        device: that computes them; JAX's first by default.
     """
     # In blocks of one size: what is sampled again comes in any number, and would compile anew.
     keys = np.zeros((len(positions), 2), np.uint32)
@@ -163,7 +165,9 @@ def sample_keys(
         block = [np.asarray(x[start : start + _KEY_BLOCK]) for x in (positions, samples, attempts)]
         count = len(block[0])
         padded = [np.pad(x.astype(np.int32), (0, _KEY_BLOCK - count)) for x in block]
-        keys[start : start + count] = np.asarray(_sample_keys(seed, stage, step, *padded))[:count]
+        with jax.default_device(device):
+            found = _sample_keys(seed, stage, step, *padded)
+        keys[start : start + count] = np.asarray(found)[:count]
     return keys
 
 
@@ -240,8 +244,8 @@ class Engine:
 
         Args:
             config: of the model.
-            mesh: of this process's devices, and only these are used; rows and pages are split over
-                its data and fsdp axes.
+            mesh: of this process's devices that sample, and only these are used; rows and pages are
+                split over its data and fsdp axes.
             automaton: ends a turn.
             num_tokens: ids the tokenizer knows.
             eos_ids: end a turn too.
@@ -288,8 +292,8 @@ class Engine:
             dtype=dtype,
         )
         self.row_sizes = fractions(self._rows_per_shard, (1, 4, 16))
-        platform = mesh.devices.flat[0].platform
-        self.append_sizes = append_sizes(platform, max_total_tokens)
+        self.device = mesh.devices.flat[0]  # for what one of them computes alone
+        self.append_sizes = append_sizes(self.device.platform, max_total_tokens)
         self.kinds = tuple(kinds)
         self._declare(config, dtype)
         self._stops = _stop_tables(automaton, config.vocab_size, eos_ids, mesh)
@@ -401,7 +405,8 @@ class Engine:
         self._drop_weights()
         weights = self._prepare(params)
         if self._train_mesh != self._mesh:
-            weights = jax.tree.map(on_local_mesh, weights, self._layouts)
+            move = partial(on_local_mesh, mesh=self._train_mesh)
+            weights = jax.tree.map(move, weights, self._layouts)
         self._weights = weights
 
     def release(self) -> None:

@@ -383,6 +383,7 @@ class Rollout:
             np.repeat([draw.stream_index for draw in draws], group_size),
             np.tile(np.arange(group_size), len(draws)),
             np.repeat([draw.attempt for draw in draws], group_size),
+            device=self._engine.device,  # another may be busy with an update
         )
         opened = [
             (sample, key)

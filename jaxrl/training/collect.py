@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxrl import codecs
 from jaxrl.choices import OwnCodeError, arrays_of, named, subsection
 from jaxrl.envs.base import Task
 from jaxrl.method import filter_of
@@ -21,7 +23,7 @@ from jaxrl.objectives.filters import needs_resampling
 from jaxrl.stream import Stream
 from jaxrl.training import rewards
 from jaxrl.training.controllers import Controllers, SkipSet
-from jaxrl.training.health import Failures, short
+from jaxrl.training.health import Failures, NothingWorksError, short
 from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, members
 
 RollOut = Callable[[Sequence[Draw]], list[Group]]
@@ -35,6 +37,10 @@ class NotEnoughGroupsError(ValueError):
     """The filter kept too few groups in as many batches as it may draw."""
 
 
+ENDING = (NotEnoughGroupsError, NothingWorksError, OwnCodeError)
+"""For what a run ends while it collects, once what was finished is saved."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Collected:
     """What a step trains on."""
@@ -44,6 +50,21 @@ class Collected:
     num_tasks_taken: int  # from the stream, in all
     tried: list[GroupStats]  # every group that was sampled, whether it passed the filter or not
     metrics: dict[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON values, exactly; before anything of it was measured."""
+        plain = dataclasses.asdict(dataclasses.replace(self, groups=[], leftover=[]))
+        groups = {name: codecs.groups_to_json(getattr(self, name)) for name in _GROUPS}
+        return {**plain, **groups}
+
+    @classmethod
+    def from_json(cls, saved: Mapping[str, Any]) -> Collected:
+        """The inverse of `to_json`."""
+        groups: dict[str, Any] = {n: codecs.groups_from_json(saved[n]) for n in _GROUPS}
+        return cls(**{**saved, **groups, "tried": [GroupStats(**s) for s in saved["tried"]]})
+
+
+_GROUPS = ("groups", "leftover")
 
 
 @dataclass(kw_only=True)

@@ -38,6 +38,23 @@ def test_minus_one_is_what_is_left():
     assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1}
 
 
+@pytest.mark.parametrize(
+    ("count", "processes", "tensor"), [(8, 1, 1), (4, 2, 1), (1, 1, 2), (2, 1, 4)]
+)
+def test_devices_that_sample_are_some_of_each_process_and_whole_rows(count, processes, tensor):
+    axes = {"data": -1, "fsdp": 1, "tensor": tensor}
+    with pytest.raises(ValueError, match=rf"rollout_devices={count} .* multiple of .*{tensor} tha"):
+        sharding.mesh_sizes(8, **axes, rollout_devices=count, num_processes=processes)
+
+
+def test_devices_that_sample_do_not_train():
+    axes = {"data": -1, "fsdp": 1, "tensor": 2, "rollout_devices": 2}
+    assert sharding.mesh_sizes(8, **axes)["data"] == 3
+    assert sharding.mesh_sizes(8, **axes, num_processes=2)["data"] == 2
+    with pytest.raises(ValueError, match=r"devices, 6 without those of rollout_devices; the sizes"):
+        sharding.mesh_sizes(8, **axes | {"data": 4})
+
+
 def test_tensor_axis_that_cuts_a_head_is_refused():
     sharding.check_model_fits(abstract_mesh(2, 2, 2), TINY)
     with pytest.raises(ValueError, match=r"config\.mesh\.tensor=4 .* 2 key-value heads"):

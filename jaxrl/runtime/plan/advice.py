@@ -21,7 +21,7 @@ from jaxrl.runtime.plan.memory import (
     target_mesh,
     update_phase,
 )
-from jaxrl.runtime.sharding import mesh_sizes, num_batch_shards
+from jaxrl.runtime.sharding import num_batch_shards
 
 GO_ON = "--ignore_memory_plan goes on all the same, since the plan may err"
 
@@ -153,17 +153,24 @@ def devices_needed(config: ConfigDict, model: Architecture, target: Target) -> i
     The new devices are put along fsdp first; several processes become more of them, each with as
     many devices as before. None: no number up to a thousandfold is enough.
     """
-    sizes, flat = mesh_sizes(target.num_devices, **config.mesh), flatten(config)
+    flat, mesh = flatten(config), target_mesh(config, model, target)
+    sizes, is_job = mesh.shape, target.num_processes > 1
     for factor in (2**power for power in range(1, 11)):
         larger = dataclasses.replace(
             target,
             num_devices=target.num_devices * factor,
-            num_processes=target.num_processes * (factor if target.num_processes > 1 else 1),
+            num_processes=target.num_processes * (factor if is_job else 1),
         )
         shards = sizes["data"] * sizes["fsdp"] * factor
-        rows = {key: -(-flat[key] // shards) * shards for key in _ROWS}
-        mesh = {"mesh.data": sizes["data"], "mesh.fsdp": sizes["fsdp"] * factor}
-        grown = _changed(config, {**rows, **mesh})
+        num_sampling = max(flat["mesh.rollout_devices"] * factor * target.num_processes, 1)
+        unit = math.lcm(shards, num_sampling)
+        rows = {key: -(-flat[key] // unit) * unit for key in _ROWS}
+        grown_mesh = {
+            "mesh.data": sizes["data"],
+            "mesh.fsdp": sizes["fsdp"] * factor,
+            "mesh.rollout_devices": flat["mesh.rollout_devices"] * (1 if is_job else factor),
+        }
+        grown = _changed(config, {**rows, **grown_mesh})
         if make_plan(grown, model, larger).fits or advise(grown, model, larger):
             return larger.num_devices
     return None
@@ -178,7 +185,7 @@ def _options(
     config: ConfigDict, model: Architecture, target: Target
 ) -> Iterator[list[dict[str, Any]]]:
     """For each key its values to try, the cheapest first; keys in the order of their cost."""
-    sizes = mesh_sizes(target.num_devices, **config.mesh)
+    sizes = target_mesh(config, model, target).shape
     shards = sizes["data"] * sizes["fsdp"]
     if config.model.dtype == "float32":
         yield [{"model.dtype": "bfloat16"}]
@@ -202,7 +209,7 @@ def _options(
         {"rollout.num_rows": fewer} for fewer in _halvings(flat["rollout.num_rows"], unit=shards)
     ]
     meshes = [
-        {"mesh.data": 1, "mesh.fsdp": target.num_devices // tensor, "mesh.tensor": tensor}
+        {"mesh.data": 1, "mesh.fsdp": shards * sizes["tensor"] // tensor, "mesh.tensor": tensor}
         for tensor in _doublings(sizes["tensor"], math.gcd(model.num_kv_heads, target.num_local))
     ]
     yield meshes

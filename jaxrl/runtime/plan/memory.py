@@ -153,7 +153,7 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
             are longer than the model's positions.
     """
     mesh = target_mesh(config, model, target)
-    check_rows(config, mesh)
+    check_rows(config, mesh, target.num_processes)
     check_length(config, model)
     phases = [
         update_phase(config, model, target, stage)
@@ -162,6 +162,8 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
     ]
     if {"train", "evaluate"} & set(config.stages):
         phases.append(rollout_phase(config, model, target))
+    if config.mesh.rollout_devices:
+        phases.append(_handing_over(config, model, target))
     tokens = config.rollout.tasks_per_step * config.rollout.group_size
     tokens *= config.rollout.max_total_tokens
     held = [_between(config, model, target, stage) for stage in config.stages]
@@ -178,24 +180,37 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
     )
 
 
-def check_rows(config: ConfigDict, mesh: Any) -> None:
-    """Refuses numbers of rows that the mesh does not split evenly, of the stages that run.
+def check_rows(config: ConfigDict, mesh: Any, num_processes: int) -> None:
+    """Refuses numbers of rows that the devices do not split evenly, of the stages that run.
 
     Raises:
         ValueError: names the key.
     """
-    shards = num_batch_shards(mesh)
+    shards, sampling = num_batch_shards(mesh), _sampling_shards(config, mesh, num_processes)
+    told = "rollout_devices / tensor, of all processes," if config.mesh.rollout_devices else ""
     rows = {
-        "optimizer.micro_rows": (config.optimizer.micro_rows, {"train"}),
-        "sft.optimizer.micro_rows": (config.sft.optimizer.micro_rows, {"sft"}),
-        "rollout.num_rows": (config.rollout.num_rows, {"train", "evaluate"}),
+        "optimizer.micro_rows": (config.optimizer.micro_rows, shards, {"train"}),
+        "sft.optimizer.micro_rows": (config.sft.optimizer.micro_rows, shards, {"sft"}),
+        "rollout.num_rows": (config.rollout.num_rows, sampling, {"train", "evaluate"}),
     }
-    for key, (value, readers) in rows.items():
-        if value % shards and readers & set(config.stages):
+    for key, (value, count, readers) in rows.items():
+        if value % count and readers & set(config.stages):
+            what = told if told and key == "rollout.num_rows" else "data * fsdp"
             raise ValueError(
-                f"config.{key} is {value}; expected a multiple of data * fsdp = {shards}, so that "
+                f"config.{key} is {value}; expected a multiple of {what} = {count}, so that "
                 "every device gets the same number."
             )
+
+
+def _sampling_shards(config: ConfigDict, mesh: Any, num_processes: int) -> int:
+    """Among how many devices, or groups of them along `tensor`, rows are sampled."""
+    own = config.mesh.rollout_devices
+    return num_processes * own // mesh.shape["tensor"] if own else num_batch_shards(mesh)
+
+
+def _samples_beside(config: ConfigDict) -> bool:
+    """Whether a device samples while it updates."""
+    return bool(config.rollout.ahead) and not config.mesh.rollout_devices
 
 
 def check_length(config: ConfigDict, model: Architecture) -> None:
@@ -217,8 +232,8 @@ def target_mesh(config: ConfigDict, model: Architecture, target: Target) -> Any:
     Raises:
         ValueError: it does not divide the devices, those of a process or the model's heads.
     """
-    sizes = mesh_sizes(target.num_devices, **config.mesh)
-    if target.num_local % sizes["tensor"]:
+    sizes = mesh_sizes(target.num_devices, **config.mesh, num_processes=target.num_processes)
+    if (target.num_local - config.mesh.rollout_devices) % sizes["tensor"]:
         raise spans_processes(sizes["tensor"], target.num_local)
     mesh: Any = AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
@@ -285,6 +300,8 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
         "gradients": 4 * count.params,
         "batch": _batch_bytes(config, update.shape, num_batch_shards(update.mesh), stage),
     }
+    if stage == "train" and _samples_beside(config):
+        kept |= _next_rollout(config, model, target)
     moments = {"layers": held | update.at_layers(), "output": held | update.at_output()}
     if stage_settings(config, stage).offload:
         moved = _moment_bytes(config, model, update.mesh, stage)
@@ -408,12 +425,31 @@ def rollout_phase(config: ConfigDict, model: Architecture, target: Target) -> Ph
     return Phase(name="rollout", kept=_nonzero(kept), moments=sampler.moments)
 
 
+def _next_rollout(config: ConfigDict, model: Architecture, target: Target) -> dict[str, int]:
+    """What the rollout of the next step holds beside an update."""
+    sampler = _Sampler.of(config, model, target)
+    return {
+        "decode weights": _decode_weights(config, model, target),
+        "KV cache": cache_pages(config, model, target) * sampler.page_bytes,
+        "sampling": max(sum(terms.values()) for terms in sampler.moments.values()),
+    }
+
+
+def _handing_over(config: ConfigDict, model: Architecture, target: Target) -> Phase:
+    """Memory of a device that trains while the weights go to those that sample."""
+    stage = next((stage for stage in config.stages if stage != "sft"), "sft")
+    kept = _state(config, model, target_mesh(config, model, target), stage)
+    moved = {"decode weights": _decode_weights(config, model, target)}
+    return Phase(name="weights to the sampler", kept=kept, moments={"handing over": moved})
+
+
 def cache_pages(config: ConfigDict, model: Architecture, target: Target) -> int:
     """Pages of each shard's cache.
 
     As many as `rollout.cache_gib` holds. By default what the plan leaves of a device, and no more
     than twice what `rollout.num_rows` trajectories of full length fill, the second half for those
-    that wait; on a CPU, whose memory is others' too, what they fill.
+    that wait. What they fill on a CPU, whose memory is others' too, and where a device samples
+    while it updates.
 
     Raises:
         ValueError: what is configured does not hold one trajectory.
@@ -430,7 +466,7 @@ def cache_pages(config: ConfigDict, model: Architecture, target: Target) -> int:
                 "cache_gib or lower max_total_tokens."
             )
         return pages
-    if target.platform == "cpu":
+    if target.platform == "cpu" or _samples_beside(config):
         return full
     moment = max(sum(terms.values()) for terms in sampler.moments.values())
     left = target.usable - sum(sampler.kept.values()) - moment
@@ -463,7 +499,7 @@ class _Sampler:
             jnp.dtype(config.model.dtype),
         )
         page_tokens, copies = _pages(config, model, target)
-        rows = rollout.num_rows // num_batch_shards(mesh)
+        rows = rollout.num_rows // _sampling_shards(config, mesh, target.num_processes)
         table_pages = pages_for(rollout.max_total_tokens, page_tokens)
         token_bytes = terms.cache_bytes(dtype)
         page_bytes = page_tokens * token_bytes
@@ -485,12 +521,13 @@ class _Sampler:
             },
         }
         stage = "train" if "train" in config.stages else "evaluate"
+        state = {} if config.mesh.rollout_devices else _state(config, model, mesh, stage)
         return cls(
             rows=rows,
             table_pages=table_pages,
             page_bytes=page_bytes,
             kept={
-                **_state(config, model, mesh, stage),
+                **state,
                 "decode weights": _decode_weights(config, model, target),
             },
             moments=moments,
@@ -560,7 +597,7 @@ def _between(config: ConfigDict, model: Architecture, target: Target, stage: str
     The sampler has its weights from right after an update on.
     """
     held = _state(config, model, target_mesh(config, model, target), stage)
-    if stage != "sft":
+    if stage != "sft" and not config.mesh.rollout_devices:
         held["decode weights"] = _decode_weights(config, model, target)
     return held
 

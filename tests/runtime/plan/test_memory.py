@@ -157,3 +157,46 @@ class TestAgainstTheCompiler:
             " ".join((row["model"], row["mesh"], row["program"])): (row["plan"], row["compiler"])
             for row in rows
         }
+
+
+AHEAD = {"rollout.ahead": 1, "loss.correction.level": "token", "rollout.cache_gib": 4.0}
+
+
+def test_a_rollout_one_step_ahead_lies_beside_the_update():
+    alone, beside = (
+        train_phase(large_run(**{"rollout.cache_gib": 4.0})),
+        train_phase(large_run(**AHEAD)),
+    )
+    sampler = memory.rollout_phase(large_run(**AHEAD), QWEN_7B, NODE)
+    moment = sum(sampler.moments[sampler.moment].values())
+    more = sampler.kept["decode weights"] + sampler.kept["KV cache"] + moment
+    assert beside.peak == alone.peak + more
+    assert sampler.kept["KV cache"] > 3 * memory.GIB
+
+
+def test_by_default_its_cache_is_that_of_the_rows():
+    config = large_run(**AHEAD | {"rollout.cache_gib": 0.0})
+    after = large_run()
+    on_cpu = replace(NODE, platform="cpu")
+    page = {"xla": 16, "triton": 64}
+    full = memory.cache_pages(after, QWEN_7B, on_cpu) * page["xla"]
+    assert memory.cache_pages(config, QWEN_7B, NODE) * page["triton"] == pytest.approx(
+        full, rel=0.1
+    )
+    assert memory.cache_pages(after, QWEN_7B, NODE) > memory.cache_pages(config, QWEN_7B, NODE)
+
+
+def test_devices_that_only_sample_hold_the_sampler_alone():
+    own = {"mesh.data": 1, "mesh.rollout_devices": 2, "optimizer.micro_rows": 6}
+    config = large_run(fsdp=6, **AHEAD | own)
+    plan = memory.make_plan(config, QWEN_7B, NODE)
+    update, sampler, moved = plan.phases
+    assert plan.mesh == {"data": 1, "fsdp": 6, "tensor": 1}
+    assert "KV cache" not in update.kept
+    assert {*sampler.kept} == {"decode weights", "KV cache"}
+    # A copy of all weights lies beside the state while they are handed over.
+    assert moved.moments == {"handing over": {"decode weights": sampler.kept["decode weights"]}}
+    assert moved.kept["optimizer state"] == update.kept["optimizer state"]
+    assert "decode weights" not in plan.between
+    with pytest.raises(ValueError, match=r"num_rows is 63; .* rollout_devices / tensor, of all pr"):
+        memory.make_plan(large_run(fsdp=6, **AHEAD | own | {"rollout.num_rows": 63}), QWEN_7B, NODE)
