@@ -548,7 +548,7 @@ def test_a_run_goes_on_on_other_meshes(base, tiny_world, tmp_path, quick_compila
     for one, other in zip(got[:NUM_SFT], wanted, strict=False):
         assert one["sft/loss"] == pytest.approx(other["sft/loss"], rel=1e-5)
         # Rounding grows: AdamW's first steps are as long for small gradients as for large ones.
-        assert one["sft/grad_norm"] == pytest.approx(other["sft/grad_norm"], rel=1e-3)
+        assert one["sft/grad_norm"] == pytest.approx(other["sft/grad_norm"], rel=5e-4)
     assert got[0]["sft/grad_norm"] == pytest.approx(wanted[0]["sft/grad_norm"], rel=1e-6)
     # A draw may differ where it is as close as rounding, and so does all that comes after it.
     drawn = [
