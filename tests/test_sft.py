@@ -33,7 +33,7 @@ TURNS += ["<answer> Paris </answer>"]
 class Replay:
     """An engine whose policy writes given turns, in chunks of three tokens."""
 
-    most_pages, num_pages = 0, 1
+    most_pages, num_pages, device = 0, 1, None
     is_stalled = False
 
     def __init__(self, turns):
