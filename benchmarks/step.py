@@ -27,7 +27,7 @@ import jax
 from ml_collections import ConfigDict
 
 from benchmarks import common
-from benchmarks.rollout import Episodes, make_episodes
+from benchmarks.rollout import Episodes, Search, make_episodes
 from benchmarks.update import make_model
 from jaxrl.config import default_config
 from jaxrl.training.controllers import Controllers
@@ -41,19 +41,9 @@ from jaxrl.types import members
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
-    """What a step does; every field is a flag."""
+class Work(Search):
+    """Episodes with searches, and the updates that follow; every field is a flag."""
 
-    num_questions: int
-    group_size: int  # episodes of each question
-    prompt_tokens: int
-    turn_tokens: int  # mean length of a turn
-    max_searches: int  # of an episode
-    observation_tokens: int
-    latency_ms: float  # of a call of the environment
-    lag_chunks: int  # after which replies enter; 0: as they arrive
-    num_rows: int  # samples decoded side by side
-    chunk_tokens: int  # decoding steps between two looks of the host
     num_minibatches: int  # updates of a step
     micro_rows: int  # rows of a micro-batch
     logits_chunk_tokens: int
