@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import random
 import re
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from jaxrl import components as assemble
@@ -28,6 +30,7 @@ from jaxrl.runtime.checkpoint import MANIFEST, steps_in
 from jaxrl.runtime.stopping import EXIT_TRY_AGAIN
 from jaxrl.runtime.versions import fingerprints
 from jaxrl.sampling.rollout import Interrupted
+from jaxrl.session import Progress
 from tests.helpers import with_devices
 from tests.runs import SIZES, assert_same_weights, lasting, records, run_settings, trajectories
 
@@ -547,8 +550,11 @@ def test_a_run_goes_on_on_other_meshes(base, tiny_world, tmp_path, quick_compila
     assert [(r["stage"], r["step"]) for r in got] == [(r["stage"], r["step"]) for r in wanted]
     for one, other in zip(got[:NUM_SFT], wanted, strict=False):
         assert one["sft/loss"] == pytest.approx(other["sft/loss"], rel=1e-5)
-        # Rounding grows: AdamW's first steps are as long for small gradients as for large ones.
-        assert one["sft/grad_norm"] == pytest.approx(other["sft/grad_norm"], rel=5e-4)
+    # Later norms drift apart: AdamW's first step is as long for a gradient of rounding's size as
+    # for any other, and takes weights that differ in their last bits a hundred times further apart
+    # (SGD does not). So the test below compares later steps from equal weights.
+    for one, other in zip(got[:9], wanted, strict=False):
+        assert one["sft/grad_norm"] == pytest.approx(other["sft/grad_norm"], rel=1e-4)
     assert got[0]["sft/grad_norm"] == pytest.approx(wanted[0]["sft/grad_norm"], rel=1e-6)
     # A draw may differ where it is as close as rounding, and so does all that comes after it.
     drawn = [
@@ -562,6 +568,44 @@ def test_a_run_goes_on_on_other_meshes(base, tiny_world, tmp_path, quick_compila
         np.testing.assert_allclose(one["rollout_logprobs"], other["rollout_logprobs"], atol=0.01)
     assert [record["actor/num_updates"] for record in got[NUM_SFT + 1 :]] == [1, 2]
     assert max(r["rollout_corr/logprob_diff_max"] for r in got[NUM_SFT + 1 :]) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 8, 16])
+def test_a_step_from_one_checkpoint_has_one_gradient_on_all_meshes(
+    base, tiny_world, tmp_path, quick_compilation, step
+):
+    changes = {"stages": ("sft",), "sft.num_steps": step + 1}
+    assert play(settings(tiny_world, **changes), as_of(base, tmp_path / "one", step))
+    wanted, wanted_mean = one_step_on(tiny_world, tmp_path / "one", step)
+    assert wanted["sft/loss"] == records(base)[step]["sft/loss"]
+    for index, mesh in enumerate(({"fsdp": 2}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2})):
+        workdir, log = as_of(base, tmp_path / str(index), step), tmp_path / f"{index}.log"
+        environment = os.environ | quick_compilation | with_devices(math.prod(mesh.values()))
+        sizes = {f"mesh.{name}": mesh.get(name, 1) for name in ("data", "fsdp", "tensor")}
+        with log.open("w") as output:
+            process = launch(tiny_world, workdir, environment, output, **{**changes, **sizes})
+            assert process.wait(timeout=300) == 0, log.read_text()
+        got, mean = one_step_on(tiny_world, workdir, step)
+        for name in ("sft/loss", "sft/grad_norm", "sft/entropy"):
+            assert got[name] == pytest.approx(wanted[name], rel=1e-6)
+        # The optimizer's mean of gradients began alike: only the gradient can tell it apart.
+        for one, other in zip(jax.tree.leaves(mean), jax.tree.leaves(wanted_mean), strict=True):
+            assert np.linalg.norm(one - other) < 3e-6 * np.linalg.norm(other)
+
+
+def one_step_on(tiny_world, workdir, step):
+    """The record of the step after this one, and the mean of gradients in its checkpoint."""
+    config = settings(tiny_world, **{"stages": ("sft",), "sft.num_steps": step + 2})
+    parts = assemble.assemble(config)
+    checkpointer = run.Checkpointer(workdir / "checkpoints", keep=100)
+    _, found = checkpointer.restore_newest(
+        lambda saved: run.restore_targets(config, parts, Progress.from_json(saved, config))
+    )
+    checkpointer.close()
+    record = records(workdir)[-1]
+    assert record["step"] == step + 1
+    return record, optax.tree.get(found["optimizer"], "mu")
 
 
 def has_lines(workdir, count):
