@@ -28,6 +28,7 @@ import numpy as np
 from benchmarks import common, rollout, update
 from jaxrl.config import default_config
 from jaxrl.models.attention.kernels import Kernels
+from jaxrl.models.attention.reference import find_reads
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine
@@ -39,7 +40,7 @@ from tests.models.attention.brute import (
     brute_force_pages,
     random_inputs,
     random_pages,
-    random_segments,
+    random_rows,
 )
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
@@ -68,19 +69,19 @@ def train_distance(
     """Of outputs and gradients over packed rows of random length."""
     num_heads, num_kv_heads, size = heads
     shape = (2, int(rng.integers(130, 400)), num_heads, size)
-    segment_ids = random_segments(rng, *shape[:2])
+    *ids, reads = random_rows(rng, *shape[:2], shares_prompts=kernels.shares_prompts)
     arrays = random_inputs(rng, shape, num_kv_heads)
-    arrays[3] *= (segment_ids > 0)[:, :, None, None]
+    arrays[3] *= (ids[0] > 0)[:, :, None, None]
     q, k, v, gradient = (rounded(x, dtype) for x in arrays)
-    wanted = brute_force(q, k, v, gradient, segment_ids)
+    wanted = brute_force(q, k, v, gradient, reads)
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array, gradient: jax.Array) -> Any:
-        ids = jnp.asarray(segment_ids)
-        out, back = jax.vjp(lambda q, k, v: kernels.train(q, k, v, ids), q, k, v)
+        read = find_reads(*map(jnp.asarray, ids))
+        out, back = jax.vjp(lambda q, k, v: kernels.train(q, k, v, read), q, k, v)
         return out, *back(gradient)
 
     out, *gradients = jax.jit(run)(*(jnp.asarray(x, dtype) for x in (q, k, v, gradient)))
-    out = np.where((segment_ids > 0)[:, :, None, None], np.asarray(out, np.float32), 0)
+    out = np.where((ids[0] > 0)[:, :, None, None], np.asarray(out, np.float32), 0)
     found = zip(("out", "dq", "dk", "dv"), (out, *gradients), wanted, strict=True)
     return {name: far(got, one) for name, got, one in found}
 

@@ -13,8 +13,9 @@ machines, one thread on a core that has nothing else to do:
 
 The `floor` figure is the rate at which the device's arithmetic could do what forward and backward
 need, nothing recomputed (see `common.train_flops_per_token`), and `mfu` the share of the data
-sheet's operations that these are. `mfu_computed` counts the output layer for tokens with loss only,
-where it is computed. Tokens are those of prompts and samples; padding counts for nothing.
+sheet's operations that these are. `mfu_computed` counts what is computed: the output layer for
+tokens with loss, the layers of a shared prompt once a row. Tokens are those of prompts and samples,
+shared or not; padding counts for nothing.
 """
 
 from __future__ import annotations
@@ -55,16 +56,19 @@ class Work:
     logits_chunk_tokens: int  # tokens whose logits are in memory at a time
     remat: str  # what of a layer the backward pass computes again
     scan_layers: bool  # compile one layer for all
+    shares_prompts: bool  # a row has a prompt once for all sequences that begin with it
 
 
 WORK = {
     "cpu": Work(
         num_groups=8, group_size=4, prompt_tokens=64, new_tokens=96, spread=0.6, row_tokens=384,
         micro_rows=2, logits_chunk_tokens=2048, remat="none", scan_layers=False,
+        shares_prompts=True,
     ),
     "h200": Work(
         num_groups=8, group_size=8, prompt_tokens=512, new_tokens=1024, spread=0.6,
         row_tokens=4096, micro_rows=2, logits_chunk_tokens=2048, remat="names", scan_layers=True,
+        shares_prompts=True,
     ),
 }  # fmt: skip
 
@@ -90,7 +94,10 @@ def make_sequences(model: common.ModelSizes, work: Work) -> list[Demonstration]:
 def make_batch(sequences: Sequence[Demonstration], work: Work, num_shards: int = 1) -> Packed:
     """The sequences packed; the advantages are of both signs."""
     shape = BatchShape.for_sequences(
-        len(sequences), micro_rows=work.micro_rows, row_tokens=work.row_tokens
+        len(sequences),
+        micro_rows=work.micro_rows,
+        row_tokens=work.row_tokens,
+        shares_prompts=work.shares_prompts,
     )
     advantages = np.random.default_rng(1).normal(size=len(sequences)).astype(np.float32)
     weights = token_weights([one.loss_mask for one in sequences], token_mean)
@@ -136,12 +143,19 @@ def start(
     return packed, state, run
 
 
-def operations(model: common.ModelSizes, sequences: Sequence[Demonstration]) -> tuple[float, float]:
-    """Of an update: with the output layer for all tokens, and for those with loss only."""
+def operations(
+    model: common.ModelSizes, sequences: Sequence[Demonstration], num_shared: int
+) -> tuple[float, float]:
+    """Of an update: of whole sequences, and without what is not computed.
+
+    That is the output layer of tokens without loss, and the layers of `num_shared` tokens, their
+    attention aside.
+    """
     lengths = [len(one.token_ids) for one in sequences]
     whole = sum(n * common.train_flops_per_token(model, n) for n in lengths)
     without_loss = sum(lengths) - sum(int(one.loss_mask.sum()) for one in sequences)
-    return whole, whole - 6.0 * without_loss * model.vocab_size * model.width
+    head = model.vocab_size * model.width
+    return whole, whole - 6.0 * (without_loss * head + num_shared * (model.product_params - head))
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -156,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
     timing = common.repeat(run, warm_up=flags.warm_up, repetitions=flags.repetitions)
     assert int(state.num_skipped) == 0, "a gradient was not finite"
-    needed, computed = operations(model, make_sequences(model, work))
+    needed, computed = operations(model, make_sequences(model, work), packed.num_shared)
     seconds = common.spread(timing.seconds)
     flops = hardware.flops
     figures = {
@@ -168,6 +182,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "mfu_computed": common.mfu(computed, seconds["median"], hardware),
         "attention": common.kernels(model, common.one_device()).name,
         "padding": packed.padding,
+        "shared_tokens": packed.num_shared / packed.num_tokens,
     }
     return common.finish("update", flags, model, work, hardware, figures)
 

@@ -108,6 +108,26 @@ def random_sequences(lengths, *, seed=0, num_tokens=NUM_TOKENS):
     return sequences
 
 
+def sharing_prompts(sequences, prompt_lengths):
+    """The sequences in groups of equal size, each group with a prompt of the length that is named.
+
+    A sequence that is no longer than its prompt has no token with loss.
+    """
+    size = len(sequences) // len(prompt_lengths)
+    out = []
+    for index, sequence in enumerate(sequences):
+        length = prompt_lengths[index // size]
+        token_ids, mask = sequence.token_ids.copy(), sequence.loss_mask.copy()
+        prompt = sequences[index - index % size].token_ids[:length]
+        token_ids[: len(prompt)] = prompt[: len(token_ids)]
+        mask[:length], mask[length : length + 1] = False, True
+        logprobs = np.where(mask, sequence.rollout_logprobs, 0)
+        out.append(
+            replace(sequence, token_ids=token_ids, loss_mask=mask, rollout_logprobs=logprobs)
+        )
+    return out
+
+
 def weigh(sequences, aggregation, scale=None):
     """The weights of every sequence's tokens, where these are the whole mini-batch."""
     function = AGGREGATIONS[aggregation]
@@ -153,10 +173,11 @@ def pack_all(sequences, shape, *, aggregation="token-mean", scale=None, counted=
 
 
 def scatter(batch, values):
-    """One array a sequence to `[A, b, T]`, where packing put the sequence."""
+    """One array a sequence to `[A, b, T]`, where packing put what it put of the sequence."""
     out = np.zeros(batch.token_ids.shape, np.float32)
     for index, value in enumerate(values):
-        out[batch.segment_ids == index + 1] = value
+        places = batch.segment_ids == index + 1
+        out[places] = value[len(value) - places.sum() :]
     return out
 
 
@@ -167,7 +188,7 @@ def gather(batch, values, index):
 
 def full_pass(config, params, token_ids, positions, segment_ids, *, remat="none", scan=True):
     """Final hidden states of packed rows, with the attention that every platform has."""
-    attend = XLA.within(segment_ids)
+    attend = XLA.within(segment_ids, positions)
     return config.hidden_states(
         params, token_ids, positions, attend, Through(remat=remat, scan=scan)
     )
@@ -240,7 +261,13 @@ def gradient_of(model, token_loss, *, temperature=1.0, entropy_gradient=False):
     add = jax.jit(gradient.add.program.function, static_argnums=5)
 
     def compute(params, batch, num_micro):
-        sizes = {"num_tokens": 0, "num_counted": 0, "padding": 0.0, "imbalance": 0.0}
+        sizes = {
+            "num_tokens": 0,
+            "num_shared": 0,
+            "num_counted": 0,
+            "padding": 0.0,
+            "imbalance": 0.0,
+        }
         packed = Packed(batch=batch, num_micro=num_micro, **sizes)
         sums = begin(params, batch)
         for index, room in enumerate(loss_quarters(packed, num_batch_shards(model.mesh))):

@@ -41,7 +41,7 @@ from tests.helpers import (
     shapes_in,
     tiny_params,
 )
-from tests.models.attention.brute import random_inputs, random_segments
+from tests.models.attention.brute import random_inputs, random_rows
 
 MESHES = {
     "data 8": {"data": 8, "fsdp": 1, "tensor": 1},
@@ -251,12 +251,13 @@ def train(mesh, params):
 def attention_gap(mesh):
     """How far a kernel on the devices of a mesh, each with its rows and heads, is from XLA's."""
     rng = np.random.default_rng(0)
-    ids = jnp.asarray(random_segments(rng, 8, 44))
+    segment_ids, positions, _ = random_rows(rng, 8, 44)
+    reads = reference.find_reads(jnp.asarray(segment_ids), jnp.asarray(positions))
     q, k, v, gradient = (jnp.asarray(x) for x in random_inputs(rng, (8, 44, 4, 8), 2))
-    gradient *= (ids > 0)[:, :, None, None]
+    gradient *= (segment_ids > 0)[:, :, None, None]
 
     def run(train):
-        back = jax.vjp(lambda *inputs: train(*inputs, ids), q, k, v)[1]
+        back = jax.vjp(lambda *inputs: train(*inputs, reads), q, k, v)[1]
         return back(gradient)
 
     kernel = on_mesh(partial(gpu.train, interpret=True), mesh)

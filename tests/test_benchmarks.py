@@ -107,7 +107,9 @@ def test_operations_by_hand():
         loss_mask=np.array([False, True]),
         rollout_logprobs=np.zeros(2, np.float32),
     )
-    assert update.operations(model, [one]) == (2064, 1824)
+    assert update.operations(model, [one], 0) == (2064, 1824)
+    # One of the tokens shared: its layer of 128 weights, forward and backward.
+    assert update.operations(model, [one], 1) == (2064, 1824 - 6 * 128)
 
 
 @pytest.mark.slow

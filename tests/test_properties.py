@@ -31,7 +31,7 @@ from jaxrl.session import has_reference
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import Estimator
 from jaxrl.training.minibatches import make_minibatches, takes_own_logprobs
-from jaxrl.training.packing import BatchShape, balance_rows
+from jaxrl.training.packing import BatchShape, Item, balance_rows
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import Gradient, put_batch
 from jaxrl.types import Batch, members, with_fields
@@ -356,14 +356,15 @@ def test_a_mesh_changes_no_gradient_and_its_devices_have_even_shares():
     per_shard=st.integers(1, 3),
 )
 def test_balancing_deals_all_rows_out_evenly(sizes, num_shards, per_shard):
-    rows, micro_rows = [[i] for i in range(len(sizes))], num_shards * per_shard
-    got, loads = balance_rows(rows, sizes, micro_rows, num_shards)
-    assert sorted(i for row in got for i in row) == list(range(len(sizes)))
+    rows, micro_rows = [[(i, 0)] for i in range(len(sizes))], num_shards * per_shard
+    items = [Item(length=size, prompt=i) for i, size in enumerate(sizes)]
+    got, loads = balance_rows(rows, items, micro_rows, num_shards)
+    assert sorted(i for row in got for i, _ in row) == list(range(len(sizes)))
     assert len(got) == -(-len(rows) // micro_rows) * micro_rows
     # Row r of a micro-batch is on device r // per_shard.
     held = [0] * num_shards
     for place, row in enumerate(got):
-        held[place % micro_rows // per_shard] += sum(sizes[i] for i in row)
+        held[place % micro_rows // per_shard] += sum(sizes[i] for i, _ in row)
     assert held == loads
     # No part is heavier than the fair share by more than one row's tokens.
     assert max(loads) <= sum(sizes) / num_shards + max(sizes)

@@ -120,8 +120,10 @@ def merge(update_metrics: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 
 
 def packing_metrics(minibatches: Sequence[Packed]) -> dict[str, float]:
-    """How full the rows were, and how evenly the devices."""
+    """How full the rows were, what they had once for several, and how evenly the devices."""
+    num_tokens = sum(packed.num_tokens for packed in minibatches)
     return {
+        "rollout/shared_tokens": sum(one.num_shared for one in minibatches) / max(num_tokens, 1),
         "rollout/padding": float(np.mean([packed.padding for packed in minibatches])),
         "rollout/imbalance": float(np.mean([packed.imbalance for packed in minibatches])),
     }

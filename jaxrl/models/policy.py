@@ -82,7 +82,7 @@ class Model:
             params,
             batch.token_ids,
             batch.positions,
-            self.attention.within(batch.segment_ids),
+            self.attention.within(batch.segment_ids, batch.positions),
             self.through,
         )
         # Rows stay split over data and fsdp: left alone, the compiler splits the width of

@@ -77,7 +77,15 @@ def make_measure(
 
 
 def unpack(packed: Packed, values: np.ndarray, lengths: Sequence[int]) -> list[np.ndarray]:
-    """The values `[A, b, T]` of each sequence `[L]`, in the order in which they were packed."""
+    """The values `[A, b, T]` of each sequence `[L]`, in the order in which they were packed.
+
+    What a sequence shares with another is 0: it has no loss.
+    """
     segments = np.asarray(packed.batch.segment_ids).ravel()
     order = np.argsort(segments, kind="stable")[np.count_nonzero(segments == 0) :]
-    return np.split(values.ravel()[order], np.cumsum(lengths)[:-1])
+    counts = np.bincount(segments, minlength=len(lengths) + 1)[1:]
+    pieces = np.split(values.ravel()[order], np.cumsum(counts)[:-1])
+    return [
+        np.pad(piece, (length - len(piece), 0))
+        for piece, length in zip(pieces, lengths, strict=True)
+    ]

@@ -38,17 +38,25 @@ class BatchShape:
         num_micro: micro-batches there is room for, A.
         micro_rows: rows of a micro-batch, b; a multiple of data * fsdp.
         row_tokens: length of a row, T; no sequence may be longer.
+        shares_prompts: sequences in a row whose prompts are the same have it once.
     """
 
     num_micro: int
     micro_rows: int
     row_tokens: int
+    shares_prompts: bool = False
 
     @classmethod
-    def for_sequences(cls, num_sequences: int, *, micro_rows: int, row_tokens: int) -> BatchShape:
+    def for_sequences(
+        cls, num_sequences: int, *, micro_rows: int, row_tokens: int, shares_prompts: bool = False
+    ) -> BatchShape:
         """Room for any `num_sequences` sequences, were each to fill a row of its own."""
-        num_micro = max(-(-num_sequences // micro_rows), 1)
-        return cls(num_micro=num_micro, micro_rows=micro_rows, row_tokens=row_tokens)
+        return cls(
+            num_micro=max(-(-num_sequences // micro_rows), 1),
+            micro_rows=micro_rows,
+            row_tokens=row_tokens,
+            shares_prompts=shares_prompts,
+        )
 
 
 def row_tokens(config: ConfigDict) -> int:
@@ -56,22 +64,24 @@ def row_tokens(config: ConfigDict) -> int:
     return -(-config.rollout.max_total_tokens // 16) * 16
 
 
-def train_shape(config: ConfigDict) -> BatchShape:
+def train_shape(config: ConfigDict, *, shares_prompts: bool = False) -> BatchShape:
     """The shape of every mini-batch of the train stage."""
     groups = config.rollout.tasks_per_step // config.optimizer.num_minibatches
     return BatchShape.for_sequences(
         groups * config.rollout.group_size,
         micro_rows=config.optimizer.micro_rows,
         row_tokens=row_tokens(config),
+        shares_prompts=shares_prompts,
     )
 
 
-def sft_shape(config: ConfigDict) -> BatchShape:
+def sft_shape(config: ConfigDict, *, shares_prompts: bool = False) -> BatchShape:
     """The shape of every batch of the sft stage."""
     return BatchShape.for_sequences(
         config.sft.batch_size,
         micro_rows=config.sft.optimizer.micro_rows,
         row_tokens=row_tokens(config),
+        shares_prompts=shares_prompts,
     )
 
 
@@ -81,7 +91,8 @@ class Packed:
 
     batch: Batch  # numpy arrays [A, b, T]
     num_micro: int  # micro-batches that hold anything
-    num_tokens: int  # tokens that are not padding
+    num_tokens: int  # of the sequences, also those that a row has once for several
+    num_shared: int  # of these, the ones that are left out since they are there
     num_counted: int  # sampled tokens of the mini-batch, also of what is left out of it
     padding: float  # share of padding in these micro-batches
     imbalance: float  # of the device with the most tokens, above the mean, as a share of it
@@ -102,32 +113,99 @@ def _quarters(has_loss: np.ndarray) -> int:
     return next(quarters for quarters in QUARTERS if 4 * most <= quarters * room)
 
 
-def assign_rows(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Packs sequences into rows, longest first, each into the first row with room.
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """What packing knows of a sequence.
+
+    Attributes:
+        length: in tokens.
+        prompt: equal for sequences that begin with the same `num_shared` tokens.
+        num_shared: tokens that another sequence of this prompt, in the same row, has computed.
+    """
+
+    length: int
+    prompt: int
+    num_shared: int = 0
+
+
+def make_items(sequences: Sequence[TokenSequence], *, shares_prompts: bool) -> list[Item]:
+    """Of each sequence its length and what it may share.
+
+    These are the tokens before the last one that precedes the first token with loss: what follows
+    is computed for each sequence, so that the token before one with loss stands beside it.
+    """
+    known: dict[bytes, int] = {}
+    items = []
+    for number, sequence in enumerate(sequences):
+        mask, prompt = sequence.loss_mask, -1 - number
+        num_shared = max(int(mask.argmax()) - 1, 0) if shares_prompts else 0
+        if num_shared:
+            prompt = known.setdefault(sequence.token_ids[:num_shared].tobytes(), len(known))
+        length = len(sequence.token_ids)
+        items.append(Item(length=length, prompt=prompt, num_shared=num_shared))
+    return items
+
+
+def assign_rows(items: Sequence[Item], row_tokens: int) -> list[list[int]]:
+    """Packs sequences into rows: each into the first row with its prompt and room, or with room.
+
+    The longest come first, of all or of one prompt after another: whichever takes fewer rows.
 
     Returns:
-        For each row the indices of its sequences.
+        For each row the indices of its sequences, those of a prompt one after another.
 
     Raises:
         ValueError: a sequence is longer than a row.
     """
-    rows: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        if length > row_tokens:
+    for item in items:
+        if item.length > row_tokens:
             raise ValueError(
-                f"a sequence of {length} tokens does not fit a row of {row_tokens}; raise "
+                f"a sequence of {item.length} tokens does not fit a row of {row_tokens}; raise "
                 "config.rollout.max_total_tokens or shorten the demonstrations."
             )
-        row = next((row for row, free in enumerate(room) if free >= length), None)
-        if row is None:
-            rows.append([])
+    totals: dict[int, int] = {}
+    for item in items:
+        totals[item.prompt] = totals.get(item.prompt, 0) + item.length
+    longest_first = sorted(range(len(items)), key=lambda i: (-items[i].length, i))
+    by_prompt = sorted(longest_first, key=lambda i: (-totals[items[i].prompt], items[i].prompt))
+    found = [_first_fit(items, order, row_tokens) for order in (longest_first, by_prompt)]
+    return min(found, key=len)
+
+
+def _first_fit(items: Sequence[Item], order: Sequence[int], row_tokens: int) -> list[list[int]]:
+    rows: list[dict[int, list[int]]] = []  # by prompt
+    room: list[int] = []
+    for index in order:
+        item = items[index]
+        rest = item.length - item.num_shared
+        known = (r for r, row in enumerate(rows) if item.prompt in row and room[r] >= rest)
+        fresh = (
+            r for r, row in enumerate(rows) if item.prompt not in row and room[r] >= item.length
+        )
+        place = next(known, None)
+        place = next(fresh, None) if place is None else place
+        if place is None:
+            place = len(rows)
+            rows.append({})
             room.append(row_tokens)
-            row = len(rows) - 1
-        rows[row].append(index)
-        room[row] -= length
-    return rows
+        room[place] -= rest if item.prompt in rows[place] else item.length
+        rows[place].setdefault(item.prompt, []).append(index)
+    return [[index for members in row.values() for index in members] for row in rows]
+
+
+Row = list[tuple[int, int]]
+"""Of each sequence in a row its index and how many of its first tokens are left out."""
+
+
+def placed(items: Sequence[Item], row: Sequence[int]) -> Row:
+    """The row in which a prompt is computed once, for its first sequence."""
+    seen: set[int] = set()
+    out = []
+    for index in row:
+        prompt = items[index].prompt
+        out.append((index, items[index].num_shared if prompt in seen else 0))
+        seen.add(prompt)
+    return out
 
 
 def pack(
@@ -151,40 +229,47 @@ def pack(
             no signal; theirs alone by default.
         num_shards: devices that share the rows of a micro-batch; each gets about as many tokens.
     """
-    lengths = [len(sequence.token_ids) for sequence in sequences]
-    rows = assign_rows(lengths, shape.row_tokens)
+    items = make_items(sequences, shares_prompts=shape.shares_prompts)
+    rows = [placed(items, row) for row in assign_rows(items, shape.row_tokens)]
     loads = [0] * num_shards
     if num_shards > 1:
-        rows, loads = balance_rows(rows, lengths, shape.micro_rows, num_shards)
+        rows, loads = balance_rows(rows, items, shape.micro_rows, num_shards)
     arrays = _fill(sequences, advantages, rows, shape, token_fields or {})
     if num_counted is None:
         num_counted = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
     blocks = (shape.num_micro, shape.micro_rows, shape.row_tokens)
-    num_tokens = sum(lengths)
+    num_tokens = sum(item.length for item in items)
+    num_computed = sum(_row_size(items, row) for row in rows)
     num_micro = -(-len(rows) // shape.micro_rows)
     return Packed(
         batch=Batch(**{name: array.reshape(blocks) for name, array in arrays.items()}),
         num_micro=num_micro,
         num_tokens=num_tokens,
+        num_shared=num_tokens - num_computed,
         num_counted=num_counted,
-        padding=1 - num_tokens / max(num_micro * shape.micro_rows * shape.row_tokens, 1),
-        imbalance=max(loads) * num_shards / num_tokens - 1
-        if num_shards > 1 and num_tokens
+        padding=1 - num_computed / max(num_micro * shape.micro_rows * shape.row_tokens, 1),
+        imbalance=max(loads) * num_shards / num_computed - 1
+        if num_shards > 1 and num_computed
         else 0.0,
     )
 
 
+def _row_size(items: Sequence[Item], row: Row) -> int:
+    """Tokens that it has."""
+    return sum(items[index].length - left_out for index, left_out in row)
+
+
 def balance_rows(
-    rows: Sequence[list[int]], lengths: Sequence[int], micro_rows: int, num_shards: int
-) -> tuple[list[list[int]], list[int]]:
+    rows: Sequence[Row], items: Sequence[Item], micro_rows: int, num_shards: int
+) -> tuple[list[Row], list[int]]:
     """The rows in an order in which every device gets as many of them, and about as many tokens.
 
     A micro-batch's rows are split over the devices in order, so each device's share of all rows is
     chosen first, by largest differencing, and dealt out to the micro-batches.
 
     Args:
-        rows: indices of the sequences in each row.
-        lengths: tokens of each sequence.
+        rows: the sequences in each row.
+        items: the sequences.
         micro_rows: rows of a micro-batch, a multiple of `num_shards`.
         num_shards: devices that share them.
 
@@ -192,7 +277,7 @@ def balance_rows(
         The rows, empty ones among them so that micro-batches are whole, and each device's tokens.
     """
     padded = [*rows, *([] for _ in range(-len(rows) % micro_rows))]
-    sizes = [sum(lengths[index] for index in row) for row in padded]
+    sizes = [_row_size(items, row) for row in padded]
     if not padded:
         return [], [0] * num_shards
     shares = largest_differencing(sizes, num_shards, equal_size=True)
@@ -209,7 +294,7 @@ def balance_rows(
 def _fill(
     sequences: Sequence[TokenSequence],
     advantages: np.ndarray,
-    rows: Sequence[Sequence[int]],
+    rows: Sequence[Row],
     shape: BatchShape,
     token_fields: Mapping[str, Sequence[np.ndarray]],
 ) -> dict[str, Any]:
@@ -232,17 +317,18 @@ def _fill(
     }
     for row, members in enumerate(rows):
         start = 0
-        for index in members:
-            sequence = sequences[index]
-            end = start + len(sequence.token_ids)
-            at = (row, slice(start, end))
-            arrays["token_ids"][at] = sequence.token_ids
+        for index, left_out in members:
+            sequence, rest = sequences[index], slice(left_out, None)
+            length = len(sequence.token_ids)
+            mask = sequence.loss_mask[rest]
+            at = (row, slice(start, start + length - left_out))
+            arrays["token_ids"][at] = sequence.token_ids[rest]
             arrays["segment_ids"][at] = index + 1
-            arrays["positions"][at] = np.arange(end - start)
-            arrays["loss_mask"][at] = sequence.loss_mask
-            arrays["advantages"][at] = np.where(sequence.loss_mask, advantages[index], 0.0)
-            arrays["rollout_logprobs"][at] = sequence.rollout_logprobs
+            arrays["positions"][at] = np.arange(left_out, length)
+            arrays["loss_mask"][at] = mask
+            arrays["advantages"][at] = np.where(mask, advantages[index], 0.0)
+            arrays["rollout_logprobs"][at] = sequence.rollout_logprobs[rest]
             for name, values in token_fields.items():
-                arrays[name][at] = values[index]
-            start = end
+                arrays[name][at] = values[index][rest]
+            start += length - left_out
     return arrays

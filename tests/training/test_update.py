@@ -16,6 +16,7 @@ from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.controllers import Controllers
+from jaxrl.training.measure import unpack
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import BatchShape, loss_quarters, pack
 from jaxrl.training.update import (
@@ -45,6 +46,7 @@ from tests.helpers import (
     scatter,
     settings,
     shapes_in,
+    sharing_prompts,
     tiny_params,
     weigh,
 )
@@ -273,6 +275,36 @@ def test_packing_and_micro_batches_and_order_change_no_gradient(
         assert (metrics[0]["actor/pg_clipfrac_lower"] > 0) == (name == CLIP)
         for other in metrics[1:]:
             assert other == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.minutes
+def test_a_prompt_that_a_row_has_once_changes_no_gradient(params, gradients, plain, sequences):
+    # Groups of four; in the first, prompts of 8 leave nothing of a sequence of 6 to learn from.
+    members = sharing_prompts([sequences[i] for i in (2, 1, 3, 5, 0, 4, 6, 7)], [8, 5])
+    weights = plain_weights(members, range(8), "token-mean")
+    wanted = plain(ALL_TERMS, params, by_rows(members), weights)
+    for b, T in ((1, 75), (2, 36)):
+        shape = BatchShape(num_micro=8 // b, micro_rows=b, row_tokens=T, shares_prompts=True)
+        packed = pack_all(members, shape)
+        assert packed.num_shared > 10
+        got, measured = gradients[ALL_TERMS](params, packed.batch, packed.num_micro)
+        assert relative_distance(got, wanted) < 1e-5, T
+        whole = pack_all(members, replace(shape, shares_prompts=False))
+        _, metrics = gradients[ALL_TERMS](params, whole.batch, whole.num_micro)
+        for name, metric in measured.items():
+            assert float(metric.value) == pytest.approx(float(metrics[name].value), rel=1e-4)
+
+
+def test_scores_of_a_shared_prompt_are_those_of_whole_sequences(score, params, sequences):
+    members = sharing_prompts(sequences, [7, 4])
+    found = []
+    for shares_prompts in (False, True):
+        shape = BatchShape(num_micro=4, micro_rows=2, row_tokens=36, shares_prompts=shares_prompts)
+        packed = pack_all(members, shape)
+        values = np.asarray(score(params, put_batch(MESH, packed.batch), packed))
+        found.append(unpack(packed, values, [len(one.token_ids) for one in members]))
+    for whole, shared in zip(*found, strict=True):
+        np.testing.assert_allclose(shared, whole, rtol=2e-6)
 
 
 def as_trajectory(sequence, task_number, advantage=1.0, outcome=Outcome.ANSWERED):

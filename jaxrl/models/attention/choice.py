@@ -33,6 +33,7 @@ def choose(name: str, mesh: Mesh, model: Architecture) -> Kernels:
         train=on_mesh(kernels.train, mesh),
         attend_pages=kernels.attend_pages,
         page_tokens=PAGE_TOKENS[name],
+        shares_prompts=kernels.SHARES_PROMPTS,
     )
 
 
@@ -86,7 +87,7 @@ def on_mesh(train: Train, mesh: Mesh) -> Train:
     return jax.shard_map(
         train,
         mesh=mesh,
-        in_specs=(heads, heads, heads, P(BATCH, None)),
+        in_specs=(heads, heads, heads, P(BATCH, None, None)),
         out_specs=heads,
         check_vma=False,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,23 +16,34 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.attention.reference import FLOOR, LOWEST, by_key_head, by_query, segment_starts
+from jaxrl.models.attention.reference import (
+    FLOOR,
+    LOWEST,
+    by_key_head,
+    by_query,
+    is_read,
+    key_blocks,
+    padded_reads,
+)
+
+SHARES_PROMPTS = True
+"""A segment may read another's prompt."""
 
 
 def train(
     q: Float[Array, "R T N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
-    segment_ids: Int[Array, "R T"],
+    reads: Int[Array, "R 3 T"],
     *,
     interpret: bool = False,
 ) -> Float[Array, "R T N H"]:
     """What `reference.train` computes, in kernels whose scores never leave the chip.
 
     A program has a block of queries of one head, or a block of keys of one key head, and goes over
-    those blocks of the other kind that hold something for it: for queries from the first segment's
-    start to the diagonal, for keys from there to the last segment's end. Tokens are padded to whole
-    blocks, heads to a power of two.
+    those blocks of the other kind that hold something for it: for queries those of a shared prompt
+    and from the first segment's start to the diagonal, for keys from there to the last reader.
+    Tokens are padded to whole blocks, heads to a power of two.
     """
     T, H = q.shape[1], q.shape[3]
     width = pl.next_power_of_2(H)
@@ -39,7 +51,7 @@ def train(
     length = -(-T // hows.forward.block) * hows.forward.block
     pad = ((0, 0), (0, length - T), (0, 0), (0, width - H))
     q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
-    return _attend(q, k, v, segment_starts(segment_ids, length), hows)[:, :T, :, :H]
+    return _attend(q, k, v, padded_reads(reads, length), hows)[:, :T, :, :H]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,12 +96,12 @@ class Hows:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, hows: Hows) -> jax.Array:
-    return _forward(q, k, v, starts, hows)[0]
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array, hows: Hows) -> jax.Array:
+    return _forward(q, k, v, reads, hows)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array, hows: Hows
+    q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array, hows: Hows
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The outputs, and what the backward pass needs: with them their log-sum-exp, to base 2."""
     how = hows.forward
@@ -103,22 +115,22 @@ def _forward(
         in_specs=[queries, keys, keys, tokens],
         out_specs=[queries, numbers],
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), lse],
-    )(q, k, v, starts)
+    )(q, k, v, reads)
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
-    return out, (q, k, v, starts, out, lse)
+    return out, (q, k, v, reads, out, lse)
 
 
 def _query_specs(q: jax.Array, k: jax.Array, how: How) -> tuple[pl.BlockSpec, ...]:
     """What a program over (block of queries, query head, row) sees of each kind of array.
 
-    Of queries the block, of keys the whole row, of `[R, T]` and of `[R, N, T]` the block.
+    Of queries the block, of keys the whole row, of `[R, 3, T]` and of `[R, N, T]` the block.
     """
     _, T, N, H = q.shape
     groups = N // k.shape[2]
     return (
         pl.BlockSpec((None, how.block, None, H), lambda i, n, r: (r, i, n, 0)),
         pl.BlockSpec((None, T, None, H), lambda i, n, r: (r, 0, n // groups, 0)),
-        pl.BlockSpec((None, how.block), lambda i, n, r: (r, i)),
+        pl.BlockSpec((None, 3, how.block), lambda i, n, r: (r, 0, i)),
         pl.BlockSpec((None, None, how.block), lambda i, n, r: (r, n, i)),
     )
 
@@ -140,15 +152,17 @@ def _places(index: jax.Array, size: int) -> jax.Array:
 
 
 def _forward_kernel(
-    q_ref: Any, k_ref: Any, v_ref: Any, starts_ref: Any, out_ref: Any, lse_ref: Any, *, how: How
+    q_ref: Any, k_ref: Any, v_ref: Any, reads_ref: Any, out_ref: Any, lse_ref: Any, *, how: How
 ) -> None:
-    q, starts, queries = q_ref[...], starts_ref[...], _places(pl.program_id(0), how.block)
+    q, reads, queries = q_ref[...], _reads_at(reads_ref), _places(pl.program_id(0), how.block)
+    count, block_at = _blocks_of_keys(reads, how)
 
-    def add(j: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, out = sums
+        j = block_at(i)
         keys, block = _places(j, how.step), pl.ds(j * how.step, how.step)
-        is_read = (keys >= starts[:, None]) & (keys <= queries[:, None])
-        scores = jnp.where(is_read, _dot(q, k_ref[block, :], (1, 1)) * how.scale, LOWEST)
+        mask = is_read(_columns(reads), keys) & (keys <= queries[:, None])
+        scores = jnp.where(mask, _dot(q, k_ref[block, :], (1, 1)) * how.scale, LOWEST)
         # What a query adds up before its segment's first block is finite, and fades to nothing.
         new = jnp.maximum(highest, scores.max(axis=1))
         weights, fade = jnp.exp2(scores - new[:, None]), jnp.exp2(highest - new)
@@ -158,20 +172,35 @@ def _forward_kernel(
 
     zeros = jnp.zeros(how.block, jnp.float32)
     sums = zeros + LOWEST, zeros, jnp.zeros(q.shape, jnp.float32)
-    highest, total, out = jax.lax.fori_loop(*_key_blocks(starts, how), add, sums)
+    highest, total, out = jax.lax.fori_loop(0, count, add, sums)
     out_ref[...] = (out / total[:, None]).astype(out_ref.dtype)
     lse_ref[...] = highest + jnp.log2(total)
 
 
-def _key_blocks(starts: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
-    """The first block of keys that a program's queries read, and the one after the last."""
-    return starts.min() // how.step, (pl.program_id(0) + 1) * (how.block // how.step)
+Reads = tuple[jax.Array, ...]
+"""Of a block's tokens, the three numbers of `reference.find_reads`."""
+
+
+def _reads_at(ref: Any, block: Any = slice(None)) -> Reads:
+    return tuple(ref[number, block] for number in range(3))
+
+
+def _columns(reads: Reads) -> Reads:
+    return tuple(one[:, None] for one in reads)
+
+
+def _blocks_of_keys(reads: Reads, how: How) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """How many blocks of keys a program's queries read, and each one's index."""
+    first = pl.program_id(0) * (how.block // how.step)
+    shared, num_shared, own = key_blocks(reads, first, how.step)
+    count = num_shared + first + how.block // how.step - own
+    return count, lambda i: jnp.where(i < num_shared, shared + i, own - num_shared + i)
 
 
 def _backward(
     hows: Hows, saved: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, starts, out, lse = saved
+    q, k, v, reads, out, lse = saved
     how = hows.backward
     (R, T, N, H), K = q.shape, k.shape[2]
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2)
@@ -183,12 +212,12 @@ def _backward(
         in_specs=[queries, keys, keys, tokens, queries, numbers, numbers],
         out_specs=queries,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-    )(q, k, v, starts, gradient, lse, delta)
+    )(q, k, v, reads, gradient, lse, delta)
     block = pl.BlockSpec((None, how.block, None, H), lambda j, k, r: (r, j, k, 0))
     tokens = pl.BlockSpec((None, how.block), lambda j, k, r: (r, j))
     heads = pl.BlockSpec((None, T, N // K, H), lambda j, k, r: (r, 0, k, 0))
     numbers = pl.BlockSpec((None, N // K, T), lambda j, k, r: (r, k, 0))
-    row = pl.BlockSpec((None, T), lambda j, k, r: (r, 0))
+    row = pl.BlockSpec((None, 3, T), lambda j, k, r: (r, 0, 0))
     of_keys, of_values = how.call(
         _backward_keys_kernel,
         "attention_backward_keys",
@@ -196,23 +225,39 @@ def _backward(
         in_specs=[heads, block, block, row, tokens, heads, numbers, numbers],
         out_specs=[block, block],
         out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
-    )(q, k, v, starts, _segment_ends(starts), gradient, lse, delta)
+    )(q, k, v, reads, _last_readers(reads), gradient, lse, delta)
     return of_queries, of_keys, of_values, None
 
 
-def _segment_ends(starts: jax.Array) -> jax.Array:
-    """For each token `[R, T]` the first one after it that does not read it."""
+def _last_readers(reads: jax.Array) -> jax.Array:
+    """For each token `[R, T]` the first one after it from which on none reads it.
+
+    That is the end of its segment; of a prompt that segments share, the end of the last of these.
+    """
+    starts, shared_starts, shared_ends = jnp.moveaxis(reads, 1, 0)
     T = starts.shape[1]
-    begins = jnp.where(starts == jnp.arange(T), jnp.arange(T), T)
-    following = jnp.pad(begins[:, 1:], ((0, 0), (0, 1)), constant_values=T)
-    return jax.lax.cummin(following, axis=1, reverse=True)
+    places = jnp.arange(T)
+
+    def next_after(begins: jax.Array) -> jax.Array:
+        following = jnp.pad(
+            jnp.where(begins, places, T)[:, 1:], ((0, 0), (0, 1)), constant_values=T
+        )
+        return jax.lax.cummin(following, axis=1, reverse=True)
+
+    ends = next_after(starts == places)
+    # Those that share a prompt stand one after another behind the first, and share as much of it.
+    following = jnp.minimum(ends, T - 1)
+    of_next = (jnp.take_along_axis(x, following, axis=1) for x in (shared_starts, shared_ends))
+    next_start, next_end = of_next
+    is_shared = (ends < T) & (next_start == starts) & (places < next_end)
+    return jnp.where(is_shared, next_after((starts == places) & (shared_starts >= T)), ends)
 
 
 def _backward_queries_kernel(
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
-    starts_ref: Any,
+    reads_ref: Any,
     gradient_ref: Any,
     lse_ref: Any,
     delta_ref: Any,
@@ -220,19 +265,21 @@ def _backward_queries_kernel(
     *,
     how: How,
 ) -> None:
-    q, starts, queries = q_ref[...], starts_ref[...], _places(pl.program_id(0), how.block)
+    q, reads, queries = q_ref[...], _reads_at(reads_ref), _places(pl.program_id(0), how.block)
     gradient, lse, delta = gradient_ref[...], lse_ref[...], delta_ref[...]
+    count, block_at = _blocks_of_keys(reads, how)
 
-    def add(j: jax.Array, total: jax.Array) -> jax.Array:
+    def add(i: jax.Array, total: jax.Array) -> jax.Array:
+        j = block_at(i)
         keys, block = _places(j, how.step), pl.ds(j * how.step, how.step)
         k = k_ref[block, :]
-        is_read = (keys >= starts[:, None]) & (keys <= queries[:, None])
-        scores = jnp.where(is_read, _dot(q, k, (1, 1)) * how.scale, LOWEST)
+        mask = is_read(_columns(reads), keys) & (keys <= queries[:, None])
+        scores = jnp.where(mask, _dot(q, k, (1, 1)) * how.scale, LOWEST)
         of_weights = _dot(gradient, v_ref[block, :], (1, 1))
         of_scores = jnp.exp2(scores - lse[:, None]) * (of_weights - delta[:, None])
         return total + _dot(of_scores.astype(k.dtype), k, (1, 0))
 
-    total = jax.lax.fori_loop(*_key_blocks(starts, how), add, jnp.zeros(q.shape, jnp.float32))
+    total = jax.lax.fori_loop(0, count, add, jnp.zeros(q.shape, jnp.float32))
     out_ref[...] = (total * (how.scale * math.log(2))).astype(out_ref.dtype)
 
 
@@ -240,7 +287,7 @@ def _backward_keys_kernel(
     q_ref: Any,
     k_ref: Any,
     v_ref: Any,
-    starts_ref: Any,
+    reads_ref: Any,
     ends_ref: Any,
     gradient_ref: Any,
     lse_ref: Any,
@@ -259,8 +306,9 @@ def _backward_keys_kernel(
         queries, block = _places(i, how.step), pl.ds(i * how.step, how.step)
         q, gradient = q_ref[block, head, :], gradient_ref[block, head, :]
         # Keys by queries: so the two sums take them as they come.
-        is_read = (keys[:, None] >= starts_ref[block]) & (keys[:, None] <= queries)
-        scores = jnp.where(is_read, _dot(k, q, (1, 1)) * how.scale, LOWEST)
+        reads = _reads_at(reads_ref, block)
+        mask = is_read(reads, keys[:, None]) & (keys[:, None] <= queries)
+        scores = jnp.where(mask, _dot(k, q, (1, 1)) * how.scale, LOWEST)
         weights = jnp.exp2(scores - lse_ref[head, block])
         of_scores = weights * (_dot(v, gradient, (1, 1)) - delta_ref[head, block])
         of_keys, of_values = sums

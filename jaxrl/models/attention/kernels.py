@@ -13,7 +13,7 @@ from jaxrl.models.architecture import Attend
 from jaxrl.models.attention import reference
 
 Train = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-"""Queries `[R, T, N, H]`, keys, values `[R, T, K, H]` and segment ids `[R, T]` to outputs."""
+"""Queries `[R, T, N, H]`, keys, values `[R, T, K, H]`, what each reads `[R, 3, T]` to outputs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,7 @@ class Kernels:
         attend_pages: the sampler's attention over the pages of one device; see
             `reference.attend_pages`.
         page_tokens: tokens of a page of the sampler's cache.
+        shares_prompts: `train` reads what segments share; else each segment must be whole.
         past: `open_past` and `attend_past` where a chunk of decoding steps reads a copy of the
             pages faster than `attend_pages` reads the pages; see `reference`.
     """
@@ -36,16 +37,18 @@ class Kernels:
     train: Train
     attend_pages: Callable[..., tuple[jax.Array, jax.Array]]
     page_tokens: int
+    shares_prompts: bool = True
     past: tuple[Callable[..., Any], Callable[..., jax.Array]] | None = None
 
-    def within(self, segment_ids: Int[Array, "R T"]) -> Attend:
-        """Attention within the segments of packed rows, over their tokens one after another."""
+    def within(self, segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> Attend:
+        """Attention of packed rows, over their tokens one after another; see `find_reads`."""
+        reads = reference.find_reads(segment_ids, positions)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             def by_row(x: jax.Array) -> jax.Array:
                 return x.reshape(*segment_ids.shape, *x.shape[1:])
 
-            return self.train(by_row(q), by_row(k), by_row(v), segment_ids).reshape(q.shape)
+            return self.train(by_row(q), by_row(k), by_row(v), reads).reshape(q.shape)
 
         return attend
 

@@ -5,7 +5,7 @@ Each computes scores and softmax in float32. The sampler's pages are head-major,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,9 +25,9 @@ def train(
     q: Float[Array, "R T N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
-    segment_ids: Int[Array, "R T"],
+    reads: Int[Array, "R 3 T"],
 ) -> Float[Array, "R T N H"]:
-    """Causal attention within the segments of packed rows.
+    """Causal attention within the segments of packed rows, and over the prompts that they share.
 
     Flash attention (https://arxiv.org/abs/2205.14135) in blocks of tokens: neither pass holds more
     scores than those of two blocks, and blocks that hold nothing to read are left out. Products
@@ -40,64 +40,111 @@ def train(
         q: queries.
         k: keys.
         v: values.
-        segment_ids: a run of tokens with one id is a segment; 0 is padding, which reads itself.
+        reads: which tokens each reads; see `find_reads`.
     """
     R, T, N, H = q.shape
     K = k.shape[2]
     num_blocks = -(-T // MAX_BLOCK)
     size = -(-T // num_blocks)
-    starts = segment_starts(segment_ids, num_blocks * size)
+    reads = padded_reads(reads, num_blocks * size)
     pad = ((0, 0), (0, num_blocks * size - T), (0, 0), (0, 0))
     q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
     q = q.reshape(R, num_blocks, size, K, N // K, H).transpose(1, 0, 3, 4, 2, 5)
     k, v = (x.reshape(R, num_blocks, size, K, H).transpose(1, 0, 3, 2, 4) for x in (k, v))
-    starts = starts.reshape(R, num_blocks, size).swapaxes(0, 1)
-    out = _attend(q.reshape(num_blocks, R, K, -1, H), k, v, starts)
+    reads = reads.reshape(R, 3, num_blocks, size).transpose(2, 1, 0, 3)
+    out = _attend(q.reshape(num_blocks, R, K, -1, H), k, v, reads)
     out = out.reshape(num_blocks, R, K, N // K, size, H).transpose(1, 0, 4, 2, 3, 5)
     return out.reshape(R, -1, N, H)[:, :T]
 
 
-def segment_starts(segment_ids: Int[Array, "R T"], length: int) -> Int[Array, "R length"]:
-    """The first token that each may read, of rows padded to `length`; of padding, itself."""
-    segment_ids = jnp.pad(segment_ids, ((0, 0), (0, length - segment_ids.shape[1])))
+def find_reads(segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> Int[Array, "R 3 T"]:
+    """Which tokens of its row each token reads.
+
+    Those from the first number to itself, which are of its segment, and those from the second to
+    before the third. These are none, unless the segment continues another: one whose first position
+    is p > 0 has the first p tokens of the last segment before it that began at 0. Padding reads
+    itself.
+
+    Args:
+        segment_ids: a run of tokens with one id is a segment; 0 is padding.
+        positions: of each token in its trajectory.
+    """
+    T = segment_ids.shape[1]
     before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
     begins = (segment_ids != before) | (segment_ids == 0)
-    return jax.lax.cummax(jnp.where(begins, jnp.arange(length), 0), axis=1)
+
+    def last(is_start: jax.Array) -> jax.Array:
+        return jax.lax.cummax(jnp.where(is_start, jnp.arange(T), 0), axis=1)
+
+    starts, shared = last(begins), last(begins & (positions == 0))
+    first_positions = jnp.take_along_axis(positions, starts, axis=1)
+    continues = (first_positions > 0) & (segment_ids > 0)
+    shared_starts = jnp.where(continues, shared, T)
+    return jnp.stack([starts, shared_starts, jnp.where(continues, shared + first_positions, 0)], 1)
+
+
+def padded_reads(reads: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 length"]:
+    """The same of rows padded to `length`."""
+    R, _, T = reads.shape
+    of_padding = jnp.stack([jnp.arange(T, length), *[jnp.full(length - T, n) for n in (T, 0)]])
+    padding = jnp.broadcast_to(of_padding.astype(reads.dtype), (R, *of_padding.shape))
+    return jnp.concatenate([reads, padding], axis=2)
+
+
+def key_blocks(
+    reads: Iterable[jax.Array], index: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The blocks of `size` keys before block `index` that hold something for some of its queries.
+
+    Args:
+        reads: of the queries, `[3, ...]`; see `find_reads`.
+        index: of the block at which the queries begin.
+        size: tokens of a block of keys.
+
+    Returns:
+        The first of a shared prompt's and their number, and the first of those from which all to
+        `index` are read.
+    """
+    starts, shared_starts, shared_ends = reads
+    own = starts.min() // size
+    shared = shared_starts.min() // size
+    end = jnp.minimum((shared_ends.max() + size - 1) // size, jnp.minimum(own, index))
+    return shared, jnp.maximum(end - shared, 0), own
+
+
+def is_read(reads: Iterable[jax.Array], keys: jax.Array) -> jax.Array:
+    """Whether queries `[3, ..., 1]` read the keys at these places; those behind them aside."""
+    starts, shared_starts, shared_ends = reads
+    return (keys >= starts) | (keys >= shared_starts) & (keys < shared_ends)
 
 
 # Below, the first axis is over blocks of B tokens: queries and outputs `[blocks, R, K, G * B, H]`,
-# G query heads a key head, keys and values `[blocks, R, K, B, H]`, starts `[blocks, R, B]`.
+# G query heads a key head, keys and values `[blocks, R, K, B, H]`, reads `[blocks, 3, R, B]`.
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 @jax.custom_vjp
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array) -> jax.Array:
-    return _forward(q, k, v, starts)[0]
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array) -> jax.Array:
+    return _forward(q, k, v, reads)[0]
 
 
 def _forward(
-    q: jax.Array, k: jax.Array, v: jax.Array, starts: jax.Array
+    q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The outputs, and what the backward pass needs: with them their log-sum-exp."""
 
     def one(block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        index, first, q, starts = block
-        return _forward_block(index, first, q, starts, k, v)
+        index, q, reads = block
+        return _forward_block(index, q, reads, k, v)
 
-    blocks = (jnp.arange(len(q)), _first_blocks(starts), q, starts)
-    out, lse = jax.lax.map(one, blocks)
+    out, lse = jax.lax.map(one, (jnp.arange(len(q)), q, reads))
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
-    return out, (q, k, v, starts, out, lse)
-
-
-def _first_blocks(starts: jax.Array) -> jax.Array:
-    """For each block of queries the first block of keys that any of them reads."""
-    return starts.min(axis=(1, 2)) // starts.shape[2]
+    return out, (q, k, v, reads, out, lse)
 
 
 def _forward_block(
-    index: jax.Array, first: jax.Array, q: jax.Array, starts: jax.Array, k: jax.Array, v: jax.Array
+    index: jax.Array, q: jax.Array, reads: jax.Array, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Outputs of a block of queries and their log-sum-exp, by an online softmax over key blocks."""
 
@@ -105,29 +152,42 @@ def _forward_block(
         return _product("rkts,rksh->rkth", weights.astype(values.dtype), values)
 
     # The block itself comes first: each query reads itself there, so there is a finite maximum.
-    scores = _scores(q, k[index], starts, index, is_diagonal=True)
+    scores = _scores(q, k[index], reads, index, is_diagonal=True)
     highest = scores.max(axis=-1, keepdims=True)
     weights = jnp.exp(scores - highest)
     sums = highest, weights.sum(axis=-1, keepdims=True), average(weights, v[index])
 
-    def add(j: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         highest, total, out = sums
-        scores = _scores(q, k[j], starts, j, is_diagonal=False)
+        j = block_at(i)
+        scores = _scores(q, k[j], reads, j, is_diagonal=False)
         new = jnp.maximum(highest, scores.max(axis=-1, keepdims=True))
         weights, fade = jnp.exp(scores - new), jnp.exp(highest - new)
         total = total * fade + weights.sum(axis=-1, keepdims=True)
         return new, total, out * fade + average(weights, v[j])
 
-    highest, total, out = sums if len(k) == 1 else jax.lax.fori_loop(first, index, add, sums)
+    if len(k) > 1:
+        count, block_at = _blocks_before(index, reads)
+        sums = jax.lax.fori_loop(0, count, add, sums)
+    highest, total, out = sums
     return (out / total).astype(q.dtype), highest + jnp.log(total)
 
 
+def _blocks_before(
+    index: jax.Array, reads: jax.Array
+) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
+    """How many blocks of keys before its own a block of queries reads, and each one's index."""
+    shared, num_shared, own = key_blocks(reads, index, reads.shape[2])
+    count = num_shared + index - own
+    return count, lambda i: jnp.where(i < num_shared, shared + i, own - num_shared + i)
+
+
 def _scores(
-    q: jax.Array, k: jax.Array, starts: jax.Array, key_block: jax.Array, *, is_diagonal: bool
+    q: jax.Array, k: jax.Array, reads: jax.Array, key_block: jax.Array, *, is_diagonal: bool
 ) -> jax.Array:
     """Scaled products of a block of queries with one of keys, `[R, K, G * B, B]`, masked."""
     place = jnp.arange(k.shape[2])
-    mask = key_block * len(place) + place >= starts[:, :, None]
+    mask = is_read(reads[..., None], key_block * len(place) + place)
     if is_diagonal:
         mask &= place <= place[:, None]
     mask = jnp.tile(mask[:, None], (1, 1, q.shape[2] // len(place), 1))
@@ -137,26 +197,28 @@ def _scores(
 def _backward(
     saved: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
-    q, k, v, starts, out, lse = saved
+    q, k, v, reads, out, lse = saved
     scale = q.shape[4] ** -0.5
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1, keepdims=True)
 
     def one(sums: Sums, block: tuple[Any, ...]) -> tuple[Sums, jax.Array]:
-        index, first, given = block
+        index, given = block
         of_queries, *of_pair = _backward_pair(given, index, k, v, is_diagonal=True)
         sums = _add_at(sums, index, of_pair)
 
-        def add(j: jax.Array, carry: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:
+        def add(i: jax.Array, carry: tuple[jax.Array, Sums]) -> tuple[jax.Array, Sums]:
+            j = block_at(i)
             of_queries, *of_pair = _backward_pair(given, j, k, v, is_diagonal=False)
             return carry[0] + of_queries, _add_at(carry[1], j, of_pair)
 
         if len(k) > 1:
-            of_queries, sums = jax.lax.fori_loop(first, index, add, (of_queries, sums))
+            count, block_at = _blocks_before(index, given[1])
+            of_queries, sums = jax.lax.fori_loop(0, count, add, (of_queries, sums))
         return sums, (of_queries * scale).astype(q.dtype)
 
     # Transposed, as the products give them: a CPU is slow to turn a product's result.
     zeros = jnp.zeros(k.swapaxes(3, 4).shape, jnp.float32)
-    blocks = (jnp.arange(len(q)), _first_blocks(starts), (q, starts, lse, gradient, delta))
+    blocks = (jnp.arange(len(q)), (q, reads, lse, gradient, delta))
     (of_keys, of_values), of_queries = jax.lax.scan(one, (zeros, zeros), blocks)
     of_keys, of_values = (of_keys * scale).swapaxes(3, 4), of_values.swapaxes(3, 4)
     return of_queries, of_keys.astype(k.dtype), of_values.astype(v.dtype), None
@@ -170,8 +232,8 @@ def _backward_pair(
     given: tuple[jax.Array, ...], j: jax.Array, k: jax.Array, v: jax.Array, *, is_diagonal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What a block of queries and key block `j` add to gradients of queries, keys and values."""
-    q, starts, lse, gradient, delta = given
-    weights = jnp.exp(_scores(q, k[j], starts, j, is_diagonal=is_diagonal) - lse)
+    q, reads, lse, gradient, delta = given
+    weights = jnp.exp(_scores(q, k[j], reads, j, is_diagonal=is_diagonal) - lse)
     of_values = _product("rkth,rkts->rkhs", gradient, weights.astype(q.dtype))
     of_weights = _product("rkth,rksh->rkts", gradient, v[j])
     of_scores = (weights * (of_weights - delta)).astype(q.dtype)

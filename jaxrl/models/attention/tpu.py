@@ -15,10 +15,19 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.attention.reference import FLOOR, LOWEST, by_key_head, by_query
+from jaxrl.models.attention.reference import (
+    FLOOR,
+    LOWEST,
+    by_key_head,
+    by_query,
+    padded_reads,
+)
 
 LANES = 128
 """Blocks and heads are multiples of these."""
+
+SHARES_PROMPTS = False
+"""Splash attention tells by equal ids, or before it is compiled, which tokens a token reads."""
 
 MAX_BLOCK = 512
 """Tokens of a block of queries or keys, at most."""
@@ -28,11 +37,11 @@ def train(
     q: Float[Array, "R T N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
-    segment_ids: Int[Array, "R T"],
+    reads: Int[Array, "R 3 T"],
     *,
     interpret: bool = False,
 ) -> Float[Array, "R T N H"]:
-    """What `reference.train` computes, by JAX's splash attention.
+    """What `reference.train` computes, by JAX's splash attention, of segments that share nothing.
 
     Tokens are padded to whole blocks and heads to lanes. Queries carry the scale. The backward pass
     is in two kernels: the one that does both writes a part of the queries' gradient for each block
@@ -63,7 +72,7 @@ def train(
     pad = ((0, 0), (0, length - T), (0, 0), (0, -H % LANES))
     q = (q.astype(jnp.float32) * H**-0.5).astype(q.dtype)
     q, k, v = (jnp.pad(x, pad).swapaxes(1, 2) for x in (q, k, v))
-    ids = jnp.pad(segment_ids, pad[:2])
+    ids = padded_reads(reads, length)[:, 0]  # a segment's tokens have one start
     out = jax.vmap(attend)(q, k, v, splash.SegmentIds(ids, ids))
     return out.swapaxes(1, 2)[:, :T, :, :H]
 

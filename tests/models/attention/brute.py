@@ -1,5 +1,7 @@
 """Packed rows and pages at random, and attention over them by brute force in float64."""
 
+import itertools
+
 import numpy as np
 
 
@@ -19,6 +21,32 @@ def random_segments(rng, num_rows, row_tokens):
     return out
 
 
+def random_rows(rng, num_rows, row_tokens, *, shares_prompts=True):
+    """Segment ids and positions `[R, T]`, and which token reads which `[R, T, T]`.
+
+    Of `random_segments` some continue the last one before them that began at 0, all of these by the
+    same number of its tokens. Where nothing is shared, none does.
+    """
+    segment_ids = random_segments(rng, num_rows, row_tokens)
+    positions = np.zeros_like(segment_ids)
+    reads = np.zeros((num_rows, row_tokens, row_tokens), bool)
+    for row, ids in enumerate(segment_ids):
+        cuts = [0, *(np.flatnonzero(np.diff(ids)) + 1), row_tokens]
+        shared = range(0)
+        for start, end in itertools.pairwise(cuts):
+            if ids[start] == 0:
+                continue
+            own = range(0)
+            if shares_prompts and len(shared) and rng.random() < 0.7:
+                own = shared
+            else:
+                shared = range(start, rng.integers(start, end))
+            positions[row, start:end] = len(own) + np.arange(end - start)
+            for token in range(start, end):
+                reads[row, token, [*own, *range(start, token + 1)]] = True
+    return segment_ids, positions, reads
+
+
 def random_inputs(rng, shape, num_kv_heads):
     """Queries `[R, T, N, H]`, keys, values, and a gradient of the outputs, all float32."""
     R, T, _, H = shape
@@ -26,17 +54,17 @@ def random_inputs(rng, shape, num_kv_heads):
     return [rng.normal(size=one).astype(np.float32) for one in (shape, kv, kv, shape)]
 
 
-def brute_force(q, k, v, gradient, segment_ids):
+def brute_force(q, k, v, gradient, reads):
     """Outputs and gradients of queries, keys and values, float64; those of padding are 0.
 
-    The gradient of the outputs must be 0 at padding.
+    `reads[r, t]` are the tokens of its row that token t reads, of padding none. The gradient of the
+    outputs must be 0 there.
     """
     q, k, v, gradient = (np.asarray(x, np.float64) for x in (q, k, v, gradient))
     groups, scale = q.shape[2] // k.shape[2], q.shape[3] ** -0.5
     out, dq, dk, dv = (np.zeros(x.shape) for x in (q, q, k, v))
     for row, head in np.ndindex(q.shape[0], q.shape[2]):
-        ids, kv = segment_ids[row], head // groups
-        mask = np.tri(len(ids), dtype=bool) & (ids[:, None] == ids) & (ids > 0)[:, None]
+        mask, kv = reads[row], head // groups
         scores = np.where(mask, q[row, :, head] @ k[row, :, kv].T * scale, -np.inf)
         highest = np.where(mask.any(axis=1), scores.max(axis=1), 0.0)[:, None]
         weights = np.where(mask, np.exp(scores - highest), 0.0)

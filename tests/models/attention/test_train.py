@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.models.attention import gpu, reference, tpu
-from tests.models.attention.brute import brute_force, random_inputs, random_segments
+from tests.models.attention.brute import brute_force, random_inputs, random_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -19,32 +19,33 @@ KERNELS = {
 }
 
 
-def differentiated(train, dtype, q, k, v, gradient, segment_ids):
+def differentiated(train, dtype, q, k, v, gradient, segment_ids, positions):
     """Outputs and gradients in float32, of arrays cast to `dtype`; padding gives 0."""
 
-    def run(q, k, v, gradient, segment_ids):
-        out, back = jax.vjp(lambda q, k, v: train(q, k, v, segment_ids), q, k, v)
+    def run(q, k, v, gradient, *ids):
+        reads = reference.find_reads(*ids)
+        out, back = jax.vjp(lambda q, k, v: train(q, k, v, reads), q, k, v)
         return out, *back(gradient)
 
     cast = [jnp.asarray(x, dtype) for x in (q, k, v, gradient)]
-    out, *gradients = jax.jit(run)(*cast, segment_ids)
+    out, *gradients = jax.jit(run)(*cast, segment_ids, positions)
     results = [np.asarray(x, np.float32) for x in (out, *gradients)]
     assert all(np.isfinite(x).all() for x in results)
     assert (out.dtype, *(x.dtype for x in gradients)) == (jnp.dtype(dtype),) * 4
     return [np.where((segment_ids > 0)[:, :, None, None], results[0], 0), *results[1:]]
 
 
-def check(train, shape, num_kv_heads, *, dtype="float32", seed=0, tolerance=2e-5):
-    rng = np.random.default_rng(seed)
-    segment_ids = random_segments(rng, *shape[:2])
+def check(name, shape, num_kv_heads, *, dtype="float32", seed=0, tolerance=2e-5):
+    train, rng = KERNELS[name], np.random.default_rng(seed)
+    *ids, reads = random_rows(rng, *shape[:2], shares_prompts=name != "mosaic")
     q, k, v, gradient = random_inputs(rng, shape, num_kv_heads)
-    gradient *= (segment_ids > 0)[:, :, None, None]
+    gradient *= (ids[0] > 0)[:, :, None, None]
     if dtype != "float32":  # both compute with the rounded values
         q, k, v, gradient = (
             np.asarray(jnp.asarray(x, dtype), np.float32) for x in (q, k, v, gradient)
         )
-    wanted = brute_force(q, k, v, gradient, segment_ids)
-    got = differentiated(train, dtype, q, k, v, gradient, segment_ids)
+    wanted = brute_force(q, k, v, gradient, reads)
+    got = differentiated(train, dtype, q, k, v, gradient, *ids)
     for name, one, other in zip(("out", "dq", "dk", "dv"), got, wanted, strict=True):
         np.testing.assert_allclose(one, other, atol=tolerance, err_msg=name)
 
@@ -63,26 +64,28 @@ def check(train, shape, num_kv_heads, *, dtype="float32", seed=0, tolerance=2e-5
 )
 def test_equals_brute_force(name, shape, num_kv_heads):
     for seed in range(3):
-        check(KERNELS[name], shape, num_kv_heads, seed=seed)
+        check(name, shape, num_kv_heads, seed=seed)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_bfloat16_is_summed_in_float32(name):
     # A sum over 400 keys in bfloat16 would be wrong by per cents; operands are rounded to 2^-9.
-    check(KERNELS[name], (2, 400, 4, 16), 2, dtype="bfloat16", tolerance=0.03)
+    check(name, (2, 400, 4, 16), 2, dtype="bfloat16", tolerance=0.03)
 
 
 def test_tokens_of_other_segments_and_padding_change_nothing():
     # 250 tokens: three blocks; the segment in the middle begins in one and ends in another.
     rng = np.random.default_rng(0)
     q, k, v, gradient = random_inputs(rng, (1, 250, 2, 8), 1)
-    segment_ids = np.repeat([1, 2, 0], [70, 120, 60])[None].astype(np.int32)
+    lengths = (70, 120, 60)
+    segment_ids = np.repeat([1, 2, 0], lengths)[None].astype(np.int32)
+    ids = segment_ids, np.concatenate([np.arange(n) for n in lengths])[None]
     inside = segment_ids == 2
     gradient *= inside[:, :, None, None]
     other = [np.where(inside[:, :, None, None], x, 7.0).astype(np.float32) for x in (q, k, v)]
     for train in KERNELS.values():
-        alone = differentiated(train, "float32", q, k, v, gradient, segment_ids)
-        changed = differentiated(train, "float32", *other, gradient, segment_ids)
+        alone = differentiated(train, "float32", q, k, v, gradient, *ids)
+        changed = differentiated(train, "float32", *other, gradient, *ids)
         for one, two in zip(alone, changed, strict=True):
             np.testing.assert_array_equal(one[inside], two[inside])
         assert not any(x[~inside].any() for x in alone[1:])
@@ -93,8 +96,26 @@ def test_blocks_without_anything_to_read_are_left_out():
     # to do with what is before 72. An infinite value times a weight of 0 would be no number.
     q, k, v, _ = random_inputs(np.random.default_rng(0), (1, 400, 2, 8), 1)
     v[:, :72] = np.inf
-    segment_ids = jnp.repeat(jnp.array([1, 2]), 200)[None]
+    ids = jnp.repeat(jnp.array([1, 2]), 200)[None], jnp.tile(jnp.arange(200), 2)[None]
+    reads = reference.find_reads(*ids)
     for name in ("xla", "triton"):
-        out = jax.jit(KERNELS[name])(*map(jnp.asarray, (q, k, v)), segment_ids)
+        out = jax.jit(KERNELS[name])(*map(jnp.asarray, (q, k, v)), reads)
         assert np.isfinite(out[:, 328:]).all()
         assert not np.isfinite(out[:, 72:200]).any()
+
+
+def test_keys_of_a_response_are_left_out_of_those_that_share_its_prompt():
+    # A prompt of 96 with its response to 288; two segments of 96 continue the prompt. An infinite
+    # query times a gradient of 0 would show in the keys of the response.
+    q, k, v, gradient = random_inputs(np.random.default_rng(0), (1, 480, 2, 8), 1)
+    q[:, 288:] = np.inf
+    gradient[:, 288:] = 0
+    q, k, v, gradient = map(jnp.asarray, (q, k, v, gradient))
+    segment_ids = jnp.repeat(jnp.array([1, 2, 3]), jnp.array([288, 96, 96]))[None]
+    positions = jnp.concatenate([jnp.arange(288), *[jnp.arange(96, 192)] * 2])[None]
+    reads = reference.find_reads(segment_ids, positions)
+    for name in ("xla", "triton"):
+        back = jax.vjp(lambda k, f=KERNELS[name]: f(q, k, v, reads), k)[1]
+        [of_keys] = jax.jit(back)(gradient)
+        assert np.isfinite(of_keys[:, 96:288]).all(), name
+        assert not np.isfinite(of_keys[:, :96]).any(), name
