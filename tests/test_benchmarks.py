@@ -74,7 +74,7 @@ def test_update(tmp_path):
     record = record_of(update, TRAINED, tmp_path)
     check_rates(record)
     own = {"floor_tokens_per_s", "ms_per_update", "flops_per_s", "mfu", "mfu_computed"}
-    assert record.keys() == GENERAL | RATES | own | {"attention", "padding"}
+    assert record.keys() == GENERAL | RATES | own | {"attention", "padding", "shared_tokens"}
     assert record["work"]["new_tokens"] == 7
     assert 0 < record["mfu_computed"] < record["mfu"] < 1
     seconds = record["ms_per_update"]["median"] / 1e3

@@ -31,8 +31,8 @@ CUSTOM_CALLS = [
 
 
 def forward_and_backward(train):
-    def run(q, k, v, segment_ids, gradient):
-        out, back = jax.vjp(lambda q, k, v: train(q, k, v, segment_ids), q, k, v)
+    def run(q, k, v, reads, gradient):
+        out, back = jax.vjp(lambda q, k, v: train(q, k, v, reads), q, k, v)
         return out, back(gradient)
 
     return jax.jit(run)
@@ -41,7 +41,7 @@ def forward_and_backward(train):
 def inputs(R, T, N, K, H, dtype, **settings):
     make = jax.ShapeDtypeStruct
     q, kv = (make((R, T, heads, H), jnp.dtype(dtype), **settings) for heads in (N, K))
-    return q, kv, kv, make((R, T), jnp.int32, **settings), q
+    return q, kv, kv, make((R, 3, T), jnp.int32, **settings), q
 
 
 @pytest.mark.parametrize("shape", SHAPES)
