@@ -7,15 +7,17 @@ checkpoint is read.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
+import os
 import platform
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -238,9 +240,26 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": statistics.median(values), "max": max(values)}
 
 
-def one_device() -> Mesh:
-    """A mesh over the first device."""
-    return make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+def one_device(index: int = 0) -> Mesh:
+    """A mesh over one device, the first by default."""
+    return make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[index : index + 1])
+
+
+def use_cores(cores: Collection[int]) -> None:
+    """Lets all threads of this process run on these cores alone; Linux only."""
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has just ended
+            os.sched_setaffinity(int(thread), cores)
+
+
+def thread_times() -> dict[str, tuple[float, float]]:
+    """Of each thread its seconds on a core, and those in which none was free for it; Linux only."""
+    times = {}
+    for thread in Path("/proc/self/task").glob("*"):
+        with contextlib.suppress(OSError):
+            on_core, waiting, _ = map(int, (thread / "schedstat").read_text().split())
+            times[thread.name] = (on_core / 1e9, waiting / 1e9)
+    return times
 
 
 def random_params(model: ModelSizes, mesh: Mesh | None = None) -> Params:

@@ -130,6 +130,7 @@ def make_engine(
     *,
     max_total_tokens: int,
     stops: StopAutomaton | None = None,
+    train_mesh: Mesh | None = None,
 ) -> Engine:
     """An engine for the rows, chunks and prompts of `work`, with the kernels of the platform.
 
@@ -139,6 +140,7 @@ def make_engine(
         mesh: of all processes; the engine takes this process's part.
         max_total_tokens: of any sample with its prompt.
         stops: ends a turn; None: nothing does.
+        train_mesh: where its weights come from; `mesh` by default.
     """
     stops = stops or StopAutomaton([b"a"] * model.vocab_size, ["</search>"])
     return Engine(
@@ -153,7 +155,7 @@ def make_engine(
         chunk_tokens=work.chunk_tokens,
         dtype=jnp.dtype(model.dtype),
         kernels=common.kernels(model, mesh),
-        train_mesh=mesh,
+        train_mesh=train_mesh or mesh,
         kinds=(next_token.PLAIN,),
     )
 
@@ -382,10 +384,12 @@ class Episodes:
         return self.rollout(self.draws, sampling)
 
 
-def make_episodes(model: common.ModelSizes, work: Any, mesh: Mesh, folder: Path) -> Episodes:
+def make_episodes(
+    model: common.ModelSizes, work: Any, mesh: Mesh, folder: Path, train_mesh: Mesh | None = None
+) -> Episodes:
     """What plays the episodes of a `Search`, or of other work with its fields.
 
-    The corpus and its index go to `folder`.
+    The corpus and its index go to `folder`; the meshes are those of `make_engine`.
     """
     from benchmarks import searching  # which needs tantivy, as nothing else here does
 
@@ -409,7 +413,9 @@ def make_episodes(model: common.ModelSizes, work: Any, mesh: Mesh, folder: Path)
         max_observation_tokens=work.observation_tokens,
     )
     # Room for the rows at full length, which few reach: the rest is for those that wait.
-    engine = make_engine(model, work, mesh, max_total_tokens=total, stops=stops)
+    engine = make_engine(
+        model, work, mesh, max_total_tokens=total, stops=stops, train_mesh=train_mesh
+    )
     schedule = Schedule(deterministic=work.lag_chunks > 0, lag_chunks=max(work.lag_chunks, 1))
     return Episodes(
         engine=engine,

@@ -8,13 +8,25 @@ index (`searching.RandomSearches`), advantages and packing, log-probabilities be
 parts the device is waited for, which the trainer does not do. `tools` is the time in which calls of
 the environment ran, most of it hidden behind `rollout`, of which it is no further part.
 
+With `--ahead=1` each step is run twice: its parts one after another, then as `rollout.ahead=1`
+does, the rollout while an update of as many tokens is under way. `step` is the second way, `step
+over longer half` compares it with the rollout alone or with scoring and update alone, whichever
+took longer. `--rollout_devices=1` gives the rollout a device of its own, the second:
+
+    JAX_PLATFORMS=cpu \
+      XLA_FLAGS="--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false" \
+      python -m benchmarks.step --ahead=1 --rollout_devices=1
+
 The first steps compile and are not counted; `first_step_s` is what it takes to the end of the first
 one, with random weights, the index, and compilation ahead.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -34,10 +46,10 @@ from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import Estimator
 from jaxrl.training.minibatches import make_minibatches, put_minibatches
 from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.packing import train_shape
+from jaxrl.training.packing import Packed, train_shape
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state
-from jaxrl.types import members
+from jaxrl.types import Batch, Group, members
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +61,8 @@ class Work(Search):
     logits_chunk_tokens: int
     remat: str  # what of a layer the backward pass computes again
     scan_layers: bool  # compile one layer for all
+    ahead: int  # 1: the rollout of the next step is played during the update
+    rollout_devices: int  # 1: on a device of its own
 
 
 WORK = {
@@ -56,13 +70,13 @@ WORK = {
         num_questions=16, group_size=4, prompt_tokens=64, turn_tokens=32, max_searches=3,
         observation_tokens=64, latency_ms=20.0, lag_chunks=2, num_rows=32, chunk_tokens=16,
         num_minibatches=2, micro_rows=2, logits_chunk_tokens=2048, remat="none",
-        scan_layers=False,
+        scan_layers=False, ahead=0, rollout_devices=0,
     ),
     "h200": Work(
         num_questions=64, group_size=8, prompt_tokens=512, turn_tokens=64, max_searches=3,
         observation_tokens=256, latency_ms=20.0, lag_chunks=2, num_rows=256, chunk_tokens=32,
         num_minibatches=2, micro_rows=2, logits_chunk_tokens=2048, remat="names",
-        scan_layers=True,
+        scan_layers=True, ahead=0, rollout_devices=0,
     ),
 }  # fmt: skip
 
@@ -78,13 +92,18 @@ def make_config(work: Work, max_total_tokens: int) -> ConfigDict:
     return config
 
 
+ThreadTimes = dict[str, tuple[float, float]]
+"""By thread, as `common.thread_times` has them."""
+
+
 class Steps:
     """One training step after another; each adds its seconds by part to `seconds`."""
 
     def __init__(self, model: common.ModelSizes, work: Work, folder: Path, num_steps: int):
         """Compiles nothing yet."""
         mesh = self._mesh = common.one_device()
-        self.episodes: Episodes = make_episodes(model, work, mesh, folder)
+        sampling = common.one_device(work.rollout_devices)
+        self.episodes: Episodes = make_episodes(model, work, sampling, folder, train_mesh=mesh)
         self.episodes.env.latency_s = work.latency_ms / 1e3
         config = self._config = make_config(work, self.episodes.max_total_tokens)
         policy = make_model(model, work, mesh)
@@ -95,42 +114,126 @@ class Steps:
         params = common.random_params(model)
         self._state = init_state(params, mesh, model.config, optimizer)
         self.episodes.engine.set_weights(self._state.params)
+        self._is_ahead = work.ahead == 1
+        is_pinned = work.rollout_devices and sys.platform == "linux"
+        is_pinned = is_pinned and jax.default_backend() == "cpu"
+        self._cores = sorted(os.sched_getaffinity(0)) if is_pinned else []
         self.num_tokens: list[int] = []  # of each step, prompts and observations too
         self.seconds: list[dict[str, float]] = []
+        self.cpu_seconds: list[dict[str, float]] = []  # likewise, of processor time
+        self.waited_s: list[float] = []  # for a core, side by side
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.process_time()
         yield
         self.seconds[-1][name] = time.perf_counter() - started
+        self.cpu_seconds[-1][name] = time.process_time() - cpu_started
 
     def __call__(self, number: int) -> None:
-        """A step, from questions to new weights."""
-        engine, env, config = self.episodes.engine, self.episodes.env, self._config
+        """A step, from questions to new weights; with `ahead` in both ways."""
         self.seconds.append({})
-        busy_s, started = env.busy_s, time.perf_counter()
+        self.cpu_seconds.append({})
+        if self._is_ahead:
+            with self._one_core(number), self._part("one_after_another"):
+                groups = self._one_after_another(number)
+            before = common.thread_times()
+            with self._part("step"):
+                self._side_by_side(number, groups)
+            self.waited_s.append(waited_s(before, common.thread_times()))
+        else:
+            with self._part("step"):
+                groups = self._one_after_another(number)
+        self.num_tokens.append(sum(len(t.token_ids) for t in members(groups)))
+
+    @contextmanager
+    def _one_core(self, number: int) -> Iterator[None]:
+        """On a CPU with a device for each half, a device stands for a core: these in turn."""
+        if self._cores:
+            common.use_cores([self._cores[number % len(self._cores)]])
+        yield
+        if self._cores:
+            common.use_cores(self._cores)
+
+    def _one_after_another(self, number: int) -> list[Group]:
+        """A step that waits for each of its parts; its groups."""
+        engine, env = self.episodes.engine, self.episodes.env
+        busy_s = env.busy_s
         with self._part("rollout"):
             groups = self.episodes.play(number)
         self.seconds[-1]["tools"] = env.busy_s - busy_s
-        engine.release()
+        if not self._is_ahead:
+            engine.release()
         with self._part("packing"):
-            groups = self._estimate(groups, number, number)
-            minibatches = make_minibatches(
-                groups, train_shape(config), config, controllers=Controllers.init(config)
-            )
+            minibatches = self._pack(groups, number)
         with self._part("scoring"):
-            params = self._state.params
-            batches = put_minibatches(minibatches, self._mesh, self._score, params, None, config)
-            jax.block_until_ready(batches)
+            batches = jax.block_until_ready(self._put(minibatches))
         with self._part("update"):
-            for packed, batch in zip(minibatches, batches, strict=True):
-                self._state, _ = self._update(self._state, batch, packed)
+            self._start_update(minibatches, batches)
             jax.block_until_ready(self._state)
         with self._part("weights"):
-            engine.set_weights(self._state.params)
-            jax.block_until_ready(engine._weights)
-        self.seconds[-1]["step"] = time.perf_counter() - started
-        self.num_tokens.append(sum(len(t.token_ids) for t in members(groups)))
+            self._hand_over()
+        return groups
+
+    def _side_by_side(self, number: int, groups: Sequence[Group]) -> None:
+        """An update of the groups; meanwhile those of this number are sampled once more."""
+        minibatches = self._pack(groups, number)
+        self._start_update(minibatches, self._put(minibatches))
+        self.episodes.play(number)
+        self.episodes.engine.clear()
+        jax.block_until_ready(self._state)
+        self._hand_over()
+
+    def _pack(self, groups: Sequence[Group], number: int) -> list[Packed]:
+        config = self._config
+        groups = self._estimate(groups, number, number)
+        return make_minibatches(
+            groups, train_shape(config), config, controllers=Controllers.init(config)
+        )
+
+    def _put(self, minibatches: Sequence[Packed]) -> list[Batch]:
+        params = self._state.params
+        return put_minibatches(minibatches, self._mesh, self._score, params, None, self._config)
+
+    def _start_update(self, minibatches: Sequence[Packed], batches: Sequence[Batch]) -> None:
+        for packed, batch in zip(minibatches, batches, strict=True):
+            self._state, _ = self._update(self._state, batch, packed)
+
+    def _hand_over(self) -> None:
+        engine = self.episodes.engine
+        engine.set_weights(self._state.params)
+        jax.block_until_ready(engine._weights)
+
+
+def waited_s(before: ThreadTimes, after: ThreadTimes) -> float:
+    """How long the busiest thread waited for a core between two calls of `thread_times`."""
+    spent = {
+        name: (on_core - before.get(name, (0, 0))[0], waited - before.get(name, (0, 0))[1])
+        for name, (on_core, waited) in after.items()
+    }
+    return max(spent.values(), default=(0.0, 0.0))[1]
+
+
+def ahead_figures(steps: Steps, count: int) -> dict[str, Any]:
+    """How near the last `count` steps come to the longer half: the rollout, or score and update.
+
+    Where other programs have the cores too, the wall clock does not tell. Then processor time does:
+    `on idle cores` takes off what the busiest thread waited for a core, and compares with the
+    processor time of the longer half. `work side by side` is that of both halves together.
+    """
+    seconds, cpu = steps.seconds[-count:], steps.cpu_seconds[-count:]
+
+    def longer_half(one: dict[str, float]) -> float:
+        return max(one["rollout"], one["scoring"] + one["update"])
+
+    figures = {"step over longer half": [one["step"] / longer_half(one) for one in seconds]}
+    if jax.default_backend() == "cpu":
+        figures["on idle cores"] = [
+            (one["step"] - waited) / longer_half(used)
+            for one, used, waited in zip(seconds, cpu, steps.waited_s[-count:], strict=True)
+        ]
+        figures["work side by side"] = [one["step"] / one["one_after_another"] for one in cpu]
+    return {name: common.spread(values) for name, values in figures.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -145,10 +248,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         first_step_s = time.perf_counter() - started
         timing = common.repeat(steps, warm_up=flags.warm_up, repetitions=flags.repetitions)
     measured = steps.seconds[-flags.repetitions :]
+    timing = dataclasses.replace(
+        timing,
+        seconds=[one["step"] for one in measured],
+        cpu_seconds=[one["step"] for one in steps.cpu_seconds[-flags.repetitions :]],
+    )
     medians = {part: statistics.median(one[part] for one in measured) for part in measured[0]}
     figures = timing.figures(round(statistics.mean(steps.num_tokens[-flags.repetitions :])))
     figures["first_step_s"] = first_step_s
     figures |= {f"{part}_s": seconds for part, seconds in medians.items()}
+    figures |= ahead_figures(steps, flags.repetitions) if work.ahead else {}
     return common.finish("step", flags, model, work, hardware, figures)
 
 

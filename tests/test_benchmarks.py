@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -151,6 +152,31 @@ def test_a_step_and_its_parts(tmp_path):
     assert 0.9 * record["step_s"] < sum(parts) <= record["step_s"]
     assert record["tools_s"] > 0
     assert record["first_step_s"] > record["step_s"]
+
+
+@pytest.mark.minutes
+def test_a_step_whose_rollout_is_one_ahead(tmp_path):
+    flags = [*EPISODES, "--latency_ms=1", "--micro_rows=2", "--ahead=1"]
+    record = record_of(step, flags, tmp_path)
+    assert record["step_s"] > 0
+    parts = [record[f"{name}_s"] for name in ("rollout", "packing", "scoring", "update", "weights")]
+    assert sum(parts) == pytest.approx(record["one_after_another_s"], rel=0.2)
+    for name in ("step over longer half", "on idle cores", "work side by side"):
+        assert 0 < record[name]["min"] <= record[name]["max"]
+
+
+def test_the_longer_half_by_hand():
+    # The rollout takes 2 s alone and the update 3; side by side 4, in 1 of which no core was free.
+    parts = {"rollout": 2.0, "scoring": 1.0, "update": 2.0, "one_after_another": 5.0, "step": 4.0}
+    steps = SimpleNamespace(seconds=[{}, parts], cpu_seconds=[{}, parts], waited_s=[9.0, 1.0])
+    found = step.ahead_figures(steps, 1)
+    assert {name: figure["median"] for name, figure in found.items()} == {
+        "step over longer half": 4 / 3,
+        "on idle cores": 1.0,
+        "work side by side": 0.8,
+    }
+    before, after = {"1": (1.0, 1.0)}, {"1": (2.0, 5.0), "2": (3.0, 0.5)}
+    assert step.waited_s(before, after) == 0.5  # of thread 2, which did the most
 
 
 @pytest.mark.minutes
