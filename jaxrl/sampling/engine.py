@@ -1,4 +1,4 @@
-"""The sampling engine: rows, pages, chunks and refill. It knows tokens only.
+"""The sampling engine: programs, chunks and the order of work. It knows tokens only.
 
 Requests wait in a queue and are admitted in order while there are rows to decode them in and pages
 for their caches. A running row is decoded in chunks until it stops, then waits until the caller
@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -41,7 +41,8 @@ from jaxrl.runtime.sharding import (
 )
 from jaxrl.sampling import decode, next_token
 from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, State, StopTables
-from jaxrl.sampling.pages import PagePool, pages_for
+from jaxrl.sampling.pages import pages_for
+from jaxrl.sampling.shard import Row, Shard
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.types import Params
 
@@ -88,46 +89,6 @@ class Counts:
     row_steps: int = 0  # steps times the rows they were computed for
     preemptions: int = 0  # requests whose pages were given to an older one
     swapped: int = 0  # tokens whose keys and values went to the host
-
-
-@dataclass(eq=False)
-class _Prefix:
-    """A prompt in the cache: its full pages are shared, what is left is copied for each sample."""
-
-    prompt_ids: tuple[int, ...]
-    num_tokens: int  # all but the last
-    shared: list[int]  # pages
-    kept: list[int] = field(default_factory=list)  # all its pages, while no row has them
-    rows: dict[int, _Row] = field(default_factory=dict)  # that have pages, by request
-
-
-@dataclass(eq=False, kw_only=True)
-class _Row:
-    """A request that was admitted."""
-
-    request: int
-    key: np.ndarray
-    shard: int
-    prefix: _Prefix
-    pending: int  # the token that is not in the cache yet
-    budget: int  # tokens it may still sample, as far as reports were read
-    length: int = 0  # tokens in the cache, likewise
-    stop_state: int = 0  # likewise
-    unread: list[int] = field(default_factory=list)  # tokens to read before the pending one
-    pages: list[int] = field(default_factory=list)
-    saved: Any = None  # the content of its pages, of each layer, while they are another's
-    in_flight: int = 0  # steps dispatched for it whose reports were not read
-    index: int = -1  # in the last chunk dispatched for it
-    is_waiting: bool = False  # stopped; neither resumed nor finished yet
-
-    @property
-    def may_run(self) -> bool:
-        """False where it has stopped, or must have when the chunks in flight are done."""
-        return not self.is_waiting and self.in_flight < self.budget
-
-    def longest(self, num_steps: int) -> int:
-        """The most tokens its cache can hold after so many steps more."""
-        return self.length + len(self.unread) + min(self.in_flight + num_steps, self.budget)
 
 
 @dataclass(frozen=True)
@@ -309,12 +270,19 @@ class Engine:
 
     def _forget(self) -> None:
         """No requests, and all pages free."""
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, Row] = {}  # of all shards, by request
         self._queue: deque[tuple[int, Request]] = deque()
         self._in_flight: deque[_Chunk] = deque()
-        self._pools = [PagePool(self.num_pages) for _ in range(self.num_shards)]
-        self._prefixes: dict[tuple[int, tuple[int, ...]], _Prefix] = {}
-        self._copies: list[list[tuple[int, int]]] = [[] for _ in range(self.num_shards)]
+        self._shards = [
+            Shard(
+                index,
+                num_rows=self._rows_per_shard,
+                num_steps=self.sampler.num_steps,
+                num_pages=self.num_pages,
+                page_tokens=self.page_tokens,
+            )
+            for index in range(self.num_shards)
+        ]
 
     def _declare(self, config: Architecture, dtype: Any) -> None:
         """The programs, compiled by `compile` or else when they are first called."""
@@ -364,7 +332,7 @@ class Engine:
         state = jax.eval_shape(self.sampler.empty_state)
         state = like(state, jax.tree.map(lambda _: by_row, state))
         places, one = np.zeros(shards * MOVED_PAGES, np.int32), np.float32(1)
-        nobody: list[list[_Row]] = [[] for _ in range(shards)]
+        nobody: list[list[Row]] = [[] for _ in range(shards)]
         compiling = [self._copy.ahead(cache, places, places)]
         compiling.append(self._swap.ahead(cache, moved, places, places))
         for size in self.append_sizes:
@@ -425,8 +393,8 @@ class Engine:
     def _drop_weights(self) -> None:
         _delete(self._weights)
         self._weights = None
-        self._drop_kept(range(self.num_shards))
-        self._prefixes.clear()  # what the old weights made of them is of no use
+        for shard in self._shards:
+            shard.forget_prompts()
 
     def clear(self) -> None:
         """Forgets every request, running ones too, and gives back the cache's memory."""
@@ -510,9 +478,7 @@ class Engine:
     def finish(self, request: int) -> None:
         """Gives up the pages of a stopped request."""
         row = self._rows.pop(request)
-        if row.saved is None:
-            self._keep_prefix(row)
-            self._give_up(row)
+        self._shards[row.shard].finish(row, self._next_prompt)
         if self.is_idle:
             self._in_flight.clear()  # in which every row had stopped before
 
@@ -530,7 +496,7 @@ class Engine:
     def is_stalled(self) -> bool:
         """Nothing happens before the caller resumes or finishes a request."""
         runs = any(row.saved is None and not row.is_waiting for row in self._rows.values())
-        comes = any(self._next_back(shard) for shard in range(self.num_shards))
+        comes = any(shard.next_back() for shard in self._shards)
         return not (self._in_flight or runs or comes or self._free_shard() is not None)
 
     def resume(self, resumed: Sequence[tuple[int, Sequence[int], int]]) -> None:
@@ -565,189 +531,83 @@ class Engine:
             self._bring_back()
             self._admit()
             is_dispatched = self._dispatch()
-        self.most_pages = max(pool.most_used for pool in self._pools)
+        self.most_pages = max(shard.pool.most_used for shard in self._shards)
         if len(self._in_flight) <= (ahead if is_dispatched else 0):
             return []
         return self._collect(self._in_flight.popleft())
 
     # Pages.
 
-    def _resident(self, shard: int) -> list[_Row]:
-        """The rows of a shard that have pages, the oldest first."""
-        rows = (row for row in self._rows.values() if row.shard == shard and row.saved is None)
-        return sorted(rows, key=lambda row: row.request)
-
-    def _away(self, shard: int) -> list[_Row]:
-        """The rows of a shard whose pages were given to others."""
-        return [row for row in self._rows.values() if row.shard == shard and row.saved is not None]
-
-    def _to_decode(self, shard: int) -> list[_Row]:
-        """The rows of the next chunk."""
-        running = [row for row in self._resident(shard) if row.may_run]
-        return running[: self._rows_per_shard]
-
-    def _missing(self, row: _Row) -> int:
-        """Pages that it needs beside its own for the next chunk; none if it waits."""
-        num_steps = 0 if row.is_waiting else self.sampler.num_steps
-        longest = row.length if row.is_waiting else row.longest(num_steps)
-        return max(pages_for(longest, self.page_tokens) - len(row.pages), 0)
-
     def _make_room(self) -> bool:
         """Takes pages for what the next chunk may write, from the youngest requests if need be.
 
         False where reports must be read first: who runs in a chunk in flight keeps its pages.
         """
-        for shard, pool in enumerate(self._pools):
-            for row in self._to_decode(shard):
-                while row.saved is None and self._missing(row) > pool.num_free:
-                    if self._drop_kept([shard]):
+        for shard in self._shards:
+            for row in shard.to_decode:
+                while shard.lacks_pages(row):
+                    if shard.drop_kept():
                         continue
                     if self._in_flight:
                         return False
-                    self._preempt(self._resident(shard)[-1])
+                    self._preempt(shard, shard.resident[-1])
                 if row.saved is None:
-                    row.pages += pool.take(self._missing(row))
+                    shard.grow(row)
         return True
 
-    def _preempt(self, row: _Row) -> None:
+    def _preempt(self, shard: Shard, row: Row) -> None:
         """Gives up a row's pages, their content saved on the host."""
         num_pages = pages_for(row.length, self.page_tokens)
-        row.saved = self._exchange(row.shard, sources=row.pages[:num_pages])
-        self._give_up(row)
-        row.pages = []
+        row.saved = self._exchange(shard.index, sources=row.pages[:num_pages])
+        shard.give_up(row)
         self.counts.preemptions += 1
         self.counts.swapped += row.length
 
-    def _keep_prefix(self, row: _Row) -> None:
-        """Keeps the prompt of the last row that has it, if the next request begins with it too."""
-        prefix = row.prefix
-        is_known = self._prefixes.get((row.shard, prefix.prompt_ids)) is prefix
-        is_last = len(prefix.rows) == 1 and not self._away(row.shard)
-        if is_known and is_last and prefix.prompt_ids == self._next_prompt:
-            prefix.kept = row.pages[: pages_for(prefix.num_tokens, self.page_tokens)]
-            self._pools[row.shard].share(prefix.kept)
+    def _bring_back(self) -> None:
+        """Gives rows their pages and content back, the oldest first."""
+        for shard in self._shards:
+            while row := shard.next_back():
+                first, end = shard.take_back(row), pages_for(row.length, self.page_tokens)
+                targets = row.pages[first:end]
+                self._exchange(shard.index, targets=targets, saved=row.saved, first=first)
+                row.saved = None
 
     @property
     def _next_prompt(self) -> tuple[int, ...]:
         """Of the request that is admitted next."""
         return self._queue[0][1].prompt_ids if self._queue else ()
 
-    def _drop_kept(self, shards: Sequence[int], *, but: tuple[int, ...] = ()) -> bool:
-        """Gives up prompts that no row has, all but one; False if there were none."""
-        kept = [
-            (number, prefix)
-            for (number, _), prefix in self._prefixes.items()
-            if prefix.kept and number in shards and prefix.prompt_ids != but
-        ]
-        for number, prefix in kept:
-            self._pools[number].give_up(prefix.kept)
-            prefix.kept = []
-            del self._prefixes[number, prefix.prompt_ids]
-        return bool(kept)
-
-    def _give_up(self, row: _Row) -> None:
-        self._pools[row.shard].give_up(row.pages)
-        del row.prefix.rows[row.request]
-        key = (row.shard, row.prefix.prompt_ids)
-        if not row.prefix.rows and not row.prefix.kept and self._prefixes.get(key) is row.prefix:
-            del self._prefixes[key]
-
-    def _next_back(self, shard: int) -> _Row | None:
-        """The oldest row without its pages, if there is room for them."""
-        row = min(self._away(shard), key=lambda row: row.request, default=None)
-        if row is None:
-            return None
-        shared = len(row.prefix.shared) if row.prefix.rows else 0
-        return row if self._missing(row) - shared <= self._pools[shard].num_free else None
-
-    def _bring_back(self) -> None:
-        """Gives rows their pages and content back, the oldest first."""
-        for shard, pool in enumerate(self._pools):
-            while row := self._next_back(shard):
-                num_saved = pages_for(row.length, self.page_tokens)
-                num_shared = len(row.prefix.shared)
-                is_there = bool(row.prefix.rows)
-                missing = self._missing(row)
-                if is_there:
-                    pool.share(row.prefix.shared)
-                    row.pages = [*row.prefix.shared, *pool.take(missing - num_shared)]
-                else:
-                    row.pages = pool.take(missing)
-                    row.prefix.shared = row.pages[:num_shared]
-                    self._prefixes.setdefault((shard, row.prefix.prompt_ids), row.prefix)
-                first = num_shared if is_there else 0
-                self._exchange(
-                    shard, targets=row.pages[first:num_saved], saved=row.saved, first=first
-                )
-                row.prefix.rows[row.request] = row
-                row.saved = None
-
     def _free_shard(self) -> int | None:
         """Where the next request of the queue is admitted; None: nowhere now."""
         if not self._queue:
             return None
-        prompt_ids, budget = self._queue[0][1].prompt_ids, self._queue[0][1].budget
-        longest = len(prompt_ids) - 1 + min(self.sampler.num_steps, budget)
-        ranks = []
-        for shard, pool in enumerate(self._pools):
-            prefix = self._prefixes.get((shard, prompt_ids))
-            there = len(prefix.kept or prefix.shared) if prefix else 0
-            load = sum(row.may_run for row in self._resident(shard))
-            has_pages = pages_for(longest, self.page_tokens) - there <= pool.num_free
-            if load < self._rows_per_shard and has_pages and not self._away(shard):
-                ranks.append((prefix is None, load, shard))
-        return min(ranks)[-1] if ranks else None
+        request = self._queue[0][1]
+        rooms = [shard.room(request.prompt_ids, request.budget) for shard in self._shards]
+        found = [room for room in rooms if room]
+        return min(found)[-1] if found else None
 
     def _admit(self) -> None:
         """Moves requests from the queue to where there is room."""
         while (shard := self._free_shard()) is not None:
             number, request = self._queue.popleft()
-            pool, prompt_ids = self._pools[shard], request.prompt_ids
-            prefix = self._prefixes.get((shard, prompt_ids))
-            is_new = prefix is None
-            if prefix is None:
-                prefix = _Prefix(prompt_ids, len(prompt_ids) - 1, [])
-                self._prefixes[shard, prompt_ids] = prefix
-            row = _Row(
-                request=number,
-                key=request.sample_key,
-                shard=shard,
-                prefix=prefix,
-                pending=prompt_ids[-1],
-                budget=request.budget,
+            row = self._shards[shard].admit(
+                number, request.prompt_ids, key=request.sample_key, budget=request.budget
             )
-            num_full, rest = divmod(prefix.num_tokens, self.page_tokens)
-            if is_new:
-                row.unread = list(prompt_ids[:-1])
-                row.pages = pool.take(self._missing(row))
-                prefix.shared = row.pages[:num_full]
-                self.counts.prefilled_prompt += prefix.num_tokens
-            elif prefix.kept:
-                row.length = prefix.num_tokens
-                row.pages, prefix.kept = prefix.kept, []
-                row.pages += pool.take(self._missing(row))
-            else:
-                row.length = prefix.num_tokens
-                pool.share(prefix.shared)
-                row.pages = list(prefix.shared)
-                row.pages += pool.take(self._missing(row))
-                if rest:
-                    other = next(iter(prefix.rows.values()))
-                    self._copies[shard].append((other.pages[num_full], row.pages[num_full]))
-            prefix.rows[number] = row
+            self.counts.prefilled_prompt += len(row.unread)
             self._rows[number] = row
-        self._drop_kept(range(self.num_shards), but=self._next_prompt)
+        for each in self._shards:
+            each.drop_kept(but=self._next_prompt)
 
     def _copy_prefixes(self) -> None:
         """What a prompt has beyond its full pages, to the pages of its further samples."""
-        while any(self._copies):
+        while any(shard.copies for shard in self._shards):
             sources, targets = (
                 np.full((self.num_shards, MOVED_PAGES), self.num_pages, np.int32) for _ in range(2)
             )
-            for shard, copies in enumerate(self._copies):
-                for index, (source, target) in enumerate(copies[:MOVED_PAGES]):
-                    sources[shard, index], targets[shard, index] = source, target
-                del copies[:MOVED_PAGES]
+            for shard in self._shards:
+                for index, (source, target) in enumerate(shard.copies[:MOVED_PAGES]):
+                    sources[shard.index, index], targets[shard.index, index] = source, target
+                del shard.copies[:MOVED_PAGES]
             self._cache = self._copy(self._cache, sources.reshape(-1), targets.reshape(-1))
 
     def _exchange(
@@ -818,7 +678,7 @@ class Engine:
 
     def _dispatch(self) -> bool:
         """Starts a chunk of the rows that may run, oldest requests first; False without any."""
-        running = [self._to_decode(shard) for shard in range(self.num_shards)]
+        running = [shard.to_decode for shard in self._shards]
         if not any(running):
             return False
         self._read_tokens(running)
@@ -844,7 +704,7 @@ class Engine:
         return True
 
     def _host_rows(
-        self, running: list[list[_Row]], num_rows: int
+        self, running: list[list[Row]], num_rows: int
     ) -> tuple[Rows, list[tuple[int, int]]]:
         """The rows of a chunk for the device, and of each its request and index in the report."""
         total = self.num_shards * num_rows
@@ -872,9 +732,9 @@ class Engine:
         )
         return Rows(source=source, state=state, tables=tables, keys=keys), members
 
-    def _read_tokens(self, running: list[list[_Row]]) -> None:
+    def _read_tokens(self, running: list[list[Row]]) -> None:
         """Reads what rows have to read before they are decoded, in pieces of `BLOCK` tokens."""
-        pieces: list[deque[tuple[_Row, int, list[int]]]] = [deque() for _ in running]
+        pieces: list[deque[tuple[Row, int, list[int]]]] = [deque() for _ in running]
         for shard, rows in enumerate(running):
             for row in rows:
                 for start in range(0, len(row.unread), BLOCK):
@@ -891,7 +751,7 @@ class Engine:
             )
 
     def _host_blocks(
-        self, pieces: list[deque[tuple[_Row, int, list[int]]]], num_blocks: int
+        self, pieces: list[deque[tuple[Row, int, list[int]]]], num_blocks: int
     ) -> Blocks:
         """The next pieces of each shard for the device, which are taken away."""
         total = self.num_shards * num_blocks
@@ -918,7 +778,7 @@ class Engine:
             if num_sampled[index]
         ]
 
-    def _event(self, chunk: int, row: _Row, report: decode.Report, index: int, count: int) -> Event:
+    def _event(self, chunk: int, row: Row, report: decode.Report, index: int, count: int) -> Event:
         status = int(report.status[index])
         token_ids = np.array(report.token_ids[index, :count])
         row.pending, row.stop_state = int(token_ids[-1]), int(report.stop_state[index])

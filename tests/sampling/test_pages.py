@@ -74,8 +74,9 @@ def check_books(engine):
         num_full = row.prefix.num_tokens // PAGE
         for index, page in enumerate(row.pages):
             users.setdefault(page, []).append((row, index < num_full))
-    kept = [page for prefix in engine._prefixes.values() for page in prefix.kept]
-    [pool] = engine._pools
+    [shard] = engine._shards
+    kept = [page for prefix in shard.prefixes.values() for page in prefix.kept]
+    pool = shard.pool
     for page, of_page in users.items():
         assert pool.num_users(page) == len(of_page) + kept.count(page)
         if len(of_page) > 1:
@@ -109,8 +110,9 @@ def play(engine, requests, *, ahead, lag, turns=3):
             ids.extend(observed)
             waiting.append((event.chunk + lag, (event.request, observed, min(room, 12))))
         check_books(engine)
-    assert engine._pools[0].num_free == engine.num_pages
-    assert not engine._prefixes
+    [shard] = engine._shards
+    assert shard.pool.num_free == engine.num_pages
+    assert not shard.prefixes
     return [rows[number] for number in numbers]
 
 

@@ -1,0 +1,222 @@
+"""The books of one shard of the mesh: whose its rows and pages are, and what waits for some.
+
+They live on the host and follow from the calls alone. The engine moves what is in the pages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from jaxrl.sampling.pages import PagePool, pages_for
+
+Ids = tuple[int, ...]
+"""A prompt."""
+
+
+@dataclass(eq=False)
+class Prefix:
+    """A prompt in the cache: its full pages are shared, what is left is copied for each sample."""
+
+    prompt_ids: Ids
+    shared: list[int] = field(default_factory=list)  # pages
+    kept: list[int] = field(default_factory=list)  # all its pages, while no row has them
+    rows: dict[int, Row] = field(default_factory=dict)  # that have pages, by request
+
+    @property
+    def num_tokens(self) -> int:
+        """All but the last."""
+        return len(self.prompt_ids) - 1
+
+
+@dataclass(eq=False, kw_only=True)
+class Row:
+    """A request that was admitted."""
+
+    request: int
+    key: np.ndarray
+    shard: int
+    prefix: Prefix
+    pending: int  # the token that is not in the cache yet
+    budget: int  # tokens it may still sample, as far as reports were read
+    length: int = 0  # tokens in the cache, likewise
+    stop_state: int = 0  # likewise
+    unread: list[int] = field(default_factory=list)  # tokens to read before the pending one
+    pages: list[int] = field(default_factory=list)
+    saved: Any = None  # the content of its pages, of each layer, while they are another's
+    in_flight: int = 0  # steps dispatched for it whose reports were not read
+    index: int = -1  # in the last chunk dispatched for it
+    is_waiting: bool = False  # stopped; neither resumed nor finished yet
+
+    @property
+    def may_run(self) -> bool:
+        """False where it has stopped, or must have when the chunks in flight are done."""
+        return not self.is_waiting and self.in_flight < self.budget
+
+    def longest(self, num_steps: int) -> int:
+        """The most tokens its cache can hold after so many steps more."""
+        return self.length + len(self.unread) + min(self.in_flight + num_steps, self.budget)
+
+
+class Shard:
+    """Rows and pages of one shard.
+
+    Attributes:
+        index: its number.
+        pool: its pages.
+        rows: requests that were admitted and not finished, by number, the oldest first.
+        prefixes: prompts in the cache, by their ids.
+        copies: pages to copy before the next chunk, each a source and a target.
+    """
+
+    def __init__(
+        self, index: int, *, num_rows: int, num_steps: int, num_pages: int, page_tokens: int
+    ):
+        """All pages are free.
+
+        Args:
+            index: its number.
+            num_rows: decoded side by side at most.
+            num_steps: of a chunk.
+            num_pages: there are.
+            page_tokens: tokens of a page.
+        """
+        self.index = index
+        self.pool = PagePool(num_pages)
+        self.rows: dict[int, Row] = {}
+        self.prefixes: dict[Ids, Prefix] = {}
+        self.copies: list[tuple[int, int]] = []
+        self._num_rows, self._num_steps, self._page_tokens = num_rows, num_steps, page_tokens
+
+    @property
+    def resident(self) -> list[Row]:
+        """The rows that have pages, the oldest first."""
+        return [row for row in self.rows.values() if row.saved is None]
+
+    @property
+    def _away(self) -> list[Row]:
+        """The rows whose pages were given to others, the oldest first."""
+        return [row for row in self.rows.values() if row.saved is not None]
+
+    @property
+    def to_decode(self) -> list[Row]:
+        """The rows of the next chunk."""
+        return [row for row in self.resident if row.may_run][: self._num_rows]
+
+    def _missing(self, row: Row) -> int:
+        """Pages that it needs beside its own for the next chunk; none if it waits."""
+        longest = row.length if row.is_waiting else row.longest(self._num_steps)
+        return max(pages_for(longest, self._page_tokens) - len(row.pages), 0)
+
+    def lacks_pages(self, row: Row) -> bool:
+        """Whether a row that has pages needs more for the next chunk than are free."""
+        return row.saved is None and self._missing(row) > self.pool.num_free
+
+    def grow(self, row: Row) -> None:
+        """Takes the pages that a row needs for the next chunk."""
+        row.pages += self.pool.take(self._missing(row))
+
+    def give_up(self, row: Row) -> None:
+        """Frees the pages of a row but for those that others share."""
+        self.pool.give_up(row.pages)
+        row.pages = []
+        prefix = row.prefix
+        del prefix.rows[row.request]
+        if not prefix.rows and not prefix.kept and self._is_known(prefix):
+            del self.prefixes[prefix.prompt_ids]
+
+    def _is_known(self, prefix: Prefix) -> bool:
+        """False of one that other weights read."""
+        return self.prefixes.get(prefix.prompt_ids) is prefix
+
+    def finish(self, row: Row, next_prompt: Ids) -> None:
+        """Forgets a row; its prompt is kept if the next request begins with it too."""
+        del self.rows[row.request]
+        if row.saved is not None:
+            return
+        prefix = row.prefix
+        is_last = self._is_known(prefix) and len(prefix.rows) == 1 and not self._away
+        if is_last and prefix.prompt_ids == next_prompt:
+            prefix.kept = row.pages[: pages_for(prefix.num_tokens, self._page_tokens)]
+            self.pool.share(prefix.kept)
+        self.give_up(row)
+
+    def drop_kept(self, *, but: Ids = ()) -> bool:
+        """Gives up prompts that no row has, all but one; False if there were none."""
+        kept = [one for one in self.prefixes.values() if one.kept and one.prompt_ids != but]
+        for prefix in kept:
+            self.pool.give_up(prefix.kept)
+            prefix.kept = []
+            del self.prefixes[prefix.prompt_ids]
+        return bool(kept)
+
+    def forget_prompts(self) -> None:
+        """No later request shares what is there: other weights would read it otherwise."""
+        self.drop_kept()
+        self.prefixes.clear()
+
+    def next_back(self) -> Row | None:
+        """The oldest row without its pages, if there is room for them."""
+        row = next(iter(self._away), None)
+        if row is None:
+            return None
+        shared = len(row.prefix.shared) if row.prefix.rows else 0
+        return row if self._missing(row) - shared <= self.pool.num_free else None
+
+    def take_back(self, row: Row) -> int:
+        """Gives a row pages again; the first so many of them hold their content already."""
+        prefix, missing = row.prefix, self._missing(row)
+        num_shared = len(prefix.shared)
+        num_there = num_shared if prefix.rows else 0
+        if prefix.rows:
+            self.pool.share(prefix.shared)
+            row.pages = [*prefix.shared, *self.pool.take(missing - num_shared)]
+        else:
+            row.pages = self.pool.take(missing)
+            prefix.shared = row.pages[:num_shared]
+            self.prefixes.setdefault(prefix.prompt_ids, prefix)
+        prefix.rows[row.request] = row
+        return num_there
+
+    def room(self, prompt_ids: Ids, budget: int) -> tuple[bool, int, int] | None:
+        """How well a request would be placed here, the lowest best; None: there is no room."""
+        longest = len(prompt_ids) - 1 + min(self._num_steps, budget)
+        prefix = self.prefixes.get(prompt_ids)
+        there = len(prefix.kept or prefix.shared) if prefix else 0
+        load = sum(row.may_run for row in self.resident)
+        has_pages = pages_for(longest, self._page_tokens) - there <= self.pool.num_free
+        has_room = load < self._num_rows and has_pages and not self._away
+        return (prefix is None, load, self.index) if has_room else None
+
+    def admit(self, request: int, prompt_ids: Ids, *, key: np.ndarray, budget: int) -> Row:
+        """A row for a request, which has to read its prompt unless another one has."""
+        prefix = self.prefixes.get(prompt_ids)
+        is_new = prefix is None
+        if prefix is None:
+            prefix = self.prefixes[prompt_ids] = Prefix(prompt_ids)
+        row = Row(
+            request=request,
+            key=key,
+            shard=self.index,
+            prefix=prefix,
+            pending=prompt_ids[-1],
+            budget=budget,
+            length=0 if is_new else prefix.num_tokens,
+            unread=list(prompt_ids[:-1]) if is_new else [],
+        )
+        num_full, rest = divmod(prefix.num_tokens, self._page_tokens)
+        if prefix.kept:
+            row.pages, prefix.kept = prefix.kept, []
+        elif not is_new:
+            self.pool.share(prefix.shared)
+            row.pages = list(prefix.shared)
+        self.grow(row)
+        if is_new:
+            prefix.shared = row.pages[:num_full]
+        elif rest and prefix.rows:
+            other = next(iter(prefix.rows.values()))
+            self.copies.append((other.pages[num_full], row.pages[num_full]))
+        prefix.rows[request] = self.rows[request] = row
+        return row
