@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.models import kv_cache
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import Kernels
-from jaxrl.models.attention.reference import attend_chunk, merge
+from jaxrl.models.attention.reference import attend_chunk, merge, past_ends
 from jaxrl.models.kv_cache import Cache
 from jaxrl.runtime.sharding import BATCH, batch_sharding, cache_sharding
 from jaxrl.sampling import next_token
@@ -205,7 +206,6 @@ class Sampler:
         rows = self._by_row(rows)
         state = self._go_on(last, rows)
         cached, num_rows = state.length, state.length.shape[0]
-        read = self._reader(cache, rows.tables, jnp.where(state.active, cached, 0))
         # While a row runs, its step i draws the token at position cached + 1 + i.
         draws = cached + 1 + jnp.arange(self.num_steps)[:, None]
         uniforms = jax.vmap(next_token.uniforms, in_axes=(None, 0))(rows.keys, draws)
@@ -222,7 +222,7 @@ class Sampler:
         )
 
         def step(
-            index: jax.Array, carry: tuple[State, Cache, Report]
+            read: Callable[..., jax.Array], index: jax.Array, carry: tuple[State, Cache, Report]
         ) -> tuple[State, Cache, Report]:
             state, chunk, report = carry
             hidden, chunk = self._read_pending(weights, state, cached, chunk, index, read)
@@ -249,7 +249,12 @@ class Sampler:
             )
             return state, chunk, report
 
-        state, chunk, report = jax.lax.fori_loop(0, self.num_steps, step, (state, chunk, report))
+        def steps(tables: jax.Array) -> tuple[State, Cache, Report]:
+            one = partial(step, self._reader(cache, tables))
+            return jax.lax.fori_loop(0, self.num_steps, one, (state, chunk, report))
+
+        tables, which = self._live(rows.tables, cache, jnp.where(state.active, cached, 0).max())
+        state, chunk, report = jax.lax.switch(which, [partial(steps, one) for one in tables])
         write = self._each_shard(
             kv_cache.write_tokens, (_PAGES, _ROWS, _ROWS, _ROWS, _PAGES), _PAGES
         )
@@ -291,9 +296,21 @@ class Sampler:
         hidden = self.config.sample_states(weights, state.pending, state.length, attend)
         return hidden, tuple(written)
 
-    def _reader(
-        self, cache: Cache, tables: jax.Array, limits: jax.Array
-    ) -> Callable[..., jax.Array]:
+    def _live(
+        self, tables: jax.Array, cache: Cache, longest: jax.Array
+    ) -> tuple[list[jax.Array], jax.Array]:
+        """The tables cut to each length that a chunk is compiled for, and the one that it needs.
+
+        One that copies the past copies no more than it reads: to fill what is left of a copy for
+        the longest trajectory took a third of a chunk's time.
+        """
+        if self.kernels.past is None:
+            return [tables], jnp.zeros((), jnp.int32)
+        page = cache[0][0].shape[2]
+        ends = past_ends(tables.shape[1], page)
+        return [tables[:, :end] for end in ends], (jnp.array(ends[:-1]) * page < longest).sum()
+
+    def _reader(self, cache: Cache, tables: jax.Array) -> Callable[..., jax.Array]:
         """How a step's queries read a layer's past below their limits, and the chunk so far."""
         if self.kernels.past is None:
             over_pages = self._each_shard(
@@ -308,11 +325,11 @@ class Sampler:
 
             return read
         open_past, attend_past = self.kernels.past
-        opened = self._each_shard(open_past, (_PAGES, _PAGES, _ROWS, _ROWS), _PAGES)
+        opened = self._each_shard(open_past, (_PAGES, _PAGES, _ROWS), _PAGES)
         over_past = self._each_shard(
             attend_past, (_PAGES, _PAGES, _ROWS, _PAGES, _PAGES, P()), _PAGES
         )
-        layers = [opened(*pages, tables, limits) for pages in cache]
+        layers = [opened(*pages, tables) for pages in cache]
         return lambda layer, q, *arguments: over_past(q, layers[layer], *arguments)
 
     def _go_on(self, last: State, rows: Rows) -> State:

@@ -10,6 +10,7 @@ from jaxrl.models.attention.kernels import PAGE_TOKENS
 from jaxrl.models.attention.tpu import page_of_step
 from jaxrl.sampling.engine import append_sizes, fractions
 from tests.helpers import ROOT
+from tests.toys import SMALL, Player, toy_tokenizer
 
 CONFIGS = [
     path
@@ -53,3 +54,26 @@ def test_a_decoding_step_fetches_live_pages_and_no_others(name):
     )
     fetched = page * (1 + np.count_nonzero(np.diff(pages)))
     assert limits.sum() <= fetched <= 1.15 * limits.sum() + page * len(limits)
+
+
+def test_a_chunk_on_a_cpu_makes_no_array_for_tokens_that_no_row_has():
+    engine = Player(
+        SMALL, toy_tokenizer(), ("a",), num_rows=8, chunk_tokens=4, max_prompt_tokens=16,
+        max_total_tokens=1024,
+    ).engine  # fmt: skip
+    sampler = engine.sampler
+    weights = jax.eval_shape(engine._prepare, SMALL.abstract_params())
+    cache = jax.eval_shape(lambda: sampler.empty_cache(engine.num_pages, engine.page_tokens))
+    state = jax.eval_shape(sampler.empty_state)
+    rows, _ = engine._host_rows([[]], 8)
+    jaxpr = jax.make_jaxpr(sampler.decode_chunk, static_argnums=7)(
+        weights, cache, state, rows, engine._stops, 1.0, 1.0, "plain"
+    )
+    [choice] = [each for each in jaxpr.eqns if each.primitive.name == "cond"]
+    largest = [
+        max(made.aval.size for each in branch.eqns for made in each.outvars)
+        for branch in choice.params["branches"]
+    ]
+    by_token = 8 * SMALL.num_kv_heads * SMALL.head_dim
+    # Pieces of 64, 64, 128, 256 and 512 tokens: the last of each size is its largest.
+    assert largest == [by_token * tokens for tokens in (64, 64, 128, 256, 512)]

@@ -66,7 +66,7 @@ def test_pages_or_their_copy_and_the_chunk_behind_them(shape):
     merged = jax.jit(reference.merge)(*own, out[:, 0], lse[:, 0])
     for longest in (limits.max(), 40, 0):
         below = np.minimum(limits, longest)
-        past = jax.jit(reference.open_past)(keys, values, tables, below[:, 0])
+        past = jax.jit(reference.open_past)(keys, values, tables)
         got = jax.jit(reference.attend_past)(q[:, 0], past, below[:, 0], *chunk, 1)
         for b in range(B):
             named = tables[b, : -(-below[b, 0] // keys.shape[2])]
@@ -83,7 +83,7 @@ def test_pages_or_their_copy_and_the_chunk_behind_them(shape):
 
 def test_pieces_of_a_past_cover_it():
     for num_pages in range(1, 200):
-        ends = reference._piece_ends(num_pages, 4)
+        ends = reference.past_ends(num_pages, 16)
         assert ends == sorted(set(ends))
         assert ends[-1] == num_pages
         assert len(ends) <= 7
