@@ -29,6 +29,7 @@ from jaxrl.models.policy import Model
 from jaxrl.runtime.distributed import shared
 from jaxrl.runtime.plan import memory
 from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
+from jaxrl.sampling.decode import scans
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.next_token import GREEDY, NUCLEUS, PLAIN, kind_of
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule
@@ -291,6 +292,7 @@ def _make_engine(
         dtype=jnp.dtype(config.model.dtype),
         kernels=kernels,
         train_mesh=mesh,
+        scan_layers=scans(config.model.scan_layers, sampling.devices.flat[0].platform),
         kinds=draw_kinds(config),
     )
 

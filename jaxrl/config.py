@@ -68,7 +68,8 @@ def default_config() -> ConfigDict:
     # all but products with weights and attention's result; dots: all but products with weights,
     # of any architecture; none: nothing.
     model.remat = "full"
-    # Compile one layer for all. False compiles each, which takes longer and computes faster.
+    # Compile one layer for all. False compiles each, which takes longer and computes faster. The
+    # sampler compiles each on a CPU in any case.
     model.scan_layers = True
     model.logits_chunk_tokens = 2048  # tokens whose logits are in memory at a time, in the update
 

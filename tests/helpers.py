@@ -19,7 +19,7 @@ from jaxrl.config import default_config
 from jaxrl.models import kv_cache
 from jaxrl.models.attention.kernels import XLA
 from jaxrl.models.attention.reference import attend_pages
-from jaxrl.models.layers import Through
+from jaxrl.models.layers import SamplerThrough, Through, for_sampler
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_weights
@@ -212,19 +212,21 @@ def read_tokens(config, weights, cache, tables, start, counts, token_ids):
     B, C = token_ids.shape
     positions = start[:, None] + jnp.arange(C)
     limits = jnp.where(jnp.arange(C) < counts[:, None], positions + 1, 0)
-    written = list(cache)
 
-    def attend(layer, q, k, v):
+    def attend(layer, cache, q, k, v):
         q, k, v = (x.reshape(B, C, *x.shape[1:]) for x in (q, k, v))
-        written[layer] = tuple(
+        written = tuple(
             kv_cache.write_tokens(pages, tables, start, counts, new.swapaxes(1, 2))
-            for pages, new in zip(written[layer], (k, v), strict=True)
+            for pages, new in zip(cache[layer], (k, v), strict=True)
         )
-        out, _ = attend_pages(q, *written[layer], tables, limits)
-        return out.astype(q.dtype).reshape(B * C, *q.shape[2:])
+        out, _ = attend_pages(q, *written, tables, limits)
+        cache = (*cache[:layer], written, *cache[layer + 1 :])
+        return out.astype(q.dtype).reshape(B * C, *q.shape[2:]), cache
 
-    hidden = config.sample_states(weights, token_ids.reshape(-1), positions.reshape(-1), attend)
-    return hidden.reshape(B, C, -1), tuple(written)
+    through = SamplerThrough(attend, cache)
+    weights = for_sampler(weights, scan=False)
+    hidden = config.sample_states(weights, token_ids.reshape(-1), positions.reshape(-1), through)
+    return hidden.reshape(B, C, -1), through.memory
 
 
 def dense_table(params, config, token_ids, *, num_tokens=NUM_TOKENS, temperature=1.0):

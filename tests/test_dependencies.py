@@ -183,7 +183,7 @@ def test_functions_are_short():
     assert found == LARGER
 
 
-MAX_LINES_OF_THE_LOOP = 14_500
+MAX_LINES_OF_THE_LOOP = 14_550
 """Of `jaxrl/train.py` and all that it imports; who reads how it trains reads no more than this."""
 
 

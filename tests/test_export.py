@@ -1,103 +1,146 @@
-"""The device programs lower for accelerators, checked without one."""
+"""The device programs lower for accelerators, checked without one, and what they consist of."""
 
+import importlib.util
+import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 from jax import export
 
-from jaxrl.config import default_config
-from jaxrl.models import qwen
 from jaxrl.models.attention.kernels import XLA
-from jaxrl.runtime import sharding
-from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, StopTables
-from jaxrl.sampling.next_token import PLAIN
-from jaxrl.training import update
-from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.types import Batch
-
-CONFIG = qwen.QwenConfig(
-    vocab_size=64,
-    width=32,
-    mlp_width=64,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rope_theta=1e4,
-    rms_norm_eps=1e-6,
-    tie_embeddings=True,
-    qkv_bias=False,
-    output_bias=False,
-    qk_norm=True,
-    max_positions=128,
+from jaxrl.sampling.next_token import KINDS
+from tests.helpers import ROOT
+from tests.programs import (
+    CONFIG,
+    CUSTOM_CALLS,
+    compile_for,
+    equations,
+    products,
+    sampler_programs,
+    trainer_programs,
+    v6e_chip,
 )
 
-
-def shape(dimensions, dtype=jnp.int32):
-    return jax.ShapeDtypeStruct(dimensions, dtype)
+LAYERS = pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
 
 
-def programs():
-    """Each program with abstract arguments, in bfloat16 as accelerators run it."""
-    device = jax.devices()[:1]
-    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1, devices=device)
-    sampler = Sampler(
-        config=CONFIG, mesh=mesh, kernels=replace(XLA, past=None), num_tokens=60, num_steps=4,
-        num_rows=8, dtype=jnp.bfloat16,
-    )  # fmt: skip
-    cache = jax.eval_shape(lambda: sampler.empty_cache(32, 16))
-    state = jax.eval_shape(sampler.empty_state)
-    tables = shape((8, 4))
-    chunk = Rows(source=shape((8,)), state=state, tables=tables, keys=shape((8, 2), jnp.uint32))
-    blocks = Blocks(
-        token_ids=shape((8, BLOCK)), start=shape((8,)), counts=shape((8,)), tables=tables
-    )
-    one = shape((), jnp.float32)
-    params = CONFIG.abstract_params()
-    weights = jax.eval_shape(lambda p: CONFIG.decode_weights(p, jnp.bfloat16), params)
-    stops = StopTables(
-        next_state=shape((5, 64), jnp.int8),
-        is_hit=shape((5, 64), jnp.bool_),
-        is_end=shape((64,), jnp.bool_),
-    )
-    model = update.Model(CONFIG, mesh, num_tokens=60, dtype=jnp.bfloat16)
-    optimizer = optax.adamw(1e-3)
-    config = default_config()
-    step = update.UpdateStep(model, make_policy_loss(config), optimizer, temperature=1.0)
-    trained = jax.eval_shape(lambda p: update.init_state(p, mesh, CONFIG, optimizer), params)
-    whole, real = shape((2, 4, 16)), shape((2, 4, 16), jnp.float32)
-    batch = Batch(
-        token_ids=whole,
-        segment_ids=whole,
-        positions=whole,
-        loss_mask=shape((2, 4, 16), jnp.bool_),
-        token_weights=real,
-        advantages=real,
-        rollout_logprobs=real,
-    )
-    sums = jax.eval_shape(step.gradient.begin.function, trained.params, batch)
-    return {
-        "decode": (
-            partial(sampler.decode_chunk, kind=PLAIN),
-            (weights, cache, state, chunk, stops, one, one),
-        ),
-        "append": (sampler.append, (weights, cache, blocks)),
-        "update": (
-            partial(step.gradient.add.program.function, room=3),
-            (trained.params, sums, batch, shape(()), shape(())),
-        ),
-        "optimizer": (step.apply.function, (trained, sums)),
-    }
+def programs(**settings):
+    return sampler_programs(**settings) | trainer_programs(**settings)
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize(
+    ("platform", "kernels"),
+    [("cuda", "xla"), ("cuda", "triton"), ("tpu", "xla"), ("tpu", "mosaic")],
+)
 @pytest.mark.parametrize("name", ["decode", "append", "update", "optimizer"])
-def test_lowers_for(name, platform):
-    function, arguments = programs()[name]
-    exported = export.export(jax.jit(function), platforms=[platform])(*arguments)
+@LAYERS
+def test_lowers_for(name, platform, kernels, scan_layers):
+    function, arguments = programs(kernels=kernels, scan_layers=scan_layers)[name]
+    lower = export.export(jax.jit(function), platforms=[platform], disabled_checks=CUSTOM_CALLS)
+    exported = lower(*arguments)
     assert exported.platforms == (platform,)
-    assert ("dot_general" in exported.mlir_module()) == (name != "optimizer")
+    text = exported.mlir_module()
+    assert ("dot_general" in text) == (name != "optimizer")
+    own = {"triton": "triton", "mosaic": "tpu_custom_call", "xla": "no call"}[kernels]
+    assert (own in text) == (kernels != "xla" and name != "optimizer")
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    # Not of the update's splash attention, which is JAX's own and multiplies in float32.
+    [(name, kernels) for name in ("decode", "append") for kernels in ("xla", "triton", "mosaic")]
+    + [("update", "xla"), ("update", "triton")],
+)
+@LAYERS
+def test_products_take_bfloat16_and_those_outside_of_layers_give_float32(
+    name, kernels, scan_layers
+):
+    function, arguments = programs(kernels=kernels, scan_layers=scan_layers)[name]
+    found = products(jax.make_jaxpr(function)(*arguments).jaxpr)
+    for one in found:
+        assert {operand.aval.dtype for operand in one.invars} == {jnp.dtype("bfloat16")}, one
+    given = [str(one.outvars[0].aval.dtype) for one in found]
+    assert set(given) == {"bfloat16", "float32"}
+    # A layer has seven products with weights; beside them are scores, averages and logits.
+    num_layers = 1 if scan_layers else 2
+    if name == "update":
+        assert given.count("bfloat16") >= num_layers * 7 * 3
+        # Forward, again for the gradient, and that; the output layer has four.
+        in_layer = 2 + 2 + {"xla": 5, "triton": 3 + 4}[kernels]
+        assert given.count("float32") == num_layers * in_layer + 4
+    else:
+        assert given.count("bfloat16") == num_layers * 7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@LAYERS
+def test_nothing_in_a_decoding_step_depends_on_data_outside_of_kernels(kind, scan_layers):
+    def branches(**settings):
+        settings |= {"kind": kind, "scan_layers": scan_layers}
+        function, arguments = sampler_programs(**settings)["decode"]
+        jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+        names = [one.primitive.name for one in equations(jaxpr, in_kernels=False)]
+        return [name for name in names if name in ("cond", "while")]
+
+    assert branches(kernels="triton") == branches(kernels="mosaic") == []
+    # What it would see: XLA's attention has a loop as long as the longest row, a CPU's branches.
+    assert branches(kernels="xla") == ["while"] * (1 if scan_layers else 2)
+    assert ("cond" in branches(kernels=XLA)) == (not scan_layers)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("libtpu") or os.environ.get("LIBTPU_DIR")),
+    reason="libtpu is not installed; LIBTPU_DIR may name a folder of `pip install --target`",
+)
+def test_all_compile_for_a_v6e_with_temporaries_as_they_should_be():
+    command = [sys.executable, "-m", "tests.test_export"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000)
+    assert result.returncode == 0, result.stderr[-3000:]
+    made = json.loads(result.stdout.splitlines()[-1])
+    for name in ("decode", "append"):
+        for how in ("unrolled", "scanned"):
+            # The cache is 128 MiB: not one layer's keys are copied.
+            assert made[f"{name}, {how}"] < 4 * 2**20
+    assert made["update, 32768 tokens"] / 8 < 1.1 * made["update, 4096 tokens"]
+    # Beyond the tables a chunk's logits and their gradient grow with the vocabulary, alone.
+    assert made["update, 65536 ids"] - made["update, 4096 tokens"] < 61_440 * 4 * (
+        2 * 1024 + 4 * 256
+    )
+
+
+def main():
+    """Bytes of temporaries of all programs, by TPU's own compiler."""
+    chip = v6e_chip()
+    wide = replace(
+        CONFIG, width=256, mlp_width=512, head_dim=128, vocab_size=4096, max_positions=2**16
+    )
+    found = {}
+
+    def measure(label, function, arguments):
+        program = compile_for(chip, function, arguments, donate_argnums=1)
+        found[label] = program.memory_analysis().temp_size_in_bytes
+
+    on_chip = {"device": chip, "kernels": "mosaic"}
+    for how in ("unrolled", "scanned"):
+        made = sampler_programs(wide, **on_chip, num_pages=512, scan_layers=how == "scanned")
+        for name, program in made.items():
+            measure(f"{name}, {how}", *program)
+    for label, row_tokens, vocab_size in (
+        ("4096 tokens", 4096, 4096),
+        ("32768 tokens", 32_768, 4096),
+        ("65536 ids", 4096, 65_536),
+    ):
+        config = replace(wide, vocab_size=vocab_size)
+        settings = {"rows": 1, "row_tokens": row_tokens, "logits_chunk_tokens": 1024}
+        measure(f"update, {label}", *trainer_programs(config, **on_chip, **settings)["update"])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

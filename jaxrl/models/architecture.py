@@ -11,24 +11,16 @@ from __future__ import annotations
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.choices import chosen, failure_text, own_module
-from jaxrl.models.layers import Through
+from jaxrl.models.layers import Attend, SamplerThrough, Through
 from jaxrl.types import Params
-
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""Queries `[M, N, H]`, keys and values `[M, K, H]` of M tokens to outputs `[M, N, H]`."""
-
-AttendInLayer = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
-"""The same in the sampler, given the number of the layer too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +74,7 @@ class Architecture(ABC):
 
     def decode_axes(self) -> dict[str, Any]:
         """The same of `decode_weights`; may name weights that they have on some devices only."""
-        axes = self.logical_axes()
-        layer = jax.tree.map(lambda names: names[1:], axes["blocks"], is_leaf=is_axes)
-        return {**axes, "blocks": (layer,) * self.num_layers}
+        return self.logical_axes()
 
     @abstractmethod
     def hf_names(self) -> dict[str, str]:
@@ -107,7 +97,7 @@ class Architecture(ABC):
 
     @abstractmethod
     def decode_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Weights as `sample_states` and `unembed` read them; `blocks` a tuple of layers."""
+        """Weights as `sample_states` and `unembed` read them; `blocks` stacked still."""
 
     @abstractmethod
     def hidden_states(
@@ -140,7 +130,7 @@ class Architecture(ABC):
         weights: Params,
         token_ids: Int[Array, " M"],
         positions: Int[Array, " M"],
-        attend: AttendInLayer,
+        through: SamplerThrough,
     ) -> Float[Array, "M D"]:
         """The sampler's pass: final hidden states of M tokens, of one row or of many.
 
@@ -148,7 +138,8 @@ class Architecture(ABC):
             weights: of `decode_weights`.
             token_ids: the tokens.
             positions: of each in its own sequence.
-            attend: lets each token read what is before it in its sequence; called once a layer.
+            through: goes through `blocks`, and hands each layer its `attend`, to be called once: it
+                lets each token read what is before it in its sequence.
         """
 
     @abstractmethod

@@ -7,6 +7,8 @@ the number of pages of a shard stands for "no page": it reads any page and write
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -15,18 +17,36 @@ from jaxtyping import Array, Float, Int
 from jaxrl.models.architecture import Architecture
 
 Pages = tuple[jax.Array, jax.Array]
-"""Keys and values of one layer, `[P, K, page, H]`."""
+"""Keys and values of n layers, `[P, n * K, page, H]`."""
 
 Cache = tuple[Pages, ...]
-"""Those of each layer."""
+"""Those of each layer, n = 1; or one pair with those of all, for a loop over layers."""
 
 
-def allocate(config: Architecture, num_pages: int, page_tokens: int, dtype: DTypeLike) -> Cache:
-    """Zeroed pages, a pair of arrays for each layer."""
-    shape = (num_pages, config.num_kv_heads, page_tokens, config.head_dim)
-    return tuple(
-        (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)
-    )
+def allocate(
+    config: Architecture,
+    num_pages: int,
+    page_tokens: int,
+    dtype: DTypeLike,
+    *,
+    scan_layers: bool = False,
+) -> Cache:
+    """Zeroed pages, a pair of arrays for each layer or for all."""
+    apart = 1 if scan_layers else config.num_layers
+    heads = config.num_layers // apart * config.num_kv_heads
+    shape = (num_pages, heads, page_tokens, config.head_dim)
+    return tuple((jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(apart))
+
+
+def of_layer(
+    pages: Float[Array, "P nK page H"], tables: Int[Array, "B M"], layer: Any, num_layers: int
+) -> tuple[Float[Array, "nP K page H"], Int[Array, "B M"]]:
+    """The pages of n layers as pages of one, and where in them the tables' lie of a layer.
+
+    No page is moved: the layers of a page lie one after another.
+    """
+    apart = pages.reshape(-1, pages.shape[1] // num_layers, *pages.shape[2:])
+    return apart, tables * num_layers + layer
 
 
 def write_tokens(
@@ -50,8 +70,12 @@ def write_tokens(
     positions = start[:, None] + index
     at = jnp.take_along_axis(tables, positions // page, axis=1, mode="clip")
     at = jnp.where(index < counts[:, None], at, P)
-    by_token = new.swapaxes(1, 2).reshape(-1, K, H)
-    return pages.at[at.reshape(-1), :, (positions % page).reshape(-1)].set(by_token, mode="drop")
+    # Each token of each head is a row of one matrix: where a token's heads are written together, a
+    # TPU's compiler moves all pages so that they lie together.
+    heads = at[:, None] * K + jnp.arange(K)[:, None]
+    rows = heads * page + (positions % page)[:, None]
+    table = pages.reshape(-1, H).at[rows.reshape(-1)].set(new.reshape(-1, H), mode="drop")
+    return table.reshape(pages.shape)
 
 
 def read_pages(

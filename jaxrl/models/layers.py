@@ -1,4 +1,4 @@
-"""How a full pass goes through the layers, and what it keeps of them for the backward pass."""
+"""How a pass goes through the layers: the full one, and what it keeps of them; the sampler's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from jaxrl.types import Params
 
 Layer = Callable[[jax.Array, Params], jax.Array]
 """Activations and one layer's parameters to the next activations."""
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""Queries `[M, N, H]`, keys and values `[M, K, H]` of M tokens to outputs `[M, N, H]`."""
+
+AttendInLayer = Callable[..., tuple[jax.Array, Any]]
+"""The number of a layer, what the layers have in memory, and what `Attend` takes, to its outputs
+and the memory with the layer's new keys and values."""
 
 NAMES = ("q", "k", "v", "attended", "lse", "o", "gate", "up")
 """What `names` keeps, under these names of `jax.ad_checkpoint.checkpoint_name`.
@@ -65,6 +72,50 @@ class Through:
         for one in _unstack(blocks):
             x = layer(x, one)
         return x
+
+
+@dataclass
+class SamplerThrough:
+    """Goes through the layers of `for_sampler`, which read and write what they have in memory.
+
+    Attributes:
+        attend: in a layer, whose number is an int where the layers are apart.
+        memory: of all layers; after a call with what that added.
+    """
+
+    attend: AttendInLayer
+    memory: Any
+
+    def __call__(
+        self, layer: Callable[[jax.Array, Params, Attend], jax.Array], x: jax.Array, blocks: Any
+    ) -> jax.Array:
+        """The activations after all layers."""
+
+        def one(carry: tuple[jax.Array, Any], numbered: tuple[Any, Params]) -> tuple[Any, None]:
+            (x, memory), (number, weights) = carry, numbered
+
+            def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+                nonlocal memory
+                out, memory = self.attend(number, memory, q, k, v)
+                return out
+
+            x = layer(x, weights, attend)
+            return (x, memory), None
+
+        carry = x, self.memory
+        if isinstance(blocks, tuple):
+            for numbered in enumerate(blocks):
+                carry, _ = one(carry, numbered)
+        else:
+            count = len(jax.tree.leaves(blocks)[0])
+            carry, _ = jax.lax.scan(one, carry, (jnp.arange(count), blocks))
+        x, self.memory = carry
+        return x
+
+
+def for_sampler(weights: Params, *, scan: bool) -> Params:
+    """The weights with their layers as they are; without `scan` apart, in a tuple."""
+    return weights if scan else {**weights, "blocks": tuple(_unstack(weights["blocks"]))}
 
 
 @jax.custom_vjp

@@ -15,8 +15,7 @@ The parameter tree, with the leading layer axis L of stacked blocks:
 
 Two ways through the same block: `hidden_states` over packed rows (training, scanned over the
 stacked layers) and `sample_states` over tokens of many rows (the sampler, which has their keys and
-values). The first reads `train_weights`, the second `decode_weights`, whose layers are separate: a
-scan would copy each layer's cache.
+values). The first reads `train_weights`, the second `decode_weights`.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.architecture import Architecture, Attend, AttendInLayer, MemoryTerms
+from jaxrl.models.architecture import Architecture, Attend, MemoryTerms
 from jaxrl.models.attention import reference
-from jaxrl.models.layers import Through
+from jaxrl.models.layers import SamplerThrough, Through
 from jaxrl.types import Params
 
 _KINDS = {
@@ -458,17 +457,12 @@ class QwenConfig(Architecture):
         return weights
 
     def decode_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Cast, `blocks` a tuple of layers; on a CPU a tied model gets an `lm_head` too."""
-        params = cast(params, dtype)
-        layers = tuple(
-            jax.tree.map(lambda leaf, index=index: leaf[index], params["blocks"])
-            for index in range(self.num_layers)
-        )
-        weights = {**params, "blocks": layers}
+        """Cast; on a CPU a tied model gets an `lm_head` too."""
+        weights = cast(params, dtype)
         if self.tie_embeddings and jax.default_backend() == "cpu":
             # A product with a transposed matrix takes a CPU up to twice as long. Elsewhere it costs
             # nothing, and the copy would cost memory.
-            weights["lm_head"] = {"kernel": params["embed"]["embedding"].T}
+            weights["lm_head"] = {"kernel": weights["embed"]["embedding"].T}
         return weights
 
     def hidden_states(
@@ -516,13 +510,15 @@ class QwenConfig(Architecture):
         weights: Params,
         token_ids: Int[Array, " M"],
         positions: Int[Array, " M"],
-        attend: AttendInLayer,
+        through: SamplerThrough,
     ) -> Float[Array, "M D"]:
-        """Final normed hidden states, the layers one by one."""
+        """Final normed hidden states."""
         angles = rope_angles(positions, self)
-        x = weights["embed"]["embedding"][token_ids]
-        for index, layer in enumerate(weights["blocks"]):
-            x = _block(layer, self, x, angles, partial(attend, index))
+
+        def layer(x: jax.Array, weights: Params, attend: Attend) -> jax.Array:
+            return _block(weights, self, x, angles, attend)
+
+        x = through(layer, weights["embed"]["embedding"][token_ids], weights["blocks"])
         return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps)
 
     def decode_axes(self) -> dict[str, Any]:

@@ -7,6 +7,7 @@ mesh axes `data`, `fsdp` and `tensor`. Everything with a batch axis is split ove
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.models.architecture import Architecture, is_axes
+from jaxrl.models.layers import for_sampler
 from jaxrl.types import Params
 
 BATCH = ("data", "fsdp")
@@ -155,7 +157,7 @@ def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
 
 
 def cache_sharding(mesh: Mesh) -> NamedSharding:
-    """Pages `[pages, K, page, H]`: over data and fsdp, their heads over tensor."""
+    """Pages `[pages, n * K, page, H]`: over data and fsdp, their heads over tensor."""
     return NamedSharding(mesh, P(BATCH, "tensor", None, None))
 
 
@@ -170,12 +172,16 @@ def param_shardings(
     return _shardings(mesh, config.logical_axes(), config.abstract_params(), for_decode)
 
 
-def decode_shardings(mesh: Mesh, config: Architecture) -> dict[str, Any]:
-    """A sharding for every weight of `Architecture.decode_weights`."""
-    weights = jax.eval_shape(
+def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> dict[str, Any]:
+    """A sharding for every weight of `Architecture.decode_weights`, as `for_sampler` has them."""
+    stacked = jax.eval_shape(
         lambda params: config.decode_weights(params, jnp.float32), config.abstract_params()
     )
+    weights = jax.eval_shape(partial(for_sampler, scan=scan_layers), stacked)
     axes = config.decode_axes()
+    if not scan_layers:
+        layer = jax.tree.map(lambda names: names[1:], axes["blocks"], is_leaf=is_axes)
+        axes = {**axes, "blocks": (layer,) * config.num_layers}
     return _shardings(mesh, {name: axes[name] for name in weights}, weights, for_decode=True)
 
 

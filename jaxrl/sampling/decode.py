@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.models import kv_cache
@@ -26,6 +26,7 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import attend_chunk, merge, past_ends
 from jaxrl.models.kv_cache import Cache
+from jaxrl.models.layers import SamplerThrough, for_sampler
 from jaxrl.runtime.sharding import BATCH, batch_sharding, cache_sharding
 from jaxrl.sampling import next_token
 from jaxrl.types import Params
@@ -40,6 +41,7 @@ BLOCK = 16
 """Tokens of one row that are read into the cache side by side."""
 
 _PAGES, _ROWS, _QUERIES = P(BATCH, "tensor"), P(BATCH), P(BATCH, None, "tensor")
+_CHUNK = P(None, BATCH, "tensor")
 
 
 @struct.dataclass
@@ -105,6 +107,8 @@ class Sampler:
         num_steps: decoding steps of a chunk.
         num_rows: of a chunk at most.
         dtype: of weights, activations and pages.
+        scan_layers: go through stacked layers in a loop, compiled once for all; else one after
+            another.
     """
 
     config: Architecture
@@ -114,10 +118,19 @@ class Sampler:
     num_steps: int
     num_rows: int
     dtype: jnp.dtype
+    scan_layers: bool = False
+
+    def weights(self, params: Params) -> Params:
+        """The trainer's parameters as the programs below read them."""
+        return for_sampler(self.config.decode_weights(params, self.dtype), scan=self.scan_layers)
 
     def empty_cache(self, num_pages: int, page_tokens: int) -> Cache:
         """Pages of zeros."""
-        return self._split(kv_cache.allocate(self.config, num_pages, page_tokens, self.dtype))
+        return self._split(
+            kv_cache.allocate(
+                self.config, num_pages, page_tokens, self.dtype, scan_layers=self.scan_layers
+            )
+        )
 
     def empty_state(self) -> State:
         """What the first chunk goes on from: nothing."""
@@ -142,6 +155,34 @@ class Sampler:
             function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False
         )
 
+    def _place(self, layer: Any) -> tuple[int, Any]:
+        """In which pair of the cache a layer's pages are, and which of that pair's layers it is."""
+        return (0, layer) if self.scan_layers else (layer, 0)
+
+    @property
+    def _depth(self) -> int:
+        """Layers of a pair of the cache."""
+        return self.config.num_layers if self.scan_layers else 1
+
+    def _over_pages(self) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        """Attention over a layer's pages: `attend_pages` with the layer's number behind."""
+
+        def read(
+            q: jax.Array,
+            keys: jax.Array,
+            values: jax.Array,
+            tables: jax.Array,
+            limits: jax.Array,
+            layer: Any,
+        ) -> tuple[jax.Array, jax.Array]:
+            keys, _ = kv_cache.of_layer(keys, tables, layer, self._depth)
+            values, tables = kv_cache.of_layer(values, tables, layer, self._depth)
+            return self.kernels.attend_pages(q, keys, values, tables, limits)
+
+        return self._each_shard(
+            read, (_QUERIES, _PAGES, _PAGES, _ROWS, _ROWS, P()), (_QUERIES,) * 2
+        )
+
     def append(self, weights: Params, cache: Cache, blocks: Blocks) -> Cache:
         """Reads tokens that were not sampled: prompts and observations alike.
 
@@ -152,27 +193,31 @@ class Sampler:
         index = jnp.arange(BLOCK)
         positions = blocks.start[:, None] + index
         limits = jnp.where(index < blocks.counts[:, None], positions + 1, 0)
-        write = self._each_shard(
-            kv_cache.write_tokens, (_PAGES, _ROWS, _ROWS, _ROWS, _PAGES), _PAGES
-        )
-        read = self._each_shard(
-            self.kernels.attend_pages, (_QUERIES, _PAGES, _PAGES, _ROWS, _ROWS), (_QUERIES,) * 2
-        )
-        written = list(cache)
+        tables, read = blocks.tables, self._over_pages()
 
-        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def write_layer(pages: jax.Array, tables: jax.Array, layer: Any, *new: Any) -> jax.Array:
+            apart, places = kv_cache.of_layer(pages, tables, layer, self._depth)
+            return kv_cache.write_tokens(apart, places, *new).reshape(pages.shape)
+
+        write = self._each_shard(write_layer, (_PAGES, _ROWS, P(), _ROWS, _ROWS, _PAGES), _PAGES)
+
+        def attend(
+            layer: Any, cache: Cache, q: jax.Array, k: jax.Array, v: jax.Array
+        ) -> tuple[jax.Array, Cache]:
+            pair, place = self._place(layer)
             q, k, v = (x.reshape(-1, BLOCK, *x.shape[1:]) for x in (q, k, v))
             keys, values = (
-                write(pages, blocks.tables, blocks.start, blocks.counts, new.swapaxes(1, 2))
-                for pages, new in zip(written[layer], (k, v), strict=True)
+                write(pages, tables, place, blocks.start, blocks.counts, new.swapaxes(1, 2))
+                for pages, new in zip(cache[pair], (k, v), strict=True)
             )
-            written[layer] = keys, values
-            out, _ = read(q, keys, values, blocks.tables, limits)
-            return out.astype(q.dtype).reshape(-1, *q.shape[2:])
+            cache = (*cache[:pair], (keys, values), *cache[pair + 1 :])
+            out, _ = read(q, keys, values, tables, limits, place)
+            return out.astype(q.dtype).reshape(-1, *q.shape[2:]), cache
 
+        through = SamplerThrough(attend, cache)
         token_ids = blocks.token_ids.reshape(-1)
-        self.config.sample_states(weights, token_ids, positions.reshape(-1), attend)
-        return self._split(tuple(written))
+        self.config.sample_states(weights, token_ids, positions.reshape(-1), through)
+        return self._split(through.memory)
 
     def decode_chunk(
         self,
@@ -194,7 +239,7 @@ class Sampler:
         host after each turn of it; rows that stop early are masked.
 
         Args:
-            weights: of `Architecture.decode_weights`.
+            weights: of `weights`.
             cache: all pages.
             last: of the rows of the chunk before, `num_rows`.
             rows: to decode.
@@ -209,9 +254,10 @@ class Sampler:
         # While a row runs, its step i draws the token at position cached + 1 + i.
         draws = cached + 1 + jnp.arange(self.num_steps)[:, None]
         uniforms = jax.vmap(next_token.uniforms, in_axes=(None, 0))(rows.keys, draws)
-        shape = (num_rows, self.config.num_kv_heads, self.num_steps, self.config.head_dim)
-        chunk = self._split(
-            tuple((jnp.zeros(shape, self.dtype),) * 2 for _ in range(self.config.num_layers))
+        heads = (self.config.num_kv_heads, self.num_steps, self.config.head_dim)
+        empty = jnp.zeros((self._depth, num_rows, *heads), self.dtype)
+        chunk: Cache = jax.lax.with_sharding_constraint(
+            tuple((empty, empty) for _ in cache), NamedSharding(self.mesh, _CHUNK)
         )
         report = Report(
             token_ids=jnp.full((self.num_steps, num_rows), -1, jnp.int32),
@@ -255,9 +301,7 @@ class Sampler:
 
         tables, which = self._live(rows.tables, cache, jnp.where(state.active, cached, 0).max())
         state, chunk, report = jax.lax.switch(which, [partial(steps, one) for one in tables])
-        write = self._each_shard(
-            kv_cache.write_tokens, (_PAGES, _ROWS, _ROWS, _ROWS, _PAGES), _PAGES
-        )
+        write = self._each_shard(_write_chunk, (_PAGES, _ROWS, _ROWS, _ROWS, _CHUNK), _PAGES)
         cache = jax.tree.map(
             lambda pages, new: write(pages, rows.tables, cached, state.length - cached, new),
             cache,
@@ -282,19 +326,22 @@ class Sampler:
     ) -> tuple[jax.Array, Cache]:
         """Hidden states after each row's pending token, and the chunk with its keys and values."""
         limits = jnp.where(state.active, cached, 0)  # who has stopped reads nothing more
-        written = list(chunk)
-        put = jax.lax.dynamic_update_slice_in_dim
 
-        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        def attend(
+            layer: Any, chunk: Cache, q: jax.Array, k: jax.Array, v: jax.Array
+        ) -> tuple[jax.Array, Cache]:
+            pair, place = self._place(layer)
             keys, values = (
-                put(old, new[:, :, None], index, axis=2)
-                for old, new in zip(written[layer], (k, v), strict=True)
+                jax.lax.dynamic_update_slice(old, new[None, :, :, None], (place, 0, 0, index, 0))
+                for old, new in zip(chunk[pair], (k, v), strict=True)
             )
-            written[layer] = keys, values
-            return read(layer, q, limits, keys, values, index).astype(q.dtype)
+            chunk = (*chunk[:pair], (keys, values), *chunk[pair + 1 :])
+            own = (x[place] for x in (keys, values))
+            return read(layer, q, limits, *own, index).astype(q.dtype), chunk
 
-        hidden = self.config.sample_states(weights, state.pending, state.length, attend)
-        return hidden, tuple(written)
+        through = SamplerThrough(attend, chunk)
+        hidden = self.config.sample_states(weights, state.pending, state.length, through)
+        return hidden, through.memory
 
     def _live(
         self, tables: jax.Array, cache: Cache, longest: jax.Array
@@ -304,7 +351,7 @@ class Sampler:
         One that copies the past copies no more than it reads: to fill what is left of a copy for
         the longest trajectory took a third of a chunk's time.
         """
-        if self.kernels.past is None:
+        if self.kernels.past is None or self.scan_layers:
             return [tables], jnp.zeros((), jnp.int32)
         page = cache[0][0].shape[2]
         ends = past_ends(tables.shape[1], page)
@@ -312,15 +359,12 @@ class Sampler:
 
     def _reader(self, cache: Cache, tables: jax.Array) -> Callable[..., jax.Array]:
         """How a step's queries read a layer's past below their limits, and the chunk so far."""
-        if self.kernels.past is None:
-            over_pages = self._each_shard(
-                self.kernels.attend_pages,
-                (_QUERIES, _PAGES, _PAGES, _ROWS, _ROWS),
-                (_QUERIES,) * 2,
-            )
+        if self.kernels.past is None or self.scan_layers:
+            over_pages = self._over_pages()
 
-            def read(layer: int, q: jax.Array, limits: jax.Array, *chunk: jax.Array) -> jax.Array:
-                past, lse = over_pages(q[:, None], *cache[layer], tables, limits[:, None])
+            def read(layer: Any, q: jax.Array, limits: jax.Array, *chunk: jax.Array) -> jax.Array:
+                pair, place = self._place(layer)
+                past, lse = over_pages(q[:, None], *cache[pair], tables, limits[:, None], place)
                 return merge(*attend_chunk(q, *chunk), past[:, 0], lse[:, 0])
 
             return read
@@ -372,6 +416,24 @@ class Sampler:
         outgoing = jax.tree.map(lambda pages: read(pages, sources), cache)
         cache = jax.tree.map(lambda pages, new: write(pages, targets, new), cache, incoming)
         return self._split(cache), self._split(outgoing)
+
+
+def scans(scan_layers: bool, platform: str) -> bool:
+    """Whether the sampler goes through layers in a loop, as `config.model.scan_layers` has it.
+
+    Not on a CPU: there a loop copies the weights of a layer before it multiplies with them, which
+    took a fifth of the time, and layers apart compile in seconds.
+    """
+    return scan_layers and platform != "cpu"
+
+
+def _write_chunk(
+    pages: jax.Array, tables: jax.Array, start: jax.Array, counts: jax.Array, chunk: jax.Array
+) -> jax.Array:
+    """Writes what a chunk `[n, r, K, C, H]` added to the pages of n layers."""
+    n, r, K, C, H = chunk.shape
+    new = chunk.swapaxes(0, 1).reshape(r, n * K, C, H)
+    return kv_cache.write_tokens(pages, tables, start, counts, new)
 
 
 def _status(

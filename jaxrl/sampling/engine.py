@@ -199,6 +199,7 @@ class Engine:
         dtype: Any = jnp.float32,
         kernels: Kernels = XLA,
         train_mesh: Mesh | None = None,
+        scan_layers: bool = False,
         kinds: Sequence[str] = (next_token.GREEDY, next_token.PLAIN),
     ):
         """Declares the programs; allocates nothing but the stop tables.
@@ -218,6 +219,7 @@ class Engine:
             dtype: of weights, activations and cache.
             kernels: of attention.
             train_mesh: on which `set_weights` finds the parameters; `mesh` by default.
+            scan_layers: see `decode.Sampler`.
             kinds: ways to draw, out of `next_token.KINDS`, that `submit` may ask for.
 
         Raises:
@@ -251,12 +253,13 @@ class Engine:
             num_steps=chunk_tokens,
             num_rows=num_rows,
             dtype=dtype,
+            scan_layers=scan_layers,
         )
         self.row_sizes = fractions(self._rows_per_shard, (1, 4, 16))
         self.device = mesh.devices.flat[0]  # for what one of them computes alone
         self.append_sizes = append_sizes(self.device.platform, max_total_tokens)
         self.kinds = tuple(kinds)
-        self._declare(config, dtype)
+        self._declare(config)
         self._stops = _stop_tables(automaton, config.vocab_size, eos_ids, mesh)
         self._weights: Params | None = None
         self._next_request = 0
@@ -284,13 +287,13 @@ class Engine:
             for index in range(self.num_shards)
         ]
 
-    def _declare(self, config: Architecture, dtype: Any) -> None:
+    def _declare(self, config: Architecture) -> None:
         """The programs, compiled by `compile` or else when they are first called."""
-        prepare = lambda params: config.decode_weights(params, dtype)  # noqa: E731
-        layouts = decode_shardings(self._train_mesh, config)
-        self._prepare = jax.jit(prepare, out_shardings=layouts)
-        self._layouts = decode_shardings(self._mesh, config)
         sampler = self.sampler
+        scan = sampler.scan_layers
+        layouts = decode_shardings(self._train_mesh, config, scan_layers=scan)
+        self._prepare = jax.jit(sampler.weights, out_shardings=layouts)
+        self._layouts = decode_shardings(self._mesh, config, scan_layers=scan)
         decodes = [(rows, kind) for rows in self.row_sizes for kind in self.kinds]
         self.functions = (
             CompiledFunction(
@@ -663,15 +666,9 @@ class Engine:
         return self._device_pages(fill)
 
     def _device_pages(self, make: Any) -> Cache:
-        """`MOVED_PAGES` pages of each shard for each layer, made on the host by their shape."""
-        config = self.sampler.config
-        shape = (
-            self.num_shards * MOVED_PAGES,
-            config.num_kv_heads,
-            self.page_tokens,
-            config.head_dim,
-        )
-        pages = tuple((make(shape), make(shape)) for _ in range(config.num_layers))
+        """`MOVED_PAGES` pages of each shard, as the cache has them, made on the host by shape."""
+        count = self.num_shards * MOVED_PAGES
+        pages = jax.tree.map(lambda leaf: make((count, *leaf.shape[1:])), self._cache)
         return jax.device_put(pages, cache_sharding(self._mesh))
 
     # Chunks.

@@ -4,7 +4,6 @@ Chosen by `config.model.architecture = "tests.extending.my_architecture.Pocket"`
 """
 
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -70,12 +69,7 @@ class Pocket(Architecture):
         return jax.tree.map(lambda x: x.astype(dtype), params)
 
     def decode_weights(self, params, dtype):
-        params = self.train_weights(params, dtype)
-        layers = range(self.num_layers)
-        return {
-            **params,
-            "blocks": tuple(jax.tree.map(lambda x, i=i: x[i], params["blocks"]) for i in layers),
-        }
+        return self.train_weights(params, dtype)
 
     # Two ways through the same layer, which differ in what attends to what.
 
@@ -102,11 +96,9 @@ class Pocket(Architecture):
         logits = jnp.matmul(hidden, table.T, preferred_element_type=jnp.float32)
         return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, reference.LOWEST)
 
-    def sample_states(self, weights, token_ids, positions, attend):
+    def sample_states(self, weights, token_ids, positions, through):
         x = self._embed(weights, token_ids, positions)
-        for index, layer in enumerate(weights["blocks"]):
-            x = self._layer(layer, x, partial(attend, index))
-        return x
+        return through(lambda x, layer, attend: self._layer(layer, x, attend), x, weights["blocks"])
 
     def memory_terms(self, tensor):
         inner = self.num_heads // tensor * self.head_dim

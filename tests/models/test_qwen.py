@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl.models import kv_cache, qwen
 from jaxrl.models.attention.reference import LOWEST
+from jaxrl.models.layers import for_sampler
 from tests.helpers import TINY, full_pass, read_tokens, relative_distance, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -191,7 +192,7 @@ def test_every_parameter_is_declared_with_its_axes(settings):
             assert name in (None, "heads") or sizes[name] == size
 
     jax.tree.map(agrees, axes, params, is_leaf=lambda x: isinstance(x, tuple))
-    layers = config.decode_weights(params, jnp.float32)["blocks"]
+    layers = for_sampler(config.decode_weights(params, jnp.float32), scan=False)["blocks"]
     assert len(layers) == config.num_layers
     for index, layer in enumerate(layers):
         jax.tree.map(

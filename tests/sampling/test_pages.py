@@ -57,13 +57,15 @@ def test_pages_for_by_hand():
 
 
 @functools.cache
-def engine(num_pages):
-    """Six rows over so many pages of four tokens; 0: enough for all."""
+def engine(num_pages, num_rows=6, scan_layers=False):
+    """Rows over so many pages of four tokens; 0: enough for all."""
     kernels = dataclasses.replace(XLA, page_tokens=PAGE)
-    return Player(
-        SMALL, TOKENIZER, ("a", "e", "t"), num_rows=6, num_pages=num_pages, chunk_tokens=4,
-        max_prompt_tokens=20, max_total_tokens=LONGEST, kernels=kernels,
+    made = Player(
+        SMALL, TOKENIZER, ("a", "e", "t"), num_rows=num_rows, num_pages=num_pages, chunk_tokens=4,
+        max_prompt_tokens=20, max_total_tokens=LONGEST, kernels=kernels, scan_layers=scan_layers,
     ).engine  # fmt: skip
+    made.row_sizes = made.row_sizes[-1:]  # other shapes round otherwise
+    return made
 
 
 def check_books(engine):
@@ -128,22 +130,35 @@ def make_requests(seed, num_prompts=6, group_size=3):
     ]
 
 
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
 @pytest.mark.parametrize(("ahead", "lag"), [(0, 1), (1, 2), (1, 5)])
-def test_scarce_pages_give_the_same_samples(ahead, lag):
-    plenty, scarce = engine(0), engine(12)
-    assert (plenty.num_pages, scarce.num_pages) == (72, 12)  # a trajectory may fill 12
-    requests = make_requests(seed=lag)
+def test_a_tenth_of_the_pages_gives_the_same_samples_bit_for_bit(ahead, lag, scan_layers):
+    plenty, scarce = (engine(pages, num_rows=20, scan_layers=scan_layers) for pages in (0, 12))
+    requests = make_requests(seed=lag, num_prompts=12, group_size=2)
     wanted = play(plenty, requests, ahead=ahead, lag=lag)
+    assert plenty.most_pages >= 120  # a trajectory may fill 12
     before = dataclasses.replace(scarce.counts)
-    got = play(scarce, requests, ahead=ahead, lag=lag)
+    assert play(scarce, requests, ahead=ahead, lag=lag) == wanted
     assert scarce.counts.preemptions > before.preemptions
     assert scarce.counts.swapped > before.swapped
     assert scarce.most_pages == 12
-    for (ids, logprobs), (wanted_ids, wanted_logprobs) in zip(got, wanted, strict=True):
+    # And once more.
+    assert play(scarce, requests, ahead=ahead, lag=lag) == wanted
+
+
+def test_less_than_a_trajectory_is_refused_at_the_start():
+    with pytest.raises(ValueError, match=r"cache of 11 pages of 4 tokens .* fills 12; raise conf"):
+        engine(11)
+
+
+def test_a_loop_over_layers_samples_what_layers_one_by_one_do():
+    requests = make_requests(seed=3)
+    apart, stacked = (
+        play(engine(12, scan_layers=scan), requests, ahead=1, lag=2) for scan in (False, True)
+    )
+    for (ids, logprobs), (wanted_ids, wanted_logprobs) in zip(stacked, apart, strict=True):
         assert ids == wanted_ids
         np.testing.assert_allclose(logprobs, wanted_logprobs, atol=5e-5, rtol=0)
-    # And the same again, bit for bit.
-    assert play(scarce, requests, ahead=ahead, lag=lag) == got
 
 
 def test_a_prompt_is_read_once_however_late_its_samples_come():

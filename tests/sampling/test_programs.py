@@ -6,10 +6,13 @@ import numpy as np
 import pytest
 
 from jaxrl.components import draw_kinds
+from jaxrl.models.attention import gpu
+from jaxrl.models.attention.gpu import num_live
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 from jaxrl.models.attention.tpu import page_of_step
 from jaxrl.sampling.engine import append_sizes, fractions
 from tests.helpers import ROOT
+from tests.programs import equations
 from tests.toys import SMALL, Player, toy_tokenizer
 
 CONFIGS = [
@@ -40,11 +43,8 @@ def lengths_of(name, rng, count):
     return np.clip(rng.lognormal(np.log(median), spread, count), 1, most).astype(int)
 
 
-@pytest.mark.parametrize("name", ["search", "math", "dapo"])
-def test_a_decoding_step_fetches_live_pages_and_no_others(name):
-    page, rng = PAGE_TOKENS["mosaic"], np.random.default_rng(0)
-    lengths = lengths_of(name, rng, 256)
-    limits = np.where(rng.random(256) < 0.8, lengths, 0)  # the others wait or have stopped
+def fetched_on_a_tpu(limits, page, rng):
+    """Tokens of the pages that the steps of the kernel's grid name, one that stays named once."""
     num_pages = -(-limits // page)
     width = num_pages.max()
     tables = rng.permutation(256 * width).reshape(256, width)
@@ -52,8 +52,55 @@ def test_a_decoding_step_fetches_live_pages_and_no_others(name):
     pages = jax.vmap(lambda b, j: page_of_step(b, j, jnp.array(tables), jnp.array(num_pages))[0])(
         rows, steps
     )
-    fetched = page * (1 + np.count_nonzero(np.diff(pages)))
-    assert limits.sum() <= fetched <= 1.15 * limits.sum() + page * len(limits)
+    return page * (1 + np.count_nonzero(np.diff(pages)))
+
+
+def fetched_on_a_gpu(limits, page, _):
+    """Tokens of the pages that each program's loop goes over, in which it loads each once."""
+    # A program has the queries of one key head, in 16 rows at least; who pads them reads nothing.
+    padded = np.pad(limits[:, None], ((0, 0), (0, 15)))
+    return page * sum(int(num_live(jnp.array(of_row), page)) for of_row in padded)
+
+
+@pytest.mark.parametrize("name", ["search", "math", "dapo"])
+@pytest.mark.parametrize(
+    ("kernel", "fetched"), [("mosaic", fetched_on_a_tpu), ("triton", fetched_on_a_gpu)]
+)
+def test_a_decoding_step_fetches_live_pages_and_no_others(kernel, fetched, name):
+    page, rng = PAGE_TOKENS[kernel], np.random.default_rng(0)
+    lengths = lengths_of(name, rng, 256)
+    limits = np.where(rng.random(256) < 0.8, lengths, 0)  # the others wait or have stopped
+    total = fetched(limits, page, rng)
+    assert limits.sum() <= total <= 1.15 * limits.sum() + page * len(limits)
+
+
+def test_the_gpu_kernel_loads_keys_and_values_in_one_loop_of_so_many_turns():
+    # What the figures above rest on: pages are read inside the kernel's only loop, nowhere else.
+    inputs = (
+        jax.ShapeDtypeStruct(shape, kind)
+        for shape, kind in (
+            ((4, 1, 8, 64), jnp.bfloat16),
+            *[((32, 2, 64, 64), jnp.bfloat16)] * 2,
+            ((4, 8), jnp.int32),
+            ((4, 1), jnp.int32),
+        )
+    )
+    [call] = [
+        one
+        for one in equations(jax.make_jaxpr(gpu.attend_pages)(*inputs).jaxpr)
+        if one.primitive.name == "pallas_call"
+    ]
+    kernel = call.params["jaxpr"]
+    _, keys, values, *_ = kernel.invars
+    [loop] = [one for one in kernel.eqns if one.primitive.name == "while"]
+    users = [one for one in kernel.eqns if keys in one.invars or values in one.invars]
+    assert users == [loop]
+    loads = [
+        one
+        for one in loop.params["body_jaxpr"].jaxpr.eqns
+        if one.primitive.name == "get" and one.invars[0].aval.shape == keys.aval.shape
+    ]
+    assert [one.outvars[0].aval.shape for one in loads] == [(64, 64)] * 2
 
 
 def test_a_chunk_on_a_cpu_makes_no_array_for_tokens_that_no_row_has():

@@ -392,12 +392,17 @@ def _pages_kernel(
 
     zeros = jnp.zeros(limits.shape, jnp.float32)
     outs = tuple(jnp.zeros(one.shape, jnp.float32) for one in queries)
-    num_pages = (limits.max() + page - 1) // page
-    highest, total, outs = jax.lax.fori_loop(0, num_pages, add, (zeros + FLOOR, zeros, outs))
+    sums = zeros + FLOOR, zeros, outs
+    highest, total, outs = jax.lax.fori_loop(0, num_live(limits, page), add, sums)
     total = jnp.where(total > 0, total, 1.0)
     for one, part in zip(outs, parts, strict=True):
         out_ref[:, part] = one / total[:, None]
     lse_ref[...] = (highest + jnp.log2(total)) * math.log(2)
+
+
+def num_live(limits: jax.Array, page: int) -> jax.Array:
+    """Pages that a program reads for queries below such limits: the first ones of its table."""
+    return (limits.max() + page - 1) // page
 
 
 def _powers_of_2(size: int) -> list[Any]:

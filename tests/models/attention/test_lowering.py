@@ -13,6 +13,7 @@ import pytest
 
 from jaxrl.models.attention import gpu, tpu
 from tests.helpers import ROOT
+from tests.programs import CUSTOM_CALLS, v6e_chip
 
 SHAPES = [
     # R, T, N, K, H, dtype
@@ -21,12 +22,6 @@ SHAPES = [
     (1, 512, 4, 4, 80, "bfloat16"),
     (1, 200, 4, 1, 96, "float32"),
     (1, 200, 4, 2, 256, "bfloat16"),
-]
-
-
-CUSTOM_CALLS = [
-    jax.export.DisabledSafetyCheck.custom_call(name)
-    for name in ("triton_kernel_call", "__gpu$xla.gpu.triton")
 ]
 
 
@@ -93,15 +88,7 @@ def test_both_compile_for_a_v6e_splash_attention_with_temporaries_linear_in_toke
 
 def main():
     """Bytes of temporaries of 4,096 and 8,192 tokens, by TPU's own compiler."""
-    folder = os.environ.get("LIBTPU_DIR")
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
-    if folder:
-        sys.path.insert(0, folder)
-        os.environ["TPU_LIBRARY_PATH"] = f"{folder}/libtpu/libtpu.so"
-    from jax.experimental import topologies
-
-    chips = topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices
-    on_chip = jax.sharding.SingleDeviceSharding(chips[0])
+    on_chip = jax.sharding.SingleDeviceSharding(v6e_chip())
     for shape in PAGES:
         jax.jit(tpu.attend_pages).lower(*page_inputs(*shape, sharding=on_chip)).compile()
     for length in (4096, 8192):

@@ -1,5 +1,7 @@
 """What the gradient of packed rows costs with this attention: memory, and precision of products."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from jaxrl.models.policy import Model
 from jaxrl.types import Batch
 from tests.helpers import NUM_TOKENS, TINY
+from tests.programs import CONFIG, products, trainer_programs
 from tests.toys import one_device_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -38,30 +41,24 @@ def gradient_of(row_tokens, **settings):
 
 
 @pytest.mark.minutes
-def test_temporaries_grow_with_the_tokens_of_a_row():
-    def per_token(row_tokens):
-        gradient, *shapes = gradient_of(row_tokens, logits_chunk_tokens=256)
-        sizes = gradient.lower(*shapes).compile().memory_analysis()
-        return sizes.temp_size_in_bytes / row_tokens
+def test_temporaries_of_the_whole_update_grow_with_tokens_and_with_the_ids_of_a_chunk():
+    def temporaries(row_tokens, vocab_size=64):
+        config = replace(CONFIG, vocab_size=vocab_size, max_positions=2**16)
+        settings = {"row_tokens": row_tokens, "dtype": jnp.float32, "logits_chunk_tokens": 256}
+        function, arguments = trainer_programs(config, rows=1, **settings)["update"]
+        program = jax.jit(function, donate_argnums=1).lower(*arguments).compile()
+        return program.memory_analysis().temp_size_in_bytes
 
-    assert per_token(32_768) < 1.1 * per_token(4096)
-
-
-def products(jaxpr):
-    """All products of a program, those of its loops and inner functions included."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "dot_general":
-            yield equation
-        is_inner = lambda value: hasattr(value, "eqns") or hasattr(value, "jaxpr")  # noqa: E731
-        for value in jax.tree.leaves(equation.params, is_leaf=is_inner):
-            if is_inner(value):
-                yield from products(getattr(value, "jaxpr", value))
+    short, long = temporaries(4096), temporaries(32_768)
+    assert long / 32_768 < 1.1 * short / 4096
+    # More ids cost the same whatever the number of tokens: a chunk's logits, and the tables.
+    assert temporaries(32_768, 8192) - long < 1.1 * (temporaries(4096, 8192) - short)
 
 
 def test_no_product_of_the_bfloat16_gradient_takes_float32():
     # Without exception: where results add up over many tokens, the product itself gives float32.
     gradient, *shapes = gradient_of(200, dtype=jnp.bfloat16)
-    found = list(products(jax.make_jaxpr(gradient)(*shapes).jaxpr))
+    found = products(jax.make_jaxpr(gradient)(*shapes).jaxpr)
     assert len(found) > 40
     for equation in found:
         assert {operand.aval.dtype for operand in equation.invars} == {jnp.dtype("bfloat16")}, (

@@ -1,0 +1,172 @@
+"""The device programs of a tiny model, with abstract arguments."""
+
+import os
+import sys
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxrl.config import default_config
+from jaxrl.models import qwen
+from jaxrl.models.attention import gpu, tpu
+from jaxrl.models.attention.choice import on_mesh
+from jaxrl.models.attention.kernels import PAGE_TOKENS, XLA, Kernels
+from jaxrl.runtime import sharding
+from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, StopTables
+from jaxrl.sampling.next_token import PLAIN
+from jaxrl.training import update
+from jaxrl.training.policy_loss import make_policy_loss
+from jaxrl.types import Batch
+
+CONFIG = qwen.QwenConfig(
+    vocab_size=64,
+    width=32,
+    mlp_width=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    tie_embeddings=True,
+    qkv_bias=False,
+    output_bias=False,
+    qk_norm=True,
+    max_positions=128,
+)
+
+CUSTOM_CALLS = [
+    jax.export.DisabledSafetyCheck.custom_call(name)
+    for name in ("triton_kernel_call", "__gpu$xla.gpu.triton")
+]
+"""What `jax.export` has to be told to let pass."""
+
+
+def shape(dimensions, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(dimensions, dtype)
+
+
+def kernels_on(mesh, name):
+    """The kernels of that name as an accelerator has them."""
+    if name == "xla":
+        return replace(XLA, past=None)
+    module = {"triton": gpu, "mosaic": tpu}[name]
+    return Kernels(
+        name=name,
+        reason="for a test",
+        train=on_mesh(module.train, mesh),
+        attend_pages=module.attend_pages,
+        page_tokens=PAGE_TOKENS[name],
+    )
+
+
+def sampler_programs(
+    config=CONFIG, *, device=None, kernels="xla", kind=PLAIN, num_pages=32, dtype=jnp.bfloat16,
+    scan_layers=False,
+):  # fmt: skip
+    """Decoding and reading, each with abstract arguments, of which the second is donated."""
+    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1, devices=[device or jax.devices()[0]])
+    kernels = kernels_on(mesh, kernels) if isinstance(kernels, str) else kernels
+    sampler = Sampler(
+        config=config, mesh=mesh, kernels=kernels, num_tokens=config.vocab_size - 4, num_steps=4,
+        num_rows=8, dtype=dtype, scan_layers=scan_layers,
+    )  # fmt: skip
+    cache = jax.eval_shape(lambda: sampler.empty_cache(num_pages, kernels.page_tokens))
+    state = jax.eval_shape(sampler.empty_state)
+    tables = shape((8, 16))  # more than a CPU copies at once
+    chunk = Rows(source=shape((8,)), state=state, tables=tables, keys=shape((8, 2), jnp.uint32))
+    blocks = Blocks(
+        token_ids=shape((8, BLOCK)), start=shape((8,)), counts=shape((8,)), tables=tables
+    )
+    one = shape((), jnp.float32)
+    weights = jax.eval_shape(sampler.weights, config.abstract_params())
+    stops = StopTables(
+        next_state=shape((5, config.vocab_size), jnp.int8),
+        is_hit=shape((5, config.vocab_size), jnp.bool_),
+        is_end=shape((config.vocab_size,), jnp.bool_),
+    )
+    return {
+        "decode": (
+            partial(sampler.decode_chunk, kind=kind),
+            (weights, cache, state, chunk, stops, one, one),
+        ),
+        "append": (sampler.append, (weights, cache, blocks)),
+    }
+
+
+def trainer_programs(
+    config=CONFIG, *, device=None, kernels="xla", rows=4, row_tokens=16, dtype=jnp.bfloat16,
+    **settings,
+):  # fmt: skip
+    """A micro-batch's gradient and the optimizer, each with abstract arguments."""
+    mesh = sharding.make_mesh(data=1, fsdp=1, tensor=1, devices=[device or jax.devices()[0]])
+    model = update.Model(
+        config, mesh, num_tokens=config.vocab_size - 4, dtype=dtype,
+        attention=kernels_on(mesh, kernels), **settings,
+    )  # fmt: skip
+    optimizer = optax.adamw(1e-3)
+    step = update.UpdateStep(model, make_policy_loss(default_config()), optimizer)
+    trained = jax.eval_shape(
+        lambda p: update.init_state(p, mesh, config, optimizer), config.abstract_params()
+    )
+    whole = (2, rows, row_tokens)
+    batch = Batch(
+        token_ids=shape(whole),
+        segment_ids=shape(whole),
+        positions=shape(whole),
+        loss_mask=shape(whole, jnp.bool_),
+        token_weights=shape(whole, jnp.float32),
+        advantages=shape(whole, jnp.float32),
+        rollout_logprobs=shape(whole, jnp.float32),
+    )
+    sums = jax.eval_shape(step.gradient.begin.function, trained.params, batch)
+    return {
+        "update": (
+            partial(step.gradient.add.program.function, room=3),
+            (trained.params, sums, batch, shape(()), shape(())),
+        ),
+        "optimizer": (step.apply.function, (trained, sums)),
+    }
+
+
+def equations(jaxpr, *, in_kernels=True):
+    """All equations of a program, those of its loops, inner functions and kernels included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        if equation.primitive.name == "pallas_call" and not in_kernels:
+            continue
+        is_inner = lambda value: hasattr(value, "eqns") or hasattr(value, "jaxpr")  # noqa: E731
+        for value in jax.tree.leaves(equation.params, is_leaf=is_inner):
+            if is_inner(value):
+                yield from equations(getattr(value, "jaxpr", value), in_kernels=in_kernels)
+
+
+def products(jaxpr, **settings):
+    """All products of a program."""
+    return [one for one in equations(jaxpr, **settings) if one.primitive.name == "dot_general"]
+
+
+def v6e_chip():
+    """A device to compile for that need not exist, by libtpu where it is installed.
+
+    `LIBTPU_DIR` may name a folder of `pip install --target`.
+    """
+    os.environ["TPU_SKIP_MDS_QUERY"] = os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    if folder := os.environ.get("LIBTPU_DIR"):
+        sys.path.insert(0, folder)
+        os.environ["TPU_LIBRARY_PATH"] = f"{folder}/libtpu/libtpu.so"
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices[0]
+
+
+def compile_for(device, function, arguments, **settings):
+    """A program compiled for a device that need not exist."""
+    place = jax.sharding.SingleDeviceSharding(device)
+    there = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arguments
+    )
+    return jax.jit(function, **settings).lower(*there).compile()

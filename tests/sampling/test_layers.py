@@ -1,0 +1,42 @@
+"""The sampler's loop over layers: one layer is compiled for all, and the cache is never copied."""
+
+import time
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.programs import CONFIG, sampler_programs
+
+PAGES = 4096
+
+
+def compiled(name, num_layers, *, scan_layers=True):
+    function, arguments = sampler_programs(
+        replace(CONFIG, num_layers=num_layers), num_pages=PAGES, dtype=jnp.float32,
+        scan_layers=scan_layers,
+    )[name]  # fmt: skip
+    started = time.process_time()
+    program = jax.jit(function, donate_argnums=1).lower(*arguments).compile()
+    return program, time.process_time() - started
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("name", ["decode", "append"])
+def test_64_layers_compile_about_as_fast_as_16(name):
+    seconds = {}
+    for num_layers in (16, 64):
+        seconds[num_layers] = min(compiled(name, num_layers)[1] for _ in range(3))
+    assert seconds[64] < 1.3 * seconds[16]
+
+
+@pytest.mark.parametrize("name", ["decode", "append"])
+@pytest.mark.parametrize("scan_layers", [False, True], ids=["unrolled", "scanned"])
+def test_the_cache_is_written_where_it_lies(name, scan_layers):
+    program, _ = compiled(name, 4, scan_layers=scan_layers)
+    sizes = program.memory_analysis()
+    # Keys and values of 4 layers: 2 heads of 16, 16 tokens a page, 4 bytes.
+    cache = 2 * 4 * PAGES * 2 * 16 * 16 * 4
+    assert sizes.alias_size_in_bytes >= cache
+    assert sizes.temp_size_in_bytes < cache / 50  # not even one layer's keys
