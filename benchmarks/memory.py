@@ -132,7 +132,7 @@ def trainer_programs(config: ConfigDict, model: QwenConfig, mesh: Any) -> dict[s
         lambda p: init_state(p, mesh, model, optimizer), model.abstract_params()
     )
     state = like(abstract, state_shardings(mesh, model, optimizer))
-    batch = abstract_batch(config, mesh)
+    batch = abstract_batch(config, policy)
     params, index = state.params, jax.ShapeDtypeStruct((), jnp.int32)
     sums = jax.eval_shape(step.gradient.begin.function, params, batch)
     sums = dataclasses.replace(
@@ -151,9 +151,9 @@ def trainer_programs(config: ConfigDict, model: QwenConfig, mesh: Any) -> dict[s
     }
 
 
-def abstract_batch(config: ConfigDict, mesh: Any) -> Batch:
+def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
     """A mini-batch of the train stage for shapes alone."""
-    shape = train_shape(config)
+    shape = train_shape(config, policy.shards_with_prompts)
     whole = (shape.num_micro, shape.micro_rows, shape.row_tokens)
     ints, floats = (jax.ShapeDtypeStruct(whole, dtype) for dtype in (jnp.int32, jnp.float32))
     batch = Batch(
@@ -168,7 +168,7 @@ def abstract_batch(config: ConfigDict, mesh: Any) -> Batch:
         ref_logprobs=floats if has_kl_loss(config) and config.kl.anchor == "ref" else None,
         kl_weights=floats if has_kl_weights(config) else None,
     )
-    return like(batch, batch_shardings(mesh, batch))
+    return like(batch, batch_shardings(policy.mesh, batch))
 
 
 def sampler_programs(

@@ -11,7 +11,9 @@ longest is done. `update`: one step of AdamW on the clipped policy loss over tho
 micro-batches of `micro_rows` sequences; torch pads each to its longest and sorts by length. Both
 give the mean log-probability of the same tokens before the first update, `logprob_gap` apart.
 
-Every rate is the median over repetitions; `ours over` that of ratios within a repetition. `--peers`
+Every rate is the median over repetitions; `ours over` that of ratios within a repetition.The extra
+bytes of `sample` and `update` are what each needs at most beyond what stays in memory between two
+of them, such as weights, moments and code. `--peers`
 names who takes part, by default all that are installed: torch for transformers, google-tunix for
 Tunix. Its declared needs exclude ours (safetensors below 0.8), but on a CPU it runs beside them:
 
@@ -24,9 +26,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
+import gc
 import importlib.util
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -387,6 +392,22 @@ ONE_THREAD = {
 }
 
 
+def memory(name: str) -> int:
+    """A line of Linux's account of this process, in bytes."""
+    [line] = [one for one in Path("/proc/self/status").read_text().splitlines() if name in one]
+    return int(line.split()[1]) * 1024
+
+
+def begin_peak() -> int | None:
+    """Gives freed memory back and lets the peak begin anew; the resident bytes. None elsewhere."""
+    if not sys.platform.startswith("linux"):
+        return None
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory("VmRSS")
+
+
 def serve(peer: Any) -> None:
     """Answers each line `sample NUMBER` or `update NUMBER` with the seconds that it took."""
     print(json.dumps({"mean_logprob": peer.mean_logprob()}), flush=True)
@@ -394,12 +415,14 @@ def serve(peer: Any) -> None:
     for line in sys.stdin:
         what, number = line.split()
         num_compilations = compilations.num
+        resident = begin_peak()
         started, cpu_started = time.perf_counter(), time.process_time()
         getattr(peer, what)(int(number))
         seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
         said = {
             "s": seconds,
             "cpu_s": cpu_seconds,
+            "extra_bytes": memory("VmHWM") - resident if resident else None,
             "peak_bytes": common.peak_bytes()[0],
             "num_compilations": compilations.num - num_compilations,
         }
@@ -452,15 +475,18 @@ def take_turns(peers: Sequence[Peer], work: Work, model: Any, flags: Any) -> dic
     figures: dict[str, Any] = {peer.name: {"num_recompilations": 0} for peer in peers}
     for what, count in counts.items():
         seconds: dict[str, list[float]] = {peer.name: [] for peer in peers}
+        extra: dict[str, list[float]] = {peer.name: [] for peer in peers}
         for number in range(flags.warm_up + flags.repetitions):
             for peer in peers:
                 found = peer.ask(what, number)
                 if number >= flags.warm_up:
                     seconds[peer.name].append(found["cpu_s"])
+                    extra[peer.name].append(found["extra_bytes"] or math.nan)
                     figures[peer.name]["num_recompilations"] += found["num_compilations"]
                 figures[peer.name]["peak_bytes"] = found["peak_bytes"]
         for name, taken in seconds.items():
             figures[name][f"{what} tokens_per_cpu_s"] = count / statistics.median(taken)
+            figures[name][f"{what} extra_bytes"] = statistics.median(extra[name])
         for name in (peer.name for peer in peers[1:]):
             pairs = zip(seconds[name], seconds[peers[0].name], strict=True)
             ratios = [other / one for other, one in pairs]

@@ -107,6 +107,7 @@ class Steps:
         self.episodes.env.latency_s = work.latency_ms / 1e3
         config = self._config = make_config(work, self.episodes.max_total_tokens)
         policy = make_model(model, work, mesh)
+        self._shape = train_shape(config, policy.shards_with_prompts)
         optimizer = make_optimizer(config.optimizer, num_steps * work.num_minibatches)
         self._update = UpdateStep(policy, make_policy_loss(config), optimizer)
         self._score = ScoreStep(policy, temperature=1.0)
@@ -187,9 +188,7 @@ class Steps:
     def _pack(self, groups: Sequence[Group], number: int) -> list[Packed]:
         config = self._config
         groups = self._estimate(groups, number, number)
-        return make_minibatches(
-            groups, train_shape(config), config, controllers=Controllers.init(config)
-        )
+        return make_minibatches(groups, self._shape, config, controllers=Controllers.init(config))
 
     def _put(self, minibatches: Sequence[Packed]) -> list[Batch]:
         params = self._state.params

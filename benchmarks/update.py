@@ -51,8 +51,8 @@ class Work:
     prompt_tokens: int
     new_tokens: int  # median of those of a sequence that count in the loss
     spread: float  # standard deviation of the logarithm of their number
-    row_tokens: int  # length of a packed row; no sequence is longer
-    micro_rows: int  # rows of a micro-batch
+    row_tokens: int  # of the longest sequence there may be
+    micro_rows: int  # such sequences that a micro-batch has room for
     logits_chunk_tokens: int  # tokens whose logits are in memory at a time
     remat: str  # what of a layer the backward pass computes again
     scan_layers: bool  # compile one layer for all
@@ -97,7 +97,7 @@ def make_batch(sequences: Sequence[Demonstration], work: Work, num_shards: int =
         len(sequences),
         micro_rows=work.micro_rows,
         row_tokens=work.row_tokens,
-        shares_prompts=work.shares_prompts,
+        shards_with_prompts=num_shards if work.shares_prompts else 0,
     )
     advantages = np.random.default_rng(1).normal(size=len(sequences)).astype(np.float32)
     weights = token_weights([one.loss_mask for one in sequences], token_mean)

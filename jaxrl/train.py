@@ -72,7 +72,7 @@ def train(session: Session, params: Params) -> Params:
     score = ScoreStep(components.model, temperature=config.rollout.temperature)
     estimate = Estimator(config)
     stream = Stream(components.tasks, seed=config.seed)
-    shape = train_shape(config, shares_prompts=components.model.attention.shares_prompts)
+    shape = train_shape(config, components.model.shards_with_prompts)
     num_shards = num_batch_shards(components.mesh)
     measure = measure_for(session, score, shape)
     collector = Collector(session=session, stream=stream, measure=measure)

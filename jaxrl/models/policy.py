@@ -52,6 +52,11 @@ class Model:
         self.through = Through(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
 
+    @property
+    def shards_with_prompts(self) -> int:
+        """Devices that rows are split over, where segments may share prompts; else 0."""
+        return num_batch_shards(self.mesh) if self.attention.shares_prompts else 0
+
     def token_logprobs(
         self,
         params: Params,

@@ -37,25 +37,41 @@ class BatchShape:
     Attributes:
         num_micro: micro-batches there is room for, A.
         micro_rows: rows of a micro-batch, b; a multiple of data * fsdp.
-        row_tokens: length of a row, T; no sequence may be longer.
+        row_tokens: length of a row, T.
         shares_prompts: sequences in a row whose prompts are the same have it once.
+        max_tokens: of a sequence; None for those of a row.
     """
 
     num_micro: int
     micro_rows: int
     row_tokens: int
     shares_prompts: bool = False
+    max_tokens: int | None = None
 
     @classmethod
     def for_sequences(
-        cls, num_sequences: int, *, micro_rows: int, row_tokens: int, shares_prompts: bool = False
+        cls, num_sequences: int, *, micro_rows: int, row_tokens: int, shards_with_prompts: int = 0
     ) -> BatchShape:
-        """Room for any `num_sequences` sequences, were each to fill a row of its own."""
+        """Room for any `num_sequences` sequences, were each as long as `row_tokens`.
+
+        Args:
+            num_sequences: of a mini-batch.
+            micro_rows: how many such sequences a micro-batch has room for.
+            row_tokens: of the longest.
+            shards_with_prompts: where kernels share prompts, the devices over which rows are split.
+                Each then has one row a micro-batch, as long as all its rows would be: more
+                sequences meet others of their prompt, and less of a row is padding. These kernels
+                skip what a token does not read. 0 elsewhere.
+        """
+        num_micro = max(-(-num_sequences // micro_rows), 1)
+        if not shards_with_prompts:
+            return cls(num_micro=num_micro, micro_rows=micro_rows, row_tokens=row_tokens)
         return cls(
-            num_micro=max(-(-num_sequences // micro_rows), 1),
-            micro_rows=micro_rows,
-            row_tokens=row_tokens,
-            shares_prompts=shares_prompts,
+            num_micro=num_micro,
+            micro_rows=shards_with_prompts,
+            row_tokens=micro_rows // shards_with_prompts * row_tokens,
+            shares_prompts=True,
+            max_tokens=row_tokens,
         )
 
 
@@ -64,24 +80,24 @@ def row_tokens(config: ConfigDict) -> int:
     return -(-config.rollout.max_total_tokens // 16) * 16
 
 
-def train_shape(config: ConfigDict, *, shares_prompts: bool = False) -> BatchShape:
-    """The shape of every mini-batch of the train stage."""
+def train_shape(config: ConfigDict, shards_with_prompts: int = 0) -> BatchShape:
+    """The shape of every mini-batch of the train stage; see `BatchShape.for_sequences`."""
     groups = config.rollout.tasks_per_step // config.optimizer.num_minibatches
     return BatchShape.for_sequences(
         groups * config.rollout.group_size,
         micro_rows=config.optimizer.micro_rows,
         row_tokens=row_tokens(config),
-        shares_prompts=shares_prompts,
+        shards_with_prompts=shards_with_prompts,
     )
 
 
-def sft_shape(config: ConfigDict, *, shares_prompts: bool = False) -> BatchShape:
-    """The shape of every batch of the sft stage."""
+def sft_shape(config: ConfigDict, shards_with_prompts: int = 0) -> BatchShape:
+    """The shape of every batch of the sft stage; see `BatchShape.for_sequences`."""
     return BatchShape.for_sequences(
         config.sft.batch_size,
         micro_rows=config.sft.optimizer.micro_rows,
         row_tokens=row_tokens(config),
-        shares_prompts=shares_prompts,
+        shards_with_prompts=shards_with_prompts,
     )
 
 
@@ -151,18 +167,13 @@ def assign_rows(items: Sequence[Item], row_tokens: int) -> list[list[int]]:
 
     The longest come first, of all or of one prompt after another: whichever takes fewer rows.
 
+    Args:
+        items: the sequences, none of them longer than a row.
+        row_tokens: of a row.
+
     Returns:
         For each row the indices of its sequences, those of a prompt one after another.
-
-    Raises:
-        ValueError: a sequence is longer than a row.
     """
-    for item in items:
-        if item.length > row_tokens:
-            raise ValueError(
-                f"a sequence of {item.length} tokens does not fit a row of {row_tokens}; raise "
-                "config.rollout.max_total_tokens or shorten the demonstrations."
-            )
     totals: dict[int, int] = {}
     for item in items:
         totals[item.prompt] = totals.get(item.prompt, 0) + item.length
@@ -170,6 +181,15 @@ def assign_rows(items: Sequence[Item], row_tokens: int) -> list[list[int]]:
     by_prompt = sorted(longest_first, key=lambda i: (-totals[items[i].prompt], items[i].prompt))
     found = [_first_fit(items, order, row_tokens) for order in (longest_first, by_prompt)]
     return min(found, key=len)
+
+
+def _check_lengths(items: Sequence[Item], max_tokens: int) -> None:
+    longest = max((item.length for item in items), default=0)
+    if longest > max_tokens:
+        raise ValueError(
+            f"a sequence of {longest} tokens does not fit a row of {max_tokens}; raise "
+            "config.rollout.max_total_tokens or shorten the demonstrations."
+        )
 
 
 def _first_fit(items: Sequence[Item], order: Sequence[int], row_tokens: int) -> list[list[int]]:
@@ -228,8 +248,12 @@ def pack(
         num_counted: sampled tokens of the mini-batch, where `sequences` leaves out some that have
             no signal; theirs alone by default.
         num_shards: devices that share the rows of a micro-batch; each gets about as many tokens.
+
+    Raises:
+        ValueError: a sequence is too long.
     """
     items = make_items(sequences, shares_prompts=shape.shares_prompts)
+    _check_lengths(items, shape.max_tokens or shape.row_tokens)
     rows = [placed(items, row) for row in assign_rows(items, shape.row_tokens)]
     loads = [0] * num_shards
     if num_shards > 1:

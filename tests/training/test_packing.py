@@ -124,11 +124,12 @@ def test_room_for_any_sequences():
 
 
 def test_too_long_is_refused():
-    with pytest.raises(ValueError, match=r"9 tokens does not fit a row of 8.*max_total_tokens"):
-        rows_of([3, 9], 8)
     shape = BatchShape(num_micro=1, micro_rows=1, row_tokens=8)
-    with pytest.raises(ValueError, match="does not fit a row"):
-        pack([sequence([1] * 9)], np.ones(1), shape)
+    merged = BatchShape.for_sequences(2, micro_rows=2, row_tokens=8, shards_with_prompts=1)
+    assert merged.row_tokens == 16
+    for one in (shape, merged):
+        with pytest.raises(ValueError, match=r"9 tokens does not fit a row of 8.*max_total_tokens"):
+            pack([sequence([1] * 3), sequence([1] * 9)], np.ones(2), one)
 
 
 def test_too_many_rows_are_refused():
@@ -209,12 +210,12 @@ def test_batches_hold_each_token_once(case, micro_rows, seed):
 @given(
     st.lists(st.integers(2, 24), min_size=12, max_size=12),
     st.tuples(st.integers(1, 9), st.integers(1, 9)),
-    st.integers(1, 3),
+    st.integers(1, 4),
 )
 def test_rows_with_shared_prompts_hold_each_token_with_loss_once(lengths, prompts, micro_rows):
     sequences = sharing_prompts(random_sequences(lengths), prompts)
     sizes = {"micro_rows": micro_rows, "row_tokens": 30}
-    shape = BatchShape.for_sequences(12, **sizes, shares_prompts=True)
+    shape = BatchShape.for_sequences(12, **sizes, shards_with_prompts=1)
     packed = pack(sequences, np.ones(12, np.float32), shape)
     batch = packed.batch
     assert (batch.segment_ids > 0).sum() == packed.num_tokens - packed.num_shared
