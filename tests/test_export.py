@@ -98,7 +98,7 @@ def test_nothing_in_a_decoding_step_depends_on_data_outside_of_kernels(kind, sca
     not (importlib.util.find_spec("libtpu") or os.environ.get("LIBTPU_DIR")),
     reason="libtpu is not installed; LIBTPU_DIR may name a folder of `pip install --target`",
 )
-def test_all_compile_for_a_v6e_with_temporaries_as_they_should_be():
+def test_all_compile_for_a_v6e_without_copies_of_pages_or_whole_scores():
     command = [sys.executable, "-m", "tests.test_export"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=3000)
     assert result.returncode == 0, result.stderr[-3000:]
@@ -107,11 +107,8 @@ def test_all_compile_for_a_v6e_with_temporaries_as_they_should_be():
         for how in ("unrolled", "scanned"):
             # The cache is 128 MiB: not one layer's keys are copied.
             assert made[f"{name}, {how}"] < 4 * 2**20
-    assert made["update, 32768 tokens"] / 8 < 1.1 * made["update, 4096 tokens"]
-    # Beyond the tables a chunk's logits and their gradient grow with the vocabulary, alone.
-    assert made["update, 65536 ids"] - made["update, 4096 tokens"] < 61_440 * 4 * (
-        2 * 1024 + 4 * 256
-    )
+    # Scores of 4,096 tokens by 4,096 in one head alone would be 64 MiB.
+    assert made["update"] < 32 * 2**20
 
 
 def main():
@@ -131,14 +128,8 @@ def main():
         made = sampler_programs(wide, **on_chip, num_pages=512, scan_layers=how == "scanned")
         for name, program in made.items():
             measure(f"{name}, {how}", *program)
-    for label, row_tokens, vocab_size in (
-        ("4096 tokens", 4096, 4096),
-        ("32768 tokens", 32_768, 4096),
-        ("65536 ids", 4096, 65_536),
-    ):
-        config = replace(wide, vocab_size=vocab_size)
-        settings = {"rows": 1, "row_tokens": row_tokens, "logits_chunk_tokens": 1024}
-        measure(f"update, {label}", *trainer_programs(config, **on_chip, **settings)["update"])
+    settings = {"rows": 1, "row_tokens": 4096, "logits_chunk_tokens": 1024}
+    measure("update", *trainer_programs(wide, **on_chip, **settings)["update"])
     print(json.dumps(found))
 
 
