@@ -41,7 +41,6 @@ BLOCK = 16
 """Tokens of one row that are read into the cache side by side."""
 
 _PAGES, _ROWS, _QUERIES = P(BATCH, "tensor"), P(BATCH), P(BATCH, None, "tensor")
-_CHUNK = P(None, BATCH, "tensor")
 
 
 @struct.dataclass
@@ -160,6 +159,14 @@ class Sampler:
         return (0, layer) if self.scan_layers else (layer, 0)
 
     @property
+    def _chunk(self) -> P:
+        """How what a chunk adds is split: `[r, K, C, H]`, or of n layers `[n, r, K, C, H]`.
+
+        An axis of one layer would take a CPU an eighth of its time, in copies.
+        """
+        return P(None, *_PAGES) if self.scan_layers else _PAGES
+
+    @property
     def _depth(self) -> int:
         """Layers of a pair of the cache."""
         return self.config.num_layers if self.scan_layers else 1
@@ -254,10 +261,10 @@ class Sampler:
         # While a row runs, its step i draws the token at position cached + 1 + i.
         draws = cached + 1 + jnp.arange(self.num_steps)[:, None]
         uniforms = jax.vmap(next_token.uniforms, in_axes=(None, 0))(rows.keys, draws)
-        heads = (self.config.num_kv_heads, self.num_steps, self.config.head_dim)
-        empty = jnp.zeros((self._depth, num_rows, *heads), self.dtype)
+        shape = (num_rows, self.config.num_kv_heads, self.num_steps, self.config.head_dim)
+        empty = jnp.zeros((self._depth, *shape) if self.scan_layers else shape, self.dtype)
         chunk: Cache = jax.lax.with_sharding_constraint(
-            tuple((empty, empty) for _ in cache), NamedSharding(self.mesh, _CHUNK)
+            tuple((empty, empty) for _ in cache), NamedSharding(self.mesh, self._chunk)
         )
         report = Report(
             token_ids=jnp.full((self.num_steps, num_rows), -1, jnp.int32),
@@ -301,7 +308,7 @@ class Sampler:
 
         tables, which = self._live(rows.tables, cache, jnp.where(state.active, cached, 0).max())
         state, chunk, report = jax.lax.switch(which, [partial(steps, one) for one in tables])
-        write = self._each_shard(_write_chunk, (_PAGES, _ROWS, _ROWS, _ROWS, _CHUNK), _PAGES)
+        write = self._each_shard(_write_chunk, (_PAGES, _ROWS, _ROWS, _ROWS, self._chunk), _PAGES)
         cache = jax.tree.map(
             lambda pages, new: write(pages, rows.tables, cached, state.length - cached, new),
             cache,
@@ -331,17 +338,28 @@ class Sampler:
             layer: Any, chunk: Cache, q: jax.Array, k: jax.Array, v: jax.Array
         ) -> tuple[jax.Array, Cache]:
             pair, place = self._place(layer)
-            keys, values = (
-                jax.lax.dynamic_update_slice(old, new[None, :, :, None], (place, 0, 0, index, 0))
+            added = [
+                self._add_step(old, new, place, index)
                 for old, new in zip(chunk[pair], (k, v), strict=True)
-            )
+            ]
+            (keys, values), own = zip(*added, strict=True)
             chunk = (*chunk[:pair], (keys, values), *chunk[pair + 1 :])
-            own = (x[place] for x in (keys, values))
             return read(layer, q, limits, *own, index).astype(q.dtype), chunk
 
         through = SamplerThrough(attend, chunk)
         hidden = self.config.sample_states(weights, state.pending, state.length, through)
         return hidden, through.memory
+
+    def _add_step(
+        self, old: jax.Array, new: jax.Array, place: Any, index: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Keys or values of a chunk with those of a layer's step, and that layer's own."""
+        if not self.scan_layers:
+            whole = jax.lax.dynamic_update_slice_in_dim(old, new[:, :, None], index, axis=2)
+            return whole, whole
+        at = (place, 0, 0, index, 0)
+        whole = jax.lax.dynamic_update_slice(old, new[None, :, :, None], at)
+        return whole, whole[place]
 
     def _live(
         self, tables: jax.Array, cache: Cache, longest: jax.Array
@@ -430,10 +448,10 @@ def scans(scan_layers: bool, platform: str) -> bool:
 def _write_chunk(
     pages: jax.Array, tables: jax.Array, start: jax.Array, counts: jax.Array, chunk: jax.Array
 ) -> jax.Array:
-    """Writes what a chunk `[n, r, K, C, H]` added to the pages of n layers."""
-    n, r, K, C, H = chunk.shape
-    new = chunk.swapaxes(0, 1).reshape(r, n * K, C, H)
-    return kv_cache.write_tokens(pages, tables, start, counts, new)
+    """Writes what a chunk added to its layers' pages, `[r, K, C, H]` or of n `[n, r, K, C, H]`."""
+    if chunk.ndim == 5:
+        chunk = jnp.concatenate(chunk, axis=1)
+    return kv_cache.write_rows(pages, tables, start, counts, chunk)
 
 
 def _status(

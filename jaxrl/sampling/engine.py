@@ -153,9 +153,13 @@ def _sample_keys(
     return jax.vmap(one)(positions, samples, attempts)
 
 
-def fractions(size: int, parts: Sequence[int]) -> list[int]:
-    """The size over each of the parts, rounded up, in increasing order."""
-    return sorted({-(-size // part) for part in parts})
+def row_sizes(platform: str, num_rows: int) -> list[int]:
+    """For how many rows decoding is compiled, the smaller first.
+
+    An accelerator takes about as long for half the rows, a CPU half as long.
+    """
+    parts = (1, 2, 4, 16) if platform == "cpu" else (1, 4, 16)
+    return sorted({-(-num_rows // part) for part in parts})
 
 
 def append_sizes(platform: str, max_total_tokens: int) -> list[int]:
@@ -255,8 +259,8 @@ class Engine:
             dtype=dtype,
             scan_layers=scan_layers,
         )
-        self.row_sizes = fractions(self._rows_per_shard, (1, 4, 16))
         self.device = mesh.devices.flat[0]  # for what one of them computes alone
+        self.row_sizes = row_sizes(self.device.platform, self._rows_per_shard)
         self.append_sizes = append_sizes(self.device.platform, max_total_tokens)
         self.kinds = tuple(kinds)
         self._declare(config)
@@ -294,7 +298,6 @@ class Engine:
         layouts = decode_shardings(self._train_mesh, config, scan_layers=scan)
         self._prepare = jax.jit(sampler.weights, out_shardings=layouts)
         self._layouts = decode_shardings(self._mesh, config, scan_layers=scan)
-        decodes = [(rows, kind) for rows in self.row_sizes for kind in self.kinds]
         self.functions = (
             CompiledFunction(
                 sampler.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
@@ -302,7 +305,7 @@ class Engine:
             CompiledFunction(
                 sampler.decode_chunk,
                 name="decode",
-                variants=decodes,
+                variants=self._decodes(),
                 donate_argnums=(1,),
                 static_argnums=(7,),
             ),
@@ -341,7 +344,7 @@ class Engine:
         for size in self.append_sizes:
             blocks = self._host_blocks([deque() for _ in range(shards)], size // BLOCK)
             compiling.append(self._append.ahead(weights, cache, blocks, variant=size))
-        for rows, kind in [(rows, kind) for rows in self.row_sizes for kind in self.kinds]:
+        for rows, kind in self._decodes():
             chunk, _ = self._host_rows(nobody, rows)
             arguments = (weights, cache, state, chunk, self._stops, one, one, kind)
             compiling.append(self._decode.ahead(*arguments, variant=(rows, kind)))
@@ -350,6 +353,14 @@ class Engine:
             for count, one_done in enumerate(as_completed(done), start=1):
                 one_done.result()
                 show(f"compiling the sampler, {count} of {len(done)} programs")
+
+    def _decodes(self) -> list[tuple[int, str]]:
+        """Rows and kind of each program that decodes."""
+        return [(rows, kind) for kind in self.kinds for rows in self._row_sizes_of(kind)]
+
+    def _row_sizes_of(self, kind: str) -> list[int]:
+        """All for the first kind, which samples most; of others every second, the largest among."""
+        return self.row_sizes if kind == self.kinds[0] else self.row_sizes[::-2][::-1]
 
     def shapes(self) -> str:
         """The set of shapes that may be compiled, for people."""
@@ -680,9 +691,9 @@ class Engine:
             return False
         self._read_tokens(running)
         self._copy_prefixes()
-        num_rows = _fit(max(len(rows) for rows in running), self.row_sizes)
-        chunk, members = self._host_rows(running, num_rows)
         kind = self._kind_of(self._temperature, self._top_p)
+        num_rows = _fit(max(len(rows) for rows in running), self._row_sizes_of(kind))
+        chunk, members = self._host_rows(running, num_rows)
         self._cache, self._state, report = self._decode(
             self._weights,
             self._cache,

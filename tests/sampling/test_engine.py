@@ -251,9 +251,13 @@ def request(length, budget=4):
 def test_shapes_outside_the_set_are_errors():
     engine = player(4).engine
     engine.set_weights(OLD)
-    assert engine.row_sizes == [1, 4]
+    assert engine.row_sizes == [1, 2, 4]
     assert engine.append_sizes == [64]
-    parts = ("8 steps of [1, 4] rows (greedy, plain)", "read [64] tokens", "16 pages x 16 tokens")
+    parts = (
+        "8 steps of [1, 2, 4] rows (greedy, plain)",
+        "read [64] tokens",
+        "16 pages x 16 tokens",
+    )
     for part in parts:
         assert part in engine.shapes()
 

@@ -10,7 +10,7 @@ from jaxrl.models.attention import gpu
 from jaxrl.models.attention.gpu import num_live
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 from jaxrl.models.attention.tpu import page_of_step
-from jaxrl.sampling.engine import append_sizes, fractions
+from jaxrl.sampling.engine import append_sizes, row_sizes
 from tests.helpers import ROOT
 from tests.programs import equations
 from tests.toys import SMALL, Player, toy_tokenizer
@@ -28,9 +28,11 @@ def test_ten_programs_at_most(path, tiny_world):
     exec(path.read_text(encoding="utf-8"), names)
     published = path.stem in ("search_r1", "search_r1_brief", "dapo", "bapo", "ares", "passk")
     config = names["get_config"]() if published else names["get_config"](str(tiny_world))
-    rows = fractions(config.rollout.num_rows, (1, 4, 16))
-    reads = append_sizes("gpu", config.rollout.max_total_tokens)
-    assert len(rows) * len(draw_kinds(config)) + len(reads) + 2 <= 10
+    for platform in ("gpu", "cpu"):
+        rows = row_sizes(platform, config.rollout.num_rows)
+        reads = append_sizes(platform, config.rollout.max_total_tokens)
+        others = len(draw_kinds(config)) - 1
+        assert len(rows) + len(rows[::-2]) * others + len(reads) + 2 <= 10
 
 
 def lengths_of(name, rng, count):
