@@ -14,9 +14,10 @@ done, then comes the next batch. `static`: rows that are done leave the computat
 engine's row sizes allow. `continuous`: free rows are refilled between chunks.
 
 `search`: whole rollouts of several turns with real searches of a local index, `latency_ms` a call
-more than they take (`searching.RandomSearches`); the same with no latency; and the same number of
-tokens of each sample at once, in one turn. `tokens_read_twice` are those of prompts, of turns and
-of observations that were computed again, since what they had left in the cache was gone.
+more than they take (`searching.RandomSearches`); the same with no latency; and at once: as many
+tokens in each turn of known length, each observation there when its turn ends, no environment.
+`tokens_read_twice` are those of prompts, of turns and of observations that were computed again,
+since what they had left in the cache was gone.
 
 The first repetitions compile and are not counted. For figures that can be compared between
 machines, one thread on a core that has nothing else to do:
@@ -31,6 +32,7 @@ import argparse
 import dataclasses
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,6 +197,33 @@ def sample_all(engine: Engine, requests: Sequence[Request]) -> list[float]:
     return chunk_times
 
 
+def feed(engine: Engine, trajectories: Sequence[Trajectory], number: int) -> None:
+    """As many tokens as in these turns, each observation being there when its turn ends."""
+    prompts = [t.token_ids[: t.prompt_length] for t in trajectories]
+    turns = [turns_of(t) for t in trajectories]
+    requests = make_requests(prompts, [lengths.popleft()[1] for lengths in turns], number)
+    left = dict(zip(engine.submit(requests), turns, strict=True))
+    while not engine.is_idle:
+        for event in engine.step(ahead=1):
+            if event.status and left[event.request]:
+                engine.resume([(event.request, *left[event.request].popleft())])
+            elif event.status:
+                engine.finish(event.request)
+
+
+def turns_of(trajectory: Trajectory) -> deque[tuple[list[int], int]]:
+    """Of each turn the tokens that were inserted before it, and how many were sampled."""
+    mask = trajectory.loss_mask[trajectory.prompt_length :]
+    ids = trajectory.token_ids[trajectory.prompt_length :]
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    starts, ends = edges[::2], edges[1::2]  # of the turns
+    before = zip([0, *ends], starts, strict=False)
+    return deque(
+        (ids[first:start].tolist(), int(end - start))
+        for (first, start), end in zip(before, ends, strict=True)
+    )
+
+
 def decoding_figures(
     model: common.ModelSizes,
     work: Even,
@@ -337,9 +366,7 @@ def measure_search(
             reading["episodes"] += len(played)
 
         def sample_at_once(number: int) -> None:
-            prompts = [t.token_ids[: t.prompt_length] for t in played]
-            lengths = [t.num_sampled for t in played]
-            sample_all(at_once, make_requests(prompts, lengths, number))
+            feed(at_once, played, number)
             at_once.clear()
 
         ways = {
