@@ -656,6 +656,13 @@ def _check_paths(config: ConfigDict, needs_data: bool) -> None:
             refuse(key, value, "a path")
 
 
+MIN_TEMPERATURE = 1e-3
+"""Logits over less may overflow float32."""
+
+MAX_CACHE_GIB = 2**20
+"""More than any device has, in numbers that stay whole."""
+
+
 def _check_ranges(config: ConfigDict) -> None:
     flat = flatten(config)
     for key in POSITIVE:
@@ -681,6 +688,15 @@ def _check_values(config: ConfigDict) -> None:
         refuse("shaping.bootstrap_tasks", config.shaping.bootstrap_tasks, "-1 (all) or more")
     if not all(isinstance(word, str) and word.strip() for word in config.shaping.trigger_words):
         refuse("shaping.trigger_words", config.shaping.trigger_words, "a tuple of words")
+    for section in ("rollout", "eval"):
+        if config[section].temperature < MIN_TEMPERATURE:
+            expected = f"a number of at least {MIN_TEMPERATURE}; the suite 'greedy' is that of 0"
+            refuse(f"{section}.temperature", config[section].temperature, expected)
+    if config.rollout.chunk_tokens > config.rollout.max_total_tokens:
+        expected = f"at most rollout.max_total_tokens={config.rollout.max_total_tokens}"
+        refuse("rollout.chunk_tokens", config.rollout.chunk_tokens, expected)
+    if config.rollout.cache_gib > MAX_CACHE_GIB:
+        refuse("rollout.cache_gib", config.rollout.cache_gib, f"at most {MAX_CACHE_GIB}")
     if config.rollout.ahead not in (0, 1):
         refuse("rollout.ahead", config.rollout.ahead, "0 or 1")
     if config.log.trajectories < -1:

@@ -354,7 +354,7 @@ class Batch:
 
     token_ids: jax.Array  # int32 [A, b, T]
     segment_ids: jax.Array  # int32 [A, b, T], trajectory index in the mini-batch + 1; 0 on padding
-    positions: jax.Array  # int32 [A, b, T], restarts with each trajectory
+    positions: jax.Array  # int32 [A, b, T], in the trajectory, whose prompt may stand before it
     loss_mask: jax.Array  # bool [A, b, T], True where the policy sampled the token
     token_weights: jax.Array  # float32 [A, b, T], the aggregation, from the whole mini-batch
     advantages: jax.Array  # float32 [A, b, T], constant over a trajectory

@@ -61,6 +61,7 @@ JOB_SETTINGS = {
 }
 CLOCKS = ("timing_s/", "perf/", "rollout/slot_occupancy", "rollout/cache_use")
 CLOCKS += ("rollout/imbalance", "rollout/preemptions", "rollout/swapped_tokens")
+CLOCKS += ("rollout/shared_tokens", "rollout/padding", "sft/padding")
 """Times, rates, and what depends on how many rows, pages and devices there are."""
 
 

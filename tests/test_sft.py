@@ -34,7 +34,7 @@ class Replay:
     """An engine whose policy writes given turns, in chunks of three tokens."""
 
     most_pages, num_pages, device = 0, 1, None
-    is_stalled = False
+    is_stalled = overlaps = False
 
     def __init__(self, turns):
         self._turns = [list(turn) for turn in turns]

@@ -260,6 +260,9 @@ class Engine:
             scan_layers=scan_layers,
         )
         self.device = mesh.devices.flat[0]  # for what one of them computes alone
+        # A chunk that is dispatched before the last one is read holds rows that have stopped. An
+        # accelerator computes these beside the others; a CPU would lose a chunk's time a turn.
+        self.overlaps = self.device.platform != "cpu"
         self.row_sizes = row_sizes(self.device.platform, self._rows_per_shard)
         self.append_sizes = append_sizes(self.device.platform, max_total_tokens)
         self.kinds = tuple(kinds)

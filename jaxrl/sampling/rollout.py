@@ -261,10 +261,8 @@ class Rollout:
         progress: Callable[[int, int], None],
     ) -> None:
         """Decodes all samples to their ends; `calls` are those of the environment under way."""
-        # A chunk that is dispatched before the last one is read holds rows that have stopped. An
-        # accelerator computes these beside the others; a CPU would lose a chunk's time a turn.
         is_next = self._schedule.deterministic and self._schedule.lag_chunks == 1
-        ahead = 0 if is_next or self._engine.device.platform == "cpu" else 1
+        ahead = 1 if self._engine.overlaps and not is_next else 0
         while not self._engine.is_idle:
             _check_stop(should_stop)
             ended = [sample.episode.outcome is not None for sample in samples.values()]

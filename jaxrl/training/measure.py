@@ -42,14 +42,13 @@ def make_measure(
 
     whole = replicated(mesh)  # of several processes, each reads all
     compare = jax.jit(compare, out_shardings=(whole, whole, whole))
-    capacity = shape.num_micro * shape.micro_rows
 
     def measure(groups: Sequence[Group], params: Params, ref_params: Params) -> list[Group]:
         trajectories = members(groups)
         found = [t.divergence for t in trajectories]
         missing = [i for i, t in enumerate(trajectories) if t.is_scored and t.divergence is None]
-        for start in range(0, len(missing), capacity):
-            chunk = missing[start : start + capacity]
+        for start in range(0, len(missing), shape.num_sequences):
+            chunk = missing[start : start + shape.num_sequences]
             trained = [as_trained(trajectories[i], config) for i in chunk]
             packed = pack(
                 trained,

@@ -48,6 +48,12 @@ class BatchShape:
     shares_prompts: bool = False
     max_tokens: int | None = None
 
+    @property
+    def num_sequences(self) -> int:
+        """How many sequences fit, whatever their lengths."""
+        in_a_row = self.row_tokens // (self.max_tokens or self.row_tokens)
+        return self.num_micro * self.micro_rows * in_a_row
+
     @classmethod
     def for_sequences(
         cls, num_sequences: int, *, micro_rows: int, row_tokens: int, shards_with_prompts: int = 0

@@ -119,9 +119,12 @@ def test_replies_enter_after_the_lag(player, monkeypatch, lag):
     assert all(waited <= lag for waited, _ in recorder.waits)
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["cpu", "accelerator"])
 @pytest.mark.parametrize("lag", LAGS)
-def test_the_device_has_a_chunk_while_the_environment_works(player, monkeypatch, lag):
+def test_the_device_has_a_chunk_while_the_environment_works(player, monkeypatch, lag, overlaps):
     env, in_flight = SlowEnv(), []
+    assert not player.engine.overlaps
+    monkeypatch.setattr(player.engine, "overlaps", overlaps)
     step = env.step
 
     def recorded(episodes, texts):
@@ -130,7 +133,7 @@ def test_the_device_has_a_chunk_while_the_environment_works(player, monkeypatch,
 
     monkeypatch.setattr(env, "step", recorded)
     play(player, env, schedule=Schedule(lag_chunks=lag))
-    assert max(in_flight) == (0 if lag == 1 else 1)
+    assert max(in_flight) == (1 if overlaps and lag > 1 else 0)
 
 
 @pytest.mark.parametrize("schedule", [Schedule(lag_chunks=3), ARRIVAL])

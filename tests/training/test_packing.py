@@ -119,6 +119,10 @@ def test_only_micro_batches_in_use_count():
 def test_room_for_any_sequences():
     assert BatchShape.for_sequences(0, micro_rows=4, row_tokens=8).num_micro == 1
     shape = BatchShape.for_sequences(5, micro_rows=2, row_tokens=3)
+    assert shape.num_sequences == 6
+    # One long row instead of eight for each of two devices has room for as many.
+    merged = BatchShape.for_sequences(100, micro_rows=16, row_tokens=8, shards_with_prompts=2)
+    assert (merged.micro_rows, merged.row_tokens, merged.num_sequences) == (2, 64, 112)
     packed = pack([sequence([0, 1, 1])] * 5, np.ones(5), shape)
     assert packed.num_micro == shape.num_micro == 3
 

@@ -669,4 +669,4 @@ def _shapes(config: ConfigDict, model: Architecture, target: Target) -> dict[str
 
 def gib(size: int) -> str:
     """A number of bytes for people."""
-    return f"{size / GIB:.2f} GiB"
+    return f"{size / GIB:.2f} GiB" if size >= 0.01 * GIB or not size else f"{size / GIB:.1e} GiB"
