@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -75,6 +76,27 @@ class Windows:
         return int(self.is_high.sum())
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Image:
+    """What a vision model reads of one image: the model's own processor has cut it into patches."""
+
+    patches: np.ndarray  # float32 [t * h * w, C * temporal patch * patch * patch], `pixel_values`
+    grid: tuple[int, int, int]  # (t, h, w), patches in time, height and width
+
+    @property
+    def num_patches(self) -> int:
+        """Rows of `patches`."""
+        return math.prod(self.grid)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Equal for images of equal content."""
+        content = np.ascontiguousarray(self.patches, np.float32)
+        return hashlib.blake2b(
+            repr(self.grid).encode() + content.tobytes(), digest_size=16
+        ).digest()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Trajectory:
     """One episode on the host: every token the model read or wrote."""
@@ -84,6 +106,7 @@ class Trajectory:
     rollout_logprobs: np.ndarray  # float32 [L], nats; 0 outside loss_mask
     rollout_entropies: np.ndarray  # float32 [L], nats; 0 outside loss_mask
     policy_versions: np.ndarray  # int32 [L], updates the sampling weights had seen; -1 outside
+    images: tuple[Image, ...] = ()  # in the order of their runs of image ids in `token_ids`
     prompt_length: int
     sample_index: int  # within the group
     attempt: int = 0
