@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxrl.models import qwen
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.attention.kernels import Kernels
+from jaxrl.models.decoder import init_params
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.sampling.engine import Counts
@@ -265,7 +265,7 @@ def thread_times() -> dict[str, tuple[float, float]]:
 def random_params(model: ModelSizes, mesh: Mesh | None = None) -> Params:
     """Random float32 weights, made on the devices."""
     layouts = None if mesh is None else param_shardings(mesh, model.config)
-    return jax.jit(lambda: qwen.init_params(model.config, 0), out_shardings=layouts)()
+    return jax.jit(lambda: init_params(model.config, 0), out_shardings=layouts)()
 
 
 def kernels(model: ModelSizes, mesh: Mesh) -> Kernels:

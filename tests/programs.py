@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl.config import default_config
-from jaxrl.models import qwen
 from jaxrl.models.attention import gpu, tpu
 from jaxrl.models.attention.choice import on_mesh
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, XLA, Kernels
+from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime import sharding
 from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, StopTables
 from jaxrl.sampling.next_token import PLAIN
@@ -21,7 +21,7 @@ from jaxrl.training import update
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.types import Batch
 
-CONFIG = qwen.QwenConfig(
+CONFIG = QwenConfig(
     vocab_size=64,
     width=32,
     mlp_width=64,

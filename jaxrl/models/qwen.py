@@ -1,126 +1,33 @@
-"""Qwen2.5 and Qwen3 dense decoders: declared once in NNX, computed on plain nested dicts.
+"""Qwen2.5 and Qwen3 dense decoders: the shared decoder with a gated MLP.
 
-The parameter tree, with the leading layer axis L of stacked blocks:
+Beside the parameters of `decoder`, with the leading layer axis L of stacked blocks:
 
-    embed/embedding                                 [V, D]
-    blocks/input_norm/scale                         [L, D]
-    blocks/attention/{q,k,v}/kernel (and bias)      [L, D, heads * H]
-    blocks/attention/{q_norm,k_norm}/scale          [L, H]            (qk-norm only)
-    blocks/attention/o/kernel (and bias)            [L, heads * H, D]
-    blocks/post_attention_norm/scale                [L, D]
-    blocks/mlp/{gate,up}/kernel                     [L, D, F]
-    blocks/mlp/down/kernel                          [L, F, D]
-    norm/scale                                      [D]
-    lm_head/kernel                                  [D, V]            (untied only)
-
-Two ways through the same block: `hidden_states` over packed rows (training, scanned over the
-stacked layers) and `sample_states` over tokens of many rows (the sampler, which has their keys and
-values). The first reads `train_weights`, the second `decode_weights`.
+    blocks/mlp/{gate,up}/kernel     [L, D, F]
+    blocks/mlp/down/kernel          [L, F, D]
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, partial
-from numbers import Real
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
-from flax.traverse_util import flatten_dict
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxrl.models.architecture import Architecture, Attend, MemoryTerms
-from jaxrl.models.attention import reference
-from jaxrl.models.layers import SamplerThrough, Through
+from jaxrl.models.architecture import MemoryTerms
+from jaxrl.models.decoder import (
+    KINDS,
+    Decoder,
+    check_kinds,
+    common_fields,
+    linear,
+    linear_axes,
+    refuse_unsupported,
+    without_nulls,
+)
 from jaxrl.types import Params
-
-_KINDS = {
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "an object")),
-    **dict.fromkeys(("rope_theta", "rms_norm_eps"), (Real, "a number")),
-    **dict.fromkeys(
-        (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ),
-        (int, "a whole number"),
-    ),
-}
-
-
-def _check_kinds(fields: dict[str, Any], source: str) -> None:
-    """Refuses a field that holds something of another kind than it should."""
-    for name, (kind, expected) in _KINDS.items():
-        if name in fields and not isinstance(fields[name], kind):
-            raise ValueError(f"{source}: {name!r} is {fields[name]!r:.80}; expected {expected}.")
-
-
-def _without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that hold something, also inside of others."""
-    return {
-        name: _without_nulls(value) if isinstance(value, dict) else value
-        for name, value in fields.items()
-        if value is not None
-    }
-
-
-def _rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """The RoPE settings: `rope_parameters` since transformers 5, unless `rope_scaling` is there."""
-    return fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-
-
-def _rope_theta(fields: dict[str, Any]) -> float:
-    """The RoPE base: among the RoPE settings since transformers 5, `rope_theta` before."""
-    return _rope_fields(fields).get("rope_theta", fields.get("rope_theta", 10_000.0))
-
-
-def _refuse_unsupported(fields: dict[str, Any], source: str) -> None:
-    """Refuses by name what no parity test covers."""
-    model_type = fields.get("model_type")
-    if model_type not in ("qwen2", "qwen3"):
-        raise ValueError(
-            f"{source}: model_type {model_type!r} is not supported; expected 'qwen2' (Qwen2.5) or "
-            "'qwen3', dense text models."
-        )
-    rope = _rope_fields(fields)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    layer_types = set(fields.get("layer_types") or ())
-    refused = {
-        f"RoPE scaling {rope_type!r}": rope_type != "default",
-        "RoPE by layer type": any(isinstance(value, dict) for value in rope.values()),
-        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0
-        or fields.get("partial_rotary_factor", 1.0) != 1.0,
-        "sliding-window attention": bool(fields.get("use_sliding_window"))
-        or "sliding_attention" in layer_types,
-        f"hidden_act {fields.get('hidden_act')!r}": fields.get("hidden_act", "silu") != "silu",
-        "weight quantisation (quantization_config)": "quantization_config" in fields,
-    }
-    for feature, present in refused.items():
-        if present:
-            raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
-
-
-class Attention(nnx.Module):
-    """Declares grouped-query attention weights."""
-
-    def __init__(self, config: QwenConfig, *, rngs: nnx.Rngs):
-        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.q = nnx.Linear(config.width, heads, use_bias=config.qkv_bias, rngs=rngs)
-        self.k = nnx.Linear(config.width, kv_heads, use_bias=config.qkv_bias, rngs=rngs)
-        self.v = nnx.Linear(config.width, kv_heads, use_bias=config.qkv_bias, rngs=rngs)
-        self.o = nnx.Linear(heads, config.width, use_bias=config.output_bias, rngs=rngs)
-        if config.qk_norm:
-            self.q_norm = nnx.RMSNorm(config.head_dim, rngs=rngs)
-            self.k_norm = nnx.RMSNorm(config.head_dim, rngs=rngs)
 
 
 class MLP(nnx.Module):
@@ -132,220 +39,11 @@ class MLP(nnx.Module):
         self.down = nnx.Linear(config.mlp_width, config.width, use_bias=False, rngs=rngs)
 
 
-class Block(nnx.Module):
-    """Declares one decoder layer."""
-
-    def __init__(self, config: QwenConfig, *, rngs: nnx.Rngs):
-        self.input_norm = nnx.RMSNorm(config.width, rngs=rngs)
-        self.attention = Attention(config, rngs=rngs)
-        self.post_attention_norm = nnx.RMSNorm(config.width, rngs=rngs)
-        self.mlp = MLP(config, rngs=rngs)
-
-
-class Qwen(nnx.Module):
-    """Declares the decoder's weights; the functions below compute with them."""
-
-    def __init__(self, config: QwenConfig, *, rngs: nnx.Rngs):
-        @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap
-        def stacked(rngs: nnx.Rngs) -> Block:
-            return Block(config, rngs=rngs)
-
-        self.embed = nnx.Embed(config.vocab_size, config.width, rngs=rngs)
-        self.blocks = stacked(rngs)
-        self.norm = nnx.RMSNorm(config.width, rngs=rngs)
-        if not config.tie_embeddings:
-            self.lm_head = nnx.Linear(config.width, config.vocab_size, use_bias=False, rngs=rngs)
-
-
-def init_params(config: QwenConfig, seed: int) -> Params:
-    """Random float32 parameters, for tests and benchmarks."""
-    return nnx.to_pure_dict(nnx.state(Qwen(config, rngs=nnx.Rngs(seed)), nnx.Param))
-
-
-@cache
-def _traced_params(config: QwenConfig) -> Params:
-    # Asked for dozens of times a run, and a quarter of a second to trace.
-    return nnx.to_pure_dict(
-        nnx.state(nnx.eval_shape(lambda: Qwen(config, rngs=nnx.Rngs(0))), nnx.Param)
-    )
-
-
-def cast(params: Params, dtype: DTypeLike) -> Params:
-    """The parameters in the dtype that matrix products use."""
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-
-
-def rms_norm(
-    x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float
-) -> Float[Array, "... D"]:
-    """Root-mean-square norm (https://arxiv.org/abs/1910.07467) in float32, result in x's dtype."""
-    x32 = x.astype(jnp.float32)
-    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
-    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
-
-
-Angles = tuple[jax.Array, jax.Array]
-"""Cosines `[M, 1, 1, H / 2]` and sines `[M, 1, 2, H / 2]` of rotary angles, float32.
-
-The sines that turn the first half are negative.
-"""
-
-
-def rope_angles(positions: Int[Array, " M"], config: QwenConfig) -> Angles:
-    """The rotary angles of M positions, made once for all layers."""
-    half = config.head_dim // 2
-    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = positions[:, None, None].astype(jnp.float32) * frequency
-    sin = jnp.sin(angle)
-    return jnp.cos(angle)[:, :, None], jnp.stack([-sin, sin], axis=2)
-
-
-def rope(x: Float[Array, "M heads H"], angles: Angles) -> Float[Array, "M heads H"]:
-    """Rotary embedding (https://arxiv.org/abs/2104.09864), pairs (i, i + H/2) as Qwen has them."""
-    cos, sin = angles
-    halves = x.reshape(*x.shape[:-1], 2, -1).astype(jnp.float32)
-    # The halves are swapped by reversing an axis, which a CPU does faster than joining slices.
-    rotated = halves * cos + halves[..., ::-1, :] * sin
-    return rotated.reshape(x.shape).astype(x.dtype)
-
-
-def _linear(layer: Params, x: jax.Array) -> jax.Array:
-    out = x @ layer["kernel"]
-    if "bias" not in layer:
-        return out
-    # Cast after it is repeated, so that its gradient is summed over tokens in its own dtype.
-    return out + jnp.broadcast_to(layer["bias"], out.shape).astype(out.dtype)
-
-
-@jax.custom_vjp
-def _look_up(table: jax.Array, master: jax.Array, ids: jax.Array) -> jax.Array:
-    """Rows of a table; the gradient goes to `master` alone and is summed in its dtype."""
-    return table[ids]
-
-
-def _look_up_forward(
-    table: jax.Array, master: jax.Array, ids: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return table[ids], (master, ids)
-
-
-def _look_up_backward(
-    saved: tuple[jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[None, jax.Array, None]:
-    master, ids = saved
-    [summed] = jax.linear_transpose(lambda table: table[ids], master)(gradient.astype(master.dtype))
-    return None, summed, None
-
-
-_look_up.defvjp(_look_up_forward, _look_up_backward)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _project(axes: str, hidden: jax.Array, table: jax.Array, master: jax.Array) -> jax.Array:
-    """Float32 products of hidden states with a table; the gradient goes to `master`, not to it.
-
-    Backwards too, products take both operands in the compute dtype and give float32. So what many
-    chunks of tokens add to the gradient is summed in float32.
-
-    Args:
-        axes: of the table: "vd" or "dv".
-        hidden: `[..., D]`.
-        table: in the compute dtype.
-        master: the same in float32.
-    """
-    return jnp.einsum(f"...d,{axes}->...v", hidden, table, preferred_element_type=jnp.float32)
-
-
-def _project_forward(
-    axes: str, hidden: jax.Array, table: jax.Array, master: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _project(axes, hidden, table, master), (hidden, table)
-
-
-def _project_backward(
-    axes: str, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
-) -> tuple[jax.Array, None, jax.Array]:
-    hidden, table = saved
-    gradient = gradient.astype(table.dtype)
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    of_hidden = product(f"...v,{axes}->...d", gradient, table).astype(hidden.dtype)
-    # In the table's own order of axes: a CPU's compiler cannot turn this product's result.
-    order = "...v,...d->vd" if axes == "vd" else "...d,...v->dv"
-    operands = (gradient, hidden) if axes == "vd" else (hidden, gradient)
-    return of_hidden, None, product(order, *operands)
-
-
-_project.defvjp(_project_forward, _project_backward)
-
-
-def _block(
-    layer: Params, config: QwenConfig, x: jax.Array, angles: Angles, attend: Attend
-) -> jax.Array:
-    """One decoder layer over M tokens `[M, D]`, rows already merged.
-
-    The products are two-dimensional on purpose: on a CPU a 3-D by 2-D product is several times
-    slower.
-    """
-    weights = layer["attention"]
-    normed = rms_norm(x, layer["input_norm"]["scale"], config.rms_norm_eps)
-    q, k, v = (checkpoint_name(_linear(weights[name], normed), name) for name in "qkv")
-    q, k, v = (x.reshape(x.shape[0], -1, config.head_dim) for x in (q, k, v))
-    if config.qk_norm:
-        q = rms_norm(q, weights["q_norm"]["scale"], config.rms_norm_eps)
-        k = rms_norm(k, weights["k_norm"]["scale"], config.rms_norm_eps)
-    q, k = rope(q, angles), rope(k, angles)
-    attended = attend(q, k, v).reshape(x.shape[0], config.num_heads * config.head_dim)
-    x = x + checkpoint_name(_linear(weights["o"], attended), "o")
-    normed = rms_norm(x, layer["post_attention_norm"]["scale"], config.rms_norm_eps)
-    mlp = layer["mlp"]
-    gate, up = (checkpoint_name(_linear(mlp[name], normed), name) for name in ("gate", "up"))
-    return x + _linear(mlp["down"], jax.nn.silu(gate) * up)
-
-
-HF_NAMES = {
-    "embed/embedding": "model.embed_tokens.weight",
-    "blocks/input_norm/scale": "model.layers.{}.input_layernorm.weight",
-    "blocks/attention/q/kernel": "model.layers.{}.self_attn.q_proj.weight",
-    "blocks/attention/q/bias": "model.layers.{}.self_attn.q_proj.bias",
-    "blocks/attention/k/kernel": "model.layers.{}.self_attn.k_proj.weight",
-    "blocks/attention/k/bias": "model.layers.{}.self_attn.k_proj.bias",
-    "blocks/attention/v/kernel": "model.layers.{}.self_attn.v_proj.weight",
-    "blocks/attention/v/bias": "model.layers.{}.self_attn.v_proj.bias",
-    "blocks/attention/o/kernel": "model.layers.{}.self_attn.o_proj.weight",
-    "blocks/attention/o/bias": "model.layers.{}.self_attn.o_proj.bias",
-    "blocks/attention/q_norm/scale": "model.layers.{}.self_attn.q_norm.weight",
-    "blocks/attention/k_norm/scale": "model.layers.{}.self_attn.k_norm.weight",
-    "blocks/post_attention_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
-    "blocks/mlp/gate/kernel": "model.layers.{}.mlp.gate_proj.weight",
-    "blocks/mlp/up/kernel": "model.layers.{}.mlp.up_proj.weight",
-    "blocks/mlp/down/kernel": "model.layers.{}.mlp.down_proj.weight",
-    "norm/scale": "model.norm.weight",
-    "lm_head/kernel": "lm_head.weight",
-}
-"""Parameter to HF tensor, `{}` the layer. A `kernel` is [in, out] here and [out, in] there."""
-
-OUTPUT_AXES = {"lm_head": {"kernel": ("width", "vocab")}}
-
-
 @dataclass(frozen=True, kw_only=True)
-class QwenConfig(Architecture):
+class QwenConfig(Decoder):
     """Every field of a Qwen `config.json` that changes the arithmetic."""
 
-    vocab_size: int
-    width: int
     mlp_width: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rope_theta: float
-    rms_norm_eps: float
-    tie_embeddings: bool
-    qkv_bias: bool
-    output_bias: bool
-    qk_norm: bool
-    max_positions: int
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenConfig:
@@ -354,28 +52,23 @@ class QwenConfig(Architecture):
         Raises:
             ValueError: the file names an architecture or a feature without a parity test here.
         """
-        fields = _without_nulls(fields)
-        _check_kinds(fields, source)
-        _refuse_unsupported(fields, source)
-        is_qwen3 = fields["model_type"] == "qwen3"
+        fields = without_nulls(fields)
+        check_kinds(fields, {**KINDS, "intermediate_size": (int, "a whole number")}, source)
+        model_type = fields.get("model_type")
+        if model_type not in ("qwen2", "qwen3"):
+            raise ValueError(
+                f"{source}: model_type {model_type!r} is not supported; expected 'qwen2' (Qwen2.5) "
+                "or 'qwen3', dense text models."
+            )
+        refuse_unsupported(fields, source)
+        is_qwen3 = model_type == "qwen3"
         try:
-            num_heads = fields["num_attention_heads"]
             return cls(
-                vocab_size=fields["vocab_size"],
-                width=fields["hidden_size"],
+                **common_fields(fields, head_dim=128 if is_qwen3 else 0),
                 mlp_width=fields["intermediate_size"],
-                num_layers=fields["num_hidden_layers"],
-                num_heads=num_heads,
-                num_kv_heads=fields.get("num_key_value_heads") or num_heads,
-                head_dim=fields.get("head_dim")
-                or (128 if is_qwen3 else fields["hidden_size"] // num_heads),
-                rope_theta=float(_rope_theta(fields)),
-                rms_norm_eps=float(fields.get("rms_norm_eps", 1e-6)),
-                tie_embeddings=bool(fields.get("tie_word_embeddings", False)),
                 qkv_bias=bool(fields.get("attention_bias", False)) if is_qwen3 else True,
                 output_bias=bool(fields.get("attention_bias", False)) if is_qwen3 else False,
                 qk_norm=is_qwen3,
-                max_positions=fields.get("max_position_embeddings", 32768),
             )
         except KeyError as error:
             raise ValueError(f"{source} lacks the field {error.args[0]!r}.") from error
@@ -386,153 +79,37 @@ class QwenConfig(Architecture):
         fields = {
             "architectures": ["Qwen3ForCausalLM" if is_qwen3 else "Qwen2ForCausalLM"],
             "model_type": "qwen3" if is_qwen3 else "qwen2",
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.width,
             "intermediate_size": self.mlp_width,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "hidden_act": "silu",
-            "max_position_embeddings": self.max_positions,
-            "rms_norm_eps": self.rms_norm_eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "rope_theta": self.rope_theta,
-            "tie_word_embeddings": self.tie_embeddings,
-            "use_sliding_window": False,
-            "torch_dtype": "float32",
+            **self.common_hf_fields(),
         }
         return {**fields, "attention_bias": self.qkv_bias} if is_qwen3 else fields
 
-    def abstract_params(self) -> Params:
-        """Traced once."""
-        return jax.tree.map(lambda leaf: leaf, _traced_params(self))  # a tree that is the caller's
+    def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
+        """A gated MLP."""
+        return {"mlp": MLP(self, rngs=rngs)}
 
-    def logical_axes(self) -> dict[str, Any]:
-        """Heads and the inner width of the MLP over `tensor`, widths over `fsdp`."""
+    def feed_forward(self, layer: Params, x: Float[Array, "M D"]) -> Float[Array, "M D"]:
+        """SwiGLU (https://arxiv.org/abs/2002.05202)."""
+        mlp = layer["mlp"]
+        gate, up = (checkpoint_name(linear(mlp[name], x), name) for name in ("gate", "up"))
+        return linear(mlp["down"], jax.nn.silu(gate) * up)
 
-        def linear(inputs: str, outputs: str, has_bias: bool = False) -> dict[str, Any]:
-            kernel = {"kernel": ("layer", inputs, outputs)}
-            return {**kernel, "bias": ("layer", outputs)} if has_bias else kernel
-
-        qk_norm = {"scale": ("layer", None)}
-        attention_axes = {
-            "q": linear("width", "heads", self.qkv_bias),
-            "k": linear("width", "heads", self.qkv_bias),
-            "v": linear("width", "heads", self.qkv_bias),
-            "o": linear("heads", "width", self.output_bias),
-            **({"q_norm": qk_norm, "k_norm": qk_norm} if self.qk_norm else {}),
+    def feed_forward_axes(self) -> dict[str, Any]:
+        """The inner width over `tensor`."""
+        return {
+            "mlp": {
+                "gate": linear_axes("width", "mlp"),
+                "up": linear_axes("width", "mlp"),
+                "down": linear_axes("mlp", "width"),
+            }
         }
-        axes = {
-            "embed": {"embedding": ("vocab", "width")},
-            "blocks": {
-                "input_norm": {"scale": ("layer", None)},
-                "attention": attention_axes,
-                "post_attention_norm": {"scale": ("layer", None)},
-                "mlp": {
-                    "gate": linear("width", "mlp"),
-                    "up": linear("width", "mlp"),
-                    "down": linear("mlp", "width"),
-                },
-            },
-            "norm": {"scale": (None,)},
+
+    def feed_forward_names(self) -> dict[str, str]:
+        """`gate_proj`, `up_proj` and `down_proj` of `mlp`."""
+        return {
+            f"blocks/mlp/{name}/kernel": f"model.layers.{{}}.mlp.{name}_proj.weight"
+            for name in ("gate", "up", "down")
         }
-        return axes if self.tie_embeddings else {**axes, **OUTPUT_AXES}
-
-    def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Cast, but for two kinds.
-
-        Sums over tokens are float32. Biases stay float32, and are cast where they are added. Beside
-        embedding and output layer stands `master`, the float32 table of the same shape, to which
-        their gradient goes; nothing reads its values. Other kernels get their gradient from one
-        product, which sums in float32 and rounds once.
-        """
-        weights = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: leaf if path[-1].key == "bias" else leaf.astype(dtype), params
-        )
-        if jnp.dtype(dtype) != jnp.float32:
-            for name in {"embed", "lm_head"} & params.keys():
-                [table] = params[name].values()
-                weights[name] = {**weights[name], "master": table}
-        return weights
-
-    def decode_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """Cast; on a CPU a tied model gets an `lm_head` too."""
-        weights = cast(params, dtype)
-        if self.tie_embeddings and jax.default_backend() == "cpu":
-            # A product with a transposed matrix takes a CPU up to twice as long. Elsewhere it costs
-            # nothing, and the copy would cost memory.
-            weights["lm_head"] = {"kernel": weights["embed"]["embedding"].T}
-        return weights
-
-    def hidden_states(
-        self,
-        params: Params,
-        token_ids: Int[Array, "R T"],
-        positions: Int[Array, "R T"],
-        attend: Attend,
-        through: Through,
-    ) -> Float[Array, "R T D"]:
-        """Final normed hidden states of packed rows."""
-        R, T = token_ids.shape
-        angles = rope_angles(positions.reshape(-1), self)
-
-        def layer(x: jax.Array, weights: Params) -> jax.Array:
-            return _block(weights, self, x, angles, attend)
-
-        table, ids = params["embed"], token_ids.reshape(-1)
-        if "master" in table:
-            x = _look_up(table["embedding"], table["master"], ids)
-        else:
-            x = table["embedding"][ids]
-        x = through(layer, x, params["blocks"])
-        return rms_norm(x, params["norm"]["scale"], self.rms_norm_eps).reshape(R, T, -1)
-
-    def unembed(
-        self, params: Params, hidden: Float[Array, "... D"], *, num_tokens: int
-    ) -> Float[Array, "... V"]:
-        """Float32 logits; ids from `num_tokens` on get the lowest value.
-
-        Checkpoints pad their vocabulary. Masking those ids here, in sampler and trainer alike,
-        keeps both on one distribution.
-        """
-        is_tied = "lm_head" not in params
-        table = params["embed" if is_tied else "lm_head"]
-        axes, weights = ("vd", table["embedding"]) if is_tied else ("dv", table["kernel"])
-        weights = jnp.asarray(weights)
-        logits = _project(axes, hidden, weights, table.get("master", weights))
-        if num_tokens >= self.vocab_size:
-            return logits
-        return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, reference.LOWEST)
-
-    def sample_states(
-        self,
-        weights: Params,
-        token_ids: Int[Array, " M"],
-        positions: Int[Array, " M"],
-        through: SamplerThrough,
-    ) -> Float[Array, "M D"]:
-        """Final normed hidden states."""
-        angles = rope_angles(positions, self)
-
-        def layer(x: jax.Array, weights: Params, attend: Attend) -> jax.Array:
-            return _block(weights, self, x, angles, attend)
-
-        x = through(layer, weights["embed"]["embedding"][token_ids], weights["blocks"])
-        return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps)
-
-    def decode_axes(self) -> dict[str, Any]:
-        """As `decode_weights` may have it, with an `lm_head`."""
-        return {**super().decode_axes(), **OUTPUT_AXES}
-
-    def hf_names(self) -> dict[str, str]:
-        """In the order of the layers' computation."""
-        params = flatten_dict(self.abstract_params(), sep="/")
-        return {name: tensor for name, tensor in HF_NAMES.items() if name in params}
-
-    def hf_copies(self) -> dict[str, str]:
-        """A tied output layer, which older exports hold."""
-        return {"lm_head.weight": HF_NAMES["embed/embedding"]} if self.tie_embeddings else {}
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
         """Of attention and a gated MLP, both split over `tensor` devices where that divides."""

@@ -44,7 +44,7 @@ def test_an_unknown_model_type_says_what_to_do(tmp_path):
         ("nowhere.to.be.Found", "no module 'nowhere' is on sys.path"),
         ("jaxrl.models.qwen.Llama", "qwen.py does not define 'Llama'"),
         ("no name", "expected one of qwen2, qwen3, a dotted name"),
-        ("jaxrl.models.qwen.Block", "is no subclass of jaxrl.models.architecture.Architecture"),
+        ("jaxrl.models.qwen.MLP", "is no subclass of jaxrl.models.architecture.Architecture"),
     ],
 )
 def test_a_name_of_no_architecture_is_refused(name, why):

@@ -22,8 +22,9 @@ from safetensors.numpy import load_file, save_file
 from jaxrl.models import hf_weights
 from jaxrl.models.architecture import read_model
 from jaxrl.models.conversion import main
+from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
-from jaxrl.models.qwen import QwenConfig, init_params
+from jaxrl.models.qwen import QwenConfig
 from tests.helpers import with_devices
 
 GOLDEN = Path(__file__).parents[1] / "golden"

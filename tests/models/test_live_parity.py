@@ -10,8 +10,9 @@ import pytest
 
 from jaxrl.models import kv_cache
 from jaxrl.models.architecture import read_model
+from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import load_hf, save_hf
-from jaxrl.models.qwen import QwenConfig, init_params
+from jaxrl.models.qwen import QwenConfig
 from tests.helpers import full_pass, read_tokens
 
 torch = pytest.importorskip("torch")

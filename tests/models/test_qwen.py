@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models import kv_cache, qwen
+from jaxrl.models import decoder, kv_cache
 from jaxrl.models.attention.reference import LOWEST
 from jaxrl.models.layers import for_sampler
 from tests.helpers import TINY, full_pass, read_tokens, relative_distance, tiny_params
@@ -174,7 +174,7 @@ def test_logits_are_float32_whatever_the_weights_are():
 )
 def test_every_parameter_is_declared_with_its_axes(settings):
     config = dataclasses.replace(TINY, **settings)
-    params, abstract = qwen.init_params(config, 0), config.abstract_params()
+    params, abstract = decoder.init_params(config, 0), config.abstract_params()
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(lambda x: x.shape, abstract)
     axes = config.logical_axes()
     ranks = jax.tree.map(len, axes, is_leaf=lambda x: isinstance(x, tuple))
@@ -203,7 +203,9 @@ def test_every_parameter_is_declared_with_its_axes(settings):
 
 
 def test_parameters_depend_on_the_seed():
-    first, again, other = (qwen.init_params(TINY, seed)["embed"]["embedding"] for seed in (0, 0, 1))
+    first, again, other = (
+        decoder.init_params(TINY, seed)["embed"]["embedding"] for seed in (0, 0, 1)
+    )
     np.testing.assert_array_equal(first, again)
     assert np.abs(np.asarray(first) - np.asarray(other)).max() > 0.01
 
@@ -211,20 +213,20 @@ def test_parameters_depend_on_the_seed():
 def test_rms_norm_by_hand():
     # The root mean square of 3, 4 is sqrt(12.5).
     x = jnp.array([3.0, 4.0])
-    got = qwen.rms_norm(x, jnp.array([1.0, 2.0]), 0.0)
+    got = decoder.rms_norm(x, jnp.array([1.0, 2.0]), 0.0)
     np.testing.assert_allclose(got, np.array([3.0, 8.0]) / np.sqrt(12.5), rtol=1e-6)
     # In bfloat16 the square of 300 and the sum would lose digits; the norm is taken in float32.
     half = jnp.full(256, 300.0, jnp.bfloat16)
-    assert qwen.rms_norm(half, jnp.ones(256, jnp.bfloat16), 1e-6).dtype == jnp.bfloat16
-    np.testing.assert_array_equal(qwen.rms_norm(half, jnp.ones(256, jnp.bfloat16), 1e-6), 1.0)
+    assert decoder.rms_norm(half, jnp.ones(256, jnp.bfloat16), 1e-6).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(decoder.rms_norm(half, jnp.ones(256, jnp.bfloat16), 1e-6), 1.0)
 
 
 def test_rope_by_hand():
     # One pair of dimensions at base 1 turns by one radian a position.
     config = dataclasses.replace(TINY, head_dim=2, rope_theta=1.0)
     positions = jnp.arange(3)
-    turned = qwen.rope(
-        jnp.ones((3, 1, 1)) * jnp.array([1.0, 0.0]), qwen.rope_angles(positions, config)
+    turned = decoder.rope(
+        jnp.ones((3, 1, 1)) * jnp.array([1.0, 0.0]), decoder.rope_angles(positions, config)
     )
     wanted = np.stack([np.cos(positions), np.sin(positions)], axis=-1)[:, None]
     np.testing.assert_allclose(turned, wanted, atol=1e-6)

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import memory as programs
 from jaxrl.config import default_config
-from jaxrl.models import qwen
+from jaxrl.models.decoder import init_params
 from jaxrl.runtime.plan import memory
 from tests.runtime.plan.cases import NODE, QWEN_7B, QWEN_32B, ROOT, large_run, train_phase
 
@@ -100,7 +100,7 @@ class TestByHand:
 
     def test_parameters_are_what_the_model_makes(self):
         model = programs.MODELS["tiny"]
-        params = qwen.init_params(model, 0)
+        params = init_params(model, 0)
         target = memory.Target(platform="cpu", num_devices=1, memory_bytes=memory.GIB)
         kept = train_phase(programs.small_run(1, 1, 1), model, target).kept
         assert kept["parameters"] == sum(leaf.nbytes for leaf in jax.tree.leaves(params))

@@ -1,0 +1,519 @@
+"""What Qwen's decoders share: the parameter tree, attention, norms, rotary angles, both passes.
+
+The parameter tree, with the leading layer axis L of stacked blocks:
+
+    embed/embedding                                 [V, D]
+    blocks/input_norm/scale                         [L, D]
+    blocks/attention/{q,k,v}/kernel (and bias)      [L, D, heads * H]
+    blocks/attention/{q_norm,k_norm}/scale          [L, H]            (qk-norm only)
+    blocks/attention/o/kernel (and bias)            [L, heads * H, D]
+    blocks/post_attention_norm/scale                [L, D]
+    norm/scale                                      [D]
+    lm_head/kernel                                  [D, V]            (untied only)
+
+A family adds to `blocks` what stands after the second norm. It is declared once in NNX and computed
+on plain nested dicts.
+
+Two ways through the same block: `hidden_states` over packed rows (training, scanned over the
+stacked layers) and `sample_states` over tokens of many rows (the sampler, which has their keys and
+values). The first reads `train_weights`, the second `decode_weights`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from functools import cache, partial
+from numbers import Real
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.traverse_util import flatten_dict
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxrl.models.architecture import Architecture, Attend
+from jaxrl.models.attention import reference
+from jaxrl.models.layers import SamplerThrough, Through
+from jaxrl.types import Params
+
+Kinds = dict[str, tuple[type, str]]
+
+KINDS: Kinds = {
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "an object")),
+    **dict.fromkeys(("rope_theta", "rms_norm_eps"), (Real, "a number")),
+    **dict.fromkeys(
+        (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ),
+        (int, "a whole number"),
+    ),
+}
+
+
+def check_kinds(fields: dict[str, Any], kinds: Kinds, source: str) -> None:
+    """Refuses a field that holds something of another kind than it should."""
+    for name, (kind, expected) in kinds.items():
+        if name in fields and not isinstance(fields[name], kind):
+            raise ValueError(f"{source}: {name!r} is {fields[name]!r:.80}; expected {expected}.")
+
+
+def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields that hold something, also inside of others."""
+    return {
+        name: without_nulls(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if value is not None
+    }
+
+
+def _rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """The RoPE settings: `rope_parameters` since transformers 5, unless `rope_scaling` is there."""
+    return fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+
+
+def _rope_theta(fields: dict[str, Any]) -> float:
+    """The RoPE base: among the RoPE settings since transformers 5, `rope_theta` before."""
+    return _rope_fields(fields).get("rope_theta", fields.get("rope_theta", 10_000.0))
+
+
+def refuse_unsupported(fields: dict[str, Any], source: str) -> None:
+    """Refuses by name what no parity test covers."""
+    rope = _rope_fields(fields)
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    layer_types = set(fields.get("layer_types") or ())
+    refused = {
+        f"RoPE scaling {rope_type!r}": rope_type != "default",
+        "RoPE by layer type": any(isinstance(value, dict) for value in rope.values()),
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0
+        or fields.get("partial_rotary_factor", 1.0) != 1.0,
+        "sliding-window attention": bool(fields.get("use_sliding_window"))
+        or "sliding_attention" in layer_types,
+        f"hidden_act {fields.get('hidden_act')!r}": fields.get("hidden_act", "silu") != "silu",
+        "weight quantisation (quantization_config)": "quantization_config" in fields,
+    }
+    for feature, present in refused.items():
+        if present:
+            raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
+
+
+def common_fields(fields: dict[str, Any], *, head_dim: int = 0) -> dict[str, Any]:
+    """The fields of `Decoder` that every family spells alike in `config.json`.
+
+    Args:
+        fields: of the file, without nulls.
+        head_dim: where the file does not say; 0 splits the width over the heads.
+
+    Raises:
+        KeyError: a field is missing.
+    """
+    num_heads = fields["num_attention_heads"]
+    return {
+        "vocab_size": fields["vocab_size"],
+        "width": fields["hidden_size"],
+        "num_layers": fields["num_hidden_layers"],
+        "num_heads": num_heads,
+        "num_kv_heads": fields.get("num_key_value_heads") or num_heads,
+        "head_dim": fields.get("head_dim") or head_dim or fields["hidden_size"] // num_heads,
+        "rope_theta": float(_rope_theta(fields)),
+        "rms_norm_eps": float(fields.get("rms_norm_eps", 1e-6)),
+        "tie_embeddings": bool(fields.get("tie_word_embeddings", False)),
+        "max_positions": fields.get("max_position_embeddings", 32768),
+    }
+
+
+class Attention(nnx.Module):
+    """Declares grouped-query attention weights."""
+
+    def __init__(self, config: Decoder, *, rngs: nnx.Rngs):
+        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q = nnx.Linear(config.width, heads, use_bias=config.qkv_bias, rngs=rngs)
+        self.k = nnx.Linear(config.width, kv_heads, use_bias=config.qkv_bias, rngs=rngs)
+        self.v = nnx.Linear(config.width, kv_heads, use_bias=config.qkv_bias, rngs=rngs)
+        self.o = nnx.Linear(heads, config.width, use_bias=config.output_bias, rngs=rngs)
+        if config.qk_norm:
+            self.q_norm = nnx.RMSNorm(config.head_dim, rngs=rngs)
+            self.k_norm = nnx.RMSNorm(config.head_dim, rngs=rngs)
+
+
+class Block(nnx.Module):
+    """Declares one decoder layer."""
+
+    def __init__(self, config: Decoder, *, rngs: nnx.Rngs):
+        self.input_norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.post_attention_norm = nnx.RMSNorm(config.width, rngs=rngs)
+        for name, module in config.declare_feed_forward(rngs).items():
+            setattr(self, name, module)
+
+
+class Declared(nnx.Module):
+    """Declares the decoder's weights; `Decoder` computes with them."""
+
+    def __init__(self, config: Decoder, *, rngs: nnx.Rngs):
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap
+        def stacked(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs=rngs)
+
+        self.embed = nnx.Embed(config.vocab_size, config.width, rngs=rngs)
+        self.blocks = stacked(rngs)
+        self.norm = nnx.RMSNorm(config.width, rngs=rngs)
+        if not config.tie_embeddings:
+            self.lm_head = nnx.Linear(config.width, config.vocab_size, use_bias=False, rngs=rngs)
+
+
+def init_params(config: Decoder, seed: int) -> Params:
+    """Random float32 parameters, for tests and benchmarks."""
+    return nnx.to_pure_dict(nnx.state(Declared(config, rngs=nnx.Rngs(seed)), nnx.Param))
+
+
+@cache
+def _traced_params(config: Decoder) -> Params:
+    # Asked for dozens of times a run, and a quarter of a second to trace.
+    return nnx.to_pure_dict(
+        nnx.state(nnx.eval_shape(lambda: Declared(config, rngs=nnx.Rngs(0))), nnx.Param)
+    )
+
+
+def cast(params: Params, dtype: DTypeLike) -> Params:
+    """The parameters in the dtype that matrix products use."""
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+
+
+def rms_norm(
+    x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float
+) -> Float[Array, "... D"]:
+    """Root-mean-square norm (https://arxiv.org/abs/1910.07467) in float32, result in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    normed = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon)
+    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+Angles = tuple[jax.Array, jax.Array]
+"""Cosines `[M, 1, 1, H / 2]` and sines `[M, 1, 2, H / 2]` of rotary angles, float32.
+
+The sines that turn the first half are negative.
+"""
+
+
+def rope_angles(positions: Int[Array, " M"], config: Decoder) -> Angles:
+    """The rotary angles of M positions, made once for all layers."""
+    half = config.head_dim // 2
+    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[:, None, None].astype(jnp.float32) * frequency
+    sin = jnp.sin(angle)
+    return jnp.cos(angle)[:, :, None], jnp.stack([-sin, sin], axis=2)
+
+
+def rope(x: Float[Array, "M heads H"], angles: Angles) -> Float[Array, "M heads H"]:
+    """Rotary embedding (https://arxiv.org/abs/2104.09864), pairs (i, i + H/2) as Qwen has them."""
+    cos, sin = angles
+    halves = x.reshape(*x.shape[:-1], 2, -1).astype(jnp.float32)
+    # The halves are swapped by reversing an axis, which a CPU does faster than joining slices.
+    rotated = halves * cos + halves[..., ::-1, :] * sin
+    return rotated.reshape(x.shape).astype(x.dtype)
+
+
+def linear(layer: Params, x: Float[Array, "M I"]) -> Float[Array, "M O"]:
+    """The product with `kernel` [I, O], and `bias` [O] where the layer has one."""
+    out = x @ layer["kernel"]
+    if "bias" not in layer:
+        return out
+    # Cast after it is repeated, so that its gradient is summed over tokens in its own dtype.
+    return out + jnp.broadcast_to(layer["bias"], out.shape).astype(out.dtype)
+
+
+@jax.custom_vjp
+def look_up(table: jax.Array, master: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows of a table; the gradient goes to `master` alone and is summed in its dtype."""
+    return table[ids]
+
+
+def _look_up_forward(
+    table: jax.Array, master: jax.Array, ids: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return table[ids], (master, ids)
+
+
+def _look_up_backward(
+    saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[None, jax.Array, None]:
+    master, ids = saved
+    [summed] = jax.linear_transpose(lambda table: table[ids], master)(gradient.astype(master.dtype))
+    return None, summed, None
+
+
+look_up.defvjp(_look_up_forward, _look_up_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def project(axes: str, hidden: jax.Array, table: jax.Array, master: jax.Array) -> jax.Array:
+    """Float32 products of hidden states with a table; the gradient goes to `master`, not to it.
+
+    Backwards too, products take both operands in the compute dtype and give float32. So what many
+    chunks of tokens add to the gradient is summed in float32.
+
+    Args:
+        axes: of the table: "vd" or "dv".
+        hidden: `[..., D]`.
+        table: in the compute dtype.
+        master: the same in float32.
+    """
+    return jnp.einsum(f"...d,{axes}->...v", hidden, table, preferred_element_type=jnp.float32)
+
+
+def _project_forward(
+    axes: str, hidden: jax.Array, table: jax.Array, master: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return project(axes, hidden, table, master), (hidden, table)
+
+
+def _project_backward(
+    axes: str, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, None, jax.Array]:
+    hidden, table = saved
+    gradient = gradient.astype(table.dtype)
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    of_hidden = product(f"...v,{axes}->...d", gradient, table).astype(hidden.dtype)
+    # In the table's own order of axes: a CPU's compiler cannot turn this product's result.
+    order = "...v,...d->vd" if axes == "vd" else "...d,...v->dv"
+    operands = (gradient, hidden) if axes == "vd" else (hidden, gradient)
+    return of_hidden, None, product(order, *operands)
+
+
+project.defvjp(_project_forward, _project_backward)
+
+
+FIRST_HF_NAMES = {
+    "embed/embedding": "model.embed_tokens.weight",
+    "blocks/input_norm/scale": "model.layers.{}.input_layernorm.weight",
+    "blocks/attention/q/kernel": "model.layers.{}.self_attn.q_proj.weight",
+    "blocks/attention/q/bias": "model.layers.{}.self_attn.q_proj.bias",
+    "blocks/attention/k/kernel": "model.layers.{}.self_attn.k_proj.weight",
+    "blocks/attention/k/bias": "model.layers.{}.self_attn.k_proj.bias",
+    "blocks/attention/v/kernel": "model.layers.{}.self_attn.v_proj.weight",
+    "blocks/attention/v/bias": "model.layers.{}.self_attn.v_proj.bias",
+    "blocks/attention/o/kernel": "model.layers.{}.self_attn.o_proj.weight",
+    "blocks/attention/o/bias": "model.layers.{}.self_attn.o_proj.bias",
+    "blocks/attention/q_norm/scale": "model.layers.{}.self_attn.q_norm.weight",
+    "blocks/attention/k_norm/scale": "model.layers.{}.self_attn.k_norm.weight",
+    "blocks/post_attention_norm/scale": "model.layers.{}.post_attention_layernorm.weight",
+}
+"""Parameter to HF tensor, `{}` the layer, up to what a family computes after the second norm."""
+
+LAST_HF_NAMES = {"norm/scale": "model.norm.weight", "lm_head/kernel": "lm_head.weight"}
+
+OUTPUT_AXES = {"lm_head": {"kernel": ("width", "vocab")}}
+
+
+def linear_axes(inputs: str, outputs: str, has_bias: bool = False) -> dict[str, Any]:
+    """Names of the axes of a stacked linear layer."""
+    kernel = {"kernel": ("layer", inputs, outputs)}
+    return {**kernel, "bias": ("layer", outputs)} if has_bias else kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder(Architecture):
+    """A decoder of attention and what a family puts after it."""
+
+    vocab_size: int
+    width: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    max_positions: int
+
+    @abstractmethod
+    def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
+        """What a layer has beside norms and attention, by the names of the parameters."""
+
+    @abstractmethod
+    def feed_forward(self, layer: Params, x: Float[Array, "M D"]) -> Float[Array, "M D"]:
+        """What the second half of a layer adds to M tokens, of their normed states."""
+
+    @abstractmethod
+    def feed_forward_axes(self) -> dict[str, Any]:
+        """`logical_axes` of what `declare_feed_forward` gives."""
+
+    @abstractmethod
+    def feed_forward_names(self) -> dict[str, str]:
+        """`hf_names` of what `declare_feed_forward` gives."""
+
+    def common_hf_fields(self) -> dict[str, Any]:
+        """The inverse of `common_fields`, and what all that is computed here has in common."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.width,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": self.max_positions,
+            "rms_norm_eps": self.rms_norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_theta": self.rope_theta,
+            "tie_word_embeddings": self.tie_embeddings,
+            "use_sliding_window": False,
+            "torch_dtype": "float32",
+        }
+
+    def abstract_params(self) -> Params:
+        """Traced once."""
+        return jax.tree.map(lambda leaf: leaf, _traced_params(self))  # a tree that is the caller's
+
+    def logical_axes(self) -> dict[str, Any]:
+        """Heads and inner widths over `tensor`, widths over `fsdp`."""
+        scale = {"scale": ("layer", None)}
+        attention = {
+            "q": linear_axes("width", "heads", self.qkv_bias),
+            "k": linear_axes("width", "heads", self.qkv_bias),
+            "v": linear_axes("width", "heads", self.qkv_bias),
+            "o": linear_axes("heads", "width", self.output_bias),
+            **({"q_norm": scale, "k_norm": scale} if self.qk_norm else {}),
+        }
+        axes = {
+            "embed": {"embedding": ("vocab", "width")},
+            "blocks": {
+                "input_norm": scale,
+                "attention": attention,
+                "post_attention_norm": scale,
+                **self.feed_forward_axes(),
+            },
+            "norm": {"scale": (None,)},
+        }
+        return axes if self.tie_embeddings else {**axes, **OUTPUT_AXES}
+
+    def _block(
+        self, layer: Params, x: Float[Array, "M D"], angles: Angles, attend: Attend
+    ) -> Float[Array, "M D"]:
+        """One layer over M tokens, rows already merged.
+
+        The products are two-dimensional on purpose: on a CPU a 3-D by 2-D product is several times
+        slower.
+        """
+        weights = layer["attention"]
+        normed = rms_norm(x, layer["input_norm"]["scale"], self.rms_norm_eps)
+        q, k, v = (checkpoint_name(linear(weights[name], normed), name) for name in "qkv")
+        q, k, v = (x.reshape(x.shape[0], -1, self.head_dim) for x in (q, k, v))
+        if self.qk_norm:
+            q = rms_norm(q, weights["q_norm"]["scale"], self.rms_norm_eps)
+            k = rms_norm(k, weights["k_norm"]["scale"], self.rms_norm_eps)
+        q, k = rope(q, angles), rope(k, angles)
+        attended = attend(q, k, v).reshape(x.shape[0], self.num_heads * self.head_dim)
+        x = x + checkpoint_name(linear(weights["o"], attended), "o")
+        normed = rms_norm(x, layer["post_attention_norm"]["scale"], self.rms_norm_eps)
+        return x + self.feed_forward(layer, normed)
+
+    def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
+        """Cast, but for two kinds.
+
+        Sums over tokens are float32. Biases stay float32, and are cast where they are added. Beside
+        embedding and output layer stands `master`, the float32 table of the same shape, to which
+        their gradient goes; nothing reads its values. Other kernels get their gradient from one
+        product, which sums in float32 and rounds once.
+        """
+        weights = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if path[-1].key == "bias" else leaf.astype(dtype), params
+        )
+        if jnp.dtype(dtype) != jnp.float32:
+            for name in {"embed", "lm_head"} & params.keys():
+                [table] = params[name].values()
+                weights[name] = {**weights[name], "master": table}
+        return weights
+
+    def decode_weights(self, params: Params, dtype: DTypeLike) -> Params:
+        """Cast; on a CPU a tied model gets an `lm_head` too."""
+        weights = cast(params, dtype)
+        if self.tie_embeddings and jax.default_backend() == "cpu":
+            # A product with a transposed matrix takes a CPU up to twice as long. Elsewhere it costs
+            # nothing, and the copy would cost memory.
+            weights["lm_head"] = {"kernel": weights["embed"]["embedding"].T}
+        return weights
+
+    def hidden_states(
+        self,
+        params: Params,
+        token_ids: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+        attend: Attend,
+        through: Through,
+    ) -> Float[Array, "R T D"]:
+        """Final normed hidden states of packed rows."""
+        R, T = token_ids.shape
+        angles = rope_angles(positions.reshape(-1), self)
+
+        def layer(x: jax.Array, weights: Params) -> jax.Array:
+            return self._block(weights, x, angles, attend)
+
+        table, ids = params["embed"], token_ids.reshape(-1)
+        if "master" in table:
+            x = look_up(table["embedding"], table["master"], ids)
+        else:
+            x = table["embedding"][ids]
+        x = through(layer, x, params["blocks"])
+        return rms_norm(x, params["norm"]["scale"], self.rms_norm_eps).reshape(R, T, -1)
+
+    def unembed(
+        self, params: Params, hidden: Float[Array, "... D"], *, num_tokens: int
+    ) -> Float[Array, "... V"]:
+        """Float32 logits; ids from `num_tokens` on get the lowest value.
+
+        Checkpoints pad their vocabulary. Masking those ids here, in sampler and trainer alike,
+        keeps both on one distribution.
+        """
+        is_tied = "lm_head" not in params
+        table = params["embed" if is_tied else "lm_head"]
+        axes, weights = ("vd", table["embedding"]) if is_tied else ("dv", table["kernel"])
+        weights = jnp.asarray(weights)
+        logits = project(axes, hidden, weights, table.get("master", weights))
+        if num_tokens >= self.vocab_size:
+            return logits
+        return jnp.where(jnp.arange(self.vocab_size) < num_tokens, logits, reference.LOWEST)
+
+    def sample_states(
+        self,
+        weights: Params,
+        token_ids: Int[Array, " M"],
+        positions: Int[Array, " M"],
+        through: SamplerThrough,
+    ) -> Float[Array, "M D"]:
+        """Final normed hidden states."""
+        angles = rope_angles(positions, self)
+
+        def layer(x: jax.Array, weights: Params, attend: Attend) -> jax.Array:
+            return self._block(weights, x, angles, attend)
+
+        x = through(layer, weights["embed"]["embedding"][token_ids], weights["blocks"])
+        return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps)
+
+    def decode_axes(self) -> dict[str, Any]:
+        """As `decode_weights` may have it, with an `lm_head`."""
+        return {**super().decode_axes(), **OUTPUT_AXES}
+
+    def hf_names(self) -> dict[str, str]:
+        """In the order of the layers' computation."""
+        params = flatten_dict(self.abstract_params(), sep="/")
+        names = {**FIRST_HF_NAMES, **self.feed_forward_names(), **LAST_HF_NAMES}
+        return {name: tensor for name, tensor in names.items() if name in params}
+
+    def hf_copies(self) -> dict[str, str]:
+        """A tied output layer, which older exports hold."""
+        return {"lm_head.weight": FIRST_HF_NAMES["embed/embedding"]} if self.tie_embeddings else {}
