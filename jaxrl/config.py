@@ -254,6 +254,8 @@ def default_config() -> ConfigDict:
     http.url = ""  # of the server, as http://127.0.0.1:8000/retrieve
     http.protocol = "search_r1"  # or flashrag
     http.topk = 3  # documents a query returns
+    # The environment variable that holds a key, which is sent as a bearer's; "": none is sent.
+    http.key_env = ""
     http.timeout_s = 30.0  # of a request, to the last byte of its answer
     http.connections = 16  # requests in flight at most
     http.batch_size = 64  # queries in a request at most

@@ -42,6 +42,8 @@ from jaxrl.environment import (
     searches,
     takes,
 )
+from jaxrl.envs.calls import MAX_S
+from jaxrl.envs.json_http import check_url
 from jaxrl.envs.payment import REWARD_PARTS
 from jaxrl.envs.rewards import check_weights
 from jaxrl.method import (
@@ -799,6 +801,9 @@ def _check_server(config: ConfigDict) -> None:
     expected = "the address of a server, as http://127.0.0.1:8000"
     if engine in ("http", "opensearch") and not search[engine].url:
         refuse(f"search.{engine}.url", search[engine].url, expected)
+    if engine in ("http", "opensearch", "web") and search[engine].url:
+        keys_from = f"config.search.{engine}.{'auth' if engine == 'opensearch' else 'key_env'}"
+        check_url(f"search.{engine}.url", search[engine].url, keys_from=keys_from)
     if engine == "opensearch" and not search.opensearch.index:
         refuse("search.opensearch.index", search.opensearch.index, "the name of an index")
     if engine == "web" and search.web.provider == "searxng" and not search.web.url:
@@ -820,6 +825,9 @@ def _check_ranges(config: ConfigDict) -> None:
     for key in NOT_NEGATIVE:
         if not flat[key] >= 0:
             refuse(key, flat[key], "a number of at least 0")
+    for key, value in flat.items():
+        if key.endswith("_s") and value > MAX_S:
+            refuse(key, value, f"at most {MAX_S:g} seconds, which are 31 years")
     for key in SHARES:
         if not 0 <= flat[key] <= 1:
             refuse(key, flat[key], "a number from 0 to 1")

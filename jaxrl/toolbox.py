@@ -16,6 +16,7 @@ from jaxrl.choices import check_call, check_texts, chosen, failure_text, is_own,
 from jaxrl.config import refuse
 from jaxrl.environment import NO_ENGINE, environment
 from jaxrl.envs.base import Env, ToolError
+from jaxrl.envs.json_http import check_url
 from jaxrl.envs.judges import Judge, JudgeSettings
 from jaxrl.envs.payment import REWARD_PARTS
 from jaxrl.envs.protocol import PROTOCOLS, Protocol
@@ -106,6 +107,8 @@ def check_mcp(config: ConfigDict) -> None:
                 '{"url": "http://..", "headers": {"Authorization": "MY_KEY"}}; "env" and "headers" '
                 "name environment variables and may be left out",
             )
+        if "url" in spec:
+            check_url("env.search.mcp", spec["url"], keys_from="the 'headers' beside it")
 
 
 def _is_server(spec: Any) -> bool:
@@ -168,6 +171,7 @@ def check_tools(config: ConfigDict) -> None:
     """
     key, names = "env.search.tools", config.env.search.tools
     check_mcp(config)
+    _python(config.env.search.python)  # whether or not `python` is offered
     found = tools(config)
     twice = [name for name in names if names.count(name) > 1]
     if twice:

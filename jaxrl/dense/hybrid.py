@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 from jaxrl.dense.engine import DenseSearch
@@ -16,8 +17,9 @@ def fuse(rankings: Sequence[Sequence[Hit]], *, k: float, topk: int) -> list[Hit]
 
     Cormack, Clarke and Büttcher, Reciprocal Rank Fusion outperforms Condorcet and individual Rank
     Learning Methods, SIGIR 2009 (https://doi.org/10.1145/1571941.1572114), equation 1, with k = 60
-    there. Ranks begin at 1. Documents are the same where their ids are; equal scores are broken by
-    id, as in `LocalSearch`.
+    there. Ranks begin at 1. Documents are the same where their ids are. Sums are exact, so that
+    what is equal is so whatever rounding would make of it; equal scores are broken by id, as in
+    `LocalSearch`.
 
     Args:
         rankings: of one query, each best first.
@@ -25,13 +27,16 @@ def fuse(rankings: Sequence[Sequence[Hit]], *, k: float, topk: int) -> list[Hit]
         topk: documents of the result, at most.
     """
     documents: dict[str, Document] = {}
-    scores: dict[str, float] = {}
+    scores: dict[str, Fraction] = {}
+    exact_k = Fraction(k)
     for ranking in rankings:
         for rank, hit in enumerate(ranking, start=1):
             documents.setdefault(hit.document.id, hit.document)
-            scores[hit.document.id] = scores.get(hit.document.id, 0.0) + 1 / (k + rank)
+            scores[hit.document.id] = scores.get(hit.document.id, Fraction(0)) + 1 / (
+                exact_k + rank
+            )
     best = sorted(scores, key=lambda id: (-scores[id], documents[id]))[:topk]
-    return [Hit(documents[id], scores[id]) for id in best]
+    return [Hit(documents[id], float(scores[id])) for id in best]
 
 
 class HybridSearch(DocumentSearch):

@@ -18,6 +18,9 @@ Result = TypeVar("Result")
 
 MAX_ERROR = 2000  # characters of an exception's text; a library may put a whole page into it
 
+MAX_S = 1e9
+"""Seconds that a setting may ask for; threads and locks take no more than 9 times as many."""
+
 _ENDING_S = 1.0  # in which a coroutine ends that is cancelled, unless it refuses or blocks the loop
 
 

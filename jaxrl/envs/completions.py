@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.json_http import Bounds, JsonClient, Request, key_of
@@ -31,7 +32,8 @@ class Completions:
             ValueError: the key's environment variable is not set.
         """
         secret = key_of(section, key_env) if key_env else ""
-        self._url = url.rstrip("/") + "/chat/completions"
+        address = urlsplit(url)  # with parameters, as Azure's api-version
+        self._url = address._replace(path=f"{address.path.rstrip('/')}/chat/completions").geturl()
         self._client = JsonClient(
             Bounds(timeout_s=timeout_s, connections=connections, max_mib=MAX_REPLY_MIB),
             headers={"Authorization": f"Bearer {secret}"} if secret else {},

@@ -13,6 +13,7 @@ from jaxrl.envs.json_http import (
     Request,
     check_url,
     finite,
+    key_of,
     plain_text,
     shown_url,
 )
@@ -40,6 +41,7 @@ class HttpRetriever(DocumentSearch):
         *,
         protocol: str = "search_r1",
         topk: int = 3,
+        key_env: str = "",
         timeout_s: float = 30.0,
         connections: int = 16,
         batch_size: int = 64,
@@ -52,15 +54,17 @@ class HttpRetriever(DocumentSearch):
                 protocol is meant.
             protocol: `search_r1` or `flashrag`.
             topk: documents of an answer.
+            key_env: the environment variable that holds a key, sent as a bearer's; "" for none.
             timeout_s: of a request.
             connections: requests in flight at most.
             batch_size: queries of a request at most.
             max_response_mib: MiB of an answer at most.
 
         Raises:
-            ValueError: a setting is none of these.
+            ValueError: a setting is none of these, or the variable is not set.
         """
-        check_url("search.http.url", url)
+        check_url("search.http.url", url, keys_from="config.search.http.key_env")
+        secret = key_of("search.http.key_env", key_env) if key_env else ""
         if protocol not in PATHS:
             raise ValueError(
                 f"config.search.http.protocol is {protocol!r}; expected one of {', '.join(PATHS)}."
@@ -73,7 +77,9 @@ class HttpRetriever(DocumentSearch):
         self._body = _single_body if is_single else BODIES[protocol]
         self._read = _read_single if is_single else READERS[protocol]
         self._client = JsonClient(
-            Bounds(timeout_s=timeout_s, connections=connections, max_mib=max_response_mib)
+            Bounds(timeout_s=timeout_s, connections=connections, max_mib=max_response_mib),
+            headers={"Authorization": f"Bearer {secret}"} if secret else {},
+            secret=secret,
         )
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:

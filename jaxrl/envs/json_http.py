@@ -201,12 +201,19 @@ def shown_url(url: str) -> str:
     return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
 
 
-def check_url(key: str, url: str) -> None:
-    """Refuses what is no address of a server.
+_SECRET = re.compile(
+    r"(?i)(^|[^a-z]|api|access|auth)(key|token|secret|password|passwd|pwd|auth|sig|signature)$"
+)
+"""Names of parameters that commonly hold a key."""
+
+
+def check_url(key: str, url: str, *, keys_from: str = "the key_env beside it") -> None:
+    """Refuses what is no address of a server, and what holds a key.
 
     Args:
         key: of the configuration, for the message.
         url: with scheme, host, and where it is needed port and path.
+        keys_from: what names the environment variable of a key, for the message.
 
     Raises:
         ValueError: says what is wrong with it.
@@ -220,6 +227,12 @@ def check_url(key: str, url: str) -> None:
         raise ValueError(
             f"config.{key} holds a user or a password, and a configuration is written to disk; "
             f"{expected}, without them."
+        )
+    secret = next((name for name in parsed.params if _SECRET.search(name)), None)
+    if secret is not None:
+        raise ValueError(
+            f"config.{key} holds a parameter {secret!r}, and a configuration is written to disk; "
+            f"{expected}, without it: {keys_from} names an environment variable for a key."
         )
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ValueError(f"config.{key} is {url!r}; {expected}.")

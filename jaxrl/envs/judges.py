@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.envs.base import CallRecord, Finished, Task, ToolError
+from jaxrl.envs.calls import MAX_S
 from jaxrl.envs.completions import Completions, content_of, first_choice
 from jaxrl.envs.json_http import check_url, plain_text
 from jaxrl.envs.recording import Recording
@@ -130,6 +131,10 @@ class JudgeSettings:
             if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
                 wanted = "a whole number" if is_whole else "a finite number"
                 raise ValueError(f"a judge's {one.name} is {value!r}; expected {wanted}.")
+            if one.name.endswith("_s") and value > MAX_S:
+                raise ValueError(
+                    f"a judge's {one.name} is {value!r}; expected at most {MAX_S:g} seconds."
+                )
 
     @property
     def asked(self) -> dict[str, Any]:

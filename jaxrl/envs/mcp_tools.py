@@ -248,6 +248,26 @@ def _text(result: Any) -> str:
     return "\n".join(texts) or "(nothing)"
 
 
+def _missing_references(schema: Mapping[str, Any]) -> list[str]:
+    """To what a schema refers that is not in it."""
+    unresolvable = importlib.import_module("referencing.exceptions").Unresolvable
+    specifications = importlib.import_module("referencing.jsonschema")
+    root = specifications.DRAFT202012.create_resource(schema)
+    resolver = specifications.EMPTY_REGISTRY.resolver_with_root(root)
+    missing, waiting = [], [(resolver.in_subresource(root), root)]
+    while waiting:
+        resolver, resource = waiting.pop()
+        if isinstance(resource.contents, Mapping):
+            for name in ("$ref", "$dynamicRef"):
+                if isinstance(reference := resource.contents.get(name), str):
+                    try:
+                        resolver.lookup(reference)
+                    except unresolvable:
+                        missing.append(reference)
+        waiting += [(resolver.in_subresource(one), one) for one in resource.subresources()]
+    return missing
+
+
 class McpTool(JsonTool):
     """A tool of a server; arguments are checked by the schema that the server gave."""
 
@@ -268,6 +288,11 @@ class McpTool(JsonTool):
                 f"the MCP server {server.name!r} lists the tool {self.name!r} with a schema that "
                 f"cannot be read: {error.message[:_SHOWN]}"
             ) from error
+        if missing := _missing_references(self._schema):
+            raise ToolError(
+                f"the MCP server {server.name!r} lists the tool {self.name!r} with a schema that "
+                f"cannot be read: it refers to {missing[0][:_SHOWN]!r}, which is not in it"
+            )
 
     @property
     def description(self) -> str:
@@ -287,7 +312,9 @@ class McpTool(JsonTool):
             checks.Draft202012Validator,
             dict.fromkeys(("pattern", "patternProperties"), lambda *_: None),
         )
-        return kind(self._schema)
+        # Without a registry it would fetch what a schema refers to from anywhere.
+        registry = importlib.import_module("referencing.jsonschema").EMPTY_REGISTRY
+        return kind(self._schema, registry=registry)
 
     def check(self, arguments: Mapping[str, Any]) -> None:
         """Refuses arguments that are not as the schema has them.

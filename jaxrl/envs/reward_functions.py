@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -190,15 +191,28 @@ def _read_number(name: str, found: Any, _: Sequence[Finished]) -> list[Measured]
     return [Measured(score=number(name, found))]
 
 
-def _listed(name: str, found: Any) -> list[Any]:
+def _listed(name: str, found: Any, count: int, what: str) -> list[Any]:
     """The values that a part gave, in their order.
 
+    Args:
+        name: of the part.
+        found: what it gave; may be a generator, of which no more is asked than tells a wrong count.
+        count: of the values that are expected.
+        what: of which there are so many.
+
     Raises:
-        ValueError: they have none, as the keys of a dict, or are no numbers, as bytes.
+        ValueError: they are more or fewer, have no order, as the keys of a dict, or are no numbers,
+            as bytes.
     """
     if not isinstance(found, Iterable) or isinstance(found, Mapping | Set | str | bytes):
         raise ValueError(f"the reward part {name!r} gave {found!r:.200}; expected a list")
-    return list(found)
+    values = list(itertools.islice(found, count + 1))
+    if len(values) != count:
+        many = f"more than {count}" if len(values) > count else str(len(values))
+        raise ValueError(
+            f"the reward part {name!r} gave {many} values for {count} {what}; expected one for each"
+        )
+    return values
 
 
 def _turn_arguments(group: Sequence[Finished], _: bool) -> Arguments:
@@ -209,12 +223,8 @@ def _turn_arguments(group: Sequence[Finished], _: bool) -> Arguments:
 
 def _read_turns(name: str, found: Any, episodes: Sequence[Finished]) -> list[Measured]:
     [one] = episodes
-    amounts = tuple(number(name, amount) for amount in _listed(name, found))
-    if len(amounts) != len(one.episode.turns):
-        raise ValueError(
-            f"the reward part {name!r} gave {len(amounts)} amounts for {len(one.episode.turns)} "
-            "turns; expected one for each"
-        )
+    given = _listed(name, found, len(one.episode.turns), "turns")
+    amounts = tuple(number(name, amount) for amount in given)
     return [Measured(score=math.fsum(amounts), turns=amounts)]
 
 
@@ -301,12 +311,7 @@ def completion_messages(one: Finished) -> list[Message]:
 
 
 def _read_trl(name: str, found: Any, episodes: Sequence[Finished]) -> list[Measured]:
-    values = _listed(name, found)
-    if len(values) != len(episodes):
-        raise ValueError(
-            f"the reward part {name!r} gave {len(values)} values for {len(episodes)} completions; "
-            "expected one for each"
-        )
+    values = _listed(name, found, len(episodes), "completions")
     return [Measured(score=None if one is None else number(name, one)) for one in values]
 
 

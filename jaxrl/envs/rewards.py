@@ -214,6 +214,10 @@ def check_weights(weights: Mapping[str, float], parts: Iterable[str]) -> None:
         if name not in parts:
             close = get_close_matches(name, parts, n=1)
             hint = f"; did you mean {close[0]!r}? " if close else ". "
-            raise ValueError(f"there is no reward part {name!r}{hint}{known}")
+            raise ValueError(
+                f"there is no reward part {name!r}{hint}{known} A judge has an entry of its name "
+                "in config.reward.judges; a function of your own a dotted name, as "
+                "my_reward.brevity."
+            )
     if not any(weights.values()):
         raise ValueError(f"these weights would pay nothing. {known}")

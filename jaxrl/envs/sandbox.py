@@ -34,6 +34,8 @@ _ENVIRONMENT = {
 }
 """All of the environment that code sees."""
 
+_LOOK_S = 3600.0  # the system's call takes no more than 24 days
+
 _ENDING_S = 5.0
 """Seconds in which a process that was killed is gone."""
 
@@ -185,7 +187,7 @@ def _outputs(
                 _kill(process)
                 ends = time.monotonic() + _ENDING_S
                 continue
-            for key, _ in selector.select(left):
+            for key, _ in selector.select(min(left, _LOOK_S)):
                 data = os.read(key.fd, 65536)
                 if not data:
                     selector.unregister(key.fileobj)

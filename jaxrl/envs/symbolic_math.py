@@ -32,6 +32,7 @@ MAX_CHARACTERS = 2000
 
 _START_S = 120.0  # in which a worker has to be ready; it loads sympy, on a busy machine slowly
 _BUSY_FACTOR, _BUSY_S = 20.0, 60.0  # how much longer than its computing time a question may wait
+_LOOK_S = 3600.0  # the system's call takes no more than 24 days
 _CACHED = 20_000  # questions
 
 
@@ -225,7 +226,10 @@ class _Worker:
         ends, pipe = time.monotonic() + patience_s, self._process.stdout.fileno()
         (poll := select.poll()).register(pipe, select.POLLIN)
         while b"\n" not in self._read:
-            if not poll.poll(1000 * max(ends - time.monotonic(), 0)):
+            left_s = max(ends - time.monotonic(), 0)
+            if not poll.poll(1000 * min(left_s, _LOOK_S)):
+                if left_s > _LOOK_S:
+                    continue
                 raise TimeoutError(f"a worker of math-verify was silent for {patience_s:g} s")
             if not (more := os.read(pipe, 65536)):
                 return {"lost": self._process.wait()}

@@ -251,6 +251,17 @@ def test_fusion_by_hand():
     assert [hit.document.id for hit in fuse([hits("a", "b"), hits("b")], k=0, topk=1)] == ["b"]
 
 
+def test_equal_sums_are_equal_whatever_rounding_makes_of_them():
+    # 1/3 + 1/4 = 1/2 + 1/12, of which the second is larger in floating point; a precedes b.
+    assert 1 / 3 + 1 / 4 < 1 / 2 + 1 / 12
+    first = ["x1", "b", "a", *(f"y{i}" for i in range(9))]
+    second = [*(f"z{i}" for i in range(3)), "a", *(f"w{i}" for i in range(7)), "b"]
+    fused = [hit.document.id for hit in fuse([hits(*first), hits(*second)], k=0, topk=30)]
+    assert fused.index("a") < fused.index("b")
+    swapped = [hit.document.id for hit in fuse([hits(*second), hits(*first)], k=0, topk=30)]
+    assert swapped == fused
+
+
 def test_hybrid_fuses_both_engines(tmp_path, corpus, engine):
     settings = {"encoder": str(ENCODER), **PREFIXES, "corpus": str(corpus)}
     hybrid = HybridSearch(local={"corpus": "", "index": "", "topk": 9}, dense=settings, topk=4)

@@ -361,6 +361,20 @@ def test_a_dead_server_and_a_reset_are_told():
     assert not reset.is_permanent
 
 
+def test_a_key_is_sent_and_never_shown(monkeypatch):
+    monkeypatch.setenv("RETRIEVER_KEY", "abc123")
+    with served(lambda request: Reply(request.headers.get("authorization", "none"), 403)) as server:
+        [refused] = HttpRetriever(server.url, key_env="RETRIEVER_KEY").run_batch(["q"])
+        [bare] = HttpRetriever(server.url).run_batch(["q"])
+    assert "answers with status 403: 'Bearer ***'" in str(refused)
+    assert "answers with status 403: 'none'" in str(bare)
+    monkeypatch.delenv("RETRIEVER_KEY")
+    with pytest.raises(
+        ValueError, match=r"RETRIEVER_KEY, which config\.search\.http\.key_env names"
+    ):
+        HttpRetriever(server.url, key_env="RETRIEVER_KEY")
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

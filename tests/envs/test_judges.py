@@ -11,10 +11,12 @@ from dataclasses import replace
 import pytest
 
 from jaxrl.envs.base import Episode, Finished, Reward, Task, ToolError, Turn
+from jaxrl.envs.completions import Completions
 from jaxrl.envs.judges import Judge, JudgeSettings, read_number
 from jaxrl.envs.payment import MAX_THREADS, LateError, Payment
 from jaxrl.training.ledger import Ledger
 from tests.episodes import ANSWER, make_trajectory
+from tests.servers import served
 
 TASK = Task(id="t", question="Where {response}?", answers=("Paris", "Lutetia"))
 PROMPT = (
@@ -253,6 +255,8 @@ def test_one_that_cannot_be_judged_leaves_the_others_their_rewards(server):
     [
         ({"prompt": "Rate {answer}"}, r"expected \{response\} in it"),
         ({"pattern": "score: (\\d+"}, "a judge's pattern is .*: missing"),
+        ({"deadline_s": 1e10}, "a judge's deadline_s is .*at most 1e.09 seconds"),
+        ({"url": "http://x/v1?api_key=abc"}, r"holds a parameter 'api_key'.*key_env"),
         ({"pattern": "score"}, "with 0 groups; expected one"),
         ({"low": 5, "high": 5}, "low is 5; expected less than high=5"),
         ({"replay": "yes"}, "replay is 'yes'; expected 'record', 'only' or 'off'"),
@@ -296,3 +300,10 @@ def test_what_a_reply_is_worth(reply, worth):
         return
     with pytest.raises(ToolError, match="expected a number from -1 to 1"):
         read_number(reply, settings)
+
+
+def test_an_address_of_an_endpoint_may_have_parameters():
+    with served(lambda request: {"path": request.path, **request.params}) as server:
+        ours = {"section": "policy", "key_env": "", "timeout_s": 5.0, "connections": 1}
+        endpoint = Completions(f"{server.url}/v1/?api-version=2026", **ours)
+        assert endpoint.ask({}) == {"path": "/v1/chat/completions", "api-version": "2026"}

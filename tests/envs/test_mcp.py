@@ -8,11 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError
-from jaxrl.envs.mcp_tools import McpServer
+from jaxrl.envs.mcp_tools import McpServer, McpTool
 from jaxrl.envs.protocol import qwen
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import CallError, run_one
@@ -74,6 +75,42 @@ def test_calls_are_answered(tools):
 
 def test_what_a_tool_calls_an_error_is_an_answer(tools):
     assert "no: reasons" in tools["refuse"].run('{"why": "reasons"}')
+
+
+def listed(schema):
+    return SimpleNamespace(name="find", description="Finds.", title=None, input_schema=schema)
+
+
+@pytest.mark.parametrize(
+    "reference", ["#/$defs/Missing", "http://127.0.0.1:1/schema.json", "other.json", "#nowhere"]
+)
+def test_a_schema_that_refers_to_what_is_not_there_is_refused_at_the_start(reference):
+    schema = {
+        "type": "object",
+        "properties": {"place": {"items": {"$ref": reference}}},
+        "$defs": {"Place": {"type": "string"}},
+    }
+    with pytest.raises(
+        ToolError,
+        match=r"lists the tool 'find' .* cannot be read: it refers to '.*', which is not in it",
+    ):
+        McpTool(McpServer({"command": COMMAND}), listed(schema))
+
+
+def test_references_within_a_schema_are_followed():
+    definitions = {
+        "Place": {"enum": ["here", "there"]},
+        "Places": {"items": {"$ref": "#/$defs/Place"}},
+    }
+    schema = {
+        "type": "object",
+        "properties": {"places": {"$ref": "#/$defs/Places"}, "$ref": {"type": "integer"}},
+        "$defs": definitions,
+    }
+    tool = McpTool(McpServer({"command": COMMAND}), listed(schema))
+    assert tool.call_of({"places": ["here"], "$ref": 1})
+    with pytest.raises(CallError, match=r"arguments\['places'\]\[0\]: 'nowhere' is not one of"):
+        tool.call_of({"places": ["nowhere"]})
 
 
 @pytest.mark.parametrize(

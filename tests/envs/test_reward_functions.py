@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -189,12 +190,15 @@ def test_the_signature_is_told_by_names(function, kind):
         (lambda response: None, "'mine' gave None; expected a finite number"),
         (lambda response: math.nan, "'mine' gave nan; expected a finite number"),
         (lambda response: np.zeros(2), "can .*onvert"),
-        (lambda turns: [1.0], "'mine' gave 1 amounts for 2 turns"),
+        (lambda turns: [1.0], "'mine' gave 1 values for 2 turns"),
         (lambda turns: [1.0, math.inf], "'mine' gave inf"),
         (lambda solution_str: {"acc": 1.0}, "'mine' gave a dict of 'acc'; expected 'score' in it"),
         (lambda solution_str: {"score": 1.0, "acc": math.nan}, "'mine/acc' gave nan"),
         (lambda solution_str: {"score": "1"}, "'mine' gave '1'"),
-        (lambda completions: [1.0, 2.0], "'mine' gave 2 values for 1 completions"),
+        (lambda completions: [1.0, 2.0], "'mine' gave more than 1 values for 1 completions"),
+        (lambda completions: itertools.count(), "'mine' gave more than 1 values for 1 completions"),
+        (lambda turns: itertools.repeat(0.0), "'mine' gave more than 2 values for 2 turns"),
+        (lambda completions: iter(()), "'mine' gave 0 values for 1 completions"),
         (lambda completions: [math.nan], "'mine' gave nan"),
         (lambda completions: {0: 1.0}, "'mine' gave {0: 1.0}; expected a list"),
         (lambda completions: {1.0}, "'mine' gave {1.0}; expected a list"),

@@ -349,3 +349,7 @@ def test_the_configuration_names_sandbox_and_limits(tools, name):
     assert tool.run("x = bytes(150 * 2**20)\nprint(1)") == "1"
     assert tool.run("x = bytes(210 * 2**20)\nprint(1)") == "MemoryError: limit exceeded"
     assert tool.run("while True: pass") == "TimeoutError: time limit exceeded"
+
+
+def test_the_longest_time_that_a_setting_allows(tool):
+    assert type(tool)(**{**LIMITS, "timeout_s": 1e9}).run("print(1 + 1)") == "2"
