@@ -38,6 +38,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.models.architecture import Architecture, Attend
 from jaxrl.models.attention import reference
 from jaxrl.models.layers import SamplerThrough, Through
+from jaxrl.models.rope_scaling import SCALINGS, Fields, RopeScaling
 from jaxrl.types import Params
 
 Kinds = dict[str, tuple[type, str]]
@@ -81,6 +82,12 @@ def _rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
     return fields.get("rope_scaling") or fields.get("rope_parameters") or {}
 
 
+def _rope_type(fields: dict[str, Any]) -> str:
+    """The kind of RoPE, by its name since transformers 5 or before."""
+    rope = _rope_fields(fields)
+    return rope.get("rope_type", rope.get("type", "default"))
+
+
 def _rope_theta(fields: dict[str, Any]) -> float:
     """The RoPE base: among the RoPE settings since transformers 5, `rope_theta` before."""
     return _rope_fields(fields).get("rope_theta", fields.get("rope_theta", 10_000.0))
@@ -88,11 +95,10 @@ def _rope_theta(fields: dict[str, Any]) -> float:
 
 def refuse_unsupported(fields: dict[str, Any], source: str) -> None:
     """Refuses by name what no parity test covers."""
-    rope = _rope_fields(fields)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope, rope_type = _rope_fields(fields), _rope_type(fields)
     layer_types = set(fields.get("layer_types") or ())
     refused = {
-        f"RoPE scaling {rope_type!r}": rope_type != "default",
+        f"RoPE scaling {rope_type!r}": rope_type not in ("default", *SCALINGS),
         "RoPE by layer type": any(isinstance(value, dict) for value in rope.values()),
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0
         or fields.get("partial_rotary_factor", 1.0) != 1.0,
@@ -106,17 +112,39 @@ def refuse_unsupported(fields: dict[str, Any], source: str) -> None:
             raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
 
 
-def common_fields(fields: dict[str, Any], *, head_dim: int = 0) -> dict[str, Any]:
+def _rope_scaling(fields: dict[str, Any], source: str) -> RopeScaling | None:
+    """The settings of a scaled RoPE; None without scaling."""
+    kind = SCALINGS.get(_rope_type(fields))
+    if kind is None:
+        return None
+    values = dict(_rope_fields(fields))
+    if "original_max_position_embeddings" in fields:  # which counts for more than among the values
+        values["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
+    max_positions = fields.get("max_position_embeddings", MAX_POSITIONS)
+    return kind.from_fields(Fields(values=values, max_positions=max_positions, source=source))
+
+
+MAX_POSITIONS = 32768
+"""Where a file does not name them."""
+
+
+def common_fields(
+    fields: dict[str, Any], *, head_dim: int = 0, source: str = "config.json"
+) -> dict[str, Any]:
     """The fields of `Decoder` that every family spells alike in `config.json`.
 
     Args:
         fields: of the file, without nulls.
         head_dim: where the file does not say; 0 splits the width over the heads.
+        source: named in errors.
 
     Raises:
         KeyError: a field is missing.
+        ValueError: the settings of the scaled RoPE are wrong.
     """
     num_heads = fields["num_attention_heads"]
+    max_positions = fields.get("max_position_embeddings", MAX_POSITIONS)
+    scaling = _rope_scaling(fields, source)
     return {
         "vocab_size": fields["vocab_size"],
         "width": fields["hidden_size"],
@@ -127,7 +155,8 @@ def common_fields(fields: dict[str, Any], *, head_dim: int = 0) -> dict[str, Any
         "rope_theta": float(_rope_theta(fields)),
         "rms_norm_eps": float(fields.get("rms_norm_eps", 1e-6)),
         "tie_embeddings": bool(fields.get("tie_word_embeddings", False)),
-        "max_positions": fields.get("max_position_embeddings", 32768),
+        "max_positions": scaling.max_positions(max_positions) if scaling else max_positions,
+        "rope_scaling": scaling,
     }
 
 
@@ -208,11 +237,16 @@ The sines that turn the first half are negative.
 
 def rope_angles(positions: Int[Array, " M"], config: Decoder) -> Angles:
     """The rotary angles of M positions, made once for all layers."""
-    half = config.head_dim // 2
-    frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    half, scaling = config.head_dim // 2, config.rope_scaling
+    if scaling is None:
+        frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    else:
+        frequency = jnp.asarray(scaling.frequencies(config.head_dim, config.rope_theta))
     angle = positions[:, None, None].astype(jnp.float32) * frequency
-    sin = jnp.sin(angle)
-    return jnp.cos(angle)[:, :, None], jnp.stack([-sin, sin], axis=2)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    if scaling is not None:
+        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
+    return cos[:, :, None], jnp.stack([-sin, sin], axis=2)
 
 
 def rope(x: Float[Array, "M heads H"], angles: Angles) -> Float[Array, "M heads H"]:
@@ -339,6 +373,7 @@ class Decoder(Architecture):
     output_bias: bool
     qk_norm: bool
     max_positions: int
+    rope_scaling: RopeScaling | None = None
 
     @abstractmethod
     def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
@@ -358,6 +393,9 @@ class Decoder(Architecture):
 
     def common_hf_fields(self) -> dict[str, Any]:
         """The inverse of `common_fields`, and what all that is computed here has in common."""
+        rope = {"rope_type": "default"}
+        if self.rope_scaling is not None:
+            rope = {"rope_type": self.rope_scaling.rope_type, **self.rope_scaling.hf_fields()}
         return {
             "vocab_size": self.vocab_size,
             "hidden_size": self.width,
@@ -368,8 +406,10 @@ class Decoder(Architecture):
             "hidden_act": "silu",
             "max_position_embeddings": self.max_positions,
             "rms_norm_eps": self.rms_norm_eps,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rope_parameters": {**rope, "rope_theta": self.rope_theta},
             "rope_theta": self.rope_theta,
+            # By its name before transformers 5, which other programs read still.
+            **({"rope_scaling": rope} if self.rope_scaling is not None else {}),
             "tie_word_embeddings": self.tie_embeddings,
             "use_sliding_window": False,
             "torch_dtype": "float32",

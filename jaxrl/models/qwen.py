@@ -64,7 +64,7 @@ class QwenConfig(Decoder):
         is_qwen3 = model_type == "qwen3"
         try:
             return cls(
-                **common_fields(fields, head_dim=128 if is_qwen3 else 0),
+                **common_fields(fields, head_dim=128 if is_qwen3 else 0, source=source),
                 mlp_width=fields["intermediate_size"],
                 qkv_bias=bool(fields.get("attention_bias", False)) if is_qwen3 else True,
                 output_bias=bool(fields.get("attention_bias", False)) if is_qwen3 else False,

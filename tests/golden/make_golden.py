@@ -4,7 +4,8 @@
 
 Each is a folder in Hugging Face format with a small random `transformers` model, and
 `golden.npz`: input ids `[B, T]`, the embeddings and the first layer's output `[B, T, D]`, and the
-logits `[B, T, V]`, all computed by `transformers` in float32.
+logits `[B, T, V]`, all computed by `transformers` in float32. `rope_scaling.json` has frequencies
+of scaled rotary embeddings and the factor of their cosines and sines.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 SHARED = {"num_hidden_layers": 2, "hidden_act": "silu", "max_position_embeddings": 4096}
 
@@ -66,7 +68,62 @@ MODELS = {
         rope_parameters={"rope_type": "default", "rope_theta": 50_000.0},
         tie_word_embeddings=False,
     ),
+    # Pretrained on 8 tokens, so that the 20 of the test are far.
+    "qwen3_yarn": Qwen3Config(
+        **SHARED | {"max_position_embeddings": 32},
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "beta_fast": 2.0,
+            "beta_slow": 0.25,
+        },
+        tie_word_embeddings=True,
+    ),
+    "qwen2_yarn_old_spelling": Qwen2Config(
+        **SHARED | {"max_position_embeddings": 8},
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 3.0,
+            "beta_fast": 4.0,
+            "mscale": 1.5,
+            "mscale_all_dim": 0.5,
+            "truncate": False,
+        },
+        tie_word_embeddings=False,
+    ),
 }
+
+SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
+    {"rope_type": "yarn", "factor": 2.5},
+    {"rope_type": "yarn", "factor": 4.0, "truncate": False, "beta_fast": 16, "beta_slow": 2},
+    {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.25},
+    {"rope_type": "yarn", "factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.7},
+    {"rope_type": "yarn", "factor": 4.0, "mscale": 2.0},  # which does nothing alone
+    {"rope_type": "linear", "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+]
+"""Settings of `rope_scaling`, each computed with two bases and sizes of heads."""
 
 
 def randomize(model: torch.nn.Module) -> None:
@@ -96,7 +153,12 @@ def reference(model: Any, token_ids: torch.Tensor) -> dict[str, np.ndarray]:
 def spell_as_before_transformers_5(file: Path) -> None:
     """Rewrites a `config.json` with the names of transformers 4."""
     fields = json.loads(file.read_text(encoding="utf-8"))
-    fields["rope_theta"] = fields.pop("rope_parameters")["rope_theta"]
+    rope = fields.pop("rope_parameters")
+    fields["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    if kind != "default":
+        rope.pop("original_max_position_embeddings")  # those of the model
+        fields["rope_scaling"] = {"type": kind, **rope}
     fields["torch_dtype"] = fields.pop("dtype")
     fields.pop("layer_types", None)
     fields["sliding_window"] = 4096  # as published: set, and switched off by use_sliding_window
@@ -104,8 +166,32 @@ def spell_as_before_transformers_5(file: Path) -> None:
     file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def scaled_frequencies() -> list[dict[str, Any]]:
+    """What `transformers` makes of each of `SCALINGS`."""
+    found = []
+    for theta, head_dim in ((1e6, 128), (10_000.0, 64)):
+        for scaling in SCALINGS:
+            config = Qwen3Config(
+                max_position_embeddings=40960,
+                head_dim=head_dim,
+                rope_parameters={"rope_theta": theta, **scaling},
+            )
+            frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config)
+            found.append(
+                {
+                    "rope_parameters": {"rope_theta": theta, **scaling},
+                    "head_dim": head_dim,
+                    "frequencies": [float(one) for one in frequencies.numpy()],
+                    "attention_factor": factor,
+                }
+            )
+    return found
+
+
 def main() -> None:
     """Replaces every model's folder beside this file."""
+    text = json.dumps(scaled_frequencies(), indent=1) + "\n"
+    (Path(__file__).parent / "rope_scaling.json").write_text(text, encoding="utf-8")
     for seed, (name, config) in enumerate(MODELS.items()):
         torch.manual_seed(seed)
         folder = Path(__file__).parent / name
@@ -113,7 +199,7 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         randomize(model)
         model.save_pretrained(folder)
-        if name == "qwen2_old_spelling":
+        if name.endswith("old_spelling"):
             spell_as_before_transformers_5(folder / "config.json")
         token_ids = torch.randint(0, config.vocab_size, (2, 20))
         np.savez(folder / "golden.npz", **reference(model, token_ids))

@@ -13,6 +13,7 @@ from jaxrl.models.architecture import read_model
 from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.models.rope_scaling import Linear, Llama3, Yarn
 from tests.helpers import full_pass, read_tokens
 
 torch = pytest.importorskip("torch")
@@ -20,6 +21,13 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.torch
 torch.set_num_threads(1)  # the models are too small to share
+
+
+SCALED = (
+    Yarn(factor=4.0, original_max_positions=16, attention_factor=1.2, beta_fast=4.0),
+    Linear(factor=3.0),
+    Llama3(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=64),
+)
 
 
 def random_config(seed):
@@ -31,6 +39,7 @@ def random_config(seed):
     # A Qwen2 config.json has no head_dim of its own: the heads share the width.
     head_dim = 2 * int(rng.integers(2, 12))
     has_bias = bool(rng.integers(2))
+    scaling = (None, *SCALED)[seed // 2 % 4]
     return QwenConfig(
         vocab_size=int(rng.integers(50, 300)),
         width=int(rng.integers(8, 70)) if is_qwen3 else num_heads * head_dim,
@@ -46,6 +55,7 @@ def random_config(seed):
         output_bias=has_bias and is_qwen3,
         qk_norm=is_qwen3,
         max_positions=4096,
+        rope_scaling=scaling,
     )
 
 
@@ -102,7 +112,7 @@ def greedy(params, config, prompts, num_tokens):
     return token_ids.T
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 def test_transformers_reads_our_export(tmp_path, seed):
     config = random_config(seed)
     params = random_params(config, seed)
@@ -162,9 +172,10 @@ def test_folder_that_transformers_wrote(tmp_path, dtype):
     assert as_published.dtype == getattr(torch, dtype)
 
 
-def test_far_positions(tmp_path):
+@pytest.mark.parametrize("scaling", [None, *SCALED], ids=["default", "yarn", "linear", "llama3"])
+def test_far_positions(tmp_path, scaling):
     # Both round frequencies and angles to float32, which shows from some thousand tokens on.
-    config = dataclasses.replace(random_config(3), head_dim=64)
+    config = dataclasses.replace(random_config(3), head_dim=64, rope_scaling=scaling)
     params = random_params(config, 3)
     save_hf(params, config, tmp_path / "hf")
     token_ids = np.random.default_rng(0).integers(0, config.vocab_size, (1, 40))

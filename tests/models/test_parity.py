@@ -16,7 +16,10 @@ from jaxrl.models.qwen import QwenConfig
 from tests.helpers import full_pass, read_tokens
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-NAMES = ["qwen2_old_spelling", "qwen2_tied", "qwen3_biased_bf16", "qwen3_untied"]
+NAMES = [
+    *("qwen2_old_spelling", "qwen2_tied", "qwen3_biased_bf16", "qwen3_untied"),
+    *("qwen2_yarn_old_spelling", "qwen3_yarn"),
+]
 
 
 @pytest.fixture(params=NAMES)
@@ -116,6 +119,42 @@ def test_config_in_old_and_new_spelling():
     assert QwenConfig.from_dict(old).rope_theta == 50_000.0
 
 
+def test_frequencies_of_scaled_rope():
+    # One bit of a float32 is a difference of 1.2e-7; 32768 positions turn by up to as many radians.
+    for case in json.loads((GOLDEN / "rope_scaling.json").read_text()):
+        config = QwenConfig.from_dict(
+            fields_of(
+                "qwen3_untied",
+                head_dim=case["head_dim"],
+                max_position_embeddings=40960,
+                rope_parameters=case["rope_parameters"],
+            )
+        )
+        scaling = config.rope_scaling
+        got = scaling.frequencies(config.head_dim, config.rope_theta)
+        np.testing.assert_allclose(got, case["frequencies"], rtol=3e-7)
+        assert scaling.attention_factor == pytest.approx(case["attention_factor"], rel=1e-12)
+        assert QwenConfig.from_dict(config.hf_config()) == config
+        only_old = {k: v for k, v in config.hf_config().items() if k != "rope_parameters"}
+        assert QwenConfig.from_dict(only_old) == config
+
+
+@pytest.mark.parametrize(
+    ("rope", "wanted"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1000}, 4096),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}, 16384),
+        ({"rope_type": "yarn", "factor": 4.0}, 16384),
+        ({"rope_type": "linear", "factor": 4.0}, 4096),  # files name the scaled length
+    ],
+)
+def test_longest_sequence_of_scaled_rope(rope, wanted):
+    fields = fields_of("qwen3_untied", max_position_embeddings=4096, rope_parameters=rope)
+    config = QwenConfig.from_dict(fields)
+    assert config.max_positions == wanted
+    assert QwenConfig.from_dict(config.hf_config()).max_positions == wanted
+
+
 def test_null_is_as_absent():
     fields = fields_of("qwen2_old_spelling")
     names = ["rope_theta", "quantization_config", "rope_scaling", "rms_norm_eps", "head_dim"]
@@ -133,8 +172,23 @@ def test_null_is_as_absent():
         ({"model_type": "llama"}, "model_type 'llama'"),
         ({"model_type": "qwen3_moe"}, "model_type 'qwen3_moe'"),
         ({"model_type": None}, "model_type None"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "RoPE scaling 'linear'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "RoPE scaling 'dynamic'"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE scaling 'longrope'"),
+        ({"rope_scaling": {"type": "yarn"}}, "'factor' of the RoPE scaling is None; expected a n"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "is 0.5; expected at least 1"),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2, "truncate": "no"}},
+            "'truncate' of the RoPE scaling is 'no'; expected true or false",
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    **{"factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0},
+                }
+            },
+            "'high_freq_factor' of the RoPE scaling is 1.0; expected a number greater than 4",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "RoPE by layer type"),
         ({"use_sliding_window": True}, "sliding-window attention"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window attention"),

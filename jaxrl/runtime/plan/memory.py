@@ -227,7 +227,8 @@ def check_length(config: ConfigDict, model: Architecture) -> None:
     if config.rollout.max_total_tokens > model.max_positions:
         raise ValueError(
             f"config.rollout.max_total_tokens={config.rollout.max_total_tokens} is beyond the "
-            f"model's {model.max_positions} positions (max_position_embeddings)."
+            f"model's {model.max_positions} positions (max_position_embeddings of its config.json, "
+            "or what YaRN in rope_scaling makes of them)."
         )
 
 
