@@ -15,7 +15,7 @@ from jaxrl.logs.display import Display
 from jaxrl.run import run
 from jaxrl.toolbox import engine
 from tests.helpers import ROOT, blocks
-from tests.runs import base_config, lasting, trajectories, warm_start
+from tests.runs import base_config, lasting, trajectories, warm_start, without_usage
 from tests.servers import Reply, retriever_command, served
 
 pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures")
@@ -39,11 +39,7 @@ def played(config, workdir):
     workdir.mkdir()
     run(config, workdir, assemble(config), Display())
     lines = trajectories(workdir, 1) + trajectories(workdir, 2)
-    for line in lines:
-        del line["ledger"]  # of what a call took
-        for turn in line["turns"]:
-            del turn["latency_s"], turn["records"]
-    return lines, lasting(workdir)
+    return list(map(without_usage, lines)), lasting(workdir)
 
 
 @pytest.fixture(scope="module")

@@ -29,8 +29,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxrl.envs.corpus import CorpusDocuments, corpus_digest, longest_known, read_corpus
-from jaxrl.envs.local_search import exclusive
+from jaxrl.envs.corpus import (
+    CorpusDocuments,
+    check_corpus,
+    corpus_digest,
+    longest_known,
+    make_once,
+    read_corpus,
+)
 from jaxrl.envs.retrieval import Progress
 
 FILE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -142,30 +148,15 @@ def open_built(
         NotADirectoryError: the index folder is a file.
         ValueError: the corpus is malformed, or the index is damaged.
     """
-    if not source.corpus.is_file():
-        raise FileNotFoundError(
-            f"there is no corpus at {source.corpus}; expected a JSONL file with one document a "
-            "line. Set config.search.dense.corpus to its path."
-        )
-    if source.index_dir.exists() and not source.index_dir.is_dir():
-        raise NotADirectoryError(f"the index folder {source.index_dir} is a file; name a folder.")
+    check_corpus(source.corpus, source.index_dir, section="search.dense")
     folder = source.folder
-    if not folder.is_dir():
-        lock = source.index_dir / f".{folder.name}.lock"
-        try:
-            source.index_dir.mkdir(parents=True, exist_ok=True)
-            lock.open("a").close()
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise
-            raise PermissionError(
-                f"{source.index_dir}, where the index of {source.corpus} belongs, cannot be "
-                f"written to: {error.strerror}; name another folder by config.search.dense.index."
-            ) from error
-        with exclusive(lock):
-            if not folder.is_dir():
-                _build(source, folder, make_rows, progress)
-        corpus_digest(source.corpus, source.index_dir)  # there is a folder now to keep it in
+    make_once(
+        folder,
+        lambda: _build(source, folder, make_rows, progress),
+        lock=source.index_dir / f".{folder.name}.lock",
+        corpus=source.corpus,
+        section="search.dense",
+    )
     return _open(source, folder)
 
 

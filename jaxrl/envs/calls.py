@@ -102,7 +102,7 @@ def started(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> list[
     return futures
 
 
-def run_always(loop: asyncio.AbstractEventLoop) -> None:
+def _run_always(loop: asyncio.AbstractEventLoop) -> None:
     """Runs a loop for as long as the process lives, though a coroutine calls `sys.exit`.
 
     That would end the loop, and whoever waits for another coroutine would wait for ever.
@@ -124,15 +124,20 @@ def once(make: Callable[[], Result]) -> Callable[[], Result]:
     return found
 
 
-@once
-def event_loop() -> asyncio.AbstractEventLoop:
-    """A loop that runs in a thread of its own for as long as the process lives."""
+def new_loop(name: str) -> asyncio.AbstractEventLoop:
+    """A loop that runs for as long as the process lives, in a thread that no exit waits for."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=run_always, args=(loop,), daemon=True, name="event_loop").start()
+    threading.Thread(target=_run_always, args=(loop,), daemon=True, name=name).start()
     return loop
 
 
-class LateError(Exception):
+@once
+def event_loop() -> asyncio.AbstractEventLoop:
+    """That of tools and their servers."""
+    return new_loop("event_loop")
+
+
+class LateError(TimeoutError):
     """Something did not end in its time."""
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import functools
 import hashlib
 import json
 import os
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -190,6 +192,55 @@ def longest_known(path: Path, parts: Mapping[str, int]) -> tuple[str, int]:
             if is_there and (ends_line or content.peek(1)[:1] in (b"\n", b"\r")):
                 found = digest, num_lines
     return found
+
+
+def check_corpus(corpus: Path, index_dir: Path, *, section: str) -> None:
+    """Refuses a corpus that is not there, and a file where its indexes belong.
+
+    Raises:
+        FileNotFoundError, NotADirectoryError: names the key, of a section of the configuration.
+    """
+    if not corpus.is_file():
+        raise FileNotFoundError(
+            f"there is no corpus at {corpus}; expected a JSONL file with one document a line. "
+            f"Set config.{section}.corpus to its path."
+        )
+    if index_dir.exists() and not index_dir.is_dir():
+        raise NotADirectoryError(f"the index folder {index_dir} is a file; name a folder.")
+
+
+def make_once(
+    folder: Path, make: Callable[[], None], *, lock: Path, corpus: Path, section: str
+) -> None:
+    """Lets one process of all make an index that is missing; the others wait for it.
+
+    Args:
+        folder: of the index, in that of all indexes of the corpus.
+        make: makes it.
+        lock: a file beside it. The system frees the lock when the process dies.
+        corpus: what is indexed; its digest is kept beside the index.
+        section: of the configuration, for messages.
+
+    Raises:
+        PermissionError: the index may not be written.
+    """
+    if folder.is_dir():
+        return
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        held = lock.open("w")
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        raise PermissionError(
+            f"{folder.parent}, where the index of {corpus} belongs, cannot be written to: "
+            f"{error.strerror}; name another folder for it by config.{section}.index."
+        ) from error
+    with held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            make()
+    corpus_digest(corpus, folder.parent)  # there is a folder now to keep it in
 
 
 _DIGESTS = "digests.json"

@@ -14,7 +14,6 @@ import math
 import os
 import re
 import ssl
-import threading
 import time
 import weakref
 from collections.abc import Coroutine, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.calls import error_text, once
+from jaxrl.envs.calls import error_text, new_loop, once
 
 Result = TypeVar("Result")
 
@@ -319,10 +318,8 @@ def _certificates() -> ssl.SSLContext:
 
 @once
 def _loop() -> asyncio.AbstractEventLoop:
-    """The event loop of this process' clients, in a thread that no exit waits for."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, daemon=True, name="json_http").start()
-    return loop
+    """The event loop of this process' clients; code of the user's does not run in it."""
+    return new_loop("json_http")
 
 
 def _in_loop(work: Coroutine[Any, Any, Result]) -> Result:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import functools
 import hashlib
 import json
@@ -14,7 +12,7 @@ import shutil
 import tempfile
 import unicodedata
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -25,10 +23,12 @@ from jaxrl.envs.calls import side_by_side
 from jaxrl.envs.corpus import (
     CorpusDocuments,
     Known,
+    check_corpus,
     corpus_digest,
     id_hash,
     index_folder,
     longest_known,
+    make_once,
     read_corpus,
 )
 from jaxrl.envs.retrieval import Document, DocumentSearch, Hit, Progress
@@ -116,8 +116,6 @@ class LocalSearch(DocumentSearch):
             ValueError: the corpus is malformed or empty, its index damaged, or `topk` is below 1.
         """
         index_dir = index_folder(corpus, index)
-        if index_dir.exists() and not index_dir.is_dir():
-            raise NotADirectoryError(f"the index folder {index_dir} is a file; name a folder.")
         if topk < 1:
             raise ValueError(f"topk is {topk}; a search must show at least 1 document.")
         self.topk = topk
@@ -209,48 +207,22 @@ def _group_ties(hits: Sequence[tuple[float, Any]]) -> list[tuple[float, list[Any
 
 def _built_index(corpus: Path, index_dir: Path, progress: Progress) -> Path:
     """The folder that holds the index of `corpus`, built if it was missing."""
-    digest = _digest_of(corpus, index_dir)
+    check_corpus(corpus, index_dir, section="search.local")
+    digest = corpus_digest(corpus, index_dir)
     folder = index_dir / hashlib.sha256(f"{digest} {_format()}".encode()).hexdigest()[:32]
-    if folder.exists():
-        return folder
-    lock = index_dir / "lock"
-    try:
-        index_dir.mkdir(parents=True, exist_ok=True)
-        lock.open("a").close()
-    except OSError as error:
-        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-            raise
-        raise PermissionError(
-            f"{index_dir}, where the index of {corpus} belongs, cannot be written to: "
-            f"{error.strerror}; name another folder for it by config.search.local.index."
-        ) from error
-    with exclusive(lock):
-        if not folder.exists():
-            _build_index(corpus, digest, folder, progress)
-    corpus_digest(corpus, index_dir)  # there is a folder now to keep it in
+    make_once(
+        folder,
+        lambda: _build_index(corpus, digest, folder, progress),
+        lock=index_dir / "lock",
+        corpus=corpus,
+        section="search.local",
+    )
     return folder
-
-
-def _digest_of(corpus: Path, index_dir: Path) -> str:
-    if not corpus.is_file():
-        raise FileNotFoundError(
-            f"there is no corpus at {corpus}; expected a JSONL file with one document a line. "
-            "Set config.search.local.corpus to its path."
-        )
-    return corpus_digest(corpus, index_dir)
 
 
 def _format() -> str:
     """Our tokens and tantivy's files: an index of another format is another one."""
     return f"{_INDEX_VERSION} {version('tantivy')}"
-
-
-@contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Holds the lock of a file; the system frees it when the process dies."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxrl.envs.base import Finished, OutageError, Reward, Task
-from jaxrl.envs.calls import run_always, started
+from jaxrl.envs.calls import LateError, new_loop, started
 from jaxrl.envs.reward_functions import Call, Measured, RewardPart, number
 
 MAX_THREADS = 32
@@ -20,10 +19,6 @@ MAX_THREADS = 32
 _PATIENCE_S = 1.0  # in which a loop that is not blocked does something
 
 Found = Measured | BaseException
-
-
-class LateError(TimeoutError):
-    """A part gave no answer within the deadline."""
 
 
 class EventLoop:
@@ -39,10 +34,7 @@ class EventLoop:
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         """The result of a coroutine, which runs beside the others."""
         if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(
-                target=run_always, args=(self._loop,), daemon=True, name="rewards"
-            ).start()
+            self._loop = new_loop("rewards")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def leave_if_stuck(self) -> None:

@@ -11,9 +11,10 @@ from dataclasses import replace
 import pytest
 
 from jaxrl.envs.base import Episode, Finished, Reward, Task, ToolError, Turn
+from jaxrl.envs.calls import LateError
 from jaxrl.envs.completions import Completions
 from jaxrl.envs.judges import Judge, JudgeSettings, read_number
-from jaxrl.envs.payment import MAX_THREADS, LateError, Payment
+from jaxrl.envs.payment import MAX_THREADS, Payment
 from jaxrl.training.ledger import Ledger
 from tests.episodes import ANSWER, make_trajectory
 from tests.servers import served

@@ -8,8 +8,8 @@ import time
 import pytest
 
 from jaxrl.envs.base import Episode, Finished, OutageError, Reward, Task, Turn
-from jaxrl.envs.calls import MAX_ERROR, failure_report
-from jaxrl.envs.payment import LateError, Payment
+from jaxrl.envs.calls import MAX_ERROR, LateError, failure_report
+from jaxrl.envs.payment import Payment
 from jaxrl.envs.reward_functions import RewardFunction, kind_of
 
 TASKS = [Task(id=f"t{i}", question="?", answers=("Paris",)) for i in range(2)]
