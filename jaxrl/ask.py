@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 num_refused += 1
             else:
                 show(trajectory, display.console)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, OutageError) as error:
         display.stop()
         sys.exit(line(error))
     finally:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from jaxrl.envs.judges import Judge
 from jaxrl.envs.payment import Payment
 from jaxrl.envs.random_search import RandomSearch
 from jaxrl.envs.recording import Recording, recorded_engines
-from jaxrl.envs.resilient import Policy, ResilientSearch
+from jaxrl.envs.resilient import Policy, ResilientSearch, ask_first
 from jaxrl.envs.retrieval import DocumentSearch, EmptySearch
 from jaxrl.envs.tools import Tool
 from jaxrl.models.architecture import Architecture, read_model
@@ -41,6 +42,7 @@ from jaxrl.runtime.checkpoint import newest_whole
 from jaxrl.runtime.distributed import shared
 from jaxrl.runtime.plan import memory
 from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
+from jaxrl.runtime.versions import search_fingerprints
 from jaxrl.sampling.decode import scans
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.external import ChatModel, ChatRollout, ChatSettings
@@ -72,6 +74,7 @@ def assemble(
 
     Raises:
         FileNotFoundError, ValueError: with what arrived, what was expected, where to change it.
+        OutageError: the search engine's server answers nobody.
     """
     mesh = make_mesh(**config.mesh)
     try_objectives(config)
@@ -336,6 +339,11 @@ def _make_search(
     recording = _make_recording(config, workdir)
     is_replay = config.search.replay == "only"
     engine = _make_plain_search(config, show)
+    if getattr(engine, "asks_server", False) and not is_replay:
+        own = is_own(config.search.engine)
+        place = "config.search.settings" if own else f"config.search.{config.search.engine}.url"
+        show(f"asking the server that {place} names")
+        ask_first(engine, policy, place=place, log=log)
     return ResilientSearch(engine, policy, recording=recording, is_replay=is_replay, log=log)
 
 
@@ -382,6 +390,58 @@ _NOT_IN_RESULTS = {
 """Settings of our engines on which no result depends, or that say where the same server is."""
 
 
+def _asked_settings(config: ConfigDict) -> dict[str, Any]:
+    """Settings of the engine on which results depend; a file is what it holds, None if missing."""
+    engine = config.search.engine
+    if is_own(engine):
+        return _search_settings(config)
+    parts = ("local", "dense") if engine == "hybrid" else ()
+    found = {
+        f"{name}.{key}": value
+        for name in (*parts, engine)
+        for key, value in config.search.get(name, {}).items()
+        if not {key, f"{name}.{key}"} & _NOT_IN_RESULTS
+    }
+    if engine == "hybrid":
+        del found["local.corpus"]  # it is that of dense
+    digests = search_fingerprints(config)
+    for key in _FILES & found.keys():
+        held = {
+            name: one for name, one in digests.items() if f"{name}/".startswith(f"search.{key}/")
+        }
+        found[key] = found[key] and (_digest_of(held) if held else None)
+    return found
+
+
+_FILES = {"local.corpus", "dense.corpus", "dense.encoder", "dense.embeddings"}
+"""Settings that name files; where these lie does not matter to a recording, what they hold does."""
+
+
+def _digest_of(held: Mapping[str, str]) -> str:
+    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+
+
+def _as_recorded(asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The settings, with files that are not here as the one recording has them that fits.
+
+    Raises:
+        FileNotFoundError: several recordings fit.
+    """
+    settings: dict[str, Any] = asked["settings"]
+    missing = [key for key, value in settings.items() if value is None and key in _FILES]
+    fitting = []
+    for there in map(json.loads, recorded_engines(folder) if missing else []):
+        held = dict.fromkeys(missing)
+        if {**there, "settings": {**there.get("settings", {}), **held}} == asked:
+            fitting.append(there["settings"])
+    if len(fitting) > 1:
+        raise FileNotFoundError(
+            f"config.search.{missing[0]} is not here, and {folder} has searches of {len(fitting)} "
+            "such files; put the one that is meant where the key says."
+        )
+    return fitting[0] if fitting else settings
+
+
 def _make_recording(config: ConfigDict, workdir: Path | None) -> Recording | None:
     """What keeps the results of searches; None where nothing does.
 
@@ -398,15 +458,9 @@ def _make_recording(config: ConfigDict, workdir: Path | None) -> Recording | Non
             "recording by config.search.replay_folder."
         )
     folder = Path(settings.replay_folder or Path(workdir or "") / "searches")
-    asked = {"engine": settings.engine, "settings": _search_settings(config)}
-    if not is_own(settings.engine):
-        parts = ("local", "dense") if settings.engine == "hybrid" else ()
-        asked["settings"] = {
-            f"{name}.{key}": value
-            for name in (*parts, settings.engine)
-            for key, value in settings.get(name, {}).items()
-            if not {key, f"{name}.{key}"} & _NOT_IN_RESULTS
-        }
+    asked = {"engine": settings.engine, "settings": _asked_settings(config)}
+    if settings.replay == "only":
+        asked["settings"] = _as_recorded(asked, folder)
     recording = Recording(folder, asked, process=jax.process_index())
     if settings.replay == "only" and not recording:
         there = "; ".join(recorded_engines(folder)) or "nothing"

@@ -188,6 +188,8 @@ def _run(
                 stack.enter_context(held(workdir))
         except INPUT_ERRORS as error:
             _refuse(error)
+        except OutageError as error:
+            _end_unserved(error)
         for line in (*notes, *components.notes):
             display.log(line)
 
@@ -201,14 +203,21 @@ def _run(
         except (Interrupted, BudgetSpentError) as error:
             sys.exit(EXIT_TRY_AGAIN if isinstance(error, Interrupted) else EXIT_BUDGET_SPENT)
         except (NothingWorksError, OutageError) as error:
-            if distributed.is_main():
-                print(f"error: {printable(_message(error))}", file=sys.stderr)
-            sys.exit(EXIT_NOTHING_WORKS)
+            _end_unserved(error)
         except (CheckpointError, NotEnoughGroupsError, OwnCodeError) as error:
             _refuse(error)
         except Exception as error:
             _refuse_of_disk(error, workdir)
             raise
+
+
+def _end_unserved(error: Exception) -> NoReturn:
+    """Ends the process where what the run asks answers nobody."""
+    from jaxrl.runtime import distributed
+
+    if distributed.is_main():
+        print(f"error: {printable(_message(error))}", file=sys.stderr)
+    sys.exit(EXIT_NOTHING_WORKS)
 
 
 def _refuse_of_disk(error: Exception, workdir: Path) -> None:

@@ -18,8 +18,10 @@ from jaxrl.components import (
 from jaxrl.config import default_config
 from jaxrl.envs.base import Episode, OutageError, Prompt, Task, Turn
 from jaxrl.envs.math import MathEnv
+from jaxrl.envs.resilient import PROBE
 from jaxrl.envs.retrieval import EmptySearch
 from jaxrl.sampling.rollout import Limits, Rollout
+from tests.servers import Retriever, served
 from tests.toys import toy_tokenizer
 
 KEY = "config.tasks.train.source"
@@ -131,6 +133,11 @@ def test_what_is_recorded_answers_where_there_is_no_corpus(tmp_path):
     config.search.local.corpus, config.search.replay = str(corpus), "record"
     found = searching(config, tmp_path).run("bridge")
     assert "Avington" in found
+    elsewhere = tmp_path / "moved.jsonl"
+    shutil.copyfile(corpus, elsewhere)
+    config.search.local.corpus = str(elsewhere)
+    assert len(searching(config, tmp_path)._recording) == 1  # it is the same, wherever it lies
+    config.search.local.corpus = str(corpus)
     corpus.unlink()
     shutil.rmtree(tmp_path / "index")
     config.search.replay = "only"
@@ -139,11 +146,40 @@ def test_what_is_recorded_answers_where_there_is_no_corpus(tmp_path):
     assert searching(config, tmp_path).run("bridge") == found
     with pytest.raises(OutageError, match="has no result for the query 'tower'"):
         searching(config, tmp_path).run("tower")
+    elsewhere.write_text(json.dumps({"id": "1", "title": "Another", "text": "a bridge"}))
+    config.search.local.corpus, config.search.replay = str(elsewhere), "record"
+    assert not len(searching(config, tmp_path)._recording)  # at one path there may be several
+    assert "Another" in searching(config, tmp_path).run("bridge")
+    config.search.replay = "only"
+    assert "Another" in searching(config, tmp_path).run("bridge")
+    config.search.local.corpus = str(corpus)
+    with pytest.raises(
+        FileNotFoundError, match=r"local\.corpus is not here, and .* of 2 such files"
+    ):
+        searching(config, tmp_path)
     config.search.local.topk = 9
     with pytest.raises(FileNotFoundError, match=r"has no searches of .*topk\": 9.*there is: .*3"):
         searching(config, tmp_path)
     with pytest.raises(ValueError, match=r"without a run; name the folder of a recording by con"):
         searching(config)
+
+
+def test_a_retriever_is_asked_before_the_run_and_nothing_of_it_is_recorded(tmp_path):
+    config = default_config()
+    config.search.engine, config.search.replay = "http", "record"
+    with served(Retriever([{"id": "d", "contents": '"Title"\ntext'}])) as server:
+        config.search.http.url = server.url
+        search = searching(config, tmp_path)
+        assert [request.json["queries"] for request in server.requests] == [[PROBE]]
+        assert not (tmp_path / "searches").exists()
+        search.run("q")
+        config.search.replay = "only"
+        searching(config, tmp_path)
+        assert len(server.requests) == 2
+        config.search.replay, config.search.http.url = "off", f"{server.url}/elsewhere"
+        told = r"config\.search\.http\.url names refuses a first query: .*/elsewhere .* 404"
+        with pytest.raises(ValueError, match=told):
+            searching(config)
 
 
 def test_each_key_that_stands_around_an_engine_reaches_it():

@@ -66,12 +66,10 @@ class HybridSearch(DocumentSearch):
             FileNotFoundError, PermissionError, ValueError: as the engines.
         """
         self.topk, self._k, self._candidates = topk, k, candidates
-        corpus = dense["corpus"]
-        self._engines = (
-            LocalSearch(**{**local, "corpus": corpus}, progress=progress),
-            DenseSearch(**dense, progress=progress),
-        )
-        self.documents = self._engines[1].documents
+        vectors = DenseSearch(**dense, progress=progress)  # whose corpus it is, so it looks first
+        words = LocalSearch(**{**local, "corpus": dense["corpus"]}, progress=progress)
+        self._engines: tuple[DocumentSearch, ...] = (words, vectors)
+        self.documents = vectors.documents
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """The documents that are high in either ranking, higher in both."""

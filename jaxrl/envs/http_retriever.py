@@ -35,6 +35,8 @@ class HttpRetriever(DocumentSearch):
     these formats, is a `ToolError` of the queries that were in that request.
     """
 
+    asks_server = True
+
     def __init__(
         self,
         url: str,

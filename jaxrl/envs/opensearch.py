@@ -41,6 +41,8 @@ class OpenSearchRetriever(DocumentSearch):
     Elasticsearch 7 to 9. An answer to which not all shards came is a failure.
     """
 
+    asks_server = True
+
     def __init__(
         self,
         url: str,

@@ -22,13 +22,13 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from cachetools import LRUCache
 
 from jaxrl.envs.base import OutageError, ToolError
-from jaxrl.envs.calls import in_thread, side_by_side
+from jaxrl.envs.calls import LateError, in_thread, in_time, side_by_side
 from jaxrl.envs.pacing import Breaker, RateLimit
 from jaxrl.envs.recording import Recording
 from jaxrl.envs.retrieval import SearchEngine
@@ -68,6 +68,47 @@ class Policy:
     breaker_rest_s: float
     outage_deadline_s: float
     on_outage: str
+
+
+PROBE = "test"
+"""What a server is asked before a run begins."""
+
+
+def ask_first(engine: Tool, policy: Policy, *, place: str, log: Callable[[str], None]) -> None:
+    """Asks a server one query before any long work, so that a wrong address shows at once.
+
+    Where it fails, a warning says so, and it is asked again for as long as a run would ask; with
+    `on_outage="empty"` nobody waits, as a run would go on without it.
+
+    Args:
+        engine: asks the server.
+        policy: of the run.
+        place: key of the server's address, for messages.
+        log: told of a failure.
+
+    Raises:
+        ValueError: the server refuses the query, as where there is no such path, or a key is wrong.
+        OutageError: it has answered nobody for `policy.outage_deadline_s`.
+    """
+    try:
+        found = in_time(policy.deadline_s, lambda: run_one(engine, PROBE))
+    except LateError:
+        found = ToolError(f"no answer within {policy.deadline_s:g} s (config.search.deadline_s)")
+    if isinstance(found, ToolError) and not found.is_permanent:
+        failed = f"warning: a first query of the server that {place} names failed: {found}"
+        if policy.on_outage == "empty":
+            log(f"{failed}. Episodes that search are environment errors until it answers")
+            return
+        log(
+            f"{failed}. It is asked again for {policy.outage_deadline_s:g} s "
+            "(config.search.outage_deadline_s)"
+        )
+        asked = ResilientSearch(engine, replace(policy, cache_mib=0.0), log=log)
+        [found] = asked.run_batch([PROBE])
+    if isinstance(found, OutageError):
+        raise OutageError(f"{found} The server is the one that {place} names.")
+    if isinstance(found, ToolError):
+        raise ValueError(f"the server that {place} names refuses a first query: {found}.")
 
 
 @dataclass(eq=False, kw_only=True)

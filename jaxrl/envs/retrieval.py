@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from jaxrl.envs.base import NO_INFORMATION, ToolError
 from jaxrl.envs.tools import Tool
@@ -21,6 +21,9 @@ class SearchEngine(Tool):
     blank = NO_INFORMATION
     argument = "query"
     description = "Searches a collection of documents and returns passages that fit a query."
+
+    asks_server: ClassVar[bool] = False
+    """True where a run asks once at its start, to see whether there is somebody who answers."""
 
 
 class KeywordSearch(SearchEngine):

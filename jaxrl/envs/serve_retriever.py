@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import pkgutil
+import re
 import signal
 import socket
 import sys
@@ -417,6 +418,12 @@ def serve(app: Any, listener: socket.socket) -> None:
         uvicorn.Server(settings).run(sockets=[listener])
 
 
+ARGUMENTS = ("corpus", "index", "topk")
+"""Settings of engines that are arguments of the command."""
+
+_KEY = re.compile(r"config\.search\.(\w+)\.(\w+)")
+
+
 def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dict[str, Any]]:
     """The arguments of the command, and the settings of the engine among them."""
     parser = argparse.ArgumentParser(
@@ -439,11 +446,30 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dic
     arguments = parser.parse_args(argv)
     if not isinstance(arguments.settings, dict):
         parser.error(f"--settings is {arguments.settings!r}; expected an object")
-    given = {name: getattr(arguments, name) for name in ("corpus", "index", "topk")}
+    given = {name: getattr(arguments, name) for name in ARGUMENTS}
     return arguments, {
         **arguments.settings,
         **{name: value for name, value in given.items() if value is not None},
     }
+
+
+def in_arguments(text: str, engine: str) -> str:
+    """An error of an engine, with the arguments of this command in place of a run's keys."""
+    if engine == "hybrid":
+        return _KEY.sub(r"'\2' of '\1' in --settings", text)
+    return _KEY.sub(
+        lambda key: f"--{key[2]}" if key[2] in ARGUMENTS else f"'{key[2]}' in --settings", text
+    )
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=1024)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise ValueError(
+            f"--host={host} --port={port}: {why}; name a port that is free, or 0 for any."
+        ) from error
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -453,7 +479,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with shown_progress(Path(str(settings.get("corpus", "")))) as show:
             engine = make_engine(name, settings, progress=show)
-        listener = socket.create_server((arguments.host, arguments.port), backlog=1024)
+        listener = _listener(arguments.host, arguments.port)
         host, port = listener.getsockname()[:2]
         paths = ", ".join(DIALECTS)
         line = f"serving {name} at http://{host}:{port} ({paths}, /health)"
@@ -465,7 +491,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         serve(app, listener)
     except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {in_arguments(str(error), name)}")
     print("stopped", flush=True)
 
 

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 import jaxrl
 from jaxrl.choices import is_own
 from jaxrl.config import flatten
-from jaxrl.environment import corpus_section
+from jaxrl.environment import CORPORA, corpus_section
 from jaxrl.envs.corpus import corpus_digest, index_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.runtime.distributed import gather
@@ -134,19 +134,28 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
     if "sft" in config.stages and demonstrations.exists():
         found["sft.source"] = _data_digest(demonstrations)
     found |= _task_digests(config)
-    if section := corpus_section(config):
-        corpus = Path(config.search[section].corpus)
-        folder = index_folder(corpus, config.search[section].index)
-        found |= (
-            {f"search.{section}.corpus": corpus_digest(corpus, folder)} if corpus.is_file() else {}
-        )
-    if section == "dense":
-        found |= _model_digests("search.dense.encoder", Path(config.search.dense.encoder))
-        vectors = Path(config.search.dense.embeddings)
-        if vectors.is_file():
-            found["search.dense.embeddings"] = corpus_digest(vectors, folder)
+    if corpus_section(config):
+        found |= search_fingerprints(config)
     found |= {f"{key}{OF_CODE}": _digest(path) for key, path in _own_code(config).items()}
     return dict(sorted(found.items()))
+
+
+def search_fingerprints(config: ConfigDict) -> dict[str, str]:
+    """What the files hold that the configured engine searches, as `fingerprints` has them."""
+    section = CORPORA.get(config.search.engine, "")
+    if not section:
+        return {}
+    settings, found = config.search[section], {}
+    corpus = Path(settings.corpus)
+    folder = index_folder(corpus, settings.index)
+    if corpus.is_file():
+        found[f"search.{section}.corpus"] = corpus_digest(corpus, folder)
+    if section == "dense":
+        found |= _model_digests("search.dense.encoder", Path(settings.encoder))
+        vectors = Path(settings.embeddings)
+        if vectors.is_file():
+            found["search.dense.embeddings"] = corpus_digest(vectors, folder)
+    return found
 
 
 def _model_digests(key: str, model: Path) -> dict[str, str]:

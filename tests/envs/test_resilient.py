@@ -19,7 +19,7 @@ from jaxrl.envs import resilient
 from jaxrl.envs.base import OutageError, ToolError
 from jaxrl.envs.http_retriever import HttpRetriever
 from jaxrl.envs.recording import Recording
-from jaxrl.envs.resilient import MAX_HANGING, Policy, ResilientSearch
+from jaxrl.envs.resilient import MAX_HANGING, PROBE, Policy, ResilientSearch, ask_first
 from jaxrl.envs.retrieval import NO_INFORMATION, SearchEngine
 from tests.envs.fault_server import MIX, FaultServer, wait_until
 from tests.helpers import ROOT
@@ -452,6 +452,61 @@ def test_against_a_server_that_fails_in_every_way(seed):
         assert all(answer.record.waited_s < 30 for answer in answers)
         for answer in answers:
             assert f"A document about {answer.record.call}" in answer.found
+
+
+PLACE = "config.search.http.url"
+
+
+def asked_first(engine, **changes):
+    """What is told of a first query."""
+    lines = []
+    ask_first(engine, policy(**changes), place=PLACE, log=lines.append)
+    return lines
+
+
+def test_a_server_that_answers_a_first_query_is_not_talked_of():
+    engine = Engine()
+    assert asked_first(engine) == []
+    assert engine.asked == [PROBE]
+
+
+def test_a_server_that_comes_up_soon_is_waited_for():
+    engine = Engine(first(3))
+    [line] = asked_first(engine)
+    told = (
+        f"warning: a first query of the server that {PLACE} names failed: busy. It is asked again"
+    )
+    assert line.startswith(told)
+    assert engine.asked == [PROBE] * 4
+
+
+def test_a_server_that_stays_away_ends_the_start():
+    told = rf"answered nobody.*busy.*on_outage='empty'.* The server is the one that {PLACE} names"
+    with pytest.raises(OutageError, match=told):
+        asked_first(Engine(first(10**9)), outage_deadline_s=0.2)
+    slow = Engine(lambda *_: time.sleep(5))
+    with pytest.raises(OutageError, match=r"the last error: no answer within 0\."):
+        asked_first(slow, deadline_s=0.05, outage_deadline_s=0.2)
+
+
+def test_a_server_that_refuses_a_first_query_is_not_waited_for():
+    engine = Engine(lambda *_: ToolError("answers with status 404", is_permanent=True))
+    for changes in ({}, {"on_outage": "empty"}):
+        with pytest.raises(ValueError, match=rf"{PLACE} names refuses a first query: .*404"):
+            asked_first(engine, **changes)
+    assert engine.asked == [PROBE] * 2
+    later = Engine(lambda _, count: ToolError("no such path", is_permanent=count > 2))
+    with pytest.raises(ValueError, match="refuses a first query: no such path"):
+        asked_first(later)
+
+
+def test_with_empty_a_dead_server_is_told_and_not_waited_for():
+    engine = Engine(first(10**9))
+    [line] = asked_first(engine, on_outage="empty")
+    assert line.endswith(
+        "failed: busy. Episodes that search are environment errors until it answers"
+    )
+    assert engine.asked == [PROBE]
 
 
 def test_an_outage_is_told_once_and_its_end(monkeypatch):

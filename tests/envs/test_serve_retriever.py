@@ -245,7 +245,14 @@ def test_dense_engines_are_served_too(tmp_path):
         ("json.dumps", {}, "--engine is 'json.dumps', which has no documents to give"),
         ("local", {}, "the settings of 'local' are {}: missing a required argument: 'corpus'; it"),
         ("local", {"corpus": "x", "k": 1}, "got an unexpected keyword argument 'k'; it takes corp"),
-        ("local", {"corpus": "no such"}, "there is no corpus at no such"),
+        ("local", {"corpus": "no such"}, "there is no corpus at no such; expected a JSONL"),
+        ("local", {"corpus": "no such"}, "Set --corpus to its path."),
+        ("http", {"url": "x"}, "error: 'url' in --settings is 'x'; expected the address of a ser"),
+        (
+            "hybrid",
+            {"local": {}, "dense": {"corpus": "no such", "encoder": "none"}},
+            "'encoder' of 'dense' in --settings is 'none'",
+        ),
     ],
 )
 def test_engines_that_cannot_be_made_are_told(name, settings, said):
@@ -296,7 +303,12 @@ def test_a_port_that_is_taken_is_told(tmp_path, capsys):
     with retriever_command(write(tmp_path / "corpus.jsonl")) as (_, url):
         with pytest.raises(SystemExit) as raised:
             main([f"--corpus={tmp_path / 'corpus.jsonl'}", f"--port={url.rpartition(':')[2]}"])
-        assert "error: [Errno 98]" in str(raised.value)
+        port = url.rpartition(":")[2]
+        assert str(raised.value).startswith(
+            f"error: --host=127.0.0.1 --port={port}: Address already in use (while"
+        )
+    with pytest.raises(SystemExit, match=r"error: --host=127\.0\.0\.1 --port=99999: "):
+        main([f"--corpus={tmp_path / 'corpus.jsonl'}", "--port=99999"])
 
 
 def test_the_building_of_an_index_is_shown(tmp_path):
