@@ -427,6 +427,19 @@ class Columns:
 
 
 @struct.dataclass
+class BatchImages:
+    """The images of packed rows, on the S devices that share rows: each has those of its own.
+
+    An image that several sequences of a device's rows begin with is there once.
+    """
+
+    patches: jax.Array  # float32 [A, S, P, values]
+    places: jax.Array  # int32 [A, S, P, 4], image, window, row and column of a patch; 0: no image
+    units: jax.Array  # int32 [A, b, T], which of the device's units a token is; -1: it is text
+    rotary: jax.Array  # int32 [A, b, T, 3], positions in time, height and width
+
+
+@struct.dataclass
 class Batch:
     """Trajectories packed into rows of T. Index t of every row is about token t.
 
@@ -443,6 +456,7 @@ class Batch:
     old_logprobs: jax.Array | None = None  # float32 [A, b, T]; None: the current ones are the old
     ref_logprobs: jax.Array | None = None  # float32 [A, b, T]; None without a KL term to them
     kl_weights: jax.Array | None = None  # float32 [A, b, T]; None where all tokens have kl.coef
+    images: BatchImages | None = None  # None where no token is one of an image
 
 
 @struct.dataclass

@@ -11,16 +11,18 @@ from __future__ import annotations
 import inspect
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.choices import chosen, failure_text, own_module
 from jaxrl.models.layers import Attend, SamplerThrough, Through
-from jaxrl.types import Params
+from jaxrl.types import Image, Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,87 @@ class MemoryTerms:
     read_activations: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class Arranged:
+    """Images one behind the other, as the devices read them.
+
+    Attributes:
+        patches: in the order in which they are read, P of them.
+        places: of each patch what `Vision.embeddings` wants to know; 0 is no image.
+        units: of each image, for each of its tokens which unit of all it is.
+    """
+
+    patches: np.ndarray  # float32 [P, patch_values]
+    places: np.ndarray  # int32 [P, 4]
+    units: tuple[np.ndarray, ...]  # int32 [n]
+
+
+class Vision(ABC):
+    """How a model reads images: a token stands for each unit of patches, and becomes what is seen.
+
+    Attributes:
+        image_id: the token.
+        unit: patches that become one token.
+        patch_values: numbers of one patch.
+    """
+
+    image_id: int
+
+    @property
+    @abstractmethod
+    def unit(self) -> int:
+        """Patches that become one token."""
+
+    @property
+    @abstractmethod
+    def patch_values(self) -> int:
+        """Numbers of one patch."""
+
+    @abstractmethod
+    def num_tokens(self, image: Image) -> int:
+        """Tokens in whose place an image stands.
+
+        Raises:
+            ValueError: the image is not one that this model reads.
+        """
+
+    @abstractmethod
+    def rotary_positions(
+        self, token_ids: np.ndarray, images: Sequence[Image], *, start: int = 0
+    ) -> np.ndarray:
+        """Positions in time, height and width, int32 [3, L]; behind an image text counts on.
+
+        Args:
+            token_ids: of a sequence, or of what is appended to one.
+            images: whose tokens are in it.
+            start: the position of the first token.
+
+        Raises:
+            ValueError: tokens and images disagree.
+        """
+
+    @abstractmethod
+    def arrange(self, images: Sequence[Image]) -> Arranged:
+        """Images as the devices read them."""
+
+    @abstractmethod
+    def embeddings(
+        self,
+        params: Params,
+        patches: Float[Array, "S P C"],
+        places: Int[Array, "S P 4"],
+        through: Through,
+    ) -> Float[Array, "S U D"]:
+        """What stands in the place of image tokens, of each unit.
+
+        Args:
+            params: what is under `vision` of the model's, in the compute dtype.
+            patches: of S rows that do not read each other; P is a multiple of `unit`.
+            places: of each patch, see `Arranged`.
+            through: goes through the layers.
+        """
+
+
 class Architecture(ABC):
     """One model's sizes, and how to compute with its parameters."""
 
@@ -50,6 +133,7 @@ class Architecture(ABC):
     head_dim: int  # H, of keys and values
     max_positions: int  # tokens of the longest sequence
     tie_embeddings: bool  # the output layer is the embedding
+    vision: Vision | None = None  # what reads images; None in a model of text alone
 
     @classmethod
     @abstractmethod
@@ -83,6 +167,10 @@ class Architecture(ABC):
         The order is that of an export. A `kernel` is [in, out] here and [out, in] there.
         """
 
+    def hf_renamed(self) -> dict[str, str]:
+        """Other beginnings that names of tensors may have, and those that `hf_names` has."""
+        return {}
+
     def hf_copies(self) -> dict[str, str]:
         """HF tensors that a folder may hold though they repeat another, which is the value."""
         return {}
@@ -110,6 +198,8 @@ class Architecture(ABC):
     ) -> Float[Array, "R T D"]:
         """The full pass: final hidden states of packed rows.
 
+        With `vision` it takes `images`, a `BatchImages`, too: its `rotary` are then the positions.
+
         Args:
             params: parameters, or their `train_weights`.
             token_ids: ids of the rows.
@@ -133,6 +223,10 @@ class Architecture(ABC):
         through: SamplerThrough,
     ) -> Float[Array, "M D"]:
         """The sampler's pass: final hidden states of M tokens, of one row or of many.
+
+        With `vision` it takes `positions` `[M, 3]` too, and `images`: embeddings `[S, U, D]`, which
+        lie on S shards as the tokens do, and of each token which of its shard's it is, int32 [M];
+        -1 is a token of text.
 
         Args:
             weights: of `decode_weights`.
@@ -213,7 +307,7 @@ def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Ar
         if name not in ARCHITECTURES:
             raise ValueError(
                 f"{source}: model_type {fields.get('model_type')!r} is not supported; expected "
-                f"{' or '.join(map(repr, ARCHITECTURES))}, dense text models, or an architecture "
+                f"{' or '.join(map(repr, ARCHITECTURES))}, or an architecture "
                 "of your own in config.model.architecture."
             )
     found = chosen("model.architecture", name, ARCHITECTURES, wanted="my_architecture.Pocket")
@@ -233,5 +327,6 @@ def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Ar
 ARCHITECTURES = {
     "qwen2": "jaxrl.models.qwen.QwenConfig",
     "qwen3": "jaxrl.models.qwen.QwenConfig",
+    "qwen2_5_vl": "jaxrl.models.qwen_vl.QwenVLConfig",
 }
 """The `model_type` of `config.json` to the class that computes it, which is imported when asked."""

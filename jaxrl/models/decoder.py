@@ -235,14 +235,14 @@ The sines that turn the first half are negative.
 """
 
 
-def rope_angles(positions: Int[Array, " M"], config: Decoder) -> Angles:
-    """The rotary angles of M positions, made once for all layers."""
+def rope_angles(positions: Int[Array, "*M"], config: Decoder) -> Angles:
+    """The rotary angles of positions `[M]`, or `[M, H / 2]` of each pair, made for all layers."""
     half, scaling = config.head_dim // 2, config.rope_scaling
     if scaling is None:
         frequency = config.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     else:
         frequency = jnp.asarray(scaling.frequencies(config.head_dim, config.rope_theta))
-    angle = positions[:, None, None].astype(jnp.float32) * frequency
+    angle = positions.reshape(len(positions), 1, -1).astype(jnp.float32) * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     if scaling is not None:
         cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
@@ -497,19 +497,31 @@ class Decoder(Architecture):
         through: Through,
     ) -> Float[Array, "R T D"]:
         """Final normed hidden states of packed rows."""
-        R, T = token_ids.shape
-        angles = rope_angles(positions.reshape(-1), self)
+        x = self._embed(params["embed"], token_ids.reshape(-1))
+        hidden = self._full_pass(params, x, positions.reshape(-1), attend, through)
+        return hidden.reshape(*token_ids.shape, -1)
+
+    def _embed(self, table: Params, ids: Int[Array, " M"]) -> Float[Array, "M D"]:
+        if "master" in table:
+            return look_up(table["embedding"], table["master"], ids)
+        return table["embedding"][ids]
+
+    def _full_pass(
+        self,
+        params: Params,
+        x: Float[Array, "M D"],
+        positions: Int[Array, "*M"],
+        attend: Attend,
+        through: Through,
+    ) -> Float[Array, "M D"]:
+        """Final normed hidden states, from the embeddings."""
+        angles = rope_angles(positions, self)
 
         def layer(x: jax.Array, weights: Params) -> jax.Array:
             return self._block(weights, x, angles, attend)
 
-        table, ids = params["embed"], token_ids.reshape(-1)
-        if "master" in table:
-            x = look_up(table["embedding"], table["master"], ids)
-        else:
-            x = table["embedding"][ids]
         x = through(layer, x, params["blocks"])
-        return rms_norm(x, params["norm"]["scale"], self.rms_norm_eps).reshape(R, T, -1)
+        return rms_norm(x, params["norm"]["scale"], self.rms_norm_eps)
 
     def unembed(
         self, params: Params, hidden: Float[Array, "... D"], *, num_tokens: int
@@ -536,12 +548,22 @@ class Decoder(Architecture):
         through: SamplerThrough,
     ) -> Float[Array, "M D"]:
         """Final normed hidden states."""
+        x = weights["embed"]["embedding"][token_ids]
+        return self._sampler_pass(weights, x, positions, through)
+
+    def _sampler_pass(
+        self,
+        weights: Params,
+        x: Float[Array, "M D"],
+        positions: Int[Array, "*M"],
+        through: SamplerThrough,
+    ) -> Float[Array, "M D"]:
         angles = rope_angles(positions, self)
 
         def layer(x: jax.Array, weights: Params, attend: Attend) -> jax.Array:
             return self._block(weights, x, angles, attend)
 
-        x = through(layer, weights["embed"]["embedding"][token_ids], weights["blocks"])
+        x = through(layer, x, weights["blocks"])
         return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps)
 
     def decode_axes(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -42,6 +42,7 @@ SIDE_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "*processor_config.json",
     "LICENSE*",
 )
 """What an export takes over from its source, byte for byte."""
@@ -88,11 +89,6 @@ class StoredTensor:
 class HasWeights(Protocol):
     """What is asked of a model whose tensors are read: part of an `Architecture`."""
 
-    @property
-    def num_layers(self) -> int:
-        """Of stacked blocks."""
-        ...
-
     def hf_names(self) -> dict[str, str]:
         """Path of each parameter to its HF tensor."""
         ...
@@ -102,15 +98,20 @@ class HasWeights(Protocol):
         ...
 
 
+def is_stacked(param: str) -> bool:
+    """Whether a parameter has a leading axis over the layers of a decoder or a tower."""
+    return "blocks" in param.split("/")
+
+
 def hf_places(config: HasWeights) -> dict[str, Place]:
     """Every tensor that an HF folder of this model holds, by HF name."""
     leaves = flatten_dict(config.abstract_params(), sep="/")
     places = {}
     for param, name in config.hf_names().items():
-        is_stacked = param.startswith("blocks/")
-        shape = leaves[param].shape[1:] if is_stacked else leaves[param].shape
+        whole = leaves[param].shape
+        shape = whole[1:] if is_stacked(param) else whole
         shape = shape[::-1] if param.endswith("/kernel") else shape
-        for layer in range(config.num_layers) if is_stacked else [None]:
+        for layer in range(whole[0]) if is_stacked(param) else [None]:
             places[name.format(layer)] = Place(param, layer, shape)
     return places
 
@@ -169,9 +170,9 @@ def load_stored(
     def load_leaf(param: str) -> jax.Array:
         def read(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None  # only shapeless arrays have none
-            if not param.startswith("blocks/"):
+            if not is_stacked(param):
                 return _read_part(stored[names[param]], param, index).astype(dtype)
-            layers = range(config.num_layers)[index[0]]
+            layers = range(shapes[param].shape[0])[index[0]]
             tensors = [stored[names[param].format(layer)] for layer in layers]
             parts = [_read_part(tensor, param, index[1:]).astype(dtype) for tensor in tensors]
             return np.stack(parts)
@@ -198,9 +199,17 @@ def check_hf(
         FileNotFoundError, ValueError: as `load_hf` does.
     """
     config = read_model(path, architecture)
-    stored = open_tensors(Path(path))
+    stored = {known_name(config, n): tensor for n, tensor in open_tensors(Path(path)).items()}
     _check_tensors(stored, config, Path(path))
     return config, stored
+
+
+def known_name(config: Architecture, name: str) -> str:
+    """The name of `hf_names` that a tensor has by another spelling."""
+    for beginning, known in config.hf_renamed().items():
+        if name.startswith(beginning):
+            return known + name.removeprefix(beginning)
+    return name
 
 
 def _read_part(tensor: StoredTensor, param: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -347,9 +356,7 @@ def save_hf(
     if source is not None:
         _check_source(config, Path(source), Path(path))
         dtypes = tensor_dtypes(Path(source), config)
-    places = hf_places(config)
-    copies = config.hf_copies()
-    places |= {name: places[copies[name]] for name in dtypes if name not in places}
+    places = _export_places(config, dtypes)
     sizes = {
         name: int(np.prod(place.shape)) * DTYPES[dtypes[name]].itemsize
         for name, place in places.items()
@@ -372,6 +379,15 @@ def save_hf(
             _write_index(folder, sizes, max_shard_size)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("wrote an export")  # none leaves before it is there
+
+
+def _export_places(config: Architecture, names: Iterable[str]) -> dict[str, Place]:
+    """Of tensors in the spelling of the source, those of `hf_names` first and in its order."""
+    known, copies = hf_places(config), config.hf_copies()
+    spelt = {known_name(config, name): name for name in names}
+    places = {spelt[name]: place for name, place in known.items()}
+    extra = {spelt[name]: known[copies[name]] for name in spelt if name not in known}
+    return places | extra
 
 
 def _check_params(leaves: Mapping[str, Any], config: Architecture) -> None:
@@ -404,7 +420,7 @@ def tensor_dtypes(source: Path, config: Architecture) -> dict[str, str]:
     if (source / DTYPES_FILE).is_file():
         return json.loads((source / DTYPES_FILE).read_text(encoding="utf-8"))
     stored = open_tensors(source)
-    _check_tensors(stored, config, source)
+    _check_tensors({known_name(config, n): tensor for n, tensor in stored.items()}, config, source)
     return {name: tensor.dtype for name, tensor in stored.items()}
 
 

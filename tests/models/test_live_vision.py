@@ -1,0 +1,146 @@
+"""The vision model against `transformers` on torch, both run here, on random shapes."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.architecture import read_model
+from jaxrl.models.hf_weights import load_hf, save_hf
+from jaxrl.models.layers import Through
+from jaxrl.models.qwen_vl import QwenVLConfig
+from jaxrl.models.vision import QwenVision
+from jaxrl.types import Image
+from tests.vision import logits_of
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.torch
+torch.set_num_threads(1)  # the models are too small to share
+
+IMAGE, VIDEO, START = 0, 1, 2
+
+
+def random_config(seed):
+    """A small model with whatever the family allows."""
+    rng = np.random.default_rng(seed)
+    num_kv_heads = int(rng.integers(1, 3))
+    num_heads = num_kv_heads * int(rng.integers(1, 3))
+    half = int(rng.integers(3, 9))
+    cuts = np.sort(rng.choice(np.arange(1, half), 2, replace=False))
+    sections = tuple(int(x) for x in np.diff([0, *cuts, half]))
+    depth, merge, heads = (int(x) for x in rng.integers(1, 5, 3))
+    merge = min(merge, 3)
+    full = np.flatnonzero(rng.integers(0, 2, depth))
+    return QwenVLConfig(
+        vocab_size=int(rng.integers(50, 200)),
+        width=num_heads * 2 * half,
+        mlp_width=int(rng.integers(8, 60)),
+        num_layers=int(rng.integers(1, 4)),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=2 * half,
+        rope_theta=float(rng.choice([1e4, 1e6])),
+        rms_norm_eps=float(rng.choice([1e-6, 1e-5])),
+        tie_embeddings=bool(rng.integers(2)),
+        qkv_bias=True,
+        output_bias=False,
+        qk_norm=False,
+        max_positions=4096,
+        mrope_section=sections,
+        video_id=VIDEO,
+        vision=QwenVision(
+            width=4 * heads * int(rng.integers(1, 5)),
+            mlp_width=int(rng.integers(5, 40)),
+            num_layers=depth,
+            num_heads=heads,
+            out_width=num_heads * 2 * half,
+            channels=int(rng.integers(1, 4)),
+            patch=int(rng.integers(1, 4)),
+            temporal_patch=int(rng.integers(1, 3)),
+            merge=merge,
+            window=merge * int(rng.integers(1, 4)),
+            full_layers=tuple(map(int, full)),
+            rope_theta=10_000.0,
+            image_id=IMAGE,
+        ),
+    )
+
+
+def random_params(config, seed):
+    """Weights at which every parameter matters: no zero biases, no norm scales of one."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(path, like):
+        name = path[-1].key
+        if name == "scale":
+            return rng.uniform(0.5, 1.5, like.shape).astype(np.float32)
+        fan_in = like.shape[-2] if name == "kernel" else 1
+        scale = {"bias": 0.5, "kernel": fan_in**-0.5, "filter": 0.3}.get(name, 1.0)
+        return rng.normal(0.0, scale, like.shape).astype(np.float32)
+
+    return jax.tree_util.tree_map_with_path(leaf, config.abstract_params())
+
+
+def random_images(config, rng, count):
+    """Images of all shapes, and a sequence of ids with them."""
+    vision, images = config.vision, []
+    ids = [*rng.integers(3, config.vocab_size, 3)]
+    for _ in range(count):
+        h, w = (int(x) * vision.merge for x in rng.integers(1, 6, 2))
+        patches = rng.standard_normal((h * w, vision.patch_values), np.float32)
+        images.append(Image(patches=patches, grid=(1, h, w)))
+        run = [IMAGE] * vision.num_tokens(images[-1])
+        ids += [START, *run, *rng.integers(3, config.vocab_size, 1 + rng.integers(3))]
+    return images, np.array(ids)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_transformers_reads_our_export(tmp_path, seed):
+    config, rng = random_config(seed), np.random.default_rng(seed)
+    params = jax.tree.map(jnp.asarray, random_params(config, seed))
+    save_hf(params, config, tmp_path / "hf")
+    assert read_model(tmp_path / "hf") == config
+    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32
+    ).eval()
+    images, ids = random_images(config, rng, int(rng.integers(1, 4)))
+    patches = torch.tensor(np.concatenate([one.patches for one in images]))
+    grids = torch.tensor([one.grid for one in images])
+    token_ids = torch.tensor(ids[None])
+    kinds = (token_ids == IMAGE).int()
+    with torch.no_grad():
+        features = torch.cat(list(model.model.get_image_features(patches, grids).pooler_output))
+        logits = model(
+            input_ids=token_ids,
+            pixel_values=patches,
+            image_grid_thw=grids,
+            mm_token_type_ids=kinds,
+        ).logits[0]
+    arranged = config.vision.arrange(images)
+    see = partial(config.vision.embeddings, through=Through(scan=False))
+    rows = arranged.patches[None], arranged.places[None]
+    params = load_hf(tmp_path / "hf")
+    seen = jax.jit(see)(params["vision"], *rows)[0][np.concatenate(arranged.units)]
+    np.testing.assert_allclose(seen, features.numpy(), atol=1e-4, rtol=0)
+    run = jax.jit(partial(logits_of, config, rows=[ids], images_of_rows=[images]))
+    found = run(params)[0][:, 2:]
+    np.testing.assert_allclose(found, logits[:, 2:].numpy(), atol=2e-4, rtol=0)
+
+
+def test_folder_that_transformers_wrote_comes_back_bit_for_bit(tmp_path):
+    config = random_config(3)
+    fields = transformers.Qwen2_5_VLConfig.from_dict(config.hf_config())
+    model = transformers.Qwen2_5_VLForConditionalGeneration(fields).bfloat16()
+    model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
+    assert read_model(tmp_path / "source") == config
+    params = load_hf(tmp_path / "source")
+    save_hf(params, config, tmp_path / "export", source=tmp_path / "source")
+    again = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
+        tmp_path / "export", dtype=torch.bfloat16
+    )
+    for (name, ours), theirs in zip(again.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name

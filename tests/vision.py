@@ -1,0 +1,61 @@
+"""The small vision model of `golden/`, and its full pass over rows of whole sequences."""
+
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl.models.architecture import read_model
+from jaxrl.models.attention.kernels import XLA
+from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.layers import Through
+from jaxrl.types import BatchImages, Image
+
+FOLDER = Path(__file__).parent / "golden" / "qwen2_5_vl"
+
+
+@cache
+def golden():
+    """The model, its parameters, what the reference computes, and the images."""
+    wanted = dict(np.load(FOLDER / "golden.npz"))
+    grids = [tuple(map(int, grid)) for grid in wanted["grids"]]
+    cuts = np.cumsum([h * w for _, h, w in grids])[:-1]
+    patches = np.split(wanted["patches"], cuts)
+    images = [Image(patches=x, grid=grid) for x, grid in zip(patches, grids, strict=True)]
+    return read_model(FOLDER), load_hf(FOLDER), wanted, images
+
+
+def batch_images(config, rows, images_of_rows, *, num_patches=None):
+    """`BatchImages` of rows of whole sequences, each on a device of its own."""
+    arranged = [config.vision.arrange(images) for images in images_of_rows]
+    P = num_patches or max(len(one.patches) for one in arranged)
+    T = len(rows[0])
+    out = BatchImages(
+        patches=np.zeros((len(rows), P, config.vision.patch_values), np.float32),
+        places=np.zeros((len(rows), P, 4), np.int32),
+        units=np.full((len(rows), T), -1, np.int32),
+        rotary=np.zeros((len(rows), T, 3), np.int32),
+    )
+    for index, (ids, images, one) in enumerate(zip(rows, images_of_rows, arranged, strict=True)):
+        out.patches[index, : len(one.patches)] = one.patches
+        out.places[index, : len(one.places)] = one.places
+        out.rotary[index] = config.vision.rotary_positions(ids, images).T
+        for run, units in zip(config.vision.image_runs(ids, images), one.units, strict=True):
+            out.units[index, run] = units
+    return jax.tree.map(jnp.asarray, out)
+
+
+def logits_of(config, params, rows, images_of_rows, *, through=Through(), **settings):
+    token_ids = jnp.asarray(np.stack(rows))
+    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+    hidden = config.hidden_states(
+        params,
+        token_ids,
+        positions,
+        XLA.within(jnp.ones_like(token_ids), positions),
+        through,
+        batch_images(config, rows, images_of_rows, **settings),
+    )
+    return config.unembed(params, hidden, num_tokens=config.vocab_size)
