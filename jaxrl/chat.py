@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jinja2
 
 from jaxrl.envs.base import Message
+from jaxrl.envs.images import MARK
 
 _MARK = re.compile("\ue000([0-9]+)\ue001")
 """In place of the content of the message of that number; no template knows these characters."""
+
+
+Shape = tuple[tuple[str, tuple[str, ...] | None], ...]
+"""Of each message of a chat its role, and the types of the parts of its content; None: a text."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +43,11 @@ class Chat:
             `<think>` and a line break; "" for most.
         message_end: what it writes behind a message of the assistant.
         around: all that it writes before, between and behind messages.
+        image: what it writes for an image, as `<|vision_start|><|image_pad|><|vision_end|>`; ""
+            where it takes none.
     """
 
-    def __init__(self, apply: Callable[[Sequence[Message], bool], str], *, bos: str = ""):
+    def __init__(self, apply: Callable[[Sequence[Mapping[str, Any]], bool], str], *, bos: str = ""):
         """A template's habits are found out by rendering chats of marks.
 
         Args:
@@ -47,36 +55,46 @@ class Chat:
             bos: the text of the tokenizer's first token; "" for none.
         """
         self._apply = apply
-        self._frame = functools.lru_cache(self._frame_of_roles)
+        self._frame = functools.lru_cache(self._frame_of)
         self._own_system = self._find_own_system(bos)
         self.opener = self._find_opener()
         self.message_end = (self._texts("user", "assistant") or [""])[-1]
         around = self._texts("system", "user", "assistant", "user")
         self.around = "".join(around or self._texts("user", "assistant", "user") or [])
+        self.image = self._find_image()
 
-    def render(self, messages: Sequence[Message]) -> list[Piece]:
+    def render(self, messages: Sequence[Message], *, with_images: bool = False) -> list[Piece]:
         """A chat up to where the model's next message begins, in pieces.
 
         The contents are as the template gives them back, without the blanks around them if it
         takes these off. Where it leaves out more than blanks, they are whole nevertheless.
 
+        Args:
+            messages: the chat.
+            with_images: the marks in the contents are images, which the template writes.
+
         Raises:
             ValueError: the template refuses the chat, or drops one of its messages.
         """
         roles = tuple(message["role"] for message in messages)
+        split = [_parts(message["content"], with_images) for message in messages]
+        shape = tuple(zip(roles, map(_types, split), strict=True))
+        texts = [(i, part) for i, parts in enumerate(split) for part in parts if part is not None]
+        filled = _filled(shape, [part for _, part in texts])
         try:
-            text = self._apply([dict(message) for message in messages], True)
-            frame = self._frame(roles, True)
+            chat = [{**one, **other} for one, other in zip(messages, filled, strict=True)]
+            text = self._apply(chat, True)
+            frame = self._frame(shape, True)
         except Exception as error:  # a template is a program: anything may go wrong in it
             what = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
             raise ValueError(
                 f"the tokenizer's chat template refuses a chat of the roles {list(roles)}: "
                 f"{what}{error}"
             ) from error
-        for index, message in enumerate(messages):
-            if index not in frame and message["content"].strip():
-                raise ValueError(_dropped(index, message))
-        contents = [message["content"] for message in messages]
+        for number, (index, part) in enumerate(texts):
+            if number not in frame and part.strip():
+                raise ValueError(_dropped(index, messages[index]))
+        contents = [part for _, part in texts]
         stripped = [content.strip() for content in contents]
         if _text(_fill(frame, stripped)) == text:
             contents = stripped
@@ -84,15 +102,25 @@ class Chat:
             frame = (str(frame[0]).replace(*self._own_system, 1), *frame[1:])
         return _fill(frame, contents)
 
-    def tool_turn(self, count: int) -> list[str]:
-        """What the template writes before, between and behind so many results of tools.
+    def tool_turn(self, num_images: Sequence[int]) -> list[str]:
+        """What the template writes before, between and behind results of tools, images included.
 
         It begins right behind a message of the assistant, and ends where its next one begins.
 
+        Args:
+            num_images: of each result, behind its text.
+
         Raises:
-            ValueError: the template does not take messages of the role `tool`.
+            ValueError: the template does not take messages of the role `tool`, or images in them.
         """
-        texts = self._texts("user", "assistant", *["tool"] * count, asks=True)
+        kinds = [("text", *["image"] * n) if n else None for n in num_images]
+        shape = (("user", None), ("assistant", None), *(("tool", kind) for kind in kinds))
+        texts = self._texts_of(shape, asks=True)
+        if texts is None and any(num_images):
+            raise ValueError(
+                "a tool shows an image, and the tokenizer's chat template takes none in messages "
+                "of the role 'tool'; expected a protocol with tags in config.env.search.protocol."
+            )
         if texts is None:
             raise ValueError(
                 "the tokenizer's chat template does not take messages of the role 'tool'; expected "
@@ -101,22 +129,31 @@ class Chat:
             )
         return texts[2:]
 
-    def _frame_of_roles(self, roles: tuple[str, ...], asks: bool) -> tuple[str | int, ...]:
-        """What the template writes, with the numbers of messages where their contents stand."""
-        marks = [
-            {"role": role, "content": f"\ue000{index}\ue001"} for index, role in enumerate(roles)
-        ]
-        parts = _MARK.split(self._apply(marks, asks))
+    def _frame_of(self, shape: Shape, asks: bool) -> tuple[str | int, ...]:
+        """What the template writes, with the numbers of texts where these stand."""
+        count = sum(1 if kinds is None else kinds.count("text") for _, kinds in shape)
+        marks = [f"\ue000{number}\ue001" for number in range(count)]
+        parts = _MARK.split(self._apply(_filled(shape, marks), asks))
         return tuple(int(part) if odd % 2 else part for odd, part in enumerate(parts))
 
     def _texts(self, *roles: str, asks: bool = False) -> list[str] | None:
-        """What it writes before, between and behind messages; None where it does not take them."""
+        """As `_texts_of` messages of these roles, whose contents are texts."""
+        return self._texts_of(tuple((role, None) for role in roles), asks=asks)
+
+    def _texts_of(self, shape: Shape, *, asks: bool = False) -> list[str] | None:
+        """What it writes before, between and behind texts; None where it does not take them."""
         try:
-            frame = self._frame(roles, asks)
+            frame = self._frame(shape, asks)
         except Exception:  # told by `render`, if it is more than a chat that it does not take
             return None
-        is_whole = frame[1::2] == tuple(range(len(roles)))
-        return [str(part) for part in frame[::2]] if is_whole else None
+        is_whole = frame[1::2] == tuple(range(len(frame) // 2))
+        count = sum(1 if kinds is None else kinds.count("text") for _, kinds in shape)
+        return [str(part) for part in frame[::2]] if is_whole and len(frame) // 2 == count else None
+
+    def _find_image(self) -> str:
+        """What stands between two texts for an image that is between them."""
+        texts = self._texts_of((("user", ("text", "image", "text")),))
+        return "" if texts is None else texts[1]
 
     def _find_own_system(self, bos: str) -> tuple[str, str]:
         """The beginning of a chat with a system message that nobody gave, and what to have instead.
@@ -141,6 +178,38 @@ class Chat:
         if chat is None or asked is None or not asked[-1].startswith(chat[1]):
             return ""
         return asked[-1].removeprefix(chat[1])
+
+
+def _parts(content: str, with_images: bool) -> list[str | None]:
+    """A content in texts and, as None, images; blank text beside images is none."""
+    if not (with_images and MARK in content):
+        return [content]
+    first, *others = content.split(MARK)
+    split = [first, *(part for text in others for part in (None, text))]
+    return [part for part in split if part != ""]
+
+
+def _types(parts: Sequence[str | None]) -> tuple[str, ...] | None:
+    """Those of a content's parts; None where it is a text."""
+    if None not in parts:
+        return None
+    return tuple("image" if part is None else "text" for part in parts)
+
+
+def _filled(shape: Shape, texts: Sequence[str]) -> list[dict[str, Any]]:
+    """Messages of this shape, with these texts."""
+    left = iter(texts)
+    return [
+        {
+            "role": role,
+            "content": next(left)
+            if kinds is None
+            else [
+                {"type": kind, **({"text": next(left)} if kind == "text" else {})} for kind in kinds
+            ],
+        }
+        for role, kinds in shape
+    ]
 
 
 def _fill(frame: Sequence[str | int], contents: Sequence[str]) -> list[Piece]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.envs.base import CallRecord, Outcome, Task, Turn
+from jaxrl.envs.images import Picture
 from jaxrl.types import Group, Trajectory
 
 ARRAYS = {
@@ -28,15 +29,18 @@ MEASURED = ("divergence", "windows")
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory as it was sampled, as plain JSON values, exactly.
 
-    Arrays are base64 of their little-endian bytes. What a step has measured is left out.
+    Arrays are base64 of their little-endian bytes. What a step has measured is left out, and so is
+    what a model reads of images: that is made again of the images as they were given.
     """
     known = [field.name for field in dataclasses.fields(trajectory)]
-    fields = {name: getattr(trajectory, name) for name in known if name not in MEASURED}
+    left_out = (*MEASURED, "images")
+    fields = {name: getattr(trajectory, name) for name in known if name not in left_out}
     for name, dtype in ARRAYS.items():
         data = np.ascontiguousarray(fields[name], np.dtype(dtype).newbyteorder("<")).tobytes()
         fields[name] = base64.b64encode(data).decode("ascii")
-    task = dataclasses.asdict(trajectory.task)
-    turns = [dataclasses.asdict(turn) for turn in trajectory.turns]
+    task = dataclasses.asdict(dataclasses.replace(trajectory.task, images=()))
+    task["images"] = list(map(_picture_to_json, trajectory.task.images))
+    turns = [_turn_to_json(turn) for turn in trajectory.turns]
     parts = dict(trajectory.reward_parts)
     records = _records_to_json(trajectory)
     outcome = str(trajectory.outcome)
@@ -45,7 +49,12 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def from_json(saved: Mapping[str, Any]) -> Trajectory:
-    """The inverse of `to_json`."""
+    """The inverse of `to_json`, but for `images`; see `Processor.with_images`.
+
+    Raises:
+        OSError: the file of an image is not there.
+        ValueError: it holds another one than it did.
+    """
     known = {field.name for field in dataclasses.fields(Trajectory)}
     fields = {name: value for name, value in saved.items() if name in known}
     for name, dtype in ARRAYS.items():
@@ -55,6 +64,7 @@ def from_json(saved: Mapping[str, Any]) -> Trajectory:
     task = dict(fields["task"])
     task["answers"] = tuple(task["answers"])
     task["messages"] = None if task["messages"] is None else tuple(task["messages"])
+    task["images"] = _pictures(task)
     fields["task"] = Task(**task)
     fields["turns"] = tuple(map(_turn, fields["turns"]))
     fields["reward_records"] = _records(fields.get("reward_records", ()))
@@ -66,7 +76,39 @@ def from_json(saved: Mapping[str, Any]) -> Trajectory:
 
 
 def _turn(saved: Mapping[str, Any]) -> Turn:
-    return Turn(**{**saved, "records": _records(saved.get("records", ()))})
+    records = _records(saved.get("records", ()))
+    return Turn(**{**saved, "records": records, "images": _pictures(saved)})
+
+
+def _turn_to_json(turn: Turn) -> dict[str, Any]:
+    plain = dataclasses.asdict(dataclasses.replace(turn, images=()))
+    images = list(map(_picture_to_json, turn.images))
+    return {name: value for name, value in plain.items() if name != "images"} | (
+        {"images": images} if images else {}
+    )
+
+
+def _picture_to_json(picture: Picture) -> dict[str, str]:
+    """An image by its file and what tells that it is the same, or whole."""
+    if picture.path:
+        return {"path": picture.path, "digest": picture.digest}
+    return {"data": base64.b64encode(picture.data).decode("ascii")}
+
+
+def _pictures(saved: Mapping[str, Any]) -> tuple[Picture, ...]:
+    return tuple(map(_picture, saved.get("images", ())))
+
+
+def _picture(saved: Mapping[str, str]) -> Picture:
+    if "data" in saved:
+        return Picture(data=base64.b64decode(saved["data"]))
+    found = Picture(path=saved["path"])
+    if found.digest != saved["digest"]:
+        raise ValueError(
+            f"{found.path} was changed since the run sampled with it; put the image back, or begin "
+            "anew with another --workdir."
+        )
+    return found
 
 
 def _records(saved: Iterable[Mapping[str, Any]]) -> tuple[CallRecord, ...]:
@@ -106,7 +148,8 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "advantage": trajectory.advantage,
         **_by_turn(trajectory),
         "generated_text": trajectory.generated_text,
-        "turns": [dataclasses.asdict(turn) for turn in trajectory.turns],
+        "turns": [_turn_record(turn) for turn in trajectory.turns],
+        **({"images": _named(images)} if (images := trajectory.task.images) else {}),
         "prompt_length": trajectory.prompt_length,
         "token_ids": trajectory.token_ids.tolist(),
         "loss_mask": trajectory.loss_mask.astype(int).tolist(),
@@ -114,6 +157,17 @@ def trajectory_record(trajectory: Trajectory) -> dict[str, Any]:
         "rollout_entropies": [round(float(x), 6) for x in trajectory.rollout_entropies],
         "policy_versions": trajectory.policy_versions.tolist(),
     }
+
+
+def _turn_record(turn: Turn) -> dict[str, Any]:
+    return _turn_to_json(turn) | ({"images": _named(turn.images)} if turn.images else {})
+
+
+def _named(images: Iterable[Picture]) -> list[dict[str, str]]:
+    """Images by their digests; those of no file of their own are beside the trajectories."""
+    return [
+        {"digest": image.digest, "file": image.path or f"images/{image.digest}"} for image in images
+    ]
 
 
 def _by_turn(trajectory: Trajectory) -> dict[str, Any]:
@@ -138,6 +192,7 @@ def question_record(trajectory: Trajectory, error: str) -> dict[str, Any]:
         "searches": trajectory.searches,
         **({"python_calls": trajectory.python_calls} if trajectory.python_calls else {}),
         **({"error": error} if error else {}),
+        **({"images": _named(images)} if (images := trajectory.pictures) else {}),
         "num_sampled": trajectory.num_sampled,
         **({"usage": dict(trajectory.usage)} if trajectory.usage else {}),
         "response": trajectory.generated_text,

@@ -38,8 +38,9 @@ from jaxrl.models.architecture import Architecture, read_model
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.policy import Model
+from jaxrl.processor import BlankProcessor, Processor, UnreadableError
 from jaxrl.runtime.checkpoint import newest_whole
-from jaxrl.runtime.distributed import shared
+from jaxrl.runtime.distributed import RolloutFunction, shared
 from jaxrl.runtime.plan import memory
 from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
 from jaxrl.runtime.versions import search_fingerprints
@@ -55,6 +56,7 @@ from jaxrl.tasks import Tasks, check_data_sources, open_tasks, overlap_note, sou
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.training.update import check_offload
 from jaxrl.trial import try_objectives
+from jaxrl.types import Group
 
 
 def assemble(
@@ -91,11 +93,17 @@ def assemble(
     schedule, pay = _make_schedule(config), _make_payment(config, tasks, eval_tasks)
     _open_judges(pay, workdir, log)
 
-    def rollout_of(env: Env) -> Rollout | ChatRollout:
+    processor = _make_processor(config, tokenizer)
+
+    def rollout_of(env: Env, seen_by: Processor | None = processor) -> Rollout | ChatRollout:
         if engine is None:
             assert external is not None
             return ChatRollout(external, env, tokenizer, limits, schedule, pay)
-        return Rollout(engine, env, tokenizer, automaton, limits, schedule, pay)
+        return Rollout(engine, env, tokenizer, automaton, limits, schedule, pay, seen_by)
+
+    def shared_rollout(env: Env, seen_by: Processor | None = processor) -> RolloutFunction:
+        restored = seen_by.with_images if seen_by else list[Group]
+        return shared(rollout_of(env, seen_by), restored)
 
     without_search = rollout_of(control)
     tasks, notes = _fit_all(tasks, without_search, config, show)
@@ -115,12 +123,46 @@ def assemble(
         demonstrations=demonstrations,
         sampler=engine,
         external=external.shown if external else "",
-        rollout=shared(rollout_of(env)),
-        rollout_without_search=shared(without_search),
-        rollout_random_search=shared(rollout_of(drawing)) if drawing else None,
+        rollout=shared_rollout(env),
+        rollout_without_search=shared_rollout(control),
+        rollout_random_search=shared_rollout(drawing) if drawing else None,
+        rollout_blank_images=_rollout_blank(config, processor, env, shared_rollout),
         is_trigger=trigger_ids(tokenizer, config.shaping.trigger_words),
         notes=tuple(filter(None, notes)),
+        processor=processor,
     )
+
+
+def _make_processor(config: ConfigDict, tokenizer: Tokenizer) -> Processor | None:
+    """What reads images; None where the model reads none.
+
+    Raises:
+        ValueError: the folder of a model that reads them has none.
+    """
+    if tokenizer.image_id is None or config.policy.name != OWN_MODEL:
+        return None
+    return Processor(config.model.path, **config.images)
+
+
+def _rollout_blank(
+    config: ConfigDict,
+    processor: Processor | None,
+    env: Env,
+    shared_rollout: Callable[[Env, Processor], RolloutFunction],
+) -> RolloutFunction | None:
+    """The rollout whose images show nothing; None where no suite asks for it.
+
+    Raises:
+        ValueError: one does, and the model reads no images.
+    """
+    if "blank_images" not in environment.suites_of(config):
+        return None
+    if processor is None:
+        raise ValueError(
+            "an evaluation asks for the suite 'blank_images', but the model in config.model.path "
+            "reads no images; leave the suite out."
+        )
+    return shared_rollout(env, BlankProcessor(processor))
 
 
 def _make_model(
@@ -239,7 +281,10 @@ def fit_prompts(
         ValueError: a prompt is overlong and refused, or all are and would be dropped.
     """
     limit = config.rollout.max_prompt_tokens
-    fits = np.fromiter((rollout.prompt_fits(task) for task in tasks), bool, len(tasks))
+    try:
+        fits = np.fromiter((rollout.prompt_fits(task) for task in tasks), bool, len(tasks))
+    except UnreadableError as error:
+        raise ValueError(f"{key}: {error}.") from error
     count = len(tasks) - int(fits.sum())
     if count == 0:
         return tasks, ""

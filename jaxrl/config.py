@@ -29,7 +29,7 @@ KL_CONTROLLERS = ("fixed", "adaptive", "log", "budget")
 OVERLONG_PROMPTS = ("refuse", "drop", "truncate_left")
 OWN_MODEL = "model"
 POLICIES = (OWN_MODEL, "openai")
-SUITES = ("sampled", "greedy", "empty_search", "random_search")
+SUITES = ("sampled", "greedy", "empty_search", "random_search", "blank_images")
 
 
 def _optimizer() -> ConfigDict:
@@ -155,6 +155,13 @@ def default_config() -> ConfigDict:
     # sampler compiles each on a CPU in any case.
     model.scan_layers = True
     model.logits_chunk_tokens = 2048  # tokens whose logits are in memory at a time, in the update
+
+    config.images = images = ConfigDict()
+    # Of an image; a smaller one is enlarged to so many pixels, a larger one made smaller. 0: as
+    # preprocessor_config.json in model.path has it.
+    images.min_pixels = 0
+    images.max_pixels = 0
+    images.cache_mib = 256.0  # of images cut into patches, which stay in memory; the last ones
 
     config.policy = _policy()
 
@@ -478,8 +485,9 @@ def default_config() -> ConfigDict:
     config.eval = evaluation = ConfigDict()
     # Steps between evaluations while training; always before the first and after the last step.
     evaluation.every_steps = 0
-    # While training, out of sampled, greedy, empty_search (sampled; the engine finds nothing) and
-    # random_search (sampled; it finds documents of the corpus drawn at random).
+    # While training, out of sampled, greedy, empty_search (sampled; the engine finds nothing),
+    # random_search (sampled; it finds documents of the corpus drawn at random) and blank_images
+    # (sampled; images are there, and show nothing).
     evaluation.suites = ("sampled", "greedy")
     evaluation.final_suites = ("sampled", "greedy", "empty_search")  # of the evaluate stage
     # Of each question, at most 256; greedy has one.

@@ -196,6 +196,11 @@ RULES = (
     ),
     # The environment.
     Rule(
+        "images.max_pixels",
+        lambda c: 0 < c.images.max_pixels < c.images.min_pixels,
+        "at least images.min_pixels, or 0",
+    ),
+    Rule(
         "eval.suites",
         lambda c: _never_searches(c) and "empty_search" in c.eval.suites,
         "suites without empty_search where nothing is searched, as with env.name='math' or "
@@ -602,6 +607,7 @@ POSITIVE = [
 
 NOT_NEGATIVE = [
     "policy.openai.retries", "policy.openai.backoff_s",
+    "images.min_pixels", "images.max_pixels", "images.cache_mib",
     "env.step_deadline_s", "reward.deadline_s", "rollout.max_failed_steps", "search.hybrid.k",
     "search.cache_mib", "search.cache_ttl_s", "search.queries_per_second", "search.max_concurrent",
     "search.retries", "search.backoff_s", "search.breaker_failures",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jaxrl.envs.base import Task
+from jaxrl.envs.images import MARK, Picture, picture, pictures
 from jaxrl.envs.jsonl import read_objects
 
 Item = TypeVar("Item")
@@ -42,7 +43,7 @@ def read_jsonl(
     return items
 
 
-def parse_task(fields: dict[str, Any], place: str) -> Task:
+def parse_task(fields: dict[str, Any], place: str, *, folder: Path | None = None) -> Task:
     """A task from the fields of a record.
 
     Of `question` (text), `messages` (a chat) and `prompt` (either) there is one; `answers` (also
@@ -51,13 +52,18 @@ def parse_task(fields: dict[str, Any], place: str) -> Task:
     place), `data_source` and `metadata`. All further fields are kept in `Task.metadata`, which
     therefore holds verl's `reward_model`, `extra_info` and `ability`.
 
+    `images` holds one image or a list of them (see `envs.images.picture`), for as many marks
+    `<image>` in the texts; without any mark they stand before the question, in a chat before the
+    first message of the user. Paths begin in `folder`, without one in that of `place`. A content
+    may also be a list of parts, with images of their own.
+
     Raises:
         ValueError: a field is missing or of another type.
     """
     is_verl = isinstance(fields.get("prompt"), list) and isinstance(
         fields.get("reward_model"), dict
     )
-    used = {"id", "data_source", "metadata"}
+    used = {"id", "data_source", "metadata", "images"}
     if is_verl:
         question, messages = None, fields["prompt"]
         answers = _ground_truth(fields["reward_model"], place)
@@ -68,8 +74,15 @@ def parse_task(fields: dict[str, Any], place: str) -> Task:
         used |= {name, *ANSWER_KEYS}
     if question is not None and not (isinstance(question, str) and question.strip()):
         raise ValueError(f"{place}: 'question' is {question!r}; expected text that is not blank.")
+    folder = Path(place.rpartition(":")[0]).parent if folder is None else folder
+    images = _given_images(fields, place, folder)
     if messages is not None:
-        check_messages(messages, place)
+        messages, images = read_chat(messages, images, place, folder)
+    elif images:
+        [message], images = read_chat(
+            [{"role": "user", "content": question}], images, place, folder
+        )
+        question = message["content"]
     metadata = fields.get("metadata") or {}
     if not isinstance(metadata, dict):
         raise ValueError(f"{place}: 'metadata' is {metadata!r}; expected an object.")
@@ -82,7 +95,89 @@ def parse_task(fields: dict[str, Any], place: str) -> Task:
         answers=answers,
         data_source="default" if data_source is None else str(data_source),
         metadata=further | metadata,
+        images=images,
     )
+
+
+def read_chat(
+    messages: Any, given: Sequence[Picture], place: str, folder: Path
+) -> tuple[list[dict[str, str]], tuple[Picture, ...]]:
+    """A chat whose contents are texts, and the images of the marks in them.
+
+    Args:
+        messages: contents are texts, or lists of parts as chat templates know them.
+        given: images for the marks, and for the parts that bring none.
+        place: of the record.
+        folder: that paths in parts begin in.
+
+    Raises:
+        ValueError: it is no chat, or has other marks than there are images.
+    """
+    chat: list[Any] = []
+    marks: list[Picture | None] = []  # None: one of the given
+    has_parts = False
+    for message in messages if isinstance(messages, list) else [messages]:
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list) and content:
+            parts = [_part(part, place, folder) for part in content]
+            has_parts |= any(text == MARK for text, _ in parts)
+            content = "".join(text for text, _ in parts)
+            message = {**message, "content": content}
+            marks += [image for text, image in parts for _ in range(text.count(MARK))]
+        elif isinstance(content, str):
+            marks += [None] * content.count(MARK)
+        chat.append(message)
+    check_messages(chat if isinstance(messages, list) else messages, place)
+    if not (given or has_parts):
+        return chat, ()
+    if not marks:
+        at = next((i for i, message in enumerate(chat) if message["role"] == "user"), 0)
+        chat[at] = {**chat[at], "content": MARK * len(given) + chat[at]["content"]}
+        return chat, tuple(given)
+    if marks.count(None) != len(given):
+        raise ValueError(
+            f"{place}: 'images' holds {len(given)}, and the texts have {marks.count(None)} marks "
+            f"{MARK} for them; expected as many, or none at all."
+        )
+    others = iter(given)
+    return chat, tuple(image or next(others) for image in marks)
+
+
+def _part(part: Any, place: str, folder: Path) -> tuple[str, Picture | None]:
+    """A part of a content as text, and the image it brings.
+
+    Raises:
+        ValueError: it is of another kind than text and image.
+    """
+    fields = part if isinstance(part, dict) else {"text": part}
+    kind = fields.get("type", "text" if "text" in fields else "image")
+    text = fields.get("text")
+    if kind == "text" and isinstance(text, str):
+        return text, None
+    if kind not in ("image", "image_url"):
+        raise ValueError(
+            f"{place}: a message has a part of the type {kind!r}, with {_names(fields)}; expected "
+            "'text' with a text, or 'image'."
+        )
+    names = ("image", "image_url", "path", "url")
+    value = next((fields[name] for name in names if fields.get(name)), None)
+    try:
+        return MARK, picture(value, folder) if value else None
+    except ValueError as error:
+        raise ValueError(f"{place}: an image of a message: {error}.") from error
+
+
+def _given_images(fields: dict[str, Any], place: str, folder: Path) -> tuple[Picture, ...]:
+    """The images of the field `images`."""
+    if fields.get("videos"):
+        raise ValueError(
+            f"{place} has videos, which are not read; leave the column out, by "
+            "columns={'videos': ''}, or the record."
+        )
+    try:
+        return pictures(fields.get("images"), folder)
+    except ValueError as error:
+        raise ValueError(f"{place}: 'images': {error}.") from error
 
 
 def _prompt(fields: dict[str, Any], place: str) -> tuple[Any, Any, str]:

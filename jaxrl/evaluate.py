@@ -610,6 +610,9 @@ def play(session: Session, suite: str) -> list[Group]:
     if suite == "random_search":
         assert components.rollout_random_search is not None
         rollout = components.rollout_random_search
+    if suite == "blank_images":
+        assert components.rollout_blank_images is not None
+        rollout = components.rollout_blank_images
     return rollout(
         [Draw(task=task, stream_index=i) for i, task in enumerate(components.eval_tasks)],
         Sampling(

@@ -147,6 +147,8 @@ def open_session(
         lambda saved: restore_targets(config, components, Progress.from_json(saved, config))
     )
     progress = Progress.from_json(found[0], config) if found else Progress()
+    if components.processor is not None:
+        progress.put_images(components.processor)
     adopt()
     is_main = distributed.is_main()
     if is_main and (found or set(config.stages) != {"evaluate"}):

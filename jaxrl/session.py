@@ -24,6 +24,7 @@ from jaxrl.logs.writers import MetricsLog, Record
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import save_hf
 from jaxrl.models.policy import Model
+from jaxrl.processor import Processor
 from jaxrl.runtime.checkpoint import Checkpointer
 from jaxrl.runtime.distributed import RolloutFunction
 from jaxrl.runtime.stopping import Best
@@ -55,9 +56,12 @@ class Components:
     rollout_without_search: RolloutFunction  # the control: the engine finds nothing
     # The other one: it finds documents drawn at random. None where no suite asks for it.
     rollout_random_search: RolloutFunction | None = None
+    # The control of looking: images show nothing. None where no suite asks for it.
+    rollout_blank_images: RolloutFunction | None = None
     is_trigger: np.ndarray | None = None  # bool [V], ids that may count as wavering; None: all
     notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
     external: str = ""  # the model behind an endpoint that plays; "": the run's own
+    processor: Processor | None = None  # reads images; None where the model reads none
 
     @property
     def engine(self) -> Engine:
@@ -121,6 +125,13 @@ class Progress:
     def whose_weights(self) -> int:
         """The step whose weights the run holds: the last one, unless the stage stopped early."""
         return self.step if self.weights_step is None else self.weights_step
+
+    def put_images(self, processor: Processor) -> None:
+        """Puts into the groups of a checkpoint the images that these name."""
+        self.leftover = processor.with_images(self.leftover)
+        if (pending := self.pending) is not None:
+            groups, leftover = map(processor.with_images, (pending.groups, pending.leftover))
+            self.pending = dataclasses.replace(pending, groups=groups, leftover=leftover)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""

@@ -25,11 +25,22 @@ from jaxrl.choices import OwnCodeError, chosen, failure_text, is_own, made
 from jaxrl.config import refuse
 from jaxrl.data import parse_task
 from jaxrl.envs.base import Task
-from jaxrl.readers.base import READERS, Listed, Reader, Record, blocks, find_files
+from jaxrl.readers.base import (
+    READERS,
+    Listed,
+    Reader,
+    Record,
+    blocks,
+    find_files,
+    refuse_bytes,
+)
 from jaxrl.stream import Mixture, Source
 
 HELD = 100_000
 """Tasks up to which those of a source are held parsed."""
+
+HELD_BYTES = 2**28
+"""Of images that stand in the records themselves, up to which its tasks are held."""
 
 _BLOCK = 1000  # records read at a time
 
@@ -198,11 +209,14 @@ class Tasks(Sequence[Task]):
         self._indices = np.arange(len(self._reader))
         self._held: list[Task] | None = [] if len(self._reader) <= HELD else None
         self._unseen = {column for column, name in source.columns.items() if name}
-        ids, questions = array("Q"), array("Q")
+        ids, questions, num_bytes = array("Q"), array("Q"), 0
         for block in blocks(len(self._reader), _BLOCK):
             for task in self._read(block):
+                num_bytes += sum(len(image.data) for image in task.images)
+                if num_bytes > HELD_BYTES:
+                    self._held = None
                 ids.append(_hash(task.id))
-                questions.extend(_question_hashes(task))
+                questions.extend(self._question_hashes(task))
                 if self._held is not None:
                     self._held.append(task)
             if self._held is None:
@@ -213,6 +227,14 @@ class Tasks(Sequence[Task]):
             refuse(f"{source.key}.columns", dict(source.columns), expected)
         self.ids = np.frombuffer(ids, np.uint64)
         self.questions = np.frombuffer(questions, np.uint64).reshape(-1, 2)
+
+    def _question_hashes(self, task: Task) -> tuple[int, int]:
+        try:
+            return _question_hashes(task)
+        except OSError as error:
+            raise ValueError(
+                f"{self.key}.source: an image of task {task.id!r} cannot be read: {error}"
+            ) from error
 
     def _read(self, indices: Sequence[int]) -> list[Task]:
         """The tasks of these records.
@@ -235,7 +257,8 @@ class Tasks(Sequence[Task]):
             kept = {name: value for name, value in record.items() if name not in source.columns}
             named = {new: record[old] for old, new in source.columns.items() if old in record}
             record = kept | {name: value for name, value in named.items() if name}
-        task = parse_task(record, place)
+        refuse_bytes(record, place)
+        task = parse_task(record, place, folder=self._reader.folder(index))
         if source.data_source:
             id = f"{source.data_source}/{task.id}"
             task = dataclasses.replace(task, id=id, data_source=source.data_source)
@@ -354,7 +377,7 @@ def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
 
     Case, blanks and how a question ends make no other question of it; the rest does, since in
     arithmetic every sign counts. Chats are the same when their messages are, or when they tell the
-    same question in verl's `extra_info`.
+    same question in verl's `extra_info`. The same question of another image is another one.
     """
     asked = question_hashes(held_out)
     known, first = np.unique(question_hashes(tasks), return_index=True)
@@ -406,7 +429,12 @@ def _asks_the_same(task: Task, other: Task) -> bool:
 
 
 def _identities(task: Task) -> list[str]:
-    """Texts, one of which two tasks share that ask the same."""
+    """Texts, one of which two tasks share that ask the same, of the same images."""
+    shown = [image.digest for image in task.images]
+    return [" ".join([text, *shown]) for text in _asked(task)]
+
+
+def _asked(task: Task) -> list[str]:
     if task.question is not None:
         return ["question " + normalized_question(task.question)]
     chat = [(message["role"], message["content"]) for message in task.messages or ()]

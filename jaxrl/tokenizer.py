@@ -28,6 +28,8 @@ class Tokenizer:
         opener: what the chat template writes of each message of the model before the model does;
             the end of every prompt, "" for most templates.
         pad_id: fills unused places; masks never depend on it.
+        image_id: stands, as often as its image has tokens, where an image is read; None where the
+            model reads none.
     """
 
     vocab_bytes: list[bytes]
@@ -35,6 +37,7 @@ class Tokenizer:
     eos_ids: tuple[int, ...]
     opener: str
     pad_id: int
+    image_id: int | None
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         eos_tokens: Iterable[str] = (),
         template_arguments: Mapping[str, Any] | None = None,
+        image_id: int | None = None,
     ):
         """Wrap a fast tokenizer of transformers; `from_folder` is the usual way here.
 
@@ -51,6 +55,7 @@ class Tokenizer:
             eos_ids: further ids that end a message.
             eos_tokens: further tokens that end a message, by their texts.
             template_arguments: of the chat template, such as `enable_thinking`.
+            image_id: of the token that the template writes for an image; None of a text model.
 
         Raises:
             ValueError: the tokenizer is of another kind, or lacks what was named.
@@ -89,11 +94,13 @@ class Tokenizer:
         if hf_tokenizer.chat_template:
             _check_arguments(arguments, hf_tokenizer.get_chat_template())
         self._arguments = arguments
+        self.image_id = image_id
         self._chat = self._make_chat(())
         self._chats = {"[]": self._chat}
         self.opener = self._chat.opener
         # What no message's content can write: what holds a chat together.
         self._chat_ids = {*special, *self.eos_ids, *self.encode(self._chat.around)}
+        self._chat_ids |= set() if image_id is None else {image_id}
 
     @classmethod
     def from_folder(
@@ -145,6 +152,7 @@ class Tokenizer:
             eos_ids=_generation_eos_ids(folder),
             eos_tokens=eos_tokens,
             template_arguments=template_arguments,
+            image_id=_image_id(folder),
         )
 
     def encode(self, text: str) -> list[int]:
@@ -182,7 +190,10 @@ class Tokenizer:
         return self.encode_plain(text)[:max_tokens]
 
     def render_prompt(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        image_tokens: Sequence[int] = (),
     ) -> list[int]:
         """Ids of a chat up to where the model's next message begins.
 
@@ -193,14 +204,24 @@ class Tokenizer:
         Args:
             messages: the chat.
             tools: what the model may call, as JSON schemas, for the template to describe.
+            image_tokens: of each image, for which a mark stands in the contents; without any, marks
+                are plain text.
 
         Raises:
-            ValueError: the template refuses the chat, drops a message, or knows no tools.
+            ValueError: the template refuses the chat, drops a message, or knows no tools or images.
         """
-        return self._encode_chat(self._chat_with(tools).render(messages), self._chat_ids)
+        pieces = self._chat_with(tools).render(messages, with_images=bool(image_tokens))
+        return self._expand(self._encode_chat(pieces, self._chat_ids), image_tokens)
+
+    def render_image(self, num_tokens: int) -> tuple[list[int], str]:
+        """Ids and text of an image, as the chat template writes it; `num_tokens` are of its own."""
+        return self._expand(self.encode(self._chat.image), [num_tokens]), self._chat.image
 
     def render_results(
-        self, results: Sequence[str], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        results: Sequence[str],
+        tools: Sequence[Mapping[str, Any]] = (),
+        image_tokens: Sequence[Sequence[int]] = (),
     ) -> tuple[list[int], str]:
         """Ids and text of a turn of results, from behind the id that ended the model's message.
 
@@ -210,7 +231,8 @@ class Tokenizer:
         Raises:
             ValueError: the template shows no results, or nothing ends the messages before them.
         """
-        first, *others = self._chat_with(tools).tool_turn(len(results))
+        shown = image_tokens or [()] * len(results)
+        first, *others = self._chat_with(tools).tool_turn([len(counts) for counts in shown])
         end = self.decode(self.encode(first)[:1])
         if self.encode(first)[0] not in self.eos_ids:
             raise ValueError(
@@ -221,7 +243,26 @@ class Tokenizer:
         for result, text in zip(results, others, strict=True):
             pieces += [Piece(result, True), Piece(text, False)]
         ids = self._encode_chat(pieces, self._added_ids)
-        return ids, "".join(piece.text for piece in pieces)
+        counts = [count for of_result in shown for count in of_result]
+        return self._expand(ids, counts), "".join(piece.text for piece in pieces)
+
+    def _expand(self, ids: list[int], image_tokens: Sequence[int]) -> list[int]:
+        """Ids with as many of the image token for each image as it has tokens, in place of one.
+
+        Raises:
+            ValueError: the template has written another number of them.
+        """
+        found = ids.count(self.image_id) if self.image_id is not None else 0
+        if found != len(image_tokens):
+            raise ValueError(
+                f"the chat template writes {found} image tokens for {len(image_tokens)} images; "
+                "expected one for each, in the template of a model that reads images "
+                "(image_token_id in its config.json)."
+            )
+        if not found:
+            return ids
+        counts = iter(image_tokens)
+        return [id for one in ids for id in [one] * (next(counts) if one == self.image_id else 1)]
 
     def _make_chat(self, tools: Sequence[Mapping[str, Any]]) -> Chat:
         described = {"tools": [dict(tool) for tool in tools]} if tools else {}
@@ -315,6 +356,16 @@ def _check_arguments(arguments: Mapping[str, Any], template: str) -> None:
                 "template does not read; its arguments are in the template's text (chat_template "
                 "in tokenizer_config.json, or chat_template.jinja)."
             )
+
+
+def _image_id(folder: Path) -> int | None:
+    """The `image_token_id` of `config.json`, where there is one."""
+    file = folder / "config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")).get("image_token_id")
+    except (OSError, ValueError, AttributeError):
+        return None  # who reads the model says what is wrong with it
+    return found if isinstance(found, int) else None
 
 
 def _generation_eos_ids(folder: Path) -> list[int]:

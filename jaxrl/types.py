@@ -16,6 +16,7 @@ import numpy as np
 from flax import struct
 
 from jaxrl.envs.base import CallRecord, Outcome, Task, Turn
+from jaxrl.envs.images import Picture
 
 Params = dict[str, Any]
 """A plain nested dict of arrays; see `models.architecture`."""
@@ -160,6 +161,11 @@ class Trajectory:
             return self.task.question
         asked = [m["content"] for m in self.task.messages or () if m["role"] == "user"]
         return asked[-1] if asked else ""
+
+    @property
+    def pictures(self) -> list[Picture]:
+        """The images as they were given, in the order of `images`: the task's, then of tools."""
+        return [*self.task.images, *(image for turn in self.turns for image in turn.images)]
 
     @property
     def task_id(self) -> str:

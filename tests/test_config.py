@@ -55,7 +55,7 @@ def test_shipped_configs_are_valid(name):
         (
             "eval.suites",
             ("beam",),
-            "a tuple out of ('sampled', 'greedy', 'empty_search', 'random_search')",
+            "a tuple out of ('sampled', 'greedy', 'empty_search', 'random_search', 'blank_images')",
         ),
         ("num_steps", 0, "a number above 0"),
         ("rollout.temperature", 0.0, "a number above 0"),

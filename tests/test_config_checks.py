@@ -45,6 +45,7 @@ ENDPOINT = {
 BROKEN = [
     ("policy.name", ENDPOINT | {"stages": ("sft", "evaluate")}),
     ("rollout.overlong_prompts", ENDPOINT | {"rollout.overlong_prompts": "truncate_left"}),
+    ("images.max_pixels", {"images.min_pixels": 64, "images.max_pixels": 32}),
     ("eval.suites", {"env.name": "math", "eval.suites": ("empty_search",)}),
     ("eval.final_suites", {"env.name": "math"}),
     ("env.step_deadline_s", {"env.step_deadline_s": 400.0}),

@@ -15,6 +15,7 @@ MODULES = {
     "faiss-cpu": "faiss",
     "math-verify": "math_verify",
     "orbax-checkpoint": "orbax",
+    "pillow": "PIL",
     "pyyaml": "yaml",
     "reasoning-gym": "reasoning_gym",
     "tensorflow-datasets": "tensorflow_datasets",
@@ -188,7 +189,7 @@ def test_functions_are_short():
     assert found == LARGER
 
 
-MAX_LINES_OF_THE_LOOP = 16_600
+MAX_LINES_OF_THE_LOOP = 17_200
 """Of `jaxrl/train.py` and all that it imports; who reads how it trains reads no more than this."""
 
 

@@ -1,4 +1,4 @@
-"""What an environment is: tasks in, observations and rewards out. Text only, no arrays."""
+"""What an environment is: tasks in, observations and rewards out. Text and files of images only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
+
+from jaxrl.envs.images import Picture
 
 Message = Mapping[str, str]
 """One chat message: `{"role": ..., "content": ...}`."""
@@ -82,7 +84,8 @@ class CallRecord:
 class Task:
     """One question record.
 
-    Exactly one of `question` and `messages` is set; `answers` holds every accepted answer.
+    Exactly one of `question` and `messages` is set; `answers` holds every accepted answer. Where
+    there are images, the texts hold as many marks `<image>`, in their order.
     """
 
     id: str
@@ -91,6 +94,7 @@ class Task:
     answers: tuple[str, ...] = ()
     data_source: str = "default"
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Picture, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,12 +133,13 @@ class Observation:
     """Text the environment inserts; only `body` may be shortened to fit a token budget.
 
     `prefix` and `suffix` carry the protocol's tags. `body` comes from outside: it is encoded with
-    special tokens as plain text.
+    special tokens as plain text. Images are shown behind it, inside the tags, and never shortened.
     """
 
     prefix: str
     body: str
     suffix: str
+    images: tuple[Picture, ...] = ()
 
     @property
     def text(self) -> str:
@@ -148,10 +153,16 @@ class ToolResults:
 
     The model's chat template puts each into a message of the role `tool` and begins the model's
     next one. Each may be shortened to fit a token budget; all come from outside, as the body of an
-    `Observation` does.
+    `Observation` does. Images of a result are shown behind its text.
     """
 
     bodies: tuple[str, ...]
+    images: tuple[tuple[Picture, ...], ...] = ()  # of each body; () where none has any
+
+    @property
+    def images_of_each(self) -> tuple[tuple[Picture, ...], ...]:
+        """`images`, one entry for each body."""
+        return self.images or ((),) * len(self.bodies)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +195,7 @@ class Turn:
     latency_s: float = 0.0
     error: str | None = None  # why the environment could not reply
     records: tuple[CallRecord, ...] = ()  # of the calls of tools to reply to it
+    images: tuple[Picture, ...] = ()  # that the observation shows
 
     def calls(self, tool: str | None) -> list[str]:
         """What was asked of a tool; None is the search engine."""

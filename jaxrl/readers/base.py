@@ -42,6 +42,10 @@ class Reader(ABC):
     def place(self, index: int) -> str:
         """Where a record stands, for messages and as its id where it has none: `file:row`."""
 
+    def folder(self, index: int) -> Path:
+        """Where the relative paths in a record begin: in the folder of its file."""
+        return Path(self.place(index).rpartition(":")[0]).parent
+
 
 class Joined(Reader):
     """Several files read as one, in their order."""
@@ -72,6 +76,11 @@ class Joined(Reader):
         """See `Reader`."""
         reader, own = self._find(index)
         return reader.place(own)
+
+    def folder(self, index: int) -> Path:
+        """See `Reader`."""
+        reader, own = self._find(index)
+        return reader.folder(own)
 
 
 class Listed(Reader):
@@ -112,6 +121,10 @@ class Listed(Reader):
         """See `Reader`."""
         tell = getattr(self._records, "place", None)
         return str(tell(index)) if tell else f"{self._name}:{index + 1}"
+
+    def folder(self, index: int) -> Path:
+        """See `Reader`; where no places are told, paths begin in the working directory."""
+        return super().folder(index) if hasattr(self._records, "place") else Path()
 
 
 class Held:
@@ -170,32 +183,60 @@ def find_files(source: str, suffixes: Sequence[str]) -> list[Path]:
 
 
 def present(fields: Mapping[str, Any], place: str) -> Record:
-    """The fields that are there, as JSON would have them.
+    """The fields that are there, as JSON would have them, but for bytes that are no text.
 
     Raises:
-        ValueError: a value is none that text can hold, as the bytes of an image.
+        ValueError: a value is none that text can hold.
     """
     found = {}
     for name, value in fields.items():
         try:
             plain = as_plain(value)
-        except (UnicodeDecodeError, TypeError) as error:
-            is_bytes = isinstance(error, UnicodeDecodeError)
-            why = f"is not valid UTF-8: {error}" if is_bytes else f"holds {error}"
-            raise ValueError(
-                f"{place}: {name!r} {why}; leave the column out, by columns={{{name!r}: ''}}."
-            ) from error
+        except TypeError as error:
+            raise ValueError(_left_out(place, name, f"holds {error}")) from error
         if plain is not None:
             found[str(name)] = plain
     return found
 
 
+def refuse_bytes(record: Record, place: str) -> None:
+    """Refuses a field with bytes that are no text, as those of an image in a field of another name.
+
+    Raises:
+        ValueError: names place and field.
+    """
+    for name, value in record.items():
+        if name != "images" and (data := _bytes_in(value)):
+            try:
+                data.decode("utf-8")
+            except UnicodeDecodeError as error:
+                why = f"is not valid UTF-8: {error}; name images by columns={{{name!r}: 'images'}}"
+                raise ValueError(_left_out(place, name, why)) from error
+
+
+def _bytes_in(value: Any) -> bytes:
+    """The first bytes in a plain value; none where there are none."""
+    match value:
+        case bytes():
+            return value
+        case list():
+            return next(filter(None, map(_bytes_in, value)), b"")
+        case dict():
+            return next(filter(None, map(_bytes_in, value.values())), b"")
+    return b""
+
+
+def _left_out(place: str, name: str, why: str) -> str:
+    return f"{place}: {name!r} {why}; leave the column out, by columns={{{name!r}: ''}}."
+
+
 def as_plain(value: Any) -> Any:
     """A value as JSON has it: text for bytes, times and decimals; numbers and lists for NumPy's.
 
+    Bytes that are no text stay bytes, as those of an image.
+
     Raises:
-        UnicodeDecodeError: bytes that are no text.
-        TypeError: something else that JSON does not have.
+        TypeError: something that JSON does not have.
     """
     match value:
         case None | bool() | int() | str():
@@ -203,7 +244,10 @@ def as_plain(value: Any) -> Any:
         case float():
             return None if value != value else value  # what tables write for a gap
         case bytes():
-            return value.decode("utf-8")
+            try:
+                return value.decode("utf-8")
+            except UnicodeDecodeError:
+                return value
         case np.ndarray() | np.generic():
             return as_plain(value.tolist())
         case list() | tuple():

@@ -20,6 +20,7 @@ SUITES = {
     "greedy": ("greedy", "the most likely token each time"),
     "empty_search": ("search finds nothing", "a control: only guessing and memory are left"),
     "random_search": ("search finds anything", "a control: documents are drawn at random"),
+    "blank_images": ("images show nothing", "a control: only guessing and the text are left"),
 }
 """Evaluation suites: what the report calls them, and what they are."""
 
@@ -44,7 +45,9 @@ KINDS = {
 }
 """Kinds of failure, and what they mean."""
 
-_SCORE = re.compile(r"val-core/(.+)/exact_match/(mean@\d+|greedy|empty_search|random_search)")
+_SCORE = re.compile(
+    r"val-core/(.+)/exact_match/(mean@\d+|greedy|empty_search|random_search|blank_images)"
+)
 _TAG_NAMES = "|".join(dict.fromkeys(tag for make in PROTOCOLS.values() for tag in make().tags))
 _SEGMENT = re.compile(rf"<({_TAG_NAMES})>(.*?)(?:</\1>|(?=<(?:{_TAG_NAMES})>)|\Z)", re.DOTALL)
 

@@ -443,11 +443,17 @@ RolloutFunction = Callable[..., list[Group]]
 """Called as `sampling.rollout.Rollout` is."""
 
 
-def shared(rollout: RolloutFunction) -> RolloutFunction:
+def shared(
+    rollout: RolloutFunction, restored: Callable[[list[Group]], list[Group]] = list
+) -> RolloutFunction:
     """The rollout of all processes: each samples whole groups of its share of the tasks.
 
     Every process gets the trajectories of all, in task order; if one is interrupted, or finds what
     the environment asks out of reach, all are.
+
+    Args:
+        rollout: of one process.
+        restored: puts into groups what does not travel, as images.
     """
 
     def everywhere(draws: Sequence[Draw], sampling: Sampling, **settings: Any) -> list[Group]:
@@ -468,6 +474,7 @@ def shared(rollout: RolloutFunction) -> RolloutFunction:
             raise OutageError(outage)
         if any(part is None for part in parts):
             raise Interrupted("a rollout was asked to stop")
-        return [group for part in parts for group in codecs.groups_from_json(part or ())]
+        found = [group for part in parts for group in codecs.groups_from_json(part or ())]
+        return restored(found)
 
     return everywhere

@@ -44,7 +44,7 @@ from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, State, StopTable
 from jaxrl.sampling.pages import pages_for
 from jaxrl.sampling.shard import Row, Shard
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.types import Params
+from jaxrl.types import Image, Params
 
 MOVED_PAGES = 8
 """Pages of a shard that are copied or swapped in one call."""
@@ -59,11 +59,13 @@ class Request:
             them has some.
         sample_key: uint32 [2], see `sample_keys`.
         budget: tokens it may sample until the caller grants more.
+        images: in the order of their runs of image ids in `prompt_ids`.
     """
 
     prompt_ids: tuple[int, ...]
     sample_key: np.ndarray
     budget: int
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,12 +38,14 @@ from jaxrl.envs.base import (
     Turn,
 )
 from jaxrl.envs.calls import MAX_ERROR, error_text, failure_report, in_thread, side_by_side
+from jaxrl.envs.images import MARK, Picture
+from jaxrl.processor import Processor, UnreadableError
 from jaxrl.runtime.files import writable
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Event, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer
-from jaxrl.types import Draw, Group, Trajectory
+from jaxrl.types import Draw, Group, Image, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +94,8 @@ LOOK_S = 1.0
 """Seconds between two looks whether to stop, while there is nothing to do but wait."""
 
 _MAX_ASKED_ALONE = 32  # threads that ask for one episode each, after a call for all has failed
+
+_DECODERS = 8  # threads that decode images of prompts
 
 
 Pay = Callable[[Sequence[Sequence[Finished]]], list[list[Reward | BaseException]]]
@@ -144,6 +148,7 @@ class Sample:
     attempt: int
     token_ids: list[int]
     prompt_length: int
+    images: list[Image] = field(default_factory=list)  # shown so far
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
@@ -215,21 +220,33 @@ class _Call:
 
 
 def encode_observation(
-    tokenizer: Tokenizer, observation: Observation, *, max_body_tokens: int
+    tokenizer: Tokenizer,
+    observation: Observation,
+    *,
+    max_body_tokens: int,
+    image_tokens: Sequence[int] = (),
 ) -> tuple[list[int], str]:
-    """Ids of an observation whose body is cut to fit inside its tags, and its text as inserted."""
+    """Ids of an observation whose body is cut to fit inside its tags, and its text as inserted.
+
+    Args:
+        tokenizer: with the chat template, which writes images.
+        observation: as it came.
+        max_body_tokens: of its text.
+        image_tokens: of each of its images, which stand between text and suffix.
+    """
     # One more than may stay: a body may be megabytes, of which no more is looked at.
     body = tokenizer.encode_start(observation.body, max_body_tokens + 1)
+    shown = observation.body
     if len(body) > max_body_tokens:
         body = body[:max_body_tokens]
-        text = observation.prefix + tokenizer.decode(body) + observation.suffix
-    else:
-        text = observation.text
+        shown = tokenizer.decode(body)
+    images = [tokenizer.render_image(count) for count in image_tokens]
     return [
         *tokenizer.encode(observation.prefix),
         *body,
+        *(id for ids, _ in images for id in ids),
         *tokenizer.encode(observation.suffix),
-    ], text
+    ], "".join([observation.prefix, shown, *(text for _, text in images), observation.suffix])
 
 
 def encode_results(
@@ -239,6 +256,7 @@ def encode_results(
     tools: Sequence[Mapping[str, Any]],
     max_result_tokens: int,
     room: int | None = None,
+    image_tokens: Sequence[Sequence[int]] = (),
 ) -> tuple[list[int], str]:
     """Ids and text of a turn of results as the chat template writes it, each result cut to fit.
 
@@ -248,10 +266,11 @@ def encode_results(
         tools: what the template describes in this chat.
         max_result_tokens: of each.
         room: tokens of the whole turn, which the results share from the first to the last; None:
-            as many as they take. The template's own are written in any case.
+            as many as they take. The template's own and images are written in any case.
+        image_tokens: of each result those of its images; () without any.
     """
     if room is not None:
-        bare, _ = tokenizer.render_results([""] * len(results.bodies), tools)
+        bare, _ = tokenizer.render_results([""] * len(results.bodies), tools, image_tokens)
         room -= len(bare)
     shown = []
     for body in results.bodies:
@@ -259,7 +278,7 @@ def encode_results(
         ids = tokenizer.encode_start(body, limit + 1)
         shown.append(body if len(ids) <= limit else tokenizer.decode(ids[:limit]))
         room = None if room is None else room - min(len(ids), limit)
-    return tokenizer.render_results(shown, tools)
+    return tokenizer.render_results(shown, tools, image_tokens)
 
 
 class EpisodePlayer:
@@ -272,11 +291,14 @@ class EpisodePlayer:
         limits: Limits,
         schedule: Schedule | None = None,
         pay: Pay | None = None,
+        processor: Processor | None = None,
     ):
         """`schedule` defaults to `Schedule()`.
 
         `pay` adds up what episodes earned; without it, the total is what the environment says.
+        `processor` reads images; None where the model reads none.
         """
+        self._processor = processor
         self._env = env
         self._tools = getattr(env, "chat_tools", ())
         self._tokenizer = tokenizer
@@ -288,13 +310,16 @@ class EpisodePlayer:
     def _make_samples(self, draws: Sequence[Draw], group_size: int) -> list[Sample]:
         """All samples with their prompts; those of a task that cannot be opened have ended."""
         samples = []
-        for draw in draws:
+        seen = self._see_all([draw.task for draw in draws])
+        for draw, images in zip(draws, seen, strict=True):
             prompt: list[int] = []
             failure: str | None = None
             try:
                 prompt = self._prompt(draw.task)
+                if isinstance(images, UnreadableError):
+                    raise StartError(f"task {draw.task.id!r}: {images}")
             except StartError as error:
-                failure = str(error)
+                failure, images = str(error), ()
             for sample_index in range(group_size):
                 sample = Sample(
                     episode=Episode(task=draw.task, opener=self._opener),
@@ -302,6 +327,7 @@ class EpisodePlayer:
                     attempt=draw.attempt,
                     token_ids=list(prompt),
                     prompt_length=len(prompt),
+                    images=list(images),
                 )
                 sample.append_prompt()
                 if failure is not None:
@@ -314,18 +340,48 @@ class EpisodePlayer:
         """Whether the prompt of a task is within its limit.
 
         Raises:
-            ValueError: it is longer, and that is refused; or it is empty.
+            ValueError: it is longer, and that is refused, as is cutting images; or it is empty.
+            UnreadableError: an image cannot be read.
             StartError: the environment has no prompt for it.
         """
         prompt, limit = self._render_prompt(task), self._prompt_limit
-        if not prompt or (len(prompt) > limit and self._limits.overlong_prompts == "refuse"):
+        refuses = self._limits.overlong_prompts == "refuse"
+        if self._limits.overlong_prompts == "truncate_left":
+            refuses = bool(task.images)  # half an image is none
+        if not prompt or (len(prompt) > limit and refuses):
             raise self._unfit(task, len(prompt))
         return len(prompt) <= limit
+
+    def _see_all(self, tasks: Sequence[Task]) -> list[tuple[Image, ...] | UnreadableError]:
+        """The images of each task, or why they cannot be read."""
+
+        def see(task: Task) -> tuple[Image, ...] | UnreadableError:
+            try:
+                return tuple(self._see(task.images))
+            except UnreadableError as error:
+                return error
+
+        if not any(task.images for task in tasks):
+            return [()] * len(tasks)
+        return side_by_side(see, tasks, max_threads=_DECODERS)
+
+    def _see(self, pictures: Sequence[Picture]) -> list[Image]:
+        return [self._reader(picture) for picture in pictures]
+
+    @property
+    def _reader(self) -> Processor:
+        if self._processor is None:
+            raise UnreadableError(
+                "there is an image, and the model reads none: its config.json has no "
+                "image_token_id. Set config.model.path to a model that does, as Qwen2.5-VL, or "
+                "leave images out, by columns={'images': ''}"
+            )
+        return self._processor
 
     def _prompt(self, task: Task) -> list[int]:
         """The ids of a task's prompt, cut if that is wanted."""
         prompt, limit = self._render_prompt(task), self._prompt_limit
-        if self._limits.overlong_prompts == "truncate_left":
+        if self._limits.overlong_prompts == "truncate_left" and not task.images:
             prompt = prompt[-limit:]
         if not 0 < len(prompt) <= limit:
             raise self._unfit(task, len(prompt))
@@ -336,14 +392,34 @@ class EpisodePlayer:
         return min(self._limits.max_prompt_tokens, self._limits.max_total_tokens - 1)
 
     def _render_prompt(self, task: Task) -> list[int]:
-        return self._tokenizer.render_prompt(self._start(task), self._tools)
+        """The ids of a task's prompt.
+
+        Raises:
+            UnreadableError: an image cannot be read.
+            StartError: the environment has no prompt for the task, or one without its images.
+        """
+        messages = self._start(task)
+        if not task.images:
+            return self._tokenizer.render_prompt(messages, self._tools)
+        marks = sum(message["content"].count(MARK) for message in messages)
+        if marks != len(task.images):
+            raise StartError(
+                f"task {task.id!r} has {len(task.images)} images, and its chat {marks} marks "
+                f"{MARK}; expected one for each image. See config.prompt and "
+                f"{type(self._env).__name__}.start."
+            )
+        try:
+            counts = [self._reader.num_tokens(picture) for picture in task.images]
+        except UnreadableError as error:
+            raise UnreadableError(f"task {task.id!r}: {error}") from error
+        return self._tokenizer.render_prompt(messages, self._tools, counts)
 
     def _unfit(self, task: Task, length: int) -> ValueError:
         return ValueError(
             f"the prompt of task {task.id!r} has {length} tokens; expected 1 to "
             f"{self._prompt_limit}. Raise config.rollout.max_prompt_tokens and max_total_tokens, "
             "or set config.rollout.overlong_prompts to 'drop' (leaves such tasks out) or "
-            "'truncate_left' (cuts their first tokens off)."
+            "'truncate_left' (cuts their first tokens off; not of prompts with images)."
         )
 
     def _start(self, task: Task) -> Sequence[Message]:
@@ -386,7 +462,27 @@ class EpisodePlayer:
             if _ends_run(error):
                 raise
             return error_text(error)
-        return list(map(_checked_reply, replies))
+        return [self._looked_at(_checked_reply(reply)) for reply in replies]
+
+    def _looked_at(self, reply: StepResult) -> StepResult:
+        """A reply whose images, if it has any, can be shown; else the failure of the step."""
+        pictures = _images_of(reply.observation)
+        if not pictures:
+            return reply
+        try:
+            count = sum(self._tokens(self._see(pictures)))  # in the thread of the environment
+        except UnreadableError as error:
+            return failed_step(f"a tool shows an image: {error}")
+        if count > self._limits.max_observation_tokens:
+            return failed_step(
+                f"a tool shows images of {count} tokens, which are not cut; raise "
+                "config.rollout.max_observation_tokens, or lower config.images.max_pixels"
+            )
+        return reply
+
+    def _tokens(self, images: Sequence[Image]) -> list[int]:
+        """Tokens of each."""
+        return [image.num_patches // self._reader.merge_size**2 for image in images]
 
     def _give_up(self) -> StepResult:
         """In place of a reply that did not come in time."""
@@ -421,13 +517,16 @@ class EpisodePlayer:
         if result.outcome is not None:
             self._end(sample, turn, result.outcome)
             return None
+        pictures = _images_of(result.observation)
         token_ids, shown = self._fit_observation(sample, result.observation)
         length = len(sample.token_ids) + len(token_ids)
         if self._budget(length, num_sampled=sample.num_sampled) <= 0:
             self._end(sample, turn, Outcome.OUT_OF_BUDGET)
             return None
         sample.append_observation(token_ids)
-        sample.episode.turns.append(dataclasses.replace(turn, observation=shown))
+        sample.images += self._see(pictures)
+        turn = dataclasses.replace(turn, observation=shown, images=tuple(pictures))
+        sample.episode.turns.append(turn)
         return token_ids
 
     def _fit_observation(
@@ -443,12 +542,16 @@ class EpisodePlayer:
                 tools=self._tools,
                 max_result_tokens=self._limits.max_observation_tokens,
                 room=self._limits.max_total_tokens - len(sample.token_ids) - 1,
+                image_tokens=[self._tokens(self._see(some)) for some in observation.images],
             )
-        tags = Observation(prefix=observation.prefix, body="", suffix=observation.suffix)
-        num_tags = len(encode_observation(self._tokenizer, tags, max_body_tokens=0)[0])
-        room = self._limits.max_total_tokens - len(sample.token_ids) - num_tags - 1
-        limit = max(min(self._limits.max_observation_tokens, room), 0)
-        return encode_observation(self._tokenizer, observation, max_body_tokens=limit)
+        tokens = self._tokens(self._see(observation.images))
+        tags = dataclasses.replace(observation, body="")
+        bare, _ = encode_observation(self._tokenizer, tags, max_body_tokens=0, image_tokens=tokens)
+        room = self._limits.max_total_tokens - len(sample.token_ids) - len(bare) - 1
+        limit = max(min(self._limits.max_observation_tokens - sum(tokens), room), 0)
+        return encode_observation(
+            self._tokenizer, observation, max_body_tokens=limit, image_tokens=tokens
+        )
 
     def _end(self, sample: Sample, turn: Turn, outcome: Outcome) -> None:
         sample.episode.turns.append(turn)
@@ -511,9 +614,10 @@ class Rollout(EpisodePlayer):
         limits: Limits,
         schedule: Schedule | None = None,
         pay: Pay | None = None,
+        processor: Processor | None = None,
     ):
         """`automaton` must be the one the engine stops by; the others as of `EpisodePlayer`."""
-        super().__init__(env, tokenizer, limits, schedule, pay)
+        super().__init__(env, tokenizer, limits, schedule, pay, processor)
         self._engine = engine
         self._automaton = automaton
 
@@ -646,6 +750,7 @@ class Rollout(EpisodePlayer):
                 prompt_ids=tuple(sample.token_ids),
                 sample_key=key,
                 budget=self._budget(sample.prompt_length, num_sampled=0),
+                images=tuple(sample.images),
             )
             for sample, key in opened
         ]
@@ -741,17 +846,30 @@ def _writable_record(record: CallRecord) -> CallRecord:
 def _check_inserted(observation: Observation | ToolResults | None) -> None:
     if isinstance(observation, Observation):
         texts = dict.fromkeys(("prefix", "body", "suffix"), str)
-        _check_types("step", observation, Observation, texts)
+        _check_types("step", observation, Observation, {**texts, "images": tuple})
     elif observation is not None:
         _check_types("step", observation, ToolResults, {"bodies": tuple})
         if not observation.bodies or not all(isinstance(body, str) for body in observation.bodies):
             raise TypeError(f"ToolResults.bodies is {observation.bodies!r:.100}; expected texts")
+        if len(observation.images_of_each) != len(observation.bodies):
+            raise TypeError("ToolResults.images has not as many entries as bodies")
+    if not all(isinstance(picture, Picture) for picture in _images_of(observation)):
+        raise TypeError("an observation's images are no Pictures (jaxrl.envs.images)")
+
+
+def _images_of(observation: Observation | ToolResults | None) -> list[Picture]:
+    """What an observation shows, in its order."""
+    if isinstance(observation, ToolResults):
+        return [picture for some in observation.images for picture in some]
+    return [] if observation is None else list(observation.images)
 
 
 def _writable_fields(observation: Observation | ToolResults) -> Observation | ToolResults:
     if isinstance(observation, ToolResults):
-        return ToolResults(bodies=tuple(map(writable, observation.bodies)))
-    return Observation(
+        bodies = tuple(map(writable, observation.bodies))
+        return dataclasses.replace(observation, bodies=bodies)
+    return dataclasses.replace(
+        observation,
         prefix=writable(observation.prefix),
         body=writable(observation.body),
         suffix=writable(observation.suffix),
@@ -822,6 +940,7 @@ def _trajectory(sample: Sample, policy_version: int) -> Trajectory:
         rollout_logprobs=np.array(sample.logprobs, np.float32),
         rollout_entropies=np.array(sample.entropies, np.float32),
         policy_versions=np.where(loss_mask, policy_version, -1).astype(np.int32),
+        images=tuple(sample.images),
         prompt_length=sample.prompt_length,
         sample_index=sample.sample_index,
         attempt=sample.attempt,

@@ -1,0 +1,103 @@
+"""Images as they are given, encoded: in files or as bytes; and the marks for them in texts."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+MARK = "<image>"
+"""Stands in a text where an image is; of a text that comes without images it is plain."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """An image as it is given, in a format such as PNG or JPEG; nothing of it is decoded."""
+
+    path: str = ""  # of its file; "" where there is none
+    data: bytes = field(default=b"", repr=False)  # what a file would hold, where there is none
+
+    def read(self) -> bytes:
+        """What its file holds.
+
+        Raises:
+            OSError: there is no such file, or it cannot be read.
+        """
+        return self.data or Path(self.path).read_bytes()
+
+    @cached_property
+    def digest(self) -> str:
+        """Equal for equal files, wherever they are; errors as of `read`."""
+        return hashlib.blake2b(self.read(), digest_size=16).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """What to call it in messages."""
+        return self.path or f"an image of {len(self.data):,} bytes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictured:
+    """What a tool answers that shows images beside a text; they are shown behind it."""
+
+    text: str
+    images: tuple[Picture, ...]
+
+
+def picture(value: Any, folder: Path) -> Picture:
+    """The image that a field of a record holds.
+
+    Args:
+        value: a path; the bytes of a file; a `data:` URL; or an object with `bytes` or `path`, as
+            verl and Hugging Face's `datasets` have it, or with `image` or `url`.
+        folder: that relative paths begin in.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    match value:
+        case bytes() if value:
+            return Picture(data=value)
+        case str() if value.startswith("data:"):
+            return Picture(data=_of_url(value))
+        case str() if "://" in value.removeprefix("file://"):
+            raise ValueError(f"it is {value[:100]!r}; expected a file, since nothing is downloaded")
+        case str() if value.strip():
+            return Picture(path=str(folder / value.removeprefix("file://")))
+        case Mapping():
+            for name in ("bytes", "path", "image", "url"):
+                if value.get(name):
+                    return picture(value[name], folder)
+            raise ValueError(f"it has the fields {', '.join(value)}; expected 'bytes' or 'path'")
+    raise ValueError(f"it is a {type(value).__name__}; expected a path, or bytes")
+
+
+def _of_url(url: str) -> bytes:
+    head, _, content = url.partition(",")
+    if not (content and head.endswith(";base64")):
+        raise ValueError("it is a data: URL without base64; expected data:image/png;base64,…")
+    try:
+        return base64.b64decode(content, validate=True)
+    except binascii.Error as error:
+        raise ValueError(f"it is a data: URL that cannot be read: {error}") from error
+
+
+def pictures(values: Any, folder: Path) -> tuple[Picture, ...]:
+    """The images of a field that holds one or a list of them; errors as of `picture`."""
+    if values is None:
+        return ()
+    listed = (
+        values if isinstance(values, Sequence) and not isinstance(values, str | bytes) else [values]
+    )
+    found = []
+    for index, value in enumerate(listed):
+        try:
+            found.append(picture(value, folder))
+        except ValueError as error:
+            raise ValueError(f"of its images number {index + 1}: {error}") from error
+    return tuple(found)

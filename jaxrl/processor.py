@@ -1,0 +1,201 @@
+"""Encoded images to what a vision model reads, by the checkpoint's own processor, without torch.
+
+The processor is that of transformers which works with Pillow and NumPy. How many tokens an image
+takes is told from its size alone, which the first bytes of a file tell. Images are decoded when a
+prompt or an observation shows them; the last ones stay in memory, up to a limit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+
+from jaxrl.envs.images import Picture
+from jaxrl.types import Group, Image, Trajectory
+
+FILE = "preprocessor_config.json"
+
+_TURNED = range(5, 9)  # values of EXIF's orientation that swap height and width
+_ORIENTATION = 0x0112
+
+
+class UnreadableError(ValueError):
+    """An image cannot be read; the text names it."""
+
+
+class Processor:
+    """Makes images of pictures; several threads may ask at once."""
+
+    def __init__(
+        self, folder: str, *, min_pixels: int = 0, max_pixels: int = 0, cache_mib: float = 256.0
+    ):
+        """Reads the checkpoint's `preprocessor_config.json`.
+
+        Args:
+            folder: of the checkpoint.
+            min_pixels: a smaller image is enlarged to so many; 0: as the checkpoint has it.
+            max_pixels: a larger one is made smaller; likewise.
+            cache_mib: of the images made last, which stay in memory.
+
+        Raises:
+            ValueError: the folder has no such file, or it is of another processor.
+        """
+        self._processor = _load(folder)
+        size = dict(self._processor.size)
+        limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+        self._size = size | {name: value for name, value in limits.items() if value}
+        self.merge_size = int(self._processor.merge_size)
+        self._room = int(cache_mib * 2**20)
+        self._lock = threading.Lock()
+        self._made: OrderedDict[str, Image] = OrderedDict()
+        self._num_bytes = 0
+
+    def num_tokens(self, picture: Picture) -> int:
+        """Tokens that an image takes in a prompt; of a file, only the size is looked at.
+
+        Raises:
+            UnreadableError: it is no image.
+        """
+        with _opened(picture) as image:
+            width, height = image.size
+            if _orientation(image) in _TURNED:
+                width, height = height, width
+        limits = {
+            "min_pixels": self._size["shortest_edge"],
+            "max_pixels": self._size["longest_edge"],
+        }
+        try:
+            count = self._processor.get_number_of_image_patches(height, width, limits)
+        except ValueError as error:  # much wider than high
+            raise UnreadableError(
+                f"{picture.name} has {width} x {height} pixels: {error}"
+            ) from error
+        return int(count) // self.merge_size**2
+
+    def __call__(self, picture: Picture) -> Image:
+        """The image, decoded and cut into patches.
+
+        Raises:
+            UnreadableError: it is no image, or damaged.
+        """
+        try:
+            digest = picture.digest
+        except OSError as error:
+            raise UnreadableError(_cannot_be_read(picture, error)) from error
+        with self._lock:
+            if digest in self._made:
+                self._made.move_to_end(digest)
+                return self._made[digest]
+        made = self._make(picture)
+        with self._lock:
+            if digest not in self._made:
+                self._made[digest] = made
+                self._num_bytes += made.patches.nbytes
+            while self._num_bytes > self._room and self._made:
+                _, old = self._made.popitem(last=False)
+                self._num_bytes -= old.patches.nbytes
+        return made
+
+    def _make(self, picture: Picture) -> Image:
+        try:
+            with _opened(picture) as image:
+                upright = PIL.ImageOps.exif_transpose(image) if _orientation(image) else image
+                whole = upright.convert("RGB")
+            found = self._processor(whole, size=self._size, return_tensors="np")
+        except (OSError, ValueError, SyntaxError) as error:
+            raise UnreadableError(_cannot_be_read(picture, error)) from error
+        t, h, w = (int(n) for n in found["image_grid_thw"][0])
+        return Image(patches=np.asarray(found["pixel_values"], np.float32), grid=(t, h, w))
+
+    def with_images(self, groups: Iterable[Group]) -> list[Group]:
+        """Groups from another process or a checkpoint, with the images that they name.
+
+        Raises:
+            UnreadableError: a file is not there any more.
+            ValueError: a file holds another image than it did.
+        """
+        return [
+            dataclasses.replace(group, trajectories=tuple(map(self._restored, group.trajectories)))
+            for group in groups
+        ]
+
+    def _restored(self, trajectory: Trajectory) -> Trajectory:
+        return dataclasses.replace(trajectory, images=tuple(map(self, trajectory.pictures)))
+
+
+class BlankProcessor(Processor):
+    """In place of each image one of the same size without content: the control of what looks."""
+
+    def __init__(self, processor: Processor):
+        """Of the same settings as `processor`."""
+        self._seen = processor
+        self.merge_size = processor.merge_size
+
+    def num_tokens(self, picture: Picture) -> int:
+        """See `Processor`."""
+        return self._seen.num_tokens(picture)
+
+    def __call__(self, picture: Picture) -> Image:
+        """Patches of 0, which is the mean colour."""
+        image = self._seen(picture)
+        return dataclasses.replace(image, patches=np.zeros_like(image.patches))
+
+
+def _load(folder: str) -> Any:
+    """The image processor of a checkpoint, of the kind that needs no torch."""
+    file = Path(folder) / FILE
+    if not file.is_file():
+        raise ValueError(
+            f"{folder!r} holds no {FILE}, and images are to be read; copy that file of the model "
+            "into config.model.path."
+        )
+    from transformers import AutoImageProcessor
+
+    try:
+        found = AutoImageProcessor.from_pretrained(
+            folder, backend="pil", local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # whatever transformers makes of a damaged file
+        raise ValueError(
+            f"{file} cannot be loaded: {type(error).__name__}: {error}; expected the image "
+            "processor of the model in config.model.path."
+        ) from error
+    needed = ("merge_size", "patch_size", "get_number_of_image_patches")
+    if missing := [name for name in needed if not hasattr(found, name)]:
+        raise ValueError(
+            f"{file} is of {type(found).__name__}, which has no {', '.join(missing)}; expected one "
+            "of the family of Qwen2-VL, whose images have any size."
+        )
+    return found
+
+
+def _opened(picture: Picture) -> PIL.Image.Image:
+    """An image whose pixels are not read yet.
+
+    Raises:
+        UnreadableError: it is no image.
+    """
+    try:
+        return PIL.Image.open(picture.path if picture.path else io.BytesIO(picture.data))
+    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+        raise UnreadableError(_cannot_be_read(picture, error)) from error
+
+
+def _orientation(image: PIL.Image.Image) -> int | None:
+    """How it is turned, as far as the start of the file tells; of a PNG, the end may say more."""
+    is_told = image.format != "PNG" or "exif" in image.info
+    return image.getexif().get(_ORIENTATION) if is_told else None
+
+
+def _cannot_be_read(picture: Picture, error: BaseException) -> str:
+    why = " ".join(str(error).split())
+    return f"{picture.name} cannot be read as an image: {why}"

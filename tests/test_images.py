@@ -1,0 +1,420 @@
+"""Images from files of tasks to patches and token ids, and what is said where there is none."""
+
+import base64
+import dataclasses
+import json
+
+import numpy as np
+import PIL.Image
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from jaxrl import codecs, tasks
+from jaxrl.data import parse_task
+from jaxrl.envs.base import Observation, Outcome, Prompt, StepResult, Task, ToolResults, Turn
+from jaxrl.envs.images import Picture
+from jaxrl.processor import BlankProcessor, Processor, UnreadableError
+from jaxrl.sampling.rollout import EpisodePlayer, Limits, StartError
+from jaxrl.tasks import Tasks, TaskSource, overlap_note, read_tasks
+from jaxrl.types import Draw, Group
+from tests.episodes import ANSWER, make_trajectory
+from tests.images import PAD, drawn, encoded, looking_tokenizer, save_processor
+from tests.toys import ScriptedEnv, toy_tokenizer
+
+LIMITS = Limits(
+    max_prompt_tokens=200, max_response_tokens=64, max_total_tokens=300, max_observation_tokens=20
+)
+CHAT = [{"role": "user", "content": "<image>What is it?"}]
+
+
+@pytest.fixture
+def processor(tmp_path):
+    return Processor(save_processor(tmp_path / "model"))
+
+
+def saved(path, **settings):
+    path.write_bytes(encoded(drawn(**settings)))
+    return path
+
+
+class TestRecords:
+    def test_paths_begin_in_the_folder_of_the_file(self, tmp_path):
+        (tmp_path / "data" / "pictures").mkdir(parents=True)
+        path, other = saved(tmp_path / "data" / "pictures" / "a.png"), saved(tmp_path / "b.png")
+        row = {"question": "What?", "answers": "x", "images": ["pictures/a.png", str(other)]}
+        (tmp_path / "data" / "t.jsonl").write_text(json.dumps(row) + "\n")
+        cells = f'question,answers,images\nWhat?,x,"[""pictures/a.png"", ""{other}""]"\n'
+        (tmp_path / "data" / "t.csv").write_text(cells)
+        for name in ("t.jsonl", "t.csv"):
+            [task] = read_tasks(tmp_path / "data" / name, "tasks.train")
+            paths = [image.path for image in task.images]
+            assert paths == [str(path), str(other)]
+            assert task.question == "<image><image>What?"
+        path.unlink()
+        with pytest.raises(ValueError, match=r"tasks.train.source: an image of task '.*:2' cannot"):
+            read_tasks(tmp_path / "data" / "t.csv", "tasks.train")
+
+    def test_verls_rows_hold_bytes_or_paths(self, tmp_path):
+        data = saved(tmp_path / "a.png").read_bytes()
+        rows = [
+            {
+                "prompt": CHAT,
+                "reward_model": {"ground_truth": "x"},
+                "images": [{"bytes": content, "path": path}],
+            }
+            for content, path in ((data, None), (data, "a.png"), (None, "a.png"))
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "v.parquet")
+        first, both, last = read_tasks(tmp_path / "v.parquet", "tasks.train")
+        assert first.images == both.images == (Picture(data=data),)
+        assert last.images == (Picture(path=str(tmp_path / "a.png")),)
+        assert "images" not in first.metadata
+
+    def test_parts_bring_their_own_or_take_the_next(self, tmp_path):
+        url = "data:image/png;base64," + base64.b64encode(b"png").decode()
+        parts = [
+            {"type": "image", "image": "own.png"},
+            {"type": "text", "text": "or "},
+            {"type": "image"},
+            {"type": "image_url", "image_url": {"url": url}},
+        ]
+        chat = [
+            {"role": "system", "content": "Look at <image>."},
+            {"role": "user", "content": parts},
+        ]
+        fields = {"messages": chat, "answers": "x", "images": ["1.png", "2.png"]}
+        task = parse_task(fields, "t:1", folder=tmp_path)
+        assert [m["content"] for m in task.messages] == [
+            "Look at <image>.", "<image>or <image><image>",
+        ]  # fmt: skip
+        own = [Picture(path=str(tmp_path / n)) for n in ("1.png", "own.png", "2.png")]
+        assert task.images == (*own, Picture(data=b"png"))
+        assert chat[1]["content"] is parts
+
+    def test_marks_without_images_are_text(self):
+        task = parse_task({"messages": CHAT, "answers": "x", "images": []}, "t:1")
+        assert task.images == ()
+        assert task.messages == tuple(CHAT)
+        parts = [{"type": "text", "text": "What is <image>"}, {"type": "text", "text": " here?"}]
+        chat = [{"role": "user", "content": parts}]
+        task = parse_task({"messages": chat, "answers": "x"}, "t:1")
+        assert task.images == ()
+        assert task.messages[0]["content"] == "What is <image> here?"
+
+    @pytest.mark.parametrize(
+        ("changes", "why"),
+        [
+            ({"images": ["a", "b"]}, r"t:1: 'images' holds 2, and the texts have 1 marks <image>"),
+            ({"images": [{"size": 3}]}, r"'images': of its images number 1: .*expected 'bytes' or"),
+            ({"images": ["http://a/b.png"]}, "expected a file, since nothing is downloaded"),
+            ({"images": ["data:image/png,x"]}, r"a data: URL without base64"),
+            ({"images": 3}, "it is a int; expected a path, or bytes"),
+            ({"images": ["a"], "videos": ["b"]}, "t:1 has videos, which are not read"),
+            ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "the type 'audio'"),
+        ],
+    )  # fmt: skip
+    def test_what_cannot_be_meant(self, changes, why):
+        with pytest.raises(ValueError, match=why):
+            parse_task({"messages": CHAT, "answers": "x"} | changes, "t:1")
+
+    def test_bytes_stay_in_the_file_where_they_are_many(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(tasks, "HELD_BYTES", 2000)
+        rows = [
+            {"question": f"{i}?", "answers": ["x"], "images": [{"bytes": encoded(drawn(seed=i))}]}
+            for i in range(3)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "v.parquet")
+        opened = Tasks(TaskSource(key="tasks.train", source=str(tmp_path / "v.parquet")))
+        assert sum(len(task.images[0].data) for task in opened) > 2000
+        assert opened[1].images[0].data == rows[1]["images"][0]["bytes"]
+        assert opened[1] is not opened[1]  # read anew
+
+    def test_bytes_elsewhere_are_told_by_place_and_column(self, tmp_path):
+        row = {"question": "?", "answers": ["x"], "picture": b"\x89PNG\xff"}
+        pq.write_table(pa.Table.from_pylist([row]), tmp_path / "v.parquet")
+        source = TaskSource(key="tasks.train", source=str(tmp_path / "v.parquet"))
+        with pytest.raises(
+            ValueError, match=r"v.parquet:1: 'picture' is not valid UTF-8.*'images'"
+        ):
+            Tasks(source)
+        [task] = Tasks(dataclasses.replace(source, columns={"picture": "images"}))
+        assert task.images == (Picture(data=b"\x89PNG\xff"),)
+
+    def test_the_same_question_of_another_image_is_another_one(self, tmp_path):
+        for name, seed in (("a", 0), ("b", 1), ("c", 0)):
+            saved(tmp_path / f"{name}.png", seed=seed)
+        ask = lambda name: Task(  # noqa: E731
+            id=name,
+            question="<image>How many?",
+            answers=("3",),
+            images=(Picture(path=str(tmp_path / f"{name}.png")),),
+        )
+        assert overlap_note([ask("a")], [ask("b")]) == ""
+        assert "1 of 1 held-out questions" in overlap_note([ask("a")], [ask("c")])
+
+
+class TestProcessor:
+    def test_patches_are_in_blocks_of_a_token(self, processor):
+        """Against loops over rows, columns and colours; no resizing at this size."""
+        image = drawn(width=16, height=24)
+        made = processor(Picture(data=encoded(image)))
+        mean = np.array([0.48145466, 0.4578275, 0.40821073])
+        std = np.array([0.26862954, 0.26130258, 0.27577711])
+        pixels = (np.asarray(image) / 255 - mean) / std
+        wanted = [
+            [
+                pixels[8 * by + 4 * y + py, 8 * bx + 4 * x + px, color]
+                for color in range(3)
+                for _ in range(2)  # a still image, twice in time
+                for py in range(4)
+                for px in range(4)
+            ]
+            for by in range(3)
+            for bx in range(2)
+            for y in range(2)
+            for x in range(2)
+        ]
+        assert made.grid == (1, 6, 4)
+        assert made.patches.dtype == np.float32
+        np.testing.assert_allclose(made.patches, wanted, atol=1e-6)
+
+    @pytest.mark.parametrize(("width", "height"), [(5, 7), (16, 24), (90, 33), (400, 3)])
+    def test_tokens_are_told_from_the_size_alone(self, processor, width, height, tmp_path):
+        path = saved(tmp_path / "a.png", width=width, height=height)
+        made = processor(Picture(path=str(path)))
+        count = processor.num_tokens(Picture(path=str(path)))
+        assert count == made.num_patches // 4 == np.prod(made.grid) // 4
+        path.write_bytes(path.read_bytes()[:60])  # of the pixels nothing is left
+        assert processor.num_tokens(Picture(path=str(path))) == count
+
+    def test_limits_of_pixels_are_the_users(self, tmp_path):
+        folder = save_processor(tmp_path)
+        picture = Picture(data=encoded(drawn(width=64, height=64)))
+        small, large = (Processor(folder, max_pixels=n) for n in (256, 4096))
+        assert (small.num_tokens(picture), large.num_tokens(picture)) == (4, 64)
+        assert (small(picture).grid, large(picture).grid) == ((1, 4, 4), (1, 16, 16))
+        tiny = Picture(data=encoded(drawn(width=8, height=8)))
+        assert Processor(folder, min_pixels=1024).num_tokens(tiny) == 16
+
+    def test_turned_and_transparent_images(self, processor):
+        turned = PIL.Image.Exif()
+        turned[0x0112] = 6  # a quarter
+        picture = Picture(data=encoded(drawn(width=8, height=16), exif=turned))
+        assert processor(picture).grid == (1, 2, 4)
+        assert processor.num_tokens(picture) == 2
+        opaque = drawn(width=8, height=8)
+        with_alpha = opaque.copy()
+        with_alpha.putalpha(255)
+        first, second = (processor(Picture(data=encoded(i))) for i in (opaque, with_alpha))
+        np.testing.assert_array_equal(first.patches, second.patches)
+
+    def test_images_made_last_are_kept_up_to_a_limit(self, tmp_path):
+        folder = save_processor(tmp_path)
+        size = 24 * 96 * 4  # bytes of an image
+        few = Processor(folder, cache_mib=2.5 * size / 2**20)
+        pictures = [Picture(data=encoded(drawn(seed=seed))) for seed in range(3)]
+        first, second, third = map(few, pictures)
+        assert few(pictures[2]) is third
+        assert few(pictures[1]) is second
+        assert few(pictures[0]) is not first
+        none = Processor(folder, cache_mib=0.0)
+        assert none(pictures[0]) is not none(pictures[0])
+
+    def test_blank_images_have_the_size_and_nothing_else(self, processor):
+        picture = Picture(data=encoded(drawn()))
+        blank = BlankProcessor(processor)
+        assert blank.num_tokens(picture) == processor.num_tokens(picture)
+        assert blank(picture).grid == processor(picture).grid
+        assert not blank(picture).patches.any()
+        assert processor(picture).patches.any()
+
+    def test_what_cannot_be_read_is_named(self, processor, tmp_path):
+        damaged = saved(tmp_path / "half.png")
+        damaged.write_bytes(damaged.read_bytes()[:200])
+        (tmp_path / "text.png").write_text("no image")
+        for name, use in (
+            ("missing.png", processor.num_tokens),
+            ("text.png", processor.num_tokens),
+            ("text.png", processor),
+            ("missing.png", processor),
+            ("half.png", processor),
+        ):
+            with pytest.raises(UnreadableError, match=f"{name} cannot be read as an image: "):
+                use(Picture(path=str(tmp_path / name)))
+        thin = Picture(data=encoded(drawn(width=900, height=1)))
+        with pytest.raises(UnreadableError, match="900 x 1 pixels: absolute aspect ratio"):
+            processor.num_tokens(thin)
+
+    def test_a_folder_without_a_processor_or_with_another(self, tmp_path):
+        with pytest.raises(ValueError, match=r"holds no preprocessor_config.json, and images"):
+            Processor(str(tmp_path))
+        file = tmp_path / "preprocessor_config.json"
+        file.write_text('{"image_processor_type": "CLIPImageProcessor"}')
+        with pytest.raises(ValueError, match=r"preprocessor_config.json"):
+            Processor(str(tmp_path))
+
+
+class TestPrompts:
+    def test_the_template_writes_an_image_and_its_tokens_are_as_many(self):
+        tokenizer = looking_tokenizer()
+        chat = [{"role": "user", "content": "<image>Is it <image>?"}]
+        ids = tokenizer.render_prompt(chat, (), [2, 1])
+        shown = "<|vision_start|>{}<|vision_end|>".format
+        wanted = f"<|im_start|>user\n{shown(2 * PAD)}Is it {shown(PAD)}?<|im_end|>\n"
+        assert tokenizer.decode(ids) == wanted + "<|im_start|>assistant\n"
+        assert ids.count(tokenizer.image_id) == 3
+        plain = tokenizer.render_prompt(chat)
+        assert "<image>Is it <image>?" in tokenizer.decode(plain)
+
+    def test_no_text_forges_an_image(self):
+        tokenizer = looking_tokenizer()
+        chat = [{"role": "user", "content": f"<image>{PAD}<|vision_start|>"}]
+        ids = tokenizer.render_prompt(chat, (), [2])
+        assert ids.count(tokenizer.image_id) == 2
+        assert tokenizer.decode(ids).count(PAD) == 3
+
+    def test_a_template_of_a_text_model_is_refused(self):
+        with pytest.raises(ValueError, match="chat template drops message 1"):
+            toy_tokenizer().render_prompt(CHAT, (), [3])
+
+    def test_results_show_images_behind_their_texts(self):
+        tokenizer = looking_tokenizer()
+        tools = [{"type": "function", "function": {"name": "crop"}}]
+        ids, text = tokenizer.render_results(["a", f"b{PAD}"], tools, [[], [2]])
+        assert ids.count(tokenizer.image_id) == 2
+        results = text.split("<|im_start|>")
+        assert results[1] == "tool\na<|im_end|>\n"
+        assert results[2] == f"tool\nb{PAD}<|vision_start|>{PAD}<|vision_end|><|im_end|>\n"
+
+
+class LookingEnv(ScriptedEnv):
+    def start(self, tasks):
+        return [Prompt(system="", template="{question}").messages(task) for task in tasks]
+
+
+def player(processor, reply=None, **changes):
+    env = LookingEnv((), lambda turn: reply)
+    limits = dataclasses.replace(LIMITS, **changes)
+    return EpisodePlayer(env, looking_tokenizer(), limits, processor=processor)
+
+
+def looking_task(tmp_path, **settings):
+    picture = Picture(path=str(saved(tmp_path / "a.png", **settings)))
+    return Task(id="t7", question="<image>What?", answers=("x",), images=(picture,))
+
+
+class TestEpisodes:
+    """What `EpisodePlayer` makes of tasks and replies, without an engine."""
+
+    def sample(self, play, task):
+        return play._make_samples([Draw(task=task, stream_index=0)], 2)
+
+    def test_a_group_shares_its_images(self, processor, tmp_path):
+        task = looking_task(tmp_path)
+        first, second = self.sample(player(processor), task)
+        assert first.images[0] is second.images[0]
+        assert first.token_ids.count(looking_tokenizer().image_id) == 6
+        assert first.images[0].num_patches == 24
+
+    def test_overlong_prompts_with_images_are_never_cut(self, processor, tmp_path):
+        task = looking_task(tmp_path, width=32, height=32)
+        assert player(processor).prompt_fits(task)
+        assert not player(processor, max_prompt_tokens=20, overlong_prompts="drop").prompt_fits(
+            task
+        )
+        for choice in ("refuse", "truncate_left"):
+            with pytest.raises(ValueError, match=r"prompt of task 't7' has \d+ tokens; expected 1"):
+                player(processor, max_prompt_tokens=20, overlong_prompts=choice).prompt_fits(task)
+
+    def test_images_that_cannot_be_had_name_the_task(self, processor, tmp_path):
+        task = looking_task(tmp_path)
+        with pytest.raises(
+            UnreadableError, match=r"'t7': .*the model reads none.*columns={'images'"
+        ):
+            player(None).prompt_fits(task)
+        with pytest.raises(StartError, match="'t7' has 1 images, and its chat 0 marks <image>"):
+            player(processor).prompt_fits(dataclasses.replace(task, question="What?"))
+        (tmp_path / "a.png").write_bytes(encoded(drawn())[:200])
+        assert player(processor).prompt_fits(task)  # of which only the size was looked at
+        first, _ = self.sample(player(processor), task)
+        assert first.episode.outcome == Outcome.ENVIRONMENT_ERROR
+        assert "task 't7': " in first.episode.turns[0].error
+        assert "a.png cannot be read as an image" in first.episode.turns[0].error
+        (tmp_path / "a.png").unlink()
+        with pytest.raises(UnreadableError, match=r"task 't7': .*a.png cannot be read"):
+            player(processor).prompt_fits(task)
+
+    def shown(self, processor, tmp_path, observation, **changes):
+        """The sample after a reply, and the reply as it was taken."""
+        play = player(processor, StepResult(observation=observation), **changes)
+        sample, _ = self.sample(play, looking_task(tmp_path))
+        [reply] = play._step([sample.episode], ["call"])
+        play._take(sample, "call", reply)
+        return sample
+
+    def test_an_observation_shows_images_inside_its_tags(self, processor, tmp_path):
+        picture = Picture(data=encoded(drawn(seed=5)))
+        observation = Observation(
+            prefix="<r>", body="x" * 50, suffix="</r>", images=(picture, picture)
+        )
+        sample = self.shown(processor, tmp_path, observation)
+        turn = sample.episode.turns[0]
+        image = f"<|vision_start|>{PAD}<|vision_end|>"
+        assert turn.observation == f"<r>{'x' * 8}{image}{image}</r>"  # 20 tokens, 12 of images
+        assert turn.images == (picture, picture)
+        assert [i.num_patches for i in sample.images] == [24, 24, 24]
+        assert sample.token_ids.count(looking_tokenizer().image_id) == 18
+        assert len(sample.loss_mask) == len(sample.token_ids)
+
+    def test_images_of_results_stand_in_the_templates_turn(self, processor, tmp_path):
+        picture = Picture(data=encoded(drawn(seed=5)))
+        results = ToolResults(bodies=("a", "b"), images=((), (picture,)))
+        sample = self.shown(processor, tmp_path, results)
+        assert f"b<|vision_start|>{PAD}<|vision_end|>" in sample.episode.turns[0].observation
+        assert len(sample.images) == 2
+
+    @pytest.mark.parametrize(
+        ("images", "why"),
+        [
+            ((Picture(data=b"no"),), "a tool shows an image: an image of 2 bytes cannot be read"),
+            ((Picture(data=encoded(drawn(90, 90))),), r"images of \d+ tokens, which are not cut"),
+            (("a.png",), "an observation's images are no Pictures"),
+        ],
+    )
+    def test_images_of_tools_that_cannot_be_shown(self, processor, tmp_path, images, why):
+        observation = Observation(prefix="", body="x", suffix="", images=images)
+        sample = self.shown(processor, tmp_path, observation, max_observation_tokens=15)
+        assert sample.episode.outcome == Outcome.ENVIRONMENT_ERROR
+        with pytest.raises(AssertionError, match=why):
+            raise AssertionError(sample.episode.turns[0].error)
+
+    def test_images_without_room_end_the_episode(self, processor, tmp_path):
+        picture = Picture(data=encoded(drawn()))
+        observation = Observation(prefix="", body="", suffix="", images=(picture,))
+        sample = self.shown(processor, tmp_path, observation, max_total_tokens=39)
+        assert sample.episode.outcome == Outcome.OUT_OF_BUDGET
+        assert len(sample.images) == 1
+
+
+class TestCodecs:
+    def test_a_trajectory_names_its_images_and_finds_them_again(self, processor, tmp_path):
+        file, data = saved(tmp_path / "a.png"), encoded(drawn(seed=3))
+        pictures = Picture(path=str(file)), Picture(data=data)
+        turn = Turn(text="look", observation="o", images=pictures[1:])
+        plain = make_trajectory(turns=(turn, ANSWER))
+        task = dataclasses.replace(plain.task, images=pictures[:1])
+        seen = tuple(map(processor, pictures))
+        before = dataclasses.replace(plain, task=task, images=seen)
+        travelled = json.loads(json.dumps(codecs.to_json(before)))
+        [group] = processor.with_images([Group(trajectories=(codecs.from_json(travelled),))])
+        [after] = group.trajectories
+        assert after.images == seen  # the very same: they were kept
+        assert (after.task, after.turns) == (before.task, before.turns)
+        record = json.loads(json.dumps(codecs.trajectory_record(before)))
+        assert record["images"] == [{"digest": pictures[0].digest, "file": str(file)}]
+        [shown] = record["turns"][0]["images"]
+        assert shown == {"digest": pictures[1].digest, "file": f"images/{pictures[1].digest}"}
+        saved(file, seed=9)
+        with pytest.raises(ValueError, match=r"a.png was changed since the run sampled with it"):
+            codecs.from_json(travelled)
