@@ -195,7 +195,8 @@ def _make_external(
             f"config.policy.name is {config.policy.name!r}, but {workdir} holds checkpoints of a "
             "model of its own; set --workdir to another folder."
         )
-    return ChatModel(ChatSettings(**config.policy.openai), log=log)
+    settings = ChatSettings(**config.policy.openai)
+    return ChatModel(settings, workdir=workdir, process=jax.process_index(), log=log)
 
 
 def _read_model(

@@ -109,6 +109,13 @@ def _policy() -> ConfigDict:
     openai.continues_message = False
     # Further fields of a request, as {"reasoning_effort": "low"}; None leaves one of ours out.
     openai.options = {}
+    # What a million tokens cost that the endpoint reads and writes, in the unit of ledger.prices.
+    openai.prompt_price = 0.0
+    openai.completion_price = 0.0
+    # record: answers are kept on disk, and what is there is not asked again; only: these alone
+    # answer, without the endpoint; off: neither.
+    openai.replay = "record"
+    openai.replay_folder = ""  # of the recording; "": replies/ in the workdir
     return policy
 
 

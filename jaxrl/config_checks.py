@@ -164,6 +164,12 @@ def _never_searches(config: ConfigDict) -> bool:
     return bool(config.env.name == "math" or config.search.engine == NO_ENGINE)
 
 
+def _pays_tokens(config: ConfigDict) -> bool:
+    """True where a model behind an endpoint is paid."""
+    openai, is_asked = config.policy.openai, config.policy.name != OWN_MODEL
+    return bool(is_asked and (openai.prompt_price or openai.completion_price))
+
+
 def _tasks_per_batch(config: ConfigDict) -> int:
     return config.filter.tasks_per_batch or config.rollout.tasks_per_step
 
@@ -250,8 +256,8 @@ RULES = (
     ),
     Rule(
         "ledger.max_cost",
-        lambda c: c.ledger.max_cost > 0 and not any(c.ledger.prices.values()),
-        "0 without ledger.prices: nothing would cost anything",
+        lambda c: c.ledger.max_cost > 0 and not any((*c.ledger.prices.values(), _pays_tokens(c))),
+        "0 without ledger.prices or prices of policy.openai: nothing would cost anything",
     ),
     # Advantages.
     Rule(
@@ -608,6 +614,7 @@ POSITIVE = [
 NOT_NEGATIVE = [
     "policy.openai.retries", "policy.openai.backoff_s",
     "images.min_pixels", "images.max_pixels", "images.cache_mib",
+    "policy.openai.prompt_price", "policy.openai.completion_price",
     "env.step_deadline_s", "reward.deadline_s", "rollout.max_failed_steps", "search.hybrid.k",
     "search.cache_mib", "search.cache_ttl_s", "search.queries_per_second", "search.max_concurrent",
     "search.retries", "search.backoff_s", "search.breaker_failures",
@@ -678,6 +685,7 @@ def _check_choices(config: ConfigDict) -> None:
         "rollout.overlong_prompts": (config.rollout.overlong_prompts, OVERLONG_PROMPTS),
         "search.on_outage": (config.search.on_outage, ON_OUTAGE),
         "search.replay": (config.search.replay, REPLAY),
+        "policy.openai.replay": (config.policy.openai.replay, REPLAY),
         "filter.varied.metric": (config.filter.varied.metric, FILTER_METRICS),
         "loss.correction.level": (config.loss.correction.level, ("none", "token", "sequence")),
         "loss.correction.mode": (config.loss.correction.mode, ("truncate", "mask")),

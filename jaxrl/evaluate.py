@@ -527,6 +527,8 @@ def made_with(session: Session) -> str:
     settings = {name: session.config.to_dict()[name] for name in sections}
     if session.components.external:
         settings["policy"] = session.config.policy.to_dict()
+        for key in ("prompt_price", "completion_price", "replay", "replay_folder"):
+            del settings["policy"]["openai"][key]  # on which no answer depends
     if session.config.rollout.max_cost:
         settings["prices"] = session.config.ledger.prices
     read = ("model.path/", "tasks.eval.source", "search.local.corpus", "search.dense.")
@@ -548,7 +550,7 @@ def run_suites(
     """
     step, display, settings = session.progress.step, session.display, session.config.eval
     started = time.perf_counter()
-    played = {suite: play(session, suite) for suite in suites}
+    played, ledger = _play_all(session, suites)
     summaries = {
         suite: summarize(
             groups,
@@ -562,12 +564,6 @@ def run_suites(
     }
     if session.components.sampler is not None:
         session.components.sampler.clear()  # the cache; the weights are the next rollout's
-    prices = session.config.ledger.prices
-    spent = [
-        Ledger.of(members(groups), prices, is_control=suite in CONTROLS)
-        for suite, groups in played.items()
-    ]
-    ledger = sum(spent, Ledger())
     whose_weights = session.progress.whose_weights
     record = as_record(
         step,
@@ -598,6 +594,24 @@ def run_suites(
     for suite, summary in summaries.items():
         metrics |= as_metrics(suite, summary)
     return metrics, errors
+
+
+def _play_all(session: Session, suites: Sequence[str]) -> tuple[dict[str, list[Group]], Ledger]:
+    """The groups of each suite, and what all of them took.
+
+    Raises:
+        BudgetSpentError: a model behind an endpoint plays, and the suites before have spent what
+            the run may; its answers are recorded, so that the next start goes on from there.
+    """
+    played: dict[str, list[Group]] = {}
+    ledger = Ledger()
+    for suite in suites:
+        if session.components.external:
+            session.check_budget(ledger)
+        groups = played[suite] = play(session, suite)
+        prices, is_control = session.config.ledger.prices, suite in CONTROLS
+        ledger += Ledger.of(members(groups), prices, is_control=is_control)
+    return played, ledger
 
 
 def play(session: Session, suite: str) -> list[Group]:

@@ -249,14 +249,18 @@ class Session:
         self.state = self.ref_params = None  # the next stage needs the room
         return state.params
 
-    def check_budget(self) -> None:
+    def check_budget(self, uncounted: Ledger | None = None) -> None:
         """Ends the run where it has spent what it may, also on the groups of the next step.
+
+        Args:
+            uncounted: what was spent beside what the progress counts.
 
         Raises:
             BudgetSpentError: see `ledger.check_budget`.
         """
         pending, limits = self.progress.pending, self.config.ledger
         spent = self.progress.ledger + (pending.ledger if pending else Ledger())
+        spent += uncounted or Ledger()
         check_budget(spent, max_cost=limits.max_cost, max_calls=limits.max_calls)
 
     @property

@@ -127,7 +127,7 @@ class Trajectory:
     is_abstention: bool = False  # declines to answer
     is_well_formed: bool = True
     # Of a model behind an endpoint: calls, attempts, prompt_tokens, completion_tokens.
-    usage: Mapping[str, int] = field(default_factory=dict)
+    usage: Mapping[str, float] = field(default_factory=dict)
     # What a training step finds out about it; None until then, or where no term asks for it.
     divergence: Divergence | None = None
     windows: Windows | None = None

@@ -13,6 +13,7 @@ from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import run
 from jaxrl.sampling.rollout import Sampling, Seeds
+from jaxrl.training.ledger import BudgetSpentError
 from jaxrl.types import Draw, members
 from tests.runs import evaluation, records, warm_start
 from tests.servers import served
@@ -79,7 +80,9 @@ def test_a_model_behind_an_endpoint_is_evaluated(tiny_world, bare_model, tmp_pat
         assert len(server.requests) == asked  # it was evaluated before
     record = evaluation(workdir, "evaluate_0.json")
     num_questions, num_turns = 8, 2
-    assert asked == num_questions * (2 + 1 + 2) * num_turns  # sampled, greedy, empty_search
+    # sampled, greedy, and of empty_search the second turn: the first is that of sampled.
+    assert asked == num_questions * ((2 + 1) * num_turns + 2)
+    played = num_questions * (2 + 1 + 2) * num_turns
     for suite in ("sampled", "greedy", "empty_search"):
         summary = record["summary"][suite]["all"]
         assert summary["exact_match"] == 0.5
@@ -92,7 +95,7 @@ def test_a_model_behind_an_endpoint_is_evaluated(tiny_world, bare_model, tmp_pat
         "calls": 2, "attempts": 2, "prompt_tokens": 20, "completion_tokens": 4,
     }  # fmt: skip
     metrics = records(workdir)[-1]
-    assert metrics["perf/ledger/eval/policy/calls"] == asked
+    assert metrics["perf/ledger/eval/policy/calls"] == played
     assert metrics["perf/ledger/eval/policy/prompt_tokens"] == 10 * asked
     assert metrics["val-core/all/exact_match/greedy"] == 0.5
     started = json.loads((workdir / "environment.json").read_text())[-1]
@@ -120,6 +123,55 @@ def test_what_cannot_be_played_is_refused_at_the_start(
     made.write_text("{}")
     with pytest.raises(ValueError, match="checkpoints of a model of its own; set --workdir"):
         assemble(config, workdir=tmp_path)
+
+
+def test_answers_are_paid_and_given_again_without_the_endpoint(
+    tiny_world, bare_model, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("POLICY_KEY", KEY)
+    changes = {
+        "policy.openai.prompt_price": 2.0,
+        "policy.openai.completion_price": 8.0,
+        "eval.final_suites": ("sampled", "greedy"),
+    }
+
+    def played(name, **more):
+        config = external_config(tiny_world, bare_model, server.url, **changes | more)
+        validate(config)
+        (tmp_path / name).mkdir(exist_ok=True)
+        parts = assemble(config, workdir=tmp_path / name)
+        run(config, tmp_path / name, parts, Display())
+        return evaluation(tmp_path / name, "evaluate_0.json"), records(tmp_path / name)[-1]
+
+    with served(half_right(tiny_world)) as server:
+        first, metrics = played("first")
+        asked = len(server.requests)
+        assert asked == 8 * (2 + 1) * 2
+        cost = asked * (10 * 2.0 + 2 * 8.0) / 1e6
+        assert metrics["perf/ledger/total/policy/cost"] == pytest.approx(cost)
+        searches = metrics["perf/ledger/total/attempts/search"]
+        assert searches > 0
+        assert metrics["perf/ledger/total/cost"] == pytest.approx(cost)  # searches are free
+        played("first", **{"eval.samples": 3})  # of which two are known
+        assert len(server.requests) - asked == 8 * 2
+        with pytest.raises(BudgetSpentError, match=r"config\.ledger\.max_cost=0\.0001; to go on"):
+            played("poor", **{"ledger.max_cost": 1e-4})
+    monkeypatch.delenv("POLICY_KEY")
+    known = {"policy.openai.replay_folder": str(tmp_path / "first" / "replies")}
+    again, metrics = played("again", **known, **{"policy.openai.replay": "only"})
+    assert metrics["perf/ledger/total/policy/replayed"] == asked
+    assert metrics["perf/ledger/total/policy/attempts"] == 0
+    assert "perf/ledger/total/policy/cost" not in metrics
+
+    def without_usage(record):
+        questions = [q for suite in record["questions"].values() for q in suite]
+        return record["summary"], [{k: q[k] for k in q if k != "usage"} for q in questions]
+
+    assert str(without_usage(again)) == str(without_usage(first))
+    with pytest.raises(FileNotFoundError, match=r"openai\.replay is 'only', but .*their-model"):
+        played("nothing", **{"policy.openai.replay": "only"})
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in files if KEY.encode() in path.read_bytes()]
 
 
 @pytest.mark.slow

@@ -207,7 +207,7 @@ def test_two_thousand_trajectories_through_faults(tiny_world, tmp_path):
             tiny_world, tmp_path / "run", server,
             **{
                 "num_steps": 16, "rollout.tasks_per_step": 16, "rollout.group_size": 8,
-                "rollout.num_rows": 32, "search.cache_mib": 2.0, "checkpoint.every_steps": 8,
+                "rollout.num_rows": 32, "search.cache_mib": 0.01, "checkpoint.every_steps": 8,
                 # A busy machine takes longer; what never arrives is no attempt there.
                 "search.http.timeout_s": 1.5, "search.deadline_s": 4.0,
             },

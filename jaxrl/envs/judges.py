@@ -21,7 +21,7 @@ from jaxrl.envs.calls import MAX_S
 from jaxrl.envs.completions import Completions, content_of, first_choice
 from jaxrl.envs.json_http import check_url, plain_text
 from jaxrl.envs.recording import Recording
-from jaxrl.envs.resilient import Policy, ResilientSearch
+from jaxrl.envs.resilient import Nobody, Policy, ResilientSearch
 from jaxrl.envs.reward_functions import Call, Measured
 from jaxrl.envs.tools import Answer, Tool
 
@@ -262,7 +262,7 @@ class Judge:
         )
         is_replay = settings.replay == "only"
         self._asked = _Asked(
-            _Nobody() if is_replay else Endpoint(settings),
+            Nobody() if is_replay else Endpoint(settings),
             policy,
             recording=self._recording(workdir, process),
             is_replay=is_replay,
@@ -357,12 +357,3 @@ class _Asked(ResilientSearch):
     """An endpoint that is asked with care."""
 
     what, section = "the judge", "config.reward.judges[..]"
-
-
-class _Nobody(Tool):
-    """In place of an endpoint that is not to be asked."""
-
-    name, blank = "judge", ""
-
-    def run(self, call: str, /) -> str:
-        raise ToolError("nobody is asked")

@@ -70,6 +70,20 @@ class Policy:
     on_outage: str
 
 
+class Nobody(Tool):
+    """In place of what is not to be asked."""
+
+    name, blank = "nobody", ""
+
+    def run(self, call: str, /) -> str:
+        """Fails.
+
+        Raises:
+            ToolError: always.
+        """
+        raise ToolError("nobody is asked")
+
+
 PROBE = "test"
 """What a server is asked before a run begins."""
 

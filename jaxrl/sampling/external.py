@@ -18,9 +18,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from jaxrl.envs.base import (
+    CallRecord,
     Env,
     Message,
     OutageError,
@@ -33,7 +35,8 @@ from jaxrl.envs.base import (
 from jaxrl.envs.calls import MAX_ERROR, in_thread, started
 from jaxrl.envs.completions import Completions, first_choice
 from jaxrl.envs.json_http import check_url, plain_text, shown_url
-from jaxrl.envs.resilient import Policy, ResilientSearch
+from jaxrl.envs.recording import Recording
+from jaxrl.envs.resilient import Nobody, Policy, ResilientSearch
 from jaxrl.envs.tools import Tool
 from jaxrl.runtime.files import writable
 from jaxrl.sampling.rollout import (
@@ -76,6 +79,10 @@ class ChatSettings:
     outage_deadline_s: float = 120.0
     continues_message: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
+    prompt_price: float = 0.0
+    completion_price: float = 0.0
+    replay: str = "record"
+    replay_folder: str = ""
 
     def __post_init__(self) -> None:
         """Checks the address.
@@ -93,31 +100,41 @@ class Written:
     Attributes:
         text: up to the stop string, which is in it.
         is_cut: it was not done, but had no tokens left.
-        usage: tokens, as the endpoint counts them, and tries.
+        usage: calls, tries, tokens as the endpoint counts them, and what these cost, where they
+            have a price.
     """
 
     text: str
     is_cut: bool
-    usage: Mapping[str, int]
+    usage: Mapping[str, float]
 
 
 class ChatModel:
     """A model behind an endpoint, asked with care; several threads may ask at once."""
 
     def __init__(
-        self, settings: ChatSettings, *, log: Callable[[str], None] = lambda _: None
+        self,
+        settings: ChatSettings,
+        *,
+        workdir: Path | None = None,
+        process: int = 0,
+        log: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Asks nothing yet.
 
         Args:
             settings: of the endpoint.
+            workdir: of the run, for what is kept beside it; None where there is none.
+            process: number of this process of the run.
             log: told of outages.
 
         Raises:
             ValueError: the key's environment variable is not set.
+            FileNotFoundError: the recording alone is to answer, and there is none.
         """
         self.settings = settings
-        self._endpoint = _Endpoint(settings)
+        is_replay = settings.replay == "only"
+        self._endpoint = None if is_replay else _Endpoint(settings)
         policy = Policy(
             cache_mib=0.0,
             cache_ttl_s=0.0,
@@ -131,7 +148,13 @@ class ChatModel:
             outage_deadline_s=settings.outage_deadline_s,
             on_outage="empty",  # which is an error for each episode, and no score
         )
-        self._asked = _Asked(self._endpoint, policy, log=log)
+        self._asked = _Asked(
+            self._endpoint or Nobody(),
+            policy,
+            recording=_recording(settings, workdir, process),
+            is_replay=is_replay,
+            log=log,
+        )
 
     @property
     def shown(self) -> str:
@@ -155,15 +178,45 @@ class ChatModel:
         chat = [{name: plain_text(text) for name, text in one.items()} for one in messages]
         body = {"messages": chat, **sampling, **({"stop": list(stops)} if stops else {})}
         [answer] = self._asked.answer_all([json.dumps(body)])
-        if self._endpoint.refusal:
+        if self._endpoint and self._endpoint.refusal:
             raise OutageError(self._endpoint.refusal)
         if isinstance(answer.found, ToolError):
             raise ToolError(f"the model behind config.policy.openai: {answer.found}")
         reply = json.loads(answer.found)
-        attempts = answer.record.attempts if answer.record else 1
-        usage = {"calls": 1, "attempts": attempts, **_tokens(reply)}
+        usage = self._usage(answer.record, reply)
         text, is_cut = read_turn(reply, stops)
         return Written(text=text, is_cut=is_cut, usage=usage)
+
+    def _usage(self, record: CallRecord, reply: Mapping[str, Any]) -> dict[str, float]:
+        """What an answer took; one of the recording took nothing."""
+        if record.source == "replay":
+            return {"calls": 1, "attempts": 0, "replayed": 1}
+        tokens, settings = _tokens(reply), self.settings
+        usage: dict[str, float] = {"calls": 1, "attempts": record.attempts, **tokens}
+        if settings.prompt_price or settings.completion_price:
+            paid = tokens["prompt_tokens"] * settings.prompt_price
+            paid += tokens["completion_tokens"] * settings.completion_price
+            usage["cost"] = paid / 1e6
+        return usage
+
+
+def _recording(settings: ChatSettings, workdir: Path | None, process: int) -> Recording | None:
+    """What keeps the answers; None where nothing does.
+
+    Raises:
+        FileNotFoundError: it alone is to answer, and there is none of this model.
+    """
+    folder = settings.replay_folder or (workdir and workdir / "replies")
+    if settings.replay == "off" or not (folder or settings.replay == "only"):
+        return None
+    asked = {"model": settings.model, "options": dict(settings.options)}
+    recording = Recording(Path(folder or "replies"), asked, process=process)
+    if settings.replay == "only" and not len(recording):
+        raise FileNotFoundError(
+            f"config.policy.openai.replay is 'only', but {recording.folder} has no answers of "
+            f"{json.dumps(asked)}; name the folder by config.policy.openai.replay_folder."
+        )
+    return recording
 
 
 class _Endpoint(Tool):

@@ -155,7 +155,7 @@ class Sample:
     turn_starts: list[int] = field(default_factory=list)  # of every turn and the one under way
     reward: Reward | None = None
     reward_records: tuple[CallRecord, ...] = ()
-    usage: Mapping[str, int] = field(default_factory=dict)  # of a model behind an endpoint
+    usage: Mapping[str, float] = field(default_factory=dict)  # of a model behind an endpoint
 
     def append_prompt(self) -> None:
         """Begins the first turn, behind the prompt."""

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxrl.envs.base import CallRecord
 from jaxrl.envs.costs import SEARCH, calls_of
@@ -22,11 +22,14 @@ ASKED = ("tool", "fallback")
 """Sources of answers for which the tool was asked, so that its price was to pay."""
 
 
+Number = TypeVar("Number", int, float)
+
+
 class BudgetSpentError(RuntimeError):
     """The run has spent what it may; it goes on once it may spend more."""
 
 
-def _summed(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+def _summed(one: Mapping[str, Number], other: Mapping[str, Number]) -> dict[str, Number]:
     return {name: one.get(name, 0) + other.get(name, 0) for name in sorted({*one, *other})}
 
 
@@ -93,9 +96,11 @@ class Usage:
         sources: calls by who answered them, one of `envs.base.SOURCES`.
         num_retries: attempts after the first of their call.
         num_failed: calls without an answer.
-        cost: of all attempts, in the unit of `ledger.prices`.
+        cost: of all attempts, and of the tokens of a model behind an endpoint, in the unit of
+            `ledger.prices`.
         waits: of all calls, those that a cache answered too.
-        policy: calls, attempts and tokens of a model behind an endpoint; {} of the run's own.
+        policy: calls, attempts, tokens and their cost, of a model behind an endpoint; {} of the
+            run's own.
     """
 
     attempts: Mapping[str, int] = field(default_factory=dict)
@@ -104,7 +109,7 @@ class Usage:
     num_failed: int = 0
     cost: float = 0.0
     waits: Waits = field(default_factory=Waits)
-    policy: Mapping[str, int] = field(default_factory=dict)
+    policy: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, calls: Sequence[CallRecord], prices: Mapping[str, float]) -> Usage:
@@ -171,13 +176,16 @@ class Ledger:
         calls = [call for t in found for turn in t.turns for call in calls_of(turn)]
         calls += [call for t in found for call in t.reward_records]
         calls = [call for call in calls if not (is_control and call.tool is None)]
-        policy: Mapping[str, int] = functools.reduce(_summed, (t.usage for t in found), {})
+        policy: Mapping[str, float] = functools.reduce(_summed, (t.usage for t in found), {})
+        usage = Usage.of(calls, prices)
         return cls(
             num_trajectories=len(found),
             num_calls=dict(Counter(call.tool or SEARCH for call in calls)),
             observation_tokens=sum(t.response_length - t.num_sampled for t in found),
             sampled_tokens=sum(t.num_sampled for t in found),
-            usage=dataclasses.replace(Usage.of(calls, prices), policy=policy),
+            usage=dataclasses.replace(
+                usage, policy=policy, cost=usage.cost + policy.get("cost", 0.0)
+            ),
         )
 
     def __add__(self, other: Ledger) -> Ledger:
@@ -224,7 +232,8 @@ class Ledger:
         policy: dict[str, float] = {}
         policy |= {f"perf/ledger/{head}policy/{name}": n for name, n in usage.policy.items()}
         if not usage.attempts:
-            return policy
+            costs = {f"perf/ledger/{head}cost": usage.cost} if "cost" in usage.policy else {}
+            return policy | costs
         found = {
             "cost": usage.cost,
             **{f"attempts/{name}": count for name, count in sorted(usage.attempts.items())},
