@@ -224,7 +224,7 @@ def read_tokens(config, weights, cache, tables, start, counts, token_ids):
         return out.astype(q.dtype).reshape(B * C, *q.shape[2:]), cache
 
     through = SamplerThrough(attend, cache)
-    weights = for_sampler(weights, scan=False)
+    weights = for_sampler(weights, scan=False, stacks=config.stacks)
     hidden = config.sample_states(weights, token_ids.reshape(-1), positions.reshape(-1), through)
     return hidden.reshape(B, C, -1), through.memory
 

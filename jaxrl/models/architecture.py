@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.choices import chosen, failure_text, own_module
-from jaxrl.models.layers import Attend, SamplerThrough, Through
+from jaxrl.models.layers import Attend, SamplerThrough, Stacks, Through
 from jaxrl.types import Image, Params
 
 
@@ -122,6 +122,19 @@ class Vision(ABC):
         """
 
 
+@dataclass(frozen=True, kw_only=True)
+class Fused:
+    """An HF tensor of matrices that holds several tensors.
+
+    Attributes:
+        shape: of the whole, three axes.
+        parts: by the names of `hf_names`, in which matrix each stands, and in which of its rows.
+    """
+
+    shape: tuple[int, int, int]
+    parts: dict[str, tuple[int, range]]
+
+
 class Architecture(ABC):
     """One model's sizes, and how to compute with its parameters."""
 
@@ -134,6 +147,11 @@ class Architecture(ABC):
     max_positions: int  # tokens of the longest sequence
     tie_embeddings: bool  # the output layer is the embedding
     vision: Vision | None = None  # what reads images; None in a model of text alone
+
+    @property
+    def stacks(self) -> Stacks:
+        """Entries of `blocks` that only some layers have, over which their leading axis is."""
+        return {}
 
     @classmethod
     @abstractmethod
@@ -162,9 +180,10 @@ class Architecture(ABC):
 
     @abstractmethod
     def hf_names(self) -> dict[str, str]:
-        """Path of each parameter, `/` between names, to its HF tensor, `{}` for the layer.
+        """Path of each parameter, `/` between names, to its HF tensor.
 
-        The order is that of an export. A `kernel` is [in, out] here and [out, in] there.
+        A `{}` stands for the layer; a second one for the number on the parameter's next axis, as of
+        an expert. The order is that of an export. A `kernel` is [in, out] here and [out, in] there.
         """
 
     def hf_renamed(self) -> dict[str, str]:
@@ -173,6 +192,10 @@ class Architecture(ABC):
 
     def hf_copies(self) -> dict[str, str]:
         """HF tensors that a folder may hold though they repeat another, which is the value."""
+        return {}
+
+    def hf_fused(self) -> dict[str, Fused]:
+        """HF tensors that a folder may hold in place of several of `hf_names`."""
         return {}
 
     @abstractmethod
@@ -328,5 +351,6 @@ ARCHITECTURES = {
     "qwen2": "jaxrl.models.qwen.QwenConfig",
     "qwen3": "jaxrl.models.qwen.QwenConfig",
     "qwen2_5_vl": "jaxrl.models.qwen_vl.QwenVLConfig",
+    "qwen3_moe": "jaxrl.models.qwen_moe.QwenMoeConfig",
 }
 """The `model_type` of `config.json` to the class that computes it, which is imported when asked."""

@@ -21,6 +21,7 @@ from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.models.attention.reference import LOWEST
+from jaxrl.models.layers import Stacks
 from jaxrl.types import Params
 
 ACTIVATIONS = {
@@ -68,6 +69,11 @@ class BertConfig:
     num_kinds: int
     epsilon: float
     activation: str
+
+    @property
+    def stacks(self) -> Stacks:
+        """All layers are alike."""
+        return {}
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> BertConfig:

@@ -37,6 +37,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.models.architecture import Architecture, Attend
 from jaxrl.models.attention import reference
+from jaxrl.models.experts.routing import Routing
 from jaxrl.models.layers import SamplerThrough, Through
 from jaxrl.models.rope_scaling import SCALINGS, Fields, RopeScaling
 from jaxrl.types import Params
@@ -203,15 +204,22 @@ class Declared(nnx.Module):
 
 def init_params(config: Decoder, seed: int) -> Params:
     """Random float32 parameters, for tests and benchmarks."""
-    return nnx.to_pure_dict(nnx.state(Declared(config, rngs=nnx.Rngs(seed)), nnx.Param))
+    return _own_stacks(config, Declared(config, rngs=nnx.Rngs(seed)))
+
+
+def _own_stacks(config: Decoder, declared: Declared) -> Params:
+    """The parameters that were declared for all layers, of each entry those of its own layers."""
+    params = nnx.to_pure_dict(nnx.state(declared, nnx.Param))
+    for name, layers in config.stacks.items():
+        own = jax.tree.map(lambda leaf, count=len(layers): leaf[:count], params["blocks"][name])
+        params["blocks"][name] = own
+    return params
 
 
 @cache
 def _traced_params(config: Decoder) -> Params:
     # Asked for dozens of times a run, and a quarter of a second to trace.
-    return nnx.to_pure_dict(
-        nnx.state(nnx.eval_shape(lambda: Declared(config, rngs=nnx.Rngs(0))), nnx.Param)
-    )
+    return jax.eval_shape(lambda: _own_stacks(config, Declared(config, rngs=nnx.Rngs(0))))
 
 
 def cast(params: Params, dtype: DTypeLike) -> Params:
@@ -441,14 +449,30 @@ class Decoder(Architecture):
         }
         return axes if self.tie_embeddings else {**axes, **OUTPUT_AXES}
 
+    def begin_routing(self, routing: Routing, num_tokens: int) -> Any:
+        """What goes through the layers beside the states of M tokens; of dense layers nothing."""
+        return None
+
+    def routed_feed_forward(
+        self, layer: Params, x: Float[Array, "M D"], routed: Any, routing: Routing
+    ) -> tuple[Float[Array, "M D"], Any]:
+        """`feed_forward` of a layer that may have experts, and what `begin_routing` began."""
+        return self.feed_forward(layer, x), routed
+
     def _block(
-        self, layer: Params, x: Float[Array, "M D"], angles: Angles, attend: Attend
-    ) -> Float[Array, "M D"]:
+        self,
+        layer: Params,
+        carry: tuple[Float[Array, "M D"], Any],
+        angles: Angles,
+        attend: Attend,
+        routing: Routing,
+    ) -> tuple[Float[Array, "M D"], Any]:
         """One layer over M tokens, rows already merged.
 
         The products are two-dimensional on purpose: on a CPU a 3-D by 2-D product is several times
         slower.
         """
+        x, routed = carry
         weights = layer["attention"]
         normed = rms_norm(x, layer["input_norm"]["scale"], self.rms_norm_eps)
         q, k, v = (checkpoint_name(linear(weights[name], normed), name) for name in "qkv")
@@ -460,7 +484,8 @@ class Decoder(Architecture):
         attended = attend(q, k, v).reshape(x.shape[0], self.num_heads * self.head_dim)
         x = x + checkpoint_name(linear(weights["o"], attended), "o")
         normed = rms_norm(x, layer["post_attention_norm"]["scale"], self.rms_norm_eps)
-        return x + self.feed_forward(layer, normed)
+        added, routed = self.routed_feed_forward(layer, normed, routed, routing)
+        return x + added, routed
 
     def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast, but for two kinds.
@@ -515,12 +540,14 @@ class Decoder(Architecture):
         through: Through,
     ) -> Float[Array, "M D"]:
         """Final normed hidden states, from the embeddings."""
-        angles = rope_angles(positions, self)
+        angles, routing = rope_angles(positions, self), through.routing
 
-        def layer(x: jax.Array, weights: Params) -> jax.Array:
-            return self._block(weights, x, angles, attend)
+        def layer(carry: tuple[jax.Array, Any], weights: Params) -> tuple[jax.Array, Any]:
+            return self._block(weights, carry, angles, attend, routing)
 
-        x = through(layer, x, params["blocks"])
+        carry = x, self.begin_routing(routing, len(x))
+        x, routed = through(layer, carry, params["blocks"], self.stacks)
+        routing.end(routed)
         return rms_norm(x, params["norm"]["scale"], self.rms_norm_eps)
 
     def unembed(
@@ -558,12 +585,15 @@ class Decoder(Architecture):
         positions: Int[Array, "*M"],
         through: SamplerThrough,
     ) -> Float[Array, "M D"]:
-        angles = rope_angles(positions, self)
+        angles, routing = rope_angles(positions, self), through.routing
 
-        def layer(x: jax.Array, weights: Params, attend: Attend) -> jax.Array:
-            return self._block(weights, x, angles, attend)
+        def layer(
+            carry: tuple[jax.Array, Any], weights: Params, attend: Attend
+        ) -> tuple[jax.Array, Any]:
+            return self._block(weights, carry, angles, attend, routing)
 
-        x = through(layer, x, weights["blocks"])
+        x, routed = through(layer, (x, self.begin_routing(routing, len(x))), weights["blocks"])
+        routing.end(routed)
         return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps)
 
     def decode_axes(self) -> dict[str, Any]:

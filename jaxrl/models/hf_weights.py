@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrl.models.architecture import Architecture, read_fields, read_model
+from jaxrl.models.layers import Stacks
 from jaxrl.runtime import sharding
 from jaxrl.runtime.files import folder_taking_place
 from jaxrl.types import Params
@@ -57,7 +59,7 @@ class Place:
     """Where an HF tensor lies in the parameters."""
 
     param: str
-    layer: int | None  # index on the stacked layer axis
+    index: tuple[int, ...]  # on the leading axes: none, the layers', the layers' and experts'
     shape: tuple[int, ...]  # as HF has it
 
     @property
@@ -85,6 +87,26 @@ class StoredTensor:
         return self.data.get_dtype()
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A matrix within a stored tensor, read as safetensors' slices are."""
+
+    data: Any
+    number: int  # of the matrix
+    rows: range  # of it
+
+    def get_shape(self) -> list[int]:
+        return [len(self.rows), self.data.get_shape()[2]]
+
+    def get_dtype(self) -> str:
+        return self.data.get_dtype()
+
+    def __getitem__(self, wanted: Any) -> np.ndarray:
+        first, *columns = wanted if isinstance(wanted, tuple) else (wanted,)
+        rows: Any = self.rows[first]
+        return self.data[(self.number, slice(rows.start, rows.stop), *columns)]
+
+
 @runtime_checkable
 class HasWeights(Protocol):
     """What is asked of a model whose tensors are read: part of an `Architecture`."""
@@ -93,14 +115,14 @@ class HasWeights(Protocol):
         """Path of each parameter to its HF tensor."""
         ...
 
+    @property
+    def stacks(self) -> Stacks:
+        """Entries of `blocks` that only some layers have."""
+        ...
+
     def abstract_params(self) -> Params:
         """The parameters' shapes."""
         ...
-
-
-def is_stacked(param: str) -> bool:
-    """Whether a parameter has a leading axis over the layers of a decoder or a tower."""
-    return "blocks" in param.split("/")
 
 
 def hf_places(config: HasWeights) -> dict[str, Place]:
@@ -108,12 +130,17 @@ def hf_places(config: HasWeights) -> dict[str, Place]:
     leaves = flatten_dict(config.abstract_params(), sep="/")
     places = {}
     for param, name in config.hf_names().items():
-        whole = leaves[param].shape
-        shape = whole[1:] if is_stacked(param) else whole
-        shape = shape[::-1] if param.endswith("/kernel") else shape
-        for layer in range(whole[0]) if is_stacked(param) else [None]:
-            places[name.format(layer)] = Place(param, layer, shape)
+        axes, shape = name.count("{}"), leaves[param].shape
+        own = shape[axes:][::-1] if param.endswith("/kernel") else shape[axes:]
+        for index in np.ndindex(shape[:axes]):
+            places[_hf_name(config, param, name, index)] = Place(param, index, own)
     return places
+
+
+def _hf_name(config: HasWeights, param: str, name: str, index: Sequence[int]) -> str:
+    """The HF tensor of a part of a parameter, whose first index is that on its stack."""
+    layers = config.stacks.get(param.split("/")[1]) if index else None
+    return name.format(layers[index[0]], *index[1:]) if layers else name.format(*index)
 
 
 def load_hf(
@@ -170,12 +197,14 @@ def load_stored(
     def load_leaf(param: str) -> jax.Array:
         def read(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None  # only shapeless arrays have none
-            if not is_stacked(param):
-                return _read_part(stored[names[param]], param, index).astype(dtype)
-            layers = range(shapes[param].shape[0])[index[0]]
-            tensors = [stored[names[param].format(layer)] for layer in layers]
-            parts = [_read_part(tensor, param, index[1:]).astype(dtype) for tensor in tensors]
-            return np.stack(parts)
+            axes, shape = names[param].count("{}"), shapes[param].shape
+            wanted = [range(size)[part] for size, part in zip(shape, index[:axes], strict=False)]
+            found = [
+                _read_part(stored[_hf_name(config, param, names[param], at)], param, index[axes:])
+                for at in product(*wanted)
+            ]
+            sizes = [len(numbers) for numbers in wanted]
+            return np.stack([part.astype(dtype) for part in found]).reshape(*sizes, *found[0].shape)
 
         return jax.make_array_from_callback(shapes[param].shape, layouts[param], read)
 
@@ -199,9 +228,21 @@ def check_hf(
         FileNotFoundError, ValueError: as `load_hf` does.
     """
     config = read_model(path, architecture)
-    stored = {known_name(config, n): tensor for n, tensor in open_tensors(Path(path)).items()}
-    _check_tensors(stored, config, Path(path))
-    return config, stored
+    stored = _open_checked(Path(path), config)
+    return config, {known_name(config, name): tensor for name, tensor in stored.items()}
+
+
+def _open_checked(folder: Path, config: Architecture) -> dict[str, StoredTensor]:
+    """All tensors by the names of the files, but apart where one stands for several."""
+    stored = open_tensors(folder)
+    for name, fused in config.hf_fused().items():
+        if name in stored:
+            whole = stored.pop(name)
+            check_shape(whole, Place(name, (), fused.shape))
+            for part, (number, rows) in fused.parts.items():
+                stored[part] = StoredTensor(part, whole.file, _Part(whole.data, number, rows))
+    _check_tensors({known_name(config, n): tensor for n, tensor in stored.items()}, config, folder)
+    return stored
 
 
 def known_name(config: Architecture, name: str) -> str:
@@ -419,14 +460,12 @@ def tensor_dtypes(source: Path, config: Architecture) -> dict[str, str]:
     """The dtype of each tensor of an HF folder of that model, or of a checkpoint's `source/`."""
     if (source / DTYPES_FILE).is_file():
         return json.loads((source / DTYPES_FILE).read_text(encoding="utf-8"))
-    stored = open_tensors(source)
-    _check_tensors({known_name(config, n): tensor for n, tensor in stored.items()}, config, source)
-    return {name: tensor.dtype for name, tensor in stored.items()}
+    return {name: tensor.dtype for name, tensor in _open_checked(source, config).items()}
 
 
 def _hf_tensor(leaf: jax.Array, place: Place, dtype: np.dtype) -> np.ndarray:
     """One HF tensor on the host, in C order: safetensors stores other orders wrongly."""
-    part = leaf if place.layer is None else leaf[place.layer]
+    part = leaf[place.index] if place.index else leaf
     if getattr(part, "is_fully_addressable", True):
         host = np.asarray(part)
     else:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models.experts.routing import Routing
 from jaxrl.types import Params
 
-Layer = Callable[[jax.Array, Params], jax.Array]
-"""Activations and one layer's parameters to the next activations."""
+Layer = Callable[[Any, Params], Any]
+"""Activations, or a tree with them, and one layer's parameters to the next ones."""
+
+Stacks = Mapping[str, Sequence[int]]
+"""Entries of `blocks` that only some layers have, and which layers these are, in order."""
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Queries `[M, N, H]`, keys and values `[M, K, H]` of M tokens to outputs `[M, N, H]`."""
@@ -21,7 +27,7 @@ AttendInLayer = Callable[..., tuple[jax.Array, Any]]
 """The number of a layer, what the layers have in memory, and what `Attend` takes, to its outputs
 and the memory with the layer's new keys and values."""
 
-NAMES = ("q", "k", "v", "attended", "lse", "o", "gate", "up")
+NAMES = ("q", "k", "v", "attended", "lse", "o", "router", "gate", "up")
 """What `names` keeps, under these names of `jax.ad_checkpoint.checkpoint_name`.
 
 An architecture names products before norms and rotations, the attention its result and the
@@ -48,29 +54,34 @@ class Through:
 
     Attributes:
         remat: a name in `REMAT`.
-        scan: as a loop, compiled once for all layers; else one layer after another, which a CPU
-            computes faster.
+        scan: as a loop, compiled once for all layers that are alike and follow each other; else one
+            layer after another, which a CPU computes faster.
+        routing: of layers with experts.
     """
 
     remat: str = "none"
     scan: bool = True
+    routing: Routing = field(default_factory=Routing, compare=False)
 
-    def __call__(self, layer: Layer, x: jax.Array, blocks: Params) -> jax.Array:
+    def __call__(self, layer: Layer, x: Any, blocks: Params, stacks: Stacks | None = None) -> Any:
         """The activations after all layers.
 
         Args:
             layer: computes one.
-            x: the activations before them.
+            x: the activations before them, or a tree with them.
             blocks: parameters, each with a leading axis over the layers.
+            stacks: entries that only some layers have; their axis is over these.
         """
         policy = REMAT[self.remat]
         if policy is not None:
             # A loop keeps what is computed again apart by itself.
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=not self.scan)
-        if self.scan:
-            return jax.lax.scan(lambda x, one: (layer(x, one), None), x, blocks)[0]
-        for one in _unstack(blocks):
-            x = layer(x, one)
+        for run in _split(_find_runs(blocks, stacks), blocks) if stacks else [blocks]:
+            if self.scan:
+                x = jax.lax.scan(lambda x, one: (layer(x, one), None), x, run)[0]
+                continue
+            for one in _unstack(run):
+                x = layer(x, one)
         return x
 
 
@@ -81,17 +92,17 @@ class SamplerThrough:
     Attributes:
         attend: in a layer, whose number is an int where the layers are apart.
         memory: of all layers; after a call with what that added.
+        routing: of layers with experts.
     """
 
     attend: AttendInLayer
     memory: Any
+    routing: Routing = field(default_factory=Routing)
 
-    def __call__(
-        self, layer: Callable[[jax.Array, Params, Attend], jax.Array], x: jax.Array, blocks: Any
-    ) -> jax.Array:
-        """The activations after all layers."""
+    def __call__(self, layer: Callable[[Any, Params, Attend], Any], x: Any, blocks: Any) -> Any:
+        """The activations after all layers, or the tree with them."""
 
-        def one(carry: tuple[jax.Array, Any], numbered: tuple[Any, Params]) -> tuple[Any, None]:
+        def one(carry: tuple[Any, Any], numbered: tuple[Any, Params]) -> tuple[Any, None]:
             (x, memory), (number, weights) = carry, numbered
 
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -113,15 +124,71 @@ class SamplerThrough:
         return x
 
 
-def for_sampler(weights: Params, *, scan: bool) -> Params:
-    """The weights with their layers as they are; without `scan` apart, in a tuple."""
-    return weights if scan else {**weights, "blocks": tuple(_unstack(weights["blocks"]))}
+def for_sampler(weights: Params, *, scan: bool, stacks: Stacks | None = None) -> Params:
+    """The weights with their layers as they are; without `scan` apart, in a tuple.
+
+    With `stacks` they are apart too: the sampler's loop over layers needs them alike.
+    """
+    if scan and not stacks:
+        return weights
+    blocks = weights["blocks"]
+    runs = _split(_find_runs(blocks, stacks), blocks) if stacks else [blocks]
+    return {**weights, "blocks": tuple(one for run in runs for one in _unstack(run))}
+
+
+Run = tuple[tuple[str, int, int], ...]
+"""Layers that are alike and follow each other: of each of their entries the span in its stack."""
+
+
+def entries_of(layer: int, names: Sequence[str], stacks: Stacks) -> tuple[str, ...]:
+    """Those entries of `blocks`, out of `names`, that a layer has."""
+    return tuple(name for name in names if name not in stacks or layer in stacks[name])
+
+
+def _find_runs(blocks: Params, stacks: Stacks) -> tuple[Run, ...]:
+    common = next(blocks[name] for name in blocks if name not in stacks)
+    count = len(jax.tree.leaves(common)[0])
+    found = groupby(range(count), lambda layer: entries_of(layer, tuple(blocks), stacks))
+    runs = []
+    for names, layers in found:
+        first, *rest = layers
+        places = {n: list(stacks[n]).index(first) if n in stacks else first for n in names}
+        runs.append(tuple((n, place, place + 1 + len(rest)) for n, place in places.items()))
+    return tuple(runs)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _split(runs: tuple[Run, ...], blocks: Params) -> list[Params]:
+    """The parameters of each run; their gradients are joined, rather than added up."""
+    return [
+        {name: jax.tree.map(lambda x, a=a, b=b: x[a:b], blocks[name]) for name, a, b in run}
+        for run in runs
+    ]
+
+
+def _split_forward(runs: tuple[Run, ...], blocks: Params) -> tuple[list[Params], None]:
+    return _split(runs, blocks), None
+
+
+def _split_backward(runs: tuple[Run, ...], _: None, gradients: list[Params]) -> tuple[Params]:
+    parts: dict[str, list[Any]] = {}
+    for gradient in gradients:
+        for name, part in gradient.items():
+            parts.setdefault(name, []).append(part)
+    return ({name: jax.tree.map(_joined, *found) for name, found in parts.items()},)
+
+
+def _joined(*leaves: jax.Array) -> jax.Array:
+    return jnp.concatenate(leaves)
+
+
+_split.defvjp(_split_forward, _split_backward)
 
 
 @jax.custom_vjp
 def _unstack(blocks: Params) -> list[Params]:
     """One tree of parameters a layer; their gradients are stacked, rather than added up."""
-    count = len(jax.tree.leaves(blocks)[0])
+    [count] = {len(leaf) for leaf in jax.tree.leaves(blocks)}
     return [jax.tree.map(lambda leaf, i=i: leaf[i], blocks) for i in range(count)]
 
 

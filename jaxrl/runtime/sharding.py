@@ -29,6 +29,7 @@ RULES: dict[str | None, str | None] = {
     "width": "fsdp",
     "heads": "tensor",
     "mlp": "tensor",
+    "expert": None,
     None: None,
 }
 
@@ -177,11 +178,12 @@ def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> 
     stacked = jax.eval_shape(
         lambda params: config.decode_weights(params, jnp.float32), config.abstract_params()
     )
-    weights = jax.eval_shape(partial(for_sampler, scan=scan_layers), stacked)
+    weights = jax.eval_shape(partial(for_sampler, scan=scan_layers, stacks=config.stacks), stacked)
     axes = config.decode_axes()
-    if not scan_layers:
+    if isinstance(weights["blocks"], tuple):
         layer = jax.tree.map(lambda names: names[1:], axes["blocks"], is_leaf=is_axes)
-        axes = {**axes, "blocks": (layer,) * config.num_layers}
+        layers = tuple({name: layer[name] for name in own} for own in weights["blocks"])
+        axes = {**axes, "blocks": layers}
     return _shardings(mesh, {name: axes[name] for name in weights}, weights, for_decode=True)
 
 

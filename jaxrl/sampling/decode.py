@@ -121,7 +121,8 @@ class Sampler:
 
     def weights(self, params: Params) -> Params:
         """The trainer's parameters as the programs below read them."""
-        return for_sampler(self.config.decode_weights(params, self.dtype), scan=self.scan_layers)
+        weights = self.config.decode_weights(params, self.dtype)
+        return for_sampler(weights, scan=self.scan_layers, stacks=self.config.stacks)
 
     def empty_cache(self, num_pages: int, page_tokens: int) -> Cache:
         """Pages of zeros."""

@@ -4,20 +4,24 @@
 
 Each is a folder in Hugging Face format with a small random `transformers` model, and
 `golden.npz`: input ids `[B, T]`, the embeddings and the first layer's output `[B, T, D]`, and the
-logits `[B, T, V]`, all computed by `transformers` in float32. `rope_scaling.json` has frequencies
-of scaled rotary embeddings and the factor of their cosines and sines.
+logits `[B, T, V]`, all computed by `transformers` in float32. Those with experts have the gradients
+of a loss too: `gradient/` and the name of a parameter of `transformers`. `rope_scaling.json` has
+frequencies of scaled rotary embeddings and the factor of their cosines and sines.
+
+Names behind the command make these models only.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 SHARED = {"num_hidden_layers": 2, "hidden_act": "silu", "max_position_embeddings": 4096}
@@ -105,6 +109,54 @@ MODELS = {
         },
         tie_word_embeddings=False,
     ),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SHARED,
+        vocab_size=112,
+        hidden_size=24,
+        intermediate_size=40,
+        moe_intermediate_size=16,
+        num_experts=6,
+        num_experts_per_tok=3,
+        norm_topk_prob=False,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        attention_bias=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+    ),
+    "qwen3_moe_mixed": Qwen3MoeConfig(
+        **{**SHARED, "num_hidden_layers": 5},
+        vocab_size=112,
+        hidden_size=24,
+        intermediate_size=40,
+        moe_intermediate_size=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=False,
+    ),
+    "qwen3_moe_sparse_step": Qwen3MoeConfig(
+        **{**SHARED, "num_hidden_layers": 3},
+        vocab_size=112,
+        hidden_size=24,
+        intermediate_size=40,
+        moe_intermediate_size=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        decoder_sparse_step=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=False,
+    ),
 }
 
 SCALINGS: list[dict[str, Any]] = [
@@ -124,6 +176,9 @@ SCALINGS: list[dict[str, Any]] = [
     },
 ]
 """Settings of `rope_scaling`, each computed with two bases and sizes of heads."""
+
+BALANCE_COEF = 0.1
+"""Of the load-balance loss in the gradients; what is published is too little to show."""
 
 
 def randomize(model: torch.nn.Module) -> None:
@@ -148,6 +203,20 @@ def reference(model: Any, token_ids: torch.Tensor) -> dict[str, np.ndarray]:
         "first_layer": out.hidden_states[1].numpy(),
         "logits": out.logits.numpy(),
     }
+
+
+def gradients(model: Any, token_ids: torch.Tensor) -> dict[str, np.ndarray]:
+    """Of the mean loss of the next tokens, and of the routers' balance; and both losses."""
+    mask = torch.ones_like(token_ids)
+    mask[1, -6:] = 0  # padding
+    labels = torch.where(mask.bool(), token_ids, -100)
+    model.router_aux_loss_coef = BALANCE_COEF
+    model.zero_grad()
+    out = model(token_ids, attention_mask=mask, labels=labels, output_router_logits=True)
+    out.loss.backward()
+    found = {f"gradient/{name}": p.grad.numpy() for name, p in model.named_parameters()}
+    losses = {"loss": out.loss.detach().numpy(), "balance_loss": out.aux_loss.detach().numpy()}
+    return {**found, **losses, "mask": mask.numpy()}
 
 
 def spell_as_before_transformers_5(file: Path) -> None:
@@ -189,20 +258,28 @@ def scaled_frequencies() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Replaces every model's folder beside this file."""
+    """Replaces the folders of the models beside this file."""
     text = json.dumps(scaled_frequencies(), indent=1) + "\n"
     (Path(__file__).parent / "rope_scaling.json").write_text(text, encoding="utf-8")
     for seed, (name, config) in enumerate(MODELS.items()):
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         torch.manual_seed(seed)
         folder = Path(__file__).parent / name
         shutil.rmtree(folder, ignore_errors=True)
         model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        if isinstance(config, Qwen3MoeConfig):
+            model.set_experts_implementation("eager")  # one expert after another
         randomize(model)
         model.save_pretrained(folder)
         if name.endswith("old_spelling"):
             spell_as_before_transformers_5(folder / "config.json")
         token_ids = torch.randint(0, config.vocab_size, (2, 20))
-        np.savez(folder / "golden.npz", **reference(model, token_ids))
+        found = reference(model, token_ids)
+        if isinstance(config, Qwen3MoeConfig):
+            found |= gradients(model, token_ids)
+        save = np.savez_compressed if len(found) > 4 else np.savez
+        save(folder / "golden.npz", **found)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,13 @@ from jaxrl.models.qwen import QwenConfig
 from tests.helpers import with_devices
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-NAMES = ["qwen2_old_spelling", "qwen2_tied", "qwen3_biased_bf16", "qwen3_untied"]
+NAMES = [
+    "qwen2_old_spelling",
+    "qwen2_tied",
+    "qwen3_biased_bf16",
+    "qwen3_moe_mixed",
+    "qwen3_untied",
+]
 CONFIG = QwenConfig(
     vocab_size=12,
     width=8,

@@ -1,0 +1,118 @@
+"""Products of sorted rows with the weights of their groups, in XLA; the cost follows the rows.
+
+`jax.lax.ragged_dot` computes the same. On CPUs and CUDA it multiplies every row with the weights of
+every group, through an array of rows x groups x width; here a loop takes one tile of rows after
+another, each with the weights of its one group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""Rows `[A, D]`, sorted by group, weights `[G, D, F]` and the groups' sizes `[G]` to `[A, F]`.
+
+The sizes add up to at most A. What comes out of rows beyond is not specified, nor is their
+gradient; they have no part in that of the weights.
+"""
+
+MAX_TILE = 128
+"""Rows of a tile, at most: more of them are padding where groups are small."""
+
+
+class Tiles(NamedTuple):
+    """Runs of rows of one group each; only the first `number` exist."""
+
+    start: jax.Array  # int32 [T]
+    group: jax.Array  # int32 [T]
+    size: jax.Array  # int32 [T], at most the rows of a tile
+    number: jax.Array  # int32 scalar
+
+
+def tile_rows(num_rows: int, num_groups: int) -> int:
+    """Rows of a tile: about those of a group, a power of two between 8 and `MAX_TILE`."""
+    return min(max(1 << max(num_rows // num_groups - 1, 0).bit_length(), 8), MAX_TILE)
+
+
+def find_tiles(sizes: Int[Array, " G"], num_rows: int, tile: int) -> Tiles:
+    """The tiles of groups of these sizes, together at most `num_rows` rows."""
+    filled = min(num_rows, len(sizes))  # groups that have rows, at most
+    most = filled + (num_rows - filled) // tile
+    needed = -(-sizes // tile)
+    ends = jnp.cumsum(needed)
+    numbers = jnp.arange(most)
+    group = jnp.searchsorted(ends, numbers, side="right").astype(jnp.int32)
+    group = jnp.minimum(group, len(sizes) - 1)
+    inside = (numbers - (ends - needed)[group]) * tile
+    start = (jnp.cumsum(sizes) - sizes)[group] + inside
+    size = jnp.clip(sizes[group] - inside, 0, tile)
+    return Tiles(start.astype(jnp.int32), group, size.astype(jnp.int32), ends[-1])
+
+
+@jax.custom_vjp
+def grouped_product(
+    rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
+) -> Float[Array, "A F"]:
+    """A `Product`; sums are float32, the result in the rows' dtype."""
+    return _by_tiles(rows, weights, sizes, is_transposed=False)
+
+
+def _by_tiles(
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, is_transposed: bool
+) -> jax.Array:
+    """The product with each group's weights, or with their transpose."""
+    tile = tile_rows(len(rows), len(weights))
+    tiles = find_tiles(sizes, len(rows), tile)
+    padded = jnp.pad(rows, ((0, tile), (0, 0)))
+    width = weights.shape[1 if is_transposed else 2]
+    axes = "af,df->ad" if is_transposed else "ad,df->af"
+
+    def one(index: jax.Array, out: jax.Array) -> jax.Array:
+        block = jax.lax.dynamic_slice_in_dim(padded, tiles.start[index], tile)
+        own = jax.lax.dynamic_index_in_dim(weights, tiles.group[index], keepdims=False)
+        found = jnp.einsum(axes, block, own, preferred_element_type=jnp.float32)
+        # What a tile computes of rows behind its group, the next group's tiles write over.
+        return jax.lax.dynamic_update_slice_in_dim(
+            out, found.astype(out.dtype), tiles.start[index], axis=0
+        )
+
+    out = jnp.zeros((len(padded), width), rows.dtype)
+    return jax.lax.fori_loop(0, tiles.number, one, out)[: len(rows)]
+
+
+def _of_weights(rows: jax.Array, gradient: jax.Array, sizes: jax.Array, like: Any) -> jax.Array:
+    """The gradient of the weights: of each group, rows times gradients, summed in float32."""
+    tile = tile_rows(len(rows), len(sizes))
+    tiles = find_tiles(sizes, len(rows), tile)
+    padded, gradient = (jnp.pad(x, ((0, tile), (0, 0))) for x in (rows, gradient))
+
+    def one(index: jax.Array, total: jax.Array) -> jax.Array:
+        is_own = (jnp.arange(tile) < tiles.size[index])[:, None]
+        block, of_block = (
+            jnp.where(is_own, jax.lax.dynamic_slice_in_dim(x, tiles.start[index], tile), 0)
+            for x in (padded, gradient)
+        )
+        added = jnp.einsum("ad,af->df", block, of_block, preferred_element_type=jnp.float32)
+        return total.at[tiles.group[index]].add(added)
+
+    total = jnp.zeros(like.shape, jnp.float32)
+    return jax.lax.fori_loop(0, tiles.number, one, total).astype(like.dtype)
+
+
+def _forward(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
+    return grouped_product(rows, weights, sizes), (rows, weights, sizes)
+
+
+def _backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    rows, weights, sizes = saved
+    gradient = gradient.astype(rows.dtype)
+    of_rows = _by_tiles(gradient, weights, sizes, is_transposed=True)
+    return of_rows, _of_weights(rows, gradient, sizes, weights), None
+
+
+grouped_product.defvjp(_forward, _backward)

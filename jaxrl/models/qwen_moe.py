@@ -1,0 +1,224 @@
+"""Qwen3 mixtures of experts: the dense decoder with experts in place of the MLP of some layers.
+
+The parameter tree is that of `qwen`, but `blocks/mlp` is stacked over the dense layers alone, and
+over the N others, with E experts each:
+
+    blocks/moe/router/kernel                        [N, D, E]
+    blocks/moe/{gate,up}/kernel                     [N, E, D, F]
+    blocks/moe/down/kernel                          [N, E, F, D]
+
+A token's experts are the most likely ones of a softmax over all (`experts/routing.py`); their
+products are computed for sorted tokens (`experts/dispatch.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxrl.models.architecture import Fused, MemoryTerms
+from jaxrl.models.decoder import Kinds, check_kinds, project, without_nulls
+from jaxrl.models.experts.routing import Found, Routing, route
+from jaxrl.models.layers import Stacks
+from jaxrl.models.qwen import QwenConfig
+from jaxrl.types import Params
+
+_EXPERT = "model.layers.{}.mlp.experts.{}."
+HF_NAMES = {
+    "blocks/moe/router/kernel": "model.layers.{}.mlp.gate.weight",
+    "blocks/moe/gate/kernel": _EXPERT + "gate_proj.weight",
+    "blocks/moe/up/kernel": _EXPERT + "up_proj.weight",
+    "blocks/moe/down/kernel": _EXPERT + "down_proj.weight",
+}
+"""Beside those of `qwen`: the second `{}` is the expert."""
+
+_DEFAULTS = {
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "num_experts": 128,
+    "decoder_sparse_step": 1,
+}
+"""Of `config.json`, as transformers has them."""
+
+_KINDS: Kinds = {
+    **dict.fromkeys((*_DEFAULTS, "num_local_experts"), (int, "a whole number")),
+    "mlp_only_layers": (list, "a list of layers"),
+}
+
+Routed = tuple[jax.Array, Found]
+"""The number of the next layer with experts, and what was found in those before."""
+
+
+class Kernels(nnx.Module):
+    """Declares a matrix of each expert."""
+
+    def __init__(self, num_experts: int, inputs: int, outputs: int, *, rngs: nnx.Rngs):
+        make = nnx.initializers.lecun_normal(batch_axis=0)
+        self.kernel = nnx.Param(make(rngs.params(), (num_experts, inputs, outputs)))
+
+
+class MoE(nnx.Module):
+    """Declares a router and its experts."""
+
+    def __init__(self, config: QwenMoeConfig, *, rngs: nnx.Rngs):
+        E, D, F = config.num_experts, config.width, config.expert_width
+        self.router = nnx.Linear(D, E, use_bias=False, rngs=rngs)
+        self.gate = Kernels(E, D, F, rngs=rngs)
+        self.up = Kernels(E, D, F, rngs=rngs)
+        self.down = Kernels(E, F, D, rngs=rngs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QwenMoeConfig(QwenConfig):
+    """Every field of a Qwen3-MoE `config.json` that changes the arithmetic."""
+
+    expert_width: int
+    num_experts: int
+    num_chosen: int  # experts of a token
+    normalises_shares: bool  # those of a token add up to 1
+    moe_layers: tuple[int, ...]  # with experts, in order
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenMoeConfig:
+        """The old and the new spelling of its fields; null is as absent.
+
+        Raises:
+            ValueError: as `QwenConfig`, or numbers of experts or layers make no sense.
+        """
+        fields = without_nulls(fields)
+        if fields.get("model_type") != "qwen3_moe":
+            raise ValueError(
+                f"{source}: model_type {fields.get('model_type')!r} is not supported; expected "
+                "'qwen3_moe'."
+            )
+        dense = QwenConfig.from_dict({**fields, "model_type": "qwen3"}, source=source)
+        check_kinds(fields, _KINDS, source)
+        sizes = {name: fields.get(name, default) for name, default in _DEFAULTS.items()}
+        # transformers 5 has another name for it.
+        sizes["num_experts"] = fields.get("num_local_experts", sizes["num_experts"])
+        for name, size in sizes.items():
+            if size < 1:
+                raise ValueError(f"{source}: {name!r} is {size}; expected at least 1.")
+        num_experts, num_chosen = sizes["num_experts"], sizes["num_experts_per_tok"]
+        if num_chosen > num_experts:
+            raise ValueError(
+                f"{source}: 'num_experts_per_tok' is {num_chosen}, but there are {num_experts} "
+                "experts."
+            )
+        dense_layers, step = fields.get("mlp_only_layers", []), sizes["decoder_sparse_step"]
+        layers = range(dense.num_layers)
+        moe_layers = tuple(i for i in layers if (i + 1) % step == 0 and i not in dense_layers)
+        if not moe_layers:
+            raise ValueError(
+                f"{source}: 'decoder_sparse_step' of {step} and 'mlp_only_layers' leave no layer "
+                "with experts; a dense model has the model_type 'qwen3'."
+            )
+        return cls(
+            **vars(dense),
+            expert_width=sizes["moe_intermediate_size"],
+            num_experts=num_experts,
+            num_chosen=num_chosen,
+            normalises_shares=bool(fields.get("norm_topk_prob", False)),
+            moe_layers=moe_layers,
+        )
+
+    def hf_config(self) -> dict[str, Any]:
+        """The inverse of `from_dict`."""
+        return {
+            **super().hf_config(),
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "moe_intermediate_size": self.expert_width,
+            "num_experts": self.num_experts,
+            "num_experts_per_tok": self.num_chosen,
+            "norm_topk_prob": self.normalises_shares,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": self._dense_layers,
+        }
+
+    @property
+    def _dense_layers(self) -> list[int]:
+        return [layer for layer in range(self.num_layers) if layer not in self.moe_layers]
+
+    @property
+    def stacks(self) -> Stacks:
+        """Where some layers are dense: which have an MLP, and which have experts."""
+        dense = tuple(self._dense_layers)
+        return {"mlp": dense, "moe": self.moe_layers} if dense else {}
+
+    def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
+        """Experts; beside them an MLP where some layers have one."""
+        dense = super().declare_feed_forward(rngs) if self._dense_layers else {}
+        return {**dense, "moe": MoE(self, rngs=rngs)}
+
+    def feed_forward_axes(self) -> dict[str, Any]:
+        """Experts over `expert`, each as an MLP is; routers whole but for the width."""
+        outwards = {"kernel": ("layer", "expert", "width", "mlp")}
+        moe = {
+            "router": {"kernel": ("layer", "width", None)},
+            "gate": outwards,
+            "up": outwards,
+            "down": {"kernel": ("layer", "expert", "mlp", "width")},
+        }
+        return {**(super().feed_forward_axes() if self._dense_layers else {}), "moe": moe}
+
+    def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
+        """As of the dense model; routers stay float32, and are cast where they are multiplied."""
+        weights = super().train_weights(params, dtype)
+        moe = {**weights["blocks"]["moe"], "router": params["blocks"]["moe"]["router"]}
+        return {**weights, "blocks": {**weights["blocks"], "moe": moe}}
+
+    def begin_routing(self, routing: Routing, num_tokens: int) -> Routed:
+        """The number of the first layer with experts, and that nothing was found in one yet."""
+        sizes = len(self.moe_layers), num_tokens, self.num_chosen, self.num_experts
+        return jnp.zeros((), jnp.int32), routing.begin(*sizes)
+
+    def routed_feed_forward(
+        self, layer: Params, x: Float[Array, "M D"], routed: Routed, routing: Routing
+    ) -> tuple[Float[Array, "M D"], Routed]:
+        """Experts where the layer has some, else the MLP."""
+        if "moe" not in layer:
+            return self.feed_forward(layer, x), routed
+        number, found = routed
+        kernels = {name: part["kernel"] for name, part in layer["moe"].items()}
+        router = kernels.pop("router")
+        logits = project("dv", x, router.astype(x.dtype), router)
+        choice = route(
+            checkpoint_name(logits, "router"),
+            num_chosen=self.num_chosen,
+            normalises=self.normalises_shares,
+            given=routing.given_in(number),
+        )
+        added = routing.experts(x, kernels, choice.chosen, choice.shares)
+        return added, (number + 1, routing.note(found, number, choice))
+
+    def feed_forward_names(self) -> dict[str, str]:
+        """Those of the MLP, and of the experts."""
+        return {**super().feed_forward_names(), **HF_NAMES}
+
+    def hf_fused(self) -> dict[str, Fused]:
+        """A layer's experts as transformers 5 has them in memory."""
+        E, D, F = self.num_experts, self.width, self.expert_width
+        fused = {}
+        for layer in self.moe_layers:
+            base = f"model.layers.{layer}.mlp.experts."
+            outwards = {
+                f"{base}{expert}.{name}_proj.weight": (expert, rows)
+                for expert in range(E)
+                for name, rows in (("gate", range(F)), ("up", range(F, 2 * F)))
+            }
+            back = {f"{base}{expert}.down_proj.weight": (expert, range(D)) for expert in range(E)}
+            fused[f"{base}gate_up_proj"] = Fused(shape=(E, 2 * F, D), parts=outwards)
+            fused[f"{base}down_proj"] = Fused(shape=(E, D, F), parts=back)
+        return fused
+
+    def memory_terms(self, tensor: int) -> MemoryTerms:
+        """Of attention and of as many experts as a token has."""
+        return super().memory_terms(tensor)

@@ -1,0 +1,74 @@
+"""Grouped products against `jax.lax.ragged_dot`, and what they cost."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.experts.products import find_tiles, grouped_product, tile_rows
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def operands(sizes, *, num_rows, seed=0):
+    rng = np.random.default_rng(seed)
+    rows = jnp.asarray(rng.standard_normal((num_rows, 5), np.float32))
+    weights = jnp.asarray(rng.standard_normal((len(sizes), 5, 7), np.float32))
+    return rows, weights, jnp.asarray(sizes, jnp.int32)
+
+
+def differentiate(product, count):
+    def total(rows, weights, sizes):
+        return jnp.sin(product(rows, weights, sizes)[:count]).sum()
+
+    return jax.jit(jax.value_and_grad(total, argnums=(0, 1)))
+
+
+def test_tiles_by_hand():
+    # Groups of 3, 0, 9 and 1 rows in tiles of 4: one, none, three and one.
+    tiles = find_tiles(jnp.array([3, 0, 9, 1]), 16, 4)
+    assert int(tiles.number) == 5
+    assert len(tiles.start) == 4 + 12 // 4  # a tile a group, and the whole ones of what is left
+    assert tiles.start[:5].tolist() == [0, 3, 7, 11, 12]
+    assert tiles.group[:5].tolist() == [0, 2, 2, 2, 3]
+    assert tiles.size[:5].tolist() == [3, 4, 4, 1, 1]
+    assert [tile_rows(*sizes) for sizes in ((1, 8), (64, 4), (100, 4), (4096, 4))] == [
+        8,
+        16,
+        32,
+        128,
+    ]
+
+
+@pytest.mark.parametrize(
+    "sizes", [[10, 20, 3, 0, 7], [0, 0, 0, 0, 40], [40, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0] * 5]
+)
+def test_products_and_gradients_are_those_of_ragged_dot(sizes):
+    args = operands(sizes, num_rows=40)
+    got = differentiate(grouped_product, sum(sizes))(*args)
+    wanted = differentiate(jax.lax.ragged_dot, sum(sizes))(*args)
+    value, (of_rows, of_weights) = got
+    np.testing.assert_allclose(value, wanted[0], rtol=1e-5)
+    count = sum(sizes)
+    np.testing.assert_allclose(of_rows[:count], wanted[1][0][:count], atol=1e-5)
+    np.testing.assert_allclose(of_weights, wanted[1][1], atol=1e-5)
+
+
+def test_rows_beyond_the_groups_have_no_part():
+    sizes = [4, 0, 9]
+    rows, weights, sizes = operands(sizes, num_rows=20)
+    spoilt = rows.at[13:].set(jnp.nan)
+    wanted = differentiate(grouped_product, 13)(rows, weights, sizes)
+    value, (of_rows, of_weights) = differentiate(grouped_product, 13)(spoilt, weights, sizes)
+    assert value == wanted[0]
+    np.testing.assert_array_equal(of_rows[:13], wanted[1][0][:13])
+    np.testing.assert_array_equal(of_weights, wanted[1][1])
+
+
+def test_bfloat16_is_summed_in_float32():
+    rows, weights, sizes = operands([30, 10], num_rows=40)
+    rows, weights = rows.astype(jnp.bfloat16), weights.astype(jnp.bfloat16)
+    got = jax.jit(grouped_product)(rows, weights, sizes)
+    wanted = jax.jit(grouped_product)(*(x.astype(jnp.float32) for x in (rows, weights)), sizes)
+    assert got.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(got, wanted.astype(jnp.bfloat16))

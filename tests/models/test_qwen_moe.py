@@ -1,0 +1,197 @@
+"""Mixtures of experts against `transformers`: logits, gradients, losses, and weights on disk."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file, save_file
+
+from jaxrl.models import kv_cache
+from jaxrl.models.architecture import read_model
+from jaxrl.models.attention.kernels import XLA
+from jaxrl.models.decoder import init_params
+from jaxrl.models.experts.routing import Routing, balance_loss
+from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
+from jaxrl.models.layers import Through
+from tests.helpers import full_pass, read_tokens, relative_distance
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NAMES = ["qwen3_moe", "qwen3_moe_mixed", "qwen3_moe_sparse_step"]
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@pytest.fixture(params=NAMES)
+def golden(request):
+    folder = GOLDEN / request.param
+    return read_model(folder), load_hf(folder), dict(np.load(folder / "golden.npz"))
+
+
+def test_the_layers_are_those_of_transformers():
+    mixed, stepped = (read_model(GOLDEN / name) for name in NAMES[1:])
+    assert (mixed.moe_layers, mixed.normalises_shares) == ((0, 2, 3, 4), True)
+    assert stepped.moe_layers == (1,)
+    uniform = read_model(GOLDEN / NAMES[0])
+    assert (uniform.stacks, uniform.normalises_shares) == ({}, False)
+    for config in (mixed, stepped, uniform):
+        assert type(config).from_dict(config.hf_config()) == config
+    made = jax.tree.map(jnp.shape, init_params(stepped, seed=0))
+    assert made == jax.tree.map(jnp.shape, stepped.abstract_params())
+
+
+def loss_of(config, wanted, scan, params):
+    """The mean loss of next tokens and the balance of the routers, as `make_golden.py` has it."""
+    token_ids, mask = jnp.asarray(wanted["token_ids"]), jnp.asarray(wanted["mask"])
+    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+    routing = Routing(counted=mask.reshape(-1).astype(jnp.float32))
+    through = Through(scan=scan, remat="full", routing=routing)
+    attend = XLA.within(jnp.ones_like(token_ids), positions)
+    hidden = config.hidden_states(params, token_ids, positions, attend, through)
+    logits = config.unembed(params, hidden, num_tokens=config.vocab_size)
+    logprobs = jax.nn.log_softmax(logits[:, :-1])
+    logprobs = jnp.take_along_axis(logprobs, token_ids[:, 1:, None], axis=-1)[..., 0]
+    loss = -(logprobs * mask[:, 1:]).sum() / mask[:, 1:].sum()
+    usage = routing.usage
+    balance = balance_loss(usage.probabilities, usage.counts, usage.num_tokens)
+    return loss + 0.1 * balance, (logits, balance)
+
+
+def torch_gradients(wanted):
+    """By the classic names: transformers 5 has a layer's experts in one tensor."""
+    found = {}
+    for name, value in wanted.items():
+        name = name.removeprefix("gradient/")
+        if name.endswith("gate_up_proj"):
+            for expert, both in enumerate(value):
+                for part, half in zip(("gate", "up"), np.split(both, 2), strict=True):
+                    own = f"{expert}.{part}_proj.weight"
+                    found[name.replace("gate_up_proj", own)] = half
+        elif name.endswith("experts.down_proj"):
+            for expert, one in enumerate(value):
+                found[name.replace("down_proj", f"{expert}.down_proj.weight")] = one
+        elif name.startswith(("model", "lm_head")):
+            found[name] = value
+    return found
+
+
+def test_logits_losses_and_gradients_are_those_of_torch(golden):
+    config, params, wanted = golden
+    scan = bool(config.stacks)  # runs of layers in loops; all layers alike one after another
+    differentiate = jax.value_and_grad(partial(loss_of, config, wanted, scan), has_aux=True)
+    (loss, (logits, balance)), gradients = jax.jit(differentiate)(params)
+    np.testing.assert_allclose(logits, wanted["logits"], atol=1e-4, rtol=0)
+    np.testing.assert_allclose(balance, wanted["balance_loss"], atol=1e-5)
+    np.testing.assert_allclose(loss, wanted["loss"], atol=1e-5)
+    flat, ours = flatten_dict(gradients, sep="/"), {}
+    for name, place in hf_places(config).items():
+        own = np.asarray(flat[place.param][place.index] if place.index else flat[place.param])
+        ours[name] = own.T if place.is_transposed else own
+    theirs = torch_gradients(wanted)
+    assert ours.keys() == theirs.keys()
+    assert relative_distance(ours, theirs) < 1e-4
+    routers = [name for name in ours if name.endswith("mlp.gate.weight")]
+    assert len(routers) == len(config.moe_layers)
+    for name in routers:
+        assert relative_distance({"": ours[name]}, {"": theirs[name]}) < 1e-4
+
+
+@pytest.fixture
+def mixed():
+    folder = GOLDEN / "qwen3_moe_mixed"
+    return read_model(folder), load_hf(folder), dict(np.load(folder / "golden.npz"))
+
+
+def test_the_sampler_computes_the_same(mixed):
+    config, params, wanted = mixed
+    token_ids = jnp.asarray(wanted["token_ids"])
+    B, T = token_ids.shape
+    weights = config.decode_weights(params, jnp.float32)
+    cache = kv_cache.allocate(config, B * 5, 4, jnp.float32)
+    tables = jnp.arange(B * 5)[::-1].reshape(B, 5)
+    read = jax.jit(read_tokens, static_argnums=0)
+    for start, end in ((0, 16), (16, 20)):
+        chunk = jnp.pad(token_ids[:, start:end], ((0, 0), (0, 16 - end + start)))
+        counts = jnp.full(B, end - start)
+        hidden, cache = read(config, weights, cache, tables, jnp.full(B, start), counts, chunk)
+        last = hidden[:, end - start - 1]
+        logits = config.unembed(weights, last, num_tokens=config.vocab_size)
+        np.testing.assert_allclose(logits, wanted["logits"][:, end - 1], atol=1e-4, rtol=0)
+    assert T == 20
+
+
+def test_packed_rows(mixed):
+    config, params, wanted = mixed
+    token_ids = jnp.asarray(wanted["token_ids"])
+    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+    ids = jnp.array([[1], [2]]) * jnp.ones_like(token_ids)
+    row = (x.reshape(1, -1) for x in (token_ids, positions, ids))
+    hidden = jax.jit(partial(full_pass, config))(params, *row)
+    logits = config.unembed(params, hidden, num_tokens=config.vocab_size)
+    logits = logits.reshape(wanted["logits"].shape)
+    np.testing.assert_allclose(logits, wanted["logits"], atol=1e-4, rtol=0)
+
+
+def fuse(folder):
+    """Rewrites a folder with each layer's experts as transformers 5 has them in memory."""
+    tensors = load_file(folder / "model.safetensors")
+    config = read_model(folder)
+    for layer in config.moe_layers:
+        base = f"model.layers.{layer}.mlp.experts."
+        parts = {
+            name: np.stack(
+                [tensors.pop(f"{base}{e}.{name}_proj.weight") for e in range(config.num_experts)]
+            )
+            for name in ("gate", "up", "down")
+        }
+        both = np.concatenate([parts["gate"], parts["up"]], axis=1)
+        tensors |= {base + "gate_up_proj": both, base + "down_proj": parts["down"]}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_experts_stored_as_one_tensor_are_read_and_written_apart(tmp_path):
+    source = GOLDEN / "qwen3_moe_mixed"
+    fused = Path(shutil.copytree(source, tmp_path / "fused"))
+    fuse(fused)
+    params = load_hf(fused)
+    jax.tree.map(np.testing.assert_array_equal, params, load_hf(source))
+    save_hf(params, read_model(fused), tmp_path / "export", source=fused)
+    wanted, got = (load_file(f / "model.safetensors") for f in (source, tmp_path / "export"))
+    assert wanted.keys() == got.keys()
+    for name, value in wanted.items():
+        assert value.tobytes() == got[name].tobytes()
+
+
+def test_a_fused_tensor_of_another_shape_is_refused(tmp_path):
+    folder = Path(shutil.copytree(GOLDEN / "qwen3_moe", tmp_path / "hf"))
+    fuse(folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    save_file({**tensors, name: tensors[name][:4]}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"down_proj' has shape \[4, 24, 16\].*\[6, 24, 16\]"):
+        load_hf(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_experts_per_tok": 9}, "'num_experts_per_tok' is 9, but there are 6 experts"),
+        ({"num_local_experts": 0}, "'num_experts' is 0; expected at least 1"),
+        ({"moe_intermediate_size": "16"}, "'moe_intermediate_size' is '16'; expected a whole"),
+        ({"mlp_only_layers": [0, 1]}, "leave no layer with experts"),
+        ({"decoder_sparse_step": 3}, "leave no layer with experts"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"model_type": "qwen3"}, "model_type 'qwen3' is not supported; expected 'qwen3_moe'"),
+    ],
+)
+def test_refused_by_name(tmp_path, changes, named):
+    fields = json.loads((GOLDEN / "qwen3_moe" / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=named) as error:
+        read_model(tmp_path, "qwen3_moe")
+    assert str(tmp_path / "config.json") in str(error.value)
