@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from jaxrl import train
 from jaxrl.components import assemble, check_prices
 from jaxrl.config_checks import validate
 from jaxrl.envs.local_search import LocalSearch
@@ -22,6 +23,7 @@ from jaxrl.training.ledger import BudgetSpentError, Ledger
 from tests.runs import (
     SIZES,
     base_config,
+    killed,
     lasting,
     records,
     saved_progress,
@@ -198,19 +200,43 @@ def test_prices_are_of_tools_that_there_are(tiny_world, source):
 
 
 @pytest.mark.slow
-def test_groups_that_a_stage_ended_before_count_too(tiny_world, source, tmp_path):
-    # Sampled ahead for a third step, which patience has ended before.
+def test_groups_that_a_stage_ended_before_count_too(tiny_world, source, tmp_path, monkeypatch):
+    # Sampled ahead for a third step, which patience has ended before. Each step is the best so far,
+    # and none is so by enough.
     changes = {"rollout.ahead": 1, "loss.correction.level": "token", "num_steps": 4}
     changes |= {"eval.every_steps": 1, "eval.patience": 1, "eval.min_delta": 1e3}
     changes |= {"checkpoint.keep_best": 1, "eval.best_metric": "val-core/all/exact_match/greedy"}
     config = configured(tiny_world, source, **changes)
-    play(config, tmp_path / "run", assemble(config))
+    parts = assemble(config)
+    steps = iter(range(99))
+    monkeypatch.setattr(train, "best_metric", lambda *_: float(next(steps)))
+    play(config, tmp_path / "run", parts)
     *before, last = records(tmp_path / "run")
     assert before[-1]["stopped_early"]
     num_steps = before[-1]["step"]
-    assert num_steps < 3
+    assert num_steps == 2
     evaluated = sum(record.get("ledger/eval/trajectories", 0) for record in (*before, last))
     assert last["ledger/total/trajectories"] == evaluated + 16 * (num_steps + 1)
+
+    # Killed between a best checkpoint and the end of patience.
+    copy = killed(tmp_path / "run", tmp_path / "before", after=1)
+    play(config, copy, parts)
+    assert lasting(copy) == lasting(tmp_path / "run")
+
+    # Killed right after the checkpoint of the step that ends it.
+    class KilledError(Exception):
+        pass
+
+    def kill(*_):
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "take_best", kill)
+        with pytest.raises(KilledError):
+            play(config, tmp_path / "after", parts)
+    assert steps_in(tmp_path / "after" / "checkpoints")[-1] == 2
+    play(config, tmp_path / "after", parts)
+    assert lasting(tmp_path / "after") == lasting(tmp_path / "run")
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ A folder of the index holds
 
     vectors.bin     [N, D] values, row by row, in the order of the corpus
     offsets.npy     int64 [N], where each document's line begins in the corpus
+    checks.npy      uint32 [N], CRC-32 of that line
     chunks.jsonl    a line for each chunk of vectors that is written: its number and SHA-256
     manifest.json   what the vectors were made of
 
@@ -32,7 +33,9 @@ import numpy as np
 from jaxrl.envs.corpus import (
     CorpusDocuments,
     check_corpus,
+    check_unchanged,
     corpus_digest,
+    line_check,
     longest_known,
     make_once,
     read_corpus,
@@ -45,9 +48,9 @@ FILE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.b
 CHUNK_ROWS = 8_192
 """Vectors that are written at a time: what a killed build loses at most."""
 
-_VERSION = 1  # part of every folder's name: raise it when what is stored changes
-_VECTORS, _OFFSETS, _CHUNKS, _MANIFEST = (
-    "vectors.bin", "offsets.npy", "chunks.jsonl", "manifest.json",
+_VERSION = 2  # part of every folder's name: raise it when what is stored changes
+_VECTORS, _OFFSETS, _CHECKS, _CHUNKS, _MANIFEST = (
+    "vectors.bin", "offsets.npy", "checks.npy", "chunks.jsonl", "manifest.json",
 )  # fmt: skip
 
 Rows = Callable[[int, int], np.ndarray]
@@ -63,24 +66,27 @@ class Documents(CorpusDocuments):
         return [one.contents if one.title else one.text for one in documents]
 
 
-def line_offsets(corpus: Path, progress: Progress) -> np.ndarray:
-    """Where the documents of a corpus begin, int64 [N]; checks all of them.
+def line_offsets(corpus: Path, progress: Progress) -> tuple[np.ndarray, np.ndarray]:
+    """Where the documents of a corpus begin, int64 [N], and `line_check` of each, uint32 [N].
+
+    Checks all of them.
 
     Raises:
         FileNotFoundError, ValueError: as `read_corpus`.
     """
-    offsets, begin = [], 0
+    offsets, checks, begin = [], [], 0
     documents = read_corpus(corpus)
     with open(corpus, "rb") as lines:
         for line in lines:
             if line.strip():
                 next(documents)
                 offsets.append(begin)
+                checks.append(line_check(line))
                 if len(offsets) % 10_000 == 0:
                     progress(0)
             begin += len(line)
     next(documents, None)  # which refuses a corpus without any
-    return np.array(offsets, np.int64)
+    return np.array(offsets, np.int64), np.array(checks, np.uint32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +167,14 @@ def open_built(
 
 
 def _open(source: Source, folder: Path) -> VectorFiles:
-    offsets = np.load(folder / _OFFSETS, mmap_mode="r")
-    documents = Documents(source.corpus, offsets)
+    damaged = f"delete the folder {folder}, and the next start builds it anew."
+    try:
+        documents = _documents(source, folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the index is damaged; {damaged} ({error})") from error
     dtype, shape = FILE_DTYPES[source.dtype], (len(documents), source.width)
     expected = len(documents) * source.width * dtype.itemsize
     found = (folder / _VECTORS).stat().st_size
-    damaged = f"delete the folder {folder}, and the next start builds it anew."
     if found != expected:
         raise ValueError(
             f"{folder / _VECTORS} has {found} bytes; expected {expected}, {shape[0]} vectors of "
@@ -184,18 +192,33 @@ def _open(source: Source, folder: Path) -> VectorFiles:
     return VectorFiles(folder, vectors, documents)
 
 
+def _documents(source: Source, folder: Path) -> Documents:
+    """Those of an index; a line of the corpus that is another by then is a failure.
+
+    Raises:
+        OSError, ValueError: its files cannot be read.
+    """
+    offsets, checks = (np.load(folder / name, mmap_mode="r") for name in (_OFFSETS, _CHECKS))
+    if offsets.ndim != 1 or offsets.shape != checks.shape:
+        raise ValueError(f"{offsets.shape} offsets and {checks.shape} checks")
+    return Documents(source.corpus, offsets, checks)
+
+
 def _build(
     source: Source, folder: Path, make_rows: Callable[[Documents], Rows], progress: Progress
 ) -> None:
     """Writes what is missing in a folder beside, then gives that its name."""
     building = folder.with_name(f"{folder.name}.building")
     manifest = {**source.made_of, "corpus": {"digest": source.digest, "bytes": _size(source)}}
-    if _read_json(building / _MANIFEST) != manifest or not (building / _OFFSETS).is_file():
+    has_lines = all((building / name).is_file() for name in (_OFFSETS, _CHECKS))
+    if _read_json(building / _MANIFEST) != manifest or not has_lines:
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
-        np.save(building / _OFFSETS, line_offsets(source.corpus, progress))
+        offsets, checks = line_offsets(source.corpus, progress)
+        np.save(building / _OFFSETS, offsets)
+        np.save(building / _CHECKS, checks)
         _write(building / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
-    documents = Documents(source.corpus, np.load(building / _OFFSETS, mmap_mode="r"))
+    documents = _documents(source, building)
     _reserve(building, (len(documents), source.width), FILE_DTYPES[source.dtype])
     vectors = np.memmap(
         building / _VECTORS, FILE_DTYPES[source.dtype], "r+", shape=(len(documents), source.width)
@@ -216,6 +239,7 @@ def _build(
                 os.fsync(log.fileno())
             progress(stop)
     del vectors
+    check_unchanged(source.corpus, source.index_dir, manifest["corpus"]["digest"])
     building.rename(folder)
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import time
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from jaxrl.envs.base import ToolError
 from jaxrl.envs.jsonl import read_objects
 from jaxrl.envs.retrieval import Document
 
@@ -107,15 +109,21 @@ def parse_document(fields: dict[str, Any], place: str) -> Document:
 class CorpusDocuments:
     """The documents of a corpus by their places in it; read from the file when asked for."""
 
-    def __init__(self, corpus: Path, offsets: Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        corpus: Path,
+        offsets: Sequence[int] | None = None,
+        checks: Sequence[int] | None = None,
+    ) -> None:
         """Reads nothing yet.
 
         Args:
             corpus: a JSONL file, which stays as it is.
             offsets: where each document's line begins, in bytes; None: that is looked up on first
                 use, in the whole file.
+            checks: `line_check` of each document's line; None: lines are taken as they are.
         """
-        self._path, self._known = corpus, offsets
+        self._path, self._known, self._checks = corpus, offsets, checks
 
     @functools.cached_property
     def _offsets(self) -> Sequence[int]:
@@ -130,13 +138,28 @@ class CorpusDocuments:
         return len(self._offsets)
 
     def __getitem__(self, place: int, /) -> Document:
-        """The document at a place; safe to be called from several threads."""
+        """The document at a place; safe to be called from several threads.
+
+        Raises:
+            ToolError: its line is not the one that was indexed.
+        """
         begin = int(self._offsets[place])
         is_last = place + 1 == len(self._offsets)
         end = os.fstat(self._file.fileno()).st_size if is_last else int(self._offsets[place + 1])
         # Blank lines may follow, which belong to no document.
-        line = os.pread(self._file.fileno(), end - begin, begin).partition(b"\n")[0]
+        line = os.pread(self._file.fileno(), max(end - begin, 0), begin).partition(b"\n")[0]
+        if self._checks is not None and line_check(line) != int(self._checks[place]):
+            raise ToolError(
+                f"{self._path}, byte {begin}: this is not the line that was indexed. The file has "
+                "changed since, or the index is damaged; start the run again, and if that does not "
+                "help delete the index (config.search.dense.index)"
+            )
         return parse_document(json.loads(line.decode("utf-8-sig")), f"{self._path}, byte {begin}")
+
+
+def line_check(line: bytes) -> int:
+    """CRC-32 of a line without its end, by which it is known again."""
+    return zlib.crc32(line.removesuffix(b"\n"))
 
 
 def line_starts(path: Path) -> Sequence[int]:
@@ -241,6 +264,19 @@ def make_once(
         if not folder.is_dir():
             make()
     corpus_digest(corpus, folder.parent)  # there is a folder now to keep it in
+
+
+def check_unchanged(corpus: Path, index_dir: Path, digest: str) -> None:
+    """Refuses an index of a corpus that changed while it was read: it would bear a wrong name.
+
+    Raises:
+        ValueError: `digest`, taken before, is not that of the corpus.
+    """
+    if corpus_digest(corpus, index_dir) != digest:
+        raise ValueError(
+            f"{corpus} changed while it was indexed; run the same command again once nobody writes "
+            "to it."
+        )
 
 
 _DIGESTS = "digests.json"

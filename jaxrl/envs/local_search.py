@@ -24,6 +24,7 @@ from jaxrl.envs.corpus import (
     CorpusDocuments,
     Known,
     check_corpus,
+    check_unchanged,
     corpus_digest,
     id_hash,
     index_folder,
@@ -240,6 +241,7 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
         (building / _READ).write_text(json.dumps(read | {"format": _format()}), encoding="utf-8")
         for part in building.iterdir():  # some of tantivy's files are their owner's alone
             part.chmod(building.stat().st_mode & 0o666)
+        check_unchanged(corpus, folder.parent, digest)
         building.rename(folder)
     except ValueError as error:
         if not any(name in str(error) for name in ("io::Error", "IoError", "IO error")):

@@ -11,6 +11,7 @@ import pytest
 
 from jaxrl.dense import files
 from jaxrl.dense.files import Source, open_built
+from jaxrl.envs.base import ToolError
 from tests.dense.worlds import dense, documents, write_corpus
 from tests.helpers import ROOT, no_file_beyond
 
@@ -159,6 +160,71 @@ def test_damage_is_told(tmp_path, damage):
         build(source(corpus), Rows())
     shutil.rmtree(folder)
     np.testing.assert_array_equal(build(source(corpus), Rows()).vectors, wanted(34))
+
+
+def test_a_corpus_that_changes_while_it_is_encoded_is_told(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 34)
+
+    def changing(documents):
+        write_corpus(corpus, 35)
+        return Rows()(documents)
+
+    with pytest.raises(ValueError, match="changed while it was indexed"):
+        build(source(corpus), changing)
+    built = build(source(corpus), Rows())
+    np.testing.assert_array_equal(built.vectors, wanted(35))
+    assert built.documents[34].id == "d34"
+
+
+@pytest.mark.parametrize("name", ["offsets.npy", "checks.npy"])
+@pytest.mark.parametrize("damage", ["short", "gone", "zeros"])
+def test_a_damaged_file_of_lines_is_told_and_answers_nothing_wrong(tmp_path, name, damage):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 34)
+    built = build(source(corpus), Rows())
+    whole = [built.documents[i] for i in range(34)]
+    file = built.folder / name
+    if damage == "zeros":
+        content = np.load(file)
+        np.save(file, np.zeros_like(content))
+        documents = build(source(corpus), Rows()).documents
+        for place in range(34):
+            with pytest.raises(ToolError, match="this is not the line that was indexed"):
+                documents[place]
+        return
+    if damage == "short":
+        os.truncate(file, 130)
+    else:
+        file.unlink()
+    with pytest.raises(ValueError, match="the index is damaged; delete the folder"):
+        build(source(corpus), Rows())
+    shutil.rmtree(built.folder)
+    again = build(source(corpus), Rows()).documents
+    assert [again[i] for i in range(34)] == whole
+
+
+def test_a_corpus_that_changes_while_it_is_searched_answers_nothing_wrong(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 34)
+    found = build(source(corpus), Rows()).documents
+    whole = [found[i] for i in range(34)]
+    with corpus.open("a") as file:  # which changes none of them
+        file.write(json.dumps({"id": "d99", "title": "New", "text": "new"}) + "\n")
+    assert [found[i] for i in range(34)] == whole
+    text = corpus.read_text()
+    with corpus.open("r+") as file:  # in place, and a character longer
+        file.write(text.replace(whole[5].text, whole[5].text + "!", 1))
+    assert [found[i] for i in range(5)] == whole[:5]
+    for place in range(5, 34):
+        with pytest.raises(ToolError, match="The file has changed since"):
+            found[place]
+    os.truncate(corpus, 10)
+    with pytest.raises(ToolError, match="The file has changed since"):
+        found[33]
+    # Another file of that name is not what is open.
+    other = write_corpus(tmp_path / "other.jsonl", 34)
+    again = build(source(other), Rows()).documents
+    assert again[0] == whole[0]  # from then on it is open
+    os.replace(write_corpus(tmp_path / "third.jsonl", 3), other)
+    assert [again[i] for i in (0, 33)] == [whole[0], whole[33]]
 
 
 _BUILDER = """

@@ -491,6 +491,47 @@ assert found.startswith("Doc 1(Title: word 499)"), found
 """
 
 
+def test_a_corpus_that_changes_while_it_is_indexed_is_told(tmp_path):
+    path = write_corpus(tmp_path, CITIES[:2])
+
+    def change(_):
+        append(path, CITIES[2:3])
+
+    with pytest.raises(
+        ValueError, match="changed while it was indexed; run the same command again"
+    ):
+        LocalSearch(path, tmp_path / "index", progress=change)
+    assert indexes(tmp_path) == []
+    assert ids(LocalSearch(path, tmp_path / "index"), "北京") == ["3"]
+
+
+_APPENDING = """
+import sys, time
+from pathlib import Path
+
+path, text = Path(sys.argv[1]), Path(sys.argv[1]).read_text(encoding="utf-8")
+for number in range(200):
+    with path.open("a", encoding="utf-8") as file:
+        file.write('{"id": "n%d", "title": "new", "text": "kangaroo"}\\n' % number)
+    time.sleep(0.002)
+path.write_text("{\\n", encoding="utf-8")
+"""
+
+
+def test_an_open_index_is_left_alone_by_whoever_writes_the_corpus(tmp_path):
+    path = write_corpus(tmp_path, CITIES)
+    engine = LocalSearch(path, tmp_path / "index")
+    before = engine.retrieve(["capital", "kangaroo"], 9)
+    assert before[1] == []
+    process = run_python(_APPENDING, path)
+    while process.poll() is None:
+        assert engine.retrieve(["capital", "kangaroo"], 9) == before
+    assert process.returncode == 0
+    assert engine.retrieve(["capital", "kangaroo"], 9) == before
+    with pytest.raises(ValueError, match="jsonl:1 is not valid JSON"):
+        LocalSearch(path, tmp_path / "index")
+
+
 def test_processes_that_start_at_once_share_one_index(tmp_path):
     path = write_corpus(tmp_path, [Document(str(i), f"word {i}", "text") for i in range(500)])
     processes = [run_python(BUILD, path, tmp_path / "index") for _ in range(3)]
