@@ -27,6 +27,7 @@ from jaxrl import config as configuration
 from jaxrl.components import assemble
 from jaxrl.envs.base import OutageError, Outcome, Task
 from jaxrl.logs.display import Display
+from jaxrl.models.adapters import load_base
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params
 from jaxrl.runtime.files import printable, system_message, writable
@@ -99,6 +100,7 @@ def open_run(run: Path, model: Path | None, display: Display) -> tuple[Component
         model = export
     if model is not None:
         config.model.path = str(model)
+        config.model.lora.rank = 0  # an adapter is merged into what a run exports
     elif not saved:
         raise FileNotFoundError(
             f"{run} holds neither export/ nor a checkpoint: no weights are trained yet. Name a "
@@ -112,7 +114,7 @@ def open_run(run: Path, model: Path | None, display: Display) -> tuple[Component
     components = assemble(config, display.activity)
     params, weights = load_weights(components, config, run, model, display)
     display.log(f"weights: {weights}")
-    components.engine.set_weights(params)
+    components.engine.set_weights(components.model.whole(params))
     return components, config
 
 
@@ -162,8 +164,10 @@ def load_weights(
         named = config.model.architecture
         params = load_hf(model, components.mesh, architecture=named, progress=progress)
         return params, str(model)
-    shapes = components.model_config.abstract_params()
-    target = abstract(shapes, param_shardings(components.mesh, components.model_config))
+    policy, mesh = components.model, components.mesh
+    if policy.adapter is not None:
+        policy.base = load_base(config.model.path, mesh, policy.adapter)
+    target = abstract(policy.trained.abstract_params(), param_shardings(mesh, policy.trained))
     step, params = restore_params(run / "checkpoints", target)
     return params, f"checkpoint of step {step}, in the middle of its stage"
 

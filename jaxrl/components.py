@@ -34,9 +34,12 @@ from jaxrl.envs.recording import Recording, recorded_engines
 from jaxrl.envs.resilient import Policy, ResilientSearch, ask_first
 from jaxrl.envs.retrieval import DocumentSearch, EmptySearch
 from jaxrl.envs.tools import Tool
+from jaxrl.method import adapter_of
+from jaxrl.models.adapters import check_adapter
 from jaxrl.models.architecture import Architecture, read_model
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.hf_weights import check_hf
+from jaxrl.models.lora import Adapter
 from jaxrl.models.policy import Model
 from jaxrl.processor import BlankProcessor, Processor, UnreadableError
 from jaxrl.runtime.checkpoint import newest_whole
@@ -82,13 +85,16 @@ def assemble(
     try_objectives(config)
     external = _make_external(config, workdir, log)
     model_config, tokenizer = _read_model(config, mesh, is_played=external is None)
+    adapter = adapter_of(config, model_config) if external is None else None
+    if adapter is not None and config.model.lora.path:
+        check_adapter(config.model.lora.path, adapter)
     tools = _make_tools(config)
     control = _make_control(config, tokenizer, tools)
     automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
     tasks, eval_tasks, demonstrations = _read_data(config, tokenizer, control, tools, show)
     engine = None
     if external is None:
-        engine = _make_engine(config, model_config, mesh, automaton, tokenizer)
+        engine = _make_engine(config, adapter or model_config, mesh, automaton, tokenizer)
     limits = Limits(**{field.name: config.rollout[field.name] for field in fields(Limits)})
     schedule, pay = _make_schedule(config), _make_payment(config, tasks, eval_tasks)
     _open_judges(pay, workdir, log)
@@ -116,7 +122,7 @@ def assemble(
     return Components(
         mesh=mesh,
         model_config=model_config,
-        model=_make_model(config, mesh, model_config, tokenizer),
+        model=_make_model(config, mesh, adapter or model_config, tokenizer),
         tokenizer=tokenizer,
         tasks=tasks,
         eval_tasks=list(eval_tasks),
@@ -166,10 +172,11 @@ def _rollout_blank(
 
 
 def _make_model(
-    config: ConfigDict, mesh: Mesh, model_config: Architecture, tokenizer: Tokenizer
+    config: ConfigDict, mesh: Mesh, policy: Architecture | Adapter, tokenizer: Tokenizer
 ) -> Model:
+    model_config = policy.model if isinstance(policy, Adapter) else policy
     return Model(
-        model_config,
+        policy,
         mesh,
         num_tokens=tokenizer.num_tokens,
         dtype=jnp.dtype(config.model.dtype),
@@ -637,16 +644,16 @@ def _make_tools(config: ConfigDict) -> list[Tool]:
 
 def _make_engine(
     config: ConfigDict,
-    model_config: Architecture,
+    policy: Architecture | Adapter,
     mesh: Mesh,
     automaton: StopAutomaton,
     tokenizer: Tokenizer,
 ) -> Engine:
-    rollout = config.rollout
+    rollout, model_config = config.rollout, policy.model if isinstance(policy, Adapter) else policy
     sampling = local_mesh(mesh, config.mesh.rollout_devices)
     kernels = choose(config.model.attention, sampling, model_config)
     return Engine(
-        model_config,
+        policy,
         sampling,
         automaton,
         num_tokens=tokenizer.num_tokens,

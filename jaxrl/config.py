@@ -21,6 +21,8 @@ DENSE_DTYPES = (*DTYPES, "int8")
 POOLINGS = ("", "mean", "first", "last")
 REMAT = ("none", "dots", "names", "full")
 STAGES = ("sft", "train", "evaluate")
+LORA_BASE_DTYPES = (*DTYPES, "int8")
+LORA_SAMPLERS = ("separate", "merged")
 ON_OUTAGE = ("stop", "empty")
 REPLAY = ("off", "record", "only")
 ATTENTION = ("auto", "xla", "triton", "mosaic")
@@ -52,6 +54,26 @@ def _optimizer() -> ConfigDict:
     # Packed rows of a micro-batch; a multiple of data * fsdp. 0: as many as the memory holds.
     optimizer.micro_rows = 8
     return optimizer
+
+
+def _lora() -> ConfigDict:
+    """The keys of an adapter, which alone is trained; docs/lora.md has more."""
+    lora = ConfigDict()
+    lora.rank = 0  # of its matrices; 0: there is none, and all of the model is trained
+    lora.alpha = 32.0  # what the adapter adds is multiplied with alpha / rank
+    lora.rslora = False  # with alpha / sqrt(rank) instead (rsLoRA)
+    # Layers that have it: all-linear, or names as q and attention/q, or HF's, as q_proj.
+    lora.targets = ("all-linear",)
+    # Of the weights that stay as they are: float32, bfloat16, or int8 with a scale for each output
+    # of a linear layer, and all else in model.dtype.
+    lora.base_dtype = "float32"
+    # The sampler's weights. separate: those of base and adapter, as the update has them. merged:
+    # their sum, a copy of the layers that have an adapter, which takes fewer products a token.
+    lora.sampler = "separate"
+    # Folder of an adapter in PEFT's format to go on with, of the same rank, alpha and targets; "":
+    # a new one, which changes nothing at first
+    lora.path = ""
+    return lora
 
 
 def _dense() -> ConfigDict:
@@ -162,6 +184,7 @@ def default_config() -> ConfigDict:
     # sampler compiles each on a CPU in any case.
     model.scan_layers = True
     model.logits_chunk_tokens = 2048  # tokens whose logits are in memory at a time, in the update
+    model.lora = _lora()
 
     config.images = images = ConfigDict()
     # Of an image; a smaller one is enlarged to so many pixels, a larger one made smaller. 0: as

@@ -16,6 +16,8 @@ from jaxrl.config import (
     DTYPES,
     FILTER_METRICS,
     KL_CONTROLLERS,
+    LORA_BASE_DTYPES,
+    LORA_SAMPLERS,
     MAPPINGS,
     ON_OUTAGE,
     OVERLONG_PROMPTS,
@@ -199,6 +201,17 @@ RULES = (
         "rollout.overlong_prompts",
         lambda c: c.policy.name != OWN_MODEL and c.rollout.overlong_prompts == "truncate_left",
         "'refuse' or 'drop' with a policy behind an endpoint: messages are sent whole",
+    ),
+    # An adapter.
+    Rule(
+        "model.lora.path",
+        lambda c: c.model.lora.path and not c.model.lora.rank,
+        "'' where model.lora.rank is 0: without a rank there is no adapter",
+    ),
+    Rule(
+        "model.lora.targets",
+        lambda c: c.model.lora.rank and not c.model.lora.targets,
+        "at least one layer, as ('all-linear',)",
     ),
     # The environment.
     Rule(
@@ -601,7 +614,8 @@ POSITIVE = [
     "search.opensearch.topk", "search.opensearch.timeout_s", "search.opensearch.connections",
     "search.opensearch.batch_size",
     "rollout.max_observation_tokens", "checkpoint.every_steps",
-    "checkpoint.keep", "model.logits_chunk_tokens", "rollout.temperature", "rollout.top_p",
+    "checkpoint.keep", "model.logits_chunk_tokens", "model.lora.alpha",
+    "rollout.temperature", "rollout.top_p",
     "optimizer.epsilon", "sft.optimizer.epsilon", "eval.samples", "eval.temperature",
     "eval.resamples", "eval.top_p", "advantage.pass_at_k.k", "loss.correction.cap",
     "loss.correction.high", "kl.adaptive.target", "kl.log.target", "kl.adaptive.horizon",
@@ -612,7 +626,7 @@ POSITIVE = [
 """Keys whose numbers are above 0."""
 
 NOT_NEGATIVE = [
-    "policy.openai.retries", "policy.openai.backoff_s",
+    "policy.openai.retries", "policy.openai.backoff_s", "model.lora.rank",
     "images.min_pixels", "images.max_pixels", "images.cache_mib",
     "policy.openai.prompt_price", "policy.openai.completion_price",
     "env.step_deadline_s", "reward.deadline_s", "rollout.max_failed_steps", "search.hybrid.k",
@@ -682,6 +696,8 @@ def _check_choices(config: ConfigDict) -> None:
         "model.dtype": (config.model.dtype, DTYPES),
         "model.attention": (config.model.attention, ATTENTION),
         "model.remat": (config.model.remat, REMAT),
+        "model.lora.base_dtype": (config.model.lora.base_dtype, LORA_BASE_DTYPES),
+        "model.lora.sampler": (config.model.lora.sampler, LORA_SAMPLERS),
         "rollout.overlong_prompts": (config.rollout.overlong_prompts, OVERLONG_PROMPTS),
         "search.on_outage": (config.search.on_outage, ON_OUTAGE),
         "search.replay": (config.search.replay, REPLAY),
@@ -881,9 +897,13 @@ def _check_values(config: ConfigDict) -> None:
         expected = f"a tuple of whole numbers from 1 to eval.samples={config.eval.samples}"
         refuse("eval.ks", config.eval.ks, expected)
     _check_k_schedule(config.advantage.pass_at_k.k_schedule)
-    for key, texts in {"model.eos_tokens": config.model.eos_tokens}.items():
+    named: dict[str, tuple[Any, str]] = {
+        "model.eos_tokens": (config.model.eos_tokens, "<|im_end|>"),
+        "model.lora.targets": (config.model.lora.targets, "all-linear"),
+    }
+    for key, (texts, shown) in named.items():
         if not all(isinstance(text, str) and text for text in texts):
-            refuse(key, texts, "a tuple of texts, as ('<|im_end|>',)")
+            refuse(key, texts, f"a tuple of texts, as ({shown!r},)")
     for key, example in MAPPINGS.items():
         for name, value in flat[key].items():
             if not isinstance(name, str) or not _is_plain(value, is_flat=key not in NESTED):

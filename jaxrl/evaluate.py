@@ -495,7 +495,7 @@ def evaluate(session: Session, params: Params) -> Params:
         sampler = session.components.sampler
         if sampler is not None:
             sampler.compile(session.display.activity)
-            sampler.set_weights(params)
+            sampler.set_weights(session.components.model.whole(params))
         metrics, errors = run_suites(session, "evaluate", session.config.eval.final_suites)
         if sampler is not None:
             sampler.release()

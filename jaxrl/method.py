@@ -163,3 +163,26 @@ def has_kl_weights(config: ConfigDict) -> bool:
 def has_gate(config: ConfigDict) -> bool:
     """True where training has an early and a late stage."""
     return config.shaping.boundary_aware and config.shaping.stage_level
+
+
+def adapter_of(config: ConfigDict, model: Any) -> Any:
+    """The `lora.Adapter` of a model; None where all of it is trained.
+
+    Raises:
+        ValueError: `model.lora.targets` names no layer of the model.
+    """
+    from jaxrl.models.lora import Adapter, find_targets
+
+    lora = config.model.lora
+    if not lora.rank:
+        return None
+    return Adapter(
+        model=model,
+        rank=lora.rank,
+        alpha=lora.alpha,
+        targets=find_targets(model, lora.targets),
+        is_rank_stabilised=lora.rslora,
+        base_dtype=lora.base_dtype,
+        other_dtype=config.model.dtype,
+        is_merged=lora.sampler == "merged",
+    )

@@ -17,6 +17,7 @@ from jaxrl.choices import OwnCodeError
 from jaxrl.evaluate import evaluate
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import open_log
+from jaxrl.models.adapters import load_adapter, load_base, new_adapter
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import Checkpointer, abstract, optimizer_items
@@ -192,11 +193,19 @@ def start_params(session: Session) -> Params:
     attention = session.components.model.attention
     display.log(f"attention: {attention.name}, {attention.reason}")
     display.log(f"sampler shapes: {session.components.engine.shapes()}")
+    counter = display.counter("loading weights, MiB")
+    model = session.components.model
+    if model.adapter is not None:
+        model.base = load_base(config.model.path, session.components.mesh, model.adapter, counter)
     if session.saved:
         display.log(f"resuming after step {progress.step} ({progress.stage} {progress.stage_step})")
         return session.restored.pop("params")
     display.log(f"no checkpoint in {session.workdir}: starting from {config.model.path}")
-    counter = display.counter("loading weights, MiB")
+    if model.adapter is not None:
+        path, mesh = config.model.lora.path, session.components.mesh
+        if path:
+            return load_adapter(path, model.adapter, mesh)
+        return new_adapter(model.adapter, mesh, config.seed)
     return load_hf(
         config.model.path,
         session.components.mesh,
@@ -215,14 +224,14 @@ def restore_targets(
     config: ConfigDict, components: Components, progress: Progress
 ) -> dict[str, Any]:
     """What of a checkpoint at this progress the run goes on with, abstract."""
-    model_config, mesh = components.model_config, components.mesh
-    shapes = model_config.abstract_params()
-    params = abstract(shapes, param_shardings(mesh, model_config))
+    trained, mesh = components.model.trained, components.mesh
+    shapes = trained.abstract_params()
+    params = abstract(shapes, param_shardings(mesh, trained))
     if not progress.is_under_way(config):
         return {"params": params}
     optimizer = stage_optimizer(config, progress.stage)
-    fresh = jax.eval_shape(lambda params: init_state(params, mesh, model_config, optimizer), shapes)
-    state = abstract(fresh, state_shardings(mesh, model_config, optimizer))
+    fresh = jax.eval_shape(lambda params: init_state(params, mesh, trained, optimizer), shapes)
+    state = abstract(fresh, state_shardings(mesh, trained, optimizer))
     targets = {"params": params, "optimizer": optimizer_items(state)}
     return targets | ({"ref_params": params} if has_reference(config, progress.stage) else {})
 

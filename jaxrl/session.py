@@ -21,6 +21,7 @@ from jaxrl.envs.base import Task
 from jaxrl.logs.display import Display
 from jaxrl.logs.metrics import plain_numbers
 from jaxrl.logs.writers import MetricsLog, Record
+from jaxrl.models.adapters import save_adapter, save_merged
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import save_hf
 from jaxrl.models.policy import Model
@@ -226,7 +227,7 @@ class Session:
             state = TrainState(params=params, **self.restored.pop("optimizer"))
         else:
             components = self.components
-            state = init_state(params, components.mesh, components.model_config, optimizer)
+            state = init_state(params, components.mesh, components.model.trained, optimizer)
         settings = stage_settings(self.config, self.progress.stage)
         return with_moments_in(state, HOST_MEMORY) if settings.offload else state
 
@@ -243,11 +244,20 @@ class Session:
         self.display.stop()
         self.components.engine.release()
         self.state = state
-        folder, source = self.workdir / "export", self.config.model.path
-        save_hf(state.params, self.components.model_config, folder, source=source)
+        self._export(state.params)
         self.save()
         self.state = self.ref_params = None  # the next stage needs the room
         return state.params
+
+    def _export(self, params: Params) -> None:
+        """Writes the trained model as an HF folder; of an adapter also itself, as PEFT has it."""
+        folder, source = self.workdir / "export", self.config.model.path
+        adapter = self.components.model.adapter
+        if adapter is None:
+            save_hf(params, self.components.model_config, folder, source=source)
+        else:
+            save_adapter(params, adapter, self.workdir / "adapter", source=source)
+            save_merged(params, adapter, folder, source=source)
 
     def check_budget(self, uncounted: Ledger | None = None) -> None:
         """Ends the run where it has spent what it may, also on the groups of the next step.

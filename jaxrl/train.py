@@ -78,7 +78,7 @@ def train(session: Session, params: Params) -> Params:
     measure = measure_for(session, score, shape)
     collector = Collector(session=session, stream=stream, measure=measure)
     components.engine.compile(session.display.activity)
-    components.engine.set_weights(state.params)
+    components.engine.set_weights(components.model.whole(state.params))
     if not is_resumed:
         begin_training(session)
     session.display.start("train", progress.stage_step, config.num_steps)
@@ -125,7 +125,7 @@ def train(session: Session, params: Params) -> Params:
         with clock.sampling():
             pending = collector.look_ahead(collected, controllers, policy_version)
         update_metrics = jax.device_get(update_metrics)
-        components.engine.set_weights(state.params)
+        components.engine.set_weights(components.model.whole(state.params))
         clock.updated()
         # Where the run stands now, and what the step was like.
         progress.controllers, progress.leftover = controllers, collected.leftover

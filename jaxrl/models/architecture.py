@@ -190,6 +190,13 @@ class Architecture(ABC):
         """Other beginnings that names of tensors may have, and those that `hf_names` has."""
         return {}
 
+    def linear_layers(self) -> tuple[str, ...]:
+        """Layers of `blocks` that `decoder.linear` computes, as `blocks/attention/q`.
+
+        These may have an adapter, and int8 weights; each has a `kernel` [L, in, out].
+        """
+        return ()
+
     def hf_copies(self) -> dict[str, str]:
         """HF tensors that a folder may hold though they repeat another, which is the value."""
         return {}

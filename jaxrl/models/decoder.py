@@ -267,8 +267,16 @@ def rope(x: Float[Array, "M heads H"], angles: Angles) -> Float[Array, "M heads 
 
 
 def linear(layer: Params, x: Float[Array, "M I"]) -> Float[Array, "M O"]:
-    """The product with `kernel` [I, O], and `bias` [O] where the layer has one."""
-    out = x @ layer["kernel"]
+    """The product with `kernel` [I, O], and `bias` [O] where the layer has one.
+
+    An int8 kernel has `kernel_scale` [O], and a layer with an adapter `lora_a` and `lora_b`; see
+    `jaxrl.models.lora`. Whole numbers up to 127 are exact in any float dtype.
+    """
+    out = x @ layer["kernel"].astype(x.dtype)
+    if "kernel_scale" in layer:
+        out = (out.astype(jnp.float32) * layer["kernel_scale"]).astype(x.dtype)
+    if "lora_a" in layer:
+        out = out + (x @ layer["lora_a"]) @ layer["lora_b"]
     if "bias" not in layer:
         return out
     # Cast after it is repeated, so that its gradient is summed over tokens in its own dtype.
@@ -605,6 +613,14 @@ class Decoder(Architecture):
         params = flatten_dict(self.abstract_params(), sep="/")
         names = {**FIRST_HF_NAMES, **self.feed_forward_names(), **LAST_HF_NAMES}
         return {name: tensor for name, tensor in names.items() if name in params}
+
+    def linear_layers(self) -> tuple[str, ...]:
+        """All with a kernel [L, in, out]."""
+        params = flatten_dict(self.abstract_params()["blocks"], sep="/")
+        found = {name for name, leaf in params.items() if leaf.ndim == 3}
+        names = (name.removeprefix("blocks/") for name in self.hf_names())
+        kernels = (n for n in names if n in found and n.endswith("/kernel"))
+        return tuple(f"blocks/{name.removesuffix('/kernel')}" for name in kernels)
 
     def hf_copies(self) -> dict[str, str]:
         """A tied output layer, which older exports hold."""

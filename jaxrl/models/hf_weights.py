@@ -228,12 +228,11 @@ def check_hf(
         FileNotFoundError, ValueError: as `load_hf` does.
     """
     config = read_model(path, architecture)
-    stored = _open_checked(Path(path), config)
-    return config, {known_name(config, name): tensor for name, tensor in stored.items()}
+    return config, open_known(config, Path(path))
 
 
-def _open_checked(folder: Path, config: Architecture) -> dict[str, StoredTensor]:
-    """All tensors by the names of the files, but apart where one stands for several."""
+def open_checked(folder: Path, config: Architecture) -> dict[str, StoredTensor]:
+    """All tensors by the names of the files, checked; apart where one stands for several."""
     stored = open_tensors(folder)
     for name, fused in config.hf_fused().items():
         if name in stored:
@@ -243,6 +242,12 @@ def _open_checked(folder: Path, config: Architecture) -> dict[str, StoredTensor]
                 stored[part] = StoredTensor(part, whole.file, _Part(whole.data, number, rows))
     _check_tensors({known_name(config, n): tensor for n, tensor in stored.items()}, config, folder)
     return stored
+
+
+def open_known(config: Architecture, folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of an HF folder by the names of `hf_names`, checked; errors as of `load_hf`."""
+    stored = open_checked(folder, config)
+    return {known_name(config, name): tensor for name, tensor in stored.items()}
 
 
 def known_name(config: Architecture, name: str) -> str:
@@ -266,7 +271,7 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
         ValueError: the index or a safetensors file is damaged, or they disagree.
     """
     if (folder / SINGLE_FILE).is_file():
-        return {tensor.name: tensor for tensor in _open_file(folder / SINGLE_FILE)}
+        return {tensor.name: tensor for tensor in open_file(folder / SINGLE_FILE)}
     index_file = folder / INDEX_FILE
     if not index_file.is_file():
         raise FileNotFoundError(
@@ -290,14 +295,15 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"{index_file} names {outside[0]!r}; expected names of files beside it, as "
             "'model-00001-of-00002.safetensors'."
         )
-    stored = {tensor.name: tensor for file in files for tensor in _open_file(file)}
+    stored = {tensor.name: tensor for file in files for tensor in open_file(file)}
     for name, file in weight_map.items():
         if name not in stored or stored[name].file != folder / file:
             raise ValueError(f"{index_file} places {name!r} in {file}, which does not hold it.")
     return stored
 
 
-def _open_file(file: Path) -> list[StoredTensor]:
+def open_file(file: Path) -> list[StoredTensor]:
+    """The tensors of a safetensors file, of which only the header is read; errors likewise."""
     if not file.is_file():
         raise FileNotFoundError(
             f"{file} is missing; {INDEX_FILE} names it, so the download is incomplete."
@@ -398,6 +404,34 @@ def save_hf(
         _check_source(config, Path(source), Path(path))
         dtypes = tensor_dtypes(Path(source), config)
     places = _export_places(config, dtypes)
+
+    def tensor_of(name: str, dtype: np.dtype) -> np.ndarray:
+        place = places[name]
+        return _hf_tensor(leaves[place.param], place, dtype)
+
+    write_hf(tensor_of, config, path, source=source, dtypes=dtypes, max_shard_size=max_shard_size)
+
+
+def write_hf(
+    tensor_of: Callable[[str, np.dtype], np.ndarray],
+    config: Architecture,
+    path: str | Path,
+    *,
+    source: str | Path | None,
+    dtypes: Mapping[str, str],
+    max_shard_size: int = 5 * 10**9,
+) -> None:
+    """Writes tensors as an HF folder; see `save_hf`, whose arguments these are.
+
+    Args:
+        tensor_of: from a tensor's name and dtype to its value on the host; asked of each in turn.
+        config: of the model.
+        path: the folder to write.
+        source: whose small files are copied.
+        dtypes: of each tensor, a key of `DTYPES`.
+        max_shard_size: bytes of tensors a file holds at most.
+    """
+    places = _export_places(config, dtypes)
     sizes = {
         name: int(np.prod(place.shape)) * DTYPES[dtypes[name]].itemsize
         for name, place in places.items()
@@ -408,10 +442,7 @@ def save_hf(
             _write_small_files(folder, config, source)
         for file, names in _split(sizes, max_shard_size).items():
             # One file's tensors are on the host at a time.
-            tensors = {
-                name: _hf_tensor(leaves[places[name].param], places[name], DTYPES[dtypes[name]])
-                for name in names
-            }
+            tensors = {name: tensor_of(name, DTYPES[dtypes[name]]) for name in names}
             if is_writer:
                 save_file(tensors, folder / file, metadata={"format": "pt"})
                 # safetensors lets nobody but the owner read its files.
@@ -460,18 +491,21 @@ def tensor_dtypes(source: Path, config: Architecture) -> dict[str, str]:
     """The dtype of each tensor of an HF folder of that model, or of a checkpoint's `source/`."""
     if (source / DTYPES_FILE).is_file():
         return json.loads((source / DTYPES_FILE).read_text(encoding="utf-8"))
-    return {name: tensor.dtype for name, tensor in _open_checked(source, config).items()}
+    return {name: tensor.dtype for name, tensor in open_checked(source, config).items()}
 
 
 def _hf_tensor(leaf: jax.Array, place: Place, dtype: np.dtype) -> np.ndarray:
     """One HF tensor on the host, in C order: safetensors stores other orders wrongly."""
-    part = leaf[place.index] if place.index else leaf
-    if getattr(part, "is_fully_addressable", True):
-        host = np.asarray(part)
-    else:
-        host = multihost_utils.process_allgather(part, tiled=True)
+    host = host_array(leaf[place.index] if place.index else leaf)
     # The host casts, since XLA on a CPU may flush subnormal numbers to zero.
     return np.ascontiguousarray((host.T if place.is_transposed else host).astype(dtype))
+
+
+def host_array(array: jax.Array) -> np.ndarray:
+    """A whole array on the host; every process calls this."""
+    if getattr(array, "is_fully_addressable", True):
+        return np.asarray(array)
+    return multihost_utils.process_allgather(array, tiled=True)
 
 
 def _split(sizes: Mapping[str, int], max_shard_size: int) -> dict[str, list[str]]:

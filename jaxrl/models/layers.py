@@ -197,7 +197,10 @@ def _unstack_forward(blocks: Params) -> tuple[list[Params], None]:
 
 
 def _unstack_backward(_: None, gradients: list[Any]) -> tuple[Params]:
-    return (jax.tree.map(lambda *leaves: jnp.stack(leaves), *gradients),)
+    def stacked(*leaves: Any) -> Any:
+        return None if leaves[0].dtype == jax.dtypes.float0 else jnp.stack(leaves)  # int8 weights
+
+    return (jax.tree.map(stacked, *gradients),)
 
 
 _unstack.defvjp(_unstack_forward, _unstack_backward)

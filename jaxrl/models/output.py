@@ -146,12 +146,14 @@ class OutputLayer:
         mesh: its data and fsdp axes are the shards.
         chunk_tokens: of a shard, whose logits are in memory at a time.
         entropy_gradient: gradients flow through the entropies.
+        trains_tables: gradients flow to the tables; else they get none.
     """
 
     unembed: Unembed
     mesh: Mesh
     chunk_tokens: int
     entropy_gradient: bool
+    trains_tables: bool = True
 
     def logprobs_and_entropies(
         self, tables: Any, hidden: jax.Array, targets: jax.Array, temperature: float | jax.Array
@@ -212,9 +214,11 @@ def _backward(
     layer: OutputLayer, saved: tuple[Any, ...], gradients: tuple[jax.Array, jax.Array]
 ) -> tuple[Any, jax.Array, None, None]:
     tables, hidden, targets, temperature, found, logits = saved
+    trained = tables if layer.trains_tables else {}
 
     def of_shard(hidden: jax.Array, of_logits: jax.Array) -> tuple[Any, jax.Array]:
-        return jax.vjp(layer.unembed, tables, hidden)[1](of_logits)
+        read = lambda trained, hidden: layer.unembed(trained or tables, hidden)  # noqa: E731
+        return jax.vjp(read, trained, hidden)[1](of_logits)
 
     def chunk(sums: Any, xs: tuple[Any, ...]) -> tuple[Any, jax.Array]:
         hidden, targets, found, logits, of_found = xs
@@ -226,13 +230,13 @@ def _backward(
 
     shards = hidden.shape[0]
     zeros = jax.tree.map(
-        lambda x: layer.on_shards(jnp.zeros((shards, *x.shape), jnp.float32)), tables
+        lambda x: layer.on_shards(jnp.zeros((shards, *x.shape), jnp.float32)), trained
     )
     of_found = tuple(map(layer.by_chunk, gradients))
     xs = (layer.by_chunk(hidden), layer.by_chunk(targets), found, logits, of_found)
     sums, of_hidden = jax.lax.scan(chunk, zeros, xs)
-    of_tables = jax.tree.map(lambda total, x: total.sum(axis=0).astype(x.dtype), sums, tables)
-    return of_tables, layer.whole(of_hidden, hidden.shape[1]), None, None
+    of_tables = jax.tree.map(lambda total, x: total.sum(axis=0).astype(x.dtype), sums, trained)
+    return of_tables or None, layer.whole(of_hidden, hidden.shape[1]), None, None
 
 
 _logprobs_and_entropies.defvjp(_forward, _backward)

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import XLA, Kernels
 from jaxrl.models.layers import Through
+from jaxrl.models.lora import Adapter, Declared, join, split
 from jaxrl.models.output import OutputLayer, find_places, put, take
 from jaxrl.runtime.sharding import batch_sharding, num_batch_shards, param_shardings
 from jaxrl.types import Batch, Params
@@ -22,7 +23,7 @@ class Model:
 
     def __init__(
         self,
-        config: Architecture,
+        config: Architecture | Adapter,
         mesh: Mesh,
         *,
         num_tokens: int,
@@ -35,7 +36,7 @@ class Model:
         """Static settings.
 
         Args:
-            config: of the model.
+            config: of the model; or its adapter, which alone is trained then.
             mesh: rows are split over its data and fsdp axes.
             num_tokens: ids the tokenizer knows; larger ones have probability 0.
             dtype: of activations and matrix products; master weights stay float32.
@@ -44,13 +45,28 @@ class Model:
             scan_layers: compile one layer for all.
             logits_chunk_tokens: at most so many tokens have their logits in memory at a time.
         """
-        self.config = config
+        self.adapter = config if isinstance(config, Adapter) else None
+        self.config = config.model if isinstance(config, Adapter) else config
+        self.base: Params = {}  # of an adapter: the weights that stay as they are, on the mesh
         self.mesh = mesh
         self.num_tokens = num_tokens
         self.dtype = dtype
         self.attention = attention
         self.through = Through(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
+
+    @property
+    def trained(self) -> Declared:
+        """What an optimizer changes: parameters of the architecture, or those of the adapter."""
+        return self.config if self.adapter is None else self.adapter.trained
+
+    def whole(self, params: Params) -> Params:
+        """All parameters of the policy, of those that are trained."""
+        return params if self.adapter is None else join(self.base, params)
+
+    def split(self, policy: Params) -> tuple[Params, Params]:
+        """The inverse: those that are trained, and the others."""
+        return (policy, {}) if self.adapter is None else split(policy)
 
     @property
     def shards_with_prompts(self) -> int:
@@ -72,7 +88,7 @@ class Model:
         at t - 1. A token outside `loss_mask` gets 0, and a trajectory's first.
 
         Args:
-            params: float32 master weights.
+            params: of the whole policy; what is trained of them is float32.
             batch: one micro-batch, `[b, T]`.
             temperature: the distribution is softmax(logits / temperature), as in the sampler.
             entropy_gradient: let gradients flow through the entropies.
@@ -82,7 +98,8 @@ class Model:
         Returns:
             Log-probabilities and entropies, float32 [b, T], nats.
         """
-        params = self._gather_tables(self.config.train_weights(params, self.dtype))
+        weights = self.adapter or self.config
+        params = self._gather_tables(weights.train_weights(params, self.dtype))
         hidden = self.config.hidden_states(
             params,
             batch.token_ids,
@@ -106,6 +123,7 @@ class Model:
             mesh=self.mesh,
             chunk_tokens=max(self.logits_chunk_tokens // shards, 1),
             entropy_gradient=entropy_gradient,
+            trains_tables=self.adapter is None,
         )
         logprobs, entropies = layer.logprobs_and_entropies(
             {name: table for name, table in params.items() if name != "blocks"},

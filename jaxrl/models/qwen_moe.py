@@ -175,6 +175,10 @@ class QwenMoeConfig(QwenConfig):
         moe = {**weights["blocks"]["moe"], "router": params["blocks"]["moe"]["router"]}
         return {**weights, "blocks": {**weights["blocks"], "moe": moe}}
 
+    def linear_layers(self) -> tuple[str, ...]:
+        """Neither routers nor experts."""
+        return tuple(name for name in super().linear_layers() if not name.startswith("blocks/moe/"))
+
     def begin_routing(self, routing: Routing, num_tokens: int) -> Routed:
         """The number of the first layer with experts, and that nothing was found in one yet."""
         sizes = len(self.moe_layers), num_tokens, self.num_chosen, self.num_experts

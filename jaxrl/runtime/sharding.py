@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.models.architecture import Architecture, is_axes
 from jaxrl.models.layers import for_sampler
+from jaxrl.models.lora import Adapter, Declared
 from jaxrl.types import Params
 
 BATCH = ("data", "fsdp")
@@ -162,23 +163,24 @@ def cache_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(BATCH, "tensor", None, None))
 
 
-def param_shardings(
-    mesh: Mesh, config: Architecture, *, for_decode: bool = False
-) -> dict[str, Any]:
-    """A sharding for every parameter.
+def param_shardings(mesh: Mesh, declared: Declared, *, for_decode: bool = False) -> dict[str, Any]:
+    """A sharding for every parameter, of a model or of a part of a policy.
 
     A dimension that its mesh axis does not divide stays whole. With `for_decode` only `tensor`
     splits weights, so that a decoding step gathers none.
     """
-    return _shardings(mesh, config.logical_axes(), config.abstract_params(), for_decode)
+    return _shardings(mesh, declared.logical_axes(), declared.abstract_params(), for_decode)
 
 
-def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> dict[str, Any]:
-    """A sharding for every weight of `Architecture.decode_weights`, as `for_sampler` has them."""
+def decode_shardings(
+    mesh: Mesh, config: Architecture | Adapter, *, scan_layers: bool
+) -> dict[str, Any]:
+    """A sharding for every weight of `decode_weights`, as `for_sampler` has them."""
     stacked = jax.eval_shape(
         lambda params: config.decode_weights(params, jnp.float32), config.abstract_params()
     )
-    weights = jax.eval_shape(partial(for_sampler, scan=scan_layers, stacks=config.stacks), stacked)
+    stacks = (config.model if isinstance(config, Adapter) else config).stacks
+    weights = jax.eval_shape(partial(for_sampler, scan=scan_layers, stacks=stacks), stacked)
     axes = config.decode_axes()
     if isinstance(weights["blocks"], tuple):
         layer = jax.tree.map(lambda names: names[1:], axes["blocks"], is_leaf=is_axes)

@@ -27,6 +27,7 @@ from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import attend_chunk, merge, past_ends
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.layers import SamplerThrough, for_sampler
+from jaxrl.models.lora import Adapter
 from jaxrl.runtime.sharding import BATCH, batch_sharding, cache_sharding
 from jaxrl.sampling import next_token
 from jaxrl.types import Params
@@ -108,6 +109,7 @@ class Sampler:
         dtype: of weights, activations and pages.
         scan_layers: go through stacked layers in a loop, compiled once for all; else one after
             another.
+        adapter: of the model, where it has one.
     """
 
     config: Architecture
@@ -118,10 +120,11 @@ class Sampler:
     num_rows: int
     dtype: jnp.dtype
     scan_layers: bool = False
+    adapter: Adapter | None = None
 
     def weights(self, params: Params) -> Params:
-        """The trainer's parameters as the programs below read them."""
-        weights = self.config.decode_weights(params, self.dtype)
+        """All parameters of the policy as the programs below read them."""
+        weights = (self.adapter or self.config).decode_weights(params, self.dtype)
         return for_sampler(weights, scan=self.scan_layers, stacks=self.config.stacks)
 
     def empty_cache(self, num_pages: int, page_tokens: int) -> Cache:

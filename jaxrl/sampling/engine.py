@@ -30,13 +30,12 @@ from jax.sharding import Mesh
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import XLA, Kernels
 from jaxrl.models.kv_cache import Cache
+from jaxrl.models.lora import Adapter
 from jaxrl.runtime.compilation import CompiledFunction
 from jaxrl.runtime.sharding import (
     batch_sharding,
     cache_sharding,
-    decode_shardings,
     num_batch_shards,
-    on_local_mesh,
     replicated,
 )
 from jaxrl.sampling import decode, next_token
@@ -44,6 +43,7 @@ from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, State, StopTable
 from jaxrl.sampling.pages import pages_for
 from jaxrl.sampling.shard import Row, Shard
 from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.sampling.weights import Weights, delete
 from jaxrl.types import Image, Params
 
 MOVED_PAGES = 8
@@ -191,7 +191,7 @@ class Engine:
 
     def __init__(
         self,
-        config: Architecture,
+        config: Architecture | Adapter,
         mesh: Mesh,
         automaton: StopAutomaton,
         *,
@@ -211,7 +211,7 @@ class Engine:
         """Declares the programs; allocates nothing but the stop tables.
 
         Args:
-            config: of the model.
+            config: of the model, or its adapter.
             mesh: of this process's devices that sample, and only these are used; rows and pages are
                 split over its data and fsdp axes.
             automaton: ends a turn.
@@ -239,7 +239,8 @@ class Engine:
                 f"{self.num_shards}; every device needs the same number."
             )
         self._mesh = mesh
-        self._train_mesh = mesh if train_mesh is None else train_mesh
+        adapter = config if isinstance(config, Adapter) else None
+        model = config.model if isinstance(config, Adapter) else config
         self._rows_per_shard = num_rows // self.num_shards
         self._max_prompt_tokens, self._max_total_tokens = max_prompt_tokens, max_total_tokens
         self.page_tokens = kernels.page_tokens
@@ -252,13 +253,21 @@ class Engine:
                 f"{self._table_pages}; raise config.rollout.cache_gib or lower max_total_tokens."
             )
         self.sampler = Sampler(
-            config=config,
+            config=model,
             mesh=mesh,
             kernels=kernels,
             num_tokens=num_tokens,
             num_steps=chunk_tokens,
             num_rows=num_rows,
             dtype=dtype,
+            scan_layers=scan_layers,
+            adapter=adapter,
+        )
+        self._weights_of = Weights(
+            self.sampler.weights,
+            config,
+            mesh=mesh,
+            train_mesh=mesh if train_mesh is None else train_mesh,
             scan_layers=scan_layers,
         )
         self.device = mesh.devices.flat[0]  # for what one of them computes alone
@@ -268,8 +277,8 @@ class Engine:
         self.row_sizes = row_sizes(self.device.platform, self._rows_per_shard)
         self.append_sizes = append_sizes(self.device.platform, max_total_tokens)
         self.kinds = tuple(kinds)
-        self._declare(config)
-        self._stops = _stop_tables(automaton, config.vocab_size, eos_ids, mesh)
+        self._declare()
+        self._stops = _stop_tables(automaton, model.vocab_size, eos_ids, mesh)
         self._weights: Params | None = None
         self._next_request = 0
         self._temperature = self._top_p = 1.0  # of all requests there are
@@ -296,13 +305,9 @@ class Engine:
             for index in range(self.num_shards)
         ]
 
-    def _declare(self, config: Architecture) -> None:
+    def _declare(self) -> None:
         """The programs, compiled by `compile` or else when they are first called."""
         sampler = self.sampler
-        scan = sampler.scan_layers
-        layouts = decode_shardings(self._train_mesh, config, scan_layers=scan)
-        self._prepare = jax.jit(sampler.weights, out_shardings=layouts)
-        self._layouts = decode_shardings(self._mesh, config, scan_layers=scan)
         self.functions = (
             CompiledFunction(
                 sampler.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
@@ -323,15 +328,14 @@ class Engine:
 
     def compile(self, show: Callable[[str], None] = lambda _: None) -> None:
         """Compiles all programs that are not compiled yet, side by side; `show` is told how far."""
-        config, shards = self.sampler.config, self.num_shards
+        shards = self.num_shards
 
         def like(tree: Any, shardings: Any) -> Any:
             return jax.tree.map(
                 lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
             )
 
-        prepared = jax.eval_shape(self._prepare, config.abstract_params())
-        weights = like(prepared, {name: self._layouts[name] for name in prepared})
+        weights = self._weights_of.abstract()
         by_page, by_row = cache_sharding(self._mesh), batch_sharding(self._mesh)
         cache, moved = (
             like(pages, jax.tree.map(lambda _: by_page, pages))
@@ -385,16 +389,12 @@ class Engine:
         return sum(function.num_traces for function in self.functions)
 
     def set_weights(self, params: Params) -> None:
-        """Casts and reshards the trainer's parameters for decoding, once an update.
+        """Casts and reshards all parameters of the policy for decoding, once an update.
 
-        The weights are copies: what becomes of `params` afterwards does not touch them.
+        What becomes afterwards of those that are trained does not touch the weights.
         """
         self._drop_weights()
-        weights = self._prepare(params)
-        if self._train_mesh != self._mesh:
-            move = partial(on_local_mesh, mesh=self._train_mesh)
-            weights = jax.tree.map(move, weights, self._layouts)
-        self._weights = weights
+        self._weights = self._weights_of.of(params)
 
     def release(self) -> None:
         """Gives back the memory of cache and weights, before an update say.
@@ -410,7 +410,7 @@ class Engine:
         self._drop_weights()
 
     def _drop_weights(self) -> None:
-        _delete(self._weights)
+        self._weights_of.free()
         self._weights = None
         for shard in self._shards:
             shard.forget_prompts()
@@ -418,7 +418,7 @@ class Engine:
     def clear(self) -> None:
         """Forgets every request, running ones too, and gives back the cache's memory."""
         self._forget()
-        _delete((self._cache, self._state, self._nothing))
+        delete((self._cache, self._state, self._nothing))
         self._cache = self._state = self._nothing = None
 
     def submit(
@@ -813,13 +813,6 @@ class Engine:
 
 def _part(which: slice, array: np.ndarray) -> np.ndarray:
     return array[which]
-
-
-def _delete(arrays: Any) -> None:
-    """Frees device arrays at once, whoever still refers to them; donated ones are gone already."""
-    for array in jax.tree.leaves(arrays):
-        if not array.is_deleted():
-            array.delete()
 
 
 def _stop_tables(

@@ -15,7 +15,7 @@ from flax import struct
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.models.architecture import Architecture
+from jaxrl.models.lora import Declared, join
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.policy import Model
 from jaxrl.objectives.metrics import Metric
@@ -32,12 +32,12 @@ TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, M
 
 
 def state_shardings(
-    mesh: Mesh, config: Architecture, optimizer: optax.GradientTransformation
+    mesh: Mesh, trained: Declared, optimizer: optax.GradientTransformation
 ) -> TrainState:
     """Optimizer moments lie like their parameters, counters on every device."""
-    params = param_shardings(mesh, config)
+    params = param_shardings(mesh, trained)
     whole = replicated(mesh)
-    abstract = jax.eval_shape(optimizer.init, config.abstract_params())
+    abstract = jax.eval_shape(optimizer.init, trained.abstract_params())
     moments = optax.tree_map_params(
         optimizer,
         lambda _, sharding: sharding,
@@ -50,7 +50,7 @@ def state_shardings(
 
 
 def init_state(
-    params: Params, mesh: Mesh, config: Architecture, optimizer: optax.GradientTransformation
+    params: Params, mesh: Mesh, trained: Declared, optimizer: optax.GradientTransformation
 ) -> TrainState:
     """A fresh optimizer around parameters, which are donated: there is one master copy."""
 
@@ -60,7 +60,7 @@ def init_state(
             params=params, opt_state=optimizer.init(params), num_updates=zero, num_skipped=zero
         )
 
-    shardings = state_shardings(mesh, config, optimizer)
+    shardings = state_shardings(mesh, trained, optimizer)
     return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
 
 
@@ -160,7 +160,7 @@ class ScoreStep:
 
     def __init__(self, model: Model, *, temperature: float):
         """The distribution is that of `temperature`."""
-        self._mesh = model.mesh
+        self._mesh, self._model = model.mesh, model
 
         def add(
             params: Params, logprobs: jax.Array, micro: Batch, index: jax.Array, quarters: int
@@ -179,7 +179,7 @@ class ScoreStep:
         """Of `packed`, which lies on the devices as `batch`; 0 for tokens without loss."""
         sharding = NamedSharding(self._mesh, P(None, BATCH, None))
         zeros = jnp.zeros(batch.token_ids.shape, jnp.float32, device=sharding)
-        return self.add(params, zeros, batch, packed)
+        return self.add(self._model.whole(params), zeros, batch, packed)
 
 
 @struct.dataclass
@@ -196,7 +196,10 @@ class Sums:
 
 
 class Gradient:
-    """`gradient(params, batch, packed) -> Sums`; these lie on the devices like the parameters."""
+    """`gradient(params, batch, packed) -> Sums`; these lie on the devices like the parameters.
+
+    Parameters are those that are trained; the programs get the whole policy's.
+    """
 
     def __init__(
         self,
@@ -214,11 +217,13 @@ class Gradient:
             temperature: of the distribution that was sampled from.
             entropy_gradient: the loss differentiates through the entropies.
         """
-        shardings = param_shardings(model.mesh, model.config)
+        shardings = param_shardings(model.mesh, model.trained)
 
-        def micro_loss(params: Params, micro: Batch, quarters: int) -> tuple[jax.Array, Any]:
+        def micro_loss(
+            trained: Params, others: Params, micro: Batch, quarters: int
+        ) -> tuple[jax.Array, Any]:
             logprobs, entropies = model.token_logprobs(
-                params,
+                join(others, trained),
                 micro,
                 temperature=temperature,
                 entropy_gradient=entropy_gradient,
@@ -235,15 +240,16 @@ class Gradient:
         def begin(params: Params, batch: Batch) -> Sums:
             first = jax.tree.map(lambda x: x[0], batch)
             loss = partial(micro_loss, quarters=QUARTERS[0])
-            abstract = jax.eval_shape(loss, params, first)[1]
-            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (params, abstract))
+            trained, others = model.split(params)
+            abstract = jax.eval_shape(loss, trained, others, first)[1]
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (trained, abstract))
             gradients, (metrics, num_tokens) = zeros
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)
             return Sums(gradients=gradients, metrics=metrics, num_tokens=num_tokens)
 
         def add(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
             differentiate = jax.grad(micro_loss, has_aux=True)
-            new, (metrics, num_tokens) = differentiate(params, micro, quarters)
+            new, (metrics, num_tokens) = differentiate(*model.split(params), micro, quarters)
             gradients = jax.tree.map(jnp.add, sums.gradients, new)
             return Sums(
                 gradients=jax.lax.with_sharding_constraint(gradients, shardings),
@@ -251,12 +257,14 @@ class Gradient:
                 num_tokens=sums.num_tokens + num_tokens,
             )
 
+        self._model = model
         self.begin = CompiledFunction(begin, name="the update's start")
         self.add = MicroBatches(model.mesh, "update", add)
 
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> Sums:
         """Over the micro-batches of `packed`, which lies on the devices as `batch`."""
-        return self.add(params, self.begin(params, batch), batch, packed)
+        policy = self._model.whole(params)
+        return self.add(policy, self.begin(policy, batch), batch, packed)
 
 
 class UpdateStep:
@@ -284,7 +292,7 @@ class UpdateStep:
         self.gradient = Gradient(
             model, token_loss, temperature=temperature, entropy_gradient=entropy_gradient
         )
-        shardings = state_shardings(model.mesh, model.config, optimizer)
+        shardings = state_shardings(model.mesh, model.trained, optimizer)
 
         def apply(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, Metric]]:
             norm = optax.tree.norm(sums.gradients)

@@ -1,0 +1,295 @@
+"""Adapters and the weights beside them, from files and to files: those of PEFT, and merged ones.
+
+PEFT (https://github.com/huggingface/peft) keeps an adapter in a folder with `adapter_config.json`
+and `adapter_model.safetensors`, which holds A as [r, in] and B as [out, r] of each module.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, Sharding
+from safetensors.numpy import save_file
+
+from jaxrl.models.architecture import Architecture
+from jaxrl.models.hf_weights import (
+    StoredTensor,
+    host_array,
+    known_name,
+    load_stored,
+    open_checked,
+    open_file,
+    open_known,
+    tensor_dtypes,
+    write_hf,
+    write_json,
+)
+from jaxrl.models.lora import Adapter, module_of, modules_of, quantise
+from jaxrl.runtime import sharding
+from jaxrl.runtime.files import folder_taking_place
+from jaxrl.types import Params
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Before the name of each module, as PEFT wraps the model."""
+
+MATRICES = {"lora_a": "lora_A", "lora_b": "lora_B"}
+
+UNSUPPORTED = (
+    "use_dora",
+    "bias",
+    "lora_bias",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "layers_to_transform",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_parameters",
+    "trainable_token_indices",
+)
+"""Fields of PEFT's that change what is computed, unless they are empty, false or `none`."""
+
+
+def load_base(
+    path: str | Path,
+    mesh: Mesh,
+    adapter: Adapter,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Params:
+    """The weights beside an adapter, of an HF folder that was checked.
+
+    Floats are read as `load_hf` reads them. A layer that becomes int8 is read whole by every
+    process, since its scales are those of all of its inputs.
+    """
+    model, stored = adapter.model, open_known(adapter.model, Path(path))
+    shapes = flatten_dict(adapter.frozen.abstract_params(), sep="/")
+    layouts = flatten_dict(sharding.param_shardings(mesh, adapter.frozen), sep="/")
+    scaled = [p.removesuffix("_scale") for p in shapes if p.endswith("/kernel_scale")]
+    floats = {p: layout for p, layout in layouts.items() if p.removesuffix("_scale") not in scaled}
+    [dtype] = {shapes[param].dtype for param in floats}
+    base = flatten_dict(load_stored(model, stored, floats, dtype=dtype, progress=progress), sep="/")
+    for count, param in enumerate(scaled, start=1):
+        modules = modules_of(model, param.removesuffix("/kernel"))
+        tensors = (stored[f"{module}.weight"] for module in modules)
+        layers = [quantise(np.asarray(t.data[:]).astype(np.float32).T) for t in tensors]
+        for name, parts in zip((param, f"{param}_scale"), zip(*layers, strict=True), strict=True):
+            base[name] = _put(np.stack(parts), layouts[name])
+        progress(count, len(scaled))
+    return unflatten_dict(base, sep="/")
+
+
+def _put(array: np.ndarray, layout: Sharding) -> jax.Array:
+    """An array that every process has, each device with its part."""
+    return jax.make_array_from_callback(array.shape, layout, array.__getitem__)
+
+
+def new_adapter(adapter: Adapter, mesh: Mesh, seed: int) -> Params:
+    """An adapter that changes nothing yet, on the mesh; of a seed it is the same on any."""
+    layouts = sharding.param_shardings(mesh, adapter.trained)
+    return jax.jit(adapter.init, out_shardings=layouts)(jax.random.key(seed))
+
+
+def load_adapter(path: str | Path, adapter: Adapter, mesh: Mesh) -> Params:
+    """The adapter of a folder that was checked, on the mesh."""
+    stored = {tensor.name: tensor for tensor in open_file(Path(path) / TENSORS_FILE)}
+    layouts = flatten_dict(sharding.param_shardings(mesh, adapter.trained), sep="/")
+    params = {}
+    for param, layout in layouts.items():
+        tensors = (stored[name] for name in _tensor_names(adapter, param))
+        parts = [np.asarray(tensor.data[:]).astype(np.float32).T for tensor in tensors]
+        params[param] = _put(np.stack(parts), layout)
+    return unflatten_dict(params, sep="/")
+
+
+def _tensor_names(adapter: Adapter, param: str) -> list[str]:
+    """PEFT's names of a parameter's parts, one a layer."""
+    where, _, matrix = param.rpartition("/")
+    modules = (_in_memory(adapter.model, one) for one in modules_of(adapter.model, where))
+    return [f"{PREFIX}{module}.{MATRICES[matrix]}.weight" for module in modules]
+
+
+def _in_memory(model: Architecture, name: str) -> str:
+    """The name that a module has in transformers, where files have another."""
+    for beginning, known in model.hf_renamed().items():
+        if name.startswith(known):
+            return beginning + name.removeprefix(known)
+    return name
+
+
+def check_adapter(path: str | Path, adapter: Adapter) -> None:
+    """Refuses a folder whose adapter is not the one that is configured.
+
+    Raises:
+        FileNotFoundError: the folder or a file of it is not there.
+        ValueError: it is damaged, or of other sizes, layers, or another base.
+    """
+    folder = Path(path)
+    for file in (folder / CONFIG_FILE, folder / TENSORS_FILE):
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"config.model.lora.path is {str(path)!r}, which has no {file.name}; expected a "
+                f"folder with {CONFIG_FILE} and {TENSORS_FILE}, as PEFT writes it."
+            )
+    try:
+        fields = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+        assert isinstance(fields, dict)
+    except (ValueError, AssertionError, RecursionError) as error:
+        raise ValueError(f"{folder / CONFIG_FILE} is not a JSON object; fetch it again.") from error
+    _check_fields(fields, adapter, folder / CONFIG_FILE)
+    stored = {tensor.name: tensor for tensor in open_file(folder / TENSORS_FILE)}
+    _check_tensors(stored, fields, adapter, folder / TENSORS_FILE)
+
+
+def _check_fields(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
+    if fields.get("peft_type") != "LORA":
+        raise ValueError(f"{file}: peft_type is {fields.get('peft_type')!r}; expected 'LORA'.")
+    for name in UNSUPPORTED:
+        if (value := fields.get(name)) and value != "none":
+            raise ValueError(f"{file}: {name} is {value!r}, which is not computed here.")
+    agreed = {
+        "rank": ("r", adapter.rank),
+        "alpha": ("lora_alpha", adapter.alpha),
+        "rslora": ("use_rslora", adapter.is_rank_stabilised),
+    }
+    for key, (name, wanted) in agreed.items():
+        found = fields.get(name, False)
+        if found != wanted:
+            raise ValueError(
+                f"{file}: {name} is {found!r}, but config.model.lora.{key} is {wanted!r}; set it "
+                "as the adapter has it."
+            )
+
+
+def _check_tensors(
+    stored: dict[str, StoredTensor], fields: dict[str, Any], adapter: Adapter, file: Path
+) -> None:
+    made_for = fields.get("base_model_name_or_path")
+    wanted = dict(_tensors_of(adapter))
+    there, expected = (
+        sorted({name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names})
+        for names in (stored, wanted)
+    )
+    if there != expected:
+        [first, *_] = sorted({*there} ^ {*expected})
+        what = "has" if first in there else "lacks"
+        raise ValueError(
+            f"{file} {what} {first!r}: its target_modules are {fields.get('target_modules')!r}, "
+            f"of the model {made_for!r}; config.model.lora.targets names "
+            f"{', '.join(adapter.targets)} of {adapter.model.num_layers} layers. Set the targets "
+            "as the adapter has them, or model.path to the model that it was made for."
+        )
+    for name, shape in wanted.items():
+        if name not in stored or stored[name].shape != shape:
+            found = list(stored[name].shape) if name in stored else "nothing"
+            raise ValueError(
+                f"{file}: tensor {name!r} is {found}; the model of config.model.path calls for "
+                f"{list(shape)}. The adapter was made for {made_for!r}."
+            )
+
+
+def _tensors_of(adapter: Adapter) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """PEFT's name and shape of every tensor of an adapter."""
+    for param, leaf in flatten_dict(adapter.trained.abstract_params(), sep="/").items():
+        for name in _tensor_names(adapter, param):
+            yield name, leaf.shape[:0:-1]
+
+
+def save_adapter(params: Params, adapter: Adapter, path: str | Path, *, source: str | Path) -> None:
+    """Writes an adapter as PEFT does, a folder that appears whole; every process calls this.
+
+    Args:
+        params: the trained ones.
+        adapter: what they are of.
+        path: the folder; an adapter that is there is replaced.
+        source: the HF folder of the base, which is noted.
+    """
+    host = {p: host_array(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
+    is_writer = jax.process_index() == 0
+    with folder_taking_place(Path(path), marker=CONFIG_FILE, is_writer=is_writer) as folder:
+        if is_writer:
+            write_json(folder / CONFIG_FILE, peft_fields(adapter, source))
+            tensors = {
+                name: np.ascontiguousarray(part.T)
+                for param, stacked in host.items()
+                for name, part in zip(_tensor_names(adapter, param), stacked, strict=True)
+            }
+            save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
+            # safetensors lets nobody but the owner read its files.
+            shutil.copymode(folder / CONFIG_FILE, folder / TENSORS_FILE)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("wrote an adapter")
+
+
+def peft_fields(adapter: Adapter, source: str | Path) -> dict[str, Any]:
+    """The content of `adapter_config.json`."""
+    alpha = adapter.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(source),
+        "r": adapter.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "use_rslora": adapter.is_rank_stabilised,
+        "target_modules": _target_modules(adapter),
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "use_dora": False,
+        "init_lora_weights": True,
+        "inference_mode": True,
+        "modules_to_save": None,
+        "layers_to_transform": None,
+        "rank_pattern": {},
+        "alpha_pattern": {},
+    }
+
+
+def _target_modules(adapter: Adapter) -> list[str]:
+    """The shortest names by which PEFT finds the targets and no other layer."""
+    model = adapter.model
+    of_layer = {
+        layer: module_of(model, layer).rpartition("{}.")[2] for layer in model.linear_layers()
+    }
+    others = [name for layer, name in of_layer.items() if layer not in adapter.targets]
+    found = set()
+    for layer in adapter.targets:
+        short = of_layer[layer].rpartition(".")[2]
+        is_alone = not any(f".{name}".endswith(f".{short}") for name in others)
+        found.add(short if is_alone else of_layer[layer])
+    return sorted(found)
+
+
+def save_merged(params: Params, adapter: Adapter, path: str | Path, *, source: str | Path) -> None:
+    """Writes the model with its adapter merged as an HF folder; every process calls this.
+
+    Each tensor is that of the source, to which an adapter's product is added in float32, in the
+    dtype that it has there. So an int8 base is no part of it: it is what PEFT makes of the source
+    and of the folder that `save_adapter` writes.
+    """
+    host = {p: host_array(leaf) for p, leaf in flatten_dict(params, sep="/").items()}
+    model = adapter.model
+    stored = open_checked(Path(source), model)
+    added = {
+        f"{module}.weight": (target, place)
+        for target in adapter.targets
+        for place, module in enumerate(modules_of(model, target))
+    }
+
+    def tensor_of(name: str, dtype: np.dtype) -> np.ndarray:
+        tensor = np.asarray(stored[name].data[:])
+        if (known := known_name(model, name)) in added:
+            target, place = added[known]
+            a, b = (host[f"{target}/{matrix}"][place] for matrix in MATRICES)
+            tensor = tensor.astype(np.float32) + (a @ (b * np.float32(adapter.scaling))).T
+        return np.ascontiguousarray(tensor.astype(dtype))
+
+    write_hf(tensor_of, model, path, source=source, dtypes=tensor_dtypes(Path(source), model))

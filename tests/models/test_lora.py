@@ -1,0 +1,313 @@
+"""Adapters against PEFT's numbers, their parts by hand, and what is refused."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+from jaxrl.models.adapters import (
+    check_adapter,
+    load_adapter,
+    load_base,
+    new_adapter,
+    save_adapter,
+    save_merged,
+)
+from jaxrl.models.architecture import read_model
+from jaxrl.models.decoder import linear
+from jaxrl.models.hf_weights import load_hf, open_tensors
+from jaxrl.models.lora import Adapter, find_targets, join, merged, quantise, split
+from jaxrl.models.policy import Model
+from jaxrl.runtime.sharding import make_mesh
+from jaxrl.types import Batch
+from tests.helpers import TINY, full_pass, relative_distance
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+MESH = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+SETTINGS = {
+    "lora_all_linear": {"rank": 4, "alpha": 8.0, "names": ["all-linear"]},
+    "lora_rank_stabilised": {
+        "rank": 3,
+        "alpha": 6.0,
+        "names": ["q_proj", "attention/v"],
+        "is_rank_stabilised": True,
+    },
+}
+SOURCES = {"lora_all_linear": "qwen3_untied", "lora_rank_stabilised": "qwen2_tied"}
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def adapter_of(name, **changes):
+    """The adapter of a golden folder."""
+    settings = {**SETTINGS[name], **changes}
+    model = read_model(GOLDEN / SOURCES[name])
+    return Adapter(model=model, targets=find_targets(model, settings.pop("names")), **settings)
+
+
+def loaded(name, **changes):
+    """The adapter of a golden folder, its parameters and those of its base."""
+    adapter = adapter_of(name, **changes)
+    check_adapter(GOLDEN / name, adapter)
+    params = load_adapter(GOLDEN / name, adapter, MESH)
+    return adapter, params, load_base(GOLDEN / SOURCES[name], MESH, adapter)
+
+
+@partial(jax.jit, static_argnums=0, static_argnames="scan")
+def plain_logits(model, weights, token_ids, *, scan=True):
+    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+    hidden = full_pass(model, weights, token_ids, positions, jnp.ones_like(positions), scan=scan)
+    return model.unembed(weights, hidden, num_tokens=model.vocab_size)
+
+
+def logits_of(adapter, policy, token_ids, **settings):
+    weights = adapter.train_weights(policy, jnp.float32)
+    return plain_logits(adapter.model, weights, token_ids, **settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "scan"), [("lora_all_linear", False), ("lora_rank_stabilised", True)]
+)
+def test_logits_and_gradients_are_those_of_peft(name, scan):
+    adapter, params, base = loaded(name)
+    golden = np.load(GOLDEN / name / "golden.npz")
+    token_ids, weights = jnp.asarray(golden["token_ids"]), golden["weights"]
+
+    def summed(params):
+        logits = logits_of(adapter, join(base, params), token_ids, scan=scan)
+        table = jax.nn.log_softmax(logits)[:, :-1]
+        logprobs = jnp.take_along_axis(table, token_ids[:, 1:, None], -1)[..., 0]
+        return (logprobs * weights[:, 1:]).sum(), logits
+
+    gradients, logits = jax.jit(jax.grad(summed, has_aux=True))(params)
+    np.testing.assert_allclose(logits, golden["logits"], atol=1e-4)
+    for param, gradient in flatten_dict(gradients, sep="/").items():
+        layer, _, matrix = param.rpartition("/")
+        for number, own in enumerate(gradient):
+            module = adapter.model.hf_names()[f"{layer}/kernel"].format(number)
+            name_there = module.replace("weight", f"lora_{matrix[-1].upper()}.weight")
+            wanted = golden[f"base_model.model.{name_there}"].T
+            assert relative_distance(own, wanted) < 1e-4, (param, number)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_merged_export_and_the_adapter_itself_are_read_again(name, tmp_path):
+    adapter, params, _ = loaded(name)
+    source = GOLDEN / SOURCES[name]
+    save_merged(params, adapter, tmp_path / "merged", source=source)
+    save_adapter(params, adapter, tmp_path / "adapter", source=source)
+    golden = np.load(GOLDEN / name / "golden.npz")
+    token_ids = jnp.asarray(golden["token_ids"])
+    model = adapter.model
+    logits = plain_logits(model, load_hf(tmp_path / "merged"), token_ids)
+    np.testing.assert_allclose(logits, golden["logits"], atol=1e-4)
+    # What has no adapter is as it was, bit for bit.
+    before, after = open_tensors(source), open_tensors(tmp_path / "merged")
+    same = {n for n in before if np.array_equal(before[n].data[:], after[n].data[:])}
+    assert len(before) - len(same) == len(adapter.targets) * model.num_layers
+    check_adapter(tmp_path / "adapter", adapter)
+    again = load_adapter(tmp_path / "adapter", adapter, MESH)
+    jax.tree.map(np.testing.assert_array_equal, again, params)
+    ours, theirs = (
+        json.loads((folder / "adapter_config.json").read_text())
+        for folder in (tmp_path / "adapter", GOLDEN / name)
+    )
+    assert ours["base_model_name_or_path"] == str(source)
+    same = ("r", "lora_alpha", "use_rslora", "peft_type", "task_type", "bias", "use_dora")
+    assert {key: ours[key] for key in same} == {key: theirs[key] for key in same}
+    wanted = {name.rpartition(".")[2] for name in theirs["target_modules"]}
+    assert ours["target_modules"] == sorted(wanted)
+
+
+def test_a_layer_by_hand():
+    layer = {
+        "kernel": jnp.array([[1.0, 0.0], [0.0, 2.0]]),
+        "lora_a": jnp.array([[1.0], [1.0]]),
+        "lora_b": jnp.array([[0.5, -1.0]]),
+        "bias": jnp.array([10.0, 20.0]),
+    }
+    # x W = [3, 8], x A = 7, (x A) B = [3.5, -7].
+    np.testing.assert_array_equal(linear(layer, jnp.array([[3.0, 4.0]])), [[16.5, 21.0]])
+    np.testing.assert_array_equal(merged(layer), [[1.5, -1.0], [0.5, 1.0]])
+
+
+def test_int8_by_hand():
+    kernel = np.array([[1.27, 0.0, -2.54], [-0.634, 0.0, 1.0]], np.float32)
+    values, scale = quantise(kernel)
+    np.testing.assert_array_equal(values, [[127, 0, -127], [-63, 0, 50]])
+    np.testing.assert_allclose(scale, [0.01, 1.0, 0.02], rtol=1e-6)
+    layer = {"kernel": jnp.asarray(values), "kernel_scale": jnp.asarray(scale)}
+    x = jnp.array([[1.0, 2.0]])
+    np.testing.assert_allclose(linear(layer, x), [[0.01, 0.0, -0.54]], rtol=1e-4)
+
+
+def test_an_int8_base_is_near_the_model_and_rounds_by_at_most_half_a_step():
+    name = "lora_all_linear"
+    adapter, params, base = loaded(name, base_dtype="int8")
+    original = load_hf(GOLDEN / SOURCES[name])
+    found, wanted = flatten_dict(base), flatten_dict(original)
+    for path, weights in wanted.items():
+        if (*path[:-1], "kernel_scale") in found:
+            assert found[path].dtype == jnp.int8
+            scale = np.asarray(found[*path[:-1], "kernel_scale"])[:, None]
+            step = np.abs(np.asarray(found[path]) * scale - np.asarray(weights)) / scale
+            assert 0.4 < step.max() < 0.501
+        else:
+            np.testing.assert_array_equal(found[path], weights)
+    assert len(found) - len(wanted) == 7  # a scale for each linear layer
+    golden = np.load(GOLDEN / name / "golden.npz")
+    logits = logits_of(adapter, join(base, params), jnp.asarray(golden["token_ids"]))
+    assert 1e-4 < relative_distance(logits, golden["logits"]) < 0.03
+
+
+def test_a_new_adapter_changes_nothing_and_is_one_of_its_seed():
+    adapter, _, base = loaded("lora_all_linear")
+    one, same, other = (new_adapter(adapter, MESH, seed) for seed in (1, 1, 2))
+    jax.tree.map(np.testing.assert_array_equal, one, same)
+    a, b = (one["blocks"]["mlp"]["down"][name] for name in ("lora_a", "lora_b"))
+    assert (a.shape, b.shape) == ((2, 72, 4), (2, 4, 40))
+    assert not b.any()
+    assert 0.9 / 72**0.5 < jnp.abs(a).max() < 1 / 72**0.5
+    assert jnp.abs(a - other["blocks"]["mlp"]["down"]["lora_a"]).max() > 0.01
+    token_ids = jnp.arange(12)[None]
+    plain = plain_logits(adapter.model, load_hf(GOLDEN / "qwen3_untied"), token_ids)
+    np.testing.assert_array_equal(logits_of(adapter, join(base, one), token_ids), plain)
+
+
+def test_join_and_split_are_inverse():
+    adapter, params, base = loaded("lora_rank_stabilised")
+    policy = join(base, params)
+    assert jax.tree.structure(policy) == jax.tree.structure(adapter.abstract_params())
+    got = split(policy)
+    assert [jax.tree.structure(tree) for tree in got] == [
+        jax.tree.structure(tree) for tree in (params, base)
+    ]
+
+
+def test_targets_by_our_names_and_by_theirs():
+    find = lambda *names: find_targets(TINY, names)  # noqa: E731
+    assert find("q") == find("attention/q") == find("q_proj") == ("blocks/attention/q",)
+    assert find("self_attn.q_proj", "down") == ("blocks/attention/q", "blocks/mlp/down")
+    assert len(find("all-linear")) == 7
+    for name in ("", "proj", "ttention/q", "lm_head", "norm"):
+        with pytest.raises(ValueError, match=r"targets has .* expected all-linear, .* q_proj"):
+            find(name)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Path(shutil.copytree(GOLDEN / "lora_all_linear", tmp_path / "adapter"))
+
+
+def change(folder, **fields):
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"rank": 8}, r"r is 4, but config\.model\.lora\.rank is 8"),
+        ({"alpha": 16.0}, r"lora_alpha is 8, but config\.model\.lora\.alpha is 16"),
+        ({"is_rank_stabilised": True}, r"use_rslora is False, but config\.model\.lora\.rslora"),
+        ({"names": ["q"]}, r"has 'model\.layers\.0\.mlp\.down_proj'.*'qwen3_untied'.*targets"),
+    ],
+)
+def test_an_adapter_of_other_settings_is_refused(changes, told):
+    with pytest.raises(ValueError, match=told):
+        check_adapter(GOLDEN / "lora_all_linear", adapter_of("lora_all_linear", **changes))
+
+
+def test_an_adapter_of_another_base_is_refused():
+    other = read_model(GOLDEN / "qwen2_tied")
+    adapter = Adapter(model=other, rank=4, alpha=8.0, targets=find_targets(other, ["all-linear"]))
+    with pytest.raises(ValueError, match=r"lora_A.* calls for \[4, 48\].*'qwen3_untied'"):
+        check_adapter(GOLDEN / "lora_all_linear", adapter)
+    deeper = read_model(GOLDEN / "qwen3_biased_bf16")
+    adapter = Adapter(model=deeper, rank=4, alpha=8.0, targets=find_targets(deeper, ["all-linear"]))
+    with pytest.raises(ValueError, match=r"lacks 'model\.layers\.2\..*of the model 'qwen3_untied'"):
+        check_adapter(GOLDEN / "lora_all_linear", adapter)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; expected 'LORA'"),
+        ({"use_dora": True}, "use_dora is True, which is not computed here"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
+        ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is"),
+    ],
+)
+def test_what_is_not_computed_here_is_refused(fields, told, folder):
+    change(folder, **fields)
+    with pytest.raises(ValueError, match=told):
+        check_adapter(folder, adapter_of("lora_all_linear"))
+
+
+def test_a_damaged_or_missing_adapter_is_named(folder):
+    adapter = adapter_of("lora_all_linear")
+    (folder / "adapter_config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"adapter_config\.json is not a JSON object"):
+        check_adapter(folder, adapter)
+    (folder / "adapter_model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no adapter_model\.safetensors"):
+        check_adapter(folder, adapter)
+
+
+@pytest.mark.parametrize("base_dtype", ["float32", "int8"])
+def test_the_sampler_reads_merged_weights_as_separate_ones(base_dtype):
+    name = "lora_all_linear"
+    token_ids = jnp.arange(9)[None]
+    found = []
+    for is_merged in (False, True):
+        adapter, params, base = loaded(name, base_dtype=base_dtype, is_merged=is_merged)
+        weights = adapter.decode_weights(join(base, params), jnp.float32)
+        assert ("lora_a" in weights["blocks"]["mlp"]["up"]) != is_merged
+        found.append(plain_logits(adapter.model, weights, token_ids))
+    np.testing.assert_allclose(*found, atol=1e-4)
+
+
+def test_in_bfloat16_only_what_is_trained_stays_float32():
+    adapter, params, base = loaded("lora_all_linear", base_dtype="bfloat16")
+    assert {leaf.dtype for leaf in jax.tree.leaves(base)} == {jnp.dtype("bfloat16")}
+    weights = adapter.train_weights(join(base, params), jnp.bfloat16)
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype("bfloat16")}
+    # s in B before it is rounded
+    wanted = (params["blocks"]["mlp"]["up"]["lora_b"] * 2).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(weights["blocks"]["mlp"]["up"]["lora_b"], wanted)
+
+
+@pytest.mark.parametrize(("scan", "share"), [(False, 0.85), (True, 0.9)])  # a loop counts once
+def test_the_base_gets_no_gradient(scan, share):
+    """What its gradient would take, a third of the update's arithmetic, is not computed."""
+    adapter, params, base = loaded("lora_all_linear")
+    ids = jnp.arange(32)[None]
+    ones = jnp.ones(ids.shape, jnp.float32)
+    batch = Batch(
+        token_ids=ids,
+        segment_ids=jnp.ones_like(ids),
+        positions=ids,
+        loss_mask=ids > 4,
+        token_weights=ones,
+        advantages=ones,
+        rollout_logprobs=ones,
+    )
+
+    def flops(policy, params, base):
+        settings = {"num_tokens": 288, "logits_chunk_tokens": 8, "remat": "none"}
+        model = Model(policy, MESH, scan_layers=scan, **settings)
+        loss = lambda params: model.token_logprobs(  # noqa: E731
+            join(base, params), batch, temperature=1.0
+        )[0].sum()
+        return jax.jit(jax.grad(loss)).lower(params).compile().cost_analysis()["flops"]
+
+    whole = flops(adapter.model, base, {})
+    of_adapter = flops(adapter, params, base)
+    assert of_adapter < share * whole

@@ -1,0 +1,188 @@
+"""Whole runs that train an adapter: what moves, what stays, what is saved, written and read."""
+
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.ask import ask, open_run
+from jaxrl.components import assemble
+from jaxrl.logs.display import Display
+from jaxrl.models.adapters import load_adapter, load_base
+from jaxrl.models.hf_weights import load_hf, open_tensors
+from jaxrl.models.lora import join
+from jaxrl.run import run
+from jaxrl.runtime.history import changes_since, read_begun, write_config
+from jaxrl.runtime.versions import fingerprints
+from tests.helpers import relative_distance
+from tests.runs import assert_same_weights, killed, lasting, records, run_settings
+
+pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
+
+NUM_SFT, NUM_TRAIN = 16, 4
+settings = partial(
+    run_settings,
+    **{
+        "sft.num_steps": NUM_SFT,
+        "num_steps": NUM_TRAIN,
+        "checkpoint.every_steps": 2,
+        "checkpoint.keep": 100,
+        "eval.suites": (),
+        "eval.final_suites": ("sampled",),
+        "eval.max_tasks": 2,
+        "log.trajectories": 2,
+        "kl.coef": 0.01,
+        "loss.entropy_coef": 0.01,  # a gradient whatever is sampled
+        "model.lora.rank": 4,
+        "model.lora.alpha": 16.0,
+        "model.lora.targets": ("q_proj", "o", "mlp/up", "down_proj"),
+    },
+)
+NUM_TARGETS = 4
+
+
+def play(config, workdir, **arguments):
+    workdir.mkdir(exist_ok=True)
+    parts = assemble(config)
+    write_config(workdir, config)
+    run(config, workdir, parts, Display(), contents=fingerprints(config), **arguments)
+    return parts
+
+
+@pytest.fixture(scope="module")
+def base(tiny_world, tmp_path_factory, quick_compilation, no_pictures):
+    """A run of all stages, and what it worked with."""
+    workdir = tmp_path_factory.mktemp("lora") / "base"
+    config = settings(tiny_world)
+    return workdir, config, play(config, workdir)
+
+
+def test_a_run_learns_and_the_base_stays_bit_for_bit(base):
+    workdir, config, parts = base
+    lines = records(workdir)
+    assert lines[NUM_SFT - 1]["sft/loss"] < 0.8 * lines[0]["sft/loss"]
+    trained = [line for line in lines if "actor/grad_norm" in line]
+    assert len(trained) == NUM_TRAIN
+    assert any(line["actor/grad_norm"] > 0 for line in trained)
+    assert all(line["rollout_corr/logprob_diff_max"] < 1e-4 for line in trained)
+    original = load_hf(config.model.path)
+    jax.tree.map(np.testing.assert_array_equal, parts.model.base, original)
+    before, after = open_tensors(Path(config.model.path)), open_tensors(workdir / "export")
+    same = [n for n in before if np.array_equal(before[n].data[:], after[n].data[:])]
+    assert len(before) - len(same) == NUM_TARGETS * parts.model_config.num_layers
+
+
+def test_checkpoints_hold_the_adapter_alone(base):
+    workdir, _, parts = base
+    sizes = {
+        name: sum(
+            file.stat().st_size
+            for file in (workdir / f"checkpoints/{NUM_SFT + 2}/{name}").rglob("*")
+            if file.is_file()
+        )
+        for name in ("params", "optimizer", "ref_params")
+    }
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(parts.model.base))
+    shapes = jax.tree.leaves(parts.model.trained.abstract_params())
+    own = sum(4 * leaf.size for leaf in shapes)
+    assert sizes["params"] < own + 30_000 < whole
+    assert sizes["optimizer"] < 2 * own + 60_000
+    assert sizes["ref_params"] < own + 30_000
+
+
+def test_a_killed_run_goes_on_bit_for_bit(base, tmp_path):
+    workdir, config, _ = base
+    again = killed(workdir, tmp_path / "again", after=NUM_SFT + 2)
+    shutil.rmtree(again / "adapter")
+    play(config, again)
+    assert lasting(again) == lasting(workdir)
+    assert_same_weights(again / "export", workdir / "export")
+    file = "adapter/adapter_model.safetensors"
+    assert (again / file).read_bytes() == (workdir / file).read_bytes()
+
+
+def test_another_base_is_refused_when_a_run_goes_on(base, tmp_path):
+    workdir, config, _ = base
+    other = tmp_path / "model"
+    shutil.copytree(config.model.path, other)
+    file = other / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 64
+    file.write_bytes(data)
+    changed = config.copy_and_resolve_references()
+    changed.model.path = str(other)
+    begun = read_begun(workdir, is_accepted=True)
+    [change] = [c for c in changes_since(begun, changed, fingerprints(changed)) if not c.is_free]
+    assert "model.path" in str(change)
+
+
+def test_the_adapter_and_the_export_are_one_model(base):
+    """PEFT's folder on the base, and the merged folder, score what the run has scored."""
+    workdir, config, parts = base
+    adapter, mesh = parts.model.adapter, parts.mesh
+    fields = json.loads((workdir / "adapter" / "adapter_config.json").read_text())
+    assert fields["r"] == 4
+    assert fields["target_modules"] == ["down_proj", "o_proj", "q_proj", "up_proj"]
+    policy = join(
+        load_base(config.model.path, mesh, adapter),
+        load_adapter(workdir / "adapter", adapter, mesh),
+    )
+    merged = adapter._merged(policy, np.float32)
+    assert relative_distance(merged, load_hf(workdir / "export")) < 1e-6
+
+
+@pytest.mark.slow
+def test_the_model_of_a_run_is_asked(base, tmp_path):
+    workdir, _, _ = base
+    display, question = Display(), "Who is this?"
+    exported = ask(*open_run(workdir, None, display), question, 0.0)
+    copy = killed(workdir, tmp_path / "copy", after=NUM_SFT + NUM_TRAIN - 1)
+    shutil.rmtree(copy / "eval")
+    middle = ask(*open_run(copy, None, display), question, 0.0)
+    assert exported.turns
+    assert middle.turns
+
+
+@pytest.mark.slow
+def test_the_reference_is_the_base_with_the_adapter_off(base, tmp_path):
+    """Without a warm start the policy begins there, and has left it after a step."""
+    _, config, _ = base
+    config = config.copy_and_resolve_references()
+    config.update_from_flattened_dict(
+        {"stages": ("train",), "num_steps": 2, "log.trajectories": 0, "eval.max_tasks": 1}
+    )
+    play(config, tmp_path / "run")
+    lines = records(tmp_path / "run")
+    first, second = (line["actor/kl_loss"] for line in lines if "actor/kl_loss" in line)
+    assert first < 1e-9 < 1e-7 < second
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("base_dtype", "sampler"), [("int8", "separate"), ("bfloat16", "merged")])
+def test_a_run_goes_on_from_an_adapter_beside_a_smaller_base(base, tmp_path, base_dtype, sampler):
+    workdir, config, _ = base
+    config = config.copy_and_resolve_references()
+    config.update_from_flattened_dict(
+        {
+            "stages": ("train",),
+            "num_steps": 1,
+            "model.lora.path": str(workdir / "adapter"),
+            "model.lora.base_dtype": base_dtype,
+            "model.lora.sampler": sampler,
+        }
+    )
+    parts = play(config, tmp_path / "run")
+    kernel = parts.model.base["blocks"]["attention"]["k"]["kernel"]
+    assert kernel.dtype == base_dtype
+    [record] = (line for line in records(tmp_path / "run") if "actor/grad_norm" in line)
+    assert record["rollout_corr/logprob_diff_max"] < 1e-4
+    # It began where the other ended: one step at this rate does not move far from there.
+    old, new = (
+        load_adapter(folder / "adapter", parts.model.adapter, parts.mesh)
+        for folder in (workdir, tmp_path / "run")
+    )
+    assert 0 < relative_distance(new, old) < 0.2

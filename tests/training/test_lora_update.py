@@ -1,0 +1,126 @@
+"""The update of an adapter: against the gradient of the weights it is merged into; what stays."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from jaxrl.models.lora import Adapter, find_targets, join
+from jaxrl.models.policy import Model
+from jaxrl.runtime.sharding import make_mesh, param_shardings
+from jaxrl.training.packing import BatchShape
+from jaxrl.training.update import ScoreStep, UpdateStep, init_state, put_batch
+from tests.helpers import (
+    NUM_TOKENS,
+    TINY,
+    gather,
+    gradient_of,
+    pack_all,
+    policy_loss,
+    random_sequences,
+    relative_distance,
+    tiny_params,
+)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+MESH = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+ADAPTER = Adapter(
+    model=TINY, rank=4, alpha=6.0, targets=find_targets(TINY, ["q", "o", "gate", "down"])
+)
+LENGTHS = [9, 20, 31, 14, 25, 6, 12, 17]
+WHOLE = BatchShape(num_micro=2, micro_rows=4, row_tokens=32)
+SETTINGS = {"num_tokens": NUM_TOKENS, "remat": "none", "logits_chunk_tokens": 12}
+
+
+def some_adapter(seed=1):
+    """One that changes the model."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: 0.1 * rng.standard_normal(leaf.shape, np.float32),
+        ADAPTER.trained.abstract_params(),
+    )
+
+
+def adapted_model(base):
+    model = Model(ADAPTER, MESH, **SETTINGS)
+    model.base = base
+    return model
+
+
+def test_gradients_are_those_of_merged_weights_whatever_the_packing():
+    """Of the gradient G of W + s A B, A gets s G B', and B gets s A' G."""
+    base, params = tiny_params(), some_adapter()
+    sequences = random_sequences(LENGTHS)
+    loss = policy_loss(loss={"entropy_coef": 0.1}, kl={"coef": 0.2, "anchor": "ref"})
+    settings = {"temperature": 0.8, "entropy_gradient": True}
+    plain, s = jax.tree.map(np.copy, base), ADAPTER.scaling
+    for layer in ADAPTER.targets:
+        _, part, name = layer.split("/")
+        pair = params["blocks"][part][name]
+        kernel = plain["blocks"][part][name]["kernel"]
+        kernel += s * np.einsum("lir,lro->lio", pair["lora_a"], pair["lora_b"])
+    packed = pack_all(sequences, WHOLE)
+    of_plain, _ = gradient_of(Model(TINY, MESH, **SETTINGS), loss, **settings)(
+        plain, packed.batch, packed.num_micro
+    )
+    gradient = gradient_of(adapted_model(base), loss, **settings)
+    found = []
+    for shape, order in (
+        (WHOLE, range(8)),
+        (BatchShape(num_micro=4, micro_rows=2, row_tokens=36), [5, 2, 7, 0, 6, 3, 1, 4]),
+        (BatchShape(num_micro=8, micro_rows=1, row_tokens=32), range(8)),
+    ):
+        packed = pack_all([sequences[i] for i in order], shape)
+        got, _ = gradient(join(base, params), packed.batch, packed.num_micro)
+        found.append(got)
+        assert relative_distance(got, found[0]) < 1e-5
+    assert jax.tree.structure(found[0]) == jax.tree.structure(params)
+    for layer in ADAPTER.targets:
+        _, part, name = layer.split("/")
+        pair, G = params["blocks"][part][name], of_plain["blocks"][part][name]["kernel"]
+        a, b = pair["lora_a"], pair["lora_b"]
+        wanted = {
+            "lora_a": s * np.einsum("lio,lro->lir", G, b),
+            "lora_b": s * np.einsum("lir,lio->lro", a, G),
+        }
+        assert relative_distance(found[0]["blocks"][part][name], wanted) < 1e-4, layer
+
+
+def test_an_update_changes_the_adapter_alone():
+    base = jax.device_put(tiny_params(), param_shardings(MESH, ADAPTER.frozen))
+    before = jax.tree.map(np.array, base)
+    model, optimizer = adapted_model(base), optax.adamw(1e-2)
+    start = some_adapter()
+    params = jax.device_put(start, param_shardings(MESH, ADAPTER.trained))
+    state = init_state(params, MESH, ADAPTER.trained, optimizer)
+    moments = optax.tree_utils.tree_get(state.opt_state, "mu")
+    assert jax.tree.structure(moments) == jax.tree.structure(start)
+    packed = pack_all(random_sequences(LENGTHS), WHOLE)
+    batch, step = put_batch(MESH, packed.batch), UpdateStep(model, policy_loss(), optimizer)
+    for _ in range(2):
+        state, metrics = step(state, batch, packed)
+    assert float(metrics["grad_norm"].value) > 0
+    changed = jax.tree.map(lambda new, old: not np.array_equal(new, old), state.params, start)
+    assert all(jax.tree.leaves(changed))
+    jax.tree.map(np.testing.assert_array_equal, model.base, before)
+
+
+def test_with_the_adapter_off_scores_are_those_of_the_base():
+    """B at zero is the base bit for bit, in the program that scores the policy."""
+    base = tiny_params()
+    packed = pack_all(random_sequences(LENGTHS), WHOLE)
+    batch = put_batch(MESH, packed.batch)
+    score = ScoreStep(adapted_model(base), temperature=1.0)
+    params = some_adapter()
+    on, alone = (
+        score(params, batch, packed),
+        ScoreStep(Model(TINY, MESH, **SETTINGS), temperature=1.0)(base, batch, packed),
+    )
+    for leaf in (layer for part in params["blocks"].values() for layer in part.values()):
+        leaf["lora_b"] = np.zeros_like(leaf["lora_b"])
+    off = score(params, batch, packed)
+    for index in range(len(LENGTHS)):
+        wanted = gather(packed.batch, alone, index)
+        np.testing.assert_allclose(gather(packed.batch, off, index), wanted, atol=1e-6)
+    assert np.abs(np.asarray(on) - np.asarray(off)).max() > 1e-2
