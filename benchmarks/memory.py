@@ -111,14 +111,14 @@ MODELS = {
 }
 
 
-def small_run(data: int, fsdp: int, tensor: int) -> ConfigDict:
+def small_run(data: int, fsdp: int, tensor: int, context: int = 1) -> ConfigDict:
     """The default configuration with a micro-batch that is whole on the mesh."""
     config = default_config()
-    config.mesh.data, config.mesh.fsdp, config.mesh.tensor = data, fsdp, tensor
+    config.mesh.update(data=data, fsdp=fsdp, context=context, tensor=tensor)
     config.optimizer.micro_rows = 2 * data * fsdp
     config.rollout.max_total_tokens = 1024
     config.rollout.max_prompt_tokens = 256
-    config.rollout.num_rows = 16 * data * fsdp
+    config.rollout.num_rows = 16 * data * fsdp * context
     return config
 
 
@@ -172,7 +172,7 @@ def trainer_programs(config: ConfigDict, policy: Model) -> dict[str, Any]:
 
 def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
     """A mini-batch of the train stage for shapes alone."""
-    shape = train_shape(config, policy.shards_with_prompts)
+    shape = train_shape(config, policy.shards_with_prompts, policy.num_pieces)
     whole = (shape.num_micro, shape.micro_rows, shape.row_tokens)
     ints, floats = (jax.ShapeDtypeStruct(whole, dtype) for dtype in (jnp.int32, jnp.float32))
     batch = Batch(
@@ -200,7 +200,7 @@ def sampler_programs(
     rollout, dtype = config.rollout, jnp.dtype(config.model.dtype)
     sizes = dict(memory.target_mesh(config, model, target).shape)
     if target.num_processes > 1:
-        sizes = {"data": len(devices) // sizes["tensor"], "fsdp": 1, "tensor": sizes["tensor"]}
+        sizes = {"data": -1, "fsdp": 1, "tensor": sizes["tensor"]}
     mesh, num_rows = sharding.make_mesh(**sizes, devices=devices), rollout.num_rows
     num_rows //= target.num_processes
     kernels = choose(config.model.attention, mesh, model)
@@ -214,9 +214,9 @@ def sampler_programs(
         dtype=dtype,
         scan_layers=scans(config.model.scan_layers, target.platform),
     )
-    shards = sharding.num_batch_shards(mesh)
+    shards = sharding.num_pieces(mesh)
     num_pages = shards * memory.cache_pages(config, model, target)
-    by_row, by_page = sharding.batch_sharding(mesh), sharding.cache_sharding(mesh)
+    by_row, by_page = sharding.piece_sharding(mesh), sharding.cache_sharding(mesh)
     whole = sharding.replicated(mesh)
     cache = jax.eval_shape(lambda: sampler.empty_cache(num_pages, kernels.page_tokens))
     cache = like(cache, jax.tree.map(lambda _: by_page, cache))
@@ -383,7 +383,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="tiny,0.5b,0.6b", help=f"out of {', '.join(MODELS)}")
-    parser.add_argument("--mesh", default="1x1x1,2x2x2", help="data x fsdp x tensor")
+    parser.add_argument("--mesh", default="1x1x1,2x2x2", help="data x fsdp x tensor (x context)")
     parser.add_argument("--dtype", default="float32", help="float32,bfloat16")
     parser.add_argument("--config", help=f"instead of these, out of {', '.join(SHIPPED)}")
     parser.add_argument("--layers", type=int, default=0, help="so many instead of the model's")

@@ -107,7 +107,7 @@ class Steps:
         self.episodes.env.latency_s = work.latency_ms / 1e3
         config = self._config = make_config(work, self.episodes.max_total_tokens)
         policy = make_model(model, work, mesh)
-        self._shape = train_shape(config, policy.shards_with_prompts)
+        self._shape = train_shape(config, policy.shards_with_prompts, policy.num_pieces)
         optimizer = make_optimizer(config.optimizer, num_steps * work.num_minibatches)
         self._update = UpdateStep(policy, make_policy_loss(config), optimizer)
         self._score = ScoreStep(policy, temperature=1.0)

@@ -198,6 +198,9 @@ def default_config() -> ConfigDict:
     config.mesh = mesh = ConfigDict()
     mesh.data = -1  # devices over which rows are split, weights copied; -1: all that are left
     mesh.fsdp = 1  # devices over which rows and weights are split
+    # Devices over which each packed row is split, for long ones, and weights; the sampler splits
+    # its trajectories over them.
+    mesh.context = 1
     mesh.tensor = 1  # devices over which heads and vocabulary are split
     # Devices of each process that only sample, with rollout.ahead; the others train. A multiple of
     # tensor. 0: all do both.
@@ -395,7 +398,8 @@ def default_config() -> ConfigDict:
     # What the calls of a trajectory may cost at ledger.prices, each counted once; a call that would
     # cost more ends it, out of budget. 0: no limit.
     rollout.max_cost = 0.0
-    rollout.num_rows = 64  # trajectories decoded side by side, in all; a multiple of data * fsdp
+    # Trajectories decoded side by side, in all; a multiple of data * fsdp * context.
+    rollout.num_rows = 64
     # GiB of each device for their keys and values. 0: what the plan leaves, or on a CPU what
     # num_rows trajectories of full length fill.
     rollout.cache_gib = 0.0

@@ -272,7 +272,9 @@ def gradient_of(model, token_loss, *, temperature=1.0, entropy_gradient=False):
         }
         packed = Packed(batch=batch, num_micro=num_micro, **sizes)
         sums = begin(params, batch)
-        for index, room in enumerate(loss_quarters(packed, num_batch_shards(model.mesh))):
+        for index, room in enumerate(
+            loss_quarters(packed, num_batch_shards(model.mesh), model.num_pieces)
+        ):
             sums = add(params, sums, batch, index, index + 1, room)
         return sums.gradients, sums.finished_metrics()
 

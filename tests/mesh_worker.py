@@ -1,10 +1,11 @@
 """Measures sampler and update on meshes of eight virtual devices, for `test_sharding.py`.
 
-    python -m tests.mesh_worker REPORT
+    python -m tests.mesh_worker REPORT GROUP
 
-One process for all meshes; it writes what it measured as JSON and judges nothing.
+One process for all meshes of a group; it writes what it measured as JSON and judges nothing.
 """
 
+import itertools
 import json
 import math
 import re
@@ -18,14 +19,20 @@ import numpy as np
 import optax
 
 from jaxrl.models.attention import gpu, reference
-from jaxrl.models.attention.choice import on_mesh
+from jaxrl.models.attention.choice import choose, on_mesh
 from jaxrl.models.policy import Model
-from jaxrl.runtime.sharding import make_mesh, num_batch_shards, param_shardings
+from jaxrl.runtime.sharding import (
+    in_pieces,
+    in_rows,
+    make_mesh,
+    num_batch_shards,
+    param_shardings,
+)
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import MOVED_PAGES, Engine, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.training.packing import BatchShape, loss_quarters
-from jaxrl.training.update import ScoreStep, UpdateStep, init_state, put_batch
+from jaxrl.training.update import Gradient, ScoreStep, UpdateStep, init_state, put_batch
 from tests.helpers import (
     NUM_TOKENS,
     TINY,
@@ -48,6 +55,16 @@ MESHES = {
     "data 2, fsdp 4": {"data": 2, "fsdp": 4, "tensor": 1},
     "data 2, fsdp 2, tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
 }
+CONTEXT_MESHES = {
+    "data 2, context 4": {"data": 2, "fsdp": 1, "context": 4, "tensor": 1},
+    "fsdp 2, context 2, tensor 2": {"data": 1, "fsdp": 2, "context": 2, "tensor": 2},
+}
+GROUPS = {"rows": MESHES, "context": CONTEXT_MESHES}
+EVERY_CONTEXT = [
+    {"data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
+    for data, fsdp, context, tensor in itertools.product((1, 2, 4), (1, 2, 4), (2, 4, 8), (1, 2))
+    if data * fsdp * context * tensor == 8
+]
 NUM_ROWS = 16
 GROUP_SIZE = 4
 BUDGET = 8  # tokens a turn
@@ -205,7 +222,9 @@ def share_on_first_device(tree):
 
 def train(mesh, params):
     """Scores and updates twice; the report and the first gradient."""
-    model = Model(TINY, mesh, num_tokens=NUM_TOKENS, logits_chunk_tokens=CHUNK_TOKENS)
+    kernels = choose("xla", mesh, TINY)
+    sizes = {"num_tokens": NUM_TOKENS, "logits_chunk_tokens": CHUNK_TOKENS}
+    model = Model(TINY, mesh, **sizes, attention=kernels)
     optimizer = optax.adamw(1e-3)
     loss = policy_loss(
         loss={"entropy_coef": 0.01, "clip_high": 0.3}, kl={"coef": 0.1, "anchor": "ref"}
@@ -226,7 +245,7 @@ def train(mesh, params):
         for _ in range(2):
             state, _ = step(state, batch, packed)
     sums = step.gradient.begin(state.params, batch)
-    room = loss_quarters(packed, num_batch_shards(mesh))[0]
+    room = loss_quarters(packed, num_batch_shards(mesh), model.num_pieces)[0]
     text = program_text(
         step.gradient.add.program, state.params, sums, batch, np.int32(0), np.int32(1), room
     )
@@ -260,7 +279,14 @@ def attention_gap(mesh):
         back = jax.vjp(lambda *inputs: train(*inputs, reads), q, k, v)[1]
         return back(gradient)
 
-    kernel = on_mesh(partial(gpu.train, interpret=True), mesh)
+    on_pieces = on_mesh(partial(gpu.train, interpret=True), mesh)
+
+    def kernel(*inputs):
+        *pieces, reads = *(in_pieces(mesh, x) for x in inputs[:3]), inputs[3]
+        out = on_pieces(*pieces, reads)
+        columns = (in_rows(mesh, out[:, :, n, h], (8, 44)) for n in range(4) for h in range(8))
+        return jnp.stack(list(columns), axis=2).reshape(8, 44, 4, 8)
+
     got, wanted = jax.jit(run, static_argnums=0)(kernel), run(reference.train)
     return max(float(jnp.abs(a - b).max()) for a, b in zip(got, wanted, strict=True))
 
@@ -284,7 +310,63 @@ def farthest_draw(params, rows):
     return float(farthest)
 
 
-def main(path):
+def gradients_on_every_mesh_with_context():
+    """How far log-probabilities and gradients are from those of one device, by mesh."""
+    one = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}
+    shape = BatchShape(num_micro=3, micro_rows=4, row_tokens=88)
+    packed = pack_all(random_sequences([13, 44, 24, 24, 7, 40] * 3), shape)
+    found = []
+    for sizes in [one, *EVERY_CONTEXT]:
+        mesh = make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+        kernels = choose("xla", mesh, TINY)
+        model = Model(TINY, mesh, num_tokens=NUM_TOKENS, attention=kernels)
+        params = jax.device_put(tiny_params(), param_shardings(mesh, TINY))
+        batch = put_batch(mesh, packed.batch)
+        loss = policy_loss(loss={"entropy_coef": 0.01, "clip_high": 0.3})
+        sums = Gradient(model, loss, entropy_gradient=True)(params, batch, packed)
+        logprobs = ScoreStep(model, temperature=1.0)(params, batch, packed)
+        found.append(jax.device_get((sums.gradients, logprobs)))
+    (wanted, logprobs), *others = found
+    return [
+        [sizes, float(relative_distance(gradient, wanted)), float(np.abs(own - logprobs).max())]
+        for sizes, (gradient, own) in zip(EVERY_CONTEXT, others, strict=True)
+    ]
+
+
+def bytes_of_a_long_row():
+    """Bytes of a device's temporaries in the update of one row of 4,096 tokens, by `context`."""
+    found = {}
+    for count in (1, 2, 4, 8):
+        sizes = {"data": 1, "fsdp": 1, "context": count, "tensor": 1}
+        mesh = make_mesh(**sizes, devices=jax.devices()[:count])
+        model = Model(TINY, mesh, num_tokens=NUM_TOKENS, attention=choose("xla", mesh, TINY))
+        gradient = Gradient(model, policy_loss())
+        packed = pack_all(
+            random_sequences([400]), BatchShape.for_sequences(1, micro_rows=1, row_tokens=4096)
+        )
+        params = jax.device_put(tiny_params(), param_shardings(mesh, TINY))
+        batch = put_batch(mesh, packed.batch)
+        span = np.int32(0), np.int32(1), 4
+        program = gradient.add.program
+        compiled = program.lower(params, gradient.begin(params, batch), batch, *span).compile()
+        found[count] = compiled.memory_analysis().temp_size_in_bytes
+    return found
+
+
+def main(path, group):
+    if group == "every context":
+        report = {
+            "distances": gradients_on_every_mesh_with_context(),
+            "temporaries": bytes_of_a_long_row(),
+        }
+    else:
+        report = measure(GROUPS[group])
+    with open(path, "w") as file:
+        json.dump(report, file, indent=1)
+
+
+def measure(meshes):
+    """Sampler and update on these meshes, and on one device."""
     params = tiny_params()
     one = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
     on_one = jax.device_put(params, param_shardings(one, TINY))
@@ -296,7 +378,7 @@ def main(path):
         "farthest_draw": farthest_draw(on_one, one_rows),
         "meshes": {},
     }
-    for name, sizes in MESHES.items():
+    for name, sizes in meshes.items():
         mesh = make_mesh(**sizes)
         placed = jax.device_put(params, param_shardings(mesh, TINY))
         rows, sampled = sample(mesh, placed)
@@ -324,9 +406,8 @@ def main(path):
                 for metric, value in trained["metrics"].items()
             ),
         }
-    with open(path, "w") as file:
-        json.dump(report, file, indent=1)
+    return report
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

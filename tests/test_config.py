@@ -288,7 +288,7 @@ def test_what_computes_sees_no_configuration():
 
 def test_every_key_is_read():
     wholesale = {  # passed on by section
-        *("mesh.data", "mesh.fsdp", "mesh.tensor"),
+        *("mesh.data", "mesh.fsdp", "mesh.context", "mesh.tensor"),
         *(f"search.local.{name}" for name in ("topk",)),
         *(f"env.search.search_r1.{name}" for name in default_config().env.search.search_r1),
         *(f"env.search.qwen.{name}" for name in default_config().env.search.qwen),

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from jaxrl.config import default_config
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import Outcome
+from jaxrl.models.attention.choice import choose
 from jaxrl.models.policy import Model
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.objectives.kl import KL_ESTIMATORS
@@ -252,7 +253,9 @@ def params(mesh):
 
 
 def whole_gradient(mesh, loss, kl, correction):
-    model = Model(TINY, mesh, num_tokens=NUM_TOKENS, remat="none", logits_chunk_tokens=10**6)
+    kernels = choose("xla", mesh, TINY)
+    sizes = {"num_tokens": NUM_TOKENS, "logits_chunk_tokens": 10**6}
+    model = Model(TINY, mesh, **sizes, remat="none", attention=kernels)
     token_loss = loss_of(loss, kl, correction)
     return gradient_of(model, token_loss)
 
@@ -298,8 +301,8 @@ def measure_on_mesh():
     members = random_sequences(SIZES_ON_MESH)
     choice = ("gspo", "weighed k3", "sequence truncate")
     found, mode = [], mode_of(choice[0])
-    for sizes, num_shards in (((1, 1, 1), 1), ((2, 2, 2), 4)):
-        axes = dict(zip(("data", "fsdp", "tensor"), sizes, strict=True))
+    for sizes, num_shards in (((1, 1, 1, 1), 1), ((1, 2, 2, 2), 2)):
+        axes = dict(zip(("data", "fsdp", "context", "tensor"), sizes, strict=True))
         mesh = make_mesh(**axes, devices=jax.devices()[: math.prod(sizes)])
         params = jax.device_put(tiny_params(), param_shardings(mesh, TINY))
         packed = packed_batch(members, ON_MESH, mode, num_shards=num_shards)
@@ -307,14 +310,14 @@ def measure_on_mesh():
         gradient = whole_gradient(mesh, *choice)
         found.append(jax.device_get(gradient(params, batch, packed.num_micro)[0]))
     shards = batch.segment_ids.addressable_shards
-    # Devices along `tensor` hold the same rows.
+    # Devices along `tensor` hold the same tokens, those along `context` pieces of the same rows.
     tokens = {str(shard.index): int((np.asarray(shard.data) > 0).sum()) for shard in shards}
     return {
         "distance": float(relative_distance(*reversed(found))),
-        "rows": [shard.data.shape[1] for shard in shards],
-        "tokens": list(tokens.values()),
+        "rows": [shard.data.shape[1:] for shard in shards],
+        "tokens": np.reshape(list(tokens.values()), (2, -1)).sum(axis=1).tolist(),
         "imbalance": packed.imbalance,
-        "as_packed": tokens_by_device(packed_batch(members, ON_MESH, mode).batch, 4),
+        "as_packed": tokens_by_device(packed_batch(members, ON_MESH, mode).batch, 2),
     }
 
 
@@ -342,10 +345,10 @@ def test_a_mesh_changes_no_gradient_and_its_devices_have_even_shares():
     assert done.returncode == 0, done.stderr[-5000:]
     measured = json.loads(done.stdout.splitlines()[-1])
     assert measured["distance"] < 1e-5
-    assert measured["rows"] == [2] * 8
+    assert measured["rows"] == [[4, 22]] * 8
     tokens = measured["tokens"]
-    assert (len(tokens), sum(tokens)) == (4, sum(SIZES_ON_MESH))
-    assert max(tokens) * 4 / sum(tokens) - 1 == pytest.approx(measured["imbalance"])
+    assert (len(tokens), sum(tokens)) == (2, sum(SIZES_ON_MESH))
+    assert max(tokens) * 2 / sum(tokens) - 1 == pytest.approx(measured["imbalance"])
     assert max(tokens) < max(measured["as_packed"])
 
 

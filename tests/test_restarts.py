@@ -534,7 +534,7 @@ def test_a_run_goes_on_on_other_meshes(base, tiny_world, tmp_path, quick_compila
     places = (
         (2, {"data": 1, "fsdp": 2}, 9),
         (1, {"data": 1, "fsdp": 1}, NUM_SFT + 2),
-        (4, {"data": 2, "fsdp": 2}, None),
+        (4, {"data": 1, "fsdp": 2, "context": 2}, None),
     )
     workdir, changes = tmp_path / "run", {"stages": "('sft', 'train')", "num_steps": 2}
     for num_devices, mesh, num_records in places:
@@ -584,10 +584,13 @@ def test_a_step_from_one_checkpoint_has_one_gradient_on_all_meshes(
     assert play(settings(tiny_world, **changes), as_of(base, tmp_path / "one", step))
     wanted, wanted_mean = one_step_on(tiny_world, tmp_path / "one", step)
     assert wanted["sft/loss"] == records(base)[step]["sft/loss"]
-    for index, mesh in enumerate(({"fsdp": 2}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2})):
+    meshes = ({"fsdp": 2}, {"data": 2, "fsdp": 2}, {"fsdp": 2, "tensor": 2}, {"context": 2})
+    for index, mesh in enumerate(meshes):
         workdir, log = as_of(base, tmp_path / str(index), step), tmp_path / f"{index}.log"
         environment = os.environ | quick_compilation | with_devices(math.prod(mesh.values()))
-        sizes = {f"mesh.{name}": mesh.get(name, 1) for name in ("data", "fsdp", "tensor")}
+        sizes = {
+            f"mesh.{name}": mesh.get(name, 1) for name in ("data", "fsdp", "context", "tensor")
+        }
         with log.open("w") as output:
             process = launch(tiny_world, workdir, environment, output, **{**changes, **sizes})
             assert process.wait(timeout=300) == 0, log.read_text()

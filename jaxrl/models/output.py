@@ -1,6 +1,6 @@
 """The output layer of the tokens that count: log-probabilities and entropies without all logits.
 
-Rows of tokens lie on S shards of the batch. On each, the hidden states before the wanted tokens are
+Pieces of rows lie on S shards. On each, the hidden states before the wanted tokens are
 moved side by side, `[S, C, D]`, and their logits exist chunk by chunk.
 """
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.runtime.sharding import BATCH
+from jaxrl.runtime.sharding import piece_sharding
 
 QUARTERS = (1, 2, 3, 4)
 """Room for wanted tokens, in quarters of all: a program is compiled for each that is met."""
@@ -143,7 +143,7 @@ class OutputLayer:
 
     Attributes:
         unembed: gives the logits.
-        mesh: its data and fsdp axes are the shards.
+        mesh: its data, fsdp and context axes are the shards.
         chunk_tokens: of a shard, whose logits are in memory at a time.
         entropy_gradient: gradients flow through the entropies.
         trains_tables: gradients flow to the tables; else they get none.
@@ -183,7 +183,8 @@ class OutputLayer:
     def on_shards(self, x: jax.Array) -> jax.Array:
         """The leading axis over the shards, the others wherever they are."""
         free = [P.UNCONSTRAINED] * (x.ndim - 1)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(BATCH, *free)))
+        spec = P(*piece_sharding(self.mesh).spec, *free)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -14,7 +14,16 @@ from jaxrl.models.attention.kernels import XLA, Kernels
 from jaxrl.models.layers import Through
 from jaxrl.models.lora import Adapter, Declared, join, split
 from jaxrl.models.output import OutputLayer, find_places, put, take
-from jaxrl.runtime.sharding import batch_sharding, num_batch_shards, param_shardings
+from jaxrl.runtime.sharding import (
+    CONTEXT,
+    in_pieces,
+    in_rows,
+    num_batch_shards,
+    num_pieces,
+    param_shardings,
+    piece_sharding,
+    whole_rows,
+)
 from jaxrl.types import Batch, Params
 
 
@@ -37,7 +46,7 @@ class Model:
 
         Args:
             config: of the model; or its adapter, which alone is trained then.
-            mesh: rows are split over its data and fsdp axes.
+            mesh: rows are split over its data and fsdp axes, and each over context.
             num_tokens: ids the tokenizer knows; larger ones have probability 0.
             dtype: of activations and matrix products; master weights stay float32.
             attention: the kernels.
@@ -73,6 +82,11 @@ class Model:
         """Devices that rows are split over, where segments may share prompts; else 0."""
         return num_batch_shards(self.mesh) if self.attention.shares_prompts else 0
 
+    @property
+    def num_pieces(self) -> int:
+        """Into how many pieces a row is cut, which divides its tokens."""
+        return self.mesh.shape[CONTEXT]
+
     def token_logprobs(
         self,
         params: Params,
@@ -102,19 +116,23 @@ class Model:
         params = self._gather_tables(weights.train_weights(params, self.dtype))
         hidden = self.config.hidden_states(
             params,
-            batch.token_ids,
-            batch.positions,
-            self.attention.within(batch.segment_ids, batch.positions),
+            in_pieces(self.mesh, batch.token_ids),
+            in_pieces(self.mesh, batch.positions),
+            self.attention.within(
+                whole_rows(self.mesh, batch.segment_ids),
+                whole_rows(self.mesh, batch.positions),
+                self.num_pieces,
+            ),
             self.through,
         )
         # Rows stay split over data and fsdp: left alone, the compiler splits the width of
         # activations over fsdp instead, and sums partial activations and logits across devices.
-        hidden = jax.lax.with_sharding_constraint(hidden, batch_sharding(self.mesh))
-        (b, T), shards = batch.token_ids.shape, num_batch_shards(self.mesh)
+        hidden = jax.lax.with_sharding_constraint(hidden, piece_sharding(self.mesh))
+        (b, T), shards = batch.token_ids.shape, num_pieces(self.mesh)
         has_past = (batch.positions > 0) & (batch.segment_ids > 0)
         # Hidden states stay where they are, and what is about the next token moves to them.
         is_wanted, targets = (
-            jnp.pad(x[:, 1:], ((0, 0), (0, 1)))
+            in_pieces(self.mesh, jnp.pad(x[:, 1:], ((0, 0), (0, 1))))
             for x in (batch.loss_mask & has_past, batch.token_ids)
         )
         places = find_places(is_wanted, shards, -(-b * T * quarters // (4 * shards)))
@@ -133,7 +151,7 @@ class Model:
         )
         if not entropy_gradient:
             entropies = jax.lax.stop_gradient(entropies)
-        of_next = (put(x, places).reshape(b, T) for x in (logprobs, entropies))
+        of_next = (in_rows(self.mesh, put(x, places), (b, T)) for x in (logprobs, entropies))
         logprobs, entropies = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in of_next)
         return logprobs, entropies
 

@@ -1,7 +1,8 @@
 """The device mesh and how arrays lie on it: the only place that knows.
 
 Parameters name their axes (`Architecture.logical_axes`); the rules below map those names to the
-mesh axes `data`, `fsdp` and `tensor`. Everything with a batch axis is split over data and fsdp.
+mesh axes. Packed rows of tokens are split over data and fsdp, and each of them over context; the
+sampler's rows, which are not packed, over all three.
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ from jaxrl.models.lora import Adapter, Declared
 from jaxrl.types import Params
 
 BATCH = ("data", "fsdp")
-"""The mesh axes over which rows and pages are split."""
+"""The mesh axes over which packed rows are split."""
 
-RULES: dict[str | None, str | None] = {
+CONTEXT = "context"
+"""The mesh axis over which each packed row is split, into pieces of as many tokens."""
+
+PIECES = (*BATCH, CONTEXT)
+"""The mesh axes over which pieces of packed rows are split, and the sampler's rows and pages."""
+
+RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "layer": None,
     "vocab": "tensor",
-    "width": "fsdp",
+    "width": ("fsdp", CONTEXT),
     "heads": "tensor",
     "mlp": "tensor",
     "expert": None,
@@ -41,6 +48,7 @@ def mesh_sizes(
     data: int,
     fsdp: int,
     tensor: int,
+    context: int = 1,
     rollout_devices: int = 0,
     num_processes: int = 1,
 ) -> dict[str, int]:
@@ -58,7 +66,7 @@ def mesh_sizes(
             f"expected a multiple of config.mesh.tensor={tensor} that leaves devices to train on."
         )
     num_devices -= rollout_devices * num_processes
-    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    sizes = {"data": data, "fsdp": fsdp, CONTEXT: context, "tensor": tensor}
     free = [name for name, size in sizes.items() if size == -1]
     given = [size for size in sizes.values() if size != -1]
     known = math.prod(given)
@@ -76,18 +84,30 @@ def mesh_sizes(
 
 
 def make_mesh(
-    *, data: int, fsdp: int, tensor: int, rollout_devices: int = 0, devices: Any = None
+    *,
+    data: int,
+    fsdp: int,
+    tensor: int,
+    context: int = 1,
+    rollout_devices: int = 0,
+    devices: Any = None,
 ) -> Mesh:
     """A mesh over all devices but the last `rollout_devices` of each process; see `mesh_sizes`."""
     devices, count = jax.devices() if devices is None else devices, jax.process_count()
-    axes = {"data": data, "fsdp": fsdp, "tensor": tensor, "rollout_devices": rollout_devices}
-    sizes = mesh_sizes(len(devices), **axes, num_processes=count)
+    sizes = mesh_sizes(
+        len(devices),
+        data=data,
+        fsdp=fsdp,
+        tensor=tensor,
+        context=context,
+        rollout_devices=rollout_devices,
+        num_processes=count,
+    )
     if rollout_devices:
         own = [[d for d in devices if d.process_index == index] for index in range(count)]
         devices = [device for part in own for device in part[:-rollout_devices]]
-    mesh = jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * 3, devices=devices
-    )
+    types = (AxisType.Auto,) * len(sizes)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
     for row in mesh.devices.reshape(-1, sizes["tensor"]):
         if len({device.process_index for device in row}) > 1:
             raise spans_processes(sizes["tensor"], jax.local_device_count())
@@ -114,8 +134,9 @@ def local_mesh(mesh: Mesh, rollout_devices: int = 0) -> Mesh:
         return mesh
     else:
         own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    devices = np.array(own).reshape(-1, 1, mesh.shape["tensor"])
-    return Mesh(devices, ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    sizes = {name: 1 for name in mesh.axis_names} | {"data": -1, "tensor": mesh.shape["tensor"]}
+    devices = np.array(own).reshape(tuple(sizes.values()))
+    return Mesh(devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def on_local_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) -> jax.Array:
@@ -144,8 +165,13 @@ def check_model_fits(mesh: Mesh, config: Architecture) -> None:
 
 
 def num_batch_shards(mesh: Mesh) -> int:
-    """Into how many parts a batch axis is split."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    """Into how many parts packed rows are split."""
+    return math.prod(mesh.shape[axis] for axis in BATCH)
+
+
+def num_pieces(mesh: Mesh) -> int:
+    """Into how many parts tokens are split, and the sampler's rows: of rows and within each."""
+    return math.prod(mesh.shape[axis] for axis in PIECES)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -153,14 +179,49 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P())
 
 
-def batch_sharding(mesh: Mesh, axis: int = 0) -> NamedSharding:
-    """Axis number `axis` split over data and fsdp, the others whole."""
-    return NamedSharding(mesh, P(*[None] * axis, BATCH))
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Mini-batches `[A, b, T]`: rows over data and fsdp, the tokens of each over context."""
+    return NamedSharding(mesh, P(None, BATCH, CONTEXT))
+
+
+def piece_sharding(mesh: Mesh) -> NamedSharding:
+    """The first axis over data, fsdp and context, the others whole."""
+    return NamedSharding(mesh, P(PIECES))
+
+
+def in_pieces(mesh: Mesh, x: jax.Array) -> jax.Array:
+    """Rows `[b, T, ...]` as pieces `[C * b, T / C, ...]`, those of one device one after another.
+
+    Of a device's rows the first pieces come first, then the second ones, and so on: each piece is
+    where the mesh has it, and what is computed of it stays there. C is the size of `context`.
+    """
+    count = mesh.shape[CONTEXT]
+    if count == 1:
+        return x
+    size = x.shape[1] // count
+    pieces = x.reshape(num_batch_shards(mesh), -1, count, size, *x.shape[2:]).swapaxes(1, 2)
+    pieces = pieces.reshape(-1, size, *x.shape[2:])
+    return jax.lax.with_sharding_constraint(pieces, piece_sharding(mesh))
+
+
+def in_rows(mesh: Mesh, x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """The inverse of `in_pieces`: rows `[b, T]`, of the pieces' tokens in any shape."""
+    count, shards = mesh.shape[CONTEXT], num_batch_shards(mesh)
+    if count == 1:
+        return x.reshape(shape)
+    return x.reshape(shards, count, shape[0] // shards, -1).swapaxes(1, 2).reshape(shape)
+
+
+def whole_rows(mesh: Mesh, x: jax.Array) -> jax.Array:
+    """Rows `[b, T]` with all their tokens on each device that has a piece of them."""
+    if mesh.shape[CONTEXT] == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(BATCH)))
 
 
 def cache_sharding(mesh: Mesh) -> NamedSharding:
-    """Pages `[pages, n * K, page, H]`: over data and fsdp, their heads over tensor."""
-    return NamedSharding(mesh, P(BATCH, "tensor", None, None))
+    """Pages `[pages, n * K, page, H]`: over data, fsdp and context, their heads over tensor."""
+    return NamedSharding(mesh, P(PIECES, "tensor", None, None))
 
 
 def param_shardings(mesh: Mesh, declared: Declared, *, for_decode: bool = False) -> dict[str, Any]:
@@ -194,10 +255,18 @@ def _shardings(mesh: Mesh, axes: dict[str, Any], shapes: Params, for_decode: boo
         names = [RULES[axis] for axis in axes]
         if for_decode:
             names = [name if name == "tensor" else None for name in names]
-        whole = [
-            name if name is not None and size % mesh.shape[name] == 0 else None
-            for name, size in zip(names, shape.shape, strict=True)
-        ]
-        return NamedSharding(mesh, P(*whole))
+        spec = [_split_by(mesh, n, size) for n, size in zip(names, shape.shape, strict=True)]
+        return NamedSharding(mesh, P(*spec))
 
     return jax.tree.map(leaf, axes, shapes, is_leaf=is_axes)
+
+
+def _split_by(mesh: Mesh, names: str | tuple[str, ...] | None, size: int) -> Any:
+    """What splits a dimension, of the mesh axes that may: the first ones, while they divide it."""
+    if names is None:
+        return None
+    first, *others = (names,) if isinstance(names, str) else names
+    axes = (first, *(name for name in others if mesh.shape[name] > 1))
+    while axes and size % math.prod(mesh.shape[name] for name in axes):
+        axes = axes[:-1]
+    return axes if len(axes) > 1 else next(iter(axes), None)

@@ -4,8 +4,8 @@ All are pure functions of the cache, which the engine donates from call to call.
 token, the last one of its prompt, of what it sampled or of an observation, is not in the cache yet:
 a decoding step reads it, and draws the next one from what comes out. So no hidden state is kept.
 
-Rows, pages and tokens of the S shards (the mesh's data and fsdp axes) lie one after another, as
-many of each shard; indices of pages and rows are local to the shard.
+Rows, pages and tokens of the S shards (the mesh's data, fsdp and context axes) lie one after
+another, as many of each shard; indices of pages and rows are local to the shard.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from jaxrl.models.attention.reference import attend_chunk, merge, past_ends
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.layers import SamplerThrough, for_sampler
 from jaxrl.models.lora import Adapter
-from jaxrl.runtime.sharding import BATCH, batch_sharding, cache_sharding
+from jaxrl.runtime.sharding import PIECES, cache_sharding, num_pieces, piece_sharding
 from jaxrl.sampling import next_token
 from jaxrl.types import Params
 
@@ -41,7 +41,7 @@ RUNNING, STOP_STRING, END_OF_TURN, OUT_OF_BUDGET = 0, 1, 2, 3
 BLOCK = 16
 """Tokens of one row that are read into the cache side by side."""
 
-_PAGES, _ROWS, _QUERIES = P(BATCH, "tensor"), P(BATCH), P(BATCH, None, "tensor")
+_PAGES, _ROWS, _QUERIES = P(PIECES, "tensor"), P(PIECES), P(PIECES, None, "tensor")
 
 
 @struct.dataclass
@@ -101,7 +101,7 @@ class Sampler:
 
     Attributes:
         config: of the model.
-        mesh: over which rows and pages (data, fsdp) and heads (tensor) are split.
+        mesh: over which rows and pages (data, fsdp, context) and heads (tensor) are split.
         kernels: of attention.
         num_tokens: ids the tokenizer knows; larger ones are never sampled.
         num_steps: decoding steps of a chunk.
@@ -148,7 +148,7 @@ class Sampler:
         return jax.lax.with_sharding_constraint(cache, cache_sharding(self.mesh))
 
     def _by_row(self, values: Any) -> Any:
-        return jax.lax.with_sharding_constraint(values, batch_sharding(self.mesh))
+        return jax.lax.with_sharding_constraint(values, piece_sharding(self.mesh))
 
     def _each_shard(self, function: Callable[..., Any], specs: Any, out_specs: Any) -> Any:
         """The function on each shard's own part: it names pages by the shard's indices."""
@@ -400,7 +400,7 @@ class Sampler:
 
     def _go_on(self, last: State, rows: Rows) -> State:
         """The state of each row: the host's, or what the last chunk left of it."""
-        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        shards = num_pieces(self.mesh)
         source = rows.source.reshape(shards, -1)
 
         def pick(left: jax.Array, given: jax.Array) -> jax.Array:
@@ -411,7 +411,7 @@ class Sampler:
 
     def _widen(self, state: State) -> State:
         """The state with as many rows as the largest chunk has, for the next one."""
-        shards = self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        shards = num_pieces(self.mesh)
 
         def pad(values: jax.Array) -> jax.Array:
             of_shards = values.reshape(shards, -1)

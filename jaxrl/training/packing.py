@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -81,28 +82,34 @@ class BatchShape:
         )
 
 
-def row_tokens(config: ConfigDict) -> int:
-    """Length of packed rows: room for the longest trajectory, in whole multiples of 16."""
-    return -(-config.rollout.max_total_tokens // 16) * 16
+def row_tokens(config: ConfigDict, num_pieces: int = 1) -> int:
+    """Length of packed rows: room for the longest trajectory, in whole multiples of 16.
+
+    Also of the number of pieces into which rows are cut.
+    """
+    unit = math.lcm(16, num_pieces)
+    return -(-config.rollout.max_total_tokens // unit) * unit
 
 
-def train_shape(config: ConfigDict, shards_with_prompts: int = 0) -> BatchShape:
+def train_shape(
+    config: ConfigDict, shards_with_prompts: int = 0, num_pieces: int = 1
+) -> BatchShape:
     """The shape of every mini-batch of the train stage; see `BatchShape.for_sequences`."""
     groups = config.rollout.tasks_per_step // config.optimizer.num_minibatches
     return BatchShape.for_sequences(
         groups * config.rollout.group_size,
         micro_rows=config.optimizer.micro_rows,
-        row_tokens=row_tokens(config),
+        row_tokens=row_tokens(config, num_pieces),
         shards_with_prompts=shards_with_prompts,
     )
 
 
-def sft_shape(config: ConfigDict, shards_with_prompts: int = 0) -> BatchShape:
+def sft_shape(config: ConfigDict, shards_with_prompts: int = 0, num_pieces: int = 1) -> BatchShape:
     """The shape of every batch of the sft stage; see `BatchShape.for_sequences`."""
     return BatchShape.for_sequences(
         config.sft.batch_size,
         micro_rows=config.sft.optimizer.micro_rows,
-        row_tokens=row_tokens(config),
+        row_tokens=row_tokens(config, num_pieces),
         shards_with_prompts=shards_with_prompts,
     )
 
@@ -120,18 +127,28 @@ class Packed:
     imbalance: float  # of the device with the most tokens, above the mean, as a share of it
 
 
-def loss_quarters(packed: Packed, num_shards: int) -> list[int]:
+def loss_quarters(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[int]:
     """For each micro-batch in use, how much of its tokens the output layer must have room for.
 
     A number out of `QUARTERS`: on every device at most so many quarters of the tokens carry loss.
+
+    Args:
+        packed: the mini-batch.
+        num_shards: among which rows are divided.
+        num_pieces: into which each row is cut.
     """
     has_loss = np.asarray(packed.batch.loss_mask & (packed.batch.positions > 0))
-    return [_quarters(micro.reshape(num_shards, -1)) for micro in has_loss[: packed.num_micro]]
+    if num_pieces > 1:  # a token's logits are where the token before it is
+        has_loss = np.roll(has_loss, -1, axis=2)
+    return [
+        _quarters(micro.reshape(num_shards, -1, num_pieces, micro.shape[1] // num_pieces))
+        for micro in has_loss[: packed.num_micro]
+    ]
 
 
 def _quarters(has_loss: np.ndarray) -> int:
-    """Of one micro-batch, `[shards, tokens]`."""
-    most, room = int(has_loss.sum(axis=1).max()), has_loss.shape[1]
+    """Of one micro-batch, `[shards, rows, pieces, tokens]`."""
+    most, room = int(has_loss.sum(axis=(1, 3)).max()), has_loss[0, :, 0].size
     return next(quarters for quarters in QUARTERS if 4 * most <= quarters * room)
 
 

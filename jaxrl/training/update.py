@@ -13,14 +13,19 @@ import numpy as np
 import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxrl.models.lora import Declared, join
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.policy import Model
 from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime.compilation import CompiledFunction
-from jaxrl.runtime.sharding import BATCH, num_batch_shards, param_shardings, replicated
+from jaxrl.runtime.sharding import (
+    CONTEXT,
+    batch_sharding,
+    num_batch_shards,
+    param_shardings,
+    replicated,
+)
 from jaxrl.training.packing import Packed, loss_quarters
 from jaxrl.types import Batch, Params, TrainState
 
@@ -92,8 +97,8 @@ def with_moments_in(state: TrainState, memory: str) -> TrainState:
 
 
 def batch_shardings(mesh: Mesh, batch: Batch) -> Batch:
-    """Rows over data and fsdp."""
-    return jax.tree.map(lambda _: NamedSharding(mesh, P(None, BATCH, None)), batch)
+    """Rows over data and fsdp, their tokens over context."""
+    return jax.tree.map(lambda _: batch_sharding(mesh), batch)
 
 
 def put_batch(mesh: Mesh, batch: Batch) -> Batch:
@@ -121,7 +126,7 @@ class MicroBatches:
             name: of the program, for errors.
             step: `step(params, sums, micro_batch, index, quarters) -> sums`; `quarters` is static.
         """
-        self._num_shards = num_batch_shards(mesh)
+        self._pieces = num_batch_shards(mesh), mesh.shape[CONTEXT]
         self._is_looped = mesh.devices.flat[0].platform != "gpu"
 
         def run(
@@ -143,7 +148,7 @@ class MicroBatches:
 
     def __call__(self, params: Params, sums: Any, batch: Batch, packed: Packed) -> Any:
         """The sums after the micro-batches of `packed`, which lies on the devices as `batch`."""
-        rooms = loss_quarters(packed, self._num_shards)
+        rooms = loss_quarters(packed, *self._pieces)
         start = 0
         while start < len(rooms):
             stop = start + 1
@@ -177,8 +182,7 @@ class ScoreStep:
 
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> jax.Array:
         """Of `packed`, which lies on the devices as `batch`; 0 for tokens without loss."""
-        sharding = NamedSharding(self._mesh, P(None, BATCH, None))
-        zeros = jnp.zeros(batch.token_ids.shape, jnp.float32, device=sharding)
+        zeros = jnp.zeros(batch.token_ids.shape, jnp.float32, device=batch_sharding(self._mesh))
         return self.add(self._model.whole(params), zeros, batch, packed)
 
 

@@ -15,18 +15,25 @@ from jaxrl.runtime import sharding
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.stop_strings import StopAutomaton
 from tests.helpers import TINY, UPDATE_PROGRAMS, with_devices
-from tests.mesh_worker import CHUNK_TOKENS, MESHES, NUM_ROWS, SHAPE, collectives
+from tests.mesh_worker import CHUNK_TOKENS, EVERY_CONTEXT, GROUPS, NUM_ROWS, SHAPE, collectives
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "context", "tensor")
+MESHES = {
+    name: {"context": 1} | sizes for group in GROUPS.values() for name, sizes in group.items()
+}
 ROOT = Path(__file__).parents[2]
 
 
-def abstract_mesh(data, fsdp, tensor):
-    return AbstractMesh((data, fsdp, tensor), AXES)
+def abstract_mesh(data, fsdp, tensor, context=1):
+    return AbstractMesh((data, fsdp, context, tensor), AXES)
 
 
 @pytest.mark.parametrize(
-    "sizes", [(3, 1, 1), (4, 4, 1), (4, 1, 1), (-1, 3, 1), (-1, -1, 1), (0, 1, 8), (-2, -2, 2)]
+    "sizes",
+    [
+        *((3, 1, 1, 1), (4, 4, 1, 1), (4, 1, 1, 1), (-1, 3, 1, 1), (-1, -1, 1, 1), (0, 1, 1, 8)),
+        *((-2, -2, 1, 2), (2, 1, 3, 1), (-1, 1, 3, 1), (-1, 1, -1, 1), (-2, 1, -2, 2)),
+    ],
 )
 def test_mesh_that_does_not_divide_the_devices_is_refused(sizes):
     with pytest.raises(ValueError, match=r"config\.mesh .* the number of devices, 8; "):
@@ -35,7 +42,8 @@ def test_mesh_that_does_not_divide_the_devices_is_refused(sizes):
 
 def test_minus_one_is_what_is_left():
     mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1, devices=jax.devices()[:1])
-    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "tensor": 1}
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}
+    assert sharding.mesh_sizes(8, data=1, fsdp=2, context=-1, tensor=2)["context"] == 2
 
 
 @pytest.mark.parametrize(
@@ -62,10 +70,10 @@ def test_tensor_axis_that_cuts_a_head_is_refused():
 
 
 def test_rows_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"num_rows=12 is not a multiple of data \* fsdp = 8"):
+    with pytest.raises(ValueError, match=r"=12 is not a multiple of data \* fsdp \* context = 8"):
         Engine(
             TINY,
-            abstract_mesh(2, 4, 1),
+            abstract_mesh(2, 2, 1, context=2),
             StopAutomaton([b"a"], ["a"]),
             num_tokens=1,
             eos_ids=[],
@@ -83,12 +91,16 @@ def test_weights_are_split_by_their_axes_and_where_they_divide():
             ("train", abstract_mesh(1, 2, 2), {}),
             ("decode", abstract_mesh(1, 2, 2), {"for_decode": True}),
             ("odd", abstract_mesh(1, 3, 1), {}),
+            ("long", abstract_mesh(1, 2, 1, context=2), {}),
+            ("half odd", abstract_mesh(1, 2, 1, context=3), {}),
         ]
     }
     mlp = {name: spec["blocks"]["mlp"]["down"]["kernel"] for name, spec in specs.items()}
     assert mlp["train"] == P(None, "tensor", "fsdp")
     assert mlp["decode"] == P(None, "tensor", None)
     assert mlp["odd"] == P(None, "tensor", None)  # 3 does not divide a width of 64
+    assert mlp["long"] == P(None, "tensor", ("fsdp", "context"))
+    assert mlp["half odd"] == P(None, "tensor", "fsdp")
     assert specs["train"]["embed"]["embedding"] == P("tensor", "fsdp")
     assert specs["train"]["blocks"]["attention"]["q"]["bias"] == P(None, "tensor")
     assert specs["train"]["norm"]["scale"] == P(None)
@@ -115,36 +127,45 @@ def test_collectives_are_found_in_a_program():
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    """What `mesh_worker` measured, on eight virtual devices in a process of its own."""
-    path = tmp_path_factory.mktemp("mesh") / "report.json"
+def report(request, tmp_path_factory):
+    """What `mesh_worker` measured of a group, on eight virtual devices in a process of its own."""
+    return measured(request.param, tmp_path_factory.mktemp("mesh") / "report.json")
+
+
+def measured(group, path):
     settings = {
         "JAX_PLATFORMS": "cpu",
         **with_devices(8),
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",  # of the machine code: half the compile time
     }
     result = subprocess.run(
-        [sys.executable, "-m", "tests.mesh_worker", str(path)],
+        [sys.executable, "-m", "tests.mesh_worker", str(path), group],
         cwd=ROOT,
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1200,
     )
     assert result.returncode == 0, result.stderr[-5000:]
     return json.loads(path.read_text())
 
 
 def on_each_mesh(test):
-    return pytest.mark.minutes(pytest.mark.parametrize("name", MESHES)(test))
+    marks = {"rows": pytest.mark.minutes, "context": pytest.mark.slow}
+    cases = [
+        pytest.param(group, name, marks=marks[group], id=name)
+        for group, meshes in GROUPS.items()
+        for name in meshes
+    ]
+    return pytest.mark.parametrize(("report", "name"), cases, indirect=["report"])(test)
 
 
 def num_shards(name):
-    return MESHES[name]["data"] * MESHES[name]["fsdp"]
+    return MESHES[name]["data"] * MESHES[name]["fsdp"] * MESHES[name]["context"]
 
 
-def batch_axes(name):
-    return [axis for axis in sharding.BATCH if MESHES[name][axis] > 1]
+def axes_of(name, axes):
+    return [axis for axis in axes if MESHES[name][axis] > 1]
 
 
 def as_list(axes):
@@ -161,7 +182,7 @@ def test_cache_is_split_by_pages_and_heads_and_stays_so(report, name):
         assert layout["num_parts"] == 8
     assert sampler["cache_before"] == sampler["cache_after"]
     by_page, by_head = (sampler["cache_before"]["spec"] + [None])[:2]
-    assert as_list(by_page) == batch_axes(name)
+    assert as_list(by_page) == axes_of(name, sharding.PIECES)
     assert by_head == ("tensor" if tensor > 1 else None)
 
 
@@ -233,7 +254,7 @@ def test_update_keeps_weights_and_moments_split(report, name):
     update = report["meshes"][name]["update"]
     assert update["shardings_kept"]
     assert update["num_updates"] == 3
-    split = MESHES[name]["fsdp"] * MESHES[name]["tensor"]
+    split = MESHES[name]["fsdp"] * MESHES[name]["context"] * MESHES[name]["tensor"]
     for share in (update["params_share"], update["moments_share"]):
         assert 1 / split <= share < 1.05 / split  # norms are whole everywhere
 
@@ -246,14 +267,34 @@ def test_update_moves_weights_rather_than_activations(report, name):
     own_tokens = SHAPE.micro_rows // num_shards(name) * SHAPE.row_tokens
     most = CHUNK_TOKENS // num_shards(name)
     assert most / 2 < update["logits_tokens"] <= most
-    if MESHES[name]["tensor"] == 1:
-        assert update["activations_moved"] == []
-    else:  # the usual sums over heads and over the MLP
-        assert max(update["activations_moved"]) == own_tokens * TINY.width
+    wanted = set()
+    if MESHES[name]["tensor"] > 1:  # the usual sums over heads and over the MLP
+        wanted |= {own_tokens * TINY.width}
+    if MESHES[name]["context"] > 1:  # keys and values of whole rows, and the gradients of its own
+        heads = TINY.num_kv_heads // MESHES[name]["tensor"] * TINY.head_dim
+        wanted |= {own_tokens * heads * MESHES[name]["context"], own_tokens * heads}
+    moved = {size for size in update["activations_moved"] if size > 3 * own_tokens * 8}
+    assert moved <= wanted
+    assert bool(moved) == bool(wanted)
 
 
 @on_each_mesh
 def test_scores_are_split_like_the_batch(report, name):
-    micro, row = report["meshes"][name]["update"]["logprobs_spec"][:2]
+    micro, row, *token = report["meshes"][name]["update"]["logprobs_spec"]
     assert micro is None
-    assert as_list(row) == batch_axes(name)
+    assert as_list(row) == axes_of(name, sharding.BATCH) or not as_list(row)[0]
+    assert token == ["context"] * (MESHES[name]["context"] > 1)
+
+
+@pytest.mark.slow
+def test_every_mesh_with_context_computes_what_one_device_does(tmp_path):
+    report = measured("every context", tmp_path / "report.json")
+    assert len(report["distances"]) == len(EVERY_CONTEXT) == 9
+    for sizes, of_gradient, of_logprobs in report["distances"]:
+        assert of_gradient < 1e-5, sizes
+        assert of_logprobs < 5e-5, sizes
+    # The weights are small beside the row, of which each device has its piece.
+    one, two, four, eight = (report["temporaries"][str(count)] for count in (1, 2, 4, 8))
+    assert two < 0.7 * one
+    assert four < 0.7 * two
+    assert eight < 0.75 * four

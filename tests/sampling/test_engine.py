@@ -389,12 +389,12 @@ def test_keys_tell_everything_apart():
 @pytest.mark.parametrize(
     ("num_rows", "num_pages", "message"),
     [
-        (6, 0, r"num_rows=6 is not a multiple of data \* fsdp = 4"),
+        (6, 0, r"num_rows=6 is not a multiple of data \* fsdp \* context = 4"),
         (4, 3, r"3 pages of 16 tokens does not hold .*max_total_tokens=64, which fills 4"),
     ],
 )
 def test_rows_must_divide_over_the_devices_and_a_trajectory_fit(num_rows, num_pages, message):
-    mesh = jax.sharding.AbstractMesh((2, 2, 1), ("data", "fsdp", "tensor"))
+    mesh = jax.sharding.AbstractMesh((2, 2, 1, 1), ("data", "fsdp", "context", "tensor"))
     with pytest.raises(ValueError, match=message):
         Engine(
             SMALL,

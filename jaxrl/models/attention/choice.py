@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, XLA, Kernels, Train
-from jaxrl.runtime.sharding import BATCH
+from jaxrl.models.attention.reference import moved_reads
+from jaxrl.runtime.sharding import BATCH, CONTEXT, PIECES
 
 PLATFORMS = {"triton": "gpu", "mosaic": "tpu"}
 """Where kernels run that do not run everywhere."""
@@ -25,7 +28,9 @@ def choose(name: str, mesh: Mesh, model: Architecture) -> Kernels:
     platform = mesh.devices.flat[0].platform
     name, reason = decide(name, platform, model.head_dim)
     if name == "xla":
-        return replace(XLA, reason=reason, past=XLA.past if copies_past(name, platform) else None)
+        past = XLA.past if copies_past(name, platform) else None
+        train = on_mesh(XLA.train, mesh) if mesh.shape[CONTEXT] > 1 else XLA.train
+        return replace(XLA, reason=reason, past=past, train=train)
     kernels = _module(name)
     return Kernels(
         name=name,
@@ -82,12 +87,38 @@ def _module(name: str) -> Any:
 
 
 def on_mesh(train: Train, mesh: Mesh) -> Train:
-    """The same over arrays split on a mesh; each device has its own rows and heads."""
-    heads = P(BATCH, None, "tensor", None)
+    """The same over arrays split on a mesh; each device has its own pieces of rows and heads.
+
+    Queries, keys and values are pieces `[R * C, T / C, heads, H]`, of each device's rows the first
+    ones, the second ones, …; what each token reads is of whole rows.
+    """
+    heads = P(PIECES, None, "tensor", None)
+    of_device = partial(_train_pieces, train) if mesh.shape[CONTEXT] > 1 else train
     return jax.shard_map(
-        train,
+        of_device,
         mesh=mesh,
         in_specs=(heads, heads, heads, P(BATCH, None, None)),
         out_specs=heads,
         check_vma=False,
     )
+
+
+def _train_pieces(
+    train: Train, q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array
+) -> jax.Array:
+    """Attention of a device's pieces over keys and values of whole rows, which it gathers.
+
+    The tokens of a row are turned, so that the device's piece comes last: then the kernel knows
+    before it is compiled where the queries are. What follows the piece stands before the row's
+    first token, and nothing reads it. Backwards each device gets what all add to its own keys.
+    """
+    T, num_own = reads.shape[2], q.shape[1]
+    later = T // num_own - 1 - jax.lax.axis_index(CONTEXT)  # pieces behind the device's own
+
+    def whole(x: jax.Array) -> jax.Array:
+        pieces = jnp.roll(jax.lax.all_gather(x, CONTEXT), later, axis=0)
+        return pieces.swapaxes(0, 1).reshape(x.shape[0], T, *x.shape[2:])
+
+    places = later * num_own
+    reads = moved_reads(jnp.roll(reads, places, axis=2), places)
+    return train(q, whole(k), whole(v), reads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,20 +21,20 @@ from jaxrl.models.attention.reference import (
     LOWEST,
     by_key_head,
     by_query,
+    in_blocks,
     is_read,
     key_blocks,
-    padded_reads,
 )
 
 
 def train(
-    q: Float[Array, "R T N H"],
+    q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
     reads: Int[Array, "R 3 T"],
     *,
     interpret: bool = False,
-) -> Float[Array, "R T N H"]:
+) -> Float[Array, "R Q N H"]:
     """What `reference.train` computes, in kernels whose scores never leave the chip.
 
     A program has a block of queries of one head, or a block of keys of one key head, and goes over
@@ -42,13 +42,12 @@ def train(
     and from the first segment's start to the diagonal, for keys from there to the last reader.
     Tokens are padded to whole blocks, heads to a power of two.
     """
-    T, H = q.shape[1], q.shape[3]
-    width = pl.next_power_of_2(H)
+    Q, H = q.shape[1], q.shape[3]
     hows = Hows.of(H, q.dtype, interpret)
-    length = -(-T // hows.forward.block) * hows.forward.block
-    pad = ((0, 0), (0, length - T), (0, 0), (0, width - H))
+    q, k, v, reads = in_blocks(q, k, v, reads, hows.forward.block)
+    pad = ((0, 0), (0, 0), (0, 0), (0, pl.next_power_of_2(H) - H))
     q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
-    return _attend(q, k, v, padded_reads(reads, length), hows)[:, :T, :, :H]
+    return _attend(q, k, v, reads, hows)[:, :Q, :, :H]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +60,15 @@ class How:
     num_stages: int
     scale: float  # of scores, which are powers of two: the chip has logarithm and power of these
     interpret: bool
+    first: int = 0  # place of the first query among the keys, a multiple of `block`
+
+    def of(self, q: jax.Array, k: jax.Array) -> How:
+        """The same for these queries of the last tokens."""
+        return replace(self, first=k.shape[1] - q.shape[1])
+
+    def queries(self, index: Any, size: int) -> jax.Array:
+        """Places of the queries of block `index` of so many."""
+        return self.first + _places(index, size)
 
     def call(self, kernel: Any, name: str, **settings: Any) -> Any:
         """The kernel as a function of arrays."""
@@ -101,18 +109,18 @@ def _forward(
     q: jax.Array, k: jax.Array, v: jax.Array, reads: jax.Array, hows: Hows
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The outputs, and what the backward pass needs: with them their log-sum-exp, to base 2."""
-    how = hows.forward
-    R, T, N, _ = q.shape
+    how = hows.forward.of(q, k)
+    R, Q, N, _ = q.shape
     queries, keys, tokens, numbers = _query_specs(q, k, how)
-    lse = jax.ShapeDtypeStruct((R, N, T), jnp.float32)
+    lse = jax.ShapeDtypeStruct((R, N, Q), jnp.float32)
     out, lse = how.call(
         _forward_kernel,
         "attention_forward",
-        grid=(T // how.block, N, R),
+        grid=(Q // how.block, N, R),
         in_specs=[queries, keys, keys, tokens],
         out_specs=[queries, numbers],
         out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), lse],
-    )(q, k, v, reads)
+    )(q, k, v, reads[:, :, how.first :])
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
     return out, (q, k, v, reads, out, lse)
 
@@ -120,10 +128,10 @@ def _forward(
 def _query_specs(q: jax.Array, k: jax.Array, how: How) -> tuple[pl.BlockSpec, ...]:
     """What a program over (block of queries, query head, row) sees of each kind of array.
 
-    Of queries the block, of keys the whole row, of `[R, 3, T]` and of `[R, N, T]` the block.
+    Of queries the block, of keys the whole row, of `[R, 3, Q]` and of `[R, N, Q]` the block.
     """
-    _, T, N, H = q.shape
-    groups = N // k.shape[2]
+    N, H = q.shape[2:]
+    T, groups = k.shape[1], N // k.shape[2]
     return (
         pl.BlockSpec((None, how.block, None, H), lambda i, n, r: (r, i, n, 0)),
         pl.BlockSpec((None, T, None, H), lambda i, n, r: (r, 0, n // groups, 0)),
@@ -151,7 +159,7 @@ def _places(index: jax.Array, size: int) -> jax.Array:
 def _forward_kernel(
     q_ref: Any, k_ref: Any, v_ref: Any, reads_ref: Any, out_ref: Any, lse_ref: Any, *, how: How
 ) -> None:
-    q, reads, queries = q_ref[...], _reads_at(reads_ref), _places(pl.program_id(0), how.block)
+    q, reads, queries = q_ref[...], _reads_at(reads_ref), how.queries(pl.program_id(0), how.block)
     count, block_at = _blocks_of_keys(reads, how)
 
     def add(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -188,7 +196,7 @@ def _columns(reads: Reads) -> Reads:
 
 def _blocks_of_keys(reads: Reads, how: How) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
     """How many blocks of keys a program's queries read, and each one's index."""
-    first = pl.program_id(0) * (how.block // how.step)
+    first = how.first // how.step + pl.program_id(0) * (how.block // how.step)
     shared, num_shared, own = key_blocks(reads, first, how.step)
     count = num_shared + first + how.block // how.step - own
     return count, lambda i: jnp.where(i < num_shared, shared + i, own - num_shared + i)
@@ -198,23 +206,24 @@ def _backward(
     hows: Hows, saved: tuple[jax.Array, ...], gradient: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None]:
     q, k, v, reads, out, lse = saved
-    how = hows.backward
-    (R, T, N, H), K = q.shape, k.shape[2]
+    how = hows.backward.of(q, k)
+    (R, Q, N, H), (T, K) = q.shape, k.shape[1:3]
+    own_reads = reads[:, :, how.first :]
     delta = (out.astype(jnp.float32) * gradient.astype(jnp.float32)).sum(axis=-1).swapaxes(1, 2)
     queries, keys, tokens, numbers = _query_specs(q, k, how)
     of_queries = how.call(
         _backward_queries_kernel,
         "attention_backward_queries",
-        grid=(T // how.block, N, R),
+        grid=(Q // how.block, N, R),
         in_specs=[queries, keys, keys, tokens, queries, numbers, numbers],
         out_specs=queries,
         out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-    )(q, k, v, reads, gradient, lse, delta)
+    )(q, k, v, own_reads, gradient, lse, delta)
     block = pl.BlockSpec((None, how.block, None, H), lambda j, k, r: (r, j, k, 0))
     tokens = pl.BlockSpec((None, how.block), lambda j, k, r: (r, j))
-    heads = pl.BlockSpec((None, T, N // K, H), lambda j, k, r: (r, 0, k, 0))
-    numbers = pl.BlockSpec((None, N // K, T), lambda j, k, r: (r, k, 0))
-    row = pl.BlockSpec((None, 3, T), lambda j, k, r: (r, 0, 0))
+    heads = pl.BlockSpec((None, Q, N // K, H), lambda j, k, r: (r, 0, k, 0))
+    numbers = pl.BlockSpec((None, N // K, Q), lambda j, k, r: (r, k, 0))
+    row = pl.BlockSpec((None, 3, Q), lambda j, k, r: (r, 0, 0))
     of_keys, of_values = how.call(
         _backward_keys_kernel,
         "attention_backward_keys",
@@ -222,7 +231,7 @@ def _backward(
         in_specs=[heads, block, block, row, tokens, heads, numbers, numbers],
         out_specs=[block, block],
         out_shape=[jax.ShapeDtypeStruct(k.shape, k.dtype), jax.ShapeDtypeStruct(v.shape, v.dtype)],
-    )(q, k, v, reads, _last_readers(reads), gradient, lse, delta)
+    )(q, k, v, own_reads, _last_readers(reads), gradient, lse, delta)
     return of_queries, of_keys, of_values, None
 
 
@@ -262,7 +271,7 @@ def _backward_queries_kernel(
     *,
     how: How,
 ) -> None:
-    q, reads, queries = q_ref[...], _reads_at(reads_ref), _places(pl.program_id(0), how.block)
+    q, reads, queries = q_ref[...], _reads_at(reads_ref), how.queries(pl.program_id(0), how.block)
     gradient, lse, delta = gradient_ref[...], lse_ref[...], delta_ref[...]
     count, block_at = _blocks_of_keys(reads, how)
 
@@ -295,12 +304,14 @@ def _backward_keys_kernel(
     how: How,
 ) -> None:
     k, v, keys = k_ref[...], v_ref[...], _places(pl.program_id(0), how.block)
-    first = pl.program_id(0) * (how.block // how.step)
-    count = pl.cdiv(ends_ref[...].max(), how.step) - first
+    # Blocks of queries are counted from the first query on, which may be behind these keys.
+    before = how.first // how.step
+    first = jnp.maximum(pl.program_id(0) * (how.block // how.step) - before, 0)
+    count = jnp.maximum(pl.cdiv(ends_ref[...].max(), how.step) - before - first, 0)
 
     def add(index: jax.Array, sums: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         head, i = index // count, first + index % count
-        queries, block = _places(i, how.step), pl.ds(i * how.step, how.step)
+        queries, block = how.queries(i, how.step), pl.ds(i * how.step, how.step)
         q, gradient = q_ref[block, head, :], gradient_ref[block, head, :]
         # Keys by queries: so the two sums take them as they come.
         reads = _reads_at(reads_ref, block)

@@ -13,7 +13,8 @@ from jaxrl.models.architecture import Attend
 from jaxrl.models.attention import reference
 
 Train = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-"""Queries `[R, T, N, H]`, keys, values `[R, T, K, H]`, what each reads `[R, 3, T]` to outputs."""
+"""Queries of the last Q of T tokens `[R, Q, N, H]`, keys and values of all `[R, T, K, H]`, what
+each token reads `[R, 3, T]` to outputs `[R, Q, N, H]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +41,20 @@ class Kernels:
     shares_prompts: bool
     past: tuple[Callable[..., Any], Callable[..., jax.Array]] | None = None
 
-    def within(self, segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> Attend:
-        """Attention of packed rows, over their tokens one after another; see `find_reads`."""
+    def within(
+        self, segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"], num_pieces: int = 1
+    ) -> Attend:
+        """Attention of packed rows, over their tokens one after another; see `find_reads`.
+
+        With pieces each row is in so many, and of those that a device has the first ones of its
+        rows come first.
+        """
         reads = reference.find_reads(segment_ids, positions)
+        R, T = segment_ids.shape
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             def by_row(x: jax.Array) -> jax.Array:
-                return x.reshape(*segment_ids.shape, *x.shape[1:])
+                return x.reshape(R * num_pieces, T // num_pieces, *x.shape[1:])
 
             return self.train(by_row(q), by_row(k), by_row(v), reads).reshape(q.shape)
 

@@ -22,11 +22,11 @@ MAX_BLOCK = 96
 
 
 def train(
-    q: Float[Array, "R T N H"],
+    q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
     reads: Int[Array, "R 3 T"],
-) -> Float[Array, "R T N H"]:
+) -> Float[Array, "R Q N H"]:
     """Causal attention within the segments of packed rows, and over the prompts that they share.
 
     Flash attention (https://arxiv.org/abs/2205.14135) in blocks of tokens: neither pass holds more
@@ -37,24 +37,45 @@ def train(
     one matrix by another for every row and key head, and no key is repeated.
 
     Args:
-        q: queries.
-        k: keys.
-        v: values.
+        q: queries of the last Q tokens.
+        k: keys of all T.
+        v: values of all T.
         reads: which tokens each reads; see `find_reads`.
     """
-    R, T, N, H = q.shape
+    R, Q, N, H = q.shape
     K = k.shape[2]
-    num_blocks = -(-T // MAX_BLOCK)
-    size = -(-T // num_blocks)
-    reads = padded_reads(reads, num_blocks * size)
-    pad = ((0, 0), (0, num_blocks * size - T), (0, 0), (0, 0))
-    q, k, v = (jnp.pad(x, pad) for x in (q, k, v))
+    num_blocks = -(-Q // MAX_BLOCK)
+    size = -(-Q // num_blocks)
+    q, k, v, reads = in_blocks(q, k, v, reads, size)
     q = q.reshape(R, num_blocks, size, K, N // K, H).transpose(1, 0, 3, 4, 2, 5)
-    k, v = (x.reshape(R, num_blocks, size, K, H).transpose(1, 0, 3, 2, 4) for x in (k, v))
-    reads = reads.reshape(R, 3, num_blocks, size).transpose(2, 1, 0, 3)
+    k, v = (x.reshape(R, -1, size, K, H).transpose(1, 0, 3, 2, 4) for x in (k, v))
+    reads = reads.reshape(R, 3, -1, size).transpose(2, 1, 0, 3)[-num_blocks:]
     out = _attend(q.reshape(num_blocks, R, K, -1, H), k, v, reads)
     out = out.reshape(num_blocks, R, K, N // K, size, H).transpose(1, 0, 4, 2, 3, 5)
-    return out.reshape(R, -1, N, H)[:, :T]
+    return out.reshape(R, -1, N, H)[:, :Q]
+
+
+def in_blocks(
+    q: Float[Array, "R Q N H"],
+    k: Float[Array, "R T K H"],
+    v: Float[Array, "R T K H"],
+    reads: Int[Array, "R 3 T"],
+    size: int,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The arguments of `train` padded to whole blocks of `size` tokens.
+
+    The queries stay the last ones: they and the keys are padded alike behind, and the keys before
+    as well.
+    """
+    Q, T = q.shape[1], k.shape[1]
+    behind = -Q % size
+    before = -(T + behind) % size
+    reads = padded_reads(reads, T + behind)
+    if before:
+        reads = moved_reads(jnp.pad(reads, ((0, 0), (0, 0), (before, 0))), before)
+    q = jnp.pad(q, ((0, 0), (0, behind), (0, 0), (0, 0)))
+    k, v = (jnp.pad(x, ((0, 0), (before, behind), (0, 0), (0, 0))) for x in (k, v))
+    return q, k, v, reads
 
 
 def find_reads(segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> Int[Array, "R 3 T"]:
@@ -91,6 +112,17 @@ def padded_reads(reads: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 len
     return jnp.concatenate([reads, padding], axis=2)
 
 
+def moved_reads(reads: Int[Array, "R 3 T"], places: int | jax.Array) -> Int[Array, "R 3 T"]:
+    """The same of tokens that were moved so many places on; what is before them is padding."""
+    starts, shared_starts, shared_ends = jnp.moveaxis(reads, 1, 0)
+    T = reads.shape[2]
+    is_before = jnp.arange(T) < places
+    starts = jnp.where(is_before, jnp.arange(T), starts + places)
+    shared_starts = jnp.where(is_before, T, shared_starts + places)
+    shared_ends = jnp.where(is_before | (shared_ends == 0), 0, shared_ends + places)
+    return jnp.stack([starts, shared_starts, shared_ends], axis=1).astype(reads.dtype)
+
+
 def key_blocks(
     reads: Iterable[jax.Array], index: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -119,7 +151,8 @@ def is_read(reads: Iterable[jax.Array], keys: jax.Array) -> jax.Array:
 
 
 # Below, the first axis is over blocks of B tokens: queries and outputs `[blocks, R, K, G * B, H]`,
-# G query heads a key head, keys and values `[blocks, R, K, B, H]`, reads `[blocks, 3, R, B]`.
+# G query heads a key head, keys and values `[blocks, R, K, B, H]`, reads `[blocks, 3, R, B]`. There
+# may be blocks of keys before the first one of queries.
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
@@ -138,9 +171,14 @@ def _forward(
         index, q, reads = block
         return _forward_block(index, q, reads, k, v)
 
-    out, lse = jax.lax.map(one, (jnp.arange(len(q)), q, reads))
+    out, lse = jax.lax.map(one, (_places_of(q, k), q, reads))
     out, lse = checkpoint_name(out, "attended"), checkpoint_name(lse, "lse")
     return out, (q, k, v, reads, out, lse)
+
+
+def _places_of(q: jax.Array, k: jax.Array) -> jax.Array:
+    """Where the blocks of queries are among those of keys: the last ones."""
+    return jnp.arange(len(k) - len(q), len(k))
 
 
 def _forward_block(
@@ -218,7 +256,7 @@ def _backward(
 
     # Transposed, as the products give them: a CPU is slow to turn a product's result.
     zeros = jnp.zeros(k.swapaxes(3, 4).shape, jnp.float32)
-    blocks = (jnp.arange(len(q)), (q, reads, lse, gradient, delta))
+    blocks = (_places_of(q, k), (q, reads, lse, gradient, delta))
     (of_keys, of_values), of_queries = jax.lax.scan(one, (zeros, zeros), blocks)
     of_keys, of_values = (of_keys * scale).swapaxes(3, 4), of_values.swapaxes(3, 4)
     return of_queries, of_keys.astype(k.dtype), of_values.astype(v.dtype), None

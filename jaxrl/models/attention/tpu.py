@@ -20,7 +20,7 @@ from jaxrl.models.attention.reference import (
     LOWEST,
     by_key_head,
     by_query,
-    padded_reads,
+    in_blocks,
 )
 
 LANES = 128
@@ -31,23 +31,24 @@ MAX_BLOCK = 512
 
 
 def train(
-    q: Float[Array, "R T N H"],
+    q: Float[Array, "R Q N H"],
     k: Float[Array, "R T K H"],
     v: Float[Array, "R T K H"],
     reads: Int[Array, "R 3 T"],
     *,
     interpret: bool = False,
-) -> Float[Array, "R T N H"]:
+) -> Float[Array, "R Q N H"]:
     """What `reference.train` computes, by JAX's splash attention, of segments that share nothing.
 
     Tokens are padded to whole blocks and heads to lanes. Queries carry the scale. The backward pass
     is in two kernels: the one that does both writes a part of the queries' gradient for each block
     of keys.
     """
-    T, N, H = q.shape[1:]
-    num_blocks = -(-T // MAX_BLOCK)
-    size = -(-T // (num_blocks * LANES)) * LANES
-    length = num_blocks * size
+    Q, N, H = q.shape[1:]
+    num_blocks = -(-Q // MAX_BLOCK)
+    size = -(-Q // (num_blocks * LANES)) * LANES
+    q, k, v, reads = in_blocks(q, k, v, reads, size)
+    own, length = q.shape[1], k.shape[1]
     blocks = splash.BlockSizes(
         block_q=size,
         block_kv=size,
@@ -59,19 +60,19 @@ def train(
         block_kv_dq=size,
     )
     attend = splash.make_splash_mha(
-        masks.MultiHeadMask([masks.CausalMask((length, length))] * N),
+        masks.MultiHeadMask([masks.CausalMask((own, length), offset=length - own)] * N),
         block_sizes=blocks,
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name="attended",
         interpret=interpret,
     )
-    pad = ((0, 0), (0, length - T), (0, 0), (0, -H % LANES))
+    pad = ((0, 0), (0, 0), (0, 0), (0, -H % LANES))
     q = (q.astype(jnp.float32) * H**-0.5).astype(q.dtype)
     q, k, v = (jnp.pad(x, pad).swapaxes(1, 2) for x in (q, k, v))
-    ids = padded_reads(reads, length)[:, 0]  # a segment's tokens have one start
-    out = jax.vmap(attend)(q, k, v, splash.SegmentIds(ids, ids))
-    return out.swapaxes(1, 2)[:, :T, :, :H]
+    ids = reads[:, 0]  # a segment's tokens have one start
+    out = jax.vmap(attend)(q, k, v, splash.SegmentIds(ids[:, -own:], ids))
+    return out.swapaxes(1, 2)[:, :Q, :, :H]
 
 
 SUBLANES = 16

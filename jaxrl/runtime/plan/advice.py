@@ -162,7 +162,7 @@ def devices_needed(config: ConfigDict, model: Architecture, target: Target) -> i
         )
         shards = sizes["data"] * sizes["fsdp"] * factor
         num_sampling = max(flat["mesh.rollout_devices"] * factor * target.num_processes, 1)
-        unit = math.lcm(shards, num_sampling)
+        unit = math.lcm(shards * sizes["context"], num_sampling)
         rows = {key: -(-flat[key] // unit) * unit for key in _ROWS}
         grown_mesh = {
             "mesh.data": sizes["data"],
@@ -204,8 +204,15 @@ def _options(
     yield [{"model.remat": less} for less in kept[kept.index(config.model.remat) + 1 :]]
     if flat["rollout.cache_gib"]:
         yield [{"rollout.cache_gib": 0.0}]
+    unit = shards * sizes["context"]
+    yield [{"rollout.num_rows": fewer} for fewer in _halvings(flat["rollout.num_rows"], unit=unit)]
+    keys = [key for stage, key in _MICRO_ROWS.items() if stage in config.stages]
+    # As many rows each, of which several devices then share the tokens.
     yield [
-        {"rollout.num_rows": fewer} for fewer in _halvings(flat["rollout.num_rows"], unit=shards)
+        {"mesh.data": 1, "mesh.fsdp": shards // count, "mesh.context": sizes["context"] * count}
+        | {key: flat[key] // count for key in keys}
+        for count in _doublings(1, shards)
+        if shards % count == 0
     ]
     meshes = [
         {"mesh.data": 1, "mesh.fsdp": shards * sizes["tensor"] // tensor, "mesh.tensor": tensor}
@@ -213,7 +220,6 @@ def _options(
     ]
     yield meshes
     # On fewer shards as many rows each: two devices then share the heads of what one had.
-    keys = [key for stage, key in _MICRO_ROWS.items() if stage in config.stages]
     yield [mesh | {key: flat[key] * mesh["mesh.fsdp"] // shards for key in keys} for mesh in meshes]
     shortest = config.rollout.max_prompt_tokens + 1
     yield [

@@ -32,6 +32,7 @@ from jaxrl.runtime.sharding import (
     check_model_fits,
     mesh_sizes,
     num_batch_shards,
+    num_pieces,
     param_shardings,
     spans_processes,
 )
@@ -192,7 +193,9 @@ def check_rows(config: ConfigDict, mesh: Any, num_processes: int) -> None:
         ValueError: names the key.
     """
     shards, sampling = num_batch_shards(mesh), _sampling_shards(config, mesh, num_processes)
-    told = "rollout_devices / tensor, of all processes," if config.mesh.rollout_devices else ""
+    told = "data * fsdp * context"
+    if config.mesh.rollout_devices:
+        told = "rollout_devices / tensor, of all processes,"
     rows = {
         "optimizer.micro_rows": (config.optimizer.micro_rows, shards, {"train"}),
         "sft.optimizer.micro_rows": (config.sft.optimizer.micro_rows, shards, {"sft"}),
@@ -200,7 +203,7 @@ def check_rows(config: ConfigDict, mesh: Any, num_processes: int) -> None:
     }
     for key, (value, count, readers) in rows.items():
         if value % count and readers & set(config.stages):
-            what = told if told and key == "rollout.num_rows" else "data * fsdp"
+            what = told if key == "rollout.num_rows" else "data * fsdp"
             raise ValueError(
                 f"config.{key} is {value}; expected a multiple of {what} = {count}, so that "
                 "every device gets the same number."
@@ -210,7 +213,7 @@ def check_rows(config: ConfigDict, mesh: Any, num_processes: int) -> None:
 def _sampling_shards(config: ConfigDict, mesh: Any, num_processes: int) -> int:
     """Among how many devices, or groups of them along `tensor`, rows are sampled."""
     own = config.mesh.rollout_devices
-    return num_processes * own // mesh.shape["tensor"] if own else num_batch_shards(mesh)
+    return num_processes * own // mesh.shape["tensor"] if own else num_pieces(mesh)
 
 
 def _samples_beside(config: ConfigDict) -> bool:
@@ -306,7 +309,7 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
         **_state(config, model, update.mesh, stage),
         **held_by_search,
         "gradients": 4 * count.params,
-        "batch": _batch_bytes(config, update.shape, num_batch_shards(update.mesh), stage),
+        "batch": _batch_bytes(config, update.shape, num_pieces(update.mesh), stage),
     }
     if stage == "train" and _samples_beside(config):
         kept |= _next_rollout(config, model, target)
@@ -332,7 +335,7 @@ def score_phase(config: ConfigDict, model: Architecture, target: Target) -> Phas
     kept = {
         **_state(config, model, update.mesh, "train"),
         **_search_bytes(config, target)[0],
-        "batch": _batch_bytes(config, update.shape, num_batch_shards(update.mesh), "train"),
+        "batch": _batch_bytes(config, update.shape, num_pieces(update.mesh), "train"),
     }
     moments = {
         "layers": held | update.at_layers_forward(),
@@ -362,13 +365,12 @@ class _Update:
     def of(cls, config: ConfigDict, model: Architecture, target: Target, stage: str) -> _Update:
         """Of a stage, sft or train."""
         mesh = target_mesh(config, model, target)
-        shards = num_batch_shards(mesh)
         return cls(
             model=model,
             mesh=mesh,
             shape=_shape(config, model, target, stage),
             itemsize=jnp.dtype(config.model.dtype).itemsize,
-            logits_chunk_tokens=max(config.model.logits_chunk_tokens // shards, 1),
+            logits_chunk_tokens=max(config.model.logits_chunk_tokens // num_pieces(mesh), 1),
             is_cpu=target.platform == "cpu",
         )
 
@@ -385,7 +387,7 @@ class _Update:
     @property
     def gathers(self) -> bool:
         """Whether the weights are split over devices that multiply them whole."""
-        return self.mesh.shape["fsdp"] > 1
+        return self.mesh.shape["fsdp"] * self.mesh.shape["context"] > 1
 
     @property
     def splits_gradients(self) -> bool:
@@ -394,18 +396,32 @@ class _Update:
 
     @property
     def rows(self) -> int:
-        """Of a micro-batch."""
+        """Of a micro-batch, in which a device has tokens."""
         return self.shape.micro_rows // num_batch_shards(self.mesh)
+
+    @property
+    def tokens(self) -> int:
+        """Of these rows, that the device has."""
+        return self.rows * self.shape.row_tokens // self.mesh.shape["context"]
 
     @property
     def scores(self) -> int:
         """Values of the scores of one block of queries and one of keys, of all heads."""
-        block = min(self.shape.row_tokens, MAX_BLOCK)
+        block = min(self.shape.row_tokens // self.mesh.shape["context"], MAX_BLOCK)
         return self.rows * ModelTerms(self.model, self.mesh).heads * block**2
+
+    @property
+    def whole_keys(self) -> int:
+        """Values of the keys of a layer, or of its values, that a device gathers of whole rows."""
+        sizes = self.mesh.shape
+        heads = self.model.num_kv_heads // sizes["tensor"]
+        return (
+            (sizes["context"] > 1) * self.rows * self.shape.row_tokens * heads * self.model.head_dim
+        )
 
     def saved(self, remat: str) -> int:
         """Activations kept for the backward pass."""
-        tokens, terms = self.rows * self.shape.row_tokens, ModelTerms(self.model, self.mesh)
+        tokens, terms = self.tokens, ModelTerms(self.model, self.mesh)
         num_layers = self.model.num_layers
         saved = num_layers * tokens * self.model.width * self.itemsize
         inside = terms.layer.saved_activations | {"full": 0}
@@ -433,12 +449,14 @@ class _Update:
         tables = self.itemsize * self.count.whole_tables
         operand = 4 if self.is_cpu else self.itemsize
         terms = ModelTerms(self.model, self.mesh)
-        inner = self.rows * self.shape.row_tokens * terms.layer.activations
+        inner = self.tokens * terms.layer.activations
         return {
             # The output layer's is float32, whatever the others are.
             "a micro-batch's gradients": self.new_gradients + max(tables, 4 * self.output_table),
             # Backwards: two arrays in float32, two in the compute dtype where it differs, a mask.
             "attention scores": self.scores * (2 * 4 + self.is_cast * 2 * self.itemsize + 1),
+            # Gathered, then turned one after the other; their gradients are summed in float32.
+            "keys and values of whole rows": self.whole_keys * (3 * self.itemsize + 2 * 4),
             "activations of a layer": inner * operand,
             "layers gathered": self.gathers * 2 * operand * self.count.whole_layer,
             "embedding and output gathered": self.is_cpu * self.gathered_tables,
@@ -446,8 +464,7 @@ class _Update:
 
     def at_output(self) -> dict[str, int]:
         """What the output layer and the loss need."""
-        tokens = self.rows * self.shape.row_tokens  # which may carry loss, all of them
-        num_chunks, chunk = chunks_of(tokens, self.logits_chunk_tokens)
+        num_chunks, chunk = chunks_of(self.tokens, self.logits_chunk_tokens)  # all may carry loss
         logits = chunk * ModelTerms(self.model, self.mesh).logits * 4
         table, copies = 4 * self.output_table, self.gathers and self.is_cpu
         if copies and self.splits_gradients:
@@ -472,9 +489,10 @@ class _Update:
         """What a layer needs where nothing is differentiated."""
         terms = ModelTerms(self.model, self.mesh)
         operand = 4 if self.is_cpu else self.itemsize
-        inner = self.rows * self.shape.row_tokens * terms.layer.read_activations
+        inner = self.tokens * terms.layer.read_activations
         return {
             "attention scores": self.scores * 4,
+            "keys and values of whole rows": self.whole_keys * 3 * self.itemsize,
             "activations of a layer": inner * operand,
             "layers gathered": self.gathers * operand * self.count.whole_layer,
             "embedding and output gathered": self.gathered_tables,
@@ -482,10 +500,9 @@ class _Update:
 
     def at_output_forward(self) -> dict[str, int]:
         """What the output layer needs where nothing is differentiated."""
-        tokens = self.rows * self.shape.row_tokens
-        _, chunk = chunks_of(tokens, self.logits_chunk_tokens)
+        _, chunk = chunks_of(self.tokens, self.logits_chunk_tokens)
         return {
-            "activations": tokens * self.model.width * self.itemsize,
+            "activations": self.tokens * self.model.width * self.itemsize,
             "logits chunk": chunk * ModelTerms(self.model, self.mesh).logits * 4,
             "embedding and output gathered": self.gathers * self.itemsize * self.count.whole_tables,
         }
@@ -718,7 +735,7 @@ def _shape(config: ConfigDict, model: Architecture, target: Target, stage: str) 
     mesh = target_mesh(config, model, target)
     name, _ = decide(config.model.attention, target.platform, model.head_dim)
     shards = num_batch_shards(mesh) if SHARES_PROMPTS[name] else 0
-    return (sft_shape if stage == "sft" else train_shape)(config, shards)
+    return (sft_shape if stage == "sft" else train_shape)(config, shards, mesh.shape["context"])
 
 
 def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str) -> int:

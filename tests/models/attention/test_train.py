@@ -119,3 +119,24 @@ def test_keys_of_a_response_are_left_out_of_those_that_share_its_prompt():
         [of_keys] = jax.jit(back)(gradient)
         assert np.isfinite(of_keys[:, 96:288]).all(), name
         assert not np.isfinite(of_keys[:, :96]).any(), name
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("num_queries", "num_tokens"), [(77, 211), (128, 256), (24, 96)])
+def test_queries_of_the_last_tokens_alone(name, num_queries, num_tokens):
+    # The others have no gradient, so all rows' keys get what the last queries add to them.
+    rng = np.random.default_rng(num_queries)
+    *ids, _ = random_rows(rng, 2, num_tokens, shares_prompts=name != "mosaic")
+    q, k, v, gradient = random_inputs(rng, (2, num_tokens, 4, 16), 2)
+    gradient *= (ids[0] > 0)[:, :, None, None]
+    gradient[:, :-num_queries] = 0
+    wanted = differentiated(KERNELS["xla"], "float32", q, k, v, gradient, *ids)
+
+    def last(q, k, v, reads):
+        out = KERNELS[name](q[:, -num_queries:], k, v, reads)
+        return jnp.pad(out, ((0, 0), (num_tokens - num_queries, 0), (0, 0), (0, 0)))
+
+    got = differentiated(last, "float32", q, k, v, gradient, *ids)
+    np.testing.assert_allclose(got[0][:, -num_queries:], wanted[0][:, -num_queries:], atol=2e-5)
+    for one, other in zip(got[1:], wanted[1:], strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-5)

@@ -173,7 +173,10 @@ class TestCommand:
         assert done.returncode == 0, done.stderr
         assert "fits: " in done.stdout
         made = json.loads((tmp_path / "plan.json").read_text())
-        assert (made["fits"], made["mesh"]) == (True, {"data": 1, "fsdp": 8, "tensor": 1})
+        assert (made["fits"], made["mesh"]) == (
+            True,
+            {"data": 1, "fsdp": 8, "context": 1, "tensor": 1},
+        )
         assert made["peak"] == max(phase["peak"] for phase in made["phases"])
         assert sorted(path.name for path in tmp_path.iterdir()) == ["plain.py", "plan.json"]
 

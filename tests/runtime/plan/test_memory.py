@@ -162,8 +162,31 @@ class TestByHand:
         assert peak() < peak(fsdp=4)
         assert peak() < peak(**{"optimizer.micro_rows": 16})
         whole, halved = (train_phase(large_run(fsdp=4, tensor=t)).moments for t in (1, 2))
-        # A device has one row, however long it is; half the heads are half the scores.
+        # A device has one row, or a piece of one; half the heads are half the scores.
         assert whole["layers"]["attention scores"] == 2 * halved["layers"]["attention scores"]
+
+    def test_context_splits_rows_and_weights(self):
+        whole = train_phase(large_run(fsdp=8, **{"optimizer.micro_rows": 8}))
+        cut = {"mesh.data": 1, "mesh.context": 4, "optimizer.micro_rows": 2}
+        pieces = train_phase(large_run(fsdp=2, **cut))
+        assert pieces.kept["parameters"] == whole.kept["parameters"]
+        assert pieces.kept["optimizer state"] == whole.kept["optimizer state"]
+        one, other = (phase.moments["layers"] for phase in (whole, pieces))
+        for name in ("activations kept for the backward pass", "activations of a layer"):
+            assert one[name] == 4 * other[name]
+        assert one["layers gathered"] == other["layers gathered"]
+        # One row, 4 heads of 128, in bfloat16: both gathered, one turned, gradients in float32.
+        tokens = default_config().rollout.max_total_tokens
+        assert other["keys and values of whole rows"] == tokens * 4 * 128 * (3 * 2 + 2 * 4)
+        assert "keys and values of whole rows" not in whole.moments["layers"]
+        assert pieces.peak < whole.peak
+
+    def test_rows_of_the_sampler_are_split_over_context_too(self):
+        keys = {"mesh.data": 1, "mesh.context": 4, "optimizer.micro_rows": 2}
+        memory.make_plan(large_run(fsdp=2, **keys), QWEN_7B, NODE)
+        config = large_run(fsdp=2, **keys, **{"rollout.num_rows": 12})
+        with pytest.raises(ValueError, match=r"is 12; .* multiple of data \* fsdp \* context = 8"):
+            memory.make_plan(config, QWEN_7B, NODE)
 
 
 class TestAgainstTheCompiler:
@@ -242,7 +265,7 @@ def test_devices_that_only_sample_hold_the_sampler_alone():
     config = large_run(fsdp=6, **AHEAD | own)
     plan = memory.make_plan(config, QWEN_7B, NODE)
     update, sampler, moved = plan.phases
-    assert plan.mesh == {"data": 1, "fsdp": 6, "tensor": 1}
+    assert plan.mesh == {"data": 1, "fsdp": 6, "context": 1, "tensor": 1}
     assert "KV cache" not in update.kept
     assert {*sampler.kept} == {"decode weights", "KV cache"}
     # A copy of all weights lies beside the state while they are handed over.
