@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.json_http import Bounds, JsonClient, Request, key_of
+from jaxrl.envs.resilient import Policy
 
 MAX_REPLY_MIB = 4.0
 _MAX_SHOWN = 200  # characters of a reply that an error shows
@@ -50,6 +51,49 @@ class Completions:
         if isinstance(answer, ToolError):
             raise answer
         return answer
+
+
+class Patience(Protocol):
+    """What the settings of all that asks an endpoint say; times in seconds."""
+
+    @property
+    def deadline_s(self) -> float:
+        """Until a call has failed."""
+
+    @property
+    def retries(self) -> int:
+        """Further tries of a call that fails."""
+
+    @property
+    def backoff_s(self) -> float:
+        """Before the first of them."""
+
+    @property
+    def outage_deadline_s(self) -> float:
+        """In which nobody has got an answer, after which calls fail."""
+
+
+def policy_of(
+    settings: Patience,
+    *,
+    max_concurrent: int,
+    cache_mib: float = 0.0,
+    queries_per_second: float = 0.0,
+) -> Policy:
+    """How an endpoint is asked; see `Policy`."""
+    return Policy(
+        cache_mib=cache_mib,
+        cache_ttl_s=0.0,
+        queries_per_second=queries_per_second,
+        max_concurrent=max_concurrent,
+        deadline_s=2 * settings.deadline_s,  # the client keeps it; this is if that fails
+        retries=settings.retries,
+        backoff_s=settings.backoff_s,
+        breaker_failures=8,
+        breaker_rest_s=5.0,
+        outage_deadline_s=settings.outage_deadline_s,
+        on_outage="empty",  # which is an error for each episode, and no score
+    )
 
 
 def first_choice(answer: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:

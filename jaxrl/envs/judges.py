@@ -18,10 +18,10 @@ from typing import Any
 
 from jaxrl.envs.base import CallRecord, Finished, Task, ToolError
 from jaxrl.envs.calls import MAX_S
-from jaxrl.envs.completions import Completions, content_of, first_choice
+from jaxrl.envs.completions import Completions, content_of, first_choice, policy_of
 from jaxrl.envs.json_http import check_url, plain_text
 from jaxrl.envs.recording import Recording
-from jaxrl.envs.resilient import Nobody, Policy, ResilientSearch
+from jaxrl.envs.resilient import Nobody, ResilientSearch
 from jaxrl.envs.reward_functions import Call, Measured
 from jaxrl.envs.tools import Answer, Tool
 
@@ -247,18 +247,11 @@ class Judge:
             FileNotFoundError: the replies alone are to answer, and there are none.
         """
         settings = self.settings
-        policy = Policy(
-            cache_mib=settings.cache_mib,
-            cache_ttl_s=0.0,
-            queries_per_second=settings.queries_per_second,
+        policy = policy_of(
+            settings,
             max_concurrent=settings.concurrency,
-            deadline_s=2 * settings.deadline_s,  # the client keeps it; this is if that fails
-            retries=settings.retries,
-            backoff_s=settings.backoff_s,
-            breaker_failures=8,
-            breaker_rest_s=5.0,
-            outage_deadline_s=settings.outage_deadline_s,
-            on_outage="empty",  # which is an error for each episode, and no score
+            cache_mib=settings.cache_mib,
+            queries_per_second=settings.queries_per_second,
         )
         is_replay = settings.replay == "only"
         self._asked = _Asked(

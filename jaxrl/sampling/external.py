@@ -33,10 +33,10 @@ from jaxrl.envs.base import (
     Turn,
 )
 from jaxrl.envs.calls import MAX_ERROR, in_thread, started
-from jaxrl.envs.completions import Completions, first_choice
+from jaxrl.envs.completions import Completions, first_choice, policy_of
 from jaxrl.envs.json_http import check_url, plain_text, shown_url
 from jaxrl.envs.recording import Recording
-from jaxrl.envs.resilient import Nobody, Policy, ResilientSearch
+from jaxrl.envs.resilient import Nobody, ResilientSearch
 from jaxrl.envs.tools import Tool
 from jaxrl.runtime.files import writable
 from jaxrl.sampling.rollout import (
@@ -135,22 +135,9 @@ class ChatModel:
         self.settings = settings
         is_replay = settings.replay == "only"
         self._endpoint = None if is_replay else _Endpoint(settings)
-        policy = Policy(
-            cache_mib=0.0,
-            cache_ttl_s=0.0,
-            queries_per_second=0.0,
-            max_concurrent=settings.max_concurrent,
-            deadline_s=2 * settings.deadline_s,  # the client keeps it; this is if that fails
-            retries=settings.retries,
-            backoff_s=settings.backoff_s,
-            breaker_failures=8,
-            breaker_rest_s=5.0,
-            outage_deadline_s=settings.outage_deadline_s,
-            on_outage="empty",  # which is an error for each episode, and no score
-        )
         self._asked = _Asked(
             self._endpoint or Nobody(),
-            policy,
+            policy_of(settings, max_concurrent=settings.max_concurrent),
             recording=_recording(settings, workdir, process),
             is_replay=is_replay,
             log=log,
