@@ -307,6 +307,8 @@ def open_tasks(
     check_ids(opened)
     names = [source.name for source in sources]
     unique = [f"{n}_{i}" if names.count(n) > 1 else n for i, n in enumerate(names)]
+    if len(set(unique)) < len(unique):  # one is called as two others are numbered
+        unique = [f"{n}_{i}" for i, n in enumerate(names)]
     parts = zip(opened, sources, unique, strict=True)
     return Mixture([Source(items=t, weight=s.weight, name=n) for t, s, n in parts])
 

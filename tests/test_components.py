@@ -11,6 +11,7 @@ from jaxrl import environment
 from jaxrl.components import (
     _make_env,
     _make_plain_search,
+    _make_random_search,
     _make_search,
     assemble,
     fit_prompts,
@@ -162,6 +163,27 @@ def test_what_is_recorded_answers_where_there_is_no_corpus(tmp_path):
         searching(config, tmp_path)
     with pytest.raises(ValueError, match=r"without a run; name the folder of a recording by con"):
         searching(config)
+
+
+def test_documents_at_random_are_drawn_where_a_recording_answers(tmp_path):
+    corpus = tmp_path / "corpus.jsonl"
+    lines = [json.dumps({"id": str(i), "title": f"t{i}", "text": "bridge"}) for i in range(50)]
+    corpus.write_text("\n".join(lines))
+    config = default_config()
+    config.search.local.corpus, config.search.replay = str(corpus), "record"
+    wanted = searching(config, tmp_path).run("bridge")
+    config.search.replay, config.eval.final_suites = "only", ("sampled", "random_search")
+    assert environment.needs_engine(config)  # whose documents are drawn
+    search = searching(config, tmp_path)
+    drawn = _make_random_search(config, search)
+    assert search.run("bridge") == wanted
+    found = drawn.run("bridge")
+    assert found.count("Doc ") == 3
+    assert found != wanted
+    assert drawn.run("tower") != found  # in no recording
+    with pytest.raises(OutageError, match="has no result for the query 'tower'"):
+        search.run("tower")
+    assert len(search._recording) == 1
 
 
 def test_a_retriever_is_asked_before_the_run_and_nothing_of_it_is_recorded(tmp_path):

@@ -5,6 +5,7 @@ import csv
 import json
 import re
 import sys
+from fractions import Fraction
 
 import datasets
 import numpy as np
@@ -422,6 +423,33 @@ class TestMixtures:
         assert taken_of(shares, count) == [
             [n for n, _ in drawn].count(i) for i in range(len(shares))
         ]
+
+    def test_no_two_sources_are_called_alike_and_no_two_tasks(self, tmp_path):
+        sources = [
+            TaskSource(
+                key=f"k{i}", data_source=name, source=str(write_jsonl(file, ROWS[i : i + 1]))
+            )
+            for i, name in enumerate(("a", "a", "a_0"))
+            for file in [tmp_path / f"{i}.jsonl"]
+        ]
+        mixture = open_tasks(sources)
+        assert len({source.name for source in mixture.sources}) == 3
+        assert len(Stream(mixture, seed=0).metrics(9)) == 3 * 2
+        again = [*sources, TaskSource(key="k3", data_source="a", source=sources[0].source)]
+        with pytest.raises(
+            ValueError, match=r"0\.jsonl:1: the id 'a/q0' is that of line 1 already"
+        ):
+            open_tasks(again)
+
+    @pytest.mark.parametrize("weights", [(1e-300, 1.0), (1e308, 5e-324), (0.1, 0.2), (1, 10**400)])
+    def test_any_weights_are_drawn_by_in_time(self, weights):
+        sources = [Source(items="abc", weight=w, name=str(i)) for i, w in enumerate(weights)]
+        stream = Stream(Mixture(sources), seed=0)
+        assert [len(stream.take(at, 3)) for at in (0, 10**6, 10**12)] == [3] * 3
+        taken = [stream.metrics(10**6)[f"tasks/{i}/taken"] for i in range(2)]
+        assert sum(taken) == 10**6
+        share = Fraction(weights[0]) / (Fraction(weights[0]) + Fraction(weights[1]))
+        assert abs(taken[0] - 10**6 * share) <= 1
 
     def test_two_to_one_by_hand(self):
         mixture = Mixture([Source(items="abc", weight=2.0), Source(items=range(2), weight=1)])

@@ -17,6 +17,7 @@ from jaxrl.dense.engine import DenseSearch, Settings
 from jaxrl.dense.hybrid import HybridSearch, fuse
 from jaxrl.envs.corpus import read_corpus
 from jaxrl.envs.local_search import LocalSearch
+from jaxrl.envs.random_search import RandomSearch
 from jaxrl.envs.retrieval import ENGINES, Document, Hit
 from jaxrl.envs.serve_retriever import make_engine
 from jaxrl.runtime.versions import fingerprints
@@ -236,6 +237,17 @@ def test_what_the_document_shows_finds_something(tmp_path, corpus, config):
 def test_the_hosts_processor_by_key(corpus, engine):
     assert dense(corpus, devices="cpu").retrieve(QUERIES, 3) == engine.retrieve(QUERIES, 3)
     assert {one.platform for one in engine._passages._passages.devices()} == {jax.default_backend()}
+
+
+def test_documents_drawn_at_random_are_those_of_any_engine_over_the_corpus(corpus, engine):
+    settings = {"encoder": str(ENCODER), **PREFIXES, "corpus": str(corpus)}
+    hybrid = HybridSearch(local={"corpus": "", "index": "", "topk": 9}, dense=settings, topk=3)
+    three = dense(corpus, topk=3)
+    drawn = [RandomSearch(one, seed=5) for one in (LocalSearch(corpus, topk=3), three, hybrid)]
+    found = [one.run_batch(QUERIES) for one in drawn]
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == len(QUERIES)
+    assert found[0] != three.run_batch(QUERIES)
 
 
 def hits(*ids):
