@@ -10,6 +10,7 @@ from jaxrl import toolbox
 from jaxrl.components import _make_tools
 from jaxrl.config import default_config, flat_json, flatten, to_json
 from jaxrl.config_checks import validate
+from tests.helpers import ROOT, blocks
 
 SERVER = str(Path(__file__).parent / "extending" / "my_server.py")
 
@@ -53,6 +54,15 @@ def test_a_key_in_the_address_of_a_server_is_refused():
         ValueError, match=r"env\.search\.mcp holds a parameter 'api_key'.*'headers'"
     ):
         validate(config)
+
+
+def test_the_page_shows_a_configuration_with_tools_of_all_kinds():
+    config = debug_tiny.get_config()
+    [code] = [b for b in blocks(ROOT / "docs" / "environments.md", "python") if '"qwen"' in b]
+    exec(code, {"config": config})
+    config.rollout.max_total_tokens = 4096
+    validate(config)
+    assert [offer.name for offer in toolbox.tools(config)] == ["python"]
 
 
 def test_servers_and_functions_make_the_tools():
