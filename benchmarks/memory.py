@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl.config import default_config
-from jaxrl.method import has_kl_loss, has_kl_weights
+from jaxrl.method import adapter_of, has_kl_loss, has_kl_weights
 from jaxrl.models.architecture import read_model
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.output import QUARTERS
@@ -70,6 +70,7 @@ SHIPPED = {
     "ares": ("qwen2.5-7b", 8, 1),
     "passk": ("qwen2.5-7b", 8, 1),
     "dapo": ("qwen2.5-32b", 64, 8),
+    "search_r1_lora": ("qwen3-4b", 1, 1),
 }
 """Of the configurations for accelerators the model, the devices and the processes."""
 
@@ -132,7 +133,7 @@ def like(tree: Any, shardings: Any) -> Any:
 def policy_of(config: ConfigDict, model: QwenConfig, mesh: Any) -> Model:
     """The policy as a run has it."""
     return Model(
-        model,
+        adapter_of(config, model) or model,
         mesh,
         num_tokens=model.vocab_size,
         dtype=jnp.dtype(config.model.dtype),
@@ -145,17 +146,18 @@ def policy_of(config: ConfigDict, model: QwenConfig, mesh: Any) -> Model:
 
 def trainer_programs(config: ConfigDict, policy: Model) -> dict[str, Any]:
     """What lowers the train stage's update of micro-batches, its optimizer and its scoring."""
-    optimizer, model, mesh = make_optimizer(config.optimizer, 1), policy.config, policy.mesh
+    optimizer, trained, mesh = make_optimizer(config.optimizer, 1), policy.trained, policy.mesh
     step = UpdateStep(policy, make_policy_loss(config), optimizer)
     abstract = jax.eval_shape(
-        lambda p: init_state(p, mesh, model, optimizer), model.abstract_params()
+        lambda p: init_state(p, mesh, trained, optimizer), trained.abstract_params()
     )
-    state = like(abstract, state_shardings(mesh, model, optimizer))
+    state = like(abstract, state_shardings(mesh, trained, optimizer))
     batch = abstract_batch(config, policy)
-    params, index = state.params, jax.ShapeDtypeStruct((), jnp.int32)
+    whole, index = policy.adapter or policy.config, jax.ShapeDtypeStruct((), jnp.int32)
+    params = like(whole.abstract_params(), sharding.param_shardings(mesh, whole))
     sums = jax.eval_shape(step.gradient.begin.function, params, batch)
     sums = dataclasses.replace(
-        sums, gradients=like(sums.gradients, sharding.param_shardings(mesh, model))
+        sums, gradients=like(sums.gradients, sharding.param_shardings(mesh, trained))
     )
     logprobs = batch.rollout_logprobs
     # What a program does not need is on the device all the same.
@@ -213,7 +215,9 @@ def sampler_programs(
         num_rows=num_rows,
         dtype=dtype,
         scan_layers=scans(config.model.scan_layers, target.platform),
+        adapter=adapter_of(config, model),
     )
+    declared = sampler.adapter or model
     shards = sharding.num_pieces(mesh)
     num_pages = shards * memory.cache_pages(config, model, target)
     by_row, by_page = sharding.piece_sharding(mesh), sharding.cache_sharding(mesh)
@@ -222,8 +226,8 @@ def sampler_programs(
     cache = like(cache, jax.tree.map(lambda _: by_page, cache))
     state = jax.eval_shape(sampler.empty_state)
     last = like(state, jax.tree.map(lambda _: by_row, state))
-    shardings = sharding.decode_shardings(mesh, model, scan_layers=sampler.scan_layers)
-    abstract = jax.eval_shape(sampler.weights, model.abstract_params())
+    shardings = sharding.decode_shardings(mesh, declared, scan_layers=sampler.scan_layers)
+    abstract = jax.eval_shape(sampler.weights, declared.abstract_params())
     if model.tie_embeddings and target.platform != "cpu":
         abstract.pop("lm_head", None)  # a copy that only a CPU has, such as compiles here
     weights = like(abstract, {name: shardings[name] for name in abstract})
@@ -278,14 +282,14 @@ def compiled_bytes(program: Any, platform: str) -> int:
         return int(found[1])
 
 
-def beside(config: ConfigDict, model: QwenConfig, policy: Model) -> int:
+def beside(config: ConfigDict, policy: Model) -> int:
     """What lies on a device while it scores or adds up gradients, and is no argument of that."""
-    optimizer = make_optimizer(config.optimizer, 1)
-    moments = jax.eval_shape(optimizer.init, model.abstract_params())
-    size = held_bytes(like(moments, state_shardings(policy.mesh, model, optimizer).opt_state))
+    optimizer, trained = make_optimizer(config.optimizer, 1), policy.trained
+    moments = jax.eval_shape(optimizer.init, trained.abstract_params())
+    size = held_bytes(like(moments, state_shardings(policy.mesh, trained, optimizer).opt_state))
     if config.kl.coef and config.kl.anchor == "ref":
-        params = model.abstract_params()
-        size += held_bytes(like(params, sharding.param_shardings(policy.mesh, model)))
+        params = trained.abstract_params()
+        size += held_bytes(like(params, sharding.param_shardings(policy.mesh, trained)))
     others = config.optimizer.num_minibatches - 1
     return size + others * held_bytes(abstract_batch(config, policy))
 
@@ -310,7 +314,7 @@ def compare(
     if {"update", "score"} & {*parts}:
         policy = policy_of(config, model, sharding.make_mesh(**config.mesh, devices=list(devices)))
         programs = trainer_programs(config, policy)
-        more = beside(config, model, policy)
+        more = beside(config, policy)
     if "update" in parts:
         update, optimizer = (
             compiled_bytes(programs[name](), platform) for name in ("update", "optimizer")

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 
+from configs import search_r1, search_r1_lora
 from jaxrl.ask import ask, open_run
 from jaxrl.components import assemble
 from jaxrl.logs.display import Display
@@ -149,11 +150,13 @@ def test_the_model_of_a_run_is_asked(base, tmp_path):
 
 @pytest.mark.slow
 def test_the_reference_is_the_base_with_the_adapter_off(base, tmp_path):
-    """Without a warm start the policy begins there, and has left it after a step."""
+    """The shipped method, small: the policy begins at its reference, and leaves it in a step."""
     _, config, _ = base
     config = config.copy_and_resolve_references()
+    search_r1.set_method(config)
+    search_r1_lora.set_adapter(config)
     config.update_from_flattened_dict(
-        {"stages": ("train",), "num_steps": 2, "log.trajectories": 0, "eval.max_tasks": 1}
+        {"stages": ("train",), "num_steps": 2, "optimizer.lr": 1e-3, "eval.max_tasks": 1}
     )
     play(config, tmp_path / "run")
     lines = records(tmp_path / "run")

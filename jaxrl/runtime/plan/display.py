@@ -38,13 +38,18 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
     for name, size in plan.between.items():
         table.add_row(f"  {name}", f"{size / GIB:.2f}")
     tokens, flops = plan.tokens_per_step, plan.flops_per_step
+    is_part = plan.num_trained != plan.num_params
+    trained = f", {plan.num_trained:,} of an adapter are trained" if is_part else ""
     lines = [
-        f"{plan.num_params:,} parameters; a step is at most {tokens:,} tokens and "
+        f"{plan.num_params:,} parameters{trained}; a step is at most {tokens:,} tokens and "
         f"{flops:.2e} operations, {flops / target.num_devices:.2e} on each device",
         *(f"{name}: {shape}" for name, shape in plan.shapes.items()),
         f"{'fits' if plan.fits else 'does not fit'}: {gib(plan.peak)} at the peak, "
         f"{gib(target.usable)} may be used ({USABLE:.0%} of {gib(target.memory_bytes)})",
     ]
+    fullest = max(plan.phases, key=lambda phase: phase.peak)
+    largest = ", ".join(f"{name} {gib(size)}" for name, size in fullest.largest(2))
+    lines.append(f"what takes most, in {fullest.name}: {largest}")
     for one in advice:
         settings = " ".join(f"--config.{key}={value}" for key, value in one.settings.items())
         lines.append(f"would fit with {settings}: {gib(one.peak)}")

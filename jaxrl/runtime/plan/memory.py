@@ -9,7 +9,6 @@ analysis of the same programs says. What the terms owe to the architecture is in
 from __future__ import annotations
 
 import functools
-import math
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +20,15 @@ from jax.sharding import AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
 from jaxrl.config import default_config
-from jaxrl.method import has_kl_loss, has_kl_weights, is_measured
+from jaxrl.method import adapter_of, has_kl_loss, has_kl_weights, is_measured
 from jaxrl.models.architecture import Architecture, MemoryTerms
 from jaxrl.models.attention.choice import copies_past, decide
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
+from jaxrl.models.lora import Declared
 from jaxrl.models.output import chunks_of
 from jaxrl.runtime.plan.search import search_bytes
+from jaxrl.runtime.plan.weights import PolicyWeights, decode_bytes, num_values
 from jaxrl.runtime.sharding import (
     check_model_fits,
     mesh_sizes,
@@ -99,6 +100,11 @@ class Phase:
         """The most that is there at once."""
         return sum(self.kept.values()) + max(sum(terms.values()) for terms in self.moments.values())
 
+    def largest(self, count: int) -> list[tuple[str, int]]:
+        """The terms that take most of the peak, the largest first."""
+        terms = self.kept | self.moments[self.moment]
+        return sorted(terms.items(), key=lambda term: -term[1])[:count]
+
     @property
     def moment(self) -> str:
         """The name of the moment of the peak."""
@@ -115,6 +121,7 @@ class Plan:
     between: dict[str, int]  # what is on a device between two phases, in the fullest stage
     shapes: dict[str, str]
     num_params: int
+    num_trained: int  # of these, or of the adapter beside them
     tokens_per_step: int  # at most: every trajectory as long as it may be
     flops_per_step: int  # of these tokens, sampled and trained on, nothing recomputed
 
@@ -173,6 +180,8 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
     tokens = config.rollout.tasks_per_step * config.rollout.group_size
     tokens *= config.rollout.max_total_tokens
     held = [_between(config, model, target, stage) for stage in config.stages]
+    adapter = adapter_of(config, model)
+    num_trained = num_values((adapter.trained if adapter else model).abstract_params())
     return Plan(
         target=target,
         mesh=dict(mesh.shape),
@@ -180,9 +189,12 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
         between=max(held, key=lambda terms: sum(terms.values())),
         shapes=_shapes(config, model, target),
         num_params=_num_params(model),
+        num_trained=num_trained,
         tokens_per_step=tokens,
         flops_per_step=tokens
-        * ModelTerms(model, mesh).flops_per_token(config.rollout.max_total_tokens),
+        * ModelTerms(model, mesh).flops_per_token(
+            config.rollout.max_total_tokens, trains_all=adapter is None
+        ),
     )
 
 
@@ -281,14 +293,17 @@ class ModelTerms:
         heads = self.model.num_kv_heads // self.mesh.shape["tensor"]
         return 2 * self.model.num_layers * heads * self.model.head_dim * dtype.itemsize
 
-    def flops_per_token(self, length: int) -> int:
-        """To sample a token once and train on it once, in a sequence of `length`, causal."""
+    def flops_per_token(self, length: int, *, trains_all: bool = True) -> int:
+        """To sample a token once and train on it once, in a sequence of `length`, causal.
+
+        Weights beside an adapter, which are not trained, get no gradient.
+        """
         model = self.model
         tables = model.vocab_size * model.width
         outside = tables * (1 if model.tie_embeddings else 2)
         product_params = _num_params(model) - outside + tables
         attention = 4 * model.num_layers * model.num_heads * model.head_dim * length // 2
-        return 4 * (2 * product_params + attention)
+        return (4 if trains_all else 3) * 2 * product_params + 4 * attention
 
 
 def update_phase(config: ConfigDict, model: Architecture, target: Target, stage: str) -> Phase:
@@ -297,10 +312,10 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
     # A CPU's compiler schedules layers that are compiled one by one as it likes, and keeps all.
     keeps_all = update.is_cpu and not config.model.scan_layers
     saved = update.saved("none" if keeps_all else config.model.remat)
-    count, itemsize = update.count, update.itemsize
+    count = update.count
     copied = 4 * (count.params - count.tables) + 2 * saved
     held = {
-        "weights in the compute dtype": update.is_cast * itemsize * count.params,
+        "weights in the compute dtype": update.policy.cast_bytes,
         "activations kept for the backward pass": saved,
         "float32 copies of these": update.is_cpu * update.is_cast * copied,
     }
@@ -308,7 +323,7 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
     kept = {
         **_state(config, model, update.mesh, stage),
         **held_by_search,
-        "gradients": 4 * count.params,
+        "gradients": 4 * update.policy.trained,
         "batch": _batch_bytes(config, update.shape, num_pieces(update.mesh), stage),
     }
     if stage == "train" and _samples_beside(config):
@@ -326,7 +341,7 @@ def score_phase(config: ConfigDict, model: Architecture, target: Target) -> Phas
     update = _Update.of(config, model, target, "train")
     count = update.count
     held = {
-        "weights in the compute dtype": update.is_cast * update.itemsize * count.params,
+        "weights in the compute dtype": update.policy.cast_bytes,
         "float32 copies of these": update.is_cpu
         * update.is_cast
         * 4
@@ -360,6 +375,7 @@ class _Update:
     itemsize: int  # bytes of a value in the compute dtype
     logits_chunk_tokens: int  # whose logits are computed at once, at most
     is_cpu: bool
+    policy: PolicyWeights
 
     @classmethod
     def of(cls, config: ConfigDict, model: Architecture, target: Target, stage: str) -> _Update:
@@ -372,6 +388,7 @@ class _Update:
             itemsize=jnp.dtype(config.model.dtype).itemsize,
             logits_chunk_tokens=max(config.model.logits_chunk_tokens // num_pieces(mesh), 1),
             is_cpu=target.platform == "cpu",
+            policy=PolicyWeights.of(config, model, mesh),
         )
 
     @property
@@ -430,11 +447,15 @@ class _Update:
     @property
     def new_gradients(self) -> int:
         """A micro-batch's gradients of the layers."""
+        if self.policy.has_adapter:
+            return 4 * self.policy.trained
         return self.itemsize * (self.count.params - self.count.tables)
 
     @property
     def output_table(self) -> int:
-        """Values of the output layer, whole."""
+        """Values of the output layer, whole, where it gets a gradient."""
+        if self.policy.has_adapter:
+            return 0
         return self.count.whole_tables // (1 if self.model.tie_embeddings else 2)
 
     @property
@@ -446,7 +467,7 @@ class _Update:
 
     def at_layers(self) -> dict[str, int]:
         """What the backward pass of a layer needs."""
-        tables = self.itemsize * self.count.whole_tables
+        tables = 0 if self.policy.has_adapter else self.itemsize * self.count.whole_tables
         operand = 4 if self.is_cpu else self.itemsize
         terms = ModelTerms(self.model, self.mesh)
         inner = self.tokens * terms.layer.activations
@@ -458,6 +479,7 @@ class _Update:
             # Gathered, then turned one after the other; their gradients are summed in float32.
             "keys and values of whole rows": self.whole_keys * (3 * self.itemsize + 2 * 4),
             "activations of a layer": inner * operand,
+            "int8 weights in the compute dtype": operand * self.policy.dequantised,
             "layers gathered": self.gathers * 2 * operand * self.count.whole_layer,
             "embedding and output gathered": self.is_cpu * self.gathered_tables,
         }
@@ -475,7 +497,8 @@ class _Update:
                 "embedding and output gathered": self.itemsize * self.count.whole_tables,
             }
         # The output layer's of each device's own tokens, then of all; the embedding's is split.
-        whole = max(4 * self.count.whole_tables, self.splits_gradients * 2 * table)
+        tables = 0 if self.policy.has_adapter else 4 * self.count.whole_tables
+        whole = max(tables, self.splits_gradients * 2 * table)
         return {
             "a micro-batch's gradients": self.is_cpu * self.new_gradients
             + (1 + copies) * whole
@@ -494,6 +517,7 @@ class _Update:
             "attention scores": self.scores * 4,
             "keys and values of whole rows": self.whole_keys * 3 * self.itemsize,
             "activations of a layer": inner * operand,
+            "int8 weights in the compute dtype": operand * self.policy.dequantised,
             "layers gathered": self.gathers * operand * self.count.whole_layer,
             "embedding and output gathered": self.gathered_tables,
         }
@@ -645,29 +669,20 @@ class _Counts:
         """Of a model on a mesh."""
         params = model.abstract_params()
         train, decode = param_shardings(mesh, model), param_shardings(mesh, model, for_decode=True)
-        layers = _num_values(params["blocks"], decode["blocks"])
-        total, whole = _num_values(params, train), _num_values(params, decode)
+        layers = num_values(params["blocks"], decode["blocks"])
+        total, whole = num_values(params, train), num_values(params, decode)
         return cls(
             params=total,
-            tables=total - _num_values(params["blocks"], train["blocks"]),
+            tables=total - num_values(params["blocks"], train["blocks"]),
             decode_params=whole,
             whole_tables=whole - layers,
             whole_layer=layers // model.num_layers,
         )
 
 
-def _num_values(tree: Any, shardings: Any = None) -> int:
-    """Elements of a tree of abstract arrays, on one device where shardings are given."""
-    leaves = jax.tree.leaves(tree)
-    if shardings is None:
-        return sum(math.prod(leaf.shape) for leaf in leaves)
-    pairs = zip(leaves, jax.tree.leaves(shardings), strict=True)
-    return sum(math.prod(sharding.shard_shape(leaf.shape)) for leaf, sharding in pairs)
-
-
 @functools.cache
 def _num_params(model: Architecture) -> int:
-    return _num_values(model.abstract_params())
+    return num_values(model.abstract_params())
 
 
 def _split(size: int, num_shards: int) -> int:
@@ -677,8 +692,10 @@ def _split(size: int, num_shards: int) -> int:
 
 def _state(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> dict[str, int]:
     """What lies on a device from step to step: weights, moments, and the reference policy."""
-    params = _Counts.of(model, mesh).params * 4
-    state = {"parameters": params}
+    policy = PolicyWeights.of(config, model, mesh)
+    params = 4 * policy.trained
+    state = {"frozen weights": policy.base_bytes} if policy.has_adapter else {}
+    state["parameters"] = params
     if stage != "evaluate" and not stage_settings(config, stage).offload:
         state["optimizer state"] = _moment_bytes(config, model, mesh, stage)
     if stage == "train" and config.kl.coef and config.kl.anchor == "ref":
@@ -703,24 +720,32 @@ def _search_bytes(config: ConfigDict, target: Target) -> tuple[dict[str, int], d
 
 def _decode_weights(config: ConfigDict, model: Architecture, target: Target) -> int:
     """Bytes of the sampler's weights on one device."""
-    count = _Counts.of(model, target_mesh(config, model, target))
+    mesh, adapter = target_mesh(config, model, target), adapter_of(config, model)
+    count, dtype = _Counts.of(model, mesh), jnp.dtype(config.model.dtype)
     has_head_copy = target.platform == "cpu" and model.tie_embeddings
     weights = count.decode_params + has_head_copy * count.whole_tables
-    return jnp.dtype(config.model.dtype).itemsize * weights
+    if adapter is None:
+        return dtype.itemsize * weights
+    is_alone = target.num_processes == 1 and not config.mesh.rollout_devices
+    may_share = is_alone and target.platform != "cpu"  # whose sampler has its layers apart
+    own = decode_bytes(adapter, mesh, dtype, may_share=may_share)
+    return own + has_head_copy * dtype.itemsize * count.whole_tables
 
 
 def _moment_bytes(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> int:
     """Of the optimizer's state on one device: two values a parameter, one of them perhaps short."""
     itemsize = jnp.dtype(stage_settings(config, stage).moments_dtype).itemsize
-    return 4 * _num_moments(model, mesh) - (4 - itemsize) * _Counts.of(model, mesh).params
+    adapter = adapter_of(config, model)
+    num_moments = _num_moments(model if adapter is None else adapter.trained, mesh)
+    return 4 * num_moments - (4 - itemsize) * PolicyWeights.of(config, model, mesh).trained
 
 
 @functools.cache
-def _num_moments(model: Architecture, mesh: Any) -> int:
+def _num_moments(trained: Declared, mesh: Any) -> int:
     """Values of the optimizer's state on one device; no setting changes how many there are."""
     optimizer = make_optimizer(default_config().optimizer, 1)
-    moments = jax.eval_shape(optimizer.init, model.abstract_params())
-    return _num_values(moments, state_shardings(mesh, model, optimizer).opt_state)
+    moments = jax.eval_shape(optimizer.init, trained.abstract_params())
+    return num_values(moments, state_shardings(mesh, trained, optimizer).opt_state)
 
 
 def num_sequences(config: ConfigDict, stage: str) -> int:

@@ -274,3 +274,60 @@ def test_devices_that_only_sample_hold_the_sampler_alone():
     assert "decode weights" not in plan.between
     with pytest.raises(ValueError, match=r"num_rows is 63; .* rollout_devices / tensor, of all pr"):
         memory.make_plan(large_run(fsdp=6, **AHEAD | own | {"rollout.num_rows": 63}), QWEN_7B, NODE)
+
+
+ADAPTED = {"model.lora.rank": 8, "model.lora.targets": ("q", "down"), "kl.coef": 0.01}
+
+
+class TestAdapters:
+    def test_by_hand(self):
+        """Rank 8 on q, 3584 to 3584, and down, 18944 to 3584, in 28 layers; on one device."""
+        one = replace(NODE, num_devices=1)
+        num = 28 * 8 * (2 * 3584 + 18944 + 3584)
+        for dtype, size in (("float32", 4), ("bfloat16", 2)):
+            keys = {**ADAPTED, "model.lora.base_dtype": dtype, "optimizer.micro_rows": 1}
+            made = memory.make_plan(large_run(fsdp=1, **keys), QWEN_7B, one)
+            kept = made.phases[0].kept
+            assert made.num_trained == num
+            assert kept["frozen weights"] == size * made.num_params
+            assert (
+                kept["parameters"] == kept["gradients"] == kept["reference parameters"] == 4 * num
+            )
+            assert kept["optimizer state"] == 8 * num + 8  # and two counters
+            cast = made.phases[0].moments["layers"]["weights in the compute dtype"]
+            assert cast == 2 * num + (2 * made.num_params if size == 4 else 0)
+            rollout = made.phases[-1].kept
+            assert rollout["decode weights"] == cast  # what is in its dtype is read where it is
+
+    def test_int8_and_merged(self):
+        one = replace(NODE, num_devices=1)
+        plan = lambda **keys: memory.make_plan(  # noqa: E731
+            large_run(fsdp=1, **{**ADAPTED, "optimizer.micro_rows": 1, **keys}), QWEN_7B, one
+        )
+        layer = 3584 * (2 * 3584 + 2 * 512) + 3 * 3584 * 18944
+        outputs = 2 * 3584 + 2 * 512 + 2 * 18944 + 3584
+        int8 = plan(**{"model.lora.base_dtype": "int8"})
+        others = int8.num_params - 28 * layer
+        kept = int8.phases[0].kept
+        assert kept["frozen weights"] == 28 * (layer + 4 * outputs) + 2 * others
+        merged = plan(**{"model.lora.base_dtype": "bfloat16", "model.lora.sampler": "merged"})
+        weights = merged.phases[-1].kept["decode weights"]
+        assert weights == 2 * 28 * (3584 * 3584 + 18944 * 3584)
+
+    def test_several_devices_gather_the_base_for_the_sampler(self):
+        keys = {**ADAPTED, "model.lora.base_dtype": "bfloat16"}
+        made = memory.make_plan(large_run(**keys), QWEN_7B, NODE)
+        assert made.phases[0].kept["frozen weights"] == pytest.approx(
+            2 * made.num_params / 8, rel=1e-3
+        )
+        assert made.phases[-1].kept["decode weights"] > 1.9 * made.num_params
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dtype", ["float32", "int8"])
+    def test_against_the_compiler(self, dtype):
+        config = programs.small_run(1, 1, 1)
+        lora = {"model.lora.rank": 8, "model.lora.base_dtype": dtype}
+        config.update_from_flattened_dict(lora)
+        target = replace(NODE, platform="cpu", num_devices=1)
+        found = programs.compare(config, programs.MODELS["tiny"], target, jax.devices()[:1])
+        TestAgainstTheCompiler().check(found)
