@@ -45,12 +45,10 @@ def _text_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole(fields: dict[str, Any], name: str, default: int | None, source: str) -> int:
-    """A field of a `vision_config` that is a whole number above 0."""
+    """A field that is a whole number above 0."""
     value = fields.get(name, default)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(
-            f"{source}: {name!r} of 'vision_config' is {value!r}; expected a whole number above 0."
-        )
+        raise ValueError(f"{source}: {name!r} is {value!r}; expected a whole number above 0.")
     return value
 
 

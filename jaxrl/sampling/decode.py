@@ -26,7 +26,7 @@ from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import attend_chunk, merge, past_ends
 from jaxrl.models.kv_cache import Cache
-from jaxrl.models.layers import SamplerThrough, for_sampler
+from jaxrl.models.layers import SamplerThrough, Through, for_sampler
 from jaxrl.models.lora import Adapter
 from jaxrl.runtime.sharding import PIECES, cache_sharding, num_pieces, piece_sharding
 from jaxrl.sampling import next_token
@@ -63,6 +63,7 @@ class Rows:
     state: State  # of rows that start here, or go on after an observation
     tables: Array  # int32 [r, M], pages in order
     keys: Array  # uint32 [r, 2], of the samples
+    rotary_offset: Array | None = None  # int32 [r], of rotary positions; None where there is none
 
 
 @struct.dataclass
@@ -73,6 +74,8 @@ class Blocks:
     start: Array  # int32 [b], position of the first one
     counts: Array  # int32 [b], tokens that count
     tables: Array  # int32 [b, M], the row's pages in order
+    rotary: Array | None = None  # int32 [b, BLOCK, 3], where a model has three rows of positions
+    units: Array | None = None  # int32 [b, BLOCK], which of the shard's units of images; -1: text
 
 
 @struct.dataclass
@@ -194,11 +197,32 @@ class Sampler:
             read, (_QUERIES, _PAGES, _PAGES, _ROWS, _ROWS, P()), (_QUERIES,) * 2
         )
 
-    def append(self, weights: Params, cache: Cache, blocks: Blocks) -> Cache:
+    def see(self, weights: Params, patches: Array, places: Array, num_units: int) -> Array:
+        """Images, which `append` reads in the place of their tokens.
+
+        Args:
+            weights: of `weights`.
+            patches: float32 [S, P, values], of the images of each shard.
+            places: int32 [S, P, 4], see `Vision.embeddings`.
+            num_units: that each shard has room for.
+
+        Returns:
+            `[S, num_units, D]`, those of its images first.
+        """
+        vision = self.config.vision
+        assert vision is not None
+        patches, places = self._by_row((patches, places))
+        through = Through(scan=self.scan_layers)
+        seen = vision.embeddings(weights["vision"], patches, places, through)
+        return self._by_row(jnp.pad(seen, ((0, 0), (0, num_units - seen.shape[1]), (0, 0))))
+
+    def append(
+        self, weights: Params, cache: Cache, blocks: Blocks, seen: Array | None = None
+    ) -> Cache:
         """Reads tokens that were not sampled: prompts and observations alike.
 
         A block may go on where another one of the same call ends: all keys and values of a layer
-        are written before any are read.
+        are written before any are read. `seen` are the images of these tokens, of `see`.
         """
         blocks = self._by_row(blocks)
         index = jnp.arange(BLOCK)
@@ -227,7 +251,11 @@ class Sampler:
 
         through = SamplerThrough(attend, cache)
         token_ids = blocks.token_ids.reshape(-1)
-        self.config.sample_states(weights, token_ids, positions.reshape(-1), through)
+        rotary = positions.reshape(-1) if blocks.rotary is None else blocks.rotary.reshape(-1, 3)
+        units, given = blocks.units, {}
+        if seen is not None and units is not None:
+            given = {"images": (seen, units.reshape(-1))}
+        self.config.sample_states(weights, token_ids, rotary, through, **given)
         return self._split(through.memory)
 
     def decode_chunk(
@@ -262,6 +290,7 @@ class Sampler:
         rows = self._by_row(rows)
         state = self._go_on(last, rows)
         cached, num_rows = state.length, state.length.shape[0]
+        offset = rows.rotary_offset
         # While a row runs, its step i draws the token at position cached + 1 + i.
         draws = cached + 1 + jnp.arange(self.num_steps)[:, None]
         uniforms = jax.vmap(next_token.uniforms, in_axes=(None, 0))(rows.keys, draws)
@@ -282,7 +311,11 @@ class Sampler:
             read: Callable[..., jax.Array], index: jax.Array, carry: tuple[State, Cache, Report]
         ) -> tuple[State, Cache, Report]:
             state, chunk, report = carry
-            hidden, chunk = self._read_pending(weights, state, cached, chunk, index, read)
+            limits = jnp.where(state.active, cached, 0)  # who has stopped reads nothing more
+            rotary = state.length if offset is None else state.length + offset
+            hidden, chunk = self._read_pending(
+                weights, state.pending, rotary, limits, chunk, index, read
+            )
             logits = self.config.unembed(weights, hidden, num_tokens=self.num_tokens)
             token, logprob, entropy = next_token.sample(
                 logits, uniforms[index], temperature, top_p, kind=kind
@@ -329,14 +362,14 @@ class Sampler:
     def _read_pending(
         self,
         weights: Params,
-        state: State,
-        cached: jax.Array,
+        pending: jax.Array,
+        rotary: jax.Array,
+        limits: jax.Array,
         chunk: Cache,
         index: jax.Array,
         read: Callable[..., jax.Array],
     ) -> tuple[jax.Array, Cache]:
         """Hidden states after each row's pending token, and the chunk with its keys and values."""
-        limits = jnp.where(state.active, cached, 0)  # who has stopped reads nothing more
 
         def attend(
             layer: Any, chunk: Cache, q: jax.Array, k: jax.Array, v: jax.Array
@@ -351,7 +384,7 @@ class Sampler:
             return read(layer, q, limits, *own, index).astype(q.dtype), chunk
 
         through = SamplerThrough(attend, chunk)
-        hidden = self.config.sample_states(weights, state.pending, state.length, through)
+        hidden = self.config.sample_states(weights, pending, rotary, through)
         return hidden, through.memory
 
     def _add_step(

@@ -16,10 +16,11 @@ which depends on the state of the requests and never on the clock.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ from jaxrl.runtime.sharding import (
 from jaxrl.sampling import decode, next_token
 from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, State, StopTables
 from jaxrl.sampling.pages import pages_for
-from jaxrl.sampling.shard import Row, Shard
+from jaxrl.sampling.shard import Prompt, Row, Shard
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import Weights, delete
 from jaxrl.types import Image, Params
@@ -66,6 +67,11 @@ class Request:
     sample_key: np.ndarray
     budget: int
     images: tuple[Image, ...] = ()
+
+    @property
+    def prompt(self) -> Prompt:
+        """Ids and images."""
+        return Prompt(self.prompt_ids, self.images)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +106,17 @@ class _Chunk:
     number: int
     rows: list[tuple[int, int]]  # of each: request, index in the report
     report: decode.Report
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Piece:
+    """Up to `BLOCK` tokens that a row has to read."""
+
+    row: Row
+    start: int  # position of the first one
+    token_ids: np.ndarray  # int32 [n]
+    rotary: np.ndarray | None  # int32 [n, 3], with images
+    units: np.ndarray  # int32 [n], which of those seen they are; -1: text
 
 
 def sample_keys(
@@ -174,6 +191,16 @@ def append_sizes(platform: str, max_total_tokens: int) -> list[int]:
     return sorted({min(size, longest) for size in sizes})
 
 
+def image_sizes(max_units: int, unit: int) -> list[int]:
+    """Into how many patches of a shard images are padded when they are read, the smaller first.
+
+    Args:
+        max_units: of the images of one trajectory.
+        unit: patches of each.
+    """
+    return sorted({max(max_units // part, 1) * unit for part in (16, 4, 1)})
+
+
 def _fit(size: int, sizes: Sequence[int]) -> int:
     """The smallest of the increasing `sizes` that holds `size`."""
     return next(bound for bound in sizes if bound >= size)
@@ -205,6 +232,7 @@ class Engine:
         dtype: Any = jnp.float32,
         kernels: Kernels = XLA,
         train_mesh: Mesh | None = None,
+        max_image_tokens: int = 0,
         scan_layers: bool = False,
         kinds: Sequence[str] = (next_token.GREEDY, next_token.PLAIN),
     ):
@@ -225,6 +253,7 @@ class Engine:
             dtype: of weights, activations and cache.
             kernels: of attention.
             train_mesh: on which `set_weights` finds the parameters; `mesh` by default.
+            max_image_tokens: of any trajectory; 0: as many as it has room for.
             scan_layers: see `decode.Sampler`.
             kinds: ways to draw, out of `next_token.KINDS`, that `submit` may ask for.
 
@@ -276,6 +305,9 @@ class Engine:
         self.overlaps = self.device.platform != "cpu"
         self.row_sizes = row_sizes(self.device.platform, self._rows_per_shard)
         self.append_sizes = append_sizes(self.device.platform, max_total_tokens)
+        self._vision = config.vision
+        self._max_units = max_image_tokens or max_total_tokens
+        self.image_sizes = image_sizes(self._max_units, config.vision.unit) if config.vision else []
         self.kinds = tuple(kinds)
         self._declare()
         self._stops = _stop_tables(automaton, model.vocab_size, eos_ids, mesh)
@@ -308,9 +340,12 @@ class Engine:
     def _declare(self) -> None:
         """The programs, compiled by `compile` or else when they are first called."""
         sampler = self.sampler
-        self.functions = (
+        self.functions: tuple[CompiledFunction, ...] = (
             CompiledFunction(
-                sampler.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
+                sampler.append,
+                name="append",
+                variants=self._appends(),
+                donate_argnums=(1,),
             ),
             CompiledFunction(
                 sampler.decode_chunk,
@@ -322,7 +357,12 @@ class Engine:
             CompiledFunction(sampler.copy_pages, name="copy", donate_argnums=(0,)),
             CompiledFunction(sampler.swap_pages, name="swap", donate_argnums=(0,)),
         )
-        self._append, self._decode, self._copy, self._swap = self.functions
+        self._append, self._decode, self._copy, self._swap = self.functions[:4]
+        if self._vision is not None:
+            self._see = CompiledFunction(
+                sampler.see, name="see", variants=self.image_sizes, static_argnums=(3,)
+            )
+            self.functions = (*self.functions, self._see)
         self._make_cache = jax.jit(sampler.empty_cache, static_argnums=(0, 1))
         self._make_state = jax.jit(sampler.empty_state)
 
@@ -350,9 +390,17 @@ class Engine:
         nobody: list[list[Row]] = [[] for _ in range(shards)]
         compiling = [self._copy.ahead(cache, places, places)]
         compiling.append(self._swap.ahead(cache, moved, places, places))
-        for size in self.append_sizes:
-            blocks = self._host_blocks([deque() for _ in range(shards)], size // BLOCK)
-            compiling.append(self._append.ahead(weights, cache, blocks, variant=size))
+        for size in self.image_sizes:
+            patches = self._host_images([()] * shards, size)[:2]
+            compiling.append(self._see.ahead(weights, *patches, self._max_units, variant=size))
+        seen = jax.ShapeDtypeStruct(
+            (shards, self._max_units, config.width), self.sampler.dtype, sharding=by_row
+        )
+        for size, has_images in self._appends():
+            nothing: list[deque[_Piece]] = [deque() for _ in range(shards)]
+            blocks = self._host_blocks(nothing, size // BLOCK, has_images=has_images)
+            given = (weights, cache, blocks, *([seen] if has_images else []))
+            compiling.append(self._append.ahead(*given, variant=(size, has_images)))
         for rows, kind in self._decodes():
             chunk, _ = self._host_rows(nobody, rows)
             arguments = (weights, cache, state, chunk, self._stops, one, one, kind)
@@ -362,6 +410,11 @@ class Engine:
             for count, one_done in enumerate(as_completed(done), start=1):
                 one_done.result()
                 show(f"compiling the sampler, {count} of {len(done)} programs")
+
+    def _appends(self) -> list[tuple[int, bool]]:
+        """Tokens of a shard to read, and whether images are among them."""
+        with_images = (False, True) if self._vision is not None else (False,)
+        return [(size, has_images) for size in self.append_sizes for has_images in with_images]
 
     def _decodes(self) -> list[tuple[int, str]]:
         """Rows and kind of each program that decodes."""
@@ -448,6 +501,7 @@ class Engine:
                     "ones are cut or refused before they come here."
                 )
             self._check_budget(len(request.prompt_ids), request.budget)
+            self._check_images(request.prompt_ids, request.images)
         self._take_settings(temperature, top_p)
         if self._cache is None:
             self._cache = self._make_cache(self.num_pages * self.num_shards, self.page_tokens)
@@ -465,6 +519,26 @@ class Engine:
             raise ValueError(
                 f"a request of {length} tokens may sample {budget}, together more than "
                 f"max_total_tokens={self._max_total_tokens}. This is a bug in jaxrl."
+            )
+
+    def _check_images(self, token_ids: Sequence[int], images: Sequence[Image]) -> None:
+        """Refuses images that are not those of the tokens, or without a text to go on from."""
+        if self._vision is None:
+            if images:
+                raise ValueError(
+                    f"a request has {len(images)} images, but the model of config.model.path reads "
+                    "text alone; take one with a vision tower."
+                )
+            return
+        self._vision.rotary_positions(np.asarray(token_ids), images)
+        count = sum(map(self._vision.num_tokens, images))
+        if images and token_ids[-1] == self._vision.image_id:
+            raise ValueError("a request ends with an image; expected text behind it.")
+        if count > self._max_units:
+            raise ValueError(
+                f"the images of a request take {count} tokens; expected at most "
+                f"config.rollout.max_image_tokens, {self._max_units}. Raise it or lower the "
+                "processor's max_pixels."
             )
 
     def _take_settings(self, temperature: float, top_p: float) -> None:
@@ -518,24 +592,45 @@ class Engine:
         comes = any(shard.next_back() for shard in self._shards)
         return not (self._in_flight or runs or comes or self._free_shard() is not None)
 
-    def resume(self, resumed: Sequence[tuple[int, Sequence[int], int]]) -> None:
+    def resume(
+        self,
+        resumed: Sequence[tuple[int, Sequence[int], int]],
+        images: Mapping[int, Sequence[Image]] = MappingProxyType({}),
+    ) -> None:
         """Lets stopped requests go on.
 
         Args:
             resumed: of each: its number, the tokens to read after what it sampled (possibly
                 none), and the tokens it may sample from here.
+            images: of the tokens to read, by the request's number, where there are some.
 
         Raises:
-            ValueError: a budget is below 1; then none goes on.
+            ValueError: a budget is below 1, or images are not those of the tokens; then none goes
+                on.
         """
         for request, tokens, granted in resumed:
             self._check_budget(self._rows[request].length + 1 + len(tokens), granted)
+            self._check_images(tokens, images.get(request, ()))
         for request, tokens, granted in resumed:
             row = self._rows[request]
             assert row.is_waiting, f"request {request} has not stopped"
-            *row.unread, row.pending = [row.pending, *tokens]
+            read = [row.pending, *tokens]
+            self._place(row, read, tuple(images.get(request, ())), row.length)
+            *row.unread, row.pending = read
             row.is_waiting, row.budget, row.stop_state = False, granted, 0
             self.counts.prefilled_resume += len(row.unread)
+
+    def _place(
+        self, row: Row, token_ids: Sequence[int], images: tuple[Image, ...], start: int
+    ) -> None:
+        """Rotary positions of what a row reads, `start` tokens being before it, and after it."""
+        if self._vision is None:
+            return
+        rotary = self._vision.rotary_positions(
+            np.asarray(token_ids), images, start=start + row.rotary_offset
+        )
+        row.unread_images, row.unread_rotary = images, rotary[:, :-1]
+        row.rotary_offset = int(rotary[0, -1]) - (start + len(token_ids) - 1)
 
     def step(self, *, ahead: int = 0) -> list[Event]:
         """Makes room, admits requests, dispatches a chunk, and tells what an earlier one sampled.
@@ -592,16 +687,16 @@ class Engine:
                 row.saved = None
 
     @property
-    def _next_prompt(self) -> tuple[int, ...]:
+    def _next_prompt(self) -> Prompt:
         """Of the request that is admitted next."""
-        return self._queue[0][1].prompt_ids if self._queue else ()
+        return self._queue[0][1].prompt if self._queue else Prompt()
 
     def _free_shard(self) -> int | None:
         """Where the next request of the queue is admitted; None: nowhere now."""
         if not self._queue:
             return None
         request = self._queue[0][1]
-        rooms = [shard.room(request.prompt_ids, request.budget) for shard in self._shards]
+        rooms = [shard.room(request.prompt, request.budget) for shard in self._shards]
         found = [room for room in rooms if room]
         return min(found)[-1] if found else None
 
@@ -610,8 +705,12 @@ class Engine:
         while (shard := self._free_shard()) is not None:
             number, request = self._queue.popleft()
             row = self._shards[shard].admit(
-                number, request.prompt_ids, key=request.sample_key, budget=request.budget
+                number, request.prompt, key=request.sample_key, budget=request.budget
             )
+            is_read = not row.unread  # by another one
+            self._place(row, request.prompt_ids, request.images, 0)
+            if is_read:
+                row.unread_images, row.unread_rotary = (), None
             self.counts.prefilled_prompt += len(row.unread)
             self._rows[number] = row
         for each in self._shards:
@@ -727,6 +826,7 @@ class Engine:
         active = np.zeros(total, bool)
         tables = np.full((total, self._table_pages), self.num_pages, np.int32)
         keys = np.zeros((total, 2), np.uint32)
+        offset = None if self._vision is None else np.zeros(total, np.int32)
         members = []
         for shard, rows in enumerate(running):
             for index, row in enumerate(rows, start=shard * num_rows):
@@ -737,48 +837,134 @@ class Engine:
                 active[index] = True
                 tables[index, : len(row.pages)] = row.pages
                 keys[index] = row.key
+                if offset is not None:
+                    offset[index] = row.rotary_offset
                 row.in_flight += self.sampler.num_steps
                 row.index = index - shard * num_rows
                 members.append((row.request, index))
         state = State(
             pending=pending, length=length, budget=budget, stop_state=stop_state, active=active
         )
-        return Rows(source=source, state=state, tables=tables, keys=keys), members
+        given = Rows(source=source, state=state, tables=tables, keys=keys, rotary_offset=offset)
+        return given, members
 
     def _read_tokens(self, running: list[list[Row]]) -> None:
-        """Reads what rows have to read before they are decoded, in pieces of `BLOCK` tokens."""
-        pieces: list[deque[tuple[Row, int, list[int]]]] = [deque() for _ in running]
-        for shard, rows in enumerate(running):
-            for row in rows:
-                for start in range(0, len(row.unread), BLOCK):
-                    tokens = row.unread[start : start + BLOCK]
-                    pieces[shard].append((row, row.length + start, tokens))
-                row.length += len(row.unread)
-                row.unread = []
+        """Reads what rows have to read before they are decoded, in pieces of `BLOCK` tokens.
+
+        Where there are images, those of some rows are seen at a time.
+        """
+        left = [deque(row for row in rows if row.unread) for rows in running]
+        while any(left):
+            rows = [self._next_readers(of_shard) for of_shard in left]
+            images = ([im for row in of_shard for im in row.unread_images] for of_shard in rows)
+            seen, units = self._look_at([tuple(of_shard) for of_shard in images])
+            pieces: list[deque[_Piece]] = []
+            for of_shard, of_images in zip(rows, units, strict=True):
+                pieces.append(deque())
+                for row in of_shard:
+                    pieces[-1].extend(self._pieces(row, of_images))
+            self._append_pieces(pieces, seen)
+
+    def _next_readers(self, rows: deque[Row]) -> list[Row]:
+        """The next rows of a shard, taken away, whose images can be seen together."""
+        taken: list[Row] = []
+        room = self._max_units
+        while rows:
+            if self._vision is not None:
+                room -= sum(map(self._vision.num_tokens, rows[0].unread_images))
+            if taken and room < 0:
+                break
+            taken.append(rows.popleft())
+        return taken
+
+    def _look_at(
+        self, images: list[tuple[Image, ...]]
+    ) -> tuple[jax.Array | None, list[Iterator[np.ndarray]]]:
+        """What is seen of the images of each shard, and of each image its tokens' places there."""
+        if self._vision is None or not any(images):
+            return None, [iter(()) for _ in images]
+        counts = [sum(image.num_patches for image in of_shard) for of_shard in images]
+        size = _fit(max(counts), self.image_sizes)
+        patches, places, units = self._host_images(images, size)
+        seen = self._see(self._weights, patches, places, self._max_units, variant=size)
+        return seen, [iter(of_shard) for of_shard in units]
+
+    def _host_images(
+        self, images: Sequence[tuple[Image, ...]], size: int
+    ) -> tuple[np.ndarray, np.ndarray, list[tuple[np.ndarray, ...]]]:
+        """Images of each shard for the devices, padded to `size` patches."""
+        assert self._vision is not None
+        patches = np.zeros((len(images), size, self._vision.patch_values), np.float32)
+        places = np.zeros((len(images), size, 4), np.int32)
+        units = []
+        for index, of_shard in enumerate(images):
+            arranged = self._vision.arrange(of_shard)
+            patches[index, : len(arranged.patches)] = arranged.patches
+            places[index, : len(arranged.places)] = arranged.places
+            units.append(arranged.units)
+        return patches, places, units
+
+    def _pieces(self, row: Row, units: Iterator[np.ndarray]) -> list[_Piece]:
+        """What a row has to read, which counts as read then; `units` are those of its images."""
+        tokens, rotary = np.array(row.unread, np.int32), row.unread_rotary
+        of_images = np.full(len(tokens), -1, np.int32)
+        if self._vision is not None and row.unread_images:
+            found = np.concatenate([next(units) for _ in row.unread_images])
+            of_images[tokens == self._vision.image_id] = found
+        cuts = range(0, len(tokens), BLOCK)
+        pieces = [
+            _Piece(
+                row=row,
+                start=row.length + start,
+                token_ids=tokens[start : start + BLOCK],
+                rotary=None if rotary is None else rotary[:, start : start + BLOCK].T,
+                units=of_images[start : start + BLOCK],
+            )
+            for start in cuts
+        ]
+        row.length += len(tokens)
+        row.unread, row.unread_images, row.unread_rotary = [], (), None
+        return pieces
+
+    def _append_pieces(self, pieces: list[deque[_Piece]], seen: jax.Array | None) -> None:
         small, large = self.append_sizes[0], self.append_sizes[-1]
+        has_images = seen is not None
         while any(pieces):
             left = max(len(of_shard) for of_shard in pieces) * BLOCK
             size = large if left > max(small, large // 2) else small
+            blocks = self._host_blocks(pieces, size // BLOCK, has_images=has_images)
+            images = (seen,) if has_images else ()
             self._cache = self._append(
-                self._weights, self._cache, self._host_blocks(pieces, size // BLOCK), variant=size
+                self._weights, self._cache, blocks, *images, variant=(size, has_images)
             )
 
     def _host_blocks(
-        self, pieces: list[deque[tuple[Row, int, list[int]]]], num_blocks: int
+        self, pieces: list[deque[_Piece]], num_blocks: int, *, has_images: bool
     ) -> Blocks:
         """The next pieces of each shard for the device, which are taken away."""
         total = self.num_shards * num_blocks
-        token_ids = np.zeros((total, BLOCK), np.int32)
+        token_ids, units = np.zeros((2, total, BLOCK), np.int32)
         start, counts = np.zeros((2, total), np.int32)
         tables = np.full((total, self._table_pages), self.num_pages, np.int32)
+        rotary = None if self._vision is None else np.zeros((total, BLOCK, 3), np.int32)
         for shard, of_shard in enumerate(pieces):
             for index in range(shard * num_blocks, (shard + 1) * num_blocks):
                 if of_shard:
-                    row, start[index], tokens = of_shard.popleft()
-                    token_ids[index, : len(tokens)] = tokens
-                    counts[index] = len(tokens)
-                    tables[index, : len(row.pages)] = row.pages
-        return Blocks(token_ids=token_ids, start=start, counts=counts, tables=tables)
+                    piece = of_shard.popleft()
+                    count = len(piece.token_ids)
+                    token_ids[index, :count], units[index, :count] = piece.token_ids, piece.units
+                    start[index], counts[index] = piece.start, count
+                    tables[index, : len(piece.row.pages)] = piece.row.pages
+                    if rotary is not None and piece.rotary is not None:
+                        rotary[index, :count] = piece.rotary
+        return Blocks(
+            token_ids=token_ids,
+            start=start,
+            counts=counts,
+            tables=tables,
+            rotary=rotary,
+            units=units if has_images else None,
+        )
 
     def _collect(self, chunk: _Chunk) -> list[Event]:
         """Waits for a chunk and reads its report."""

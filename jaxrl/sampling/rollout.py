@@ -770,15 +770,17 @@ class Rollout(EpisodePlayer):
 
     def _advance(self, call: _Call) -> None:
         """Ends or resumes the samples of a call that has its replies or is given up."""
-        resumed = []
+        resumed, images = [], {}
         for (request, sample, text), result in zip(call.members, self._replies(call), strict=True):
+            num_before = len(sample.images)
             token_ids = self._take(sample, text, result)
             if token_ids is None:
                 self._engine.finish(request)
                 continue
             budget = self._budget(len(sample.token_ids), num_sampled=sample.num_sampled)
             resumed.append((request, token_ids, budget))
-        self._engine.resume(resumed)
+            images[request] = sample.images[num_before:]
+        self._engine.resume(resumed, images)
 
     def _replies(self, call: _Call) -> list[StepResult]:
         if call.replies.done():

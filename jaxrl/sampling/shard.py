@@ -6,21 +6,26 @@ They live on the host and follow from the calls alone. The engine moves what is 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxrl.sampling.pages import PagePool, pages_for
+from jaxrl.types import Image
 
-Ids = tuple[int, ...]
-"""A prompt."""
+
+class Prompt(NamedTuple):
+    """What a request begins with; equal ones share their pages."""
+
+    ids: tuple[int, ...] = ()
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(eq=False)
 class Prefix:
     """A prompt in the cache: its full pages are shared, what is left is copied for each sample."""
 
-    prompt_ids: Ids
+    prompt: Prompt
     shared: list[int] = field(default_factory=list)  # pages
     kept: list[int] = field(default_factory=list)  # all its pages, while no row has them
     rows: dict[int, Row] = field(default_factory=dict)  # that have pages, by request
@@ -28,7 +33,7 @@ class Prefix:
     @property
     def num_tokens(self) -> int:
         """All but the last."""
-        return len(self.prompt_ids) - 1
+        return len(self.prompt.ids) - 1
 
 
 @dataclass(eq=False, kw_only=True)
@@ -44,6 +49,9 @@ class Row:
     length: int = 0  # tokens in the cache, likewise
     stop_state: int = 0  # likewise
     unread: list[int] = field(default_factory=list)  # tokens to read before the pending one
+    unread_images: tuple[Image, ...] = ()  # whose tokens are among them
+    unread_rotary: np.ndarray | None = None  # int32 [3, n], their positions, with images
+    rotary_offset: int = 0  # of the rotary position of the pending token and those after it
     pages: list[int] = field(default_factory=list)
     saved: Any = None  # the content of its pages, of each layer, while they are another's
     in_flight: int = 0  # steps dispatched for it whose reports were not read
@@ -67,7 +75,7 @@ class Shard:
         index: its number.
         pool: its pages.
         rows: requests that were admitted and not finished, by number, the oldest first.
-        prefixes: prompts in the cache, by their ids.
+        prefixes: prompts in the cache.
         copies: pages to copy before the next chunk, each a source and a target.
     """
 
@@ -86,7 +94,7 @@ class Shard:
         self.index = index
         self.pool = PagePool(num_pages)
         self.rows: dict[int, Row] = {}
-        self.prefixes: dict[Ids, Prefix] = {}
+        self.prefixes: dict[Prompt, Prefix] = {}
         self.copies: list[tuple[int, int]] = []
         self._num_rows, self._num_steps, self._page_tokens = num_rows, num_steps, page_tokens
 
@@ -125,31 +133,31 @@ class Shard:
         prefix = row.prefix
         del prefix.rows[row.request]
         if not prefix.rows and not prefix.kept and self._is_known(prefix):
-            del self.prefixes[prefix.prompt_ids]
+            del self.prefixes[prefix.prompt]
 
     def _is_known(self, prefix: Prefix) -> bool:
         """False of one that other weights read."""
-        return self.prefixes.get(prefix.prompt_ids) is prefix
+        return self.prefixes.get(prefix.prompt) is prefix
 
-    def finish(self, row: Row, next_prompt: Ids) -> None:
+    def finish(self, row: Row, next_prompt: Prompt) -> None:
         """Forgets a row; its prompt is kept if the next request begins with it too."""
         del self.rows[row.request]
         if row.saved is not None:
             return
         prefix = row.prefix
         is_last = self._is_known(prefix) and len(prefix.rows) == 1 and not self._away
-        if is_last and prefix.prompt_ids == next_prompt:
+        if is_last and prefix.prompt == next_prompt:
             prefix.kept = row.pages[: pages_for(prefix.num_tokens, self._page_tokens)]
             self.pool.share(prefix.kept)
         self.give_up(row)
 
-    def drop_kept(self, *, but: Ids = ()) -> bool:
+    def drop_kept(self, *, but: Prompt = Prompt()) -> bool:
         """Gives up prompts that no row has, all but one; False if there were none."""
-        kept = [one for one in self.prefixes.values() if one.kept and one.prompt_ids != but]
+        kept = [one for one in self.prefixes.values() if one.kept and one.prompt != but]
         for prefix in kept:
             self.pool.give_up(prefix.kept)
             prefix.kept = []
-            del self.prefixes[prefix.prompt_ids]
+            del self.prefixes[prefix.prompt]
         return bool(kept)
 
     def forget_prompts(self) -> None:
@@ -176,35 +184,36 @@ class Shard:
         else:
             row.pages = self.pool.take(missing)
             prefix.shared = row.pages[:num_shared]
-            self.prefixes.setdefault(prefix.prompt_ids, prefix)
+            self.prefixes.setdefault(prefix.prompt, prefix)
         prefix.rows[row.request] = row
         return num_there
 
-    def room(self, prompt_ids: Ids, budget: int) -> tuple[bool, int, int] | None:
+    def room(self, prompt: Prompt, budget: int) -> tuple[bool, int, int] | None:
         """How well a request would be placed here, the lowest best; None: there is no room."""
-        longest = len(prompt_ids) - 1 + min(self._num_steps, budget)
-        prefix = self.prefixes.get(prompt_ids)
+        longest = len(prompt.ids) - 1 + min(self._num_steps, budget)
+        prefix = self.prefixes.get(prompt)
         there = len(prefix.kept or prefix.shared) if prefix else 0
         load = sum(row.may_run for row in self.resident)
         has_pages = pages_for(longest, self._page_tokens) - there <= self.pool.num_free
         has_room = load < self._num_rows and has_pages and not self._away
         return (prefix is None, load, self.index) if has_room else None
 
-    def admit(self, request: int, prompt_ids: Ids, *, key: np.ndarray, budget: int) -> Row:
+    def admit(self, request: int, prompt: Prompt, *, key: np.ndarray, budget: int) -> Row:
         """A row for a request, which has to read its prompt unless another one has."""
-        prefix = self.prefixes.get(prompt_ids)
+        prefix = self.prefixes.get(prompt)
         is_new = prefix is None
         if prefix is None:
-            prefix = self.prefixes[prompt_ids] = Prefix(prompt_ids)
+            prefix = self.prefixes[prompt] = Prefix(prompt)
         row = Row(
             request=request,
             key=key,
             shard=self.index,
             prefix=prefix,
-            pending=prompt_ids[-1],
+            pending=prompt.ids[-1],
             budget=budget,
             length=0 if is_new else prefix.num_tokens,
-            unread=list(prompt_ids[:-1]) if is_new else [],
+            unread=list(prompt.ids[:-1]) if is_new else [],
+            unread_images=prompt.images if is_new else (),
         )
         num_full, rest = divmod(prefix.num_tokens, self._page_tokens)
         if prefix.kept:

@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.torch
 torch.set_num_threads(1)  # the models are too small to share
 
-IMAGE, VIDEO, START = 0, 1, 2
+IMAGE, VIDEO, START = 1, 2, 3
 
 
 def random_config(seed):
@@ -88,13 +88,13 @@ def random_params(config, seed):
 def random_images(config, rng, count):
     """Images of all shapes, and a sequence of ids with them."""
     vision, images = config.vision, []
-    ids = [*rng.integers(3, config.vocab_size, 3)]
+    ids = [*rng.integers(4, config.vocab_size, 3)]
     for _ in range(count):
         h, w = (int(x) * vision.merge for x in rng.integers(1, 6, 2))
         patches = rng.standard_normal((h * w, vision.patch_values), np.float32)
         images.append(Image(patches=patches, grid=(1, h, w)))
         run = [IMAGE] * vision.num_tokens(images[-1])
-        ids += [START, *run, *rng.integers(3, config.vocab_size, 1 + rng.integers(3))]
+        ids += [START, *run, *rng.integers(4, config.vocab_size, 1 + rng.integers(3))]
     return images, np.array(ids)
 
 
@@ -127,8 +127,8 @@ def test_transformers_reads_our_export(tmp_path, seed):
     seen = jax.jit(see)(params["vision"], *rows)[0][np.concatenate(arranged.units)]
     np.testing.assert_allclose(seen, features.numpy(), atol=1e-4, rtol=0)
     run = jax.jit(partial(logits_of, config, rows=[ids], images_of_rows=[images]))
-    found = run(params)[0][:, 2:]
-    np.testing.assert_allclose(found, logits[:, 2:].numpy(), atol=2e-4, rtol=0)
+    found = run(params)[0][:, 3:]
+    np.testing.assert_allclose(found, logits[:, 3:].numpy(), atol=2e-4, rtol=0)
 
 
 def test_folder_that_transformers_wrote_comes_back_bit_for_bit(tmp_path):

@@ -188,7 +188,7 @@ def test_config_as_published():
         ({"vision_config": None}, "lacks the field 'vision_config'"),
         ({"image_token_id": "x"}, "'image_token_id'"),
         ({"vision": {"hidden_act": "quick_gelu"}}, "hidden_act 'quick_gelu' in 'vision_config'"),
-        ({"vision": {"depth": 0}}, "'depth' of 'vision_config' is 0"),
+        ({"vision": {"depth": 0}}, "'depth' is 0"),
         ({"vision": {"out_hidden_size": 40}}, "'out_hidden_size' .* is 40; expected .* 32"),
         ({"vision": {"window_size": 2}}, "window_size 2"),
         ({"rope": {"rope_type": "linear", "factor": 2.0}}, "RoPE scaling 'linear' with images"),

@@ -1,0 +1,131 @@
+"""The engine with images in prompts and observations, against the full pass."""
+
+import dataclasses
+from functools import cache, partial
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl.sampling import decode
+from jaxrl.sampling.engine import Engine, Request, sample_keys
+from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.types import Image
+from tests.helpers import tiny_params
+from tests.toys import SMALL, one_device_mesh
+from tests.vision import golden, logits_of
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+IMAGE, NUM_TOKENS = 90, 96
+KEY = np.zeros(2, np.uint32)
+TURN = 5  # tokens sampled before an observation
+
+
+@cache
+def engine():
+    """So few pages that requests give up theirs, and room for the images of one at a time."""
+    automaton = StopAutomaton([bytes([i]) for i in range(NUM_TOKENS)], ())
+    return Engine(
+        golden()[0],
+        one_device_mesh(),
+        automaton,
+        num_tokens=NUM_TOKENS,
+        eos_ids=(),
+        num_rows=4,
+        num_pages=8,
+        max_prompt_tokens=64,
+        max_total_tokens=96,
+        max_image_tokens=35,
+        chunk_tokens=4,
+    )
+
+
+def play(requests, observations):
+    """Ids of each request, whether they were sampled, and log-probabilities of those sampled."""
+    played = engine()
+    played.set_weights(golden()[1])
+    numbers = played.submit(requests)
+    ids = [list(request.prompt_ids) for request in requests]
+    mask = [[False] * len(one) for one in ids]
+    logprobs = [[] for _ in ids]
+    waiting = dict(zip(numbers, observations, strict=True))
+    while not played.is_idle:
+        for event in played.step():
+            index = numbers.index(event.request)
+            ids[index] += event.token_ids.tolist()
+            mask[index] += [True] * len(event.token_ids)
+            logprobs[index] += event.logprobs.tolist()
+            if event.status == decode.RUNNING:
+                continue
+            if (observation := waiting.pop(event.request, None)) is None:
+                played.finish(event.request)
+                continue
+            tokens, images = observation
+            played.resume([(event.request, tokens, TURN)], {event.request: images})
+            ids[index] += tokens
+            mask[index] += [False] * len(tokens)
+    return [tuple(map(np.array, one)) for one in zip(ids, mask, logprobs, strict=True)]
+
+
+def test_images_are_read_as_the_full_pass_reads_them():
+    config, params, wanted, images = golden()
+    prompt = tuple(map(int, wanted["token_ids"][0]))
+    blank = tuple(dataclasses.replace(one, patches=np.zeros_like(one.patches)) for one in images)
+    rng = np.random.default_rng(0)
+    patches = rng.standard_normal((24, config.vision.patch_values)).astype(np.float32)
+    seen_later = Image(patches=patches, grid=(1, 6, 4))
+    keys = sample_keys(0, 0, 0, np.zeros(5, int), np.arange(5), np.zeros(5, int))
+    of_requests = [tuple(images)] * 3 + [blank, ()]
+    prompts = [prompt] * 4 + [prompt[:3]]
+    requests = [
+        Request(prompt_ids=ids, sample_key=key, budget=TURN, images=own)
+        for ids, key, own in zip(prompts, keys, of_requests, strict=True)
+    ]
+    look = ([40, 92, *[IMAGE] * 6, 93, 41], (seen_later,))
+    words = ([42, 43], ())
+    observations = [look, words, look, words, look]
+    before = dataclasses.replace(engine().counts)
+    played = play(requests, observations)
+    counts = engine().counts
+    # A prompt is read once for its group; the same ids with other images are another prompt.
+    assert counts.prefilled_prompt - before.prefilled_prompt == 2 * (len(prompt) - 1) + 2
+    assert counts.preemptions > before.preemptions
+
+    full = [(*own, *(more[1])) for own, more in zip(of_requests, observations, strict=True)]
+    longest = max(len(ids) for ids, _, _ in played)
+    rows = [np.pad(ids, (0, longest - len(ids))) for ids, _, _ in played]
+    logits = jax.jit(partial(logits_of, config, rows=rows, images_of_rows=full))(params)
+    scored = np.asarray(jax.nn.log_softmax(logits))
+    for (ids, mask, logprobs), row in zip(played, scored, strict=True):
+        at = np.flatnonzero(mask)
+        assert len(at) == 2 * TURN
+        np.testing.assert_allclose(logprobs, row[at - 1, ids[at]], atol=1e-4, rtol=0)
+        assert not np.isin(ids[at], [IMAGE, config.video_id]).any()
+    assert abs(scored[0, len(prompt) - 1] - scored[3, len(prompt) - 1]).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("ids", "count", "why"),
+    [
+        ([1, *[IMAGE] * 5, 2], 1, "has 5 image tokens .* expected 6 for its 1 images"),
+        ([1, *[IMAGE] * 6], 1, "ends with an image; expected text behind it"),
+        ([1, *[IMAGE] * 36, 2], 6, r"take 36 tokens; .*max_image_tokens, 35\. Raise it"),
+    ],
+)
+def test_images_that_are_refused(ids, count, why):
+    engine().set_weights(golden()[1])
+    own = (golden()[3][0],) * count
+    with pytest.raises(ValueError, match=why):
+        engine().submit([Request(prompt_ids=tuple(ids), sample_key=KEY, budget=4, images=own)])
+    assert engine().is_idle
+
+
+def test_a_model_of_text_refuses_images():
+    automaton = StopAutomaton([bytes([i]) for i in range(NUM_TOKENS)], ())
+    sizes = {"num_rows": 1, "max_prompt_tokens": 8, "max_total_tokens": 16, "chunk_tokens": 4}
+    text = Engine(SMALL, one_device_mesh(), automaton, num_tokens=NUM_TOKENS, eos_ids=(), **sizes)
+    text.set_weights(tiny_params(SMALL))
+    request = Request(prompt_ids=(1, 2), sample_key=KEY, budget=4, images=(golden()[3][0],))
+    with pytest.raises(ValueError, match=r"has 1 images, but the model .* reads text alone"):
+        text.submit([request])
