@@ -57,6 +57,7 @@ from jaxrl.session import Components
 from jaxrl.stream import Mixture, Source
 from jaxrl.tasks import Tasks, check_data_sources, open_tasks, overlap_note, sources_of
 from jaxrl.tokenizer import Tokenizer
+from jaxrl.training.optimizer import frozen_entries
 from jaxrl.training.update import check_offload
 from jaxrl.trial import try_objectives
 from jaxrl.types import Group
@@ -175,7 +176,12 @@ def _make_model(
     config: ConfigDict, mesh: Mesh, policy: Architecture | Adapter, tokenizer: Tokenizer
 ) -> Model:
     model_config = policy.model if isinstance(policy, Adapter) else policy
-    return Model(
+    if not config.model.vision.train and model_config.vision is None:
+        raise ValueError(
+            "config.model.vision.train is False, but the model of config.model.path reads text "
+            "alone; leave it True."
+        )
+    model = Model(
         policy,
         mesh,
         num_tokens=tokenizer.num_tokens,
@@ -185,6 +191,7 @@ def _make_model(
         scan_layers=config.model.scan_layers,
         logits_chunk_tokens=config.model.logits_chunk_tokens,
     )
+    return model.freeze(*frozen_entries(config))
 
 
 def _make_external(
@@ -663,6 +670,7 @@ def _make_engine(
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_total_tokens=rollout.max_total_tokens,
         chunk_tokens=rollout.chunk_tokens,
+        max_image_tokens=rollout.max_image_tokens,
         dtype=jnp.dtype(config.model.dtype),
         kernels=kernels,
         train_mesh=mesh,

@@ -183,6 +183,8 @@ def default_config() -> ConfigDict:
     # Compile one layer for all. False compiles each, which takes longer and computes faster. The
     # sampler compiles each on a CPU in any case.
     model.scan_layers = True
+    model.vision = ConfigDict()
+    model.vision.train = True  # of a model that reads images, also what reads them; else frozen
     model.logits_chunk_tokens = 2048  # tokens whose logits are in memory at a time, in the update
     model.lora = _lora()
 
@@ -392,6 +394,9 @@ def default_config() -> ConfigDict:
     rollout.overlong_prompts = "refuse"
     rollout.max_response_tokens = 512  # sampled tokens of a trajectory, over all turns
     rollout.max_total_tokens = 2048  # prompt, sampled tokens and observations of a trajectory
+    # Image tokens of a trajectory, in prompt and observations: for so many sampler and update have
+    # room where images are read. 0: as many as max_total_tokens.
+    rollout.max_image_tokens = 0
     # Tokens of one result, the rest of which is cut off inside its tags.
     rollout.max_observation_tokens = 500
     rollout.max_turns = 4  # turns that search; asking once more ends the episode

@@ -627,6 +627,7 @@ POSITIVE = [
 
 NOT_NEGATIVE = [
     "policy.openai.retries", "policy.openai.backoff_s", "model.lora.rank",
+    "rollout.max_image_tokens",
     "images.min_pixels", "images.max_pixels", "images.cache_mib",
     "policy.openai.prompt_price", "policy.openai.completion_price",
     "env.step_deadline_s", "reward.deadline_s", "rollout.max_failed_steps", "search.hybrid.k",

@@ -35,7 +35,12 @@ from jaxrl.training.collect import Collected
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.health import Failures
 from jaxrl.training.ledger import Ledger, check_budget
-from jaxrl.training.optimizer import make_optimizer, num_updates, stage_settings
+from jaxrl.training.optimizer import (
+    frozen_entries,
+    make_optimizer,
+    num_updates,
+    stage_settings,
+)
 from jaxrl.training.packing import TokenSequence
 from jaxrl.training.update import HOST_MEMORY, init_state, with_moments_in
 from jaxrl.types import Group, Params, TrainState
@@ -173,7 +178,8 @@ def num_stage_steps(config: ConfigDict, stage: str) -> int:
 
 def stage_optimizer(config: ConfigDict, stage: str) -> optax.GradientTransformation:
     """The optimizer of a stage."""
-    return make_optimizer(stage_settings(config, stage), num_updates(config, stage))
+    updates = num_updates(config, stage)
+    return make_optimizer(stage_settings(config, stage), updates, frozen_entries(config))
 
 
 OF_CODE = "'s file"

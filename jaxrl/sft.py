@@ -36,7 +36,8 @@ def sft(session: Session, params: Params) -> Params:
         components.model, supervised_loss, optimizer, offload=config.sft.optimizer.offload
     )
     stream = Stream(components.demonstrations, seed=config.seed)
-    shape = sft_shape(config, components.model.shards_with_prompts, components.model.num_pieces)
+    model = components.model
+    shape = sft_shape(config, model.shards_with_prompts, model.num_pieces, model.config.vision)
     num_shards = num_batch_shards(components.mesh)
     session.display.start("sft", progress.stage_step, num_steps)
     while progress.stage_step < num_steps:

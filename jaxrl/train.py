@@ -73,7 +73,8 @@ def train(session: Session, params: Params) -> Params:
     score = ScoreStep(components.model, temperature=config.rollout.temperature)
     estimate = Estimator(config)
     stream = Stream(components.tasks, seed=config.seed)
-    shape = train_shape(config, components.model.shards_with_prompts, components.model.num_pieces)
+    model = components.model
+    shape = train_shape(config, model.shards_with_prompts, model.num_pieces, model.config.vision)
     num_shards = num_batch_shards(components.mesh)
     measure = measure_for(session, score, shape)
     collector = Collector(session=session, stream=stream, measure=measure)

@@ -30,7 +30,7 @@ def golden():
 def batch_images(config, rows, images_of_rows, *, num_patches=None):
     """`BatchImages` of rows of whole sequences, each on a device of its own."""
     arranged = [config.vision.arrange(images) for images in images_of_rows]
-    P = num_patches or max(len(one.patches) for one in arranged)
+    P = num_patches or max(4, *(len(one.patches) for one in arranged))
     T = len(rows[0])
     out = BatchImages(
         patches=np.zeros((len(rows), P, config.vision.patch_values), np.float32),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -25,6 +26,9 @@ from jaxrl.runtime.sharding import (
     whole_rows,
 )
 from jaxrl.types import Batch, Params
+
+NO_TABLES = {"blocks", "vision"}
+"""What of the parameters is no table of rows or columns for tokens."""
 
 
 class Model:
@@ -63,6 +67,13 @@ class Model:
         self.attention = attention
         self.through = Through(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
+        self.frozen: tuple[str, ...] = ()
+
+    def freeze(self, *entries: str) -> Model:
+        """The same, but these entries of the parameters get no gradient."""
+        model = copy.copy(self)
+        model.frozen = entries
+        return model
 
     @property
     def trained(self) -> Declared:
@@ -114,6 +125,8 @@ class Model:
         """
         weights = self.adapter or self.config
         params = self._gather_tables(weights.train_weights(params, self.dtype))
+        params = params | {name: jax.lax.stop_gradient(params[name]) for name in self.frozen}
+        images = {} if batch.images is None else {"images": batch.images}
         hidden = self.config.hidden_states(
             params,
             in_pieces(self.mesh, batch.token_ids),
@@ -124,6 +137,7 @@ class Model:
                 self.num_pieces,
             ),
             self.through,
+            **images,
         )
         # Rows stay split over data and fsdp: left alone, the compiler splits the width of
         # activations over fsdp instead, and sums partial activations and logits across devices.
@@ -144,7 +158,7 @@ class Model:
             trains_tables=self.adapter is None,
         )
         logprobs, entropies = layer.logprobs_and_entropies(
-            {name: table for name, table in params.items() if name != "blocks"},
+            {name: table for name, table in params.items() if name not in NO_TABLES},
             layer.on_shards(take(hidden.reshape(shards, b * T // shards, -1), places)),
             take(targets.reshape(shards, -1), places),
             temperature,
@@ -173,7 +187,7 @@ class Model:
 
         tables = {
             name: {leaf: gathered(name, leaf, array) for leaf, array in params[name].items()}
-            for name in params.keys() - {"blocks"}
+            for name in params.keys() - NO_TABLES
         }
         return {**params, **tables}
 

@@ -10,13 +10,17 @@ from typing import Any, Protocol
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxrl.models.architecture import Vision
 from jaxrl.models.output import QUARTERS
 from jaxrl.objectives.balancing import largest_differencing
-from jaxrl.types import Batch
+from jaxrl.types import Batch, BatchImages, Image
+
+IMAGE_PARTS = (64, 32, 16, 8, 4, 2, 1)
+"""Room for images, in parts of the most there may be: a program is compiled for each met."""
 
 
 class TokenSequence(Protocol):
-    """What packing reads of a trajectory or a demonstration."""
+    """What packing reads of a trajectory or a demonstration, and `images` where there are some."""
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -41,6 +45,8 @@ class BatchShape:
         row_tokens: length of a row, T.
         shares_prompts: sequences in a row whose prompts are the same have it once.
         max_tokens: of a sequence; None for those of a row.
+        vision: reads images; None where there are none.
+        max_image_tokens: of a sequence; 0: as many as it has tokens.
     """
 
     num_micro: int
@@ -48,6 +54,14 @@ class BatchShape:
     row_tokens: int
     shares_prompts: bool = False
     max_tokens: int | None = None
+    vision: Vision | None = None
+    max_image_tokens: int = 0
+
+    @property
+    def row_units(self) -> int:
+        """Image tokens of a row, at most."""
+        of_one = self.max_tokens or self.row_tokens
+        return self.row_tokens // of_one * (self.max_image_tokens or of_one)
 
     @property
     def num_sequences(self) -> int:
@@ -57,7 +71,14 @@ class BatchShape:
 
     @classmethod
     def for_sequences(
-        cls, num_sequences: int, *, micro_rows: int, row_tokens: int, shards_with_prompts: int = 0
+        cls,
+        num_sequences: int,
+        *,
+        micro_rows: int,
+        row_tokens: int,
+        shards_with_prompts: int = 0,
+        vision: Vision | None = None,
+        max_image_tokens: int = 0,
     ) -> BatchShape:
         """Room for any `num_sequences` sequences, were each as long as `row_tokens`.
 
@@ -69,16 +90,26 @@ class BatchShape:
                 Each then has one row a micro-batch, as long as all its rows would be: more
                 sequences meet others of their prompt, and less of a row is padding. These kernels
                 skip what a token does not read. 0 elsewhere.
+            vision: of the shape.
+            max_image_tokens: of the shape.
         """
         num_micro = max(-(-num_sequences // micro_rows), 1)
         if not shards_with_prompts:
-            return cls(num_micro=num_micro, micro_rows=micro_rows, row_tokens=row_tokens)
+            return cls(
+                num_micro=num_micro,
+                micro_rows=micro_rows,
+                row_tokens=row_tokens,
+                vision=vision,
+                max_image_tokens=max_image_tokens,
+            )
         return cls(
             num_micro=num_micro,
             micro_rows=shards_with_prompts,
             row_tokens=micro_rows // shards_with_prompts * row_tokens,
             shares_prompts=True,
             max_tokens=row_tokens,
+            vision=vision,
+            max_image_tokens=max_image_tokens,
         )
 
 
@@ -92,7 +123,10 @@ def row_tokens(config: ConfigDict, num_pieces: int = 1) -> int:
 
 
 def train_shape(
-    config: ConfigDict, shards_with_prompts: int = 0, num_pieces: int = 1
+    config: ConfigDict,
+    shards_with_prompts: int = 0,
+    num_pieces: int = 1,
+    vision: Vision | None = None,
 ) -> BatchShape:
     """The shape of every mini-batch of the train stage; see `BatchShape.for_sequences`."""
     groups = config.rollout.tasks_per_step // config.optimizer.num_minibatches
@@ -101,16 +135,25 @@ def train_shape(
         micro_rows=config.optimizer.micro_rows,
         row_tokens=row_tokens(config, num_pieces),
         shards_with_prompts=shards_with_prompts,
+        vision=vision,
+        max_image_tokens=config.rollout.max_image_tokens,
     )
 
 
-def sft_shape(config: ConfigDict, shards_with_prompts: int = 0, num_pieces: int = 1) -> BatchShape:
+def sft_shape(
+    config: ConfigDict,
+    shards_with_prompts: int = 0,
+    num_pieces: int = 1,
+    vision: Vision | None = None,
+) -> BatchShape:
     """The shape of every batch of the sft stage; see `BatchShape.for_sequences`."""
     return BatchShape.for_sequences(
         config.sft.batch_size,
         micro_rows=config.sft.optimizer.micro_rows,
         row_tokens=row_tokens(config, num_pieces),
         shards_with_prompts=shards_with_prompts,
+        vision=vision,
+        max_image_tokens=config.rollout.max_image_tokens,
     )
 
 
@@ -125,6 +168,7 @@ class Packed:
     num_counted: int  # sampled tokens of the mini-batch, also of what is left out of it
     padding: float  # share of padding in these micro-batches
     imbalance: float  # of the device with the most tokens, above the mean, as a share of it
+    image_part: int = 0  # out of `IMAGE_PARTS`, the room that its images take; 0 without any
 
 
 def loss_quarters(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[int]:
@@ -160,32 +204,58 @@ class Item:
         length: in tokens.
         prompt: equal for sequences that begin with the same `num_shared` tokens.
         num_shared: tokens that another sequence of this prompt, in the same row, has computed.
+        units: image tokens.
+        shared_units: those among the shared tokens.
     """
 
     length: int
     prompt: int
     num_shared: int = 0
+    units: int = 0
+    shared_units: int = 0
 
 
-def make_items(sequences: Sequence[TokenSequence], *, shares_prompts: bool) -> list[Item]:
+def images_of(sequence: TokenSequence) -> tuple[Image, ...]:
+    """The images whose tokens are in a sequence."""
+    return tuple(getattr(sequence, "images", ()))
+
+
+def make_items(
+    sequences: Sequence[TokenSequence], *, shares_prompts: bool, vision: Vision | None = None
+) -> list[Item]:
     """Of each sequence its length and what it may share.
 
     These are the tokens before the last one that precedes the first token with loss: what follows
-    is computed for each sequence, so that the token before one with loss stands beside it.
+    is computed for each sequence, so that the token before one with loss stands beside it. Prompts
+    with other images are others.
     """
-    known: dict[bytes, int] = {}
+    known: dict[Any, int] = {}
     items = []
     for number, sequence in enumerate(sequences):
-        mask, prompt = sequence.loss_mask, -1 - number
+        mask, prompt, ids = sequence.loss_mask, -1 - number, sequence.token_ids
         num_shared = max(int(mask.argmax()) - 1, 0) if shares_prompts else 0
+        images = images_of(sequence)
+        has_unit = ids == vision.image_id if vision and images else np.zeros(len(ids), bool)
+        shared_units = int(has_unit[:num_shared].sum())
         if num_shared:
-            prompt = known.setdefault(sequence.token_ids[:num_shared].tobytes(), len(known))
-        length = len(sequence.token_ids)
-        items.append(Item(length=length, prompt=prompt, num_shared=num_shared))
+            ends = np.cumsum([vision.num_tokens(image) for image in images] if vision else [])
+            begun = images[: int(np.searchsorted(ends, shared_units)) + 1] if shared_units else ()
+            prompt = known.setdefault((ids[:num_shared].tobytes(), begun), len(known))
+        items.append(
+            Item(
+                length=len(ids),
+                prompt=prompt,
+                num_shared=num_shared,
+                units=int(has_unit.sum()),
+                shared_units=shared_units,
+            )
+        )
     return items
 
 
-def assign_rows(items: Sequence[Item], row_tokens: int) -> list[list[int]]:
+def assign_rows(
+    items: Sequence[Item], row_tokens: int, row_units: int | None = None
+) -> list[list[int]]:
     """Packs sequences into rows: each into the first row with its prompt and room, or with room.
 
     The longest come first, of all or of one prompt after another: whichever takes fewer rows.
@@ -193,6 +263,7 @@ def assign_rows(items: Sequence[Item], row_tokens: int) -> list[list[int]]:
     Args:
         items: the sequences, none of them longer than a row.
         row_tokens: of a row.
+        row_units: image tokens of a row; None: as many as it has tokens.
 
     Returns:
         For each row the indices of its sequences, those of a prompt one after another.
@@ -202,7 +273,8 @@ def assign_rows(items: Sequence[Item], row_tokens: int) -> list[list[int]]:
         totals[item.prompt] = totals.get(item.prompt, 0) + item.length
     longest_first = sorted(range(len(items)), key=lambda i: (-items[i].length, i))
     by_prompt = sorted(longest_first, key=lambda i: (-totals[items[i].prompt], items[i].prompt))
-    found = [_first_fit(items, order, row_tokens) for order in (longest_first, by_prompt)]
+    room = (row_tokens, row_tokens if row_units is None else row_units)
+    found = [_first_fit(items, order, room) for order in (longest_first, by_prompt)]
     return min(found, key=len)
 
 
@@ -215,23 +287,32 @@ def _check_lengths(items: Sequence[Item], max_tokens: int) -> None:
         )
 
 
-def _first_fit(items: Sequence[Item], order: Sequence[int], row_tokens: int) -> list[list[int]]:
+def _first_fit(
+    items: Sequence[Item], order: Sequence[int], whole: tuple[int, int]
+) -> list[list[int]]:
+    """Rows with room for so many tokens and image tokens."""
     rows: list[dict[int, list[int]]] = []  # by prompt
-    room: list[int] = []
+    room: list[tuple[int, int]] = []
     for index in order:
         item = items[index]
-        rest = item.length - item.num_shared
-        known = (r for r, row in enumerate(rows) if item.prompt in row and room[r] >= rest)
-        fresh = (
-            r for r, row in enumerate(rows) if item.prompt not in row and room[r] >= item.length
-        )
-        place = next(known, None)
-        place = next(fresh, None) if place is None else place
+        sizes = {
+            True: (item.length - item.num_shared, item.units - item.shared_units),
+            False: (item.length, item.units),
+        }  # by whether the prompt is there
+
+        def fits(row: int, is_there: bool, item: Item = item, sizes: Any = sizes) -> bool:
+            has_room = all(n <= left for n, left in zip(sizes[is_there], room[row], strict=True))
+            return (item.prompt in rows[row]) == is_there and has_room
+
+        places = range(len(rows))
+        place = next((r for r in places if fits(r, True)), None)
+        place = next((r for r in places if fits(r, False)), None) if place is None else place
         if place is None:
             place = len(rows)
             rows.append({})
-            room.append(row_tokens)
-        room[place] -= rest if item.prompt in rows[place] else item.length
+            room.append(whole)
+        tokens, units = sizes[item.prompt in rows[place]]
+        room[place] = (room[place][0] - tokens, room[place][1] - units)
         rows[place].setdefault(item.prompt, []).append(index)
     return [[index for members in row.values() for index in members] for row in rows]
 
@@ -275,13 +356,14 @@ def pack(
     Raises:
         ValueError: a sequence is too long.
     """
-    items = make_items(sequences, shares_prompts=shape.shares_prompts)
+    items = make_items(sequences, shares_prompts=shape.shares_prompts, vision=shape.vision)
     _check_lengths(items, shape.max_tokens or shape.row_tokens)
-    rows = [placed(items, row) for row in assign_rows(items, shape.row_tokens)]
+    rows = [placed(items, row) for row in assign_rows(items, shape.row_tokens, shape.row_units)]
     loads = [0] * num_shards
     if num_shards > 1:
         rows, loads = balance_rows(rows, items, shape.micro_rows, num_shards)
     arrays = _fill(sequences, advantages, rows, shape, token_fields or {})
+    images, image_part = fill_images(sequences, rows, shape, num_shards)
     if num_counted is None:
         num_counted = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
     blocks = (shape.num_micro, shape.micro_rows, shape.row_tokens)
@@ -289,11 +371,14 @@ def pack(
     num_computed = sum(_row_size(items, row) for row in rows)
     num_micro = -(-len(rows) // shape.micro_rows)
     return Packed(
-        batch=Batch(**{name: array.reshape(blocks) for name, array in arrays.items()}),
+        batch=Batch(
+            **{name: array.reshape(blocks) for name, array in arrays.items()}, images=images
+        ),
         num_micro=num_micro,
         num_tokens=num_tokens,
         num_shared=num_tokens - num_computed,
         num_counted=num_counted,
+        image_part=image_part,
         padding=1 - num_computed / max(num_micro * shape.micro_rows * shape.row_tokens, 1),
         imbalance=max(loads) * num_shards / num_computed - 1
         if num_shards > 1 and num_computed
@@ -381,3 +466,59 @@ def _fill(
                 arrays[name][at] = values[index][rest]
             start += length - left_out
     return arrays
+
+
+def fill_images(
+    sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
+) -> tuple[BatchImages | None, int]:
+    """The images of rows, each once on the device that has rows with it, and the room they take.
+
+    The room is the least of `IMAGE_PARTS` that is enough everywhere; without any images None and 0.
+
+    Raises:
+        ValueError: images are not those of a sequence's tokens, or more than there is room for.
+    """
+    vision, b = shape.vision, shape.micro_rows
+    if vision is None or not any(map(images_of, sequences)):
+        return None, 0
+    cells: dict[tuple[int, int], dict[Image, int]] = {}  # by micro-batch and shard
+    for row, members in enumerate(rows):
+        cell = cells.setdefault((row // b, row % b * num_shards // b), {})
+        for index, _ in members:
+            for image in images_of(sequences[index]):
+                cell.setdefault(image, len(cell))
+    arranged = {place: vision.arrange(tuple(cell)) for place, cell in cells.items()}
+    room = b // num_shards * shape.row_units * vision.unit
+    most = max(len(one.patches) for one in arranged.values())
+    if most > room:
+        raise ValueError(
+            f"the images of a micro-batch have {most} patches on one device; expected at most "
+            f"{room}. Raise config.rollout.max_image_tokens or lower config.images.max_pixels."
+        )
+    sizes = {part: -(-room // (part * vision.unit)) * vision.unit for part in IMAGE_PARTS}
+    part = next(part for part, size in sizes.items() if most <= size)
+    tokens = (shape.num_micro, b, shape.row_tokens)
+    images = (shape.num_micro, num_shards, sizes[part])
+    out: dict[str, Any] = {
+        "patches": np.zeros((*images, vision.patch_values), np.float32),
+        "places": np.zeros((*images, 4), np.int32),
+        "units": np.full(tokens, -1, np.int32),
+        "rotary": np.zeros((*tokens, 3), np.int32),
+    }
+    for place, one in arranged.items():
+        out["patches"][place][: len(one.patches)] = one.patches
+        out["places"][place][: len(one.places)] = one.places
+    for row, members in enumerate(rows):
+        micro, within, start = row // b, row % b, 0
+        place = (micro, within * num_shards // b)
+        for index, left_out in members:
+            ids, own = sequences[index].token_ids, images_of(sequences[index])
+            units = np.full(len(ids), -1, np.int32)
+            if own:
+                found = [arranged[place].units[cells[place][image]] for image in own]
+                units[ids == vision.image_id] = np.concatenate(found)
+            at = (micro, within, slice(start, start + len(ids) - left_out))
+            out["units"][at] = units[left_out:]
+            out["rotary"][at] = vision.rotary_positions(ids, own)[:, left_out:].T
+            start += len(ids) - left_out
+    return BatchImages(**out), part

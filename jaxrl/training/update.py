@@ -26,7 +26,7 @@ from jaxrl.runtime.sharding import (
     param_shardings,
     replicated,
 )
-from jaxrl.training.packing import Packed, loss_quarters
+from jaxrl.training.packing import IMAGE_PARTS, Packed, loss_quarters
 from jaxrl.types import Batch, Params, TrainState
 
 TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, Metric]]]
@@ -43,12 +43,17 @@ def state_shardings(
     params = param_shardings(mesh, trained)
     whole = replicated(mesh)
     abstract = jax.eval_shape(optimizer.init, trained.abstract_params())
+
+    def has_none(leaf: Any) -> bool:
+        return isinstance(leaf, optax.MaskedNode)  # of what is frozen
+
     moments = optax.tree_map_params(
         optimizer,
-        lambda _, sharding: sharding,
+        lambda leaf, sharding: leaf if has_none(leaf) else sharding,
         abstract,
         params,
         transform_non_params=lambda _: whole,
+        is_leaf=has_none,
     )
     counters: Any = whole
     return TrainState(params=params, opt_state=moments, num_updates=counters, num_skipped=counters)
@@ -142,8 +147,13 @@ class MicroBatches:
                 jax.lax.fori_loop(start, stop, body, sums) if self._is_looped else body(start, sums)
             )
 
+        with_images = [(room, part) for room in QUARTERS for part in IMAGE_PARTS]
         self.program = CompiledFunction(
-            run, name=name, variants=QUARTERS, donate_argnums=(1,), static_argnums=(5,)
+            run,
+            name=name,
+            variants=[*QUARTERS, *with_images],
+            donate_argnums=(1,),
+            static_argnums=(5,),
         )
 
     def __call__(self, params: Params, sums: Any, batch: Batch, packed: Packed) -> Any:
@@ -154,8 +164,9 @@ class MicroBatches:
             stop = start + 1
             while self._is_looped and stop < len(rooms) and rooms[stop] == rooms[start]:
                 stop += 1
-            span = np.int32(start), np.int32(stop)
-            sums = self.program(params, sums, batch, *span, rooms[start], variant=rooms[start])
+            span, room = (np.int32(start), np.int32(stop)), rooms[start]
+            variant = (room, packed.image_part) if packed.image_part else room
+            sums = self.program(params, sums, batch, *span, room, variant=variant)
             start = stop
         return sums
 
@@ -268,7 +279,8 @@ class Gradient:
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> Sums:
         """Over the micro-batches of `packed`, which lies on the devices as `batch`."""
         policy = self._model.whole(params)
-        return self.add(policy, self.begin(policy, batch), batch, packed)
+        without = dataclasses.replace(batch, images=None)  # which change no shape of a sum
+        return self.add(policy, self.begin(policy, without), batch, packed)
 
 
 class UpdateStep:
