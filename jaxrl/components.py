@@ -181,6 +181,11 @@ def _make_model(
             "config.model.vision.train is False, but the model of config.model.path reads text "
             "alone; leave it True."
         )
+    if model_config.vision is not None and mesh.shape[CONTEXT] > 1:
+        raise ValueError(
+            f"config.mesh.context is {mesh.shape[CONTEXT]}, but the model of config.model.path reads "
+            "images, whose rows are not split over devices; set it to 1."
+        )
     model = Model(
         policy,
         mesh,

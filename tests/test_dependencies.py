@@ -189,7 +189,7 @@ def test_functions_are_short():
     assert found == LARGER
 
 
-MAX_LINES_OF_THE_LOOP = 18_800
+MAX_LINES_OF_THE_LOOP = 19_500
 """Of `jaxrl/train.py` and all that it imports; who reads how it trains reads no more than this."""
 
 

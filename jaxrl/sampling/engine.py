@@ -305,9 +305,9 @@ class Engine:
         self.overlaps = self.device.platform != "cpu"
         self.row_sizes = row_sizes(self.device.platform, self._rows_per_shard)
         self.append_sizes = append_sizes(self.device.platform, max_total_tokens)
-        self._vision = config.vision
+        self._vision = model.vision
         self._max_units = max_image_tokens or max_total_tokens
-        self.image_sizes = image_sizes(self._max_units, config.vision.unit) if config.vision else []
+        self.image_sizes = image_sizes(self._max_units, model.vision.unit) if model.vision else []
         self.kinds = tuple(kinds)
         self._declare()
         self._stops = _stop_tables(automaton, model.vocab_size, eos_ids, mesh)
@@ -394,7 +394,9 @@ class Engine:
             patches = self._host_images([()] * shards, size)[:2]
             compiling.append(self._see.ahead(weights, *patches, self._max_units, variant=size))
         seen = jax.ShapeDtypeStruct(
-            (shards, self._max_units, config.width), self.sampler.dtype, sharding=by_row
+            (shards, self._max_units, self.sampler.config.width),
+            self.sampler.dtype,
+            sharding=by_row,
         )
         for size, has_images in self._appends():
             nothing: list[deque[_Piece]] = [deque() for _ in range(shards)]

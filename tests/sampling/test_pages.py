@@ -83,7 +83,7 @@ def check_books(engine):
         assert pool.num_users(page) == len(of_page) + kept.count(page)
         if len(of_page) > 1:
             assert all(is_full for _, is_full in of_page)
-            assert len({row.prefix.prompt_ids for row, _ in of_page}) == 1
+            assert len({row.prefix.prompt for row, _ in of_page}) == 1
     assert pool.num_free == engine.num_pages - len({*users, *kept})
 
 
