@@ -241,8 +241,11 @@ def _check_mesh(config: ConfigDict, mesh: Mesh, model: Architecture) -> None:
     check_model_fits(mesh, model)
     memory.check_rows(config, mesh, jax.process_count())
     memory.check_length(config, model)
-    if config.optimizer.offload or config.sft.optimizer.offload:
-        check_offload(mesh)
+    check_offload(
+        mesh,
+        moments=config.optimizer.offload or config.sft.optimizer.offload,
+        activations=config.model.remat == "offload",
+    )
 
 
 def check_tokenizer(path: str, tokenizer: Tokenizer, model: Architecture) -> None:

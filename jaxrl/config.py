@@ -19,7 +19,7 @@ from jaxrl.renamed import RENAMED, RENAMED_VALUES, with_present_names
 DTYPES = ("float32", "bfloat16")
 DENSE_DTYPES = (*DTYPES, "int8")
 POOLINGS = ("", "mean", "first", "last")
-REMAT = ("none", "dots", "names", "full")
+REMAT = ("none", "dots", "names", "full", "offload")
 STAGES = ("sft", "train", "evaluate")
 LORA_BASE_DTYPES = (*DTYPES, "int8")
 LORA_SAMPLERS = ("separate", "merged")
@@ -178,7 +178,8 @@ def default_config() -> ConfigDict:
     model.attention = "auto"
     # What of each layer the update computes again, in place of keeping it. full: all of it; names:
     # all but products with weights and attention's result; dots: all but products with weights,
-    # of any architecture; none: nothing.
+    # of any architecture; none: nothing. offload: all but a layer's input and attention's result,
+    # which wait in the host's memory.
     model.remat = "full"
     # Compile one layer for all. False compiles each, which takes longer and computes faster. The
     # sampler compiles each on a CPU in any case.

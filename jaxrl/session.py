@@ -24,6 +24,7 @@ from jaxrl.logs.writers import MetricsLog, Record
 from jaxrl.models.adapters import save_adapter, save_merged
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import save_hf
+from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
 from jaxrl.processor import Processor
 from jaxrl.runtime.checkpoint import Checkpointer
@@ -42,7 +43,7 @@ from jaxrl.training.optimizer import (
     stage_settings,
 )
 from jaxrl.training.packing import TokenSequence
-from jaxrl.training.update import HOST_MEMORY, init_state, with_moments_in
+from jaxrl.training.update import init_state, with_moments_in
 from jaxrl.types import Group, Params, TrainState
 
 

@@ -22,11 +22,12 @@ from jaxrl.envs.base import Outcome, Turn
 from jaxrl.envs.retrieval import SearchEngine
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_mean
 from jaxrl.runtime.versions import fingerprints
 from jaxrl.session import Session
 from jaxrl.training.health import NothingWorksError
-from jaxrl.training.update import HOST_MEMORY, put_batch
+from jaxrl.training.update import put_batch
 from jaxrl.types import members, with_fields
 from tests.helpers import UPDATE_PROGRAMS
 from tests.runs import (
@@ -427,11 +428,13 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
 
 
 @pytest.mark.minutes
-def test_moments_may_be_short_and_in_host_memory(tiny_world, tmp_path, monkeypatch):
+def test_moments_may_be_short_and_in_host_memory_and_activations_too(
+    tiny_world, tmp_path, monkeypatch
+):
     keys = {"moments_dtype": "bfloat16", "offload": True}
     config = run_settings(
         tiny_world,
-        **{"stages": ("sft",), "sft.num_steps": 2},
+        **{"stages": ("sft",), "sft.num_steps": 2, "model.remat": "offload"},
         **{f"sft.optimizer.{key}": value for key, value in keys.items()},
     )
     states, end = [], Session.end

@@ -31,8 +31,8 @@ class MemoryTerms:
 
     Attributes:
         activations: of a token, while the layer is differentiated.
-        saved_activations: of a token, kept for the backward pass by each `model.remat` but `full`;
-            without the layer's input and without scores.
+        saved_activations: of a token, kept for the backward pass by each `model.remat` but `full`
+            and `offload`; without the layer's input and without scores.
         read_activations: of a token, while prompts and observations are read.
     """
 

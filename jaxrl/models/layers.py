@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models.experts.routing import Routing
 from jaxrl.types import Params
@@ -34,6 +35,14 @@ An architecture names products before norms and rotations, the attention its res
 log-sum-exp of its scores: all products but the scores' are then computed once.
 """
 
+HOST_MEMORY = "pinned_host"
+"""The kind of a device's memories that is the host's."""
+
+INPUT = "layer_input"
+
+OFFLOADED = (INPUT, "attended", "lse")
+"""What `offload` keeps: of these, attention costs the most to compute again in a long context."""
+
 _POLICIES = jax.checkpoint_policies
 
 REMAT: dict[str, Any] = {
@@ -41,10 +50,17 @@ REMAT: dict[str, Any] = {
     "dots": _POLICIES.dots_with_no_batch_dims_saveable,
     "names": _POLICIES.save_only_these_names(*NAMES),
     "full": _POLICIES.nothing_saveable,
+    "offload": _POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=list(OFFLOADED),
+        offload_src="device",
+        offload_dst=HOST_MEMORY,
+    ),
 }
 """By `model.remat`: what of a layer is kept, all else being computed again; None keeps all.
 
-`dots` keeps the products with weights, but neither scores nor what is made of them.
+`dots` keeps the products with weights, but neither scores nor what is made of them. `offload` keeps
+a layer's input and attention's result, in the host's memory, and nothing on the device.
 """
 
 
@@ -73,6 +89,8 @@ class Through:
             stacks: entries that only some layers have; their axis is over these.
         """
         policy = REMAT[self.remat]
+        if self.remat == "offload":
+            layer = _with_named_input(layer)
         if policy is not None:
             # A loop keeps what is computed again apart by itself.
             layer = jax.checkpoint(layer, policy=policy, prevent_cse=not self.scan)
@@ -122,6 +140,15 @@ class SamplerThrough:
             carry, _ = jax.lax.scan(one, carry, (jnp.arange(count), blocks))
         x, self.memory = carry
         return x
+
+
+def _with_named_input(layer: Layer) -> Layer:
+    """The layer, whose input may be kept elsewhere than on the device."""
+
+    def named(x: Any, weights: Params) -> Any:
+        return layer(jax.tree.map(lambda leaf: checkpoint_name(leaf, INPUT), x), weights)
+
+    return named
 
 
 def for_sampler(weights: Params, *, scan: bool, stacks: Stacks | None = None) -> Params:

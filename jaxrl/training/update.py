@@ -14,6 +14,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
 
+from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.lora import Declared, join
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.policy import Model
@@ -74,23 +75,24 @@ def init_state(
     return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
 
 
-HOST_MEMORY = "pinned_host"
-
-
-def check_offload(mesh: Mesh) -> None:
-    """Refuses to keep moments where a device has no part of the host's memory.
+def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
+    """Refuses to keep these where a device has no part of the host's memory.
 
     Raises:
         ValueError: names the key.
     """
     device = mesh.devices.flat[0]
     kinds = [memory.kind for memory in device.addressable_memories()]
-    if HOST_MEMORY not in kinds:
-        raise ValueError(
-            f"config.optimizer.offload is True, but a {device.platform} has only the memories "
-            f"{', '.join(kinds)}, none of them {HOST_MEMORY}; set it and config.sft.optimizer."
-            "offload to False."
-        )
+    if HOST_MEMORY in kinds or not (moments or activations):
+        return
+    asked, remedy = "config.model.remat is 'offload'", "set it to 'full'"
+    if moments:
+        asked = "config.optimizer.offload is True"
+        remedy = "set it and config.sft.optimizer.offload to False"
+    raise ValueError(
+        f"{asked}, but a {device.platform} has only the memories {', '.join(kinds)}, none of them "
+        f"{HOST_MEMORY}; {remedy}."
+    )
 
 
 def with_moments_in(state: TrainState, memory: str) -> TrainState:

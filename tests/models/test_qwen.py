@@ -1,6 +1,7 @@
 """Properties of the decoder on random parameters; `test_parity` has the numbers to agree with."""
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -117,7 +118,7 @@ def nothing_recomputed():
 def test_what_is_computed_again_changes_no_gradient(nothing_recomputed):
     wanted, most = nothing_recomputed
     kept = {"none": most}
-    for remat in ("dots", "names", "full"):
+    for remat in ("dots", "names", "full", "offload"):
         found, kept[remat] = gradient_and_kept(remat, True)
         assert relative_distance(found, wanted) < 1e-6
     # Of 2 layers and 48 tokens: q, k, v and o and the MLP's inner products, and of `dots` the last
@@ -127,12 +128,27 @@ def test_what_is_computed_again_changes_no_gradient(nothing_recomputed):
     assert layers["names"] == pytest.approx(shared + 64 + 4, rel=0.01)  # and its log-sum-exp
     assert layers["dots"] == pytest.approx(shared, rel=0.01)
     assert layers["none"] > layers["names"] + 4 * 48
+    assert layers["offload"] == 64 + 4  # attention's result, beside the layer's input
 
 
 def test_layers_one_by_one_are_the_loop(nothing_recomputed):
-    for remat in ("none", "names", "full"):
+    for remat in ("none", "names", "full", "offload"):
         found, _ = gradient_and_kept(remat, False)
         assert relative_distance(found, nothing_recomputed[0]) < 1e-6
+
+
+@pytest.mark.parametrize(("scan", "times"), [(True, 1), (False, 2)])
+def test_what_is_offloaded_crosses_to_the_host_and_back(scan, times):
+    # A layer's input, attention's result and the log-sum-exp of its scores, of two layers.
+    row = jnp.zeros((1, 48), jnp.int32), jnp.arange(48)[None], jnp.ones((1, 48), jnp.int32)
+
+    def places(remat):
+        loss = lambda p: full_pass(TINY, p, *row, remat=remat, scan=scan).sum()  # noqa: E731
+        program = jax.jit(jax.grad(loss)).trace(PARAMS).lower(lowering_platforms=("cuda",))
+        return sorted(re.findall(r'_xla_buffer_placement = "(\w+)"', program.as_text()))
+
+    assert places("offload") == ["device"] * 3 * times + ["pinned_host"] * 3 * times
+    assert places("full") == []
 
 
 @pytest.mark.parametrize("tied", [False, True])

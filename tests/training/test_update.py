@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from jaxrl.envs.base import Outcome, Task
+from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.output import QUARTERS, chunks_of
 from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import AGGREGATIONS
@@ -20,7 +21,6 @@ from jaxrl.training.measure import unpack
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import BatchShape, loss_quarters, pack
 from jaxrl.training.update import (
-    HOST_MEMORY,
     ScoreStep,
     UpdateStep,
     check_offload,
@@ -660,7 +660,10 @@ def test_offloading_is_refused_where_the_host_has_no_memory_for_it():
 
     mesh = SimpleNamespace(devices=np.array([Device()]))
     with pytest.raises(ValueError, match=r"offload is True, but a toaster has only .* device"):
-        check_offload(mesh)
+        check_offload(mesh, moments=True, activations=False)
+    with pytest.raises(ValueError, match=r"model.remat is 'offload', but a toaster .* to 'full'"):
+        check_offload(mesh, moments=False, activations=True)
+    check_offload(mesh, moments=False, activations=False)
 
 
 @pytest.mark.minutes

@@ -201,7 +201,8 @@ def _options(
         for size in _halvings(flat["model.logits_chunk_tokens"], least=128)
     ]
     kept = ("none", "dots", "names", "full")
-    yield [{"model.remat": less} for less in kept[kept.index(config.model.remat) + 1 :]]
+    if config.model.remat in kept:
+        yield [{"model.remat": less} for less in kept[kept.index(config.model.remat) + 1 :]]
     if flat["rollout.cache_gib"]:
         yield [{"rollout.cache_gib": 0.0}]
     unit = shards * sizes["context"]

@@ -440,9 +440,13 @@ class _Update:
         """Activations kept for the backward pass."""
         tokens, terms = self.tokens, ModelTerms(self.model, self.mesh)
         num_layers = self.model.num_layers
-        saved = num_layers * tokens * self.model.width * self.itemsize
         inside = terms.layer.saved_activations | {"full": 0}
-        return saved + num_layers * tokens * inside[remat] * self.itemsize
+        if remat == "offload":  # attention's result, and the float32 log-sum-exp of its scores
+            inside["offload"] = terms.heads * (self.model.head_dim + 4 // self.itemsize)
+            # All memory of a CPU is the host's. Elsewhere a layer's are on their way out or back
+            # while another is computed.
+            num_layers = num_layers if self.is_cpu else min(num_layers, 2)
+        return num_layers * tokens * (self.model.width + inside[remat]) * self.itemsize
 
     @property
     def new_gradients(self) -> int:

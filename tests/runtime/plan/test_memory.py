@@ -162,6 +162,10 @@ class TestByHand:
         assert peak() < peak(fsdp=4)
         assert peak() < peak(**{"optimizer.micro_rows": 16})
         whole, halved = (train_phase(large_run(fsdp=4, tensor=t)).moments for t in (1, 2))
+        layers = lambda remat: train_phase(large_run(**{"model.remat": remat})).moments["layers"]  # noqa: E731
+        kept = "activations kept for the backward pass"
+        # Of 28 layers as wide as attention's result, two are on their way.
+        assert layers("offload")[kept] == pytest.approx(2 * 2 / 28 * layers("full")[kept], rel=0.01)
         # A device has one row, or a piece of one; half the heads are half the scores.
         assert whole["layers"]["attention scores"] == 2 * halved["layers"]["attention scores"]
 
