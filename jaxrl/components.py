@@ -92,15 +92,15 @@ def assemble(
     tools = _make_tools(config)
     control = _make_control(config, tokenizer, tools)
     automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
-    tasks, eval_tasks, demonstrations = _read_data(config, tokenizer, control, tools, show)
+    processor = _make_processor(config, tokenizer)
+    demonstrations = _read_demonstrations(config, tokenizer, control, tools, processor)
+    tasks, eval_tasks = _read_data(config, show)
     engine = None
     if external is None:
         engine = _make_engine(config, adapter or model_config, mesh, automaton, tokenizer)
     limits = Limits(**{field.name: config.rollout[field.name] for field in fields(Limits)})
     schedule, pay = _make_schedule(config), _make_payment(config, tasks, eval_tasks)
     _open_judges(pay, workdir, log)
-
-    processor = _make_processor(config, tokenizer)
 
     def rollout_of(env: Env, seen_by: Processor | None = processor) -> Rollout | ChatRollout:
         if engine is None:
@@ -357,32 +357,38 @@ def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None
 
 
 def _read_data(
-    config: ConfigDict,
-    tokenizer: Tokenizer,
-    env: Env,
-    tools: Sequence[Tool],
-    show: Callable[[str], None],
-) -> tuple[Mixture[Task], Mixture[Task], list[Demonstration]]:
+    config: ConfigDict, show: Callable[[str], None]
+) -> tuple[Mixture[Task], Mixture[Task]]:
     tasks: Mixture[Task] = Mixture([])
     eval_tasks: Mixture[Task] = Mixture([])
-    demonstrations: list[Demonstration] = []
     if "train" in config.stages:
         tasks = open_tasks(sources_of(config, "train"), show)
     if {"train", "evaluate"} & set(config.stages):
         eval_tasks = open_tasks(sources_of(config, "eval"), show)
         check_data_sources(eval_tasks, "config.tasks.eval.source")
         eval_tasks = _first_of_each(eval_tasks, config.eval.max_tasks)
-    if "sft" in config.stages:
-        demonstrations = read_demonstrations(
-            config.sft.source,
-            tokenizer,
-            max_total_tokens=config.rollout.max_total_tokens,
-            max_observation_tokens=config.rollout.max_observation_tokens,
-            protocol=toolbox.protocol(config)([tool.name for tool in tools]),
-            tools=("search", *(tool.name for tool in tools)),
-            chat_tools=getattr(env, "chat_tools", ()),
-        )
-    return tasks, eval_tasks, demonstrations
+    return tasks, eval_tasks
+
+
+def _read_demonstrations(
+    config: ConfigDict,
+    tokenizer: Tokenizer,
+    env: Env,
+    tools: Sequence[Tool],
+    processor: Processor | None,
+) -> list[Demonstration]:
+    if "sft" not in config.stages:
+        return []
+    return read_demonstrations(
+        config.sft.source,
+        tokenizer,
+        max_total_tokens=config.rollout.max_total_tokens,
+        max_observation_tokens=config.rollout.max_observation_tokens,
+        protocol=toolbox.protocol(config)([tool.name for tool in tools]),
+        tools=("search", *(tool.name for tool in tools)),
+        chat_tools=getattr(env, "chat_tools", ()),
+        processor=processor,
+    )
 
 
 def _first_of_each(tasks: Mixture[Task], count: int) -> Mixture[Task]:

@@ -99,6 +99,28 @@ def parse_task(fields: dict[str, Any], place: str, *, folder: Path | None = None
     )
 
 
+def read_demonstration(
+    fields: dict[str, Any], place: str
+) -> tuple[list[dict[str, str]], tuple[Picture, ...]]:
+    """The chat of a demonstration, and the images of the marks in its prompt.
+
+    Raises:
+        ValueError: it is no chat, or has images behind the first message of the assistant.
+    """
+    folder = Path(place.rpartition(":")[0]).parent
+    given = _given_images(fields, place, folder)
+    messages, images = read_chat(fields.get("messages"), given, place, folder)
+    roles = [message["role"] for message in messages]
+    start = roles.index("assistant") if "assistant" in roles else len(roles)
+    marks = sum(message["content"].count(MARK) for message in messages[:start])
+    if images and marks != len(images):
+        raise ValueError(
+            f"{place}: {len(images) - marks} images stand behind the first message of the "
+            "assistant; expected all in the prompt."
+        )
+    return messages, images
+
+
 def read_chat(
     messages: Any, given: Sequence[Picture], place: str, folder: Path
 ) -> tuple[list[dict[str, str]], tuple[Picture, ...]]:

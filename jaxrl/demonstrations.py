@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,11 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.data import check_messages, read_jsonl
+from jaxrl.data import read_demonstration, read_jsonl
 from jaxrl.envs.base import ToolResults
+from jaxrl.envs.images import Picture
 from jaxrl.envs.protocol import SEARCH_R1, Protocol
+from jaxrl.processor import Processor, UnreadableError
 from jaxrl.sampling.rollout import encode_observation, encode_results
 from jaxrl.tokenizer import Tokenizer
+from jaxrl.types import Image
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,13 @@ class Demonstration:
     token_ids: np.ndarray  # int32 [L]
     loss_mask: np.ndarray  # bool [L]
     rollout_logprobs: np.ndarray  # float32 [L], zeros: nothing was sampled
+    pictures: tuple[Picture, ...] = ()  # of its prompt and its results
+    processor: Processor | None = None  # reads them
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """What the model reads of `pictures`, made when it is asked for."""
+        return () if self.processor is None else tuple(map(self.processor, self.pictures))
 
 
 def read_demonstrations(
@@ -34,12 +45,14 @@ def read_demonstrations(
     protocol: Protocol = SEARCH_R1,
     tools: Sequence[str] = ("search",),
     chat_tools: Sequence[Mapping[str, Any]] = (),
+    processor: Processor | None = None,
 ) -> list[Demonstration]:
     """Encodes a JSONL of chats exactly as a rollout would have written them.
 
     The messages before the first of the assistant are the prompt. Those of the role `tool` are raw
     results, rendered by the protocol and cut as the environment's observations are. `tools` are the
     names of those that can be called in this run, `chat_tools` what the chat template says of them.
+    Images are as in tasks, in the prompt; `processor` reads them, None where the model reads none.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -47,11 +60,11 @@ def read_demonstrations(
     """
 
     def parse(fields: dict[str, Any], place: str) -> Demonstration:
-        messages: Any = fields.get("messages")
-        check_messages(messages, place)
+        messages, pictures = read_demonstration(fields, place)
         demonstration = encode_demonstration(
             messages,
             tokenizer,
+            image_tokens=_image_tokens(pictures, processor, place),
             max_observation_tokens=max_observation_tokens,
             protocol=protocol,
             tools=tools,
@@ -63,7 +76,9 @@ def read_demonstrations(
                 f"{place}: the demonstration has {len(demonstration.token_ids)} tokens; expected "
                 f"at most config.rollout.max_total_tokens={max_total_tokens}."
             )
-        return demonstration
+        if not pictures:
+            return demonstration
+        return dataclasses.replace(demonstration, pictures=pictures, processor=processor)
 
     return read_jsonl(path, parse, "config.sft.source")
 
@@ -76,11 +91,13 @@ def encode_demonstration(
     protocol: Protocol = SEARCH_R1,
     tools: Sequence[str] = ("search",),
     chat_tools: Sequence[Mapping[str, Any]] = (),
+    image_tokens: Sequence[int] = (),
     place: str = "demonstration",
 ) -> Demonstration:
     """Prompt, then assistant turns (trained on) and observations (masked) in order.
 
-    Where the chat template shows results, the model also learns to end its turns.
+    Where the chat template shows results, the model also learns to end its turns. `image_tokens`
+    are those of each image that has a mark in the prompt.
     """
     roles = [message["role"] for message in messages]
     if "assistant" not in roles or roles[0] == "assistant":
@@ -88,7 +105,7 @@ def encode_demonstration(
             f"{place}: expected a prompt and then an assistant message, found {roles}."
         )
     start = roles.index("assistant")
-    pieces = [(tokenizer.render_prompt(messages[:start], chat_tools), False)]
+    pieces = [(tokenizer.render_prompt(messages[:start], chat_tools, image_tokens), False)]
     messages = [*messages]
     messages[start] = _continue(tokenizer.opener, messages[start], place)
     later = sorted({*roles[start:]} - {"assistant", "tool"})
@@ -128,6 +145,25 @@ def encode_demonstration(
         loss_mask=loss_mask,
         rollout_logprobs=np.zeros(len(token_ids), np.float32),
     )
+
+
+def _image_tokens(
+    pictures: Sequence[Picture], processor: Processor | None, place: str
+) -> list[int]:
+    """Tokens of each image.
+
+    Raises:
+        ValueError: one cannot be read; the place is named.
+    """
+    if pictures and processor is None:
+        raise ValueError(
+            f"{place} has images, and the model reads none: its config.json has no image_token_id. "
+            "Set config.model.path to a model that does, as Qwen2.5-VL."
+        )
+    try:
+        return [processor.num_tokens(picture) for picture in pictures] if processor else []
+    except UnreadableError as error:
+        raise ValueError(f"{place}, of config.sft.source: {error}.") from error
 
 
 def _continue(opener: str, message: dict[str, str], place: str) -> dict[str, str]:

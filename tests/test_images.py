@@ -12,8 +12,22 @@ import pytest
 
 from jaxrl import codecs, tasks
 from jaxrl.data import parse_task
-from jaxrl.envs.base import Observation, Outcome, Prompt, StepResult, Task, ToolResults, Turn
-from jaxrl.envs.images import Picture
+from jaxrl.demonstrations import read_demonstrations
+from jaxrl.envs.base import (
+    Episode,
+    Observation,
+    Outcome,
+    Prompt,
+    StepResult,
+    Task,
+    ToolResults,
+    Turn,
+)
+from jaxrl.envs.images import Picture, Pictured, images_behind
+from jaxrl.envs.protocol import qwen, search_r1
+from jaxrl.envs.retrieval import EmptySearch
+from jaxrl.envs.search import SearchEnv
+from jaxrl.envs.tools import Tool, run_one
 from jaxrl.processor import BlankProcessor, Processor, UnreadableError
 from jaxrl.sampling.rollout import EpisodePlayer, Limits, StartError
 from jaxrl.tasks import Tasks, TaskSource, overlap_note, read_tasks
@@ -418,3 +432,94 @@ class TestCodecs:
         saved(file, seed=9)
         with pytest.raises(ValueError, match=r"a.png was changed since the run sampled with it"):
             codecs.from_json(travelled)
+
+
+class Zoom(Tool):
+    name, blank = "zoom", "nothing to look at"
+
+    def run(self, call, /):
+        return Pictured(f"a look at <search>{call}</search>", [Picture(data=b"png")])
+
+
+class TestTools:
+    @pytest.mark.parametrize("protocol", [search_r1, qwen])
+    def test_a_tools_images_arrive_in_the_observation(self, protocol):
+        env = SearchEnv(
+            EmptySearch(),
+            tools=[Zoom()],
+            prompt=Prompt(system="", template="{question}"),
+            max_calls=2,
+            protocol=protocol,
+        )
+        call = '{"name": "zoom", "arguments": {"call": "left"}}'
+        turn = {search_r1: "<zoom>left</zoom>", qwen: f"<tool_call>{call}</tool_call>"}[protocol]
+        episode = Episode(task=Task(id="t", question="?", answers=("x",)))
+        [result] = env.step([episode], [turn])
+        shown = result.observation
+        images = shown.images[0] if protocol is qwen else shown.images
+        assert images == (Picture(data=b"png"),)
+        [body] = shown.bodies if protocol is qwen else [shown.body]
+        assert body.startswith("a look at ")
+        assert ("<search>" in body) == (protocol is qwen)  # whose tags these are not
+
+    def test_a_search_engine_finds_text_alone(self):
+        class Engine(Zoom):
+            name = "search"
+
+        assert "expected text" in str(run_one(Engine(), "q"))
+        assert images_behind(run_one(Zoom(), "q")) == (Picture(data=b"png"),)
+
+    def test_a_text_model_is_told_of_images(self, tmp_path):
+        picture = Picture(data=encoded(drawn()))
+        observation = Observation(prefix="<", body="two", suffix=">", images=(picture,) * 2)
+        play = player(None, StepResult(observation=observation))
+        [reply] = play._step([Episode(task=Task(id="t", question="?"))], ["call"])
+        assert reply.observation == Observation(
+            prefix="<", body="two\n[image]\n[image]", suffix=">"
+        )
+        results = ToolResults(bodies=("", "b"), images=((picture,), ()))
+        play = player(None, StepResult(observation=results))
+        [reply] = play._step([Episode(task=Task(id="t", question="?"))], ["call"])
+        assert reply.observation == ToolResults(bodies=("[image]", "b"))
+
+
+class TestDemonstrations:
+    def read(self, tmp_path, fields, processor):
+        chat = [*CHAT, {"role": "assistant", "content": "a dot"}]
+        record = {"messages": chat, "images": ["a.png"]} | fields
+        (tmp_path / "d.jsonl").write_text(json.dumps(record))
+        return read_demonstrations(
+            str(tmp_path / "d.jsonl"),
+            looking_tokenizer(),
+            max_total_tokens=100,
+            max_observation_tokens=10,
+            processor=processor,
+        )
+
+    def test_images_are_made_when_they_are_asked_for(self, processor, tmp_path):
+        saved(tmp_path / "a.png")
+        [one] = self.read(tmp_path, {}, processor)
+        tokenizer = looking_tokenizer()
+        assert one.token_ids.tolist().count(tokenizer.image_id) == 6
+        assert tokenizer.decode(one.token_ids[one.loss_mask].tolist()) == "a dot"
+        assert [image.grid for image in one.images] == [(1, 6, 4)]
+        (tmp_path / "a.png").unlink()
+        assert len(one.images) == 1  # kept
+
+    @pytest.mark.parametrize(
+        ("fields", "has_processor", "why"),
+        [
+            ({}, False, r"d.jsonl:1 has images, and the model reads none"),
+            ({"images": ["no.png"]}, True, r"d.jsonl:1, of config.sft.source: .*no.png cannot be"),
+            (
+                {"messages": [{"role": "user", "content": "?"},
+                              {"role": "assistant", "content": "<image>"}]},
+                True,
+                "d.jsonl:1: 1 images stand behind the first message of the assistant",
+            ),
+        ],
+    )  # fmt: skip
+    def test_what_cannot_be_shown(self, processor, tmp_path, fields, has_processor, why):
+        saved(tmp_path / "a.png")
+        with pytest.raises(ValueError, match=why):
+            self.read(tmp_path, fields, processor if has_processor else None)

@@ -87,7 +87,7 @@ class FunctionTool(JsonTool):
         return values
 
     def run(self, call: str, /) -> str:
-        """What the function returns.
+        """What the function returns: text, text with images, or else its JSON.
 
         Raises:
             ToolError: it took too long, or returned what JSON does not have.
@@ -96,7 +96,7 @@ class FunctionTool(JsonTool):
             result = self._call(self._values(json.loads(call)))
         except CallError as error:
             return f"error: {error}"
-        if isinstance(result, str):
+        if isinstance(result, str):  # or `Pictured`
             return result
         try:
             return json.dumps(result, ensure_ascii=False)

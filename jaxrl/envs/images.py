@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -41,12 +41,22 @@ class Picture:
         return self.path or f"an image of {len(self.data):,} bytes"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pictured:
-    """What a tool answers that shows images beside a text; they are shown behind it."""
+class Pictured(str):
+    """A text with images behind it, as a tool may answer: `Pictured("two", images=[picture])`."""
 
-    text: str
+    __slots__ = ("images",)
     images: tuple[Picture, ...]
+
+    def __new__(cls, text: str, images: Iterable[Picture]) -> Pictured:
+        """The text, which alone remains of it where a text is made of it."""
+        made = super().__new__(cls, text)
+        made.images = tuple(images)
+        return made
+
+
+def images_behind(text: str) -> tuple[Picture, ...]:
+    """Those of a `Pictured`; any other text has none."""
+    return text.images if isinstance(text, Pictured) else ()
 
 
 def picture(value: Any, folder: Path) -> Picture:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import base64
 import contextlib
 import functools
 import importlib
@@ -16,6 +17,7 @@ from typing import Any
 
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import LateError, error_text, event_loop, within
+from jaxrl.envs.images import Picture, Pictured
 from jaxrl.envs.tools import CallError, JsonTool, check_names
 
 _INVALID_PARAMS = -32602  # of JSON-RPC: the arguments are wrong
@@ -236,16 +238,29 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _text(result: Any) -> str:
-    """A result as text: its texts, one after another; else what it has in JSON."""
-    texts = []
+    """A result as text: its texts, one after another; else what it has in JSON. Images behind it.
+
+    Raises:
+        ToolError: an image is none.
+    """
+    texts, images = [], []
     for block in result.content:
         text = getattr(block, "text", None) or getattr(
             getattr(block, "resource", None), "text", None
         )
-        texts.append(text if isinstance(text, str) else f"[{block.type}]")
-    if not texts and result.structured_content is not None:
+        if block.type == "image":
+            images.append(block.data)
+        else:
+            texts.append(text if isinstance(text, str) else f"[{block.type}]")
+    if not (texts or images) and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
-    return "\n".join(texts) or "(nothing)"
+    if not images:
+        return "\n".join(texts) or "(nothing)"
+    try:
+        decoded = [base64.b64decode(data, validate=True) for data in images]
+    except ValueError as error:
+        raise ToolError(f"an image cannot be read: {error}") from error
+    return Pictured("\n".join(texts), (Picture(data=data) for data in decoded))
 
 
 def _missing_references(schema: Mapping[str, Any]) -> list[str]:

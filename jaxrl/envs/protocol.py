@@ -13,6 +13,7 @@ chat template describes the tools and shows their results.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import textwrap
@@ -24,6 +25,7 @@ from typing import Any
 from jaxrl.envs import rewards
 from jaxrl.envs.answers import exact_match
 from jaxrl.envs.base import Observation, ToolResults
+from jaxrl.envs.images import images_behind
 from jaxrl.envs.rewards import (
     answer_reward,
     bapo_correctness,
@@ -120,10 +122,11 @@ class Protocol:
 
     def render_results(self, results: Sequence[str]) -> Observation | ToolResults:
         """What a turn's calls are answered with, in their order; tags hold the result of one."""
+        images = tuple(map(images_behind, results))
         if self.in_template:
-            return ToolResults(bodies=tuple(map(self.sanitize, results)))
-        [result] = results
-        return self.render_observation(result)
+            shown = images if any(images) else ()
+            return ToolResults(bodies=tuple(map(self.sanitize, results)), images=shown)
+        return dataclasses.replace(self.render_observation(*results), images=images[0])
 
 
 def read_tags(turn: str, tools: Sequence[str]) -> Reading:

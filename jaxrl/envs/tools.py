@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 from jaxrl.envs.base import CallRecord, ToolError
 from jaxrl.envs.calls import error_text, side_by_side
+from jaxrl.envs.images import Pictured
 
 MAX_ERROR = 2_000  # characters of a snippet's error that are kept
 
@@ -76,7 +77,8 @@ class Tool(abc.ABC):
     def run(self, call: str, /) -> str:
         """The answer to one call; what is wrong with the call itself is an answer too.
 
-        The same call has the same answer, of bounded length.
+        The same call has the same answer, of bounded length. Images may stand behind it
+        (`Pictured`), but not behind what a search engine finds.
 
         Raises:
             ToolError: the tool failed, not the model's call; trying again may help.
@@ -188,7 +190,7 @@ class JsonTool(Tool):
 class Answer:
     """What a call got, and what that took."""
 
-    found: str | ToolError  # a text, or how the tool failed
+    found: str | ToolError  # a text, maybe with images, or how the tool failed
     record: CallRecord
 
     @classmethod
@@ -223,8 +225,9 @@ def run_one(tool: Tool, call: str) -> str | ToolError:
 
 
 def _text_or_error(tool: Tool, answer: object) -> str | ToolError:
-    """What a tool gave, where that is a text or an error; else what is wrong with it."""
-    if isinstance(answer, str | ToolError):
+    """What a tool gave, where that can be shown or is an error; else what is wrong with it."""
+    is_kept = tool.name == "search"  # as a text
+    if isinstance(answer, str | ToolError) and not (is_kept and isinstance(answer, Pictured)):
         return answer
     return ToolError(f"{tool.name} gave {type(answer).__name__}; expected text")
 

@@ -465,10 +465,15 @@ class EpisodePlayer:
         return [self._looked_at(_checked_reply(reply)) for reply in replies]
 
     def _looked_at(self, reply: StepResult) -> StepResult:
-        """A reply whose images, if it has any, can be shown; else the failure of the step."""
+        """A reply whose images, if it has any, can be shown; else the failure of the step.
+
+        A model that reads none is told of an image as `[image]`.
+        """
         pictures = _images_of(reply.observation)
         if not pictures:
             return reply
+        if self._processor is None:
+            return dataclasses.replace(reply, observation=_told(reply.observation))
         try:
             count = sum(self._tokens(self._see(pictures)))  # in the thread of the environment
         except UnreadableError as error:
@@ -864,6 +869,21 @@ def _images_of(observation: Observation | ToolResults | None) -> list[Picture]:
     if isinstance(observation, ToolResults):
         return [picture for some in observation.images for picture in some]
     return [] if observation is None else list(observation.images)
+
+
+def _told(observation: Observation | ToolResults | None) -> Observation | ToolResults | None:
+    """An observation that names its images in place of showing them."""
+
+    def body(text: str, images: Sequence[Picture]) -> str:
+        return "\n".join([*([text] if text else []), *["[image]"] * len(images)])
+
+    if isinstance(observation, ToolResults):
+        each = zip(observation.bodies, observation.images_of_each, strict=True)
+        return ToolResults(bodies=tuple(body(text, images) for text, images in each))
+    if observation is None:
+        return None
+    told = body(observation.body, observation.images)
+    return dataclasses.replace(observation, body=told, images=())
 
 
 def _writable_fields(observation: Observation | ToolResults) -> Observation | ToolResults:

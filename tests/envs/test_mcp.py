@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError
+from jaxrl.envs.images import Picture, images_behind
 from jaxrl.envs.mcp_tools import McpServer, McpTool
 from jaxrl.envs.protocol import qwen
 from jaxrl.envs.search import SearchEnv
@@ -53,8 +54,14 @@ def tools(request):
     return request.getfixturevalue(request.param)
 
 
+def test_images_stand_behind_the_text(tools):
+    answer = run_one(tools["look"], "{}")
+    assert answer == "a dot"
+    assert images_behind(answer) == (Picture(data=b"\x89PNG of a dot"),)
+
+
 def test_tools_are_listed_with_their_schemas(tools):
-    assert set(tools) == {"add", "shout", "refuse", "wait", "die", "reveal", "several"}
+    assert set(tools) == {"add", "shout", "refuse", "wait", "die", "reveal", "several", "look"}
     add = tools["add"]
     assert add.description == "Adds two numbers."
     assert add.parameters["required"] == ["a"]
