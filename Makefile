@@ -41,7 +41,8 @@ test-slow: $(STAMP)
 
 # Live comparison with transformers on torch; installs torch, which nothing else here needs.
 parity: $(STAMP)
-	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -c 'import torch, peft' 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet torch==2.13.0 peft==0.21.2
 	XLA_FLAGS= $(BIN)/python -m pytest -m torch
 
 check: $(STAMP)

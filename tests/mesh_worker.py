@@ -20,6 +20,7 @@ import optax
 
 from jaxrl.models.attention import gpu, reference
 from jaxrl.models.attention.choice import choose, on_mesh
+from jaxrl.models.lora import Adapter, find_targets
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import (
     in_pieces,
@@ -31,6 +32,7 @@ from jaxrl.runtime.sharding import (
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import MOVED_PAGES, Engine, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
+from jaxrl.sampling.weights import Weights
 from jaxrl.training.packing import BatchShape, loss_quarters
 from jaxrl.training.update import Gradient, ScoreStep, UpdateStep, init_state, put_batch
 from tests.helpers import (
@@ -267,6 +269,37 @@ def train(mesh, params):
     return report, gradient, np.asarray(logprobs)
 
 
+def adapt(mesh, params):
+    """The gradient of an adapter, and how its sampler's weights lie on a mesh."""
+    adapter = Adapter(model=TINY, rank=4, alpha=8.0, targets=find_targets(TINY, ["all-linear"]))
+    settings = {"logits_chunk_tokens": CHUNK_TOKENS, "remat": "none"}
+    model = Model(adapter, mesh, num_tokens=NUM_TOKENS, **settings)
+    model.base = jax.device_put(params, param_shardings(mesh, adapter.frozen))
+    rng = np.random.default_rng(0)
+    own = jax.tree.map(
+        lambda leaf: 0.1 * rng.standard_normal(leaf.shape, np.float32),
+        adapter.trained.abstract_params(),
+    )
+    own = jax.device_put(own, param_shardings(mesh, adapter.trained))
+    packed = pack_all(random_sequences([13, 44, 24, 24, 7, 40] * 3), SHAPE)
+    sums = Gradient(model, policy_loss())(own, put_batch(mesh, packed.batch), packed)
+    prepare = partial(adapter.decode_weights, dtype=jnp.float32)
+    weights = Weights(prepare, adapter, mesh=mesh, train_mesh=mesh, scan_layers=True)
+    policy = model.whole(own)
+    made, wanted = weights.of(policy), prepare(jax.device_get(policy))
+    gaps = jax.tree.map(lambda a, b: float(jnp.abs(jax.device_get(a) - b).max()), made, wanted)
+    lie = jax.tree.map(lambda a, s: a.sharding.is_equivalent_to(s, a.ndim), made, weights.layouts)
+    kernel = made["blocks"]["mlp"]["up"]["kernel"]
+    report = {
+        "weights_gap": max(jax.tree.leaves(gaps)),
+        "weights_lie": all(jax.tree.leaves(lie)),
+        "kernel_is_shared": kernel is model.base["blocks"]["mlp"]["up"]["kernel"],
+    }
+    weights.free()
+    report["base_is_left"] = not any(leaf.is_deleted() for leaf in jax.tree.leaves(model.base))
+    return report, jax.device_get(sums.gradients)
+
+
 def attention_gap(mesh):
     """How far a kernel on the devices of a mesh, each with its rows and heads, is from XLA's."""
     rng = np.random.default_rng(0)
@@ -373,6 +406,7 @@ def measure(meshes):
     one_rows, _ = sample(one, on_one)
     one_report, one_gradient, one_logprobs = train(one, on_one)
     score = ScoreStep(Model(TINY, one, num_tokens=NUM_TOKENS), temperature=1.0)
+    _, one_adapted = adapt(one, params)
     report = {
         "num_sampled": sum(sum(row["mask"]) for row in one_rows),
         "farthest_draw": farthest_draw(on_one, one_rows),
@@ -383,6 +417,7 @@ def measure(meshes):
         placed = jax.device_put(params, param_shardings(mesh, TINY))
         rows, sampled = sample(mesh, placed)
         trained, gradient, logprobs = train(mesh, placed)
+        adapted, of_adapter = adapt(mesh, params)
 
         # The tokens that the mesh sampled, forced on one device.
         packed = pack_all(as_sequences(rows), BatchShape(num_micro=3, micro_rows=8, row_tokens=64))
@@ -396,6 +431,8 @@ def measure(meshes):
             "sampler": sampled,
             "update": trained,
             "attention_gap": attention_gap(mesh),
+            "adapter": adapted
+            | {"gradient_distance": float(relative_distance(of_adapter, one_adapted))},
             "sampled_logprob_gap": float(max(gaps)),
             "num_differing": same.count(False),
             "farthest_draw": farthest_draw(on_one, rows),

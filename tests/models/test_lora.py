@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -24,12 +23,10 @@ from jaxrl.models.decoder import linear
 from jaxrl.models.hf_weights import load_hf, open_tensors
 from jaxrl.models.lora import Adapter, find_targets, join, merged, quantise, split
 from jaxrl.models.policy import Model
-from jaxrl.runtime.sharding import make_mesh
 from jaxrl.types import Batch
-from tests.helpers import TINY, full_pass, relative_distance
+from tests.helpers import TINY, relative_distance
+from tests.models.adapters import GOLDEN, MESH, logits_of, plain_logits
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-MESH = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
 SETTINGS = {
     "lora_all_linear": {"rank": 4, "alpha": 8.0, "names": ["all-linear"]},
     "lora_rank_stabilised": {
@@ -57,18 +54,6 @@ def loaded(name, **changes):
     check_adapter(GOLDEN / name, adapter)
     params = load_adapter(GOLDEN / name, adapter, MESH)
     return adapter, params, load_base(GOLDEN / SOURCES[name], MESH, adapter)
-
-
-@partial(jax.jit, static_argnums=0, static_argnames="scan")
-def plain_logits(model, weights, token_ids, *, scan=True):
-    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
-    hidden = full_pass(model, weights, token_ids, positions, jnp.ones_like(positions), scan=scan)
-    return model.unembed(weights, hidden, num_tokens=model.vocab_size)
-
-
-def logits_of(adapter, policy, token_ids, **settings):
-    weights = adapter.train_weights(policy, jnp.float32)
-    return plain_logits(adapter.model, weights, token_ids, **settings)
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,17 @@ def test_gradients_are_those_of_one_device(report, name):
 
 
 @on_each_mesh
+def test_an_adapter_is_split_as_the_weights_beside_it(report, name):
+    measured = report["meshes"][name]["adapter"]
+    assert measured["gradient_distance"] < 1e-5
+    assert measured["weights_gap"] == 0
+    assert measured["weights_lie"]
+    assert measured["base_is_left"]
+    # Where training splits no width, the sampler reads the very arrays.
+    assert measured["kernel_is_shared"] == ("fsdp" not in name)
+
+
+@on_each_mesh
 def test_a_kernel_on_each_device_gives_the_gradients_of_all_rows_and_heads(report, name):
     assert report["meshes"][name]["attention_gap"] < 1e-5
 
