@@ -309,16 +309,31 @@ SHARED = {
 }
 
 
-@pytest.mark.minutes
-def test_two_processes_have_the_states_of_one(tiny_world, source, tmp_path, quick_compilation):
-    """Whatever is measured, decided and learnt is the same, however many processes share it."""
+ROWS, PIECES = {"mesh.data": 2}, {"mesh.data": 1, "mesh.context": 2}
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(ROWS, marks=pytest.mark.minutes, id="rows"),
+        pytest.param(PIECES, marks=pytest.mark.slow, id="pieces"),
+    ],
+)
+def test_two_processes_have_the_states_of_one(
+    tiny_world, source, tmp_path, quick_compilation, mesh
+):
+    """Whatever is measured, decided and learnt is the same, however many processes share it.
+
+    Each has some of the rows, or a piece of every one.
+    """
     changes = SHARED | {"model.path": source}
     config = debug_tiny.get_config(str(tiny_world))
     config.update_from_flattened_dict(JOB_SETTINGS | changes)
     (tmp_path / "1").mkdir()
     run(config, tmp_path / "1", assemble(config), Display())
     environment = quick_compilation | with_devices(1)
-    codes, errors = Processes(tiny_world, tmp_path / "2", environment, **changes).wait(400)
+    job = Processes(tiny_world, tmp_path / "2", environment, **changes | mesh)
+    codes, errors = job.wait(400)
     assert codes == [0, 0], errors
     one, two = (list(map(lasting_anywhere, records(tmp_path / str(num)))) for num in (1, 2))
     assert [record["step"] for record in one] == [record["step"] for record in two] == [0, 1, 2]
