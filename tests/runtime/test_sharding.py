@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -127,9 +128,14 @@ def test_collectives_are_found_in_a_program():
 
 
 @pytest.fixture(scope="module")
-def report(request, tmp_path_factory):
-    """What `mesh_worker` measured of a group, on eight virtual devices in a process of its own."""
-    return measured(request.param, tmp_path_factory.mktemp("mesh") / "report.json")
+def reports(tmp_path_factory):
+    """What `mesh_worker` measures of a group, once, on eight virtual devices in its own process."""
+    return cache(lambda group: measured(group, tmp_path_factory.mktemp("mesh") / "report.json"))
+
+
+@pytest.fixture
+def report(request, reports):
+    return reports(request.param)
 
 
 def measured(group, path):
