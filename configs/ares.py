@@ -1,10 +1,11 @@
-"""ARES (https://arxiv.org/abs/2510.08457): Qwen2.5-7B-Instruct on text, one 8-device host.
+"""ARES (https://arxiv.org/abs/2510.08457): Qwen2.5-VL-7B on pictures and text, one 8-device host.
 
 python -m jaxrl.launch --config=configs/ares.py --workdir=runs/ares
 
-The paper trains Qwen2.5-VL-7B on pictures and text; jaxrl reads text, so this is its second half.
-Bring the model as models/Qwen2.5-7B-Instruct and verifiable text problems as data/ares/train.jsonl
-and test.jsonl; docs/data.md has the formats. Hyper-parameters are the published ones but for two:
+Bring the model as models/Qwen2.5-VL-7B-Instruct and verifiable problems, with images or without, as
+data/ares/train.jsonl and test.jsonl; docs/data.md has the formats. The tower is trained with the
+rest; --config.model.vision.train=false freezes it. Problems whose prompts are too long once their
+images are counted are left out. Hyper-parameters are the published ones but for two:
 500 steps (the paper: 50 epochs), and the pass before the first step, which goes over all tasks in
 the paper, over 512 here, since it holds all of their trajectories, and is not in the released code.
 The KL budgets are the paper's; the released code moves one coefficient for each difficulty. The
@@ -46,7 +47,7 @@ def get_config() -> ConfigDict:
     config = default_config().lock()
     set_method(config)
     config.num_steps = 500
-    config.model.path = "models/Qwen2.5-7B-Instruct"
+    config.model.path = "models/Qwen2.5-VL-7B-Instruct"
     config.model.dtype = "bfloat16"
     config.mesh.data = 1
     config.mesh.fsdp = 4
@@ -55,12 +56,15 @@ def get_config() -> ConfigDict:
     config.tasks.train.source = "data/ares/train.jsonl"
     config.tasks.eval.source = "data/ares/test.jsonl"
     config.prompt.template = TEMPLATE
+    config.images.min_pixels = 262_144
+    config.images.max_pixels = 4_194_304
 
     config.rollout.tasks_per_step = 512
     config.rollout.group_size = 8
     config.rollout.max_prompt_tokens = 4096
     config.rollout.max_response_tokens = 8192
     config.rollout.max_total_tokens = 12288
+    config.rollout.overlong_prompts = "drop"
     config.rollout.num_rows = 256
     config.shaping.bootstrap_tasks = 512
 
