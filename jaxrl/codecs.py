@@ -164,7 +164,7 @@ def _turn_record(turn: Turn) -> dict[str, Any]:
 
 
 def _named(images: Iterable[Picture]) -> list[dict[str, str]]:
-    """Images by their digests; those of no file of their own are beside the trajectories."""
+    """Images by their digests; those of no file of their own are in the workdir."""
     return [
         {"digest": image.digest, "file": image.path or f"images/{image.digest}"} for image in images
     ]

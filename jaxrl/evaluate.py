@@ -35,6 +35,7 @@ from jaxrl.logs.statistics import (
     pass_at_k,
     percentile_interval,
 )
+from jaxrl.logs.writers import write_images
 from jaxrl.objectives.metrics import mean
 from jaxrl.runtime import distributed
 from jaxrl.runtime.files import printable, written_whole
@@ -579,6 +580,7 @@ def run_suites(
     text = as_text(step, stage, summaries, weights_step=whose_weights)
     if distributed.is_main():
         write(session.workdir / "eval" / f"{stage}_{step}.json", record, text)
+        write_images(session.workdir, (t for groups in played.values() for t in members(groups)))
     unscored = [suite for suite, summary in summaries.items() if is_unscored(summary)]
     errors = {suite: first_error(members(played[suite])) for suite in unscored}
     for suite, error in errors.items():

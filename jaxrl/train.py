@@ -29,7 +29,7 @@ from jaxrl.logs.steps import (
     sample_fields,
     window_metrics,
 )
-from jaxrl.logs.writers import write_trajectories
+from jaxrl.logs.writers import write_images, write_trajectories
 from jaxrl.method import is_measured
 from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import abstract
@@ -468,3 +468,4 @@ def log_trajectories(session: Session, groups: Sequence[Group], controllers: Con
     file = session.workdir / "trajectories" / f"step_{session.progress.step:06d}.jsonl"
     fields = sample_fields(groups, controllers, session.config.ledger.prices)
     write_trajectories(file, trajectories[:count], fields[:count])
+    write_images(session.workdir, trajectories[:count])

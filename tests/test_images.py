@@ -28,6 +28,7 @@ from jaxrl.envs.protocol import qwen, search_r1
 from jaxrl.envs.retrieval import EmptySearch
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import Tool, run_one
+from jaxrl.logs.writers import write_images
 from jaxrl.processor import BlankProcessor, Processor, UnreadableError
 from jaxrl.sampling.rollout import EpisodePlayer, Limits, StartError
 from jaxrl.tasks import Tasks, TaskSource, overlap_note, read_tasks
@@ -429,6 +430,10 @@ class TestCodecs:
         assert record["images"] == [{"digest": pictures[0].digest, "file": str(file)}]
         [shown] = record["turns"][0]["images"]
         assert shown == {"digest": pictures[1].digest, "file": f"images/{pictures[1].digest}"}
+        for _ in range(2):
+            write_images(tmp_path / "run", [before])
+        assert (tmp_path / "run" / shown["file"]).read_bytes() == data
+        assert len(list((tmp_path / "run" / "images").iterdir())) == 1
         saved(file, seed=9)
         with pytest.raises(ValueError, match=r"a.png was changed since the run sampled with it"):
             codecs.from_json(travelled)

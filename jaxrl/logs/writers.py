@@ -20,7 +20,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 
 from jaxrl.codecs import trajectory_record
 from jaxrl.logs.metrics import plain_numbers
-from jaxrl.runtime.files import set_aside, written_whole
+from jaxrl.runtime.files import set_aside, taking_place, written_whole
 from jaxrl.types import Trajectory
 
 Record = Mapping[str, Any]
@@ -288,6 +288,16 @@ def check_mirrors(project: str) -> None:
             f"config.log.wandb_project is {project!r}, but wandb is not installed; "
             "run pip install -e '.[wandb]', or set it to ''."
         )
+
+
+def write_images(workdir: Path, trajectories: Iterable[Trajectory]) -> None:
+    """Writes the images of trajectories that are in no file of their own, each once, by digest."""
+    for trajectory in trajectories:
+        for picture in trajectory.pictures:
+            file = workdir / "images" / picture.digest
+            if not picture.path and not file.exists():
+                with taking_place(file) as unfinished:
+                    unfinished.write_bytes(picture.data)
 
 
 def write_trajectories(
