@@ -8,7 +8,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import agreement, common, h200, local_search, peers, rollout, scaling, step, update
+from benchmarks import (
+    agreement,
+    common,
+    h200,
+    local_search,
+    lora,
+    peers,
+    rollout,
+    scaling,
+    step,
+    update,
+)
 from jaxrl.demonstrations import Demonstration
 from jaxrl.models.attention import reference
 from jaxrl.models.attention.kernels import XLA
@@ -82,6 +93,15 @@ def test_update(tmp_path):
     seconds = record["ms_per_update"]["median"] / 1e3
     flops = record["flops_per_s"]["median"]
     assert record["mfu"] == pytest.approx(flops / 989e12), seconds
+
+
+@pytest.mark.slow
+def test_weights_of_a_sampler_with_an_adapter(tmp_path):
+    file = tmp_path / "lora.json"
+    lora.main(["--rank=4", "--num_rows=8", "--repetitions=1", f"--json={file}"])
+    figures = json.loads(file.read_text())["figures"]
+    assert list(figures) == ["base alone", "separate", "merged"]
+    assert all(one["tokens_per_s"] > 0 < one["hand_over_ms"] for one in figures.values())
 
 
 def test_sequences_of_a_group_share_their_prompt_and_differ_in_length():
