@@ -232,7 +232,8 @@ class Architecture(ABC):
 
         Args:
             params: parameters, or their `train_weights`.
-            token_ids: ids of the rows.
+            token_ids: ids of the rows, or of pieces of them (`config.mesh.context`): a token knows
+                of others by `attend` alone.
             positions: position of each token in its own sequence.
             attend: lets each of the R * T tokens, row by row, read what it may; of every layer.
             through: goes through the layers and says what the backward pass computes again.

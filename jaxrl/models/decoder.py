@@ -436,7 +436,7 @@ class Decoder(Architecture):
         return jax.tree.map(lambda leaf: leaf, _traced_params(self))  # a tree that is the caller's
 
     def logical_axes(self) -> dict[str, Any]:
-        """Heads and inner widths over `tensor`, widths over `fsdp`."""
+        """Heads and inner widths over `tensor`, widths over `fsdp` and `context`."""
         scale = {"scale": ("layer", None)}
         attention = {
             "q": linear_axes("width", "heads", self.qkv_bias),
