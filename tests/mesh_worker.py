@@ -175,7 +175,7 @@ def sampler_collectives(engine):
     """What the programs that touch the cache move between devices."""
     num_rows = engine.row_sizes[-1]
     chunk, _ = engine._host_rows([[] for _ in range(engine.num_shards)], num_rows)
-    blocks = engine._host_blocks([deque() for _ in range(engine.num_shards)], 4)
+    blocks = engine._host_blocks([deque() for _ in range(engine.num_shards)], 4, has_images=False)
     places = np.zeros(engine.num_shards * MOVED_PAGES, np.int32)
     one = np.float32(1)
     arguments = {
