@@ -1,0 +1,121 @@
+"""Whole runs of a vision model: trained, killed, resumed, exported; its options matter."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from jaxrl.components import assemble
+from jaxrl.config import default_config
+from jaxrl.logs.display import Display
+from jaxrl.models.hf_weights import load_hf, save_hf
+from jaxrl.models.qwen_vl import QwenVLConfig
+from jaxrl.models.vision import QwenVision
+from jaxrl.run import run
+from tests.helpers import tiny_params
+from tests.images import PAD, SPECIAL, TEMPLATE, drawn, encoded, looking_tokenizer, save_processor
+from tests.runs import assert_same_weights, killed, lasting
+
+pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
+
+
+def tokenizer_files(folder):
+    """The toy's tokenizer, as a checkpoint has it."""
+    made = looking_tokenizer()
+    hf = PreTrainedTokenizerFast(
+        tokenizer_object=made._tokenizer,
+        eos_token="<|im_end|>",
+        additional_special_tokens=list(SPECIAL),
+        chat_template=TEMPLATE,
+    )
+    hf.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Four drawings to be told apart, and a model that cannot yet."""
+    folder = tmp_path_factory.mktemp("looking")
+    [pad] = looking_tokenizer().encode(PAD)
+    vision = QwenVision(
+        width=16, mlp_width=24, num_layers=2, num_heads=2, out_width=32, channels=3, patch=4,
+        temporal_patch=2, merge=2, window=4, full_layers=(1,), rope_theta=1e4, image_id=pad,
+    )  # fmt: skip
+    config = QwenVLConfig(
+        vocab_size=320, width=32, mlp_width=48, num_layers=2, num_heads=4, num_kv_heads=2,
+        head_dim=8, rope_theta=1e4, rms_norm_eps=1e-6, tie_embeddings=False, qkv_bias=True,
+        output_bias=False, qk_norm=False, max_positions=512, vision=vision,
+        mrope_section=(2, 1, 1), video_id=319,
+    )  # fmt: skip
+    save_hf(jax.tree.map(jnp.asarray, tiny_params(config)), config, folder / "model")
+    tokenizer_files(folder / "model")
+    save_processor(folder / "model")
+    rows = []
+    for seed in range(4):
+        (folder / f"{seed}.png").write_bytes(encoded(drawn(seed=seed)))
+        question = "<image>What?" if seed else "What is seen?"  # one is text alone
+        row = {"question": question, "answers": ["a"]}
+        rows.append(row | ({"images": [f"{seed}.png"]} if seed else {}))
+    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def settings(world, **changes):
+    config = default_config()
+    config.update_from_flattened_dict(
+        {
+            "stages": ("train",),
+            "num_steps": 2,
+            "env.name": "math",
+            "tasks.train.source": str(world / "tasks.jsonl"),
+            "tasks.eval.source": str(world / "tasks.jsonl"),
+            "eval.suites": (),
+            "model.path": str(world / "model"),
+            "model.remat": "none",
+            "rollout.tasks_per_step": 4,
+            "rollout.group_size": 2,
+            "rollout.max_prompt_tokens": 80,
+            "rollout.max_response_tokens": 8,
+            "rollout.max_total_tokens": 96,
+            "rollout.max_image_tokens": 24,
+            "rollout.num_rows": 4,
+            "rollout.chunk_tokens": 8,
+            "optimizer.micro_rows": 4,
+            "optimizer.lr": 1e-3,
+            "optimizer.num_minibatches": 2,
+            "optimizer.skip_signal_free": False,
+            "loss.entropy_coef": 0.01,  # which has a gradient where no reward has
+            "kl.coef": 0.01,
+            "checkpoint.every_steps": 1,
+            **changes,
+        }
+    )
+    return config
+
+
+def test_a_run_trains_the_tower_and_goes_on_bit_for_bit(world, tmp_path):
+    config = settings(world)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    run(config, whole, assemble(config), Display())
+    before, after = load_hf(world / "model"), load_hf(whole / "export")
+    assert (before["vision"]["patch"]["filter"] != after["vision"]["patch"]["filter"]).any()
+    assert (before["blocks"]["mlp"]["up"]["kernel"] != after["blocks"]["mlp"]["up"]["kernel"]).any()
+    steps = [record for record in lasting(whole) if "train/grad_norm" in record]
+    assert all(np.isfinite(record["train/grad_norm"]) for record in steps)
+    again = killed(whole, tmp_path / "again", after=1)
+    run(config, again, assemble(config), Display())
+    assert_same_weights(whole / "export", again / "export")
+
+
+@pytest.mark.slow
+def test_a_frozen_tower_stays_as_it_is(world, tmp_path):
+    config = settings(world, **{"model.vision.train": False})
+    run(config, tmp_path, assemble(config), Display())
+    before, after = load_hf(world / "model"), load_hf(tmp_path / "export")
+    np.testing.assert_array_equal(
+        before["vision"]["merger"]["up"]["kernel"], after["vision"]["merger"]["up"]["kernel"]
+    )
+    assert (before["embed"]["embedding"] != after["embed"]["embedding"]).any()
