@@ -102,7 +102,7 @@ def test_contributing_lists_every_module():
 def test_the_readme_names_what_is_missing():
     missing = text(ROOT / "README.md").partition("## What is not here yet")[2]
     asked_for = (
-        "environments", "vision", "pipeline", "asynchronous", "serving",
+        "environments", "videos", "pipeline", "asynchronous", "serving",
         "critic", "GPUs", "TPUs", "providers", "OpenSearch", "judges", "encoders",
     )  # fmt: skip
     assert [name for name in asked_for if name not in missing] == []

@@ -66,6 +66,16 @@ class Vision(ABC):
     """
 
     image_id: int
+    width: int  # of the patches' hidden states
+    num_layers: int  # that read them
+
+    @abstractmethod
+    def memory_terms(self) -> MemoryTerms:
+        """Of a patch in a layer, in place of a token."""
+
+    @abstractmethod
+    def num_scores(self, num_patches: int) -> int:
+        """Values of attention scores that are in memory at a time, of so many patches."""
 
     @property
     @abstractmethod

@@ -32,7 +32,7 @@ from flax.traverse_util import unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.architecture import Arranged, Vision
+from jaxrl.models.architecture import Arranged, MemoryTerms, Vision
 from jaxrl.models.attention.reference import LOWEST
 from jaxrl.models.decoder import linear, rms_norm, rope
 from jaxrl.models.layers import Through
@@ -100,6 +100,24 @@ class QwenVision(Vision):
     def unit(self) -> int:
         """Patches that become one token."""
         return self.merge**2
+
+    def memory_terms(self) -> MemoryTerms:
+        """Of attention and a gated MLP; nothing is split over devices."""
+        products = 4 * self.width + 2 * self.mlp_width  # all but the last
+        return MemoryTerms(
+            activations=4 * self.mlp_width + 22 * self.width,
+            saved_activations={
+                "none": 6 * self.mlp_width + 18 * self.width,
+                "dots": products,
+                "names": products + self.width,
+            },
+            read_activations=self.mlp_width + 6 * self.width,
+        )
+
+    def num_scores(self, num_patches: int) -> int:
+        """Of a block of queries over all patches, or of windows over those beside them."""
+        of_block = min(num_patches, QUERY_BLOCK) * num_patches
+        return self.num_heads * max(of_block, 3 * self.window**2 * num_patches)
 
     # On the host.
 

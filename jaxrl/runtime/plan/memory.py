@@ -27,6 +27,7 @@ from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
 from jaxrl.models.lora import Declared
 from jaxrl.models.output import chunks_of
+from jaxrl.models.policy import NO_TABLES
 from jaxrl.runtime.plan.search import search_bytes
 from jaxrl.runtime.plan.weights import PolicyWeights, decode_bytes, num_values
 from jaxrl.runtime.sharding import (
@@ -314,9 +315,12 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
     saved = update.saved("none" if keeps_all else config.model.remat)
     count = update.count
     copied = 4 * (count.params - count.tables) + 2 * saved
+    trains_images = config.model.vision.train and not update.policy.has_adapter
     held = {
         "weights in the compute dtype": update.policy.cast_bytes,
         "activations kept for the backward pass": saved,
+        "images, kept for the backward pass": trains_images
+        * update.saved_of_images("none" if keeps_all else config.model.remat),
         "float32 copies of these": update.is_cpu * update.is_cast * copied,
     }
     held_by_search, _ = _search_bytes(config, target)
@@ -329,6 +333,8 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
     if stage == "train" and _samples_beside(config):
         kept |= _next_rollout(config, model, target)
     moments = {"layers": held | update.at_layers(), "output": held | update.at_output()}
+    if update.num_patches:
+        moments["images"] = held | update.at_images(is_trained=trains_images)
     if stage_settings(config, stage).offload:
         moved = _moment_bytes(config, model, update.mesh, stage)
         moments["optimizer"] = {"optimizer state, from the host": moved}
@@ -447,6 +453,35 @@ class _Update:
             # while another is computed.
             num_layers = num_layers if self.is_cpu else min(num_layers, 2)
         return num_layers * tokens * (self.model.width + inside[remat]) * self.itemsize
+
+    @property
+    def num_patches(self) -> int:
+        """Of a micro-batch on one device, at most."""
+        vision = self.shape.vision
+        return self.rows * self.shape.row_units * vision.unit if vision is not None else 0
+
+    def saved_of_images(self, remat: str) -> int:
+        """Activations of patches kept for the backward pass."""
+        vision = self.shape.vision
+        if vision is None:
+            return 0
+        inside = vision.memory_terms().saved_activations | {"full": 0, "offload": 0}
+        values = vision.width + inside[remat]
+        return vision.num_layers * self.num_patches * values * self.itemsize
+
+    def at_images(self, *, is_trained: bool) -> dict[str, int]:
+        """What a layer that reads images needs, forwards, or backwards where it is trained."""
+        vision = self.shape.vision
+        if vision is None:
+            return {}
+        terms, operand = vision.memory_terms(), 4 if self.is_cpu else self.itemsize
+        inner = terms.activations if is_trained else terms.read_activations
+        scores = vision.num_scores(self.num_patches)
+        return {
+            "a micro-batch's gradients": is_trained * self.new_gradients,
+            "attention scores of patches": scores * (3 * 4 if is_trained else 2 * 4),
+            "activations of patches": self.num_patches * inner * operand,
+        }
 
     @property
     def new_gradients(self) -> int:
@@ -640,6 +675,15 @@ class _Sampler:
                 "attention scores": 3 * read * terms.heads * TURN_TOKENS * 4,
             },
         }
+        vision = model.vision
+        if vision is not None:
+            patches = (rollout.max_image_tokens or rollout.max_total_tokens) * vision.unit
+            inner = vision.memory_terms().read_activations * dtype.itemsize * upcast
+            moments["images"] = {
+                "patches": 4 * patches * (vision.patch_values + 4),
+                "activations of patches": patches * inner,
+                "attention scores of patches": 2 * 4 * vision.num_scores(patches),
+            }
         stage = "train" if "train" in config.stages else "evaluate"
         state = {} if config.mesh.rollout_devices else _state(config, model, mesh, stage)
         held, searching = _search_bytes(config, target)
@@ -675,11 +719,12 @@ class _Counts:
         train, decode = param_shardings(mesh, model), param_shardings(mesh, model, for_decode=True)
         layers = num_values(params["blocks"], decode["blocks"])
         total, whole = num_values(params, train), num_values(params, decode)
+        no_tables = [name for name in params if name in NO_TABLES]
         return cls(
             params=total,
-            tables=total - num_values(params["blocks"], train["blocks"]),
+            tables=total - sum(num_values(params[name], train[name]) for name in no_tables),
             decode_params=whole,
-            whole_tables=whole - layers,
+            whole_tables=whole - sum(num_values(params[name], decode[name]) for name in no_tables),
             whole_layer=layers // model.num_layers,
         )
 
@@ -764,17 +809,23 @@ def _shape(config: ConfigDict, model: Architecture, target: Target, stage: str) 
     mesh = target_mesh(config, model, target)
     name, _ = decide(config.model.attention, target.platform, model.head_dim)
     shards = num_batch_shards(mesh) if SHARES_PROMPTS[name] else 0
-    return (sft_shape if stage == "sft" else train_shape)(config, shards, mesh.shape["context"])
+    make = sft_shape if stage == "sft" else train_shape
+    return make(config, shards, mesh.shape["context"], model.vision)
 
 
 def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str) -> int:
     """All mini-batches of a step: six arrays of four bytes, a mask, and what the method adds."""
     tokens = shape.num_micro * shape.micro_rows * shape.row_tokens // shards
+    images = 0
+    if shape.vision is not None:  # patches and their places; of tokens units and positions
+        units = shape.num_micro * shape.micro_rows * shape.row_units // shards
+        patch_bytes = 4 * (shape.vision.patch_values + 4)
+        images = units * shape.vision.unit * patch_bytes + 16 * tokens
     if stage == "sft":
-        return 25 * tokens
+        return 25 * tokens + images
     needs_ref = has_kl_loss(config) and config.kl.anchor == "ref"
     num_more = (not takes_own_logprobs(config)) + needs_ref + has_kl_weights(config)
-    return config.optimizer.num_minibatches * (25 + 4 * num_more) * tokens
+    return config.optimizer.num_minibatches * ((25 + 4 * num_more) * tokens + images)
 
 
 def _nonzero(terms: dict[str, int]) -> dict[str, int]:
