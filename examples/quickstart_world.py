@@ -406,7 +406,16 @@ def tokenizer_config() -> dict[str, Any]:
     }
 
 
-def model_config(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
+def model_config(tokenizer: tokenizers.Tokenizer, num_experts: int = 0) -> dict[str, Any]:
+    """Of a dense model or, with experts, of one in which each token reaches two of them."""
+    experts = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": num_experts,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 96,
+        "norm_topk_prob": True,
+    }
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -433,6 +442,7 @@ def model_config(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
         "use_cache": True,
         "use_sliding_window": False,
         "vocab_size": 64 * (tokenizer.get_vocab_size() // 64 + 1),
+        **(experts if num_experts else {}),
     }
 
 
@@ -447,7 +457,7 @@ def generation_config(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
 
 def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Shapes under Hugging Face's names; matrices are `[out, in]`."""
-    width, mlp, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    width, head = config["hidden_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     layer = {
         "input_layernorm": (width,),
@@ -458,9 +468,7 @@ def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "self_attn.k_norm": (head,),
         "self_attn.o_proj": (width, queries),
         "post_attention_layernorm": (width,),
-        "mlp.gate_proj": (mlp, width),
-        "mlp.up_proj": (mlp, width),
-        "mlp.down_proj": (width, mlp),
+        **feed_forward_shapes(config),
     }
     return {
         "model.embed_tokens.weight": (config["vocab_size"], width),
@@ -471,6 +479,24 @@ def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         },
         "model.norm.weight": (width,),
     }
+
+
+def feed_forward_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Of what follows the second norm of a layer: an MLP, or a router and its experts."""
+
+    def mlp(name: str, inner: int) -> dict[str, tuple[int, ...]]:
+        width = config["hidden_size"]
+        outwards = {f"{name}.{part}_proj": (inner, width) for part in ("gate", "up")}
+        return {**outwards, f"{name}.down_proj": (width, inner)}
+
+    if "num_experts" not in config:
+        return mlp("mlp", config["intermediate_size"])
+    shapes: dict[str, tuple[int, ...]] = {
+        "mlp.gate": (config["num_experts"], config["hidden_size"])
+    }
+    for expert in range(config["num_experts"]):
+        shapes |= mlp(f"mlp.experts.{expert}", config["moe_intermediate_size"])
+    return shapes
 
 
 def random_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
@@ -492,9 +518,11 @@ def random_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[
     return weights
 
 
-def write_model(folder: Path, tokenizer: tokenizers.Tokenizer, *, seed: int) -> None:
+def write_model(
+    folder: Path, tokenizer: tokenizers.Tokenizer, *, seed: int, num_experts: int = 0
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    config = model_config(tokenizer)
+    config = model_config(tokenizer, num_experts)
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", generation_config(tokenizer))
     write_json(folder / "tokenizer_config.json", tokenizer_config())
@@ -563,6 +591,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num_demonstrations", type=int, default=20_000, help="of mixed quality")
     parser.add_argument("--num_worlds", type=int, default=20, help="that demonstrations come from")
     parser.add_argument("--topk", type=int, default=3, help="documents in a search result")
+    parser.add_argument("--num_experts", type=int, default=0, help="of a layer; 0: a dense model")
     args = parser.parse_args(argv)
     check_sizes(parser, args)
     return args
@@ -575,6 +604,8 @@ def check_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error(f"--num_people is {args.num_people}; the pools make {most} names at most")
     if not 2 <= args.num_held_out <= args.num_people - 2:
         parser.error("--num_held_out must leave both sides two people, each other's mentors")
+    if args.num_experts not in (0, *range(2, 1000)):
+        parser.error(f"--num_experts is {args.num_experts}; a token reaches 2 of them, 0 is none")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -604,7 +635,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     texts = rendered(files)
     check_nothing_leaks(people, files)
     check_words_are_whole(tokenizer, itertools.chain.from_iterable(texts.values()))
-    write_model(args.out / "model", tokenizer, seed=args.seed)
+    write_model(args.out / "model", tokenizer, seed=args.seed, num_experts=args.num_experts)
     for name, records in files.items():
         write_jsonl(args.out / f"{name}.jsonl", records)
 

@@ -148,9 +148,9 @@ def fit_host(config: ConfigDict) -> None:
     try:
         sizes = mesh_sizes(num_devices, **config.mesh)
     except ValueError:
-        config.mesh.update(data=1, fsdp=-1, context=1, tensor=1)
+        config.mesh.update(data=1, fsdp=-1, context=1, expert=1, tensor=1)
         sizes = mesh_sizes(num_devices, **config.mesh)
-    shards = sizes["data"] * sizes["fsdp"]
+    shards = sizes["data"] * sizes["fsdp"] * sizes["expert"]
     config.rollout.update(num_rows=shards * sizes["context"], group_size=1)
     config.optimizer.micro_rows = config.sft.optimizer.micro_rows = shards
 

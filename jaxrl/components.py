@@ -38,6 +38,7 @@ from jaxrl.method import adapter_of
 from jaxrl.models.adapters import check_adapter
 from jaxrl.models.architecture import Architecture, read_model
 from jaxrl.models.attention.choice import choose
+from jaxrl.models.experts.choice import choose as choose_experts
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.lora import Adapter
 from jaxrl.models.policy import Model
@@ -192,6 +193,7 @@ def _make_model(
         num_tokens=tokenizer.num_tokens,
         dtype=jnp.dtype(config.model.dtype),
         attention=choose(config.model.attention, mesh, model_config),
+        experts=choose_experts(config.model.experts, mesh),
         remat=config.model.remat,
         scan_layers=config.model.scan_layers,
         logits_chunk_tokens=config.model.logits_chunk_tokens,
@@ -239,6 +241,12 @@ def _read_model(
 def _check_mesh(config: ConfigDict, mesh: Mesh, model: Architecture) -> None:
     """Refuses what the devices, or the model's longest sequence, leave no room for."""
     check_model_fits(mesh, model)
+    if config.model.router.balance_coef and not model.num_experts:
+        coef = config.model.router.balance_coef
+        raise ValueError(
+            f"config.model.router.balance_coef is {coef}, but the model has no experts to balance; "
+            "set it to 0."
+        )
     memory.check_rows(config, mesh, jax.process_count())
     memory.check_length(config, model)
     check_offload(
@@ -687,6 +695,7 @@ def _make_engine(
         max_image_tokens=rollout.max_image_tokens,
         dtype=jnp.dtype(config.model.dtype),
         kernels=kernels,
+        experts=choose_experts(config.model.experts, sampling),
         train_mesh=mesh,
         scan_layers=scans(config.model.scan_layers, sampling.devices.flat[0].platform),
         kinds=draw_kinds(config),

@@ -26,6 +26,7 @@ LORA_SAMPLERS = ("separate", "merged")
 ON_OUTAGE = ("stop", "empty")
 REPLAY = ("off", "record", "only")
 ATTENTION = ("auto", "xla", "triton", "mosaic")
+EXPERTS = ("auto", "xla", "megablox")
 FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 KL_CONTROLLERS = ("fixed", "adaptive", "log", "budget")
 OVERLONG_PROMPTS = ("refuse", "drop", "truncate_left")
@@ -176,6 +177,11 @@ def default_config() -> ConfigDict:
     model.eos_tokens = ()
     # Attention kernels: xla, everywhere; triton, on GPUs; mosaic, on TPUs; auto: the platform's own
     model.attention = "auto"
+    # Products with the weights of experts: xla, everywhere; megablox, on TPUs; auto: the platform's
+    model.experts = "auto"
+    model.router = router = ConfigDict()
+    # Of the loss by which the tokens of a mini-batch use experts alike, in both stages; 0 is none
+    router.balance_coef = 0.0
     # What of each layer the update computes again, in place of keeping it. full: all of it; names:
     # all but products with weights and attention's result; dots: all but products with weights,
     # of any architecture; none: nothing. offload: all but a layer's input and attention's result,
@@ -204,6 +210,7 @@ def default_config() -> ConfigDict:
     # Devices over which each packed row is split, for long ones, and weights; the sampler splits
     # its trajectories over them.
     mesh.context = 1
+    mesh.expert = 1  # devices over which rows, experts and other weights are split
     mesh.tensor = 1  # devices over which heads and vocabulary are split
     # Devices of each process that only sample, with rollout.ahead; the others train. A multiple of
     # tensor. 0: all do both.

@@ -14,6 +14,7 @@ from jaxrl.config import (
     ATTENTION,
     DENSE_DTYPES,
     DTYPES,
+    EXPERTS,
     FILTER_METRICS,
     KL_CONTROLLERS,
     LORA_BASE_DTYPES,
@@ -626,6 +627,7 @@ POSITIVE = [
 """Keys whose numbers are above 0."""
 
 NOT_NEGATIVE = [
+    "model.router.balance_coef",
     "policy.openai.retries", "policy.openai.backoff_s", "model.lora.rank",
     "rollout.max_image_tokens",
     "images.min_pixels", "images.max_pixels", "images.cache_mib",
@@ -696,6 +698,7 @@ def _check_choices(config: ConfigDict) -> None:
         "policy.name": (config.policy.name, POLICIES),
         "model.dtype": (config.model.dtype, DTYPES),
         "model.attention": (config.model.attention, ATTENTION),
+        "model.experts": (config.model.experts, EXPERTS),
         "model.remat": (config.model.remat, REMAT),
         "model.lora.base_dtype": (config.model.lora.base_dtype, LORA_BASE_DTYPES),
         "model.lora.sampler": (config.model.lora.sampler, LORA_SAMPLERS),

@@ -192,6 +192,9 @@ def start_params(session: Session) -> Params:
         return {}
     attention = session.components.model.attention
     display.log(f"attention: {attention.name}, {attention.reason}")
+    if session.components.model.config.num_experts:
+        experts = session.components.model.experts
+        display.log(f"experts: {experts.name}, {experts.reason}")
     display.log(f"sampler shapes: {session.components.engine.shapes()}")
     counter = display.counter("loading weights, MiB")
     model = session.components.model

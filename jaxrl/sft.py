@@ -33,7 +33,11 @@ def sft(session: Session, params: Params) -> Params:
     optimizer = stage_optimizer(config, "sft")
     state = session.state = session.start_state(params, optimizer)
     update_step = UpdateStep(
-        components.model, supervised_loss, optimizer, offload=config.sft.optimizer.offload
+        components.model,
+        supervised_loss,
+        optimizer,
+        balance_coef=config.model.router.balance_coef,
+        offload=config.sft.optimizer.offload,
     )
     stream = Stream(components.demonstrations, seed=config.seed)
     model = components.model

@@ -68,6 +68,7 @@ def train(session: Session, params: Params) -> Params:
         optimizer,
         temperature=config.rollout.temperature,
         entropy_gradient=config.loss.entropy_coef != 0,
+        balance_coef=config.model.router.balance_coef,
         offload=config.optimizer.offload,
     )
     score = ScoreStep(components.model, temperature=config.rollout.temperature)

@@ -22,6 +22,7 @@ from jaxrl.models.attention.reference import attend_pages
 from jaxrl.models.layers import SamplerThrough, Through, for_sampler
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.models.qwen_moe import QwenMoeConfig
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_weights
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.training.packing import Packed, loss_quarters, pack
@@ -48,6 +49,15 @@ TINY = QwenConfig(
     output_bias=False,
     qk_norm=True,
     max_positions=512,
+)
+# Two layers with experts around a dense one.
+TINY_MOE = QwenMoeConfig(
+    **{**vars(TINY), "num_layers": 3, "qkv_bias": False},
+    expert_width=26,
+    num_experts=8,
+    num_chosen=2,
+    normalises_shares=True,
+    expert_layers=(0, 2),
 )
 UPDATE_PROGRAMS = 2 + len(QUARTERS)  # at most: start, optimizer, one for each room in the output
 NUM_TOKENS = 250  # ids the tokenizer knows; the last four pad the vocabulary

@@ -20,6 +20,7 @@ import optax
 
 from jaxrl.models.attention import gpu, reference
 from jaxrl.models.attention.choice import choose, on_mesh
+from jaxrl.models.experts.choice import choose as choose_experts
 from jaxrl.models.lora import Adapter, find_targets
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import (
@@ -38,6 +39,7 @@ from jaxrl.training.update import Gradient, ScoreStep, UpdateStep, init_state, p
 from tests.helpers import (
     NUM_TOKENS,
     TINY,
+    TINY_MOE,
     Sequence,
     compilations,
     dense_table,
@@ -67,6 +69,11 @@ EVERY_CONTEXT = [
     for data, fsdp, context, tensor in itertools.product((1, 2, 4), (1, 2, 4), (2, 4, 8), (1, 2))
     if data * fsdp * context * tensor == 8
 ]
+EXPERT_MESHES = {
+    "expert 8": {"data": 1, "fsdp": 1, "expert": 8, "tensor": 1},
+    "context 2, expert 4": {"data": 1, "fsdp": 1, "context": 2, "expert": 4, "tensor": 1},
+    "fsdp 2, expert 2, tensor 2": {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2},
+}
 NUM_ROWS = 16
 GROUP_SIZE = 4
 BUDGET = 8  # tokens a turn
@@ -117,11 +124,11 @@ def cache_layout(engine):
     }
 
 
-def sample(mesh, params):
+def sample(mesh, params, config=TINY):
     """Two turns of every request, with an observation between, through the engine."""
     automaton = StopAutomaton([bytes([i]) for i in range(NUM_TOKENS)], [*"ABCDEFGH"])
     engine = Engine(
-        TINY,
+        config,
         mesh,
         automaton,
         num_tokens=NUM_TOKENS,
@@ -130,6 +137,7 @@ def sample(mesh, params):
         max_prompt_tokens=16,
         max_total_tokens=64,
         chunk_tokens=4,
+        experts=choose_experts("auto", mesh),
     )
     engine.row_sizes = engine.row_sizes[-1:]  # one size will do: a compilation is seconds
     engine.compile()
@@ -222,11 +230,15 @@ def share_on_first_device(tree):
     return held / sum(leaf.nbytes for leaf in leaves)
 
 
-def train(mesh, params):
+def model_on(mesh, config=TINY, **settings):
+    settings["attention"] = choose("xla", mesh, config)
+    experts = choose_experts("auto", mesh)
+    return Model(config, mesh, num_tokens=NUM_TOKENS, experts=experts, **settings)
+
+
+def train(mesh, params, config=TINY):
     """Scores and updates twice; the report and the first gradient."""
-    kernels = choose("xla", mesh, TINY)
-    sizes = {"num_tokens": NUM_TOKENS, "logits_chunk_tokens": CHUNK_TOKENS}
-    model = Model(TINY, mesh, **sizes, attention=kernels)
+    model = model_on(mesh, config, logits_chunk_tokens=CHUNK_TOKENS)
     optimizer = optax.adamw(1e-3)
     loss = policy_loss(
         loss={"entropy_coef": 0.01, "clip_high": 0.3}, kl={"coef": 0.1, "anchor": "ref"}
@@ -236,8 +248,8 @@ def train(mesh, params):
     packed = pack_all(random_sequences([13, 44, 24, 24, 7, 40] * 3), SHAPE)
     batch = put_batch(mesh, packed.batch)
     logprobs = score(params, batch, packed)
-    copies = jax.device_put(jax.tree.map(np.array, params), param_shardings(mesh, TINY))
-    state = init_state(copies, mesh, TINY, optimizer)  # which donates them
+    copies = jax.device_put(jax.tree.map(np.array, params), param_shardings(mesh, config))
+    state = init_state(copies, mesh, config, optimizer)  # which donates them
     wanted = jax.tree.map(lambda leaf: leaf.sharding, state)
     with compilations() as compiled:
         state, metrics = step(state, batch, packed)
@@ -261,6 +273,7 @@ def train(mesh, params):
         "shardings_kept": all(jax.tree.leaves(kept)),
         "logits_tokens": logits_tokens(text),
         "activations_moved": [size for _, size in collectives(text) if size % 11 == 0],
+        "largest_array": max(map(math.prod, shapes_in(text))),
         "num_traces": step.num_traces,
         "num_compilations": len(compiled),
         "num_updates": int(state.num_updates),
@@ -386,12 +399,49 @@ def bytes_of_a_long_row():
     return found
 
 
+def of_experts():
+    """The same of a mixture of experts, on one device and on each of `EXPERT_MESHES`."""
+    params, found = tiny_params(TINY_MOE), {}
+    one = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
+    on_one = jax.device_put(params, param_shardings(one, TINY_MOE))
+    one_report, one_gradient, one_logprobs = train(one, on_one, TINY_MOE)
+    score = ScoreStep(model_on(one, TINY_MOE), temperature=1.0)
+    for name, sizes in EXPERT_MESHES.items():
+        mesh = make_mesh(**sizes)
+        placed = jax.device_put(params, param_shardings(mesh, TINY_MOE))
+        rows, _ = sample(mesh, placed, TINY_MOE)
+        trained, gradient, logprobs = train(mesh, placed, TINY_MOE)
+        packed = pack_all(as_sequences(rows), BatchShape(num_micro=3, micro_rows=8, row_tokens=64))
+        forced = score(on_one, put_batch(one, packed.batch), packed)
+        gaps = [
+            np.abs(gather(packed.batch, forced, index) - row["logprobs"])[row["mask"]].max()
+            for index, row in enumerate(rows)
+        ]
+        experts = placed["blocks"]["moe"]["gate"]["kernel"]
+        found[name] = {
+            "sampled_logprob_gap": float(max(gaps)),
+            "num_sampled": sum(sum(row["mask"]) for row in rows),
+            "scored_logprob_gap": float(np.abs(logprobs - one_logprobs).max()),
+            "gradient_distance": float(relative_distance(gradient, one_gradient)),
+            "metric_gap": max(
+                abs(value - one_report["metrics"][metric])
+                for metric, value in trained["metrics"].items()
+            ),
+            "shardings_kept": trained["shardings_kept"],
+            "experts_share": share_on_first_device(experts),
+            "largest_array": trained["largest_array"],
+        }
+    return found
+
+
 def main(path, group):
     if group == "every context":
         report = {
             "distances": gradients_on_every_mesh_with_context(),
             "temporaries": bytes_of_a_long_row(),
         }
+    elif group == "experts":
+        report = of_experts()
     else:
         report = measure(GROUPS[group])
     with open(path, "w") as file:

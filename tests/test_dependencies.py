@@ -133,6 +133,7 @@ LARGER = {
     "jaxrl/sampling/decode.py:decode_chunk",  # what a step does stands inside the loop of steps
     # Sizes and programs that are fixed for its life; arrays and settings of an objective.
     "jaxrl/sampling/engine.py:__init__",
+    "jaxrl/models/policy.py:__init__",
     "jaxrl/objectives/corrections.py:importance_weights",
     "jaxrl/objectives/shaping.py:boundary_aware_rewards",
     # A kernel gets each of its operands and results as a reference.
@@ -189,7 +190,7 @@ def test_functions_are_short():
     assert found == LARGER
 
 
-MAX_LINES_OF_THE_LOOP = 19_500
+MAX_LINES_OF_THE_LOOP = 20_000
 """Of `jaxrl/train.py` and all that it imports; who reads how it trains reads no more than this."""
 
 

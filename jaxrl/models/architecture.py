@@ -40,6 +40,15 @@ class MemoryTerms:
     saved_activations: dict[str, int]
     read_activations: int
 
+    def plus(self, other: MemoryTerms) -> MemoryTerms:
+        """The sums of both."""
+        saved = {n: size + other.saved_activations[n] for n, size in self.saved_activations.items()}
+        return MemoryTerms(
+            activations=self.activations + other.activations,
+            saved_activations=saved,
+            read_activations=self.read_activations + other.read_activations,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arranged:
@@ -156,6 +165,8 @@ class Architecture(ABC):
     head_dim: int  # H, of keys and values
     max_positions: int  # tokens of the longest sequence
     tie_embeddings: bool  # the output layer is the embedding
+    num_experts: int = 0  # of a layer that has some
+    expert_layers: tuple[int, ...] = ()  # which have
     vision: Vision | None = None  # what reads images; None in a model of text alone
 
     @property
@@ -279,7 +290,16 @@ class Architecture(ABC):
 
     @abstractmethod
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Of a layer whose heads and inner width are split over `tensor` devices."""
+        """Of a layer, without experts, its heads and inner width split over `tensor` devices."""
+
+    def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
+        """What the experts of a layer add, split over `expert` devices and each over `tensor`."""
+        raise NotImplementedError
+
+    @property
+    def num_idle(self) -> int:
+        """Parameters of experts that a token does not reach."""
+        return 0
 
 
 def is_axes(node: Any) -> bool:

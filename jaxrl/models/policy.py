@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,9 @@ from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import XLA, Kernels
+from jaxrl.models.experts import dispatch
+from jaxrl.models.experts.dispatch import Experts
+from jaxrl.models.experts.routing import Routing
 from jaxrl.models.layers import Through
 from jaxrl.models.lora import Adapter, Declared, join, split
 from jaxrl.models.output import OutputLayer, find_places, put, take
@@ -42,6 +46,7 @@ class Model:
         num_tokens: int,
         dtype: Any = jnp.float32,
         attention: Kernels = XLA,
+        experts: Experts = dispatch.XLA,
         remat: str = "full",
         scan_layers: bool = True,
         logits_chunk_tokens: int = 2048,
@@ -54,6 +59,7 @@ class Model:
             num_tokens: ids the tokenizer knows; larger ones have probability 0.
             dtype: of activations and matrix products; master weights stay float32.
             attention: the kernels.
+            experts: how those of a mixture are computed.
             remat: what of a layer is computed again in the backward pass; see `layers.REMAT`.
             scan_layers: compile one layer for all.
             logits_chunk_tokens: at most so many tokens have their logits in memory at a time.
@@ -65,7 +71,8 @@ class Model:
         self.num_tokens = num_tokens
         self.dtype = dtype
         self.attention = attention
-        self.through = Through(remat=remat, scan=scan_layers)
+        self.experts = experts
+        self._through = Through(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
         self.frozen: tuple[str, ...] = ()
 
@@ -98,6 +105,13 @@ class Model:
         """Into how many pieces a row is cut, which divides its tokens."""
         return self.mesh.shape[CONTEXT]
 
+    def routing(self, batch: Batch) -> Routing:
+        """Of a pass over a micro-batch, for a mixture of experts with the use that tokens make."""
+        if not self.config.num_experts:
+            return Routing(experts=self.experts)
+        is_token = in_pieces(self.mesh, batch.segment_ids > 0)
+        return Routing(experts=self.experts, counted=is_token.reshape(-1).astype(jnp.float32))
+
     def token_logprobs(
         self,
         params: Params,
@@ -106,6 +120,7 @@ class Model:
         temperature: float | jax.Array,
         entropy_gradient: bool = False,
         quarters: int = 4,
+        routing: Routing | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probability of each token given those before it, and the entropy it was drawn with.
 
@@ -119,6 +134,7 @@ class Model:
             entropy_gradient: let gradients flow through the entropies.
             quarters: of the tokens of each shard, that have room in the output layer; those in
                 `loss_mask` beyond get 0.
+            routing: of `routing`, for who wants to know what became of it.
 
         Returns:
             Log-probabilities and entropies, float32 [b, T], nats.
@@ -136,7 +152,7 @@ class Model:
                 whole_rows(self.mesh, batch.positions),
                 self.num_pieces,
             ),
-            self.through,
+            replace(self._through, routing=routing or Routing(experts=self.experts)),
             **images,
         )
         # Rows stay split over data and fsdp: left alone, the compiler splits the width of

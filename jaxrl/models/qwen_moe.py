@@ -13,7 +13,7 @@ products are computed for sorted tokens (`experts/dispatch.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -83,7 +83,7 @@ class QwenMoeConfig(QwenConfig):
     num_experts: int
     num_chosen: int  # experts of a token
     normalises_shares: bool  # those of a token add up to 1
-    moe_layers: tuple[int, ...]  # with experts, in order
+    expert_layers: tuple[int, ...]  # with experts, in order
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenMoeConfig:
@@ -114,8 +114,8 @@ class QwenMoeConfig(QwenConfig):
             )
         dense_layers, step = fields.get("mlp_only_layers", []), sizes["decoder_sparse_step"]
         layers = range(dense.num_layers)
-        moe_layers = tuple(i for i in layers if (i + 1) % step == 0 and i not in dense_layers)
-        if not moe_layers:
+        expert_layers = tuple(i for i in layers if (i + 1) % step == 0 and i not in dense_layers)
+        if not expert_layers:
             raise ValueError(
                 f"{source}: 'decoder_sparse_step' of {step} and 'mlp_only_layers' leave no layer "
                 "with experts; a dense model has the model_type 'qwen3'."
@@ -126,7 +126,7 @@ class QwenMoeConfig(QwenConfig):
             num_experts=num_experts,
             num_chosen=num_chosen,
             normalises_shares=bool(fields.get("norm_topk_prob", False)),
-            moe_layers=moe_layers,
+            expert_layers=expert_layers,
         )
 
     def hf_config(self) -> dict[str, Any]:
@@ -145,13 +145,13 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def _dense_layers(self) -> list[int]:
-        return [layer for layer in range(self.num_layers) if layer not in self.moe_layers]
+        return [layer for layer in range(self.num_layers) if layer not in self.expert_layers]
 
     @property
     def stacks(self) -> Stacks:
         """Where some layers are dense: which have an MLP, and which have experts."""
         dense = tuple(self._dense_layers)
-        return {"mlp": dense, "moe": self.moe_layers} if dense else {}
+        return {"mlp": dense, "moe": self.expert_layers} if dense else {}
 
     def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
         """Experts; beside them an MLP where some layers have one."""
@@ -160,12 +160,12 @@ class QwenMoeConfig(QwenConfig):
 
     def feed_forward_axes(self) -> dict[str, Any]:
         """Experts over `expert`, each as an MLP is; routers whole but for the width."""
-        outwards = {"kernel": ("layer", "expert", "width", "mlp")}
+        outwards = {"kernel": ("layer", "expert", "width of an expert", "mlp")}
         moe = {
             "router": {"kernel": ("layer", "width", None)},
             "gate": outwards,
             "up": outwards,
-            "down": {"kernel": ("layer", "expert", "mlp", "width")},
+            "down": {"kernel": ("layer", "expert", "mlp", "width of an expert")},
         }
         return {**(super().feed_forward_axes() if self._dense_layers else {}), "moe": moe}
 
@@ -181,7 +181,7 @@ class QwenMoeConfig(QwenConfig):
 
     def begin_routing(self, routing: Routing, num_tokens: int) -> Routed:
         """The number of the first layer with experts, and that nothing was found in one yet."""
-        sizes = len(self.moe_layers), num_tokens, self.num_chosen, self.num_experts
+        sizes = len(self.expert_layers), num_tokens, self.num_chosen, self.num_experts
         return jnp.zeros((), jnp.int32), routing.begin(*sizes)
 
     def routed_feed_forward(
@@ -211,7 +211,7 @@ class QwenMoeConfig(QwenConfig):
         """A layer's experts as transformers 5 has them in memory."""
         E, D, F = self.num_experts, self.width, self.expert_width
         fused = {}
-        for layer in self.moe_layers:
+        for layer in self.expert_layers:
             base = f"model.layers.{layer}.mlp.experts."
             outwards = {
                 f"{base}{expert}.{name}_proj.weight": (expert, rows)
@@ -223,6 +223,31 @@ class QwenMoeConfig(QwenConfig):
             fused[f"{base}down_proj"] = Fused(shape=(E, D, F), parts=back)
         return fused
 
+    @property
+    def num_idle(self) -> int:
+        """Parameters of experts that a token does not reach."""
+        of_one = 3 * self.width * self.expert_width
+        return len(self.expert_layers) * (self.num_experts - self.num_chosen) * of_one
+
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Of attention and of as many experts as a token has."""
-        return super().memory_terms(tensor)
+        """As of the dense model, with an MLP only where layers have one."""
+        width = self.mlp_width if self._dense_layers else 0
+        dense = {field.name: getattr(self, field.name) for field in fields(QwenConfig)}
+        return QwenConfig(**{**dense, "mlp_width": width}).memory_terms(tensor)
+
+    def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
+        """Of the pairs of tokens and experts that there is room for, and of those of own tokens."""
+        rows = expert * min(self.num_chosen, self.num_experts // expert)
+        pairs = expert * self.num_chosen
+        width = self.expert_width
+        inner = width if width % tensor else width // tensor
+        computed = rows * (2 * self.width + 3 * inner)
+        return MemoryTerms(
+            activations=2 * computed + 2 * pairs * self.width,
+            saved_activations={
+                "none": computed + pairs * self.width,
+                "dots": 0,
+                "names": 2 * rows * inner + 2 * self.num_experts,
+            },
+            read_activations=rows * (self.width + 2 * inner) + pairs * self.width,
+        )

@@ -1,13 +1,14 @@
 """The device mesh and how arrays lie on it: the only place that knows.
 
 Parameters name their axes (`Architecture.logical_axes`); the rules below map those names to the
-mesh axes. Packed rows of tokens are split over data and fsdp, and each of them over context; the
-sampler's rows, which are not packed, over all three.
+mesh axes. Packed rows of tokens are split over data, fsdp and expert, and each of them over
+context; the sampler's rows, which are not packed, over all four.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from jaxrl.models.layers import for_sampler
 from jaxrl.models.lora import Adapter, Declared
 from jaxrl.types import Params
 
-BATCH = ("data", "fsdp")
+BATCH = ("data", "fsdp", "expert")
 """The mesh axes over which packed rows are split."""
 
 CONTEXT = "context"
@@ -34,10 +35,11 @@ PIECES = (*BATCH, CONTEXT)
 RULES: dict[str | None, str | tuple[str, ...] | None] = {
     "layer": None,
     "vocab": "tensor",
-    "width": ("fsdp", CONTEXT),
+    "width": ("fsdp", CONTEXT, "expert"),
+    "width of an expert": ("fsdp", CONTEXT),
     "heads": "tensor",
     "mlp": "tensor",
-    "expert": None,
+    "expert": "expert",
     None: None,
 }
 
@@ -49,6 +51,7 @@ def mesh_sizes(
     fsdp: int,
     tensor: int,
     context: int = 1,
+    expert: int = 1,
     rollout_devices: int = 0,
     num_processes: int = 1,
 ) -> dict[str, int]:
@@ -60,13 +63,15 @@ def mesh_sizes(
         ValueError: the sizes do not multiply to the number of devices.
     """
     num_local = num_devices // num_processes
-    if rollout_devices and (rollout_devices >= num_local or rollout_devices % max(tensor, 1)):
+    together = max(tensor, 1) * max(expert, 1)
+    if rollout_devices and (rollout_devices >= num_local or rollout_devices % together):
+        key = "mesh.tensor" if expert == 1 else "mesh.expert * mesh.tensor"
         raise ValueError(
             f"config.mesh.rollout_devices={rollout_devices} of each process's {num_local} devices; "
-            f"expected a multiple of config.mesh.tensor={tensor} that leaves devices to train on."
+            f"expected a multiple of config.{key}={together} that leaves devices to train on."
         )
     num_devices -= rollout_devices * num_processes
-    sizes = {"data": data, "fsdp": fsdp, CONTEXT: context, "tensor": tensor}
+    sizes = {"data": data, "fsdp": fsdp, CONTEXT: context, "expert": expert, "tensor": tensor}
     free = [name for name, size in sizes.items() if size == -1]
     given = [size for size in sizes.values() if size != -1]
     known = math.prod(given)
@@ -89,36 +94,37 @@ def make_mesh(
     fsdp: int,
     tensor: int,
     context: int = 1,
+    expert: int = 1,
     rollout_devices: int = 0,
     devices: Any = None,
 ) -> Mesh:
     """A mesh over all devices but the last `rollout_devices` of each process; see `mesh_sizes`."""
     devices, count = jax.devices() if devices is None else devices, jax.process_count()
-    sizes = mesh_sizes(
-        len(devices),
-        data=data,
-        fsdp=fsdp,
-        tensor=tensor,
-        context=context,
-        rollout_devices=rollout_devices,
-        num_processes=count,
-    )
+    axes = {"data": data, "fsdp": fsdp, "context": context, "expert": expert, "tensor": tensor}
+    sizes = mesh_sizes(len(devices), **axes, rollout_devices=rollout_devices, num_processes=count)
     if rollout_devices:
         own = [[d for d in devices if d.process_index == index] for index in range(count)]
         devices = [device for part in own for device in part[:-rollout_devices]]
     types = (AxisType.Auto,) * len(sizes)
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
-    for row in mesh.devices.reshape(-1, sizes["tensor"]):
+    for row in mesh.devices.reshape(-1, devices_together(sizes)):
         if len({device.process_index for device in row}) > 1:
-            raise spans_processes(sizes["tensor"], jax.local_device_count())
+            raise spans_processes(sizes, jax.local_device_count())
     return mesh
 
 
-def spans_processes(tensor: int, num_local: int) -> ValueError:
-    """The error of a tensor axis beyond the `num_local` devices of a process."""
+def devices_together(sizes: Mapping[str, int]) -> int:
+    """Devices that sample the same rows, or have each other's experts: `expert` times `tensor`."""
+    return sizes["expert"] * sizes["tensor"]
+
+
+def spans_processes(sizes: Mapping[str, int], num_local: int) -> ValueError:
+    """The error of axes `expert` and `tensor` beyond the `num_local` devices of a process."""
+    names = [name for name in ("expert", "tensor") if sizes[name] > 1]
+    keys = " and ".join(f"config.mesh.{name}={sizes[name]}" for name in names)
     return ValueError(
-        f"config.mesh.tensor={tensor} would span several processes, each of which samples on its "
-        f"own {num_local} devices; set it to a divisor."
+        f"{keys} would span several processes, each of which samples on its "
+        f"own {num_local} devices; set {'it to a divisor' if len(names) == 1 else 'them lower'}."
     )
 
 
@@ -134,7 +140,8 @@ def local_mesh(mesh: Mesh, rollout_devices: int = 0) -> Mesh:
         return mesh
     else:
         own = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    sizes = {name: 1 for name in mesh.axis_names} | {"data": -1, "tensor": mesh.shape["tensor"]}
+    kept = {name: mesh.shape[name] for name in ("expert", "tensor")}
+    sizes = dict.fromkeys(mesh.axis_names, 1) | {"data": -1} | kept
     devices = np.array(own).reshape(tuple(sizes.values()))
     return Mesh(devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(sizes))
 
@@ -152,11 +159,18 @@ def on_local_mesh(array: jax.Array, sharding: NamedSharding, mesh: Mesh) -> jax.
 
 
 def check_model_fits(mesh: Mesh, config: Architecture) -> None:
-    """Refuses a tensor axis that would cut through an attention head.
+    """Refuses a tensor axis that would cut through an attention head, and uneven shares of experts.
 
     Raises:
-        ValueError: `mesh` splits the key-value heads unevenly.
+        ValueError: `mesh` splits the key-value heads or the experts unevenly.
     """
+    num_shares, num_experts = mesh.shape["expert"], config.num_experts
+    if num_shares > 1 and (not num_experts or num_experts % num_shares):
+        has = f"does not divide the model's {num_experts} experts; set it to a divisor"
+        raise ValueError(
+            f"config.mesh.expert={num_shares} {has if num_experts else 'is for experts, of which '}"
+            f"{'' if num_experts else 'the model has none; set it to 1'}."
+        )
     if config.num_kv_heads % mesh.shape["tensor"]:
         raise ValueError(
             f"config.mesh.tensor={mesh.shape['tensor']} does not divide the model's "
@@ -180,12 +194,12 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Mini-batches `[A, b, T]`: rows over data and fsdp, the tokens of each over context."""
+    """Mini-batches `[A, b, T]`: rows over data, fsdp, expert, the tokens of each over context."""
     return NamedSharding(mesh, P(None, BATCH, CONTEXT))
 
 
 def piece_sharding(mesh: Mesh) -> NamedSharding:
-    """The first axis over data, fsdp and context, the others whole."""
+    """The first axis over data, fsdp, expert and context, the others whole."""
     return NamedSharding(mesh, P(PIECES))
 
 
@@ -227,8 +241,8 @@ def cache_sharding(mesh: Mesh) -> NamedSharding:
 def param_shardings(mesh: Mesh, declared: Declared, *, for_decode: bool = False) -> dict[str, Any]:
     """A sharding for every parameter, of a model or of a part of a policy.
 
-    A dimension that its mesh axis does not divide stays whole. With `for_decode` only `tensor`
-    splits weights, so that a decoding step gathers none.
+    A dimension that its mesh axes do not divide stays whole. With `for_decode` only `tensor` and,
+    of experts, `expert` split weights, so that a decoding step gathers none.
     """
     return _shardings(mesh, declared.logical_axes(), declared.abstract_params(), for_decode)
 
@@ -254,7 +268,7 @@ def _shardings(mesh: Mesh, axes: dict[str, Any], shapes: Params, for_decode: boo
     def leaf(axes: tuple[str | None, ...], shape: jax.ShapeDtypeStruct) -> NamedSharding:
         names = [RULES[axis] for axis in axes]
         if for_decode:
-            names = [name if name == "tensor" else None for name in names]
+            names = [name if name in ("tensor", "expert") else None for name in names]
         spec = [_split_by(mesh, n, size) for n, size in zip(names, shape.shape, strict=True)]
         return NamedSharding(mesh, P(*spec))
 

@@ -25,6 +25,9 @@ from jaxrl.models import kv_cache
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import attend_chunk, merge, past_ends
+from jaxrl.models.experts import dispatch
+from jaxrl.models.experts.dispatch import Experts
+from jaxrl.models.experts.routing import Routing
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.layers import SamplerThrough, Through, for_sampler
 from jaxrl.models.lora import Adapter
@@ -110,6 +113,7 @@ class Sampler:
         num_steps: decoding steps of a chunk.
         num_rows: of a chunk at most.
         dtype: of weights, activations and pages.
+        experts: how those of a mixture are computed.
         scan_layers: go through stacked layers in a loop, compiled once for all; else one after
             another.
         adapter: of the model, where it has one.
@@ -122,6 +126,7 @@ class Sampler:
     num_steps: int
     num_rows: int
     dtype: jnp.dtype
+    experts: Experts = dispatch.XLA
     scan_layers: bool = False
     adapter: Adapter | None = None
 
@@ -249,7 +254,7 @@ class Sampler:
             out, _ = read(q, keys, values, tables, limits, place)
             return out.astype(q.dtype).reshape(-1, *q.shape[2:]), cache
 
-        through = SamplerThrough(attend, cache)
+        through = SamplerThrough(attend, cache, Routing(experts=self.experts))
         token_ids = blocks.token_ids.reshape(-1)
         rotary = positions.reshape(-1) if blocks.rotary is None else blocks.rotary.reshape(-1, 3)
         units, given = blocks.units, {}
@@ -383,7 +388,7 @@ class Sampler:
             chunk = (*chunk[:pair], (keys, values), *chunk[pair + 1 :])
             return read(layer, q, limits, *own, index).astype(q.dtype), chunk
 
-        through = SamplerThrough(attend, chunk)
+        through = SamplerThrough(attend, chunk, Routing(experts=self.experts))
         hidden = self.config.sample_states(weights, pending, rotary, through)
         return hidden, through.memory
 

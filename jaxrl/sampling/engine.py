@@ -30,6 +30,8 @@ from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import XLA, Kernels
+from jaxrl.models.experts import dispatch
+from jaxrl.models.experts.dispatch import Experts
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.lora import Adapter
 from jaxrl.runtime.compilation import CompiledFunction
@@ -231,6 +233,7 @@ class Engine:
         chunk_tokens: int,
         dtype: Any = jnp.float32,
         kernels: Kernels = XLA,
+        experts: Experts = dispatch.XLA,
         train_mesh: Mesh | None = None,
         max_image_tokens: int = 0,
         scan_layers: bool = False,
@@ -252,6 +255,7 @@ class Engine:
             chunk_tokens: decoding steps between two looks of the host.
             dtype: of weights, activations and cache.
             kernels: of attention.
+            experts: how those of a mixture are computed.
             train_mesh: on which `set_weights` finds the parameters; `mesh` by default.
             max_image_tokens: of any trajectory; 0: as many as it has room for.
             scan_layers: see `decode.Sampler`.
@@ -289,6 +293,7 @@ class Engine:
             num_steps=chunk_tokens,
             num_rows=num_rows,
             dtype=dtype,
+            experts=experts,
             scan_layers=scan_layers,
             adapter=adapter,
         )

@@ -14,6 +14,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
 
+from jaxrl.models.experts.routing import Usage, usage_metrics
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.lora import Declared, join
 from jaxrl.models.output import QUARTERS
@@ -206,10 +207,48 @@ class Sums:
     gradients: Params  # float32
     metrics: dict[str, Metric]  # unfinished
     num_tokens: jax.Array  # float32 scalar, that carry loss
+    usage: Usage | None = None  # of experts, where the model has some
+    balance: jax.Array | None = None  # float32 [E], see `ExpertCounts.balance`; None without one
 
     def finished_metrics(self) -> dict[str, Metric]:
         """Those of all micro-batches."""
-        return {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
+        found = {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
+        if self.usage is not None:
+            used = usage_metrics(self.usage)
+            found |= {f"router/{name}": Metric(value) for name, value in used.items()}
+        return found
+
+
+class ExpertCounts:
+    """How often a mini-batch's tokens reach each expert, by passes of their own."""
+
+    def __init__(self, model: Model):
+        """Of the policy."""
+        sizes = len(model.config.expert_layers), model.config.num_experts
+
+        def begin() -> tuple[jax.Array, jax.Array]:
+            return jnp.zeros(sizes, jnp.float32), jnp.zeros((), jnp.float32)
+
+        def add(params: Params, sums: Any, micro: Batch, _: jax.Array, quarters: int) -> Any:
+            routing = model.routing(micro)
+            model.token_logprobs(params, micro, temperature=1.0, quarters=quarters, routing=routing)
+            assert routing.usage is not None
+            return sums[0] + routing.usage.counts, sums[1] + routing.usage.num_tokens
+
+        def weigh(sums: tuple[jax.Array, jax.Array], coef: jax.Array) -> jax.Array:
+            counts, num_tokens = sums
+            rows = num_tokens * sizes[0]
+            return coef * sizes[1] * counts.sum(axis=0) / rows**2
+
+        whole = replicated(model.mesh)
+        self._begin = jax.jit(begin, out_shardings=whole)
+        self._weigh = jax.jit(weigh, out_shardings=whole)
+        self.add = MicroBatches(model.mesh, "expert counts", add)
+
+    def balance(self, params: Params, batch: Batch, packed: Packed, coef: float) -> jax.Array:
+        """float32 [E]: times the probabilities of a token, summed over layers, the balance loss."""
+        sums = self.add(params, self._begin(), batch, packed)
+        return self._weigh(sums, np.float32(coef))
 
 
 class Gradient:
@@ -225,6 +264,7 @@ class Gradient:
         *,
         temperature: float = 1.0,
         entropy_gradient: bool = False,
+        balance_coef: float = 0.0,
     ):
         """What is differentiated.
 
@@ -233,18 +273,22 @@ class Gradient:
             token_loss: see `TokenLoss`.
             temperature: of the distribution that was sampled from.
             entropy_gradient: the loss differentiates through the entropies.
+            balance_coef: of the loss that has experts used alike, see `balance_loss`. It is of the
+                whole mini-batch: a pass beforehand counts which experts its tokens reach.
         """
         shardings = param_shardings(model.mesh, model.trained)
 
         def micro_loss(
-            trained: Params, others: Params, micro: Batch, quarters: int
+            trained: Params, others: Params, micro: Batch, balance: Any, quarters: int
         ) -> tuple[jax.Array, Any]:
+            routing = model.routing(micro)
             logprobs, entropies = model.token_logprobs(
                 join(others, trained),
                 micro,
                 temperature=temperature,
                 entropy_gradient=entropy_gradient,
                 quarters=quarters,
+                routing=routing,
             )
             values, metrics = token_loss(logprobs, entropies, micro)
             reduced = {
@@ -252,29 +296,39 @@ class Gradient:
                 for name, metric in metrics.items()
             }
             num_tokens = micro.loss_mask.sum().astype(jnp.float32)
-            return (values * micro.token_weights).sum(), (reduced, num_tokens)
+            loss = (values * micro.token_weights).sum()
+            if balance is not None:
+                assert routing.usage is not None
+                loss += (balance * routing.usage.probabilities.sum(axis=0)).sum()
+            return loss, (reduced, num_tokens, routing.usage)
 
         def begin(params: Params, batch: Batch) -> Sums:
             first = jax.tree.map(lambda x: x[0], batch)
-            loss = partial(micro_loss, quarters=QUARTERS[0])
+            loss = partial(micro_loss, balance=None, quarters=QUARTERS[0])
             trained, others = model.split(params)
             abstract = jax.eval_shape(loss, trained, others, first)[1]
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (trained, abstract))
-            gradients, (metrics, num_tokens) = zeros
+            gradients, (metrics, num_tokens, usage) = zeros
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)
-            return Sums(gradients=gradients, metrics=metrics, num_tokens=num_tokens)
+            return Sums(gradients=gradients, metrics=metrics, num_tokens=num_tokens, usage=usage)
 
         def add(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
             differentiate = jax.grad(micro_loss, has_aux=True)
-            new, (metrics, num_tokens) = differentiate(*model.split(params), micro, quarters)
+            new, (metrics, num_tokens, usage) = differentiate(
+                *model.split(params), micro, sums.balance, quarters
+            )
             gradients = jax.tree.map(jnp.add, sums.gradients, new)
             return Sums(
                 gradients=jax.lax.with_sharding_constraint(gradients, shardings),
                 metrics={n: metric.combine(metrics[n]) for n, metric in sums.metrics.items()},
                 num_tokens=sums.num_tokens + num_tokens,
+                usage=jax.tree.map(jnp.add, sums.usage, usage),
+                balance=sums.balance,
             )
 
         self._model = model
+        self.count = ExpertCounts(model) if balance_coef else None
+        self._balance_coef = balance_coef
         self.begin = CompiledFunction(begin, name="the update's start")
         self.add = MicroBatches(model.mesh, "update", add)
 
@@ -282,7 +336,11 @@ class Gradient:
         """Over the micro-batches of `packed`, which lies on the devices as `batch`."""
         policy = self._model.whole(params)
         without = dataclasses.replace(batch, images=None)  # which change no shape of a sum
-        return self.add(policy, self.begin(policy, without), batch, packed)
+        sums = self.begin(policy, without)
+        if self.count is not None:
+            balance = self.count.balance(policy, batch, packed, self._balance_coef)
+            sums = dataclasses.replace(sums, balance=balance)
+        return self.add(policy, sums, batch, packed)
 
 
 class UpdateStep:
@@ -300,6 +358,7 @@ class UpdateStep:
         *,
         temperature: float = 1.0,
         entropy_gradient: bool = False,
+        balance_coef: float = 0.0,
         offload: bool = False,
     ):
         """As `Gradient`; the optimizer is applied to the float32 master weights.
@@ -308,7 +367,11 @@ class UpdateStep:
         """
         self._offload = offload
         self.gradient = Gradient(
-            model, token_loss, temperature=temperature, entropy_gradient=entropy_gradient
+            model,
+            token_loss,
+            temperature=temperature,
+            entropy_gradient=entropy_gradient,
+            balance_coef=balance_coef,
         )
         shardings = state_shardings(model.mesh, model.trained, optimizer)
 
@@ -337,7 +400,9 @@ class UpdateStep:
     @property
     def num_traces(self) -> int:
         """Compilations so far."""
-        programs = (self.gradient.begin, self.gradient.add.program, self.apply)
+        programs = [self.gradient.begin, self.gradient.add.program, self.apply]
+        if self.gradient.count is not None:
+            programs.append(self.gradient.count.add.program)
         return sum(program.num_traces for program in programs)
 
     def __call__(

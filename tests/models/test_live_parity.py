@@ -64,7 +64,7 @@ def random_moe(seed):
     """A small mixture of experts: any layers dense, shares normalised or not."""
     rng = np.random.default_rng(seed)
     dense = random_config(2 * seed + 1)
-    moe_layers = tuple(i for i in range(dense.num_layers) if rng.integers(3)) or (0,)
+    expert_layers = tuple(i for i in range(dense.num_layers) if rng.integers(3)) or (0,)
     num_experts = int(rng.integers(2, 17))
     return QwenMoeConfig(
         **vars(dense),
@@ -72,7 +72,7 @@ def random_moe(seed):
         num_experts=num_experts,
         num_chosen=int(rng.integers(1, min(num_experts, 5) + 1)),
         normalises_shares=bool(rng.integers(2)),
-        moe_layers=moe_layers,
+        expert_layers=expert_layers,
     )
 
 

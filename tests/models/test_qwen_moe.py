@@ -35,8 +35,8 @@ def golden(request):
 
 def test_the_layers_are_those_of_transformers():
     mixed, stepped = (read_model(GOLDEN / name) for name in NAMES[1:])
-    assert (mixed.moe_layers, mixed.normalises_shares) == ((0, 2, 3, 4), True)
-    assert stepped.moe_layers == (1,)
+    assert (mixed.expert_layers, mixed.normalises_shares) == ((0, 2, 3, 4), True)
+    assert stepped.expert_layers == (1,)
     uniform = read_model(GOLDEN / NAMES[0])
     assert (uniform.stacks, uniform.normalises_shares) == ({}, False)
     for config in (mixed, stepped, uniform):
@@ -96,7 +96,7 @@ def test_logits_losses_and_gradients_are_those_of_torch(golden):
     assert ours.keys() == theirs.keys()
     assert relative_distance(ours, theirs) < 1e-4
     routers = [name for name in ours if name.endswith("mlp.gate.weight")]
-    assert len(routers) == len(config.moe_layers)
+    assert len(routers) == len(config.expert_layers)
     for name in routers:
         assert relative_distance({"": ours[name]}, {"": theirs[name]}) < 1e-4
 
@@ -141,7 +141,7 @@ def fuse(folder):
     """Rewrites a folder with each layer's experts as transformers 5 has them in memory."""
     tensors = load_file(folder / "model.safetensors")
     config = read_model(folder)
-    for layer in config.moe_layers:
+    for layer in config.expert_layers:
         base = f"model.layers.{layer}.mlp.experts."
         parts = {
             name: np.stack(

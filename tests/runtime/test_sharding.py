@@ -1,11 +1,13 @@
 """The mesh, and that sampler and update compute on it what they compute on one device."""
 
 import json
+import math
 import os
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -15,18 +17,28 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.runtime import sharding
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.stop_strings import StopAutomaton
-from tests.helpers import TINY, UPDATE_PROGRAMS, with_devices
-from tests.mesh_worker import CHUNK_TOKENS, EVERY_CONTEXT, GROUPS, NUM_ROWS, SHAPE, collectives
+from tests.helpers import TINY, TINY_MOE, UPDATE_PROGRAMS, with_devices
+from tests.mesh_worker import (
+    CHUNK_TOKENS,
+    EVERY_CONTEXT,
+    EXPERT_MESHES,
+    GROUPS,
+    NUM_ROWS,
+    SHAPE,
+    collectives,
+)
 
-AXES = ("data", "fsdp", "context", "tensor")
+AXES = ("data", "fsdp", "context", "expert", "tensor")
 MESHES = {
-    name: {"context": 1} | sizes for group in GROUPS.values() for name, sizes in group.items()
+    name: {"context": 1, "expert": 1} | sizes
+    for group in GROUPS.values()
+    for name, sizes in group.items()
 }
 ROOT = Path(__file__).parents[2]
 
 
-def abstract_mesh(data, fsdp, tensor, context=1):
-    return AbstractMesh((data, fsdp, context, tensor), AXES)
+def abstract_mesh(data, fsdp, tensor, context=1, expert=1):
+    return AbstractMesh((data, fsdp, context, expert, tensor), AXES)
 
 
 @pytest.mark.parametrize(
@@ -37,13 +49,15 @@ def abstract_mesh(data, fsdp, tensor, context=1):
     ],
 )
 def test_mesh_that_does_not_divide_the_devices_is_refused(sizes):
+    axes = dict(zip(("data", "fsdp", "context", "tensor"), sizes, strict=True))
     with pytest.raises(ValueError, match=r"config\.mesh .* the number of devices, 8; "):
-        sharding.make_mesh(**dict(zip(AXES, sizes, strict=True)), devices=list(range(8)))
+        sharding.make_mesh(**axes, devices=list(range(8)))
 
 
 def test_minus_one_is_what_is_left():
     mesh = sharding.make_mesh(data=1, fsdp=-1, tensor=1, devices=jax.devices()[:1])
-    assert dict(mesh.shape) == {"data": 1, "fsdp": 1, "context": 1, "tensor": 1}
+    sizes = {"data": 1, "fsdp": 1, "context": 1, "expert": 1, "tensor": 1}
+    assert dict(mesh.shape) == sizes
     assert sharding.mesh_sizes(8, data=1, fsdp=2, context=-1, tensor=2)["context"] == 2
 
 
@@ -315,3 +329,55 @@ def test_every_mesh_with_context_computes_what_one_device_does(tmp_path):
     assert two < 0.7 * one
     assert four < 0.7 * two
     assert eight < 0.75 * four
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory):
+    return measured("experts", tmp_path_factory.mktemp("experts") / "report.json")
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("name", EXPERT_MESHES)
+def test_experts_on_many_devices_compute_what_one_does(of_experts, name):
+    measured = of_experts[name]
+    assert measured["gradient_distance"] < 1e-5
+    assert measured["metric_gap"] < 1e-4
+    assert measured["scored_logprob_gap"] < 5e-5
+    # Sampled on the mesh, scored by the training pass of one device.
+    assert measured["sampled_logprob_gap"] < 1e-4
+    assert measured["num_sampled"] > 200
+    assert measured["shardings_kept"]
+    sizes = {"context": 1} | EXPERT_MESHES[name]
+    split = math.prod(sizes[axis] for axis in ("fsdp", "context", "expert", "tensor"))
+    assert measured["experts_share"] == 1 / split
+    # No array of the update holds tokens x experts x width, of those whose experts a device has.
+    tokens = SHAPE.micro_rows * SHAPE.row_tokens
+    tokens //= sizes["data"] * sizes["fsdp"] * sizes["context"]
+    assert measured["largest_array"] < tokens * TINY_MOE.num_experts * TINY_MOE.width
+
+
+EXPERTS = SimpleNamespace(num_experts=6, num_kv_heads=2)
+
+
+def test_experts_are_split_evenly_or_the_axis_is_refused():
+    sharding.check_model_fits(abstract_mesh(1, 1, 1, expert=3), EXPERTS)
+    with pytest.raises(
+        ValueError, match=r"mesh\.expert=4 does not divide the model's 6 experts; set"
+    ):
+        sharding.check_model_fits(abstract_mesh(1, 1, 1, expert=4), EXPERTS)
+    with pytest.raises(
+        ValueError, match=r"mesh\.expert=2 is for experts, of which the model has none"
+    ):
+        sharding.check_model_fits(abstract_mesh(1, 1, 1, expert=2), TINY)
+
+
+def test_weights_are_split_over_fsdp_and_expert_but_experts_over_one_each():
+    mesh = abstract_mesh(1, 2, 1, expert=4)
+    for for_decode, wide, expert in (
+        (False, ("fsdp", "expert"), P(None, "expert", "fsdp", "tensor")),
+        (True, None, P(None, "expert", None, "tensor")),
+    ):
+        layouts = sharding.param_shardings(mesh, TINY_MOE, for_decode=for_decode)
+        assert layouts["blocks"]["moe"]["gate"]["kernel"].spec == expert
+        assert layouts["blocks"]["mlp"]["gate"]["kernel"].spec == P(None, wide, "tensor")
+        assert layouts["blocks"]["moe"]["router"]["kernel"].spec == P(None, wide, None)

@@ -394,7 +394,8 @@ def test_keys_tell_everything_apart():
     ],
 )
 def test_rows_must_divide_over_the_devices_and_a_trajectory_fit(num_rows, num_pages, message):
-    mesh = jax.sharding.AbstractMesh((2, 2, 1, 1), ("data", "fsdp", "context", "tensor"))
+    sizes = {"data": 2, "fsdp": 2, "context": 1, "expert": 1, "tensor": 1}
+    mesh = jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes))
     with pytest.raises(ValueError, match=message):
         Engine(
             SMALL,

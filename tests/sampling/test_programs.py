@@ -26,7 +26,9 @@ CONFIGS = [
 def test_ten_programs_at_most(path, tiny_world):
     names = {}
     exec(path.read_text(encoding="utf-8"), names)
-    published = path.stem in ("search_r1", "search_r1_brief", "dapo", "bapo", "ares", "passk")
+    published = path.stem in (
+        *("search_r1", "search_r1_brief", "search_moe", "dapo", "bapo", "ares", "passk"),
+    )
     config = names["get_config"]() if published else names["get_config"](str(tiny_world))
     for platform in ("gpu", "cpu"):
         rows = row_sizes(platform, config.rollout.num_rows)

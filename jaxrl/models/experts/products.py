@@ -8,6 +8,7 @@ another, each with the weights of its one group.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ MAX_TILE = 128
 
 
 class Tiles(NamedTuple):
-    """Runs of rows of one group each; only the first `number` exist."""
+    """Runs of rows of one group each; only the first `number` exist, others begin behind all."""
 
     start: jax.Array  # int32 [T]
     group: jax.Array  # int32 [T]
@@ -49,21 +50,40 @@ def find_tiles(sizes: Int[Array, " G"], num_rows: int, tile: int) -> Tiles:
     group = jnp.searchsorted(ends, numbers, side="right").astype(jnp.int32)
     group = jnp.minimum(group, len(sizes) - 1)
     inside = (numbers - (ends - needed)[group]) * tile
-    start = (jnp.cumsum(sizes) - sizes)[group] + inside
-    size = jnp.clip(sizes[group] - inside, 0, tile)
+    exists = numbers < ends[-1]
+    start = jnp.where(exists, (jnp.cumsum(sizes) - sizes)[group] + inside, num_rows)
+    size = jnp.where(exists, jnp.clip(sizes[group] - inside, 0, tile), 0)
     return Tiles(start.astype(jnp.int32), group, size.astype(jnp.int32), ends[-1])
 
 
-@jax.custom_vjp
 def grouped_product(
     rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
 ) -> Float[Array, "A F"]:
-    """A `Product`; sums are float32, the result in the rows' dtype."""
-    return _by_tiles(rows, weights, sizes, is_transposed=False)
+    """A `Product`, in a loop over the tiles there are; float32 sums, in the rows' dtype."""
+    return _product(False, rows, weights, sizes)
+
+
+def grouped_product_of_known_length(
+    rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
+) -> Float[Array, "A F"]:
+    """The same in a loop as long as it could have to be, which devices go through alone."""
+    return _product(True, rows, weights, sizes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(
+    has_known_length: bool, rows: jax.Array, weights: jax.Array, sizes: jax.Array
+) -> jax.Array:
+    return _by_tiles(rows, weights, sizes, has_known_length, is_transposed=False)
 
 
 def _by_tiles(
-    rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, is_transposed: bool
+    rows: jax.Array,
+    weights: jax.Array,
+    sizes: jax.Array,
+    has_known_length: bool,
+    *,
+    is_transposed: bool,
 ) -> jax.Array:
     """The product with each group's weights, or with their transpose."""
     tile = tile_rows(len(rows), len(weights))
@@ -82,10 +102,13 @@ def _by_tiles(
         )
 
     out = jnp.zeros((len(padded), width), rows.dtype)
-    return jax.lax.fori_loop(0, tiles.number, one, out)[: len(rows)]
+    length = len(tiles.start) if has_known_length else tiles.number
+    return jax.lax.fori_loop(0, length, one, out)[: len(rows)]
 
 
-def _of_weights(rows: jax.Array, gradient: jax.Array, sizes: jax.Array, like: Any) -> jax.Array:
+def _of_weights(
+    rows: jax.Array, gradient: jax.Array, sizes: jax.Array, has_known_length: bool, like: Any
+) -> jax.Array:
     """The gradient of the weights: of each group, rows times gradients, summed in float32."""
     tile = tile_rows(len(rows), len(sizes))
     tiles = find_tiles(sizes, len(rows), tile)
@@ -98,21 +121,28 @@ def _of_weights(rows: jax.Array, gradient: jax.Array, sizes: jax.Array, like: An
             for x in (padded, gradient)
         )
         added = jnp.einsum("ad,af->df", block, of_block, preferred_element_type=jnp.float32)
-        return total.at[tiles.group[index]].add(added)
+        group = tiles.group[index]
+        added += jax.lax.dynamic_index_in_dim(total, group, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(total, added, group, axis=0)
 
     total = jnp.zeros(like.shape, jnp.float32)
-    return jax.lax.fori_loop(0, tiles.number, one, total).astype(like.dtype)
+    length = len(tiles.start) if has_known_length else tiles.number
+    return jax.lax.fori_loop(0, length, one, total).astype(like.dtype)
 
 
-def _forward(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Any]:
-    return grouped_product(rows, weights, sizes), (rows, weights, sizes)
+def _forward(
+    has_known_length: bool, rows: jax.Array, weights: jax.Array, sizes: jax.Array
+) -> tuple[jax.Array, Any]:
+    return _product(has_known_length, rows, weights, sizes), (rows, weights, sizes)
 
 
-def _backward(saved: Any, gradient: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _backward(
+    has_known_length: bool, saved: Any, gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
     rows, weights, sizes = saved
     gradient = gradient.astype(rows.dtype)
-    of_rows = _by_tiles(gradient, weights, sizes, is_transposed=True)
-    return of_rows, _of_weights(rows, gradient, sizes, weights), None
+    of_rows = _by_tiles(gradient, weights, sizes, has_known_length, is_transposed=True)
+    return of_rows, _of_weights(rows, gradient, sizes, has_known_length, weights), None
 
 
-grouped_product.defvjp(_forward, _backward)
+_product.defvjp(_forward, _backward)

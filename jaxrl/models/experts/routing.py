@@ -53,10 +53,10 @@ def route(
 class Usage:
     """How the tokens that count used the experts of L layers; sums over these tokens, float32."""
 
-    num_tokens: jax.Array  # scalar
-    counts: jax.Array  # [L, E], tokens that chose it
-    probabilities: jax.Array  # [L, E]; differentiable
-    entropies: jax.Array  # [L], of a token's distribution over the experts, nats
+    num_tokens: Any  # scalar
+    counts: Any  # [L, E], tokens that chose it
+    probabilities: Any  # [L, E]; differentiable
+    entropies: Any  # [L], of a token's distribution over the experts, nats
 
 
 def balance_loss(

@@ -160,7 +160,7 @@ def devices_needed(config: ConfigDict, model: Architecture, target: Target) -> i
             num_devices=target.num_devices * factor,
             num_processes=target.num_processes * (factor if is_job else 1),
         )
-        shards = sizes["data"] * sizes["fsdp"] * factor
+        shards = num_batch_shards(mesh) * factor
         num_sampling = max(flat["mesh.rollout_devices"] * factor * target.num_processes, 1)
         unit = math.lcm(shards * sizes["context"], num_sampling)
         rows = {key: -(-flat[key] // unit) * unit for key in _ROWS}
@@ -184,13 +184,14 @@ def _options(
     config: ConfigDict, model: Architecture, target: Target
 ) -> Iterator[list[dict[str, Any]]]:
     """For each key its values to try, the cheapest first; keys in the order of their cost."""
-    sizes = target_mesh(config, model, target).shape
-    shards = sizes["data"] * sizes["fsdp"]
+    mesh = target_mesh(config, model, target)
+    sizes, shards = mesh.shape, num_batch_shards(mesh)
+    groups = sizes["data"] * sizes["fsdp"]  # of devices that have all experts together
     if config.model.dtype == "float32":
         yield [{"model.dtype": "bfloat16"}]
     yield [
-        {"mesh.data": shards // fsdp, "mesh.fsdp": fsdp, "mesh.tensor": sizes["tensor"]}
-        for fsdp in _doublings(sizes["fsdp"], shards)
+        {"mesh.data": groups // fsdp, "mesh.fsdp": fsdp, "mesh.tensor": sizes["tensor"]}
+        for fsdp in _doublings(sizes["fsdp"], groups)
     ]
     flat = flatten(config)
     for stage, key in _MICRO_ROWS.items():
@@ -210,18 +211,18 @@ def _options(
     keys = [key for stage, key in _MICRO_ROWS.items() if stage in config.stages]
     # As many rows each, of which several devices then share the tokens.
     yield [
-        {"mesh.data": 1, "mesh.fsdp": shards // count, "mesh.context": sizes["context"] * count}
+        {"mesh.data": 1, "mesh.fsdp": groups // count, "mesh.context": sizes["context"] * count}
         | {key: flat[key] // count for key in keys}
-        for count in _doublings(1, shards)
-        if shards % count == 0
+        for count in _doublings(1, groups)
+        if groups % count == 0
     ]
     meshes = [
-        {"mesh.data": 1, "mesh.fsdp": shards * sizes["tensor"] // tensor, "mesh.tensor": tensor}
+        {"mesh.data": 1, "mesh.fsdp": groups * sizes["tensor"] // tensor, "mesh.tensor": tensor}
         for tensor in _doublings(sizes["tensor"], math.gcd(model.num_kv_heads, target.num_local))
     ]
     yield meshes
     # On fewer shards as many rows each: two devices then share the heads of what one had.
-    yield [mesh | {key: flat[key] * mesh["mesh.fsdp"] // shards for key in keys} for mesh in meshes]
+    yield [mesh | {key: flat[key] * mesh["mesh.fsdp"] // groups for key in keys} for mesh in meshes]
     shortest = config.rollout.max_prompt_tokens + 1
     yield [
         {"rollout.max_total_tokens": tokens}

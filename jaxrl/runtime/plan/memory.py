@@ -32,6 +32,7 @@ from jaxrl.runtime.plan.search import search_bytes
 from jaxrl.runtime.plan.weights import PolicyWeights, decode_bytes, num_values
 from jaxrl.runtime.sharding import (
     check_model_fits,
+    devices_together,
     mesh_sizes,
     num_batch_shards,
     num_pieces,
@@ -255,8 +256,8 @@ def target_mesh(config: ConfigDict, model: Architecture, target: Target) -> Any:
         ValueError: it does not divide the devices, those of a process or the model's heads.
     """
     sizes = mesh_sizes(target.num_devices, **config.mesh, num_processes=target.num_processes)
-    if (target.num_local - config.mesh.rollout_devices) % sizes["tensor"]:
-        raise spans_processes(sizes["tensor"], target.num_local)
+    if (target.num_local - config.mesh.rollout_devices) % devices_together(sizes):
+        raise spans_processes(sizes, target.num_local)
     mesh: Any = AbstractMesh(
         tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )
@@ -287,7 +288,11 @@ class ModelTerms:
     @property
     def layer(self) -> MemoryTerms:
         """Values of a token inside a layer."""
-        return self.model.memory_terms(self.mesh.shape["tensor"])
+        dense = self.model.memory_terms(self.mesh.shape["tensor"])
+        if not self.model.num_experts:
+            return dense
+        sizes = self.mesh.shape
+        return dense.plus(self.model.expert_terms(sizes["tensor"], sizes["expert"]))
 
     def cache_bytes(self, dtype: np.dtype) -> int:
         """Keys and values of a token, in all layers."""
@@ -302,7 +307,7 @@ class ModelTerms:
         model = self.model
         tables = model.vocab_size * model.width
         outside = tables * (1 if model.tie_embeddings else 2)
-        product_params = _num_params(model) - outside + tables
+        product_params = _num_params(model) - outside + tables - model.num_idle
         attention = 4 * model.num_layers * model.num_heads * model.head_dim * length // 2
         return (4 if trains_all else 3) * 2 * product_params + 4 * attention
 
@@ -410,7 +415,8 @@ class _Update:
     @property
     def gathers(self) -> bool:
         """Whether the weights are split over devices that multiply them whole."""
-        return self.mesh.shape["fsdp"] * self.mesh.shape["context"] > 1
+        sizes = self.mesh.shape
+        return sizes["fsdp"] * sizes["context"] * sizes["expert"] > 1
 
     @property
     def splits_gradients(self) -> bool:

@@ -1,11 +1,23 @@
 """Grouped products against `jax.lax.ragged_dot`, and what they cost."""
 
+import math
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.experts.products import find_tiles, grouped_product, tile_rows
+from jaxrl.models.experts import tpu
+from jaxrl.models.experts.choice import decide
+from jaxrl.models.experts.dispatch import mix
+from jaxrl.models.experts.products import (
+    find_tiles,
+    grouped_product,
+    grouped_product_of_known_length,
+    tile_rows,
+)
+from tests.helpers import shapes_in
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -72,3 +84,51 @@ def test_bfloat16_is_summed_in_float32():
     wanted = jax.jit(grouped_product)(*(x.astype(jnp.float32) for x in (rows, weights)), sizes)
     assert got.dtype == jnp.bfloat16
     np.testing.assert_array_equal(got, wanted.astype(jnp.bfloat16))
+
+
+def test_a_loop_of_known_length_computes_the_same():
+    args = operands([10, 0, 3, 20, 7], num_rows=45)
+    got = differentiate(grouped_product_of_known_length, 40)(*args)
+    wanted = differentiate(grouped_product, 40)(*args)
+    jax.tree.map(np.testing.assert_array_equal, got[1][1], wanted[1][1])
+    np.testing.assert_array_equal(got[1][0][:40], wanted[1][0][:40])
+    assert got[0] == wanted[0]
+
+
+def test_the_kernels_of_tpus_compute_the_same():
+    args = operands([10, 0, 3, 20, 7], num_rows=45)
+    got = differentiate(partial(tpu.grouped_product, interpret=True), 40)(*args)
+    wanted = differentiate(jax.lax.ragged_dot, 40)(*args)
+    np.testing.assert_allclose(got[0], wanted[0], rtol=1e-5)
+    np.testing.assert_allclose(got[1][0][:40], wanted[1][0][:40], atol=1e-5)
+    np.testing.assert_allclose(got[1][1], wanted[1][1], atol=1e-5)
+
+
+def test_the_choice_and_its_reason():
+    assert decide("auto", "tpu") == ("megablox", "since the devices are tpus")
+    assert decide("auto", "gpu") == ("xla", "since the devices are gpus")
+    assert decide("xla", "tpu")[0] == "xla"
+    with pytest.raises(
+        ValueError, match=r"model\.experts is 'megablox', .* devices are cpus; set it"
+    ):
+        decide("megablox", "cpu")
+
+
+def test_no_array_holds_tokens_times_experts_times_width():
+    tokens, num_experts, width, inner, num_chosen = 64, 32, 24, 40, 2
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((tokens, width), np.float32))
+    shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
+    weights = {n: jnp.ones((num_experts, *shape), jnp.float32) for n, shape in shapes.items()}
+    chosen = jnp.asarray(rng.integers(0, num_experts, (tokens, num_chosen)), jnp.int32)
+    shares = jnp.ones((tokens, num_chosen), jnp.float32)
+
+    def largest(product):
+        def loss(x, weights, shares):
+            return (mix(x, weights, chosen, shares, product=product) ** 2).sum()
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(x, weights, shares).compile()
+        return max(map(math.prod, shapes_in(compiled.as_text())))
+
+    assert largest(grouped_product) < tokens * num_experts * width
+    assert largest(jax.lax.ragged_dot) >= tokens * num_experts * width  # so the test would tell

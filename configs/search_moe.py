@@ -1,0 +1,56 @@
+"""Multi-turn search with a mixture of experts: Qwen3-30B-A3B on two 8-device hosts of 80 GiB.
+
+python -m jaxrl.launch --config=configs/search_moe.py --workdir=runs/search_moe
+
+Bring the model as models/Qwen3-30B-A3B; questions and documents as configs/search_r1.py wants them.
+The method is that of Search-R1 with group-sequence ratios (GSPO), which a token's other experts in
+the trainer move less than ratios of tokens. The numbers are a start, not a tuned recipe: no run of
+this size was made. configs/search_moe_small.py trains the same on a laptop.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import search_r1
+from jaxrl.config import default_config
+
+
+def set_method(config: ConfigDict) -> None:
+    """Search-R1 without its KL term, whose reference would take as much memory as the weights."""
+    search_r1.set_method(config)
+    config.kl.coef = 0.0
+    config.loss.name = "gspo"
+    config.loss.clip_low, config.loss.clip_high = 3e-4, 4e-4
+    config.loss.entropy_coef = 0.0
+    config.loss.aggregation = "seq-mean-token-mean"
+
+
+def get_config() -> ConfigDict:
+    config = default_config().lock()
+    set_method(config)
+    config.num_steps = 500
+    config.model.path = "models/Qwen3-30B-A3B"
+    config.model.dtype = "bfloat16"
+    config.mesh.data, config.mesh.fsdp, config.mesh.expert = 1, 2, 8
+    config.tasks.train.source = "data/nq_hotpotqa/train.jsonl"
+    config.tasks.eval.source = "data/nq_hotpotqa/test.jsonl"
+    config.prompt.template = search_r1.TEMPLATE
+    config.search.local.corpus = "data/wiki18/corpus.jsonl"
+    config.search.local.topk = 3
+    config.rollout.max_observation_tokens = 500
+
+    config.rollout.tasks_per_step = 256
+    config.rollout.group_size = 8
+    config.rollout.max_turns = 4
+    config.rollout.max_prompt_tokens = 1024
+    config.rollout.max_response_tokens = 4096
+    config.rollout.max_total_tokens = 8192
+    config.rollout.num_rows = 256
+
+    config.optimizer.lr = 1e-6
+    config.optimizer.num_minibatches = 4
+    config.optimizer.warmup_steps = 10
+    config.optimizer.micro_rows = 0
+
+    config.eval.every_steps = 50
+    config.checkpoint.every_steps = 50
+    return config

@@ -1,0 +1,29 @@
+"""Products of sorted rows with the weights of their groups on TPUs."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.megablox import ops
+from jaxtyping import Array, Float, Int
+
+TILE_ROWS = 128
+"""Rows are padded to whole tiles."""
+
+MAX_TILE = 512
+"""Of the other two axes, in multiples of the 128 lanes."""
+
+
+def grouped_product(
+    rows: Float[Array, "A D"],
+    weights: Float[Array, "G D F"],
+    sizes: Int[Array, " G"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "A F"]:
+    """A `Product`, by JAX's megablox kernels, forwards and backwards."""
+    padded = jnp.pad(rows, ((0, -len(rows) % TILE_ROWS), (0, 0)))
+    inner, outer = (min(-(-size // 128) * 128, MAX_TILE) for size in weights.shape[1:])
+    tiling = (TILE_ROWS, inner, outer)
+    found = ops.gmm(padded, weights, sizes, rows.dtype, tiling, None, None, False, interpret)
+    return jax.lax.slice_in_dim(found, 0, len(rows))

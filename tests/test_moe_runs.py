@@ -1,0 +1,77 @@
+"""Runs of a mixture of experts in a tiny world: the same loop, its restarts, its agreement."""
+
+import math
+import shutil
+
+import pytest
+import tokenizers
+
+from configs import search_moe_small
+from examples import quickstart_world
+from jaxrl import run
+from jaxrl.components import assemble
+from jaxrl.config_checks import validate
+from jaxrl.logs.display import Display
+from jaxrl.models.architecture import read_model
+from tests.runs import assert_same_weights, killed, lasting, run_settings
+
+pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
+
+
+@pytest.fixture(scope="module")
+def source(tiny_world, tmp_path_factory):
+    """A model of the world's tokenizer, with four experts a layer."""
+    folder = tmp_path_factory.mktemp("moe")
+    tokenizer = tokenizers.Tokenizer.from_file(str(tiny_world / "model" / "tokenizer.json"))
+    quickstart_world.write_model(folder, tokenizer, seed=0, num_experts=4)
+    return folder
+
+
+def settings(tiny_world, source, **changes):
+    config = run_settings(
+        tiny_world,
+        **{
+            "stages": ("sft", "train"),
+            "sft.num_steps": 40,
+            "optimizer.skip_signal_free": False,  # so that the gap is measured at every step
+            "num_steps": 3,
+            "model.path": str(source),
+            "eval.suites": (),
+            "checkpoint.every_steps": 1,
+            "rollout.temperature": 1.3,
+            "model.router.balance_coef": 0.01,
+            "checkpoint.keep": 100,
+            **changes,
+        },
+    )
+    search_moe_small.set_method(config)
+    config.reward.weights = {"exact_match": 1.0, "format": 0.5}
+    validate(config)
+    return config
+
+
+def play(config, workdir):
+    workdir.mkdir(exist_ok=True)
+    run.run(config, workdir, assemble(config), Display())
+
+
+def test_a_run_and_its_restart(tiny_world, source, tmp_path):
+    config = settings(tiny_world, source)
+    play(config, tmp_path / "whole")
+    steps = [record for record in lasting(tmp_path / "whole") if "actor/grad_norm" in record]
+    assert len(steps) == 3
+    for record in steps:
+        assert record["rollout_corr/logprob_diff_max"] < 1e-4  # sampler and trainer agree
+        assert math.isfinite(record["actor/grad_norm"])
+        assert 0 < record["router/entropy"] <= math.log(4)
+        assert record["router/load_max"] >= record["router/load_max_mean"] >= 1
+        assert record["router/balance_loss"] > 1.9  # 2 where all experts are used alike
+    assert any(record["actor/grad_norm"] > 0 for record in steps)
+    assert read_model(tmp_path / "whole" / "export").num_experts == 4
+
+    # Killed after the first step of reinforcement learning, it goes on as if nothing had been.
+    killed(tmp_path / "whole", tmp_path / "again", after=41)
+    play(config, tmp_path / "again")
+    assert lasting(tmp_path / "again") == lasting(tmp_path / "whole")
+    assert_same_weights(tmp_path / "again" / "export", tmp_path / "whole" / "export")
+    shutil.rmtree(tmp_path / "whole")

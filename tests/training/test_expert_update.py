@@ -1,0 +1,80 @@
+"""Updates of a mixture of experts: invariance, the balance of its routers, and what is measured."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl.models.experts.routing import Routing, balance_loss, route, usage_metrics
+from jaxrl.models.policy import Model
+from jaxrl.training.packing import BatchShape
+from jaxrl.training.update import UpdateStep, init_state
+from tests.helpers import (
+    NUM_TOKENS,
+    TINY_MOE,
+    pack_all,
+    policy_loss,
+    random_sequences,
+    relative_distance,
+    tiny_params,
+)
+from tests.toys import one_device_mesh
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+SEQUENCES = random_sequences([9, 20, 31, 14, 25, 6])
+
+
+def gradient(shape, coef):
+    """The first gradient, which is ten times Adam's first moment, and the metrics."""
+    mesh = one_device_mesh()
+    optimizer = optax.adamw(1e-3)
+    params = jax.tree.map(jnp.asarray, tiny_params(TINY_MOE))
+    model = Model(TINY_MOE, mesh, num_tokens=NUM_TOKENS)
+    step = UpdateStep(model, policy_loss(), optimizer, balance_coef=coef)
+    packed = pack_all(SEQUENCES, shape)
+    state, metrics = step(init_state(params, mesh, TINY_MOE, optimizer), packed.batch, packed)
+    moment = optax.tree_utils.tree_get(state.opt_state, "mu")
+    return moment, {name: float(metric.value) for name, metric in metrics.items()}
+
+
+def test_the_balance_is_of_the_whole_mini_batch_however_it_is_packed():
+    one_row = BatchShape(num_micro=1, micro_rows=1, row_tokens=112)
+    many = BatchShape(num_micro=6, micro_rows=1, row_tokens=32)
+    (one, measured), (other, measured_too) = (gradient(shape, 0.5) for shape in (one_row, many))
+    assert relative_distance(one, other) < 1e-5
+    assert measured.keys() == measured_too.keys()
+    for name, value in measured.items():
+        np.testing.assert_allclose(measured_too[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+    without, _ = gradient(one_row, 0.0)
+    routers = [tree["blocks"]["moe"]["router"] for tree in (one, without)]
+    assert relative_distance(*routers) > 1e-2  # so it does something
+
+
+def test_balance_and_metrics_by_hand():
+    # Two layers, four experts, three tokens that count and one that does not, two experts each.
+    probabilities = np.array([[0.4, 0.3, 0.2, 0.1], [0.25] * 4], np.float32)
+    routing = Routing(counted=jnp.array([1.0, 1.0, 1.0, 0.0]), records=True)
+    found = routing.begin(2, 4, 2, 4)
+    for number, row in enumerate(probabilities):
+        logits = jnp.log(jnp.tile(row, (4, 1)))
+        found = routing.note(found, number, route(logits, num_chosen=2, normalises=True))
+    routing.end((2, found))
+    assert routing.chosen.tolist() == [[[0, 1]] * 4] * 2  # ties go to the first
+    np.testing.assert_allclose(routing.usage.counts, [[3, 3, 0, 0]] * 2)
+    np.testing.assert_allclose(routing.usage.probabilities, 3 * probabilities, rtol=1e-6)
+    # Of the tokens all chose 0 and 1; these have 0.7 and 0.5 of the probability.
+    got = balance_loss(routing.usage.probabilities, routing.usage.counts, 3.0)
+    np.testing.assert_allclose(got, 4 * (0.7 + 0.5) / 2, rtol=1e-6)
+    metrics = usage_metrics(routing.usage)
+    entropy = -(probabilities[0] * np.log(probabilities[0])).sum()
+    np.testing.assert_allclose(metrics["entropy"], (entropy + np.log(4)) / 2, rtol=1e-6)
+    assert (metrics["load_max"], metrics["load_min"], metrics["load_max_mean"]) == (2, 0, 2)
+
+
+def test_given_experts_are_taken_with_the_shares_of_these_logits():
+    logits = jnp.log(jnp.array([[0.4, 0.3, 0.2, 0.1]] * 2))
+    given = jnp.array([[3, 1], [255, 255]])  # the second token's are not known
+    choice = route(logits, num_chosen=2, normalises=True, given=given)
+    assert choice.chosen.tolist() == [[3, 1], [0, 1]]
+    np.testing.assert_allclose(choice.shares, [[0.25, 0.75], [4 / 7, 3 / 7]], rtol=1e-6)
