@@ -286,6 +286,7 @@ def adapt(mesh, params):
     """The gradient of an adapter, and how its sampler's weights lie on a mesh."""
     adapter = Adapter(model=TINY, rank=4, alpha=8.0, targets=find_targets(TINY, ["all-linear"]))
     settings = {"logits_chunk_tokens": CHUNK_TOKENS, "remat": "none"}
+    settings["attention"] = choose("xla", mesh, TINY)
     model = Model(adapter, mesh, num_tokens=NUM_TOKENS, **settings)
     model.base = jax.device_put(params, param_shardings(mesh, adapter.frozen))
     rng = np.random.default_rng(0)
