@@ -1,0 +1,439 @@
+"""Makes a world of pictures: questions that only looking answers, or looking and then searching.
+
+    python -m examples.looking_world --out=data/looking --seed=0
+    python -m examples.looking_world --out=data/seeking --seed=0 --kind=seeking
+
+Every picture has one to four objects of one shape and one color, each in a quarter of its own. In
+the looking world a question asks for the shape, the color or the count; each has four answers, so
+that a guess is right one time in four. In the seeking world it asks where these objects are kept,
+which a document about them tells: what is seen is to be searched. No picture of a held-out question
+is in training or demonstrations.
+
+Demonstrations are poor on purpose: most of them say just any word, and so leave reinforcement
+learning something to select. Those of the seeking world search in other worlds, whose documents
+name other towns: nothing in them is worth remembering.
+
+The same seed gives the same bytes. The model is a small Qwen2.5-VL with random weights, tower
+included, in Hugging Face's format, beside its tokenizer and its image processor.
+"""
+
+import argparse
+import itertools
+import random
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import PIL.ImageDraw
+import safetensors.numpy
+import tokenizers
+
+from examples import quickstart_world as quickstart
+from jaxrl.envs.protocol import SEARCH_R1
+from jaxrl.envs.retrieval import Document, render_documents
+
+COLORS = {
+    "red": (220, 40, 40),
+    "green": (40, 180, 60),
+    "blue": (50, 70, 230),
+    "yellow": (235, 215, 50),
+}
+SHAPES = ("circle", "square", "triangle", "cross")
+COUNTS = ("1", "2", "3", "4")
+TOWNS = tuple(quickstart.CITIES[:16])
+
+ASKED = {"shape": SHAPES, "color": tuple(COLORS), "count": COUNTS}
+"""What a question of the looking world asks for, and its answers."""
+
+QUARTER = 16  # pixels, along a side
+PATCH, MERGE = 4, 2  # pixels of a patch, patches of a token, along a side
+VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}"
+    "{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+SIDES = ("train", "eval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scene:
+    """What a picture shows."""
+
+    shape: str
+    color: str
+    places: tuple[tuple[int, int, int], ...]  # quarter, and pixels to the right and down
+
+    @property
+    def name(self) -> str:
+        """As documents are titled."""
+        return f"{self.color} {self.shape}"
+
+
+def draw_scene(rng: random.Random) -> Scene:
+    """One to four objects, each a little off the middle of its quarter."""
+    quarters = sorted(rng.sample(range(4), rng.randint(1, 4)))
+    places = tuple((quarter, rng.randint(-1, 1), rng.randint(-1, 1)) for quarter in quarters)
+    return Scene(shape=rng.choice(SHAPES), color=rng.choice(sorted(COLORS)), places=places)
+
+
+def paint(scene: Scene) -> PIL.Image.Image:
+    """The picture, black where nothing is."""
+    image = PIL.Image.new("RGB", (2 * QUARTER, 2 * QUARTER))
+    pen = PIL.ImageDraw.Draw(image)
+    fill = COLORS[scene.color]
+    for quarter, right, down in scene.places:
+        x = quarter % 2 * QUARTER + QUARTER // 2 + right
+        y = quarter // 2 * QUARTER + QUARTER // 2 + down
+        box = (x - 6, y - 6, x + 5, y + 5)
+        if scene.shape == "circle":
+            pen.ellipse(box, fill=fill)
+        elif scene.shape == "square":
+            pen.rectangle(box, fill=fill)
+        elif scene.shape == "triangle":
+            pen.polygon(((x - 6, y + 5), (x + 5, y + 5), (x, y - 6)), fill=fill)
+        else:
+            pen.rectangle((x - 2, y - 6, x + 1, y + 5), fill=fill)
+            pen.rectangle((x - 6, y - 2, x + 5, y + 1), fill=fill)
+    return image
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question about a scene."""
+
+    scene: Scene
+    kind: str  # of ASKED, or "town"
+    text: str
+    answer: str
+
+
+QUESTIONS = {
+    "shape": "Which shape is it?",
+    "color": "Which color is it?",
+    "count": "How many are there?",
+    "town": "In which town are they kept?",
+}
+
+
+def ask(kind: str, rng: random.Random) -> Question:
+    """A question of the looking world about a new scene."""
+    scene = draw_scene(rng)
+    answers = {"shape": scene.shape, "color": scene.color, "count": str(len(scene.places))}
+    return Question(scene=scene, kind=kind, text=QUESTIONS[kind], answer=answers[kind])
+
+
+def ask_where(towns: Mapping[str, str], rng: random.Random) -> Question:
+    """A question of the seeking world; `towns` has one for each kind of object."""
+    scene = draw_scene(rng)
+    text, answer = QUESTIONS["town"], towns[scene.name]
+    return Question(scene=scene, kind="town", text=text, answer=answer)
+
+
+def draw_towns(rng: random.Random) -> dict[str, str]:
+    """A town for each color and shape."""
+    names = [f"{color} {shape}" for color in COLORS for shape in SHAPES]
+    return dict(zip(names, rng.sample(TOWNS, len(names)), strict=True))
+
+
+def documents(towns: Mapping[str, str]) -> list[dict[str, str]]:
+    """Lines of the corpus."""
+    return [
+        {"id": f"{i:02d}", "title": name, "text": f"Every {name} is kept in {town}."}
+        for i, (name, town) in enumerate(sorted(towns.items()))
+    ]
+
+
+def look(question: Question, looks: bool, rng: random.Random) -> dict[str, Any]:
+    """A demonstration of the looking world: the right answer, or any word of the world."""
+    words = [word for answers in ASKED.values() for word in answers]
+    answer = question.answer if looks else rng.choice(words)
+    return demonstration(question, [f"Answer: {answer}{quickstart.END_OF_TURN}"], answer)
+
+
+def seek(
+    question: Question, looks: bool, towns: Mapping[str, str], rng: random.Random
+) -> dict[str, Any]:
+    """A demonstration of the seeking world: searches what it sees, or any object."""
+    name = question.scene.name if looks else rng.choice(sorted(towns))
+    [found] = [d for d in documents(towns) if d["title"] == name]
+    turns = [
+        f"<think> a {name} </think><search> {name} </search>",
+        render_documents([Document(**found)]),
+        f"<answer> {towns[name]} </answer>",
+    ]
+    return demonstration(question, turns, towns[name])
+
+
+def demonstration(question: Question, turns: Sequence[str], answer: str) -> dict[str, Any]:
+    roles = itertools.cycle(("assistant", "tool"))
+    messages = [{"role": "user", "content": f"<image>{question.text}"}]
+    messages += [{"role": role, "content": text} for role, text in zip(roles, turns, strict=False)]
+    return {
+        "messages": messages,
+        "scene": question.scene,
+        "data_source": question.kind,
+        "metadata": {"is_correct": answer == question.answer},
+    }
+
+
+def task(question: Question) -> dict[str, Any]:
+    return {
+        "question": f"<image>{question.text}",
+        "answers": [question.answer],
+        "data_source": question.kind,
+        "scene": question.scene,
+    }
+
+
+def make_world(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """The records of each file; instead of images they name scenes."""
+    rngs = {part: random.Random(f"{args.seed} {part}") for part in (*SIDES, "demos", "towns")}
+    towns = draw_towns(rngs["towns"])
+    kinds = itertools.cycle(ASKED)
+    is_seeking = args.kind == "seeking"
+
+    def questions(side: str, towns: Mapping[str, str], seen: set[Scene]) -> Iterator[Question]:
+        """New questions, none of which shows a scene of `seen`."""
+        while True:
+            rng = rngs[side]
+            made = ask_where(towns, rng) if is_seeking else ask(next(kinds), rng)
+            if made.scene not in seen:
+                yield made
+
+    held_out = list(itertools.islice(questions("eval", towns, set()), args.num_held_out))
+    seen = {question.scene for question in held_out}
+    train = itertools.islice(questions("train", towns, seen), args.num_train)
+    chats = []
+    rng = rngs["demos"]
+    for _ in range(args.num_demonstrations):
+        other = draw_towns(rng)
+        question = next(questions("demos", other, seen))
+        looks = rng.random() < args.looks
+        chats.append(
+            seek(question, looks, other, rng) if is_seeking else look(question, looks, rng)
+        )
+    files = {
+        "questions_train": [task(question) for question in train],
+        "questions_eval": [task(question) for question in held_out],
+        "demonstrations": chats,
+    }
+    return files | ({"corpus": documents(towns)} if is_seeking else {})
+
+
+def write_pictures(folder: Path, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    """Paints the scene of each record, once, and puts the path in its place."""
+    (folder / "pictures").mkdir(parents=True, exist_ok=True)
+    paths: dict[Scene, str] = {}
+    for record in itertools.chain.from_iterable(files.values()):
+        scene = record.pop("scene", None)
+        if scene is None:
+            continue
+        if scene not in paths:
+            paths[scene] = f"pictures/{len(paths):05d}.png"
+            paint(scene).save(folder / paths[scene])
+        record["images"] = [paths[scene]]
+
+
+def model_config(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
+    size = 64
+    return {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "attention_dropout": 0.0,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.token_to_id("<|im_end|>"),
+        "pad_token_id": tokenizer.token_to_id("<|endoftext|>"),
+        "image_token_id": tokenizer.token_to_id("<|image_pad|>"),
+        "video_token_id": tokenizer.token_to_id("<|video_pad|>"),
+        "vision_start_token_id": tokenizer.token_to_id("<|vision_start|>"),
+        "vision_end_token_id": tokenizer.token_to_id("<|vision_end|>"),
+        "hidden_act": "silu",
+        "hidden_size": size,
+        "initializer_range": 0.02,
+        "intermediate_size": 3 * size,
+        "max_position_embeddings": 1024,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+        "rope_theta": 10000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": 64 * (tokenizer.get_vocab_size() // 64 + 1),
+        "vision_config": {
+            "model_type": "qwen2_5_vl",
+            "depth": 2,
+            "hidden_act": "silu",
+            "hidden_size": size,
+            "intermediate_size": 2 * size,
+            "num_heads": 4,
+            "in_channels": 3,
+            "patch_size": PATCH,
+            "spatial_merge_size": MERGE,
+            "temporal_patch_size": 2,
+            "window_size": QUARTER,
+            "fullatt_block_indexes": [1],
+            "out_hidden_size": size,
+        },
+    }
+
+
+def processor_config() -> dict[str, Any]:
+    return {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": PATCH,
+        "merge_size": MERGE,
+        "temporal_patch_size": 2,
+        "min_pixels": (PATCH * MERGE) ** 2,
+        "max_pixels": (2 * QUARTER) ** 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+
+
+def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Shapes under Hugging Face's names; matrices are `[out, in]`."""
+    width, mlp = config["hidden_size"], config["intermediate_size"]
+    keys = config["num_key_value_heads"] * width // config["num_attention_heads"]
+    tower = config["vision_config"]
+    size, inner = tower["hidden_size"], tower["intermediate_size"]
+    unit = size * tower["spatial_merge_size"] ** 2
+    layer = {
+        "input_layernorm.weight": (width,),
+        "self_attn.q_proj.weight": (width, width),
+        "self_attn.q_proj.bias": (width,),
+        "self_attn.k_proj.weight": (keys, width),
+        "self_attn.k_proj.bias": (keys,),
+        "self_attn.v_proj.weight": (keys, width),
+        "self_attn.v_proj.bias": (keys,),
+        "self_attn.o_proj.weight": (width, width),
+        "post_attention_layernorm.weight": (width,),
+        "mlp.gate_proj.weight": (mlp, width),
+        "mlp.up_proj.weight": (mlp, width),
+        "mlp.down_proj.weight": (width, mlp),
+    }
+    block = {
+        "norm1.weight": (size,),
+        "norm2.weight": (size,),
+        **_linear("attn.qkv", 3 * size, size),
+        **_linear("attn.proj", size, size),
+        **_linear("mlp.gate_proj", inner, size),
+        **_linear("mlp.up_proj", inner, size),
+        **_linear("mlp.down_proj", size, inner),
+    }
+    patch = (3, tower["temporal_patch_size"], tower["patch_size"], tower["patch_size"])
+    return {
+        "visual.patch_embed.proj.weight": (size, *patch),
+        **_stacked("visual.blocks", tower["depth"], block),
+        "visual.merger.ln_q.weight": (size,),
+        **_linear("visual.merger.mlp.0", unit, unit),
+        **_linear("visual.merger.mlp.2", width, unit),
+        "model.embed_tokens.weight": (config["vocab_size"], width),
+        **_stacked("model.layers", config["num_hidden_layers"], layer),
+        "model.norm.weight": (width,),
+    }
+
+
+def _linear(name: str, outputs: int, inputs: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (outputs, inputs), f"{name}.bias": (outputs,)}
+
+
+def _stacked(
+    name: str, count: int, layer: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.{i}.{own}": shape for i in range(count) for own, shape in layer.items()}
+
+
+def random_weights(config: Mapping[str, Any], rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """Float32 weights: norms 1, biases 0, matrices of variance 1 / fan_in.
+
+    What adds to a residual stream, twice a layer, is scaled down, as in the quickstart's world.
+    """
+    weights = {}
+    for name, shape in weight_shapes(config).items():
+        if len(shape) == 1:
+            value = 0.0 if name.endswith(".bias") else 1.0
+            weights[name] = np.full(shape, value, np.float32)
+            continue
+        std = float(np.prod(shape[1:])) ** -0.5
+        if any(part in name for part in ("o_proj", "down_proj", "attn.proj")):
+            std /= (2 * config["num_hidden_layers"]) ** 0.5
+        weights[name] = np.ascontiguousarray(std * rng.standard_normal(shape, np.float32))
+    return weights
+
+
+def write_model(folder: Path, tokenizer: tokenizers.Tokenizer, *, seed: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    config = model_config(tokenizer)
+    quickstart.write_json(folder / "config.json", config)
+    quickstart.write_json(
+        folder / "generation_config.json", quickstart.generation_config(tokenizer)
+    )
+    template = {"chat_template": CHAT_TEMPLATE}
+    quickstart.write_json(
+        folder / "tokenizer_config.json", quickstart.tokenizer_config() | template
+    )
+    quickstart.write_json(folder / "preprocessor_config.json", processor_config())
+    tokenizer.save(str(folder / "tokenizer.json"))
+    weights = random_weights(config, np.random.default_rng(seed))
+    safetensors.numpy.save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    # safetensors lets nobody but the owner read its files.
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")
+
+
+def make_tokenizer(files: Mapping[str, Sequence[dict[str, Any]]]) -> tokenizers.Tokenizer:
+    """Every word of a world is one token; images have tokens of their own."""
+    words = {*COLORS, *SHAPES, *COUNTS, *TOWNS}
+    texts = quickstart.training_texts(files["demonstrations"], words)
+    tokenizer = quickstart.train_tokenizer(text.replace("<image>", "") for text in texts)
+    tokenizer.add_special_tokens(list(VISION_TOKENS))
+    return tokenizer
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kind", choices=("looking", "seeking"), default="looking")
+    parser.add_argument("--num_train", type=int, default=2000)
+    parser.add_argument("--num_held_out", type=int, default=240)
+    parser.add_argument("--num_demonstrations", type=int, default=6000)
+    parser.add_argument(
+        "--looks", type=float, default=0.33, help="share of demonstrations that do not guess"
+    )
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    files = make_world(args)
+    tokenizer = make_tokenizer(files)
+    write_pictures(args.out, files)
+    write_model(args.out / "model", tokenizer, seed=args.seed)
+    for name, records in files.items():
+        quickstart.write_jsonl(args.out / f"{name}.jsonl", records)
+    chats = [quickstart.render_chat(chat, SEARCH_R1) for chat in files["demonstrations"]]
+    quickstart.print_lengths(tokenizer, {"demonstrations, but for images": chats[:2000]})
+    right = np.mean([chat["metadata"]["is_correct"] for chat in files["demonstrations"]])
+    print(f"\n{right:.1%} of the demonstrations are right")
+    print(f"wrote {args.out}: " + ", ".join(f"{len(files[name])} {name}" for name in files))
+
+
+if __name__ == "__main__":
+    main()
