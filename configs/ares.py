@@ -5,8 +5,9 @@ python -m jaxrl.launch --config=configs/ares.py --workdir=runs/ares
 Bring the model as models/Qwen2.5-VL-7B-Instruct and verifiable problems, with images or without, as
 data/ares/train.jsonl and test.jsonl; docs/data.md has the formats. The tower is trained with the
 rest; --config.model.vision.train=false freezes it. The mesh is that of one 8-device host; where
-prompts are nothing but image, the plan asks for more devices (docs/plan.md). Problems whose prompts are too long once their
-images are counted are left out. Hyper-parameters are the published ones but for two:
+prompts are nothing but image, the plan asks for more devices (docs/plan.md). Problems whose
+prompts are too long once their images are counted are left out. Hyper-parameters are the published
+ones but for two:
 500 steps (the paper: 50 epochs), and the pass before the first step, which goes over all tasks in
 the paper, over 512 here, since it holds all of their trajectories, and is not in the released code.
 The KL budgets are the paper's; the released code moves one coefficient for each difficulty. The
