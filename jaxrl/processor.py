@@ -173,7 +173,7 @@ def _load(folder: str) -> Any:
     if missing := [name for name in needed if not hasattr(found, name)]:
         raise ValueError(
             f"{file} is of {type(found).__name__}, which has no {', '.join(missing)}; expected one "
-            "of the family of Qwen2-VL, whose images have any size."
+            "whose images have any size, as Qwen2.5-VL's have."
         )
     return found
 

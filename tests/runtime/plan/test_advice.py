@@ -67,7 +67,8 @@ class TestAdvice:
             for options in advice._options(large_run(), QWEN_32B, target)
             for option in options
         ]
-        assert {o["mesh.tensor"] for o in tried if o.get("mesh.data") == 1} == {2}
+        meshes = [option for option in tried if option.get("mesh.data") == 1]
+        assert {option["mesh.tensor"] for option in meshes if "mesh.tensor" in option} == {2}
 
     def test_weights_copied_to_every_device_are_split(self):
         # 12 of state and 4 of gradients a parameter: 114 GiB on every device, 57 on halves.
