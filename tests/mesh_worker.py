@@ -56,6 +56,7 @@ from tests.models.attention.brute import random_inputs, random_rows
 
 MESHES = {
     "data 8": {"data": 8, "fsdp": 1, "tensor": 1},
+    "fsdp 8": {"data": 1, "fsdp": 8, "tensor": 1},
     "data 2, fsdp 4": {"data": 2, "fsdp": 4, "tensor": 1},
     "data 2, fsdp 2, tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
 }
@@ -74,6 +75,7 @@ EXPERT_MESHES = {
     "context 2, expert 4": {"data": 1, "fsdp": 1, "context": 2, "expert": 4, "tensor": 1},
     "fsdp 2, expert 2, tensor 2": {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2},
 }
+TABLE = (TINY.vocab_size, TINY.width)
 NUM_ROWS = 16
 GROUP_SIZE = 4
 BUDGET = 8  # tokens a turn
@@ -99,7 +101,7 @@ def collectives(text):
 
 
 def requests():
-    """Six prompts of four samples each, on keys that know nothing of slots or meshes."""
+    """Six prompts of four samples each, on keys that know nothing of rows or meshes."""
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, NUM_TOKENS, rng.integers(4, 16)).tolist()) for _ in range(6)]
     number = np.arange(len(prompts) * GROUP_SIZE)
@@ -220,7 +222,13 @@ def logits_tokens(text):
     shapes = [shape for shape in shapes_in(text) if math.prod(shape) % 127 == 0]
     vocab = [next(size for size in shape if size % 127 == 0) for shape in shapes]
     tokens = {math.prod(shape) // size for shape, size in zip(shapes, vocab, strict=True)}
-    return max(tokens - {TINY.width, TINY.width // 2, TINY.width // 4})
+    return max(tokens - {TINY.width // split for split in (1, 2, 4, 8)})
+
+
+def embedding_gradients(text):
+    """Shapes of what the gradients of tokens' embeddings are added up in, on one device."""
+    added = "\n".join(line for line in text.splitlines() if "/scatter-add" in line)
+    return sorted(shape for shape in shapes_in(added) if shape and shape[0] == TINY.vocab_size)
 
 
 def share_on_first_device(tree):
@@ -274,6 +282,8 @@ def train(mesh, params, config=TINY):
         "logits_tokens": logits_tokens(text),
         "activations_moved": [size for _, size in collectives(text) if size % 11 == 0],
         "largest_array": max(map(math.prod, shapes_in(text))),
+        "embedding_gradients": embedding_gradients(text),
+        "tables_summed": collectives(text).count(["all-reduce", math.prod(TABLE)]),
         "num_traces": step.num_traces,
         "num_compilations": len(compiled),
         "num_updates": int(state.num_updates),

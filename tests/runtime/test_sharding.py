@@ -310,6 +310,16 @@ def test_update_moves_weights_rather_than_activations(report, name):
     assert bool(moved) == bool(wanted)
 
 
+@pytest.mark.minutes
+@pytest.mark.parametrize("report", ["rows"], indirect=True)
+def test_no_device_adds_up_a_whole_table_of_the_embedding_s_gradient(report):
+    update = report["meshes"]["fsdp 8"]["update"]
+    # Each adds up its part of the width, for the tokens of all, whose gradients it gets in parts.
+    assert update["embedding_gradients"] == [[TINY.vocab_size, TINY.width // 8]]
+    assert update["tables_summed"] == 1  # the output layer's, of each device's own tokens
+    assert set(update["activations_moved"]) == {44 * TINY.width // 8}
+
+
 @on_each_mesh
 def test_scores_are_split_like_the_batch(report, name):
     micro, row, *token = report["meshes"][name]["update"]["logprobs_spec"]
