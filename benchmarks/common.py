@@ -118,7 +118,7 @@ class Hardware:
 
 
 H200 = Hardware(bandwidth=4.3e12, flops=790e12, nominal_flops=989e12)
-"""What one H200 sustains in bfloat16: 4.3 TB/s, and 80% of the operations of its data sheet."""
+"""One H200 in bfloat16: by assumption 90% of the bytes and 80% of the operations it is rated at."""
 
 
 def decode_floor_s(
@@ -295,7 +295,7 @@ def take_turns(
             seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started
             sampled, steps = counts.sampled - before.sampled, counts.row_steps - before.row_steps
             if number >= warm_up:
-                figures = {"tokens_per_s": sampled / seconds, "slot_occupancy": sampled / steps}
+                figures = {"tokens_per_s": sampled / seconds, "row_occupancy": sampled / steps}
                 if jax.default_backend() == "cpu":  # comparable also where the core is shared
                     figures["tokens_per_cpu_s"] = sampled / cpu_seconds
                 measured[name].append(figures)

@@ -59,7 +59,7 @@ JOB_SETTINGS = {
     # Adam's first step turns rounding of a gradient near zero into a difference of the rate's size.
     "optimizer.lr": 1e-4,
 }
-CLOCKS = ("timing_s/", "perf/", "rollout/slot_occupancy", "rollout/cache_use")
+CLOCKS = ("timing_s/", "perf/", "rollout/row_occupancy", "rollout/cache_use")
 CLOCKS += ("rollout/imbalance", "rollout/preemptions", "rollout/swapped_tokens")
 CLOCKS += ("rollout/shared_tokens", "rollout/padding", "sft/padding")
 """Times, rates, and what depends on how many rows, pages and devices there are."""

@@ -143,7 +143,7 @@ def test_refilling_does_less_than_half_the_work_of_static_batches(tmp_path):
     ]  # fmt: skip
     record = record_of(rollout, flags, tmp_path)
     share = {
-        name: record[name]["slot_occupancy"] for name in ("static_full", "static", "continuous")
+        name: record[name]["row_occupancy"] for name in ("static_full", "static", "continuous")
     }
     assert share["continuous"] > 0.7
     assert share["continuous"] > 2 * share["static_full"]

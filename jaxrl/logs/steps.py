@@ -74,7 +74,7 @@ def engine_metrics(engine: Engine, before: Counts) -> dict[str, float]:
     parts = distributed.gather({**of_this, "cache_use": cache_use})
     done = {name: sum(part[name] for part in parts) for name in now}
     return {
-        "rollout/slot_occupancy": done["sampled"] / max(done["row_steps"], 1),
+        "rollout/row_occupancy": done["sampled"] / max(done["row_steps"], 1),
         "rollout/prefilled_prompt_tokens": done["prefilled_prompt"],
         "rollout/prefilled_resume_tokens": done["prefilled_resume"],
         "rollout/sampled_tokens": done["sampled"],

@@ -14,7 +14,7 @@ _BITS_OF_ONE = 0x3F800000  # of the float32 1.0, as an integer
 def uniforms(keys: UInt32[Array, "B 2"], positions: Int[Array, " B"]) -> Float[Array, " B"]:
     """One uniform in [0, 1) a row, from its sample's key and the position of the token drawn.
 
-    It depends on neither the slot nor what runs beside it.
+    It depends on neither the row nor what runs beside it.
     """
 
     def draw(key: jax.Array, position: jax.Array) -> jax.Array:

@@ -185,7 +185,7 @@ def test_the_sampler_is_measured_step_by_step():
     # Since the start of the process it would differ after a restart.
     before = Counts(prefilled_prompt=4, prefilled_resume=3, sampled=20, row_steps=100)
     assert engine_metrics(StubEngine(), before) == {
-        "rollout/slot_occupancy": 0.4,
+        "rollout/row_occupancy": 0.4,
         "rollout/prefilled_prompt_tokens": 6,
         "rollout/prefilled_resume_tokens": 5,
         "rollout/sampled_tokens": 40,
