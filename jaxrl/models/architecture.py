@@ -34,11 +34,13 @@ class MemoryTerms:
         saved_activations: of a token, kept for the backward pass by each `model.remat` but `full`
             and `offload`; without the layer's input and without scores.
         read_activations: of a token, while prompts and observations are read.
+        inner: of a token, the inner width of an MLP that all tokens pass; 0 without one.
     """
 
     activations: int
     saved_activations: dict[str, int]
     read_activations: int
+    inner: int = 0
 
     def plus(self, other: MemoryTerms) -> MemoryTerms:
         """The sums of both."""

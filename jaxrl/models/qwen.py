@@ -117,12 +117,15 @@ class QwenConfig(Decoder):
         attended = self.num_heads // tensor * self.head_dim
         read = self.num_kv_heads // tensor * self.head_dim
         products = attended + 2 * read + self.width + 2 * inner  # all but the last
+        # While the inner width is there, or after it, where `tensor` splits that and not the width.
+        mlp = max(4 * inner + 4 * self.width, 2 * inner + 8 * self.width)
         return MemoryTerms(
-            activations=4 * inner + 10 * attended + 8 * read + 4 * self.width,
+            activations=mlp + 10 * attended + 8 * read,
             saved_activations={
                 "none": 6 * inner + 4 * attended + 4 * read + 6 * self.width,
                 "dots": products,
                 "names": products + attended,
             },
             read_activations=inner + 2 * attended + 3 * self.width,
+            inner=inner,
         )

@@ -112,6 +112,7 @@ class QwenVision(Vision):
                 "names": products + self.width,
             },
             read_activations=self.mlp_width + 6 * self.width,
+            inner=self.mlp_width,
         )
 
     def num_scores(self, num_patches: int) -> int:

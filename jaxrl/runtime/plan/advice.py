@@ -183,12 +183,15 @@ _ROWS = (
 def _options(
     config: ConfigDict, model: Architecture, target: Target
 ) -> Iterator[list[dict[str, Any]]]:
-    """For each key its values to try, the cheapest first; keys in the order of their cost."""
+    """For each key its values to try, the cheapest first; keys by what they cost in time."""
     mesh = target_mesh(config, model, target)
     sizes, shards = mesh.shape, num_batch_shards(mesh)
     groups = sizes["data"] * sizes["fsdp"]  # of devices that have all experts together
     if config.model.dtype == "float32":
         yield [{"model.dtype": "bfloat16"}]
+    yield [_of_optimizers(config, "moments_dtype", "bfloat16")]
+    if config.rollout.ahead and not config.mesh.rollout_devices:
+        yield [{"rollout.ahead": 0}]
     yield [
         {"mesh.data": groups // fsdp, "mesh.fsdp": fsdp, "mesh.tensor": sizes["tensor"]}
         for fsdp in _doublings(sizes["fsdp"], groups)
@@ -201,13 +204,17 @@ def _options(
         {"model.logits_chunk_tokens": size}
         for size in _halvings(flat["model.logits_chunk_tokens"], least=128)
     ]
-    kept = ("none", "dots", "names", "full")
+    if target.platform != "cpu":  # whose memory is the host's
+        yield [_of_optimizers(config, "offload", True)]
+    kept = ("none", "dots", "names", "full") + (() if target.platform == "cpu" else ("offload",))
     if config.model.remat in kept:
         yield [{"model.remat": less} for less in kept[kept.index(config.model.remat) + 1 :]]
     if flat["rollout.cache_gib"]:
         yield [{"rollout.cache_gib": 0.0}]
     unit = shards * sizes["context"]
     yield [{"rollout.num_rows": fewer} for fewer in _halvings(flat["rollout.num_rows"], unit=unit)]
+    if config.rollout.ahead and sizes["expert"] == 1:
+        yield _divisions(config, target, sizes)
     keys = [key for stage, key in _MICRO_ROWS.items() if stage in config.stages]
     # As many rows each, of which several devices then share the tokens.
     yield [
@@ -228,6 +235,46 @@ def _options(
         {"rollout.max_total_tokens": tokens}
         for tokens in _halvings(config.rollout.max_total_tokens, least=shortest)
     ]
+
+
+def _of_optimizers(config: ConfigDict, key: str, value: Any) -> dict[str, Any]:
+    """A key of the optimizers of all stages that run."""
+    sections = [
+        one.removesuffix("micro_rows") for s, one in _MICRO_ROWS.items() if s in config.stages
+    ]
+    return {f"{section}{key}": value for section in sections}
+
+
+def _divisions(
+    config: ConfigDict, target: Target, sizes: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """One step ahead, other numbers of devices that only sample; at last, where some do, none.
+
+    The devices that train are put along fsdp, with as many rows of a micro-batch each as before.
+    """
+    flat, tensor, processes = flatten(config), sizes["tensor"], target.num_processes
+    before, context = sizes["data"] * sizes["fsdp"], sizes["context"]
+    counts = [tensor, *_doublings(tensor, target.num_local - 1)]
+    if config.mesh.rollout_devices:
+        counts.append(0)
+    divisions = []
+    for count in counts:
+        shards = (target.num_devices - count * processes) // (tensor * context)
+        sampling = processes * count // tensor or shards * context
+        division = {
+            "rollout.ahead": int(count > 0),
+            "mesh.rollout_devices": count,
+            "mesh.data": 1,
+            "mesh.fsdp": shards,
+            "mesh.tensor": tensor,
+            "rollout.num_rows": -(-flat["rollout.num_rows"] // sampling) * sampling,
+        }
+        for stage, key in _MICRO_ROWS.items():
+            if stage in config.stages:
+                division[key] = flat[key] // before * shards
+        if count != config.mesh.rollout_devices:
+            divisions.append(division)
+    return divisions
 
 
 def _halvings(value: int, *, least: int = 1, unit: int = 1) -> list[int]:

@@ -52,6 +52,12 @@ USABLE = 0.9
 
 GIB = 2**30
 
+WINDOWED_BYTES = 100 * 2**20
+"""From which size on a TPU's compiler multiplies with a split kernel while its parts arrive.
+
+It does with 130 MiB (Qwen2.5-7B's gate over fsdp=8), not with 65 (over fsdp=4 and tensor=2).
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
@@ -322,7 +328,7 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
     copied = 4 * (count.params - count.tables) + 2 * saved
     trains_images = config.model.vision.train and not update.policy.has_adapter
     held = {
-        "weights in the compute dtype": update.policy.cast_bytes,
+        "weights in the compute dtype": update.cast_weights,
         "activations kept for the backward pass": saved,
         "images, kept for the backward pass": trains_images
         * update.saved_of_images("none" if keeps_all else config.model.remat),
@@ -352,7 +358,7 @@ def score_phase(config: ConfigDict, model: Architecture, target: Target) -> Phas
     update = _Update.of(config, model, target, "train")
     count = update.count
     held = {
-        "weights in the compute dtype": update.policy.cast_bytes,
+        "weights in the compute dtype": update.cast_weights,
         "float32 copies of these": update.is_cpu
         * update.is_cast
         * 4
@@ -386,6 +392,7 @@ class _Update:
     itemsize: int  # bytes of a value in the compute dtype
     logits_chunk_tokens: int  # whose logits are computed at once, at most
     is_cpu: bool
+    is_tpu: bool
     policy: PolicyWeights
 
     @classmethod
@@ -399,6 +406,7 @@ class _Update:
             itemsize=jnp.dtype(config.model.dtype).itemsize,
             logits_chunk_tokens=max(config.model.logits_chunk_tokens // num_pieces(mesh), 1),
             is_cpu=target.platform == "cpu",
+            is_tpu=target.platform == "tpu",
             policy=PolicyWeights.of(config, model, mesh),
         )
 
@@ -411,6 +419,19 @@ class _Update:
     def is_cast(self) -> bool:
         """Whether the weights are multiplied in another dtype than they are kept in."""
         return self.itemsize < 4
+
+    @property
+    def cast_weights(self) -> int:
+        """The weights in the compute dtype, unless they are kept in it.
+
+        A CPU has float32 copies of the layers instead, and the tables where they are gathered.
+        """
+        return 0 if self.copies_tables else self.policy.cast_bytes
+
+    @property
+    def copies_tables(self) -> bool:
+        """Whether a CPU has copies of trained tables to multiply with."""
+        return self.is_cpu and self.is_cast and not self.policy.has_adapter
 
     @property
     def gathers(self) -> bool:
@@ -490,6 +511,20 @@ class _Update:
         }
 
     @property
+    def scored(self) -> int:
+        """Values of a token in a layer where nothing is differentiated.
+
+        At least the inner width once, if the MLP's gate is applied within a product. A CPU has gate
+        and product side by side. A TPU multiplies with a large kernel part by part as the parts
+        arrive, and has the sum and the next part too.
+        """
+        terms = ModelTerms(self.model, self.mesh).layer
+        kernel = self.itemsize * self.model.width * terms.inner
+        in_parts = self.is_tpu and self.gathers and kernel > WINDOWED_BYTES
+        copies = 3 if in_parts else 1 + self.is_cpu
+        return max(terms.read_activations, copies * terms.inner + 2 * self.model.width)
+
+    @property
     def new_gradients(self) -> int:
         """A micro-batch's gradients of the layers."""
         if self.policy.has_adapter:
@@ -506,26 +541,42 @@ class _Update:
     @property
     def gathered_tables(self) -> int:
         """Embedding and output layer, gathered."""
-        gathered = self.gathers * self.itemsize * self.count.whole_tables
+        if self.copies_tables and self.gathers:
+            # The output layer's as devices exchange it, and as it is multiplied.
+            return (4 + self.itemsize) * self.output_table
+        gathered = self.itemsize * self.count.whole_tables
         has_transpose = self.is_cpu and self.model.tie_embeddings  # beside the table itself
-        return gathered * (2 if has_transpose else 1)
+        return (self.gathers or self.copies_tables) * gathered * (2 if has_transpose else 1)
+
+    @property
+    def read_tables(self) -> int:
+        """The same for the output layer where nothing is differentiated."""
+        if self.copies_tables:
+            return self.gathered_tables if self.gathers else self.itemsize * self.output_table
+        return self.gathers * self.itemsize * self.count.whole_tables
 
     def at_layers(self) -> dict[str, int]:
         """What the backward pass of a layer needs."""
-        tables = 0 if self.policy.has_adapter else self.itemsize * self.count.whole_tables
+        count = self.count
+        # The output layer's is float32, whatever the others are.
+        of_tables = max(self.itemsize * count.whole_tables, 4 * self.output_table)
+        if self.policy.has_adapter:  # frozen
+            of_tables = 0
+        elif self.splits_gradients and self.is_cpu:  # the embedding's: all ids, a part of the width
+            values, sizes = self.model.vocab_size * self.model.width, self.mesh.shape
+            of_tables = 4 * _split(values, sizes["fsdp"] * sizes["context"])
         operand = 4 if self.is_cpu else self.itemsize
         terms = ModelTerms(self.model, self.mesh)
         inner = self.tokens * terms.layer.activations
         return {
-            # The output layer's is float32, whatever the others are.
-            "a micro-batch's gradients": self.new_gradients + max(tables, 4 * self.output_table),
+            "a micro-batch's gradients": self.new_gradients + of_tables,
             # Backwards: two arrays in float32, two in the compute dtype where it differs, a mask.
             "attention scores": self.scores * (2 * 4 + self.is_cast * 2 * self.itemsize + 1),
             # Gathered, then turned one after the other; their gradients are summed in float32.
             "keys and values of whole rows": self.whole_keys * (3 * self.itemsize + 2 * 4),
             "activations of a layer": inner * operand,
             "int8 weights in the compute dtype": operand * self.policy.dequantised,
-            "layers gathered": self.gathers * 2 * operand * self.count.whole_layer,
+            "layers gathered": self.gathers * 2 * operand * count.whole_layer,
             "embedding and output gathered": self.is_cpu * self.gathered_tables,
         }
 
@@ -549,19 +600,23 @@ class _Update:
             + (1 + copies) * whole
             + (self.is_cast and copies) * table,
             # Logits and their gradient, further copies on a CPU; one less where nothing is chunked.
-            "logits chunk": logits * ((4 if self.is_cpu else 2) - (num_chunks == 1)),
+            "logits chunk": logits * self.logits_copies(num_chunks),
             "embedding and output gathered": self.gathered_tables,
         }
 
+    def logits_copies(self, num_chunks: int) -> int:
+        """Arrays of a chunk's logits that are there at once, with their gradient."""
+        if self.copies_tables:
+            return 3
+        return (4 if self.is_cpu else 2) - (num_chunks == 1)
+
     def at_layers_forward(self) -> dict[str, int]:
         """What a layer needs where nothing is differentiated."""
-        terms = ModelTerms(self.model, self.mesh)
         operand = 4 if self.is_cpu else self.itemsize
-        inner = self.tokens * terms.layer.read_activations
         return {
             "attention scores": self.scores * 4,
             "keys and values of whole rows": self.whole_keys * 3 * self.itemsize,
-            "activations of a layer": inner * operand,
+            "activations of a layer": self.tokens * self.scored * operand,
             "int8 weights in the compute dtype": operand * self.policy.dequantised,
             "layers gathered": self.gathers * operand * self.count.whole_layer,
             "embedding and output gathered": self.gathered_tables,
@@ -573,7 +628,7 @@ class _Update:
         return {
             "activations": self.tokens * self.model.width * self.itemsize,
             "logits chunk": chunk * ModelTerms(self.model, self.mesh).logits * 4,
-            "embedding and output gathered": self.gathers * self.itemsize * self.count.whole_tables,
+            "embedding and output gathered": self.read_tables,
         }
 
 

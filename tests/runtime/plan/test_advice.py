@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
+from jaxrl.config_checks import validate
 from jaxrl.runtime.plan import advice, memory
-from tests.runtime.plan.cases import NODE, QWEN_7B, QWEN_32B, large_run, train_phase
+from tests.runtime.plan.cases import AHEAD, NODE, QWEN_7B, QWEN_32B, large_run, train_phase
 
 
 class TestMicroRows:
@@ -67,8 +68,8 @@ class TestAdvice:
             for options in advice._options(large_run(), QWEN_32B, target)
             for option in options
         ]
-        meshes = [option for option in tried if option.get("mesh.data") == 1]
-        assert {option["mesh.tensor"] for option in meshes if "mesh.tensor" in option} == {2}
+        grown = [option for option in tried if option.get("mesh.data") == 1]
+        assert {option["mesh.tensor"] for option in grown if "mesh.tensor" in option} == {2}
 
     def test_weights_copied_to_every_device_are_split(self):
         # 12 of state and 4 of gradients a parameter: 114 GiB on every device, 57 on halves.
@@ -91,5 +92,96 @@ class TestAdvice:
     def test_more_devices_where_no_setting_helps(self):
         config = large_run()
         # 32.8e9 parameters of 16 bytes are 61 GiB on each of 8, without weights to multiply with.
-        assert advice.advise(config, QWEN_32B, NODE) == []
-        assert advice.devices_needed(config, QWEN_32B, NODE) == 16
+        # Even with the moments on the host it is 8 of them, and 2 of 8 GiB more for each device.
+        small = replace(NODE, memory_bytes=40 * memory.GIB)
+        assert advice.advise(config, QWEN_32B, small) == []
+        assert advice.devices_needed(config, QWEN_32B, small) == 16
+
+
+def keys_tried(config, target=NODE):
+    """The first key of what is tried, in its order."""
+    return [next(iter(tried[0])) for tried in advice._options(config, QWEN_7B, target) if tried]
+
+
+class TestWhatElseThereIs:
+    """Moments, one step ahead: what the plan tries beside sizes."""
+
+    def test_the_order_is_that_of_what_it_costs_in_time(self):
+        keys = {"model.remat": "none", "optimizer.micro_rows": 16}
+        assert keys_tried(large_run(**AHEAD, **keys)) == [
+            "optimizer.moments_dtype",
+            "rollout.ahead",
+            "optimizer.micro_rows",
+            "model.logits_chunk_tokens",
+            "optimizer.offload",
+            "model.remat",
+            "rollout.cache_gib",
+            "rollout.num_rows",
+            "rollout.ahead",
+            "mesh.data",  # with a larger context, a larger tensor, and that with fewer rows
+            "mesh.data",
+            "mesh.data",
+        ]
+
+    def test_moments_of_every_stage_that_runs(self):
+        config = large_run()
+        config.stages = ("sft", "train", "evaluate")
+        tried = [one for options in advice._options(config, QWEN_7B, NODE) for one in options]
+        assert {"sft.optimizer.offload": True, "optimizer.offload": True} in tried
+        assert "optimizer.offload" not in keys_tried(large_run(), replace(NODE, platform="cpu"))
+
+    def test_moments_make_room_where_they_are_enough(self):
+        config = large_run(**{"rollout.cache_gib": 1.0})
+        peak = memory.make_plan(config, QWEN_7B, NODE).peak
+        # 7.6e9 parameters on eight devices: two bytes less each are 1.77 GiB, eight are 7.1.
+        wanted = {"optimizer.moments_dtype": "bfloat16"}, {"optimizer.offload": True}
+        for less, helps in ((1.7, (True, True)), (7.0, (False, True)), (7.2, (False, False))):
+            memory_bytes = round((peak - less * memory.GIB) / memory.USABLE)
+            found = advice.advise(config, QWEN_7B, replace(NODE, memory_bytes=memory_bytes))
+            settings = [one.settings for one in found]
+            assert tuple(one in settings for one in wanted) == helps
+
+    def test_a_run_ahead_may_wait_or_sample_on_devices_of_its_own(self):
+        config = large_run(**AHEAD, **{"rollout.num_rows": 72})
+        alone = memory.make_plan(advice._changed(config, {"rollout.ahead": 0}), QWEN_7B, NODE)
+        assert memory.make_plan(config, QWEN_7B, NODE).peak > alone.peak
+        found = advice.advise(config, QWEN_7B, target_of(alone.peak))
+        settings = [one.settings for one in found]
+        assert settings[0] == {"rollout.ahead": 0}
+        [own] = [one for one in settings if one.get("mesh.rollout_devices")]
+        assert own == {
+            "rollout.ahead": 1,
+            "mesh.rollout_devices": 1,
+            "mesh.data": 1,
+            "mesh.fsdp": 7,  # which divides the width of 3584
+            "mesh.tensor": 1,
+            "rollout.num_rows": 72,
+            "optimizer.micro_rows": 7,
+        }
+        for one in found:
+            validate(advice._changed(config, one.settings), needs_data=False)
+
+    def test_devices_that_only_sample_may_be_fewer_or_none(self):
+        own = {"mesh.data": 1, "mesh.rollout_devices": 4, "optimizer.micro_rows": 4}
+        config = large_run(fsdp=4, **AHEAD, **own, **{"rollout.num_rows": 8})
+        config.rollout.num_rows = 6  # of which four devices would not get as many each
+        [divisions] = [
+            tried
+            for tried in advice._options(config, QWEN_7B, NODE)
+            if any("mesh.rollout_devices" in one for one in tried)
+        ]
+        assert [one["mesh.rollout_devices"] for one in divisions] == [1, 2, 0]
+        assert [one["mesh.fsdp"] for one in divisions] == [7, 6, 8]
+        # As many rows on each device that trains; those sampled divide over the others.
+        assert [one["optimizer.micro_rows"] for one in divisions] == [7, 6, 8]
+        assert [one["rollout.num_rows"] for one in divisions] == [6, 6, 8]
+        assert [one["rollout.ahead"] for one in divisions] == [1, 1, 0]
+        for one in divisions:
+            changed = advice._changed(config, one)
+            validate(changed, needs_data=False)
+            memory.make_plan(changed, QWEN_7B, NODE)
+
+
+def target_of(usable):
+    """A node whose devices may be filled so far."""
+    return replace(NODE, memory_bytes=round(usable / memory.USABLE) + 2)

@@ -14,7 +14,15 @@ from benchmarks import memory as programs
 from jaxrl.config import default_config
 from jaxrl.models.decoder import init_params
 from jaxrl.runtime.plan import memory
-from tests.runtime.plan.cases import NODE, QWEN_7B, QWEN_32B, ROOT, large_run, train_phase
+from tests.runtime.plan.cases import (
+    AHEAD,
+    NODE,
+    QWEN_7B,
+    QWEN_32B,
+    ROOT,
+    large_run,
+    train_phase,
+)
 
 
 class TestByHand:
@@ -144,6 +152,28 @@ class TestByHand:
         )
         assert output["logits chunk"] == 256 * 152_064 * 4
 
+    def test_a_tensor_axis_splits_the_inner_width_and_not_the_other(self):
+        # Width 5,120, inner 25,600, 64 heads of 128, 8 of keys; on eight devices 3,200, 8 and 1.
+        terms = QWEN_32B.memory_terms(1), QWEN_32B.memory_terms(8)
+        attention = 10 * 64 * 128 + 8 * 8 * 128
+        assert terms[0].activations == 4 * 25_600 + 4 * 5_120 + attention
+        assert terms[1].activations == 2 * 3_200 + 8 * 5_120 + attention / 8
+
+    @pytest.mark.parametrize(
+        ("platform", "tensor", "values"),
+        [
+            ("gpu", 1, 18_944 + 2 * 3_584 + 3 * 3_584),  # inner, heads, widths
+            ("tpu", 1, 3 * 18_944 + 2 * 3_584),  # 130 MiB a kernel, which arrive in parts
+            ("tpu", 2, 9_472 + 3_584 + 3 * 3_584),
+            ("cpu", 1, 2 * (2 * 18_944 + 2 * 3_584)),  # twice the bytes
+        ],
+    )
+    def test_what_a_layer_has_while_it_scores(self, platform, tensor, values):
+        config = large_run(8 // tensor, tensor, **{"kl.coef": 0.01, "optimizer.micro_rows": 8})
+        target = replace(NODE, platform=platform)
+        layers = memory.score_phase(config, QWEN_7B, target).moments["layers"]
+        assert layers["activations of a layer"] == tensor * 2048 * 2 * values
+
     def test_tables_are_gathered_once_and_the_output_layer_s_gradient_is_there_twice(self):
         tied = replace(QWEN_7B, tie_embeddings=True)
         moment = train_phase(large_run(), tied).moments["output"]
@@ -235,9 +265,6 @@ class TestAgainstTheCompiler:
             " ".join((row["model"], row["mesh"], row["program"])): (row["plan"], row["compiler"])
             for row in rows
         }
-
-
-AHEAD = {"rollout.ahead": 1, "loss.correction.level": "token", "rollout.cache_gib": 4.0}
 
 
 def test_a_rollout_one_step_ahead_lies_beside_the_update():
