@@ -49,6 +49,7 @@ class MemoryTerms:
             activations=self.activations + other.activations,
             saved_activations=saved,
             read_activations=self.read_activations + other.read_activations,
+            inner=self.inner + other.inner,
         )
 
 
