@@ -175,7 +175,7 @@ class TestCommand:
         made = json.loads((tmp_path / "plan.json").read_text())
         assert (made["fits"], made["mesh"]) == (
             True,
-            {"data": 1, "fsdp": 8, "context": 1, "tensor": 1},
+            {"data": 1, "fsdp": 8, "context": 1, "expert": 1, "tensor": 1},
         )
         assert made["peak"] == max(phase["peak"] for phase in made["phases"])
         assert sorted(path.name for path in tmp_path.iterdir()) == ["plain.py", "plan.json"]

@@ -296,7 +296,7 @@ def test_devices_that_only_sample_hold_the_sampler_alone():
     config = large_run(fsdp=6, **AHEAD | own)
     plan = memory.make_plan(config, QWEN_7B, NODE)
     update, sampler, moved = plan.phases
-    assert plan.mesh == {"data": 1, "fsdp": 6, "context": 1, "tensor": 1}
+    assert plan.mesh == {"data": 1, "fsdp": 6, "context": 1, "expert": 1, "tensor": 1}
     assert "KV cache" not in update.kept
     assert {*sampler.kept} == {"decode weights", "KV cache"}
     # A copy of all weights lies beside the state while they are handed over.
