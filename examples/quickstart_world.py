@@ -593,6 +593,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--topk", type=int, default=3, help="documents in a search result")
     parser.add_argument("--num_experts", type=int, default=0, help="of a layer; 0: a dense model")
     args = parser.parse_args(argv)
+    if args.num_experts not in (0, *range(2, 1000)):
+        parser.error(f"--num_experts is {args.num_experts}; a token reaches 2 of them, 0 is none")
     check_sizes(parser, args)
     return args
 
@@ -604,8 +606,6 @@ def check_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error(f"--num_people is {args.num_people}; the pools make {most} names at most")
     if not 2 <= args.num_held_out <= args.num_people - 2:
         parser.error("--num_held_out must leave both sides two people, each other's mentors")
-    if args.num_experts not in (0, *range(2, 1000)):
-        parser.error(f"--num_experts is {args.num_experts}; a token reaches 2 of them, 0 is none")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -656,7 +656,8 @@ def test_code_of_ones_own_that_fails_in_a_step_ends_the_run_in_one_line(
 def test_mesh_that_does_not_divide_the_devices(refusal):
     message = refusal("--config.mesh.data=3")
     assert message.startswith(
-        "config.mesh (data=3, fsdp=1, context=1, tensor=1) does not fit the number of devices, "
+        "config.mesh (data=3, fsdp=1, context=1, expert=1, tensor=1) does not fit the number of "
+        "devices, "
     )
 
 

@@ -19,10 +19,10 @@ def test_a_start_that_fails_closes_the_checkpoints(tmp_path, monkeypatch):
         closed.append(checkpointer)
         close(checkpointer)
 
-    closed = []
+    closed, textual = [], SimpleNamespace(processor=None)
     monkeypatch.setattr(run.Checkpointer, "close", close)
     with pytest.raises(OSError, match="full"):
-        run.run(default_config(), tmp_path, None, Display(), adopt=adopt)
+        run.run(default_config(), tmp_path, textual, Display(), adopt=adopt)
     assert len(closed) == 1
 
 

@@ -70,7 +70,7 @@ class Replay:
             )
         ]
 
-    def resume(self, resumed):
+    def resume(self, resumed, images):
         if resumed:
             self._turn = self._turns.pop(0)
 

@@ -273,7 +273,7 @@ def test_arguments_too_deep_to_be_checked_are_the_models_mistake(stdio, depth):
 def test_no_server_is_left():
     before = children()
     server = McpServer({"command": COMMAND}, deadline_s=60)
-    assert len(server.tools()) == 7
+    assert len(server.tools()) == 8
     assert children() == before + 1
     del server
     gc.collect()

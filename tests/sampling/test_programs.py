@@ -27,7 +27,16 @@ def test_ten_programs_at_most(path, tiny_world):
     names = {}
     exec(path.read_text(encoding="utf-8"), names)
     published = path.stem in (
-        *("search_r1", "search_r1_brief", "search_moe", "dapo", "bapo", "ares", "passk"),
+        *(
+            "search_r1",
+            "search_r1_brief",
+            "search_r1_lora",
+            "search_moe",
+            "dapo",
+            "bapo",
+            "ares",
+            "passk",
+        ),
     )
     config = names["get_config"]() if published else names["get_config"](str(tiny_world))
     for platform in ("gpu", "cpu"):
@@ -113,7 +122,7 @@ def test_a_chunk_on_a_cpu_makes_no_array_for_tokens_that_no_row_has():
         max_total_tokens=1024,
     ).engine  # fmt: skip
     sampler = engine.sampler
-    weights = jax.eval_shape(engine._prepare, SMALL.abstract_params())
+    weights = engine._weights_of.abstract()
     cache = jax.eval_shape(lambda: sampler.empty_cache(engine.num_pages, engine.page_tokens))
     state = jax.eval_shape(sampler.empty_state)
     rows, _ = engine._host_rows([[]], 8)

@@ -99,11 +99,11 @@ class Recorder:
             self.stopped |= {event.request: event.chunk for event in events if event.status}
             return events
 
-        def recorded_resume(resumed):
+        def recorded_resume(resumed, images):
             for request, *_ in resumed:
                 waited = engine.counts.chunks - self.stopped[request]
                 self.waits.append((waited, engine.is_stalled))
-            resume(resumed)
+            resume(resumed, images)
 
         monkeypatch.setattr(engine, "step", recorded_step)
         monkeypatch.setattr(engine, "resume", recorded_resume)
