@@ -215,6 +215,7 @@ def test_a_kill_at_any_time_costs_only_time(base, tiny_world, tmp_path, quick_co
     assert_same_run(workdir, base)
 
 
+@pytest.mark.slow
 def test_devices_that_only_sample_change_no_number(base, tiny_world, tmp_path, quick_compilation):
     workdir, log = tmp_path / "run", tmp_path / "log"
     environment = quick_compilation | with_devices(2)
@@ -241,6 +242,7 @@ def test_processes_may_have_devices_that_only_sample(base, tiny_world, tmp_path,
         assert_close(*trained, 1e-2)
 
 
+@pytest.mark.slow
 def test_a_failure_ahead_is_told_after_the_step_is_saved(base, tiny_world, tmp_path):
     config = settings(tiny_world)
     workdir = as_of(base, tmp_path / "run", NUM_SFT + 1)

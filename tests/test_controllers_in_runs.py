@@ -157,7 +157,7 @@ def test_a_run_that_is_stopped_while_it_samples_goes_on_with_its_states(ares_run
     assert_same_end(config, components, workdir, wanted)
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 def test_a_gate_that_turns_late_is_continued(tiny_world, source, sampler, tmp_path):
     changes = {"shaping.stage_tolerance": 0, "num_steps": 6, "filter.resample_attempts": 1}
     changes["reward.weights"] = {"exact_match": 1.0}
@@ -315,7 +315,7 @@ ROWS, PIECES = {"mesh.data": 2}, {"mesh.data": 1, "mesh.context": 2}
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(ROWS, marks=pytest.mark.minutes, id="rows"),
+        pytest.param(ROWS, marks=pytest.mark.slow, id="rows"),
         pytest.param(PIECES, marks=pytest.mark.slow, id="pieces"),
     ],
 )

@@ -55,6 +55,7 @@ def play(config, workdir):
     run.run(config, workdir, assemble(config), Display())
 
 
+@pytest.mark.slow
 def test_a_run_and_its_restart(tiny_world, source, tmp_path):
     config = settings(tiny_world, source)
     play(config, tmp_path / "whole")

@@ -354,7 +354,7 @@ class Judging(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation", "no_pictures")
 def test_a_run_with_a_judge_and_mathematics_and_again_without_the_judge(tiny_world, tmp_path):
     served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judging)

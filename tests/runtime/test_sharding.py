@@ -347,7 +347,7 @@ def of_experts(tmp_path_factory):
     return measured("experts", tmp_path_factory.mktemp("experts") / "report.json")
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERT_MESHES)
 def test_experts_on_many_devices_compute_what_one_does(of_experts, name):
     measured = of_experts[name]

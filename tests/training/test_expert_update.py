@@ -38,6 +38,7 @@ def gradient(shape, coef):
     return moment, {name: float(metric.value) for name, metric in metrics.items()}
 
 
+@pytest.mark.slow
 def test_the_balance_is_of_the_whole_mini_batch_however_it_is_packed():
     one_row = BatchShape(num_micro=1, micro_rows=1, row_tokens=112)
     many = BatchShape(num_micro=6, micro_rows=1, row_tokens=32)

@@ -242,7 +242,7 @@ class TestAgainstTheCompiler:
             )
         )
 
-    @pytest.mark.minutes
+    @pytest.mark.slow
     def test_eight_devices(self):
         self.check(self.in_a_process("--model=tiny", "--mesh=2x2x2"))
 
