@@ -149,6 +149,7 @@ def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(base, tiny_world, t
     assert_same_run(workdir, base)
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(base, tiny_world, tmp_path):
     config = settings(tiny_world, **{"checkpoint.every_steps": 100})
     workdir = as_of(base, tmp_path / "run", NUM_SFT)

@@ -151,7 +151,7 @@ def test_refilling_does_less_than_half_the_work_of_static_batches(tmp_path):
     assert record["continuous over"].keys() == {"static_full", "static"}
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 def test_rollout_with_searches(tmp_path):
     record = record_of(rollout, ["--case=search", *EPISODES, "--latency_ms=20"], tmp_path)
     for name in ("search", "search_without_latency", "at_once"):
@@ -173,7 +173,7 @@ def test_local_search_at_a_small_size(tmp_path, capsys):
     assert len(list((tmp_path / "index").glob("*/meta.json"))) == 2
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 def test_a_step_and_its_parts(tmp_path):
     flags = [*EPISODES, "--latency_ms=1", "--repetitions=1", "--micro_rows=2"]
     record = record_of(step, flags, tmp_path)

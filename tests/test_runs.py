@@ -271,6 +271,7 @@ def live_bytes():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+@pytest.mark.slow
 def test_the_update_has_the_memory_for_itself(tiny_world, tmp_path, monkeypatch):
     config = run_settings(tiny_world, **{"sft.num_steps": 2, "num_steps": 2})
     made, measured = assemble.assemble(config), []
@@ -341,6 +342,7 @@ def test_environment_errors_teach_nothing(base, tiny_world, tmp_path, monkeypatc
     assert means["unscored_questions"] == means["environment_errors"]
 
 
+@pytest.mark.slow
 def test_an_objective_that_fails_in_a_step_costs_that_step_alone(
     base, tiny_world, tmp_path, monkeypatch
 ):

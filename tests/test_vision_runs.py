@@ -95,6 +95,7 @@ def settings(world, **changes):
     return config
 
 
+@pytest.mark.slow
 def test_a_run_trains_the_tower_and_goes_on_bit_for_bit(world, tmp_path):
     config = settings(world)
     whole = tmp_path / "whole"

@@ -268,7 +268,7 @@ def played(config, workdir):
     return trajectories(workdir, record["step"]), record
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation", "no_pictures")
 def test_a_run_with_a_tool_an_engine_and_a_reward_of_ones_own(tiny_world, tmp_path, server):
     spoken = ["<clock> 75 </clock>", "13:15", "<search> abc </search>", "cba"]
