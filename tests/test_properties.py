@@ -327,7 +327,7 @@ def tokens_by_device(batch, num_devices):
     return per_row.reshape(len(per_row), num_devices, -1).sum(axis=(0, 2)).tolist()
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 def test_a_mesh_changes_no_gradient_and_its_devices_have_even_shares():
     settings = {
         "JAX_PLATFORMS": "cpu",

@@ -317,6 +317,7 @@ def kill_and_compare(base, tiny_world, tmp_path, quick_compilation, wanted, *, s
     return seen
 
 
+@pytest.mark.slow
 def test_a_run_told_to_stop_and_killed_in_every_phase(
     base, tiny_world, tmp_path, quick_compilation
 ):

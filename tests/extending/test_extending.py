@@ -427,7 +427,7 @@ def assert_by_turn(lines):
     assert several > 0  # else it could as well have been one a trajectory
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation", "no_pictures")
 def test_a_run_in_an_environment_of_ones_own(tiny_world, tmp_path):
     config = taught(
@@ -464,7 +464,7 @@ def test_the_objectives_by_hand():
     np.testing.assert_allclose(by_root(np.array([4, 0, 9])), [1 / 10, 1 / 5, 1 / 15])
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compilation", "no_pictures")
 def test_a_run_with_objectives_of_ones_own(tiny_world, tmp_path):
     changes = {
