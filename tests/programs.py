@@ -150,8 +150,8 @@ def products(jaxpr, **settings):
     return [one for one in equations(jaxpr, **settings) if one.primitive.name == "dot_general"]
 
 
-def v6e_chip():
-    """A device to compile for that need not exist, by libtpu where it is installed.
+def topology(name):
+    """Devices that need not exist, by libtpu where it is installed.
 
     `LIBTPU_DIR` may name a folder of `pip install --target`.
     """
@@ -161,7 +161,12 @@ def v6e_chip():
         os.environ["TPU_LIBRARY_PATH"] = f"{folder}/libtpu/libtpu.so"
     from jax.experimental import topologies
 
-    return topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices[0]
+    return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+
+
+def v6e_chip():
+    """A device to compile for; see `topology`."""
+    return topology("v6e:2x2")[0]
 
 
 def lower_for(device, function, arguments, **settings):

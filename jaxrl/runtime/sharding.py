@@ -8,13 +8,15 @@ context; the sampler's rows, which are not packed, over all four.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -105,12 +107,44 @@ def make_mesh(
     if rollout_devices:
         own = [[d for d in devices if d.process_index == index] for index in range(count)]
         devices = [device for part in own for device in part[:-rollout_devices]]
-    types = (AxisType.Auto,) * len(sizes)
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
-    for row in mesh.devices.reshape(-1, devices_together(sizes)):
-        if len({device.process_index for device in row}) > 1:
-            raise spans_processes(sizes, jax.local_device_count())
-    return mesh
+    return Mesh(
+        arrange(devices, sizes, with_gaps=rollout_devices > 0),
+        tuple(sizes),
+        axis_types=(AxisType.Auto,) * len(sizes),
+    )
+
+
+def arrange(devices: Sequence[Any], sizes: Mapping[str, int], *, with_gaps: bool = False) -> Any:
+    """Devices in the shape of a mesh, those of `expert` and `tensor` within one process.
+
+    On a TPU the axes follow the links between chips where that leaves these together; they may
+    share a dimension of its torus. Elsewhere the processes come in their order. `jax.make_mesh`
+    refuses both GPUs of several hosts and shared dimensions, and knows nothing of processes.
+
+    Args:
+        devices: as many as the mesh has.
+        sizes: of the mesh axes, in their order.
+        with_gaps: some devices are left out, so that the others are no torus.
+
+    Raises:
+        ValueError: the devices of a process are no multiple of `expert` times `tensor`.
+    """
+    shape, size = tuple(sizes.values()), devices_together(sizes)
+
+    def is_together(arranged: np.ndarray) -> bool:
+        rows = arranged.reshape(-1, size)
+        return all(len({device.process_index for device in row}) == 1 for row in rows)
+
+    if not with_gaps and len({getattr(device, "slice_index", 0) for device in devices}) == 1:
+        by_links = create_device_mesh(shape, devices, allow_split_physical_axes=True)
+        if is_together(by_links):
+            return by_links
+    in_order = sorted(devices, key=lambda device: (device.process_index, device.id))
+    by_process = np.array(in_order).reshape(shape)
+    if not is_together(by_process):
+        num_local = min(Counter(device.process_index for device in devices).values())
+        raise spans_processes(sizes, num_local)
+    return by_process
 
 
 def devices_together(sizes: Mapping[str, int]) -> int:

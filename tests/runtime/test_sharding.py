@@ -1,5 +1,7 @@
 """The mesh, and that sampler and update compute on it what they compute on one device."""
 
+import importlib.util
+import itertools
 import json
 import math
 import os
@@ -27,6 +29,7 @@ from tests.mesh_worker import (
     SHAPE,
     collectives,
 )
+from tests.programs import topology
 
 AXES = ("data", "fsdp", "context", "expert", "tensor")
 MESHES = {
@@ -76,6 +79,112 @@ def test_devices_that_sample_do_not_train():
     assert sharding.mesh_sizes(8, **axes, num_processes=2)["data"] == 2
     with pytest.raises(ValueError, match=r"devices, 6 without those of rollout_devices; the sizes"):
         sharding.mesh_sizes(8, **axes | {"data": 4})
+
+
+def sizes_of(**sizes):
+    return dict.fromkeys(AXES, 1) | sizes
+
+
+def torus(x, y, z, host):
+    """The chips of a TPU slice as JAX lists them, one host after another."""
+    hosts = itertools.product(*(range(n // h) for n, h in zip((z, y, x), host[::-1], strict=True)))
+    within = list(itertools.product(*(range(h) for h in host[::-1])))
+    found = []
+    for process, place in enumerate(hosts):
+        for chip in within:
+            at = [p * h + c for p, h, c in zip(place, host[::-1], chip, strict=True)]
+            found.append(
+                SimpleNamespace(
+                    id=len(found), process_index=process, coords=tuple(at[::-1]), core_on_chip=0,
+                    slice_index=0, platform="tpu", device_kind="TPU v5",
+                )
+            )  # fmt: skip
+    return found
+
+
+POD_MESHES = (
+    {"fsdp": 64},
+    {"fsdp": 16, "tensor": 4},
+    {"data": 2, "fsdp": 8, "tensor": 4},
+    {"fsdp": 8, "context": 2, "tensor": 4},
+    {"fsdp": 8, "context": 8},
+    {"fsdp": 16, "expert": 2, "tensor": 2},
+)
+
+
+def check_arranged(mesh, devices, sizes):
+    assert mesh.shape == tuple(sizes.values())
+    assert {device.id for device in mesh.flat} == {device.id for device in devices}
+    for together in mesh.reshape(-1, sizes["expert"] * sizes["tensor"]):
+        assert len({device.process_index for device in together}) == 1
+
+
+@pytest.mark.parametrize("sizes", POD_MESHES)
+def test_meshes_of_a_pod_keep_experts_and_heads_on_a_host(sizes):
+    # Axes of 8 share a dimension of the torus of 4 x 4 x 4 with another; one of 4 along a dimension
+    # would span two hosts of 2 x 2 chips.
+    sizes, pod = sizes_of(**sizes), torus(4, 4, 4, host=(2, 2, 1))
+    check_arranged(sharding.arrange(pod, sizes), pod, sizes)
+
+
+def test_a_tensor_axis_beyond_a_host_of_a_pod_is_refused():
+    pod = torus(4, 4, 4, host=(2, 2, 1))
+    with pytest.raises(ValueError, match=r"tensor=8 would span several .* own 4 devices; set it"):
+        sharding.arrange(pod, sizes_of(fsdp=8, tensor=8))
+
+
+def test_axes_follow_the_links_where_hosts_allow_it():
+    pod = torus(4, 4, 4, host=(2, 2, 1))
+    mesh = sharding.arrange(pod, sizes_of(fsdp=16, context=4))
+    rings = mesh.reshape(16, 4)
+    assert all(
+        len({chip.coords[axis] for chip in ring}) in (1, 4) for ring in rings for axis in range(3)
+    )
+
+
+def test_devices_that_sample_leave_gaps_in_a_torus():
+    pod = [
+        chip for chip in torus(4, 4, 1, host=(2, 2, 1)) if chip.coords[0] % 2 + chip.coords[1] % 2
+    ]
+    sizes = sizes_of(fsdp=12)
+    check_arranged(sharding.arrange(pod, sizes, with_gaps=True), pod, sizes)
+
+
+def test_gpus_of_several_hosts_are_a_mesh():
+    # Each host of GPUs is a slice of its own, and JAX numbers processes and devices apart.
+    gpus = [
+        SimpleNamespace(
+            id=n, process_index=1 - n // 8, slice_index=n // 8, platform="gpu", device_kind="H100"
+        )
+        for n in range(16)
+    ]
+    sizes = sizes_of(data=2, fsdp=2, tensor=4)
+    mesh = sharding.arrange(gpus, sizes)
+    check_arranged(mesh, gpus, sizes)
+    assert [device.id for device in mesh.flat] == [*range(8, 16), *range(8)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not (importlib.util.find_spec("libtpu") or os.environ.get("LIBTPU_DIR")),
+    reason="libtpu is not installed; LIBTPU_DIR may name a folder of `pip install --target`",
+)
+def test_pods_as_libtpu_has_them_are_meshes():
+    program = f"from tests.runtime import test_sharding; test_sharding.{check_pods.__name__}()"
+    result = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+
+
+def check_pods():
+    for name in ("v5p:4x4x4", "v5e:8x8", "v6e:8x8"):
+        devices = topology(name)
+        for sizes in POD_MESHES:
+            mesh = sharding.make_mesh(
+                **{"data": 1, "fsdp": 1, "tensor": 1} | sizes, devices=devices
+            )
+            check_arranged(mesh.devices, devices, dict(mesh.shape))
 
 
 def test_tensor_axis_that_cuts_a_head_is_refused():
