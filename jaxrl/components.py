@@ -46,7 +46,7 @@ from jaxrl.processor import BlankProcessor, Processor, UnreadableError
 from jaxrl.runtime.checkpoint import newest_whole
 from jaxrl.runtime.distributed import RolloutFunction, shared
 from jaxrl.runtime.plan import memory
-from jaxrl.runtime.sharding import CONTEXT, check_model_fits, local_mesh, make_mesh
+from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
 from jaxrl.runtime.versions import search_fingerprints
 from jaxrl.sampling.decode import scans
 from jaxrl.sampling.engine import Engine
@@ -181,11 +181,6 @@ def _make_model(
         raise ValueError(
             "config.model.vision.train is False, but the model of config.model.path reads text "
             "alone; leave it True."
-        )
-    if model_config.vision is not None and mesh.shape[CONTEXT] > 1:
-        raise ValueError(
-            f"config.mesh.context is {mesh.shape[CONTEXT]}, but the model of config.model.path "
-            "reads images, whose rows are not split over devices; set it to 1."
         )
     model = Model(
         policy,

@@ -439,9 +439,10 @@ class Columns:
 
 @struct.dataclass
 class BatchImages:
-    """The images of packed rows, on the S devices that share rows: each has those of its own.
+    """The images of packed rows, on the S devices that share tokens: each has those of its own.
 
-    An image that several sequences of a device's rows begin with is there once.
+    An image that several sequences of a device's rows begin with is there once; one whose tokens
+    are in the pieces of several devices is on each.
     """
 
     patches: jax.Array  # float32 [A, S, P, values]

@@ -53,6 +53,8 @@ from tests.helpers import (
     tiny_params,
 )
 from tests.models.attention.brute import random_inputs, random_rows
+from tests.training.seen import ADVANTAGES, naive, packed_in, sequences, weighted
+from tests.vision import golden
 
 MESHES = {
     "data 8": {"data": 8, "fsdp": 1, "tensor": 1},
@@ -70,11 +72,21 @@ EVERY_CONTEXT = [
     for data, fsdp, context, tensor in itertools.product((1, 2, 4), (1, 2, 4), (2, 4, 8), (1, 2))
     if data * fsdp * context * tensor == 8
 ]
+EVERY_MESH = [
+    {"data": data, "fsdp": 8 // tensor // data, "context": 1, "tensor": tensor}
+    for data, tensor in itertools.product((1, 2, 4, 8), (1, 2))
+    if data * tensor <= 8
+] + EVERY_CONTEXT
 EXPERT_MESHES = {
     "expert 8": {"data": 1, "fsdp": 1, "expert": 8, "tensor": 1},
     "context 2, expert 4": {"data": 1, "fsdp": 1, "context": 2, "expert": 4, "tensor": 1},
     "fsdp 2, expert 2, tensor 2": {"data": 1, "fsdp": 2, "expert": 2, "tensor": 2},
 }
+SHOWN = [
+    {"data": 1, "fsdp": 8, "context": 1, "tensor": 1},
+    {"data": 2, "fsdp": 1, "context": 4, "tensor": 1},
+]
+"""Of these, whose devices have a row's tokens each, what moves between devices is looked at."""
 TABLE = (TINY.vocab_size, TINY.width)
 NUM_ROWS = 16
 GROUP_SIZE = 4
@@ -410,6 +422,50 @@ def bytes_of_a_long_row():
     return found
 
 
+def of_images():
+    """Gradients of a model that sees, on every mesh, and what two of these move between devices.
+
+    Every other mesh has two sequences a row, and one micro-batch instead of two.
+    """
+    config, params = golden()[:2]
+    # Twice with other advantages: each device has rows.
+    advantages = [scale * one for scale in (1, 0.3) for one in ADVANTAGES]
+    wanted = jax.tree.map(lambda leaf: 1.3 * leaf, naive())
+    found = []
+    for index, sizes in enumerate(EVERY_MESH):
+        is_long = index % 2 == 1 or sizes["context"] == 8
+        shape = BatchShape(
+            num_micro=1 if is_long else 2,
+            micro_rows=8,
+            row_tokens=88 if is_long else 44,
+            max_tokens=44,
+            vision=config.vision,
+            num_pieces=sizes["context"],
+        )
+        mesh = make_mesh(**sizes)
+        packed = packed_in(shape, sequences() * 2, advantages, num_shards=num_batch_shards(mesh))
+        kernels = choose("xla", mesh, config)
+        model = Model(config, mesh, num_tokens=96, attention=kernels, remat="names")
+        batch = put_batch(mesh, packed.batch)
+        placed = jax.device_put(params, param_shardings(mesh, config))
+        gradient = Gradient(model, weighted)
+        sums = gradient(placed, batch, packed)
+        measured = {
+            "sizes": sizes,
+            "num_micro": packed.num_micro,
+            "distance": float(relative_distance(sums.gradients, wanted)),
+            "tower's": float(relative_distance(sums.gradients["vision"], wanted["vision"])),
+        }
+        if sizes in SHOWN:
+            room = loss_quarters(packed, num_batch_shards(mesh), model.num_pieces)[0]
+            program = gradient.add.program
+            text = program_text(program, placed, sums, batch, np.int32(0), np.int32(1), room)
+            moved = [size for _, size in collectives(text) if size % 11 == 0]
+            measured |= {"activations_moved": moved, "own_tokens": shape.row_tokens}
+        found.append(measured)
+    return found
+
+
 def of_experts():
     """The same of a mixture of experts, on one device and on each of `EXPERT_MESHES`."""
     params, found = tiny_params(TINY_MOE), {}
@@ -453,6 +509,8 @@ def main(path, group):
         }
     elif group == "experts":
         report = of_experts()
+    elif group == "images":
+        report = of_images()
     else:
         report = measure(GROUPS[group])
     with open(path, "w") as file:

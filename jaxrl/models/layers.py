@@ -73,11 +73,13 @@ class Through:
         scan: as a loop, compiled once for all layers that are alike and follow each other; else one
             layer after another, which a CPU computes faster.
         routing: of layers with experts.
+        on_shards: keeps what leads with an axis of shards where their tokens are.
     """
 
     remat: str = "none"
     scan: bool = True
     routing: Routing = field(default_factory=Routing, compare=False)
+    on_shards: Callable[[jax.Array], jax.Array] = field(default=lambda x: x, compare=False)
 
     def __call__(self, layer: Layer, x: Any, blocks: Params, stacks: Stacks | None = None) -> Any:
         """The activations after all layers.

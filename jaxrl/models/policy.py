@@ -142,7 +142,11 @@ class Model:
         weights = self.adapter or self.config
         params = self._gather_tables(weights.train_weights(params, self.dtype))
         params = params | {name: jax.lax.stop_gradient(params[name]) for name in self.frozen}
-        images = {} if batch.images is None else {"images": batch.images}
+        images = {}
+        if batch.images is not None:
+            own = (in_pieces(self.mesh, x) for x in (batch.images.units, batch.images.rotary))
+            units, rotary = own
+            images["images"] = replace(batch.images, units=units, rotary=rotary)
         hidden = self.config.hidden_states(
             params,
             in_pieces(self.mesh, batch.token_ids),
@@ -152,7 +156,13 @@ class Model:
                 whole_rows(self.mesh, batch.positions),
                 self.num_pieces,
             ),
-            replace(self._through, routing=routing or Routing(experts=self.experts)),
+            replace(
+                self._through,
+                routing=routing or Routing(experts=self.experts),
+                on_shards=partial(
+                    jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh)
+                ),
+            ),
             **images,
         )
         # Rows stay split over data and fsdp: left alone, the compiler splits the width of

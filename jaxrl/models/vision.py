@@ -214,6 +214,8 @@ class QwenVision(Vision):
         S, P, _ = patches.shape
         kernel = params["patch"]["filter"]
         x = patches.reshape(S * P, -1).astype(kernel.dtype) @ kernel.reshape(self.width, -1).T
+        # Left alone, the compiler splits the width over devices, and all have the patches of all.
+        x = through.on_shards(x)
         angles = self._angles(places.reshape(S * P, 4)[:, 2:])
         number, window = places[..., 0], jnp.where(places[..., 0] > 0, places[..., 1], -1)
 
@@ -244,7 +246,7 @@ class QwenVision(Vision):
         merger = params["merger"]
         x = rms_norm(x, merger["norm"]["scale"], EPSILON).reshape(S * P // self.unit, -1)
         x = linear(merger["down"], jax.nn.gelu(linear(merger["up"], x), approximate=False))
-        return x.reshape(S, P // self.unit, -1)
+        return through.on_shards(x.reshape(S, P // self.unit, -1))
 
     def _angles(self, places: Int[Array, "M 2"]) -> tuple[jax.Array, jax.Array]:
         """Rotary angles: half of the pairs turn by a patch's row, half by its column."""

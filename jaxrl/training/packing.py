@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +47,7 @@ class BatchShape:
         max_tokens: of a sequence; None for those of a row.
         vision: reads images; None where there are none.
         max_image_tokens: of a sequence; 0: as many as it has tokens.
+        num_pieces: into which devices cut each row, C; divides its length.
     """
 
     num_micro: int
@@ -56,6 +57,7 @@ class BatchShape:
     max_tokens: int | None = None
     vision: Vision | None = None
     max_image_tokens: int = 0
+    num_pieces: int = 1
 
     @property
     def row_units(self) -> int:
@@ -79,6 +81,7 @@ class BatchShape:
         shards_with_prompts: int = 0,
         vision: Vision | None = None,
         max_image_tokens: int = 0,
+        num_pieces: int = 1,
     ) -> BatchShape:
         """Room for any `num_sequences` sequences, were each as long as `row_tokens`.
 
@@ -92,6 +95,7 @@ class BatchShape:
                 skip what a token does not read. 0 elsewhere.
             vision: of the shape.
             max_image_tokens: of the shape.
+            num_pieces: of the shape.
         """
         num_micro = max(-(-num_sequences // micro_rows), 1)
         if not shards_with_prompts:
@@ -101,6 +105,7 @@ class BatchShape:
                 row_tokens=row_tokens,
                 vision=vision,
                 max_image_tokens=max_image_tokens,
+                num_pieces=num_pieces,
             )
         return cls(
             num_micro=num_micro,
@@ -110,6 +115,7 @@ class BatchShape:
             max_tokens=row_tokens,
             vision=vision,
             max_image_tokens=max_image_tokens,
+            num_pieces=num_pieces,
         )
 
 
@@ -137,6 +143,7 @@ def train_shape(
         shards_with_prompts=shards_with_prompts,
         vision=vision,
         max_image_tokens=config.rollout.max_image_tokens,
+        num_pieces=num_pieces,
     )
 
 
@@ -154,6 +161,7 @@ def sft_shape(
         shards_with_prompts=shards_with_prompts,
         vision=vision,
         max_image_tokens=config.rollout.max_image_tokens,
+        num_pieces=num_pieces,
     )
 
 
@@ -471,7 +479,7 @@ def _fill(
 def fill_images(
     sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
 ) -> tuple[BatchImages | None, int]:
-    """The images of rows, each once on the device that has rows with it, and the room they take.
+    """The images of rows, each once on every device that has tokens of it, and the room they take.
 
     The room is the least of `IMAGE_PARTS` that is enough everywhere; without any images None and 0.
 
@@ -481,13 +489,12 @@ def fill_images(
     vision, b = shape.vision, shape.micro_rows
     if vision is None or not any(map(images_of, sequences)):
         return None, 0
-    cells: dict[tuple[int, int], dict[Image, int]] = {}  # by micro-batch and shard
-    for row, members in enumerate(rows):
-        cell = cells.setdefault((row // b, row % b * num_shards // b), {})
-        for index, _ in members:
-            for image in images_of(sequences[index]):
-                cell.setdefault(image, len(cell))
+    cells: dict[tuple[int, int], dict[Image, int]] = {}  # by micro-batch and device
+    for place, image, *_ in _placed_images(sequences, rows, shape, num_shards):
+        cell = cells.setdefault(place, {})
+        cell.setdefault(image, len(cell))
     arranged = {place: vision.arrange(tuple(cell)) for place, cell in cells.items()}
+    # One row's images may all have tokens in one piece of it, so a piece gets the room of rows.
     room = b // num_shards * shape.row_units * vision.unit
     most = max(len(one.patches) for one in arranged.values())
     if most > room:
@@ -498,7 +505,7 @@ def fill_images(
     sizes = {part: -(-room // (part * vision.unit)) * vision.unit for part in IMAGE_PARTS}
     part = next(part for part, size in sizes.items() if most <= size)
     tokens = (shape.num_micro, b, shape.row_tokens)
-    images = (shape.num_micro, num_shards, sizes[part])
+    images = (shape.num_micro, num_shards * shape.num_pieces, sizes[part])
     out: dict[str, Any] = {
         "patches": np.zeros((*images, vision.patch_values), np.float32),
         "places": np.zeros((*images, 4), np.int32),
@@ -509,16 +516,41 @@ def fill_images(
         out["patches"][place][: len(one.patches)] = one.patches
         out["places"][place][: len(one.places)] = one.places
     for row, members in enumerate(rows):
-        micro, within, start = row // b, row % b, 0
-        place = (micro, within * num_shards // b)
+        start = 0
         for index, left_out in members:
             ids, own = sequences[index].token_ids, images_of(sequences[index])
-            units = np.full(len(ids), -1, np.int32)
-            if own:
-                found = [arranged[place].units[cells[place][image]] for image in own]
-                units[ids == vision.image_id] = np.concatenate(found)
-            at = (micro, within, slice(start, start + len(ids) - left_out))
-            out["units"][at] = units[left_out:]
-            out["rotary"][at] = vision.rotary_positions(ids, own)[:, left_out:].T
+            columns = slice(start, start + len(ids) - left_out)
+            rotary = vision.rotary_positions(ids, own)[:, left_out:].T
+            out["rotary"][row // b, row % b, columns] = rotary
             start += len(ids) - left_out
+    for place, image, at, which in _placed_images(sequences, rows, shape, num_shards):
+        out["units"][at] = arranged[place].units[cells[place][image]][which]
     return BatchImages(**out), part
+
+
+def _placed_images(
+    sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
+) -> Iterator[tuple[tuple[int, int], Image, tuple[int, int, np.ndarray], np.ndarray]]:
+    """Each image for each device that has tokens of it.
+
+    Yields:
+        Micro-batch and device, the image, where in `[A, b, T]` those tokens are, and which of the
+        image's they are.
+    """
+    vision, b, size = shape.vision, shape.micro_rows, shape.row_tokens // shape.num_pieces
+    assert vision is not None
+    for row, members in enumerate(rows):
+        micro, within, start = row // b, row % b, 0
+        shard = within * num_shards // b
+        for index, left_out in members:
+            ids, own = sequences[index].token_ids, images_of(sequences[index])
+            ends = np.cumsum([vision.num_tokens(image) for image in own])
+            runs = np.split(np.flatnonzero(ids == vision.image_id), ends[:-1])
+            for image, run in zip(own, runs, strict=False):  # one run, of nothing, without images
+                which = np.flatnonzero(run >= left_out)
+                columns = start - left_out + run[which]
+                for piece in np.unique(columns // size).tolist():
+                    here = columns // size == piece
+                    place = (micro, shard * shape.num_pieces + piece)
+                    yield place, image, (micro, within, columns[here]), which[here]
+            start += len(ids) - left_out

@@ -24,6 +24,7 @@ from jaxrl.runtime.compilation import CompiledFunction
 from jaxrl.runtime.sharding import (
     CONTEXT,
     batch_sharding,
+    image_sharding,
     num_batch_shards,
     param_shardings,
     replicated,
@@ -105,8 +106,14 @@ def with_moments_in(state: TrainState, memory: str) -> TrainState:
 
 
 def batch_shardings(mesh: Mesh, batch: Batch) -> Batch:
-    """Rows over data and fsdp, their tokens over context."""
-    return jax.tree.map(lambda _: batch_sharding(mesh), batch)
+    """Rows over data and fsdp, their tokens over context; patches beside their tokens."""
+    found = jax.tree.map(lambda _: batch_sharding(mesh), batch)
+    if batch.images is None:
+        return found
+    own = image_sharding(mesh)
+    return dataclasses.replace(
+        found, images=dataclasses.replace(found.images, patches=own, places=own)
+    )
 
 
 def put_batch(mesh: Mesh, batch: Batch) -> Batch:

@@ -24,6 +24,7 @@ from tests.helpers import TINY, TINY_MOE, UPDATE_PROGRAMS, with_devices
 from tests.mesh_worker import (
     CHUNK_TOKENS,
     EVERY_CONTEXT,
+    EVERY_MESH,
     EXPERT_MESHES,
     GROUPS,
     NUM_ROWS,
@@ -31,6 +32,7 @@ from tests.mesh_worker import (
     collectives,
 )
 from tests.programs import topology
+from tests.vision import golden
 
 AXES = ("data", "fsdp", "context", "expert", "tensor")
 MESHES = {
@@ -409,23 +411,23 @@ def test_update_moves_weights_rather_than_activations(report, name):
     own_tokens = SHAPE.micro_rows // num_shards(name) * SHAPE.row_tokens
     most = CHUNK_TOKENS // num_shards(name)
     assert most / 2 < update["logits_tokens"] <= most
-    assert Counter(update["activations_moved"]) == activations_that_move(name, own_tokens)
+    wanted = activations_that_move(MESHES[name], TINY, own_tokens)
+    assert Counter(update["activations_moved"]) == wanted
 
 
-def activations_that_move(name, own_tokens):
+def activations_that_move(sizes, config, own_tokens):
     """Sizes of what holds tokens and moves between devices in an update, and how often it does."""
-    sizes, found = MESHES[name], Counter()
-    context, tensor = sizes["context"], sizes["tensor"]
+    context, tensor, found = sizes["context"], sizes["tensor"], Counter()
     if tensor > 1:  # sums over heads and the MLP: 3 forwards, 1 again backwards, 5 of gradients
-        found[own_tokens * TINY.width] += 9
+        found[own_tokens * config.width] += 9
     if context > 1:
-        heads = TINY.num_kv_heads // tensor * TINY.head_dim
+        heads = config.num_kv_heads // tensor * config.head_dim
         found[own_tokens * context] += 2  # segment ids and positions of whole rows
         found[own_tokens * heads * context] += 4  # keys and values of these, and again backwards
         found[own_tokens * heads] += 2  # the gradients of the device's own keys and values
     if sizes["data"] == 1:  # the embedding's gradient is added up in parts of the width
         parts = sizes["fsdp"] * context
-        found[own_tokens * TINY.width // parts] += parts
+        found[own_tokens * config.width // parts] += parts
         found[own_tokens * parts // tensor] += 1  # ids, of tokens shared among those of `tensor`
         found[own_tokens] += tensor > 1
     return +found
@@ -461,6 +463,24 @@ def test_every_mesh_with_context_computes_what_one_device_does(tmp_path):
     assert two < 0.7 * one
     assert four < 0.7 * two
     assert eight < 0.75 * four
+
+
+@pytest.mark.slow
+def test_images_on_every_mesh_have_the_gradient_of_each_sequence_alone(tmp_path):
+    # However rows are packed and split, images read on the devices that have tokens of them.
+    report = measured("images", tmp_path / "report.json")
+    assert [mesh["sizes"] for mesh in report] == EVERY_MESH
+    assert len(EVERY_MESH) == 16
+    assert {mesh["num_micro"] for mesh in report} == {1, 2}
+    for mesh in report:
+        assert mesh["distance"] < 1e-5, mesh["sizes"]
+        assert mesh["tower's"] < 1e-5, mesh["sizes"]
+    # Nothing of patches moves.
+    shown = [mesh for mesh in report if "activations_moved" in mesh]
+    assert len(shown) == 2
+    for mesh in shown:
+        wanted = activations_that_move(mesh["sizes"], golden()[0], mesh["own_tokens"])
+        assert Counter(mesh["activations_moved"]) == wanted
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Packing and the update with images: every way to pack is one computation."""
 
 import dataclasses
-from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -10,89 +9,15 @@ import pytest
 
 from jaxrl.config import default_config
 from jaxrl.models.policy import Model
-from jaxrl.objectives.metrics import Metric
 from jaxrl.training.optimizer import frozen_entries, make_optimizer
 from jaxrl.training.packing import BatchShape, assign_rows, make_items, pack
 from jaxrl.training.update import Gradient, UpdateStep, init_state, put_batch
-from jaxrl.types import Image
-from tests.helpers import Sequence, relative_distance
+from tests.helpers import relative_distance
 from tests.toys import one_device_mesh
-from tests.vision import golden, logits_of
+from tests.training.seen import ADVANTAGES, NUM_TOKENS, naive, packed_in, sequences, weighted
+from tests.vision import golden
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
-
-IMAGE, NUM_TOKENS = 90, 96
-
-
-@dataclasses.dataclass(frozen=True)
-class Seen(Sequence):
-    """A sequence with images."""
-
-    images: tuple = ()
-
-
-def draw(seed, h, w):
-    rng = np.random.default_rng(seed)
-    return Image(patches=rng.standard_normal((h * w, 24)).astype(np.float32), grid=(1, h, w))
-
-
-def sequence(seed, parts, prompt_parts):
-    """Text and images in turn; sampled is what follows the prompt, but for images and their ends.
-
-    Args:
-        seed: of what is sampled.
-        parts: numbers of tokens of text, and images.
-        prompt_parts: of these belong to the prompt, which is the same for all seeds.
-    """
-    ids, mask, images = [], [], []
-    for index, part in enumerate(parts):
-        rng = np.random.default_rng([0 if index < prompt_parts else seed, index])
-        if isinstance(part, Image):
-            images.append(part)
-            ids += [92, *[IMAGE] * (part.num_patches // 4), 93]
-            mask += [False] * (2 + part.num_patches // 4)
-        else:
-            ids += rng.integers(4, 80, part).tolist()
-            mask += [index >= prompt_parts] * part
-    mask, rng = np.array(mask), np.random.default_rng(seed)
-    logprobs = np.where(mask, -rng.random(len(ids)), 0).astype(np.float32)
-    return Seen(
-        token_ids=np.array(ids, np.int32),
-        loss_mask=mask,
-        rollout_logprobs=logprobs,
-        images=tuple(images),
-    )
-
-
-@cache
-def sequences():
-    """A group of three, one of them with an image of a tool; text alone; the same with others."""
-    first, second, later = draw(0, 4, 6), draw(1, 10, 4), draw(2, 2, 4)
-    other = draw(3, 4, 6)
-    prompt = [4, first, 3, second, 2]
-    return (
-        sequence(1, [*prompt, 5], 5),
-        sequence(2, [*prompt, 3, later, 4], 5),
-        sequence(3, [*prompt, 7], 5),
-        sequence(4, [6, 9], 1),
-        sequence(5, [4, other, 3, second, 2, 6], 5),
-    )
-
-
-def weighted(logprobs, entropies, micro):
-    """Minus the log-probabilities, times what stands in the place of advantages."""
-    return -logprobs * micro.advantages, {"entropy": Metric(entropies)}
-
-
-ADVANTAGES = [np.float32(x) for x in (1.0, -0.5, 2.0, 0.7, -1.3)]
-
-
-def packed_in(shape, *, num_shards=1):
-    kept = sequences()
-    weights = [np.where(s.loss_mask, 0.1, 0).astype(np.float32) for s in kept]
-    return pack(
-        kept, ADVANTAGES, shape, token_fields={"token_weights": weights}, num_shards=num_shards
-    )
 
 
 def shape_of(num_micro, micro_rows, row_tokens, **more):
@@ -116,25 +41,6 @@ def gradient_of(shape, frozen=()):
     packed = packed_in(shape)
     batch = put_batch(one_device_mesh(), packed.batch)
     return Gradient(model(frozen), weighted)(golden()[1], batch, packed).gradients
-
-
-@cache
-def naive():
-    """The gradient of the sequences, each in a row and with images of its own."""
-    config, params = golden()[:2]
-
-    rows = [np.pad(one.token_ids, (0, 48 - len(one.token_ids))) for one in sequences()]
-
-    def loss(params):
-        total = 0.0
-        each = logits_of(config, params, rows, [one.images for one in sequences()])
-        for one, logits, advantage in zip(sequences(), each, ADVANTAGES, strict=True):
-            at = np.flatnonzero(one.loss_mask)
-            scored = jax.nn.log_softmax(logits)[at - 1, one.token_ids[at]]
-            total -= 0.1 * advantage * scored.sum()
-        return total
-
-    return jax.jit(jax.grad(loss))(params)
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -182,6 +88,23 @@ def test_an_image_that_several_rows_begin_with_is_there_once_on_a_device():
     counts = (apart.places[0, :, :, 0] > 0).sum(axis=1)
     assert counts.sum() > 96
     assert apart.units.max() < counts.max() // vision.unit
+
+
+def test_an_image_is_on_each_device_that_has_tokens_of_it():
+    vision, [one] = golden()[0].vision, sequences()[:1]
+    kept, shape = [one, one], shape_of(1, 2, 48, num_pieces=4)
+    images = packed_in(shape, kept, ADVANTAGES[:2], num_shards=2).batch.images
+    # Tokens 4 + [6] + 3 + [10] + 2 + 5, each run between two marks: the first image is at 5 to 10,
+    # the second at 16 to 25, and pieces have 12 tokens.
+    assert images.patches.shape[:2] == (1, 8)
+    counts = (images.places[0, :, :, 0] > 0).sum(axis=1)
+    first, second = (image.num_patches for image in one.images)
+    assert counts.tolist() == [first, second, second, 0] * 2
+    assert images.units[0, 0, 5:11].tolist() == vision.arrange(one.images[:1]).units[0].tolist()
+    assert images.units[0, 0, 16:26].tolist() == vision.arrange(one.images[1:]).units[0].tolist()
+    assert (np.delete(images.units[0, 0], [*range(5, 11), *range(16, 26)]) == -1).all()
+    whole = packed_in(dataclasses.replace(shape, num_pieces=1), kept, ADVANTAGES[:2], num_shards=2)
+    np.testing.assert_array_equal(images.rotary, whole.batch.images.rotary)
 
 
 def test_rows_are_shared_by_sequences_whose_images_have_room():

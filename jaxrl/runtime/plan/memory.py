@@ -879,7 +879,8 @@ def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str)
     tokens = shape.num_micro * shape.micro_rows * shape.row_tokens // shards
     images = 0
     if shape.vision is not None:  # patches and their places; of tokens units and positions
-        units = shape.num_micro * shape.micro_rows * shape.row_units // shards
+        # A piece of a row may have tokens of all images of the row.
+        units = shape.num_micro * shape.micro_rows * shape.num_pieces * shape.row_units // shards
         patch_bytes = 4 * (shape.vision.patch_values + 4)
         images = units * shape.vision.unit * patch_bytes + 16 * tokens
     if stage == "sft":
