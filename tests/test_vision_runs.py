@@ -1,6 +1,10 @@
 """Whole runs of a vision model: trained, killed, resumed, exported; its options matter."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +19,7 @@ from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.qwen_vl import QwenVLConfig
 from jaxrl.models.vision import QwenVision
 from jaxrl.run import run
-from tests.helpers import tiny_params
+from tests.helpers import ROOT, tiny_params, with_devices
 from tests.images import PAD, SPECIAL, TEMPLATE, drawn, encoded, looking_tokenizer, save_processor
 from tests.runs import assert_same_weights, killed, lasting
 
@@ -95,6 +99,10 @@ def settings(world, **changes):
     return config
 
 
+def grad_norms(workdir):
+    return [r["actor/grad_norm"] for r in lasting(workdir) if "actor/grad_norm" in r]
+
+
 @pytest.mark.slow
 def test_a_run_trains_the_tower_and_goes_on_bit_for_bit(world, tmp_path):
     config = settings(world)
@@ -104,11 +112,41 @@ def test_a_run_trains_the_tower_and_goes_on_bit_for_bit(world, tmp_path):
     before, after = load_hf(world / "model"), load_hf(whole / "export")
     assert (before["vision"]["patch"]["filter"] != after["vision"]["patch"]["filter"]).any()
     assert (before["blocks"]["mlp"]["up"]["kernel"] != after["blocks"]["mlp"]["up"]["kernel"]).any()
-    steps = [record for record in lasting(whole) if "train/grad_norm" in record]
-    assert all(np.isfinite(record["train/grad_norm"]) for record in steps)
+    norms = grad_norms(whole)
+    assert len(norms) == 2
+    assert np.isfinite(norms).all()
     again = killed(whole, tmp_path / "again", after=1)
     run(config, again, assemble(config), Display())
     assert_same_weights(whole / "export", again / "export")
+
+
+@pytest.mark.slow
+def test_a_run_whose_rows_are_cut_between_devices_is_that_of_one(
+    world, tmp_path, quick_compilation
+):
+    config = settings(world, num_steps=1)
+    (tmp_path / "one").mkdir()
+    run(config, tmp_path / "one", assemble(config), Display())
+    program = "import sys; from tests import test_vision_runs as t; t.run_cut(*sys.argv[1:])"
+    result = subprocess.run(
+        [sys.executable, "-c", program, world, tmp_path / "cut"],
+        cwd=ROOT,
+        env=os.environ | quick_compilation | with_devices(2),
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    wanted, got = grad_norms(tmp_path / "one"), grad_norms(tmp_path / "cut")
+    assert len(got) == 1
+    assert got == pytest.approx(wanted, rel=1e-4)
+    gaps = [r.get("rollout_corr/logprob_diff_max") for r in lasting(tmp_path / "cut")]
+    assert max(gap for gap in gaps if gap is not None) < 1e-4  # of the sampler and the update
+
+
+def run_cut(world, workdir):
+    config = settings(Path(world), num_steps=1, **{"mesh.data": 1, "mesh.context": 2})
+    Path(workdir).mkdir()
+    run(config, Path(workdir), assemble(config), Display())
 
 
 @pytest.mark.slow
