@@ -315,6 +315,8 @@ def fit_prompts(
     if count == 0:
         return tasks, ""
     what = f"{count} of {len(tasks)} tasks have prompts of more than {limit} tokens"
+    if config.rollout.max_image_tokens:
+        what += f", or {config.rollout.max_image_tokens} of images"
     if config.rollout.overlong_prompts == "truncate_left":
         return tasks, f"{key}: {what}; their last {limit} tokens are kept"
     if not fits.any():
@@ -391,6 +393,7 @@ def _read_demonstrations(
         tools=("search", *(tool.name for tool in tools)),
         chat_tools=getattr(env, "chat_tools", ()),
         processor=processor,
+        max_image_tokens=config.rollout.max_image_tokens,
     )
 
 

@@ -342,6 +342,19 @@ class TestEpisodes:
             with pytest.raises(ValueError, match=r"prompt of task 't7' has \d+ tokens; expected 1"):
                 player(processor, max_prompt_tokens=20, overlong_prompts=choice).prompt_fits(task)
 
+    def test_prompts_of_more_image_tokens_than_there_is_room_for(self, processor, tmp_path):
+        task = looking_task(tmp_path)  # of 6
+        for limit, is_short in ((5, False), (6, True)):
+            play = player(processor, max_image_tokens=limit, overlong_prompts="drop")
+            assert play.prompt_fits(task) == is_short
+        for choice in ("refuse", "truncate_left"):
+            play = player(processor, max_image_tokens=5, overlong_prompts=choice)
+            why = r"images of the prompt of task 't7' take 6 tokens; expected at most 5.*max_image"
+            with pytest.raises(ValueError, match=why):
+                play.prompt_fits(task)
+            with pytest.raises(ValueError, match=why):
+                self.sample(play, task)
+
     def test_images_that_cannot_be_had_name_the_task(self, processor, tmp_path):
         task = looking_task(tmp_path)
         with pytest.raises(
@@ -410,6 +423,19 @@ class TestEpisodes:
         sample = self.shown(processor, tmp_path, observation, max_total_tokens=39)
         assert sample.episode.outcome == Outcome.OUT_OF_BUDGET
         assert len(sample.images) == 1
+
+    @pytest.mark.parametrize("limit", [11, 12])
+    def test_more_image_tokens_than_a_trajectory_may_have_end_it(self, processor, tmp_path, limit):
+        picture = Picture(data=encoded(drawn(seed=5)))
+        observation = Observation(prefix="<r>", body="x", suffix="</r>", images=(picture,))
+        results = ToolResults(bodies=("x",), images=((picture,),))
+        for shown in (observation, results):
+            sample = self.shown(processor, tmp_path, shown, max_image_tokens=limit)
+            [turn] = sample.episode.turns
+            fits = limit == 12  # the prompt's image has 6, as that of the observation
+            assert sample.episode.outcome == (None if fits else Outcome.OUT_OF_BUDGET)
+            assert len(sample.images) == 1 + fits
+            assert (turn.observation is not None, len(turn.images)) == (fits, fits)
 
 
 class TestCodecs:
@@ -489,7 +515,7 @@ class TestTools:
 
 
 class TestDemonstrations:
-    def read(self, tmp_path, fields, processor):
+    def read(self, tmp_path, fields, processor, **settings):
         chat = [*CHAT, {"role": "assistant", "content": "a dot"}]
         record = {"messages": chat, "images": ["a.png"]} | fields
         (tmp_path / "d.jsonl").write_text(json.dumps(record))
@@ -499,7 +525,14 @@ class TestDemonstrations:
             max_total_tokens=100,
             max_observation_tokens=10,
             processor=processor,
+            **settings,
         )
+
+    def test_more_image_tokens_than_there_is_room_for(self, processor, tmp_path):
+        saved(tmp_path / "a.png")
+        assert self.read(tmp_path, {}, processor, max_image_tokens=6)
+        with pytest.raises(ValueError, match=r"d.jsonl:1: .* 6 image tokens; .*max_image_tokens=5"):
+            self.read(tmp_path, {}, processor, max_image_tokens=5)
 
     def test_images_are_made_when_they_are_asked_for(self, processor, tmp_path):
         saved(tmp_path / "a.png")

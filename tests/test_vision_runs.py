@@ -2,6 +2,7 @@
 
 import json
 import os
+import string
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl.components import assemble
 from jaxrl.config import default_config
+from jaxrl.envs.base import Observation, StepResult
+from jaxrl.envs.images import Picture
+from jaxrl.envs.math import MathEnv
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.qwen_vl import QwenVLConfig
@@ -158,3 +162,35 @@ def test_a_frozen_tower_stays_as_it_is(world, tmp_path):
         before["vision"]["merger"]["up"]["kernel"], after["vision"]["merger"]["up"]["kernel"]
     )
     assert (before["embed"]["embedding"] != after["embed"]["embedding"]).any()
+
+
+class ShowingEnv(MathEnv):
+    """Answers whatever ends with a letter with a picture, large after an odd letter."""
+
+    stop_strings = tuple(string.ascii_letters)
+
+    def step(self, episodes, texts):
+        sizes = [(32, 32) if text and ord(text[-1]) % 2 else (16, 8) for text in texts]
+        shown = [(Picture(data=encoded(drawn(*size))),) for size in sizes]
+        return [
+            StepResult(observation=Observation(prefix="", body="", suffix="", images=images))
+            for images in shown
+        ]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_a_tool_shows_more_than_there_is_room_for(world, tmp_path):
+    changes = {"env.name": f"{__name__}.ShowingEnv", "rollout.max_image_tokens": 12}
+    config = settings(world, **changes, **{"log.trajectories": -1})
+    run(config, tmp_path, assemble(config), Display())
+    files = sorted((tmp_path / "trajectories").iterdir())
+    played = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    assert len(files) == 2
+    assert {one["outcome"] for one in played} == {"out_of_budget"}
+    turns = [turn for one in played for turn in one["turns"]]
+    assert any(turn.get("images") for turn in turns)
+    refused = [one for one in played if one["turns"][-1]["text"][-1:] in ShowingEnv.stop_strings]
+    assert refused  # by a large picture, which is in none of them
+    assert all(len(one["token_ids"]) < 80 for one in refused)
+    [pad] = looking_tokenizer().encode(PAD)
+    assert max(one["token_ids"].count(pad) for one in played) in range(8, 13)

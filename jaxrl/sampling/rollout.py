@@ -60,6 +60,8 @@ class Limits:
             the tags.
         overlong_prompts: what becomes of a longer prompt: `refuse`, `drop` (whoever draws tasks
             leaves it out) or `truncate_left` (its first tokens are cut off).
+        max_image_tokens: of the images in prompt and observations; 0: `max_total_tokens`. A prompt
+            with more is longer than it may be, an observation with more ends the trajectory.
     """
 
     max_prompt_tokens: int
@@ -67,6 +69,7 @@ class Limits:
     max_total_tokens: int
     max_observation_tokens: int
     overlong_prompts: str = "refuse"
+    max_image_tokens: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,13 +347,14 @@ class EpisodePlayer:
             UnreadableError: an image cannot be read.
             StartError: the environment has no prompt for it.
         """
-        prompt, limit = self._render_prompt(task), self._prompt_limit
+        prompt = self._render_prompt(task)
+        fits = len(prompt) <= self._prompt_limit and not self._has_too_many_units(prompt)
         refuses = self._limits.overlong_prompts == "refuse"
         if self._limits.overlong_prompts == "truncate_left":
             refuses = bool(task.images)  # half an image is none
-        if not prompt or (len(prompt) > limit and refuses):
-            raise self._unfit(task, len(prompt))
-        return len(prompt) <= limit
+        if not prompt or (not fits and refuses):
+            raise self._unfit(task, prompt)
+        return fits
 
     def _see_all(self, tasks: Sequence[Task]) -> list[tuple[Image, ...] | UnreadableError]:
         """The images of each task, or why they cannot be read."""
@@ -383,9 +387,19 @@ class EpisodePlayer:
         prompt, limit = self._render_prompt(task), self._prompt_limit
         if self._limits.overlong_prompts == "truncate_left" and not task.images:
             prompt = prompt[-limit:]
-        if not 0 < len(prompt) <= limit:
-            raise self._unfit(task, len(prompt))
+        if not 0 < len(prompt) <= limit or self._has_too_many_units(prompt):
+            raise self._unfit(task, prompt)
         return prompt
+
+    def _num_units(self, token_ids: Sequence[int]) -> int:
+        """How many of them are tokens of images."""
+        image_id = self._tokenizer.image_id
+        return 0 if image_id is None else token_ids.count(image_id)
+
+    def _has_too_many_units(self, token_ids: Sequence[int]) -> bool:
+        """Whether there are more tokens of images than a trajectory may have."""
+        limit = self._limits.max_image_tokens
+        return 0 < limit < self._num_units(token_ids)
 
     @property
     def _prompt_limit(self) -> int:
@@ -414,9 +428,16 @@ class EpisodePlayer:
             raise UnreadableError(f"task {task.id!r}: {error}") from error
         return self._tokenizer.render_prompt(messages, self._tools, counts)
 
-    def _unfit(self, task: Task, length: int) -> ValueError:
+    def _unfit(self, task: Task, prompt: Sequence[int]) -> ValueError:
+        if self._has_too_many_units(prompt):
+            return ValueError(
+                f"the images of the prompt of task {task.id!r} take {self._num_units(prompt)} "
+                f"tokens; expected at most {self._limits.max_image_tokens}. Raise "
+                "config.rollout.max_image_tokens, lower config.images.max_pixels, or set "
+                "config.rollout.overlong_prompts to 'drop' (leaves such tasks out)."
+            )
         return ValueError(
-            f"the prompt of task {task.id!r} has {length} tokens; expected 1 to "
+            f"the prompt of task {task.id!r} has {len(prompt)} tokens; expected 1 to "
             f"{self._prompt_limit}. Raise config.rollout.max_prompt_tokens and max_total_tokens, "
             "or set config.rollout.overlong_prompts to 'drop' (leaves such tasks out) or "
             "'truncate_left' (cuts their first tokens off; not of prompts with images)."
@@ -525,7 +546,8 @@ class EpisodePlayer:
         pictures = _images_of(result.observation)
         token_ids, shown = self._fit_observation(sample, result.observation)
         length = len(sample.token_ids) + len(token_ids)
-        if self._budget(length, num_sampled=sample.num_sampled) <= 0:
+        has_room = self._budget(length, num_sampled=sample.num_sampled) > 0
+        if not has_room or self._has_too_many_units([*sample.token_ids, *token_ids]):
             self._end(sample, turn, Outcome.OUT_OF_BUDGET)
             return None
         sample.append_observation(token_ids)
