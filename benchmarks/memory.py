@@ -47,7 +47,7 @@ from jaxrl.sampling.engine import append_sizes
 from jaxrl.sampling.next_token import PLAIN
 from jaxrl.training.minibatches import takes_own_logprobs
 from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.packing import train_shape
+from jaxrl.training.packing import BatchShape, train_shape
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import (
     ScoreStep,
@@ -56,7 +56,7 @@ from jaxrl.training.update import (
     init_state,
     state_shardings,
 )
-from jaxrl.types import Batch
+from jaxrl.types import Batch, BatchImages
 
 GIB = memory.GIB
 
@@ -67,7 +67,7 @@ SHIPPED = {
     "search_r1": ("qwen2.5-7b", 8, 1),
     "search_r1_brief": ("qwen2.5-0.5b", 1, 1),
     "bapo": ("qwen2.5-7b", 8, 1),
-    "ares": ("qwen2.5-7b", 8, 1),
+    "ares": ("qwen2.5-vl-7b", 8, 1),
     "passk": ("qwen2.5-7b", 8, 1),
     "dapo": ("qwen2.5-32b", 64, 8),
     "search_r1_lora": ("qwen3-4b", 1, 1),
@@ -155,26 +155,27 @@ def trainer_programs(config: ConfigDict, policy: Model) -> dict[str, Any]:
     batch = abstract_batch(config, policy)
     whole, index = policy.adapter or policy.config, jax.ShapeDtypeStruct((), jnp.int32)
     params = like(whole.abstract_params(), sharding.param_shardings(mesh, whole))
-    sums = jax.eval_shape(step.gradient.begin.function, params, batch)
+    of_text = dataclasses.replace(batch, images=None)
+    sums = jax.eval_shape(step.gradient.begin.function, params, of_text)
     sums = dataclasses.replace(
         sums, gradients=like(sums.gradients, sharding.param_shardings(mesh, trained))
     )
     logprobs = batch.rollout_logprobs
     # What a program does not need is on the device all the same.
     run = partial(jax.jit, donate_argnums=1, static_argnums=5, keep_unused=True)
-    rest, room = (batch, index, index), max(QUARTERS)
+    rest = (batch, index, index, max(QUARTERS), abstract_patches(config, policy))
     add, score = step.gradient.add.program, ScoreStep(policy, temperature=1.0).add.program
     apply = jax.jit(step.apply.function, donate_argnums=0)
     return {
-        "update": partial(run(add.function).lower, params, sums, *rest, room),
+        "update": partial(run(add.function).lower, params, sums, *rest),
         "optimizer": partial(apply.lower, state, sums),
-        "score": partial(run(score.function).lower, params, logprobs, *rest, room),
+        "score": partial(run(score.function).lower, params, logprobs, *rest),
     }
 
 
 def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
     """A mini-batch of the train stage for shapes alone."""
-    shape = train_shape(config, policy.shards_with_prompts, policy.num_pieces)
+    shape = shape_of(config, policy)
     whole = (shape.num_micro, shape.micro_rows, shape.row_tokens)
     ints, floats = (jax.ShapeDtypeStruct(whole, dtype) for dtype in (jnp.int32, jnp.float32))
     batch = Batch(
@@ -188,8 +189,30 @@ def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
         old_logprobs=None if takes_own_logprobs(config) else floats,
         ref_logprobs=floats if has_kl_loss(config) and config.kl.anchor == "ref" else None,
         kl_weights=floats if has_kl_weights(config) else None,
+        images=shape.vision
+        and BatchImages(units=ints, rotary=jax.ShapeDtypeStruct((*whole, 3), jnp.int32)),
     )
     return like(batch, batch_shardings(policy.mesh, batch))
+
+
+def shape_of(config: ConfigDict, policy: Model) -> BatchShape:
+    """Of the mini-batches of the train stage."""
+    vision = policy.config.vision
+    return train_shape(config, policy.shards_with_prompts, policy.num_pieces, vision)
+
+
+def abstract_patches(config: ConfigDict, policy: Model) -> Any:
+    """Of a micro-batch patches and their places, for shapes alone; None where there are none."""
+    vision, shape = policy.config.vision, shape_of(config, policy)
+    if vision is None:
+        return None
+    shards = sharding.num_batch_shards(policy.mesh)
+    whole = (shards, shape.micro_rows // shards * shape.row_units * vision.unit)
+    arrays = (
+        jax.ShapeDtypeStruct((*whole, vision.patch_values), policy.dtype),
+        jax.ShapeDtypeStruct((*whole, 4), jnp.int32),
+    )
+    return like(arrays, jax.tree.map(lambda _: sharding.piece_sharding(policy.mesh), arrays))
 
 
 def sampler_programs(
@@ -291,7 +314,8 @@ def beside(config: ConfigDict, policy: Model) -> int:
         params = trained.abstract_params()
         size += held_bytes(like(params, sharding.param_shardings(policy.mesh, trained)))
     others = config.optimizer.num_minibatches - 1
-    return size + others * held_bytes(abstract_batch(config, policy))
+    size += others * held_bytes(abstract_batch(config, policy))
+    return size + held_bytes(abstract_patches(config, policy))  # of the next micro-batch
 
 
 def held_bytes(tree: Any) -> int:

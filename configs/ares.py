@@ -4,8 +4,8 @@ python -m jaxrl.launch --config=configs/ares.py --workdir=runs/ares
 
 Bring the model as models/Qwen2.5-VL-7B-Instruct and verifiable problems, with images or without, as
 data/ares/train.jsonl and test.jsonl; docs/data.md has the formats. The tower is trained with the
-rest; --config.model.vision.train=false freezes it. The mesh is that of one 8-device host; where
-prompts are nothing but image, the plan asks for more devices (docs/plan.md). Problems whose
+rest; --config.model.vision.train=false freezes it. The mesh is that of one host of eight devices of
+80 GiB, which has room for prompts that are nothing but image (docs/plan.md). Problems whose
 prompts are too long once their images are counted are left out. Hyper-parameters are the published
 ones but for two:
 500 steps (the paper: 50 epochs), and the pass before the first step, which goes over all tasks in

@@ -99,7 +99,8 @@ def assemble(
     engine = None
     if external is None:
         engine = _make_engine(config, adapter or model_config, mesh, automaton, tokenizer)
-    limits = Limits(**{field.name: config.rollout[field.name] for field in fields(Limits)})
+    limits = {field.name: config.rollout[field.name] for field in fields(Limits)}
+    limits = Limits(**limits | {"max_image_tokens": environment.max_image_tokens(config)})
     schedule, pay = _make_schedule(config), _make_payment(config, tasks, eval_tasks)
     _open_judges(pay, workdir, log)
 
@@ -690,7 +691,7 @@ def _make_engine(
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_total_tokens=rollout.max_total_tokens,
         chunk_tokens=rollout.chunk_tokens,
-        max_image_tokens=rollout.max_image_tokens,
+        max_image_tokens=environment.max_image_tokens(config),
         dtype=jnp.dtype(config.model.dtype),
         kernels=kernels,
         experts=choose_experts(config.model.experts, sampling),

@@ -403,7 +403,8 @@ def default_config() -> ConfigDict:
     rollout.max_response_tokens = 512  # sampled tokens of a trajectory, over all turns
     rollout.max_total_tokens = 2048  # prompt, sampled tokens and observations of a trajectory
     # Image tokens of a trajectory, in prompt and observations: for so many sampler and update have
-    # room where images are read. 0: as many as max_total_tokens.
+    # room where images are read. 0: as many as max_total_tokens, or where nothing answers a turn as
+    # max_prompt_tokens.
     rollout.max_image_tokens = 0
     # Tokens of one result, the rest of which is cut off inside its tags.
     rollout.max_observation_tokens = 500

@@ -56,6 +56,16 @@ def has_tools(config: ConfigDict) -> bool:
     return bool(environment(config).stop_strings)
 
 
+def max_image_tokens(config: ConfigDict) -> int:
+    """Image tokens of a trajectory, for which sampler and update have room.
+
+    Where nothing answers a turn, all images stand in the prompt.
+    """
+    rollout = config.rollout
+    most = rollout.max_total_tokens if has_tools(config) else rollout.max_prompt_tokens
+    return int(min(rollout.max_image_tokens or most, most))
+
+
 CORPORA = {"local": "local", "dense": "dense", "hybrid": "dense"}
 """Engines that search a corpus, and the section of `config.search` that names it."""
 

@@ -442,13 +442,14 @@ class BatchImages:
     """The images of packed rows, on the S devices that share tokens: each has those of its own.
 
     An image that several sequences of a device's rows begin with is there once; one whose tokens
-    are in the pieces of several devices is on each.
+    are in the pieces of several devices is on each. Patches are there while their micro-batch is
+    computed.
     """
 
-    patches: jax.Array  # float32 [A, S, P, values]
-    places: jax.Array  # int32 [A, S, P, 4], image, window, row and column of a patch; 0: no image
     units: jax.Array  # int32 [A, b, T], which of the device's units a token is; -1: it is text
     rotary: jax.Array  # int32 [A, b, T, 3], positions in time, height and width
+    patches: Any = None  # jax.Array [S, P, values], in the compute dtype
+    places: Any = None  # jax.Array, int32 [S, P, 4], as of `Vision.arrange`; 0: no image
 
 
 @struct.dataclass

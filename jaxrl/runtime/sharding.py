@@ -237,11 +237,6 @@ def piece_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, P(PIECES))
 
 
-def image_sharding(mesh: Mesh) -> NamedSharding:
-    """What images of mini-batches are `[A, S, P, ...]`: each device's own, beside its tokens."""
-    return NamedSharding(mesh, P(None, PIECES))
-
-
 def in_pieces(mesh: Mesh, x: jax.Array) -> jax.Array:
     """Rows `[b, T, ...]` as pieces `[C * b, T / C, ...]`, those of one device one after another.
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxrl.environment import max_image_tokens
 from jaxrl.models.architecture import Vision
 from jaxrl.models.output import QUARTERS
 from jaxrl.objectives.balancing import largest_differencing
@@ -142,7 +143,7 @@ def train_shape(
         row_tokens=row_tokens(config, num_pieces),
         shards_with_prompts=shards_with_prompts,
         vision=vision,
-        max_image_tokens=config.rollout.max_image_tokens,
+        max_image_tokens=max_image_tokens(config),
         num_pieces=num_pieces,
     )
 
@@ -166,6 +167,34 @@ def sft_shape(
 
 
 @dataclass(frozen=True, kw_only=True)
+class PackedImages:
+    """The images of a batch, which stay on the host until their micro-batch is computed.
+
+    Attributes:
+        vision: reads them.
+        cells: by micro-batch and device, of those that share tokens, the images of its own.
+        num_shards: such devices.
+        part: out of `IMAGE_PARTS`, the room that they take.
+        num_patches: that is on each device, P.
+    """
+
+    vision: Vision
+    cells: Mapping[tuple[int, int], tuple[Image, ...]]
+    num_shards: int
+    part: int
+    num_patches: int
+
+    def on_shard(self, micro: int, shard: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Patches `[P, values]` in a dtype, and int32 places `[P, 4]`, of one micro-batch."""
+        arranged = self.vision.arrange(self.cells.get((micro, shard), ()))
+        patches = np.zeros((self.num_patches, self.vision.patch_values), dtype)
+        places = np.zeros((self.num_patches, 4), np.int32)
+        patches[: len(arranged.patches)] = arranged.patches
+        places[: len(arranged.places)] = arranged.places
+        return patches, places
+
+
+@dataclass(frozen=True, kw_only=True)
 class Packed:
     """A batch on the host and how much of it is used."""
 
@@ -176,7 +205,7 @@ class Packed:
     num_counted: int  # sampled tokens of the mini-batch, also of what is left out of it
     padding: float  # share of padding in these micro-batches
     imbalance: float  # of the device with the most tokens, above the mean, as a share of it
-    image_part: int = 0  # out of `IMAGE_PARTS`, the room that its images take; 0 without any
+    images: PackedImages | None = None  # None without any
 
 
 def loss_quarters(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[int]:
@@ -371,7 +400,7 @@ def pack(
     if num_shards > 1:
         rows, loads = balance_rows(rows, items, shape.micro_rows, num_shards)
     arrays = _fill(sequences, advantages, rows, shape, token_fields or {})
-    images, image_part = fill_images(sequences, rows, shape, num_shards)
+    of_tokens, images = fill_images(sequences, rows, shape, num_shards)
     if num_counted is None:
         num_counted = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
     blocks = (shape.num_micro, shape.micro_rows, shape.row_tokens)
@@ -380,13 +409,13 @@ def pack(
     num_micro = -(-len(rows) // shape.micro_rows)
     return Packed(
         batch=Batch(
-            **{name: array.reshape(blocks) for name, array in arrays.items()}, images=images
+            **{name: array.reshape(blocks) for name, array in arrays.items()}, images=of_tokens
         ),
         num_micro=num_micro,
         num_tokens=num_tokens,
         num_shared=num_tokens - num_computed,
         num_counted=num_counted,
-        image_part=image_part,
+        images=images,
         padding=1 - num_computed / max(num_micro * shape.micro_rows * shape.row_tokens, 1),
         imbalance=max(loads) * num_shards / num_computed - 1
         if num_shards > 1 and num_computed
@@ -478,25 +507,26 @@ def _fill(
 
 def fill_images(
     sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
-) -> tuple[BatchImages | None, int]:
-    """The images of rows, each once on every device that has tokens of it, and the room they take.
+) -> tuple[BatchImages | None, PackedImages | None]:
+    """What is known of the tokens of rows, and their images; both None without any.
 
-    The room is the least of `IMAGE_PARTS` that is enough everywhere; without any images None and 0.
+    An image is once on a device that has rows with it. The room is the least of `IMAGE_PARTS` that
+    is enough everywhere.
 
     Raises:
         ValueError: images are not those of a sequence's tokens, or more than there is room for.
     """
     vision, b = shape.vision, shape.micro_rows
     if vision is None or not any(map(images_of, sequences)):
-        return None, 0
+        return None, None
     cells: dict[tuple[int, int], dict[Image, int]] = {}  # by micro-batch and device
     for place, image, *_ in _placed_images(sequences, rows, shape, num_shards):
         cell = cells.setdefault(place, {})
         cell.setdefault(image, len(cell))
-    arranged = {place: vision.arrange(tuple(cell)) for place, cell in cells.items()}
+    units_of = {place: vision.arrange(tuple(cell)).units for place, cell in cells.items()}
+    most = max(sum(image.num_patches for image in cell) for cell in cells.values())
     # One row's images may all have tokens in one piece of it, so a piece gets the room of rows.
     room = b // num_shards * shape.row_units * vision.unit
-    most = max(len(one.patches) for one in arranged.values())
     if most > room:
         raise ValueError(
             f"the images of a micro-batch have {most} patches on one device; expected at most "
@@ -505,27 +535,26 @@ def fill_images(
     sizes = {part: -(-room // (part * vision.unit)) * vision.unit for part in IMAGE_PARTS}
     part = next(part for part, size in sizes.items() if most <= size)
     tokens = (shape.num_micro, b, shape.row_tokens)
-    images = (shape.num_micro, num_shards * shape.num_pieces, sizes[part])
-    out: dict[str, Any] = {
-        "patches": np.zeros((*images, vision.patch_values), np.float32),
-        "places": np.zeros((*images, 4), np.int32),
+    of_tokens: dict[str, Any] = {
         "units": np.full(tokens, -1, np.int32),
         "rotary": np.zeros((*tokens, 3), np.int32),
     }
-    for place, one in arranged.items():
-        out["patches"][place][: len(one.patches)] = one.patches
-        out["places"][place][: len(one.places)] = one.places
     for row, members in enumerate(rows):
         start = 0
         for index, left_out in members:
             ids, own = sequences[index].token_ids, images_of(sequences[index])
-            columns = slice(start, start + len(ids) - left_out)
-            rotary = vision.rotary_positions(ids, own)[:, left_out:].T
-            out["rotary"][row // b, row % b, columns] = rotary
+            at = (row // b, row % b, slice(start, start + len(ids) - left_out))
+            of_tokens["rotary"][at] = vision.rotary_positions(ids, own)[:, left_out:].T
             start += len(ids) - left_out
     for place, image, at, which in _placed_images(sequences, rows, shape, num_shards):
-        out["units"][at] = arranged[place].units[cells[place][image]][which]
-    return BatchImages(**out), part
+        of_tokens["units"][at] = units_of[place][cells[place][image]][which]
+    return BatchImages(**of_tokens), PackedImages(
+        vision=vision,
+        cells={place: tuple(cell) for place, cell in cells.items()},
+        num_shards=num_shards * shape.num_pieces,
+        part=part,
+        num_patches=sizes[part],
+    )
 
 
 def _placed_images(

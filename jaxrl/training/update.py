@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -24,12 +24,12 @@ from jaxrl.runtime.compilation import CompiledFunction
 from jaxrl.runtime.sharding import (
     CONTEXT,
     batch_sharding,
-    image_sharding,
     num_batch_shards,
     param_shardings,
+    piece_sharding,
     replicated,
 )
-from jaxrl.training.packing import IMAGE_PARTS, Packed, loss_quarters
+from jaxrl.training.packing import IMAGE_PARTS, Packed, PackedImages, loss_quarters
 from jaxrl.types import Batch, Params, TrainState
 
 TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, Metric]]]
@@ -102,18 +102,12 @@ def with_moments_in(state: TrainState, memory: str) -> TrainState:
     moved = jax.tree.map(
         lambda leaf: jax.device_put(leaf, leaf.sharding.with_memory_kind(memory)), state.opt_state
     )
-    return dataclasses.replace(state, opt_state=moved)
+    return replace(state, opt_state=moved)
 
 
 def batch_shardings(mesh: Mesh, batch: Batch) -> Batch:
-    """Rows over data and fsdp, their tokens over context; patches beside their tokens."""
-    found = jax.tree.map(lambda _: batch_sharding(mesh), batch)
-    if batch.images is None:
-        return found
-    own = image_sharding(mesh)
-    return dataclasses.replace(
-        found, images=dataclasses.replace(found.images, patches=own, places=own)
-    )
+    """Rows over data and fsdp, their tokens over context."""
+    return jax.tree.map(lambda _: batch_sharding(mesh), batch)
 
 
 def put_batch(mesh: Mesh, batch: Batch) -> Batch:
@@ -125,32 +119,67 @@ def put_batch(mesh: Mesh, batch: Batch) -> Batch:
     return jax.tree.map(put, batch, batch_shardings(mesh, batch))
 
 
+def put_patches(
+    mesh: Mesh, images: PackedImages, micro: int, dtype: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Patches `[S, P, values]` and places `[S, P, 4]` of a micro-batch on the mesh.
+
+    A process arranges those of its own devices.
+    """
+    arranged = cache(partial(images.on_shard, micro, dtype=dtype))
+
+    def put(which: int, values: int) -> jax.Array:
+        shape = (images.num_shards, images.num_patches, values)
+
+        def part(index: Any) -> np.ndarray:
+            shards = range(*index[0].indices(images.num_shards))
+            return np.stack([arranged(shard)[which] for shard in shards])
+
+        return jax.make_array_from_callback(shape, piece_sharding(mesh), part)
+
+    return put(0, images.vision.patch_values), put(1, 4)
+
+
 class MicroBatches:
     """`sums = micro_batches(params, sums, batch, packed)`: each micro-batch in turn changes `sums`.
 
-    Nothing waits for the devices. A GPU gets one micro-batch a call, since a loop of a length that
-    its host does not know would make it wait. Elsewhere a call takes as many in a row as need the
-    same room in the output layer: on a CPU each call gets its memory anew, a quarter of its time.
+    Nothing waits for the devices, unless there are images. A GPU gets one micro-batch a call, since
+    a loop of a length that its host does not know would make it wait. Elsewhere a call takes as
+    many in a row as need the same room in the output layer: on a CPU each call gets its memory
+    anew, a quarter of its time.
+
+    With images a call takes one micro-batch. Its patches go to the devices while the one before it
+    is computed, and no earlier: those of two are there at most.
     """
 
-    def __init__(self, mesh: Mesh, name: str, step: Callable[..., Any]):
+    def __init__(self, model: Model, name: str, step: Callable[..., Any]):
         """What each does.
 
         Args:
-            mesh: where all of it lies.
+            model: says where all of it lies, and the dtype of patches.
             name: of the program, for errors.
             step: `step(params, sums, micro_batch, index, quarters) -> sums`; `quarters` is static.
         """
-        self._pieces = num_batch_shards(mesh), mesh.shape[CONTEXT]
-        self._is_looped = mesh.devices.flat[0].platform != "gpu"
+        self._mesh, self._dtype = model.mesh, model.dtype
+        self._pieces = num_batch_shards(model.mesh), model.mesh.shape[CONTEXT]
+        self._is_looped = model.mesh.devices.flat[0].platform != "gpu"
 
         def run(
-            params: Params, sums: Any, batch: Batch, start: jax.Array, stop: jax.Array, room: int
+            params: Params,
+            sums: Any,
+            batch: Batch,
+            start: jax.Array,
+            stop: jax.Array,
+            room: int,
+            patches: tuple[jax.Array, jax.Array] | None = None,
         ) -> Any:
             def body(index: jax.Array, sums: Any) -> Any:
                 micro = jax.tree.map(
                     lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch
                 )
+                if patches is not None:
+                    images = replace(micro.images, patches=patches[0], places=patches[1])
+                    micro = replace(micro, images=images)
                 return step(params, sums, micro, index, room)
 
             return (
@@ -168,15 +197,20 @@ class MicroBatches:
 
     def __call__(self, params: Params, sums: Any, batch: Batch, packed: Packed) -> Any:
         """The sums after the micro-batches of `packed`, which lies on the devices as `batch`."""
-        rooms = loss_quarters(packed, *self._pieces)
+        rooms, images = loss_quarters(packed, *self._pieces), packed.images
         start = 0
         while start < len(rooms):
-            stop = start + 1
-            while self._is_looped and stop < len(rooms) and rooms[stop] == rooms[start]:
+            stop, room = start + 1, rooms[start]
+            variant: Hashable = room
+            patches: tuple[Any, ...] = ()
+            if images is not None:
+                variant = (room, images.part)
+                patches = (put_patches(self._mesh, images, start, self._dtype),)
+                jax.block_until_ready(sums)  # so that those of earlier micro-batches are gone
+            while self._is_looped and not patches and stop < len(rooms) and rooms[stop] == room:
                 stop += 1
-            span, room = (np.int32(start), np.int32(stop)), rooms[start]
-            variant = (room, packed.image_part) if packed.image_part else room
-            sums = self.program(params, sums, batch, *span, room, variant=variant)
+            span = np.int32(start), np.int32(stop)
+            sums = self.program(params, sums, batch, *span, room, *patches, variant=variant)
             start = stop
         return sums
 
@@ -194,7 +228,7 @@ class ScoreStep:
             one, _ = model.token_logprobs(params, micro, temperature=temperature, quarters=quarters)
             return logprobs.at[index].set(one)
 
-        self.add = MicroBatches(model.mesh, "score", add)
+        self.add = MicroBatches(model, "score", add)
 
     @property
     def num_traces(self) -> int:
@@ -250,7 +284,7 @@ class ExpertCounts:
         whole = replicated(model.mesh)
         self._begin = jax.jit(begin, out_shardings=whole)
         self._weigh = jax.jit(weigh, out_shardings=whole)
-        self.add = MicroBatches(model.mesh, "expert counts", add)
+        self.add = MicroBatches(model, "expert counts", add)
 
     def balance(self, params: Params, batch: Batch, packed: Packed, coef: float) -> jax.Array:
         """float32 [E]: times the probabilities of a token, summed over layers, the balance loss."""
@@ -337,16 +371,16 @@ class Gradient:
         self.count = ExpertCounts(model) if balance_coef else None
         self._balance_coef = balance_coef
         self.begin = CompiledFunction(begin, name="the update's start")
-        self.add = MicroBatches(model.mesh, "update", add)
+        self.add = MicroBatches(model, "update", add)
 
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> Sums:
         """Over the micro-batches of `packed`, which lies on the devices as `batch`."""
         policy = self._model.whole(params)
-        without = dataclasses.replace(batch, images=None)  # which change no shape of a sum
+        without = replace(batch, images=None)  # which change no shape of a sum
         sums = self.begin(policy, without)
         if self.count is not None:
             balance = self.count.balance(policy, batch, packed, self._balance_coef)
-            sums = dataclasses.replace(sums, balance=balance)
+            sums = replace(sums, balance=balance)
         return self.add(policy, sums, batch, packed)
 
 

@@ -77,29 +77,32 @@ def test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is():
 def test_an_image_that_several_rows_begin_with_is_there_once_on_a_device():
     vision = golden()[0].vision
     packed = packed_in(shape_of(1, 6, 48))
-    images = packed.batch.images
+    _, places = packed.images.on_shard(0, 0, np.float32)
     # 24 + 40 patches of the group, 8 of the tool and 24 of the other: `second` is the same.
-    assert (images.places[0, 0, :, 0] > 0).sum() == 24 + 40 + 8 + 24
+    assert (places[:, 0] > 0).sum() == 24 + 40 + 8 + 24
     room = 6 * 48 * vision.unit
-    assert images.patches.shape[2] == room // packed.image_part
-    assert room // (2 * packed.image_part) < 96 <= room // packed.image_part
+    assert packed.images.num_patches == room // packed.images.part
+    assert room // (2 * packed.images.part) < 96 <= room // packed.images.part
     # On two devices each has those of its own rows.
-    apart = packed_in(shape_of(1, 6, 48), num_shards=2).batch.images
-    counts = (apart.places[0, :, :, 0] > 0).sum(axis=1)
-    assert counts.sum() > 96
-    assert apart.units.max() < counts.max() // vision.unit
+    apart = packed_in(shape_of(1, 6, 48), num_shards=2)
+    counts = [
+        (apart.images.on_shard(0, shard, np.float32)[1][:, 0] > 0).sum() for shard in range(2)
+    ]
+    assert sum(counts) > 96
+    assert apart.batch.images.units.max() < max(counts) // vision.unit
 
 
 def test_an_image_is_on_each_device_that_has_tokens_of_it():
     vision, [one] = golden()[0].vision, sequences()[:1]
     kept, shape = [one, one], shape_of(1, 2, 48, num_pieces=4)
-    images = packed_in(shape, kept, ADVANTAGES[:2], num_shards=2).batch.images
+    packed = packed_in(shape, kept, ADVANTAGES[:2], num_shards=2)
+    images = packed.batch.images
     # Tokens 4 + [6] + 3 + [10] + 2 + 5, each run between two marks: the first image is at 5 to 10,
     # the second at 16 to 25, and pieces have 12 tokens.
-    assert images.patches.shape[:2] == (1, 8)
-    counts = (images.places[0, :, :, 0] > 0).sum(axis=1)
+    assert packed.images.num_shards == 8
+    places = [packed.images.on_shard(0, shard, np.float32)[1] for shard in range(8)]
     first, second = (image.num_patches for image in one.images)
-    assert counts.tolist() == [first, second, second, 0] * 2
+    assert [(one[:, 0] > 0).sum() for one in places] == [first, second, second, 0] * 2
     assert images.units[0, 0, 5:11].tolist() == vision.arrange(one.images[:1]).units[0].tolist()
     assert images.units[0, 0, 16:26].tolist() == vision.arrange(one.images[1:]).units[0].tolist()
     assert (np.delete(images.units[0, 0], [*range(5, 11), *range(16, 26)]) == -1).all()
@@ -130,4 +133,4 @@ def test_a_batch_without_images_has_none():
     text = sequences()[3]
     packed = pack([text], ADVANTAGES[:1], SHAPES["apart"])
     assert packed.batch.images is None
-    assert packed.image_part == 0
+    assert packed.images is None

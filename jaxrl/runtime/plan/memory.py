@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType
 from ml_collections import ConfigDict
 
 from jaxrl.config import default_config
+from jaxrl.environment import max_image_tokens
 from jaxrl.method import adapter_of, has_kl_loss, has_kl_weights, is_measured
 from jaxrl.models.architecture import Architecture, MemoryTerms
 from jaxrl.models.attention.choice import copies_past, decide
@@ -340,6 +341,7 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
         **held_by_search,
         "gradients": 4 * update.policy.trained,
         "batch": _batch_bytes(config, update.shape, num_pieces(update.mesh), stage),
+        "patches of two micro-batches": update.patch_bytes,
     }
     if stage == "train" and _samples_beside(config):
         kept |= _next_rollout(config, model, target)
@@ -368,11 +370,14 @@ def score_phase(config: ConfigDict, model: Architecture, target: Target) -> Phas
         **_state(config, model, update.mesh, "train"),
         **_search_bytes(config, target)[0],
         "batch": _batch_bytes(config, update.shape, num_pieces(update.mesh), "train"),
+        "patches of two micro-batches": update.patch_bytes,
     }
     moments = {
         "layers": held | update.at_layers_forward(),
         "output": held | update.at_output_forward(),
     }
+    if update.num_patches:
+        moments["images"] = held | update.at_images(is_trained=False)
     moments = {name: _nonzero(terms) for name, terms in moments.items()}
     return Phase(name="scoring", kept=_nonzero(kept), moments=moments)
 
@@ -486,6 +491,13 @@ class _Update:
         """Of a micro-batch on one device, at most."""
         vision = self.shape.vision
         return self.rows * self.shape.row_units * vision.unit if vision is not None else 0
+
+    @property
+    def patch_bytes(self) -> int:
+        """Patches and places of the micro-batch that is computed, and of the next one."""
+        vision = self.shape.vision
+        values = vision.patch_values * self.itemsize + 16 if vision is not None else 0
+        return 2 * self.num_patches * values
 
     def saved_of_images(self, remat: str) -> int:
         """Activations of patches kept for the backward pass."""
@@ -738,7 +750,7 @@ class _Sampler:
         }
         vision = model.vision
         if vision is not None:
-            patches = (rollout.max_image_tokens or rollout.max_total_tokens) * vision.unit
+            patches = max_image_tokens(config) * vision.unit
             inner = vision.memory_terms().read_activations * dtype.itemsize * upcast
             moments["images"] = {
                 "patches": 4 * patches * (vision.patch_values + 4),
@@ -877,17 +889,12 @@ def _shape(config: ConfigDict, model: Architecture, target: Target, stage: str) 
 def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str) -> int:
     """All mini-batches of a step: six arrays of four bytes, a mask, and what the method adds."""
     tokens = shape.num_micro * shape.micro_rows * shape.row_tokens // shards
-    images = 0
-    if shape.vision is not None:  # patches and their places; of tokens units and positions
-        # A piece of a row may have tokens of all images of the row.
-        units = shape.num_micro * shape.micro_rows * shape.num_pieces * shape.row_units // shards
-        patch_bytes = 4 * (shape.vision.patch_values + 4)
-        images = units * shape.vision.unit * patch_bytes + 16 * tokens
+    of_token = 25 if shape.vision is None else 25 + 16  # its unit, and three positions
     if stage == "sft":
-        return 25 * tokens + images
+        return of_token * tokens
     needs_ref = has_kl_loss(config) and config.kl.anchor == "ref"
     num_more = (not takes_own_logprobs(config)) + needs_ref + has_kl_weights(config)
-    return config.optimizer.num_minibatches * ((25 + 4 * num_more) * tokens + images)
+    return config.optimizer.num_minibatches * (of_token + 4 * num_more) * tokens
 
 
 def _nonzero(terms: dict[str, int]) -> dict[str, int]:

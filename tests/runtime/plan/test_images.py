@@ -23,17 +23,29 @@ def phases(**changes):
 
 
 def test_patches_of_a_micro_batch_and_of_what_is_read():
-    update = phases(**{"rollout.max_image_tokens": 50})["train update"]
-    half = phases(**{"rollout.max_image_tokens": 25})["train update"]
-    # 8 micro-batches of 2 trajectories with 50 units of 4 patches, each of 24 values and 4 places.
-    patches = 16 * 50 * 4 * 4 * (24 + 4)
-    assert update.kept["batch"] - half.kept["batch"] == patches // 2
-    terms, fewer = update.moments["images"], half.moments["images"]
+    tools = {"env.name": "search", "model.dtype": "bfloat16"}
+    update = phases(**tools, **{"rollout.max_image_tokens": 50})["train update"]
+    # Of 2 trajectories with 50 units of 4 patches, each of 24 values in bfloat16 and 4 places; of
+    # this micro-batch and of the next, however many there are.
+    assert update.kept["patches of two micro-batches"] == 2 * 2 * 50 * 4 * (2 * 24 + 4 * 4)
+    # Of every token its unit and three positions, beside what a text has.
+    tokens = 16 * 256
+    assert update.kept["batch"] == (25 + 4 * 4) * tokens
+    fewer = phases(**tools, **{"rollout.max_image_tokens": 25})["train update"].moments["images"]
+    terms = update.moments["images"]
     assert terms["activations of patches"] == 2 * fewer["activations of patches"] > 0
     kept = "images, kept for the backward pass"
-    assert terms[kept] == 4 * 2 * 50 * 4 * 16 * 4  # layers, rows, units, patches, width, float32
-    reading = phases()["rollout"].moments["images"]
+    assert terms[kept] == 4 * 2 * 50 * 4 * 16 * 2  # layers, rows, units, patches, width, bfloat16
+    reading = phases(**tools)["rollout"].moments["images"]
     assert reading["patches"] == 4 * 256 * 4 * (24 + 4)
+
+
+def test_without_tools_images_stand_in_prompts():
+    one_turn = phases(**{"env.name": "math"})
+    assert one_turn["rollout"].moments["images"]["patches"] == 4 * 128 * 4 * (24 + 4)
+    with_tools = phases(**{"env.name": "search"})["train update"].kept
+    kept = one_turn["train update"].kept
+    assert 2 * kept["patches of two micro-batches"] == with_tools["patches of two micro-batches"]
 
 
 def test_a_frozen_tower_keeps_nothing():
