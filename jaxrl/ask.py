@@ -27,7 +27,7 @@ from jaxrl import config as configuration
 from jaxrl.components import assemble
 from jaxrl.envs.base import OutageError, Outcome, Task
 from jaxrl.logs.display import Display
-from jaxrl.models.adapters import load_base
+from jaxrl.models.adapters import load_frozen
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params
 from jaxrl.runtime.files import printable, system_message, writable
@@ -165,8 +165,7 @@ def load_weights(
         params = load_hf(model, components.mesh, architecture=named, progress=progress)
         return params, str(model)
     policy, mesh = components.model, components.mesh
-    if policy.adapter is not None:
-        policy.base = load_base(config.model.path, mesh, policy.adapter)
+    policy.base = load_frozen(config.model.path, policy, config.model.architecture)
     target = abstract(policy.trained.abstract_params(), param_shardings(mesh, policy.trained))
     step, params = restore_params(run / "checkpoints", target)
     return params, f"checkpoint of step {step}, in the middle of its stage"

@@ -34,7 +34,7 @@ from jaxrl.envs.recording import Recording, recorded_engines
 from jaxrl.envs.resilient import Policy, ResilientSearch, ask_first
 from jaxrl.envs.retrieval import DocumentSearch, EmptySearch
 from jaxrl.envs.tools import Tool
-from jaxrl.method import adapter_of
+from jaxrl.method import adapter_of, frozen_of
 from jaxrl.models.adapters import check_adapter
 from jaxrl.models.architecture import Architecture, read_model
 from jaxrl.models.attention.choice import choose
@@ -58,7 +58,6 @@ from jaxrl.session import Components
 from jaxrl.stream import Mixture, Source
 from jaxrl.tasks import Tasks, check_data_sources, open_tasks, overlap_note, sources_of
 from jaxrl.tokenizer import Tokenizer
-from jaxrl.training.optimizer import frozen_entries
 from jaxrl.training.update import check_offload
 from jaxrl.trial import try_objectives
 from jaxrl.types import Group
@@ -99,8 +98,8 @@ def assemble(
     engine = None
     if external is None:
         engine = _make_engine(config, adapter or model_config, mesh, automaton, tokenizer)
-    limits = {field.name: config.rollout[field.name] for field in fields(Limits)}
-    limits = Limits(**limits | {"max_image_tokens": environment.max_image_tokens(config)})
+    numbers = {field.name: config.rollout[field.name] for field in fields(Limits)}
+    limits = Limits(**numbers | {"max_image_tokens": environment.max_image_tokens(config)})
     schedule, pay = _make_schedule(config), _make_payment(config, tasks, eval_tasks)
     _open_judges(pay, workdir, log)
 
@@ -183,7 +182,7 @@ def _make_model(
             "config.model.vision.train is False, but the model of config.model.path reads text "
             "alone; leave it True."
         )
-    model = Model(
+    return Model(
         policy,
         mesh,
         num_tokens=tokenizer.num_tokens,
@@ -193,8 +192,8 @@ def _make_model(
         remat=config.model.remat,
         scan_layers=config.model.scan_layers,
         logits_chunk_tokens=config.model.logits_chunk_tokens,
+        frozen=frozen_of(config),
     )
-    return model.freeze(*frozen_entries(config))
 
 
 def _make_external(

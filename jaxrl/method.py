@@ -165,6 +165,11 @@ def has_gate(config: ConfigDict) -> bool:
     return config.shaping.boundary_aware and config.shaping.stage_level
 
 
+def frozen_of(config: ConfigDict) -> tuple[str, ...]:
+    """Entries of the parameters that are not trained, where there is no adapter."""
+    return () if config.model.vision.train or config.model.lora.rank else ("vision",)
+
+
 def adapter_of(config: ConfigDict, model: Any) -> Any:
     """The `lora.Adapter` of a model; None where all of it is trained.
 

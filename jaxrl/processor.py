@@ -11,7 +11,8 @@ import dataclasses
 import io
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class Processor:
         Raises:
             UnreadableError: it is no image.
         """
-        with _opened(picture) as image:
+        with _reading(picture), _opened(picture) as image:
             width, height = image.size
             if _orientation(image) in _TURNED:
                 width, height = height, width
@@ -87,10 +88,8 @@ class Processor:
         Raises:
             UnreadableError: it is no image, or damaged.
         """
-        try:
+        with _reading(picture):
             digest = picture.digest
-        except OSError as error:
-            raise UnreadableError(_cannot_be_read(picture, error)) from error
         with self._lock:
             if digest in self._made:
                 self._made.move_to_end(digest)
@@ -106,13 +105,11 @@ class Processor:
         return made
 
     def _make(self, picture: Picture) -> Image:
-        try:
+        with _reading(picture):
             with _opened(picture) as image:
                 upright = PIL.ImageOps.exif_transpose(image) if _orientation(image) else image
                 whole = upright.convert("RGB")
             found = self._processor(whole, size=self._size, return_tensors="np")
-        except (OSError, ValueError, SyntaxError) as error:
-            raise UnreadableError(_cannot_be_read(picture, error)) from error
         t, h, w = (int(n) for n in found["image_grid_thw"][0])
         return Image(patches=np.asarray(found["pixel_values"], np.float32), grid=(t, h, w))
 
@@ -182,10 +179,27 @@ def _opened(picture: Picture) -> PIL.Image.Image:
     """An image whose pixels are not read yet.
 
     Raises:
-        UnreadableError: it is no image.
+        UnreadableError: its colours have more than 8 bits.
+        OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError: it is no image.
     """
+    image = PIL.Image.open(picture.path if picture.path else io.BytesIO(picture.data))
+    if image.mode.startswith(("I", "F")):
+        raise UnreadableError(
+            f"{picture.name} is an image of mode {image.mode}, with more than 8 bits a value, most "
+            "of which would become white; save it with 8 bits."
+        )
+    return image
+
+
+@contextmanager
+def _reading(picture: Picture) -> Iterator[None]:
+    """Whatever goes wrong while an image is read is an `UnreadableError`."""
     try:
-        return PIL.Image.open(picture.path if picture.path else io.BytesIO(picture.data))
+        yield
+    except UnreadableError:
+        raise
+    except PIL.UnidentifiedImageError as error:  # whose text may be an address in memory
+        raise UnreadableError(_cannot_be_read(picture, "no known format begins so")) from error
     except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
         raise UnreadableError(_cannot_be_read(picture, error)) from error
 
@@ -196,6 +210,6 @@ def _orientation(image: PIL.Image.Image) -> int | None:
     return image.getexif().get(_ORIENTATION) if is_told else None
 
 
-def _cannot_be_read(picture: Picture, error: BaseException) -> str:
+def _cannot_be_read(picture: Picture, error: BaseException | str) -> str:
     why = " ".join(str(error).split())
     return f"{picture.name} cannot be read as an image: {why}"

@@ -17,7 +17,7 @@ from jaxrl.choices import OwnCodeError
 from jaxrl.evaluate import evaluate
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import open_log
-from jaxrl.models.adapters import load_adapter, load_base, new_adapter
+from jaxrl.models.adapters import load_adapter, load_frozen, new_adapter
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import Checkpointer, abstract, optimizer_items
@@ -198,8 +198,7 @@ def start_params(session: Session) -> Params:
     display.log(f"sampler shapes: {session.components.engine.shapes()}")
     counter = display.counter("loading weights, MiB")
     model = session.components.model
-    if model.adapter is not None:
-        model.base = load_base(config.model.path, session.components.mesh, model.adapter, counter)
+    model.base = load_frozen(config.model.path, model, config.model.architecture, counter)
     if session.saved:
         display.log(f"resuming after step {progress.step} ({progress.stage} {progress.stage_step})")
         return session.restored.pop("params")
@@ -213,6 +212,7 @@ def start_params(session: Session) -> Params:
         config.model.path,
         session.components.mesh,
         architecture=config.model.architecture,
+        entries=tuple(model.trained.abstract_params()),
         progress=counter,
     )
 

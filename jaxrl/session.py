@@ -37,7 +37,6 @@ from jaxrl.training.controllers import Controllers
 from jaxrl.training.health import Failures
 from jaxrl.training.ledger import Ledger, check_budget
 from jaxrl.training.optimizer import (
-    frozen_entries,
     make_optimizer,
     num_updates,
     stage_settings,
@@ -179,8 +178,7 @@ def num_stage_steps(config: ConfigDict, stage: str) -> int:
 
 def stage_optimizer(config: ConfigDict, stage: str) -> optax.GradientTransformation:
     """The optimizer of a stage."""
-    updates = num_updates(config, stage)
-    return make_optimizer(stage_settings(config, stage), updates, frozen_entries(config))
+    return make_optimizer(stage_settings(config, stage), num_updates(config, stage))
 
 
 OF_CODE = "'s file"
@@ -261,7 +259,8 @@ class Session:
         folder, source = self.workdir / "export", self.config.model.path
         adapter = self.components.model.adapter
         if adapter is None:
-            save_hf(params, self.components.model_config, folder, source=source)
+            whole = self.components.model.whole(params)
+            save_hf(whole, self.components.model_config, folder, source=source)
         else:
             save_adapter(params, adapter, self.workdir / "adapter", source=source)
             save_merged(params, adapter, folder, source=source)

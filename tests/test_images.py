@@ -2,10 +2,13 @@
 
 import base64
 import dataclasses
+import io
 import json
+import zlib
 
 import numpy as np
 import PIL.Image
+import PIL.ImageSequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -260,6 +263,42 @@ class TestProcessor:
         thin = Picture(data=encoded(drawn(width=900, height=1)))
         with pytest.raises(UnreadableError, match="900 x 1 pixels: absolute aspect ratio"):
             processor.num_tokens(thin)
+
+    @pytest.mark.parametrize("kind", ["animated", "CMYK", "palette", "palette with a hole", "gray"])
+    def test_other_kinds_of_images_are_what_pillow_makes_of_them(self, processor, kind):
+        """The first of an animation; colours where something is transparent."""
+        image, others = drawn(16, 16), [drawn(16, 16, seed=1)]
+        data = {
+            "animated": lambda: encoded(image, "GIF", save_all=True, append_images=others),
+            "CMYK": lambda: encoded(image.convert("CMYK"), "TIFF"),
+            "palette": lambda: encoded(image.quantize(8)),
+            "palette with a hole": lambda: encoded(image.quantize(8), transparency=3),
+            "gray": lambda: encoded(image.convert("LA")),
+        }[kind]()
+        [wanted] = PIL.ImageSequence.all_frames(PIL.Image.open(io.BytesIO(data)))[:1]
+        plain = Picture(data=encoded(wanted.convert("RGB")))
+        found = processor(Picture(data=data))
+        np.testing.assert_array_equal(found.patches, processor(plain).patches)
+
+    def test_what_is_wrong_with_an_image_is_said_once(self, processor):
+        deep = PIL.Image.fromarray(np.full((8, 8), 40_000, np.uint16))
+        length = np.array(20_000, ">u4").tobytes()
+        bomb = bytearray(encoded(drawn(8, 8)))
+        bomb[16:24] = length + length
+        bomb[29:33] = np.array(zlib.crc32(bytes(bomb[12:29])), ">u4").tobytes()
+        cases = {
+            encoded(deep): "of mode I;16, with more than 8 bits a value.*save it with 8 bits",
+            encoded(deep.convert("F"), "TIFF"): "of mode F, with more than 8 bits a value",
+            bytes(bomb): r"as an image: Image size \(400000000 pixels\) exceeds limit",
+            b"<svg/>": "cannot be read as an image: no known format begins so$",
+            b"": "cannot be read as an image: no known format begins so$",
+            encoded(drawn(1, 5000)): "absolute aspect ratio must be smaller than 200, got 5000",
+        }
+        for data, why in cases.items():
+            for use in (processor.num_tokens, processor):
+                with pytest.raises(UnreadableError, match=why) as raised:
+                    use(Picture(data=data))
+                assert str(raised.value).count("bytes") == 1
 
     def test_a_folder_without_a_processor_or_with_another(self, tmp_path):
         with pytest.raises(ValueError, match=r"holds no preprocessor_config.json, and images"):

@@ -154,14 +154,21 @@ def run_cut(world, workdir):
 
 
 @pytest.mark.slow
-def test_a_frozen_tower_stays_as_it_is(world, tmp_path):
+def test_a_frozen_tower_stays_as_it_is_and_is_in_no_checkpoint(world, tmp_path):
     config = settings(world, **{"model.vision.train": False})
-    run(config, tmp_path, assemble(config), Display())
-    before, after = load_hf(world / "model"), load_hf(tmp_path / "export")
-    np.testing.assert_array_equal(
-        before["vision"]["merger"]["up"]["kernel"], after["vision"]["merger"]["up"]["kernel"]
-    )
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    run(config, whole, assemble(config), Display())
+    before, after = load_hf(world / "model"), load_hf(whole / "export")
+    jax.tree.map(np.testing.assert_array_equal, before["vision"], after["vision"])
     assert (before["embed"]["embedding"] != after["embed"]["embedding"]).any()
+    for item, kinds in (("params", 1), ("ref_params", 1), ("optimizer", 2)):
+        names = (whole / "checkpoints" / "1" / item / "_METADATA").read_text()
+        assert names.count("'embedding', 'embedding'") == kinds, names[:3000]
+        assert "vision" not in names
+    again = killed(whole, tmp_path / "again", after=1)
+    run(config, again, assemble(config), Display())
+    assert_same_weights(whole / "export", again / "export")
 
 
 class ShowingEnv(MathEnv):

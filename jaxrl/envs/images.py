@@ -28,7 +28,7 @@ class Picture:
         Raises:
             OSError: there is no such file, or it cannot be read.
         """
-        return self.data or Path(self.path).read_bytes()
+        return Path(self.path).read_bytes() if self.path else self.data
 
     @cached_property
     def digest(self) -> str:

@@ -24,6 +24,7 @@ from jaxrl.models.hf_weights import (
     StoredTensor,
     host_array,
     known_name,
+    load_hf,
     load_stored,
     open_checked,
     open_file,
@@ -33,6 +34,7 @@ from jaxrl.models.hf_weights import (
     write_json,
 )
 from jaxrl.models.lora import Adapter, module_of, modules_of, quantise
+from jaxrl.models.policy import Model
 from jaxrl.runtime import sharding
 from jaxrl.runtime.files import folder_taking_place
 from jaxrl.types import Params
@@ -57,6 +59,24 @@ UNSUPPORTED = (
     "trainable_token_indices",
 )
 """Fields of PEFT's that change what is computed, unless they are empty, false or `none`."""
+
+
+def load_frozen(
+    path: str | Path,
+    model: Model,
+    architecture: str = "",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Params:
+    """What of a policy is not trained, of an HF folder that was checked; arguments as of `load_hf`.
+
+    These are the weights beside an adapter, or frozen entries in float32.
+    """
+    if model.adapter is not None:
+        return load_base(path, model.mesh, model.adapter, progress)
+    names = model.frozen.names
+    if not names:
+        return {}
+    return load_hf(path, model.mesh, architecture=architecture, entries=names, progress=progress)
 
 
 def load_base(

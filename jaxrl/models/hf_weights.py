@@ -148,6 +148,7 @@ def load_hf(
     mesh: Mesh | None = None,
     *,
     architecture: str = "",
+    entries: Sequence[str] | None = None,
     dtype: DTypeLike = jnp.float32,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Params:
@@ -158,6 +159,7 @@ def load_hf(
             and their index.
         mesh: the parameters get `sharding.param_shardings` on it; None means the first device.
         architecture: see `read_model`.
+        entries: of the parameters, which alone are read; None: all.
         dtype: of the parameters; float32 holds every checkpoint exactly.
         progress: told after each parameter how many MiB are loaded, of how many.
 
@@ -171,6 +173,8 @@ def load_hf(
         layouts = dict.fromkeys(shapes, SingleDeviceSharding(jax.local_devices()[0]))
     else:
         layouts = flatten_dict(sharding.param_shardings(mesh, config), sep="/")
+    if entries is not None:
+        layouts = {p: layout for p, layout in layouts.items() if p.split("/")[0] in entries}
     return load_stored(config, stored, layouts, dtype=dtype, progress=progress)
 
 

@@ -55,6 +55,30 @@ class Declared(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Entries:
+    """Some entries of an architecture's parameters, as all but its vision tower."""
+
+    model: Architecture
+    names: tuple[str, ...]
+
+    def abstract_params(self) -> Params:
+        """As `jax.ShapeDtypeStruct`s."""
+        params = self.model.abstract_params()
+        return {name: params[name] for name in params if name in self.names}
+
+    def logical_axes(self) -> dict[str, Any]:
+        """In the shape of the parameters."""
+        axes = self.model.logical_axes()
+        return {name: axes[name] for name in axes if name in self.names}
+
+
+def divide(model: Architecture, frozen: Sequence[str]) -> tuple[Entries, Entries]:
+    """Of an architecture the entries that are trained, and those that are frozen."""
+    others = tuple(name for name in model.abstract_params() if name not in frozen)
+    return Entries(model, others), Entries(model, tuple(frozen))
+
+
 def join(one: Params, other: Params) -> Params:
     """One tree of two that have no parameter in common."""
     joined = dict(one)

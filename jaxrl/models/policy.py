@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from jaxrl.models.experts import dispatch
 from jaxrl.models.experts.dispatch import Experts
 from jaxrl.models.experts.routing import Routing
 from jaxrl.models.layers import Through
-from jaxrl.models.lora import Adapter, Declared, join, split
+from jaxrl.models.lora import Adapter, Declared, divide, join, split
 from jaxrl.models.output import OutputLayer, find_places, put, take
 from jaxrl.runtime.sharding import (
     CONTEXT,
@@ -50,6 +50,7 @@ class Model:
         remat: str = "full",
         scan_layers: bool = True,
         logits_chunk_tokens: int = 2048,
+        frozen: Sequence[str] = (),
     ):
         """Static settings.
 
@@ -63,10 +64,11 @@ class Model:
             remat: what of a layer is computed again in the backward pass; see `layers.REMAT`.
             scan_layers: compile one layer for all.
             logits_chunk_tokens: at most so many tokens have their logits in memory at a time.
+            frozen: entries of the parameters that are not trained, where there is no adapter.
         """
         self.adapter = config if isinstance(config, Adapter) else None
         self.config = config.model if isinstance(config, Adapter) else config
-        self.base: Params = {}  # of an adapter: the weights that stay as they are, on the mesh
+        self.base: Params = {}  # the weights that stay as they are, on the mesh
         self.mesh = mesh
         self.num_tokens = num_tokens
         self.dtype = dtype
@@ -74,26 +76,26 @@ class Model:
         self.experts = experts
         self._through = Through(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
-        self.frozen: tuple[str, ...] = ()
-
-    def freeze(self, *entries: str) -> Model:
-        """The same, but these entries of the parameters get no gradient."""
-        model = copy.copy(self)
-        model.frozen = entries
-        return model
+        self._entries, self.frozen = divide(self.config, frozen)
 
     @property
     def trained(self) -> Declared:
         """What an optimizer changes: parameters of the architecture, or those of the adapter."""
-        return self.config if self.adapter is None else self.adapter.trained
+        return self._entries if self.adapter is None else self.adapter.trained
 
     def whole(self, params: Params) -> Params:
         """All parameters of the policy, of those that are trained."""
-        return params if self.adapter is None else join(self.base, params)
+        return join(self.base, params)
 
     def split(self, policy: Params) -> tuple[Params, Params]:
         """The inverse: those that are trained, and the others."""
-        return (policy, {}) if self.adapter is None else split(policy)
+        if self.adapter is not None:
+            return split(policy)
+        frozen = self.frozen.names
+        return (
+            {name: entry for name, entry in policy.items() if name not in frozen},
+            {name: policy[name] for name in frozen},
+        )
 
     @property
     def shards_with_prompts(self) -> int:
@@ -141,7 +143,6 @@ class Model:
         """
         weights = self.adapter or self.config
         params = self._gather_tables(weights.train_weights(params, self.dtype))
-        params = params | {name: jax.lax.stop_gradient(params[name]) for name in self.frozen}
         images = {}
         if batch.images is not None:
             own = (in_pieces(self.mesh, x) for x in (batch.images.units, batch.images.rotary))

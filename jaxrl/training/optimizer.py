@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
 from jaxrl.choices import arrays_of
 from jaxrl.method import schedule_of
-from jaxrl.types import Params
 
 
 def learning_rate(settings: ConfigDict, num_updates: int) -> optax.Schedule:
@@ -36,19 +33,8 @@ def num_updates(config: ConfigDict, stage: str) -> int:
     return int(config.sft.num_steps if stage == "sft" else config.num_steps * updates_per_step)
 
 
-def frozen_entries(config: ConfigDict) -> tuple[str, ...]:
-    """Entries of the parameters that are not trained."""
-    return () if config.model.vision.train else ("vision",)
-
-
-def make_optimizer(
-    settings: ConfigDict, num_updates: int, frozen: Sequence[str] = ()
-) -> optax.GradientTransformation:
-    """AdamW behind global-norm clipping, over `num_updates` optimizer steps.
-
-    Entries of the parameters that are `frozen`, whose gradients are 0, stay as they are and have
-    no moments.
-    """
+def make_optimizer(settings: ConfigDict, num_updates: int) -> optax.GradientTransformation:
+    """AdamW behind global-norm clipping, over `num_updates` optimizer steps."""
     adamw = optax.adamw(
         learning_rate(settings, num_updates),
         b1=settings.beta1,
@@ -58,16 +44,7 @@ def make_optimizer(
         mu_dtype=jnp.dtype(settings.moments_dtype),
     )
     clip = optax.clip_by_global_norm(settings.grad_clip) if settings.grad_clip else optax.identity()
-    if frozen:
-        adamw = optax.masked(adamw, partial(_is_trained, frozen=frozen))
     return optax.chain(clip, adamw)
-
-
-def _is_trained(params: Params, frozen: Sequence[str]) -> Params:
-    return {
-        name: jax.tree.map(lambda _, is_trained=name not in frozen: is_trained, entry)
-        for name, entry in params.items()
-    }
 
 
 def stage_settings(config: ConfigDict, stage: str) -> ConfigDict:

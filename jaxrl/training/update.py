@@ -46,17 +46,12 @@ def state_shardings(
     params = param_shardings(mesh, trained)
     whole = replicated(mesh)
     abstract = jax.eval_shape(optimizer.init, trained.abstract_params())
-
-    def has_none(leaf: Any) -> bool:
-        return isinstance(leaf, optax.MaskedNode)  # of what is frozen
-
     moments = optax.tree_map_params(
         optimizer,
-        lambda leaf, sharding: leaf if has_none(leaf) else sharding,
+        lambda _, sharding: sharding,
         abstract,
         params,
         transform_non_params=lambda _: whole,
-        is_leaf=has_none,
     )
     counters: Any = whole
     return TrainState(params=params, opt_state=moments, num_updates=counters, num_skipped=counters)

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrl.config import default_config
+from jaxrl.method import frozen_of
 from jaxrl.models.policy import Model
-from jaxrl.training.optimizer import frozen_entries, make_optimizer
+from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape, assign_rows, make_items, pack
 from jaxrl.training.update import Gradient, UpdateStep, init_state, put_batch
 from tests.helpers import relative_distance
@@ -34,7 +35,7 @@ SHAPES = {
 
 def model(frozen=()):
     settings = {"num_tokens": NUM_TOKENS, "scan_layers": True, "remat": "names"}
-    return Model(golden()[0], one_device_mesh(), **settings).freeze(*frozen)
+    return Model(golden()[0], one_device_mesh(), frozen=frozen, **settings)
 
 
 def gradient_of(shape, frozen=()):
@@ -51,24 +52,33 @@ def test_all_packings_have_the_gradient_of_each_sequence_alone(name):
 
 
 def test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is():
-    config, params = golden()[:2]
+    params = golden()[1]
     settings = default_config()
     settings.model.vision.train = False
     settings.optimizer.update(lr=0.1, weight_decay=0.1, warmup_steps=0)
-    frozen = frozen_entries(settings)
+    frozen = frozen_of(settings)
     assert frozen == ("vision",)
-    optimizer, mesh = make_optimizer(settings.optimizer, 3, frozen), one_device_mesh()
+    optimizer, mesh = make_optimizer(settings.optimizer, 3), one_device_mesh()
     packed = packed_in(SHAPES["apart"])
     batch = put_batch(mesh, packed.batch)
-    update = UpdateStep(model(frozen), weighted, optimizer)
-    state = init_state(jax.tree.map(jnp.array, params), mesh, config, optimizer)
+    policy = model(frozen)
+    own, policy.base = policy.split(jax.tree.map(jnp.array, params))
+    assert set(policy.base) == {"vision"}
+    update = UpdateStep(policy, weighted, optimizer)
+    state = init_state(own, mesh, policy.trained, optimizer)
+    trained = {name: entry for name, entry in params.items() if name != "vision"}
+    assert jax.tree.structure(state.params) == jax.tree.structure(trained)
     moments = jax.tree.leaves(state.opt_state)
-    num_trained = sum(x.size for x in jax.tree.leaves({**params, "vision": {}}))
+    num_trained = sum(x.size for x in jax.tree.leaves(trained))
     assert sum(x.size for x in moments if x.ndim) == 2 * num_trained
+    of_text = dataclasses.replace(batch, images=None)
+    gradients = jax.eval_shape(update.gradient.begin.function, params, of_text).gradients
+    assert jax.tree.structure(gradients) == jax.tree.structure(trained)
     state, metrics = update(state, batch, packed)
-    jax.tree.map(np.testing.assert_array_equal, state.params["vision"], params["vision"])
-    changed = jax.tree.map(lambda a, b: bool((a != b).any()), state.params, params)
-    assert all(jax.tree.leaves({**changed, "vision": {}}))
+    whole = policy.whole(state.params)
+    jax.tree.map(np.testing.assert_array_equal, whole["vision"], params["vision"])
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), state.params, trained)
+    assert all(jax.tree.leaves(changed))
     rest = {name: entry for name, entry in naive().items() if name != "vision"}
     norm = np.sqrt(sum((x**2).sum() for x in jax.tree.leaves(rest)))
     np.testing.assert_allclose(metrics["grad_norm"].value, norm, rtol=1e-4)

@@ -39,7 +39,7 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
         table.add_row(f"  {name}", f"{size / GIB:.2f}")
     tokens, flops = plan.tokens_per_step, plan.flops_per_step
     is_part = plan.num_trained != plan.num_params
-    trained = f", {plan.num_trained:,} of an adapter are trained" if is_part else ""
+    trained = f", {plan.num_trained:,} are trained" if is_part else ""
     lines = [
         f"{plan.num_params:,} parameters{trained}; a step is at most {tokens:,} tokens and "
         f"{flops:.2e} operations, {flops / target.num_devices:.2e} on each device",

@@ -21,12 +21,12 @@ from ml_collections import ConfigDict
 
 from jaxrl.config import default_config
 from jaxrl.environment import max_image_tokens
-from jaxrl.method import adapter_of, has_kl_loss, has_kl_weights, is_measured
+from jaxrl.method import adapter_of, frozen_of, has_kl_loss, has_kl_weights, is_measured
 from jaxrl.models.architecture import Architecture, MemoryTerms
 from jaxrl.models.attention.choice import copies_past, decide
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
-from jaxrl.models.lora import Declared
+from jaxrl.models.lora import Declared, divide
 from jaxrl.models.output import chunks_of
 from jaxrl.models.policy import NO_TABLES
 from jaxrl.runtime.plan.search import search_bytes
@@ -190,7 +190,7 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
     tokens *= config.rollout.max_total_tokens
     held = [_between(config, model, target, stage) for stage in config.stages]
     adapter = adapter_of(config, model)
-    num_trained = num_values((adapter.trained if adapter else model).abstract_params())
+    num_trained = num_values(_trained(config, model).abstract_params())
     return Plan(
         target=target,
         mesh=dict(mesh.shape),
@@ -541,7 +541,7 @@ class _Update:
         """A micro-batch's gradients of the layers."""
         if self.policy.has_adapter:
             return 4 * self.policy.trained
-        return self.itemsize * (self.count.params - self.count.tables)
+        return self.itemsize * (self.policy.trained - self.count.tables)
 
     @property
     def output_table(self) -> int:
@@ -816,7 +816,7 @@ def _state(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> di
     """What lies on a device from step to step: weights, moments, and the reference policy."""
     policy = PolicyWeights.of(config, model, mesh)
     params = 4 * policy.trained
-    state = {"frozen weights": policy.base_bytes} if policy.has_adapter else {}
+    state = {"frozen weights": policy.base_bytes} if policy.base_bytes else {}
     state["parameters"] = params
     if stage != "evaluate" and not stage_settings(config, stage).offload:
         state["optimizer state"] = _moment_bytes(config, model, mesh, stage)
@@ -857,9 +857,13 @@ def _decode_weights(config: ConfigDict, model: Architecture, target: Target) -> 
 def _moment_bytes(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> int:
     """Of the optimizer's state on one device: two values a parameter, one of them perhaps short."""
     itemsize = jnp.dtype(stage_settings(config, stage).moments_dtype).itemsize
-    adapter = adapter_of(config, model)
-    num_moments = _num_moments(model if adapter is None else adapter.trained, mesh)
+    num_moments = _num_moments(_trained(config, model), mesh)
     return 4 * num_moments - (4 - itemsize) * PolicyWeights.of(config, model, mesh).trained
+
+
+def _trained(config: ConfigDict, model: Architecture) -> Any:
+    adapter = adapter_of(config, model)
+    return divide(model, frozen_of(config))[0] if adapter is None else adapter.trained
 
 
 @functools.cache

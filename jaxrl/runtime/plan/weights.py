@@ -13,9 +13,9 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from ml_collections import ConfigDict
 
-from jaxrl.method import adapter_of
+from jaxrl.method import adapter_of, frozen_of
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.lora import QUANTISED, TRAINED, Adapter, Declared
+from jaxrl.models.lora import QUANTISED, TRAINED, Adapter, Declared, divide
 from jaxrl.runtime.sharding import param_shardings
 
 
@@ -34,12 +34,14 @@ class PolicyWeights:
 
     Attributes:
         trained: values that an optimizer changes, float32.
-        base_bytes: of the weights beside an adapter; 0 where all are trained.
+        has_adapter: these are an adapter's.
+        base_bytes: of the weights that are not trained.
         cast_bytes: of what the update casts to the compute dtype.
         dequantised: values of the largest int8 layer, which a product casts as it takes it.
     """
 
     trained: int
+    has_adapter: bool = False
     base_bytes: int = 0
     cast_bytes: int = 0
     dequantised: int = 0
@@ -49,19 +51,21 @@ class PolicyWeights:
         """Of the configured policy on the mesh."""
         dtype = jnp.dtype(config.model.dtype)
         adapter = adapter_of(config, model)
-        return _whole(model, mesh, dtype) if adapter is None else _adapted(adapter, mesh, dtype)
-
-    @property
-    def has_adapter(self) -> bool:
-        """Whether a part alone is trained."""
-        return self.base_bytes > 0
+        if adapter is None:
+            return _entries(model, frozen_of(config), mesh, dtype)
+        return _adapted(adapter, mesh, dtype)
 
 
 @functools.cache
-def _whole(model: Architecture, mesh: Any, dtype: np.dtype) -> PolicyWeights:
-    trained = num_values(model.abstract_params(), param_shardings(mesh, model))
-    cast = dtype.itemsize * trained if dtype.itemsize < 4 else 0
-    return PolicyWeights(trained=trained, cast_bytes=cast)
+def _entries(
+    model: Architecture, frozen: tuple[str, ...], mesh: Any, dtype: np.dtype
+) -> PolicyWeights:
+    trained, others = (
+        num_values(part.abstract_params(), param_shardings(mesh, part))
+        for part in divide(model, frozen)
+    )
+    cast = dtype.itemsize * (trained + others) if dtype.itemsize < 4 else 0
+    return PolicyWeights(trained=trained, base_bytes=4 * others, cast_bytes=cast)
 
 
 @functools.cache
@@ -71,6 +75,7 @@ def _adapted(adapter: Adapter, mesh: Any, dtype: np.dtype) -> PolicyWeights:
     kept = {"int8", str(dtype)}
     return PolicyWeights(
         trained=trained,
+        has_adapter=True,
         base_bytes=sum(size * kind.itemsize for size, kind in base.values()),
         cast_bytes=dtype.itemsize * trained
         + sum(
