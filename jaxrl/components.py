@@ -98,8 +98,7 @@ def assemble(
     engine = None
     if external is None:
         engine = _make_engine(config, adapter or model_config, mesh, automaton, tokenizer)
-    numbers = {field.name: config.rollout[field.name] for field in fields(Limits)}
-    limits = Limits(**numbers | {"max_image_tokens": environment.max_image_tokens(config)})
+    limits = _make_limits(config)
     schedule, pay = _make_schedule(config), _make_payment(config, tasks, eval_tasks)
     _open_judges(pay, workdir, log)
 
@@ -139,6 +138,11 @@ def assemble(
         notes=tuple(filter(None, notes)),
         processor=processor,
     )
+
+
+def _make_limits(config: ConfigDict) -> Limits:
+    numbers = {field.name: config.rollout[field.name] for field in fields(Limits)}
+    return Limits(**numbers | {"max_image_tokens": environment.max_image_tokens(config)})
 
 
 def _make_processor(config: ConfigDict, tokenizer: Tokenizer) -> Processor | None:
@@ -393,7 +397,6 @@ def _read_demonstrations(
         tools=("search", *(tool.name for tool in tools)),
         chat_tools=getattr(env, "chat_tools", ()),
         processor=processor,
-        max_image_tokens=config.rollout.max_image_tokens,
     )
 
 

@@ -46,7 +46,6 @@ def read_demonstrations(
     tools: Sequence[str] = ("search",),
     chat_tools: Sequence[Mapping[str, Any]] = (),
     processor: Processor | None = None,
-    max_image_tokens: int = 0,
 ) -> list[Demonstration]:
     """Encodes a JSONL of chats exactly as a rollout would have written them.
 
@@ -54,7 +53,6 @@ def read_demonstrations(
     results, rendered by the protocol and cut as the environment's observations are. `tools` are the
     names of those that can be called in this run, `chat_tools` what the chat template says of them.
     Images are as in tasks, in the prompt; `processor` reads them, None where the model reads none.
-    A demonstration may have `max_image_tokens` of them; 0: `max_total_tokens`.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -63,17 +61,10 @@ def read_demonstrations(
 
     def parse(fields: dict[str, Any], place: str) -> Demonstration:
         messages, pictures = read_demonstration(fields, place)
-        image_tokens = _image_tokens(pictures, processor, place)
-        if 0 < max_image_tokens < sum(image_tokens):
-            raise ValueError(
-                f"{place}: the demonstration has {sum(image_tokens)} image tokens; expected at "
-                f"most config.rollout.max_image_tokens={max_image_tokens}. Raise it, or lower "
-                "config.images.max_pixels."
-            )
         demonstration = encode_demonstration(
             messages,
             tokenizer,
-            image_tokens=image_tokens,
+            image_tokens=_image_tokens(pictures, processor, place),
             max_observation_tokens=max_observation_tokens,
             protocol=protocol,
             tools=tools,

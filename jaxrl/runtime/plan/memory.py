@@ -326,13 +326,13 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
     keeps_all = update.is_cpu and not config.model.scan_layers
     saved = update.saved("none" if keeps_all else config.model.remat)
     count = update.count
-    copied = 4 * (count.params - count.tables) + 2 * saved
     trains_images = config.model.vision.train and not update.policy.has_adapter
+    seen = trains_images * update.saved_of_images("none" if keeps_all else config.model.remat)
+    copied = 4 * (count.params - count.tables) + 2 * (saved + seen)
     held = {
         "weights in the compute dtype": update.cast_weights,
         "activations kept for the backward pass": saved,
-        "images, kept for the backward pass": trains_images
-        * update.saved_of_images("none" if keeps_all else config.model.remat),
+        "images, kept for the backward pass": seen,
         "float32 copies of these": update.is_cpu * update.is_cast * copied,
     }
     held_by_search, _ = _search_bytes(config, target)
