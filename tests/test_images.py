@@ -197,6 +197,27 @@ class TestProcessor:
         assert made.patches.dtype == np.float32
         np.testing.assert_allclose(made.patches, wanted, atol=1e-6)
 
+    def test_the_file_of_qwen3_vl(self, tmp_path):
+        fields = {
+            "size": {"longest_edge": 16777216, "shortest_edge": 65536},
+            "patch_size": 16,
+            "temporal_patch_size": 2,
+            "merge_size": 2,
+            "image_mean": [0.5, 0.5, 0.5],
+            "image_std": [0.5, 0.5, 0.5],
+            "processor_class": "Qwen3VLProcessor",
+            "image_processor_type": "Qwen2VLImageProcessorFast",
+        }
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(fields))
+        processor = Processor(str(tmp_path))
+        picture = Picture(data=encoded(PIL.Image.new("RGB", (320, 288), (255, 0, 51))))
+        made = processor(picture)
+        assert made.grid == (1, 18, 20)
+        assert processor.num_tokens(picture) == 9 * 10
+        # 0 to -1, 255 to 1, and 51 to 0.2 * 2 - 1; each color twice 16 x 16.
+        wanted = np.repeat([1.0, -1.0, -0.6], 2 * 16 * 16)
+        np.testing.assert_allclose(made.patches, np.tile(wanted, (360, 1)), atol=1e-6)
+
     @pytest.mark.parametrize(("width", "height"), [(5, 7), (16, 24), (90, 33), (400, 3)])
     def test_tokens_are_told_from_the_size_alone(self, processor, width, height, tmp_path):
         path = saved(tmp_path / "a.png", width=width, height=height)

@@ -1,4 +1,4 @@
-"""The small vision model of `golden/`, and its full pass over rows of whole sequences."""
+"""The small vision models of `golden/`, and their full pass over rows of whole sequences."""
 
 from functools import cache
 from pathlib import Path
@@ -13,18 +13,19 @@ from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.layers import Through
 from jaxrl.types import BatchImages, Image
 
-FOLDER = Path(__file__).parent / "golden" / "qwen2_5_vl"
+FOLDERS = Path(__file__).parent / "golden"
+NAMES = ("qwen2_5_vl", "qwen3_vl")
 
 
 @cache
-def golden():
-    """The model, its parameters, what the reference computes, and the images."""
-    wanted = dict(np.load(FOLDER / "golden.npz"))
+def golden(name="qwen2_5_vl"):
+    """A model, its parameters, what the reference computes, and the images."""
+    wanted = dict(np.load(FOLDERS / name / "golden.npz"))
     grids = [tuple(map(int, grid)) for grid in wanted["grids"]]
     cuts = np.cumsum([h * w for _, h, w in grids])[:-1]
     patches = np.split(wanted["patches"], cuts)
     images = [Image(patches=x, grid=grid) for x, grid in zip(patches, grids, strict=True)]
-    return read_model(FOLDER), load_hf(FOLDER), wanted, images
+    return read_model(FOLDERS / name), load_hf(FOLDERS / name), wanted, images
 
 
 def batch_images(config, rows, images_of_rows, *, num_patches=None):

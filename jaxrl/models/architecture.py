@@ -81,6 +81,11 @@ class Vision(ABC):
     width: int  # of the patches' hidden states
     num_layers: int  # that read them
 
+    @property
+    def num_added(self) -> int:
+        """The decoder's first layers to whose states something is added at image tokens."""
+        return 0
+
     @abstractmethod
     def memory_terms(self) -> MemoryTerms:
         """Of a patch in a layer, in place of a token."""
@@ -133,8 +138,11 @@ class Vision(ABC):
         patches: Float[Array, "S P C"],
         places: Int[Array, "S P 4"],
         through: Through,
-    ) -> Float[Array, "S U D"]:
-        """What stands in the place of image tokens, of each unit.
+    ) -> Float[Array, "S U E"]:
+        """What is seen of each unit: `1 + num_added` times D numbers.
+
+        The first D stand in the place of the image token. Each D behind them are added to its
+        hidden state after a layer of the decoder, from the first on (DeepStack).
 
         Args:
             params: what is under `vision` of the model's, in the compute dtype.
@@ -279,9 +287,9 @@ class Architecture(ABC):
     ) -> Float[Array, "M D"]:
         """The sampler's pass: final hidden states of M tokens, of one row or of many.
 
-        With `vision` it takes `positions` `[M, 3]` too, and `images`: embeddings `[S, U, D]`, which
-        lie on S shards as the tokens do, and of each token which of its shard's it is, int32 [M];
-        -1 is a token of text.
+        With `vision` it takes `positions` `[M, 3]` too, and `images`: what that sees `[S, U, E]`,
+        which lies on S shards as the tokens do, and of each token which of its shard's units it is,
+        int32 [M]; -1 is a token of text.
 
         Args:
             weights: of `decode_weights`.
@@ -392,6 +400,7 @@ ARCHITECTURES = {
     "qwen2": "jaxrl.models.qwen.QwenConfig",
     "qwen3": "jaxrl.models.qwen.QwenConfig",
     "qwen2_5_vl": "jaxrl.models.qwen_vl.QwenVLConfig",
+    "qwen3_vl": "jaxrl.models.qwen3_vl.Qwen3VLConfig",
     "qwen3_moe": "jaxrl.models.qwen_moe.QwenMoeConfig",
 }
 """The `model_type` of `config.json` to the class that computes it, which is imported when asked."""

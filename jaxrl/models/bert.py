@@ -21,6 +21,7 @@ from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.models.attention.reference import LOWEST
+from jaxrl.models.decoder import layer_norm
 from jaxrl.models.layers import Stacks
 from jaxrl.types import Params
 
@@ -144,7 +145,7 @@ class BertConfig:
         x = embed["words"]["embedding"][token_ids]
         x = x + embed["places"]["embedding"][: token_ids.shape[1]]
         x = x + embed["kinds"]["embedding"][0]
-        x = _layer_norm(x, embed["norm"], self.epsilon)
+        x = layer_norm(x, embed["norm"], self.epsilon)
 
         def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
             return self._block(weights, x, is_there), None
@@ -160,21 +161,12 @@ class BertConfig:
         scores = jnp.where(is_there[:, None, None], scores / q.shape[-1] ** 0.5, LOWEST)
         shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         attended = jnp.einsum("bnqk,bknh->bqnh", shares, v).reshape(x.shape)
-        x = _layer_norm(
+        x = layer_norm(
             x + _linear(attention["o"], attended), weights["attention_norm"], self.epsilon
         )
         inner = ACTIVATIONS[self.activation](_linear(mlp["up"], x))
-        return _layer_norm(x + _linear(mlp["down"], inner), weights["mlp_norm"], self.epsilon)
+        return layer_norm(x + _linear(mlp["down"], inner), weights["mlp_norm"], self.epsilon)
 
 
 def _linear(layer: Params, x: jax.Array) -> jax.Array:
     return x @ layer["kernel"] + layer["bias"]
-
-
-def _layer_norm(x: jax.Array, weights: Params, epsilon: float) -> jax.Array:
-    """Layer norm (https://arxiv.org/abs/1607.06450) in float32, result in x's dtype."""
-    x32 = x.astype(jnp.float32)
-    centred = x32 - x32.mean(axis=-1, keepdims=True)
-    normed = centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + epsilon)
-    scale, bias = (weights[name].astype(jnp.float32) for name in ("scale", "bias"))
-    return (normed * scale + bias).astype(x.dtype)

@@ -236,6 +236,15 @@ def rms_norm(
     return (normed * scale.astype(jnp.float32)).astype(x.dtype)
 
 
+def layer_norm(x: Float[Array, "*M D"], weights: Params, epsilon: float) -> Float[Array, "*M D"]:
+    """Layer norm (https://arxiv.org/abs/1607.06450) in float32, result in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    centred = x32 - x32.mean(axis=-1, keepdims=True)
+    normed = centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + epsilon)
+    scale, bias = (weights[name].astype(jnp.float32) for name in ("scale", "bias"))
+    return (normed * scale + bias).astype(x.dtype)
+
+
 Angles = tuple[jax.Array, jax.Array]
 """Cosines `[M, 1, 1, H / 2]` and sines `[M, 1, 2, H / 2]` of rotary angles, float32.
 
@@ -370,6 +379,28 @@ def linear_axes(inputs: str, outputs: str, has_bias: bool = False) -> dict[str, 
     """Names of the axes of a stacked linear layer."""
     kernel = {"kernel": ("layer", inputs, outputs)}
     return {**kernel, "bias": ("layer", outputs)} if has_bias else kernel
+
+
+Carry = tuple[tuple[jax.Array, Any], jax.Array | None]
+"""Between layers: states and what routing found; the next one's number, where one is needed."""
+
+
+def first_number(added: jax.Array | None) -> jax.Array | None:
+    """The number that `add_after` counts on, of the first layer."""
+    return None if added is None else jnp.zeros((), jnp.int32)
+
+
+def add_after(
+    x: Float[Array, "M D"], number: jax.Array | None, added: Float[Array, "n M D"] | None
+) -> tuple[Float[Array, "M D"], jax.Array | None]:
+    """The states after a layer, one of the first n, with what is added to them (DeepStack).
+
+    Source: https://arxiv.org/abs/2406.04334.
+    """
+    if added is None or number is None:
+        return x, None
+    own = jax.lax.dynamic_index_in_dim(added, number, keepdims=False)  # behind the last: the last
+    return x + jnp.where(number < len(added), own, 0), number + 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -546,15 +577,19 @@ class Decoder(Architecture):
         positions: Int[Array, "*M"],
         attend: Attend,
         through: Through,
+        added: Float[Array, "n M D"] | None = None,
     ) -> Float[Array, "M D"]:
-        """Final normed hidden states, from the embeddings."""
+        """Final normed hidden states, from the embeddings and what first layers are added."""
         angles, routing = rope_angles(positions, self), through.routing
 
-        def layer(carry: tuple[jax.Array, Any], weights: Params) -> tuple[jax.Array, Any]:
-            return self._block(weights, carry, angles, attend, routing)
+        def layer(carry: Carry, weights: Params) -> Carry:
+            before, number = carry
+            x, routed = self._block(weights, before, angles, attend, routing)
+            x, number = add_after(x, number, added)
+            return (x, routed), number
 
-        carry = x, self.begin_routing(routing, len(x))
-        x, routed = through(layer, carry, params["blocks"], self.stacks)
+        carry = (x, self.begin_routing(routing, len(x))), first_number(added)
+        (x, routed), _ = through(layer, carry, params["blocks"], self.stacks)
         routing.end(routed)
         return rms_norm(x, params["norm"]["scale"], self.rms_norm_eps)
 
@@ -592,15 +627,18 @@ class Decoder(Architecture):
         x: Float[Array, "M D"],
         positions: Int[Array, "*M"],
         through: SamplerThrough,
+        added: Float[Array, "n M D"] | None = None,
     ) -> Float[Array, "M D"]:
         angles, routing = rope_angles(positions, self), through.routing
 
-        def layer(
-            carry: tuple[jax.Array, Any], weights: Params, attend: Attend
-        ) -> tuple[jax.Array, Any]:
-            return self._block(weights, carry, angles, attend, routing)
+        def layer(carry: Carry, weights: Params, attend: Attend) -> Carry:
+            before, number = carry
+            x, routed = self._block(weights, before, angles, attend, routing)
+            x, number = add_after(x, number, added)
+            return (x, routed), number
 
-        x, routed = through(layer, (x, self.begin_routing(routing, len(x))), weights["blocks"])
+        carry = (x, self.begin_routing(routing, len(x))), first_number(added)
+        (x, routed), _ = through(layer, carry, weights["blocks"])
         routing.end(routed)
         return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps)
 
@@ -624,4 +662,4 @@ class Decoder(Architecture):
 
     def hf_copies(self) -> dict[str, str]:
         """A tied output layer, which older exports hold."""
-        return {"lm_head.weight": FIRST_HF_NAMES["embed/embedding"]} if self.tie_embeddings else {}
+        return {"lm_head.weight": self.hf_names()["embed/embedding"]} if self.tie_embeddings else {}

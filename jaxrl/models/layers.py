@@ -90,12 +90,7 @@ class Through:
             blocks: parameters, each with a leading axis over the layers.
             stacks: entries that only some layers have; their axis is over these.
         """
-        policy = REMAT[self.remat]
-        if self.remat == "offload":
-            layer = _with_named_input(layer)
-        if policy is not None:
-            # A loop keeps what is computed again apart by itself.
-            layer = jax.checkpoint(layer, policy=policy, prevent_cse=not self.scan)
+        layer = self._kept(layer)
         for run in _split(_find_runs(blocks, stacks), blocks) if stacks else [blocks]:
             if self.scan:
                 x = jax.lax.scan(lambda x, one: (layer(x, one), None), x, run)[0]
@@ -103,6 +98,40 @@ class Through:
             for one in _unstack(run):
                 x = layer(x, one)
         return x
+
+    def noting(
+        self, layer: Layer, x: jax.Array, blocks: Params, layers: Sequence[int]
+    ) -> tuple[jax.Array, jax.Array]:
+        """The activations after all layers, and one above the other those after n of them."""
+        layer = self._kept(layer)
+        if not self.scan:
+            after = []
+            for one in _unstack(blocks):
+                x = layer(x, one)
+                after.append(x)
+            return x, jnp.stack([after[number] for number in layers])
+
+        def step(carry: tuple[Any, Any], numbered: tuple[Any, Params]) -> tuple[Any, None]:
+            (x, noted), (number, weights) = carry, numbered
+            x = layer(x, weights)
+            # A sum, of which the backward pass keeps nothing of the size of `x`.
+            is_noted = (jnp.array(layers) == number).reshape(-1, *(1,) * x.ndim)
+            return (x, noted + is_noted.astype(x.dtype) * x), None
+
+        # Stacks of a part of the layers would be copies of their weights.
+        numbers = jnp.arange(len(jax.tree.leaves(blocks)[0]))
+        noted = jnp.zeros((len(layers), *x.shape), x.dtype)
+        return jax.lax.scan(step, (x, noted), (numbers, blocks))[0]
+
+    def _kept(self, layer: Layer) -> Layer:
+        """The layer, of which the backward pass keeps what `remat` says."""
+        policy = REMAT[self.remat]
+        if self.remat == "offload":
+            layer = _with_named_input(layer)
+        if policy is None:
+            return layer
+        # A loop keeps what is computed again apart by itself.
+        return jax.checkpoint(layer, policy=policy, prevent_cse=not self.scan)
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """Qwen2.5-VL: the decoder of Qwen2.5, whose image tokens are what a vision tower sees.
 
-The parameters are those of `models.qwen`, and under `vision` those of `models.vision`. Rotary
+The parameters are those of `models.qwen`, and under `vision` those of the tower. Rotary
 positions have three rows, of time, height and width (M-RoPE, https://arxiv.org/abs/2502.13923); for
 text they are equal, so that a text alone is computed as Qwen2.5 computes it.
 """
@@ -8,7 +8,7 @@ text they are equal, so that a text alone is computed as Qwen2.5 computes it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jaxrl.models.architecture import Attend
 from jaxrl.models.attention import reference
 from jaxrl.models.layers import SamplerThrough, Through
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.vision import HF_NAMES as VISION_NAMES
+from jaxrl.models.tower import Tower, whole_number
 from jaxrl.models.vision import QwenVision
 from jaxrl.types import BatchImages, Params
 
@@ -27,74 +27,9 @@ RENAMED = {"model.language_model.": "model.", "model.visual.": "visual."}
 """Beginnings of names that transformers 5 gives tensors in memory, and those of published files."""
 
 
-def _text_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """A `config.json` of the decoder alone, from either spelling."""
-    own = fields.get("text_config") or {}
-    text = {**fields, **own, "model_type": "qwen2"}
-    text["tie_word_embeddings"] = bool(
-        fields.get("tie_word_embeddings") or own.get("tie_word_embeddings")
-    )
-    for name in ("rope_scaling", "rope_parameters"):
-        rope = dict(text.get(name) or {})
-        rope.pop("mrope_section", None)
-        for kind in ("type", "rope_type"):
-            if rope.get(kind) == "mrope":
-                rope[kind] = "default"
-        text[name] = rope or None
-    return text
-
-
-def _whole(fields: dict[str, Any], name: str, default: int | None, source: str) -> int:
-    """A field that is a whole number above 0."""
-    value = fields.get(name, default)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{source}: {name!r} is {value!r}; expected a whole number above 0.")
-    return value
-
-
-def _vision(fields: dict[str, Any], source: str) -> QwenVision:
-    """The tower of a `config.json`."""
-    own = fields.get("vision_config")
-    if not isinstance(own, dict):
-        raise ValueError(f"{source} lacks the field 'vision_config', an object.")
-
-    def whole(name: str, default: int | None = None) -> int:
-        return _whole(own, name, default, source)
-
-    patch, merge = whole("patch_size", 14), whole("spatial_merge_size", 2)
-    width, heads, depth = whole("hidden_size"), whole("num_heads"), whole("depth")
-    window = whole("window_size", 112) // merge // patch * merge
-    full = own.get("fullatt_block_indexes", [7, 15, 23, 31])
-    problems = {
-        f"hidden_act {own.get('hidden_act')!r}": own.get("hidden_act", "silu") != "silu",
-        f"a head of {width} / {heads}": width % heads != 0 or width // heads % 4 != 0,
-        f"window_size {own.get('window_size')!r}": window < 1,
-        f"fullatt_block_indexes {full!r}": not isinstance(full, list)
-        or any(not isinstance(one, int) for one in full),
-    }
-    for feature, is_there in problems.items():
-        if is_there:
-            raise ValueError(f"{source}: {feature} in 'vision_config' is not supported.")
-    return QwenVision(
-        width=width,
-        mlp_width=whole("intermediate_size"),
-        num_layers=depth,
-        num_heads=heads,
-        out_width=whole("out_hidden_size"),
-        channels=whole("in_channels", 3),
-        patch=patch,
-        temporal_patch=whole("temporal_patch_size", 2),
-        merge=merge,
-        window=window,
-        full_layers=tuple(full),
-        rope_theta=float((own.get("rope_parameters") or {}).get("rope_theta", 10_000.0)),
-        image_id=_whole(fields, "image_token_id", 151_655, source),
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class QwenVLConfig(QwenConfig):
-    """Every field of a Qwen2.5-VL `config.json` that changes the arithmetic.
+    """Every field of a `config.json` that changes the arithmetic, of models that read images.
 
     Attributes:
         vision: the tower.
@@ -102,7 +37,14 @@ class QwenVLConfig(QwenConfig):
         video_id: the token of videos, which are not read.
     """
 
-    vision: QwenVision = field()  # every one has it
+    model_type: ClassVar[str] = "qwen2_5_vl"
+    text_type: ClassVar[str] = "qwen2"  # the decoder's
+    hf_class: ClassVar[str] = "Qwen2_5_VLForConditionalGeneration"
+    tower: ClassVar[type[Tower]] = QwenVision
+    default_sections: ClassVar[tuple[int, ...]] = (16, 24, 24)
+    is_interleaved: ClassVar[bool] = False  # time, height and width take turns over the pairs
+
+    vision: Tower = field()  # every one has it
     mrope_section: tuple[int, ...]
     video_id: int
 
@@ -113,65 +55,86 @@ class QwenVLConfig(QwenConfig):
         Raises:
             ValueError: the file names an architecture or a feature without a parity test here.
         """
-        if fields.get("model_type") != "qwen2_5_vl":
+        if fields.get("model_type") != cls.model_type:
             raise ValueError(
                 f"{source}: model_type {fields.get('model_type')!r} is not supported; expected "
-                "'qwen2_5_vl'."
+                f"{cls.model_type!r}."
             )
-        own = fields.get("text_config") or fields
-        text = QwenConfig.from_dict(_text_fields(fields), source=source)
+        text = QwenConfig.from_dict(cls._text_fields(fields), source=source)
         if text.rope_scaling is not None:
             raise ValueError(
                 f"{source}: RoPE scaling {text.rope_scaling.rope_type!r} with images is not "
                 "supported; no parity test covers it."
             )
+        own = fields.get("text_config") or fields
         rope = own.get("rope_scaling") or own.get("rope_parameters") or {}
-        sections = rope.get("mrope_section", [16, 24, 24])
-        if not isinstance(sections, list) or 2 * sum(sections) != text.head_dim:
+        order = rope.get("mrope_interleaved", cls.is_interleaved)
+        if order is not cls.is_interleaved:
             raise ValueError(
-                f"{source}: 'mrope_section' is {sections!r}; expected whole numbers that add up to "
-                f"half of a head, {text.head_dim // 2}."
+                f"{source}: 'mrope_interleaved' is {order!r}; expected "
+                f"{str(cls.is_interleaved).lower()} in {cls.model_type!r}."
             )
-        vision = _vision(fields, source)
+        sections = rope.get("mrope_section", [*cls.default_sections])
+        is_whole = isinstance(sections, list) and [*map(type, sections)] == [int] * 3
+        if not is_whole or 2 * sum(sections) != text.head_dim:
+            raise ValueError(
+                f"{source}: 'mrope_section' is {sections!r}; expected three whole numbers that add "
+                f"up to half of a head, {text.head_dim // 2}."
+            )
+        own = fields.get("vision_config")
+        if not isinstance(own, dict):
+            raise ValueError(f"{source} lacks the field 'vision_config', an object.")
+        image_id = whole_number(fields, "image_token_id", 151_655, source)
+        vision = cls.tower.from_fields(own, image_id, source)
         if vision.out_width != text.width:
             raise ValueError(
                 f"{source}: 'out_hidden_size' of 'vision_config' is {vision.out_width}; expected "
                 f"the decoder's 'hidden_size', {text.width}."
             )
+        if vision.num_added > text.num_layers:
+            raise ValueError(
+                f"{source}: {vision.num_added} layers of the decoder see what "
+                f"'deepstack_visual_indexes' names, but there are {text.num_layers}."
+            )
         return cls(
             **vars(text),
             vision=vision,
             mrope_section=tuple(sections),
-            video_id=_whole(fields, "video_token_id", 151_656, source),
+            video_id=whole_number(fields, "video_token_id", 151_656, source),
         )
+
+    @classmethod
+    def _text_fields(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        """A `config.json` of the decoder alone, from either spelling."""
+        own = fields.get("text_config") or {}
+        text = {**fields, **own, "model_type": cls.text_type}
+        text["tie_word_embeddings"] = bool(
+            fields.get("tie_word_embeddings") or own.get("tie_word_embeddings")
+        )
+        for name in ("rope_scaling", "rope_parameters"):
+            rope = dict(text.get(name) or {})
+            for name_of_images in ("mrope_section", "mrope_interleaved"):
+                rope.pop(name_of_images, None)
+            for kind in ("type", "rope_type"):
+                if rope.get(kind) == "mrope":
+                    rope[kind] = "default"
+            text[name] = rope or None
+        return text
 
     def hf_config(self) -> dict[str, Any]:
         """The inverse of `from_dict`, in the spelling of transformers 5."""
-        text = {**super().hf_config(), "model_type": "qwen2_5_vl_text"}
+        text = {**super().hf_config(), "model_type": f"{self.model_type}_text"}
         del text["architectures"], text["rope_theta"]
         text["rope_parameters"]["mrope_section"] = list(self.mrope_section)
-        vision = self.vision
+        if self.is_interleaved:
+            text["rope_parameters"]["mrope_interleaved"] = True
+        vision = {"model_type": f"{self.model_type}_vision", **self.vision.hf_fields()}
         return {
-            "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-            "model_type": "qwen2_5_vl",
+            "architectures": [self.hf_class],
+            "model_type": self.model_type,
             "text_config": text,
-            "vision_config": {
-                "model_type": "qwen2_5_vl_vision",
-                "depth": vision.num_layers,
-                "hidden_size": vision.width,
-                "hidden_act": "silu",
-                "intermediate_size": vision.mlp_width,
-                "num_heads": vision.num_heads,
-                "in_channels": vision.channels,
-                "patch_size": vision.patch,
-                "spatial_merge_size": vision.merge,
-                "temporal_patch_size": vision.temporal_patch,
-                "window_size": vision.window * vision.patch,
-                "out_hidden_size": vision.out_width,
-                "fullatt_block_indexes": list(vision.full_layers),
-                "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rope_theta},
-            },
-            "image_token_id": vision.image_id,
+            "vision_config": vision,
+            "image_token_id": self.vision.image_id,
             "video_token_id": self.video_id,
             "tie_word_embeddings": self.tie_embeddings,
             "torch_dtype": "float32",
@@ -187,17 +150,20 @@ class QwenVLConfig(QwenConfig):
 
     def hf_names(self) -> dict[str, str]:
         """As published."""
-        tower = {f"vision/{name}": tensor for name, tensor in VISION_NAMES.items()}
+        tower = {f"vision/{name}": tensor for name, tensor in self.vision.names.items()}
         return {**tower, **super().hf_names()}
 
     def hf_renamed(self) -> dict[str, str]:
         """Those of transformers 5."""
         return RENAMED
 
+    def _axes_of_pairs(self) -> np.ndarray:
+        """Of each pair of a head whether it turns by time, 0, by height, 1, or by width, 2."""
+        return np.repeat(np.arange(3), self.mrope_section)
+
     def _by_pair(self, rotary: Int[Array, "M 3"]) -> Int[Array, "M pairs"]:
-        """Of each pair of a head the position, in time, height or width, by which it turns."""
-        sections = self.mrope_section
-        return rotary[:, np.repeat(np.arange(len(sections)) % 3, sections)]
+        """Of each pair of a head the position by which it turns."""
+        return rotary[:, self._axes_of_pairs()]
 
     def hidden_states(
         self,
@@ -213,9 +179,9 @@ class QwenVLConfig(QwenConfig):
             return super().hidden_states(params, token_ids, positions, attend, through)
         x = self._embed(params["embed"], token_ids.reshape(-1))
         seen = self.vision.embeddings(params["vision"], images.patches, images.places, through)
-        x = put_images(x, seen, images.units.reshape(-1))
+        x, added = put_images(x, seen, images.units.reshape(-1))
         rotary = self._by_pair(images.rotary.reshape(-1, 3))
-        hidden = self._full_pass(params, x, rotary, attend, through)
+        hidden = self._full_pass(params, x, rotary, attend, through, added)
         return hidden.reshape(*token_ids.shape, -1)
 
     def unembed(
@@ -245,22 +211,27 @@ class QwenVLConfig(QwenConfig):
             token_ids: the tokens.
             positions: rotary ones, `[M]` or `[M, 3]`.
             through: goes through the layers.
-            images: embeddings `[S, U, D]`, which lie on S shards as the tokens do, and of each
-                token which of its shard's it is, int32 [M]; -1: a token of text.
+            images: what `vision` sees `[S, U, E]`, which lies on S shards as the tokens do, and of
+                each token which of its shard's units it is, int32 [M]; -1: a token of text.
         """
-        x = weights["embed"]["embedding"][token_ids]
+        x, added = weights["embed"]["embedding"][token_ids], None
         if images is not None:
-            x = put_images(x, *images)
-        return self._sampler_pass(
-            weights, x, self._by_pair(positions) if positions.ndim == 2 else positions, through
-        )
+            x, added = put_images(x, *images)
+        rotary = self._by_pair(positions) if positions.ndim == 2 else positions
+        return self._sampler_pass(weights, x, rotary, through, added)
 
 
 def put_images(
-    x: Float[Array, "M D"], seen: Float[Array, "S U D"], units: Int[Array, " M"]
-) -> Float[Array, "M D"]:
-    """Embeddings of tokens, those of images in their places; a token reads its own shard's."""
+    x: Float[Array, "M D"], seen: Float[Array, "S U E"], units: Int[Array, " M"]
+) -> tuple[Float[Array, "M D"], Float[Array, "n M D"] | None]:
+    """Embeddings of tokens, those of images in their places; a token reads its own shard's.
+
+    Where more is seen of a unit than an embedding, the others are what is added to the states of
+    image tokens after the first layers; of text it is 0.
+    """
     apart = units.reshape(len(seen), -1)
     found = jax.vmap(lambda seen, units: seen.at[units].get(mode="clip"))(seen, apart)
-    found = found.reshape(x.shape).astype(x.dtype)
-    return jnp.where((units >= 0)[:, None], found, x)
+    found = found.reshape(len(x), -1, x.shape[1]).swapaxes(0, 1).astype(x.dtype)
+    is_seen = (units >= 0)[:, None]
+    added = jnp.where(is_seen, found[1:], 0) if len(found) > 1 else None
+    return jnp.where(is_seen, found[0], x), added

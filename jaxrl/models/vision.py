@@ -19,7 +19,6 @@ Source: https://arxiv.org/abs/2502.13923.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -28,78 +27,87 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.architecture import Arranged, MemoryTerms, Vision
-from jaxrl.models.attention.reference import LOWEST
-from jaxrl.models.decoder import linear, rms_norm, rope
+from jaxrl.models.architecture import Arranged, MemoryTerms
+from jaxrl.models.decoder import linear, rms_norm
 from jaxrl.models.layers import Through
+from jaxrl.models.tower import (
+    ATTENTION_AXES,
+    EPSILON,
+    QUERY_BLOCK,
+    Tower,
+    attend_to,
+    attend_within,
+    biased,
+    linear_names,
+    refuse,
+    whole_number,
+)
 from jaxrl.types import Image, Params
-
-EPSILON = 1e-6
-"""Of the tower's norms; no config.json has it."""
-
-QUERY_BLOCK = 256
-"""Patches whose scores over a whole row are in memory at a time."""
 
 _LAYER = "visual.blocks.{}."
 HF_NAMES = {
     "patch/filter": "visual.patch_embed.proj.weight",
     "blocks/norm1/scale": _LAYER + "norm1.weight",
     "blocks/norm2/scale": _LAYER + "norm2.weight",
-    **{
-        f"{ours}/{part}": f"{theirs}.{their_part}"
-        for ours, theirs in (
-            ("blocks/attention/qkv", _LAYER + "attn.qkv"),
-            ("blocks/attention/o", _LAYER + "attn.proj"),
-            ("blocks/mlp/gate", _LAYER + "mlp.gate_proj"),
-            ("blocks/mlp/up", _LAYER + "mlp.up_proj"),
-            ("blocks/mlp/down", _LAYER + "mlp.down_proj"),
-            ("merger/up", "visual.merger.mlp.0"),
-            ("merger/down", "visual.merger.mlp.2"),
-        )
-        for part, their_part in (("kernel", "weight"), ("bias", "bias"))
-    },
+    **linear_names(
+        {
+            "blocks/attention/qkv": _LAYER + "attn.qkv",
+            "blocks/attention/o": _LAYER + "attn.proj",
+            "blocks/mlp/gate": _LAYER + "mlp.gate_proj",
+            "blocks/mlp/up": _LAYER + "mlp.up_proj",
+            "blocks/mlp/down": _LAYER + "mlp.down_proj",
+            "merger/up": "visual.merger.mlp.0",
+            "merger/down": "visual.merger.mlp.2",
+        }
+    ),
     "merger/norm/scale": "visual.merger.ln_q.weight",
 }
 """Parameter to HF tensor, `{}` the layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenVision(Vision):
+class QwenVision(Tower):
     """Every field of a `vision_config` that changes the arithmetic, and where images stand.
 
     Attributes:
         full_layers: indices of the layers that attend within the whole image.
         window: patches along a side of a window.
-        merge: patches along a side of what becomes one token.
     """
 
-    width: int
-    mlp_width: int
-    num_layers: int
-    num_heads: int
-    out_width: int
-    channels: int
-    patch: int
-    temporal_patch: int
-    merge: int
+    names = HF_NAMES
+    activation = "silu"
+    patch_default = 14
+
     window: int
     full_layers: tuple[int, ...]
-    rope_theta: float
-    image_id: int
 
-    @property
-    def patch_values(self) -> int:
-        """Numbers of one patch."""
-        return self.channels * self.temporal_patch * self.patch**2
+    @classmethod
+    def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> QwenVision:
+        """See `Tower`."""
+        common = cls.common_fields(own, source)
+        merge, patch = common["merge"], common["patch"]
+        window = whole_number(own, "window_size", 112, source) // merge // patch * merge
+        full = own.get("fullatt_block_indexes", [7, 15, 23, 31])
+        refuse(
+            {
+                f"window_size {own.get('window_size')!r}": window < 1,
+                f"fullatt_block_indexes {full!r}": not isinstance(full, list)
+                or any(not isinstance(one, int) for one in full),
+            },
+            source,
+        )
+        return cls(**common, image_id=image_id, window=window, full_layers=tuple(full))
 
-    @property
-    def unit(self) -> int:
-        """Patches that become one token."""
-        return self.merge**2
+    def hf_fields(self) -> dict[str, Any]:
+        """The inverse of `from_fields`."""
+        return {
+            **super().hf_fields(),
+            "window_size": self.window * self.patch,
+            "fullatt_block_indexes": list(self.full_layers),
+        }
 
     def memory_terms(self) -> MemoryTerms:
         """Of attention and a gated MLP; nothing is split over devices."""
@@ -119,67 +127,6 @@ class QwenVision(Vision):
         """Of a block of queries over all patches, or of windows over those beside them."""
         of_block = min(num_patches, QUERY_BLOCK) * num_patches
         return self.num_heads * max(of_block, 3 * self.window**2 * num_patches)
-
-    # On the host.
-
-    def num_tokens(self, image: Image) -> int:
-        """Its units."""
-        t, h, w = image.grid
-        if t != 1 or h < 1 or w < 1 or h % self.merge or w % self.merge:
-            raise ValueError(
-                f"an image has a grid of {image.grid} patches; expected one moment in time and "
-                f"multiples of {self.merge} (videos are not supported)."
-            )
-        if image.patches.shape != (h * w, self.patch_values):
-            raise ValueError(
-                f"an image with a grid of {image.grid} has patches {list(image.patches.shape)}; "
-                f"expected {[h * w, self.patch_values]}. Is the processor that of the model?"
-            )
-        return h * w // self.unit
-
-    def image_runs(self, token_ids: np.ndarray, images: Sequence[Image]) -> list[np.ndarray]:
-        """Of each image the positions of its tokens.
-
-        Raises:
-            ValueError: as many tokens as the images take are not there.
-        """
-        found = np.flatnonzero(np.asarray(token_ids) == self.image_id)
-        counts = [self.num_tokens(image) for image in images]
-        if sum(counts) != len(found):
-            raise ValueError(
-                f"a prompt or an observation has {len(found)} image tokens (id {self.image_id}); "
-                f"expected {sum(counts)} for its {len(counts)} images with grids "
-                f"{[image.grid for image in images]}."
-            )
-        runs = np.split(found, np.cumsum(counts)[:-1]) if counts else []
-        if any(run[-1] - run[0] >= len(run) for run in runs):
-            raise ValueError(
-                f"the image tokens (id {self.image_id}) of an image are not side by side; expected "
-                f"runs of {counts}, one for each image."
-            )
-        return runs
-
-    def rotary_positions(
-        self, token_ids: np.ndarray, images: Sequence[Image], *, start: int = 0
-    ) -> np.ndarray:
-        """M-RoPE, section 2.1 of the source.
-
-        An image begins where the text before it ends, and text goes on behind the highest of its
-        positions.
-        """
-        out = np.zeros((3, len(token_ids)), np.int32)
-        behind, position = 0, start
-        for run, image in zip(self.image_runs(token_ids, images), images, strict=True):
-            first, count = int(run[0]), len(run)
-            out[:, behind:first] = np.arange(position, position + first - behind)
-            position += first - behind
-            _, h, w = (side // self.merge for side in image.grid)
-            out[1:, first : first + count] = np.indices((h, w)).reshape(2, -1)
-            out[:, first : first + count] += position
-            position += max(h, w)
-            behind = first + count
-        out[:, behind:] = np.arange(position, position + len(token_ids) - behind)
-        return out
 
     def arrange(self, images: Sequence[Image]) -> Arranged:
         """In the order of windows.
@@ -201,8 +148,6 @@ class QwenVision(Vision):
             patches=np.concatenate(patches), places=np.concatenate(places), units=tuple(units)
         )
 
-    # On the device.
-
     def embeddings(
         self,
         params: Params,
@@ -212,30 +157,21 @@ class QwenVision(Vision):
     ) -> Float[Array, "S U D"]:
         """The tower's output, of the units of `merge^2` patches."""
         S, P, _ = patches.shape
-        kernel = params["patch"]["filter"]
-        x = patches.reshape(S * P, -1).astype(kernel.dtype) @ kernel.reshape(self.width, -1).T
         # Left alone, the compiler splits the width over devices, and all have the patches of all.
-        x = through.on_shards(x)
+        x = through.on_shards(self._read_patches(params["patch"], patches))
         angles = self._angles(places.reshape(S * P, 4)[:, 2:])
         number, window = places[..., 0], jnp.where(places[..., 0] > 0, places[..., 1], -1)
-
-        def by_row(x: jax.Array) -> jax.Array:
-            return x.reshape(S, P, *x.shape[1:])
 
         def layer(x: jax.Array, given: Params) -> jax.Array:
             weights, is_full = given["weights"], given["is_full"] > 0
             normed = rms_norm(x, weights["norm1"]["scale"], EPSILON)
-            qkv = checkpoint_name(linear(weights["attention"]["qkv"], normed), "q")
-            q, k, v = qkv.reshape(S * P, 3, self.num_heads, -1).swapaxes(0, 1)
-            q, k, v = map(by_row, (rope(q, angles), rope(k, angles), v))
-            attended = jax.lax.cond(
+            attend = partial(
+                jax.lax.cond,
                 is_full,
                 partial(attend_within, ids=number),
                 partial(attend_windows, ids=window, most=self.window**2),
-                *(q, k, v),
             )
-            attended = checkpoint_name(attended, "attended").reshape(S * P, -1)
-            x = x + checkpoint_name(linear(weights["attention"]["o"], attended), "o")
+            x = x + self._attention(weights["attention"], normed, angles, attend, S)
             normed, mlp = rms_norm(x, weights["norm2"]["scale"], EPSILON), weights["mlp"]
             gate, up = (checkpoint_name(linear(mlp[name], normed), name) for name in ("gate", "up"))
             return x + linear(mlp["down"], jax.nn.silu(gate) * up)
@@ -248,76 +184,48 @@ class QwenVision(Vision):
         x = linear(merger["down"], jax.nn.gelu(linear(merger["up"], x), approximate=False))
         return through.on_shards(x.reshape(S, P // self.unit, -1))
 
-    def _angles(self, places: Int[Array, "M 2"]) -> tuple[jax.Array, jax.Array]:
-        """Rotary angles: half of the pairs turn by a patch's row, half by its column."""
-        quarter = self.width // self.num_heads // 4
-        frequency = self.rope_theta ** (-jnp.arange(quarter, dtype=jnp.float32) / quarter)
-        angle = (places[:, :, None].astype(jnp.float32) * frequency).reshape(len(places), 1, -1)
-        sin = jnp.sin(angle)
-        return jnp.cos(angle)[:, :, None], jnp.stack([-sin, sin], axis=2)
-
-    # Parameters.
-
     def abstract_params(self) -> Params:
         """The parameters as `jax.ShapeDtypeStruct`s."""
-        shapes: dict[str, tuple[int, ...]] = {
-            "patch/filter": (
-                *(self.width, self.channels, self.temporal_patch),
-                *(self.patch, self.patch),
-            ),
-            "merger/norm/scale": (self.width,),
-            "blocks/norm1/scale": (self.num_layers, self.width),
-            "blocks/norm2/scale": (self.num_layers, self.width),
-        }
         merged = self.unit * self.width
-        for name, inputs, outputs in (
-            ("blocks/attention/qkv", self.width, 3 * self.width),
-            ("blocks/attention/o", self.width, self.width),
-            ("blocks/mlp/gate", self.width, self.mlp_width),
-            ("blocks/mlp/up", self.width, self.mlp_width),
-            ("blocks/mlp/down", self.mlp_width, self.width),
-            ("merger/up", merged, merged),
-            ("merger/down", merged, self.out_width),
-        ):
-            stack = (self.num_layers,) if name.startswith("blocks/") else ()
-            shapes[f"{name}/kernel"] = (*stack, inputs, outputs)
-            shapes[f"{name}/bias"] = (*stack, outputs)
-        leaves = {name: jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in HF_NAMES}
-        return unflatten_dict(leaves, sep="/")
+        return self._abstract(
+            {
+                "merger/norm/scale": (self.width,),
+                "blocks/norm1/scale": (self.num_layers, self.width),
+                "blocks/norm2/scale": (self.num_layers, self.width),
+            },
+            (
+                ("blocks/attention/qkv", self.width, 3 * self.width),
+                ("blocks/attention/o", self.width, self.width),
+                ("blocks/mlp/gate", self.width, self.mlp_width),
+                ("blocks/mlp/up", self.width, self.mlp_width),
+                ("blocks/mlp/down", self.mlp_width, self.width),
+                ("merger/up", merged, merged),
+                ("merger/down", merged, self.out_width),
+            ),
+            {"blocks": self.num_layers},
+        )
 
     def logical_axes(self) -> dict[str, Any]:
         """Inner widths over `tensor` where heads need not be apart, widths over `fsdp`."""
-
-        def linear(inputs: str | None, outputs: str | None, *stack: str) -> dict[str, Any]:
-            return {"kernel": (*stack, inputs, outputs), "bias": (*stack, outputs)}
-
         norm = {"scale": ("layer", None)}
         return {
             "patch": {"filter": ("width", None, None, None, None)},
             "blocks": {
                 "norm1": norm,
                 "norm2": norm,
-                "attention": {
-                    "qkv": linear("width", None, "layer"),
-                    "o": linear(None, "width", "layer"),
-                },
+                "attention": ATTENTION_AXES,
                 "mlp": {
-                    "gate": linear("width", "mlp", "layer"),
-                    "up": linear("width", "mlp", "layer"),
-                    "down": linear("mlp", "width", "layer"),
+                    "gate": biased("width", "mlp", "layer"),
+                    "up": biased("width", "mlp", "layer"),
+                    "down": biased("mlp", "width", "layer"),
                 },
             },
             "merger": {
                 "norm": {"scale": (None,)},
-                "up": linear("width", "mlp"),
-                "down": linear("mlp", "width"),
+                "up": biased("width", "mlp"),
+                "down": biased("mlp", "width"),
             },
         }
-
-    @property
-    def num_params(self) -> int:
-        """All numbers of the tower."""
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_params()))
 
 
 @cache
@@ -345,35 +253,6 @@ def _layout(
     places[:, 2], places[:, 3] = rows[order].reshape(-1), columns[order].reshape(-1)
     patches = (order[:, None] * merge**2 + np.arange(merge**2)).reshape(-1)
     return patches, places, np.argsort(order).astype(np.int32)
-
-
-def attend_within(
-    q: Float[Array, "S P N H"],
-    k: Float[Array, "S P N H"],
-    v: Float[Array, "S P N H"],
-    ids: Int[Array, "S P"],
-) -> Float[Array, "S P N H"]:
-    """Attention in both directions among the patches of a row that have the same number.
-
-    The scores of `QUERY_BLOCK` patches are in memory at a time, computed again in the backward
-    pass.
-    """
-    S, P, N, H = q.shape
-    count = -(-P // QUERY_BLOCK)
-    size = -(-P // count)
-    blocks, of_blocks = (
-        jnp.pad(x, [(0, 0), (0, count * size - P)] + [(0, 0)] * (x.ndim - 2))
-        .reshape(S, count, size, *x.shape[2:])
-        .swapaxes(0, 1)
-        for x in (q, ids)
-    )
-
-    @jax.checkpoint
-    def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
-        queries, numbers = block
-        return _attend(queries, k, v, numbers[:, :, None] == ids[:, None])
-
-    return jax.lax.map(one, (blocks, of_blocks)).swapaxes(0, 1).reshape(S, -1, N, H)[:, :P]
 
 
 def attend_windows(
@@ -407,14 +286,5 @@ def attend_windows(
     # Padding has a number of its own, which it reads: no softmax is over nothing.
     queries, numbers = merged(blocked(q, 0, 0)), merged(blocked(ids, 0, -1))
     keys, values, others = merged(around(k)), merged(around(v)), merged(around(ids, -1))
-    out = _attend(queries, keys, values, numbers[:, :, None] == others[:, None])
+    out = attend_to(queries, keys, values, numbers[:, :, None] == others[:, None])
     return out.reshape(S, count * most, N, H)[:, :P]
-
-
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    """Softmax attention of queries `[s, q, N, H]` over keys `[s, p, N, H]`, scores in float32."""
-    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
-    scores = jnp.where(mask[:, None], product("sqnh,spnh->snqp", q, k) * q.shape[3] ** -0.5, LOWEST)
-    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    total = weights.sum(axis=-1).swapaxes(1, 2)[..., None]
-    return (product("snqp,spnh->sqnh", weights.astype(v.dtype), v) / total).astype(v.dtype)

@@ -212,7 +212,7 @@ class Sampler:
             num_units: that each shard has room for.
 
         Returns:
-            `[S, num_units, D]`, those of its images first.
+            `[S, num_units, E]`, those of its images first; see `Vision.embeddings`.
         """
         vision = self.config.vision
         assert vision is not None

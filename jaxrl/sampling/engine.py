@@ -398,8 +398,9 @@ class Engine:
         for size in self.image_sizes:
             patches = self._host_images([()] * shards, size)[:2]
             compiling.append(self._see.ahead(weights, *patches, self._max_units, variant=size))
+        depths = 1 + (0 if self._vision is None else self._vision.num_added)
         seen = jax.ShapeDtypeStruct(
-            (shards, self._max_units, self.sampler.config.width),
+            (shards, self._max_units, depths * self.sampler.config.width),
             self.sampler.dtype,
             sharding=by_row,
         )

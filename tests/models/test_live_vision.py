@@ -1,4 +1,4 @@
-"""The vision model against `transformers` on torch, both run here, on random shapes."""
+"""The vision models against `transformers` on torch, both run here, on random shapes."""
 
 from functools import partial
 
@@ -10,6 +10,7 @@ import pytest
 from jaxrl.models.architecture import read_model
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.layers import Through
+from jaxrl.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from jaxrl.models.qwen_vl import QwenVLConfig
 from jaxrl.models.vision import QwenVision
 from jaxrl.types import Image
@@ -24,50 +25,84 @@ torch.set_num_threads(1)  # the models are too small to share
 IMAGE, VIDEO, START = 1, 2, 3
 
 
-def random_config(seed):
-    """A small model with whatever the family allows."""
-    rng = np.random.default_rng(seed)
+def random_decoder(rng):
+    """Sizes of a small decoder with whatever the families allow."""
     num_kv_heads = int(rng.integers(1, 3))
     num_heads = num_kv_heads * int(rng.integers(1, 3))
     half = int(rng.integers(3, 9))
     cuts = np.sort(rng.choice(np.arange(1, half), 2, replace=False))
-    sections = tuple(int(x) for x in np.diff([0, *cuts, half]))
-    depth, merge, heads = (int(x) for x in rng.integers(1, 5, 3))
-    merge = min(merge, 3)
-    full = np.flatnonzero(rng.integers(0, 2, depth))
-    return QwenVLConfig(
-        vocab_size=int(rng.integers(50, 200)),
-        width=num_heads * 2 * half,
-        mlp_width=int(rng.integers(8, 60)),
-        num_layers=int(rng.integers(1, 4)),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=2 * half,
-        rope_theta=float(rng.choice([1e4, 1e6])),
-        rms_norm_eps=float(rng.choice([1e-6, 1e-5])),
-        tie_embeddings=bool(rng.integers(2)),
-        qkv_bias=True,
-        output_bias=False,
-        qk_norm=False,
-        max_positions=4096,
-        mrope_section=sections,
-        video_id=VIDEO,
-        vision=QwenVision(
-            width=4 * heads * int(rng.integers(1, 5)),
-            mlp_width=int(rng.integers(5, 40)),
-            num_layers=depth,
-            num_heads=heads,
-            out_width=num_heads * 2 * half,
-            channels=int(rng.integers(1, 4)),
-            patch=int(rng.integers(1, 4)),
-            temporal_patch=int(rng.integers(1, 3)),
-            merge=merge,
-            window=merge * int(rng.integers(1, 4)),
-            full_layers=tuple(map(int, full)),
-            rope_theta=10_000.0,
-            image_id=IMAGE,
-        ),
+    return {
+        "vocab_size": int(rng.integers(50, 200)),
+        "width": num_heads * 2 * half,
+        "mlp_width": int(rng.integers(8, 60)),
+        "num_layers": int(rng.integers(1, 4)),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": 2 * half,
+        "rope_theta": float(rng.choice([1e4, 1e6])),
+        "rms_norm_eps": float(rng.choice([1e-6, 1e-5])),
+        "tie_embeddings": bool(rng.integers(2)),
+        "max_positions": 4096,
+        "mrope_section": tuple(int(x) for x in np.diff([0, *cuts, half])),
+        "video_id": VIDEO,
+    }
+
+
+def random_tower(rng, out_width):
+    """Sizes of a small tower with whatever the families allow."""
+    heads = int(rng.integers(1, 5))
+    return {
+        "width": 4 * heads * int(rng.integers(1, 5)),
+        "mlp_width": int(rng.integers(5, 40)),
+        "num_layers": int(rng.integers(1, 5)),
+        "num_heads": heads,
+        "out_width": out_width,
+        "channels": int(rng.integers(1, 4)),
+        "patch": int(rng.integers(1, 4)),
+        "temporal_patch": int(rng.integers(1, 3)),
+        "merge": int(rng.integers(1, 4)),
+        "rope_theta": 10_000.0,
+        "image_id": IMAGE,
+    }
+
+
+def qwen2_5(seed):
+    """A small Qwen2.5-VL."""
+    rng = np.random.default_rng(seed)
+    decoder = random_decoder(rng)
+    tower = random_tower(rng, decoder["width"])
+    full = np.flatnonzero(rng.integers(0, 2, tower["num_layers"]))
+    window = tower["merge"] * int(rng.integers(1, 4))
+    vision = QwenVision(**tower, window=window, full_layers=tuple(map(int, full)))
+    kind = {"qkv_bias": True, "output_bias": False, "qk_norm": False}
+    return QwenVLConfig(**decoder, **kind, vision=vision)
+
+
+def qwen3(seed):
+    """A small Qwen3-VL, of a width that is not that of its heads."""
+    rng = np.random.default_rng(seed)
+    decoder = random_decoder(rng)
+    decoder["width"] += 2 * int(rng.integers(0, 3))
+    tower = random_tower(rng, decoder["width"])
+    most = min(tower["num_layers"], decoder["num_layers"])
+    deep = rng.choice(tower["num_layers"], rng.integers(1, most + 1), replace=False)
+    vision = Qwen3Vision(
+        **tower, side=int(rng.integers(1, 9)), deep_layers=tuple(sorted(map(int, deep)))
     )
+    has_bias = bool(rng.integers(2))
+    kind = {"qkv_bias": has_bias, "output_bias": has_bias, "qk_norm": True}
+    return Qwen3VLConfig(**decoder, **kind, vision=vision)
+
+
+FAMILIES = {
+    "Qwen2_5_VL": qwen2_5,
+    "Qwen3VL": qwen3,
+}
+"""By the name that transformers gives their classes."""
+
+
+def reference_class(family):
+    return getattr(transformers, f"{family}ForConditionalGeneration")
 
 
 def random_params(config, seed):
@@ -99,21 +134,22 @@ def random_images(config, rng, count):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_transformers_reads_our_export(tmp_path, seed):
-    config, rng = random_config(seed), np.random.default_rng(seed)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_reads_our_export(tmp_path, family, seed):
+    config, rng = FAMILIES[family](seed), np.random.default_rng(seed)
     params = jax.tree.map(jnp.asarray, random_params(config, seed))
     save_hf(params, config, tmp_path / "hf")
     assert read_model(tmp_path / "hf") == config
-    model = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        tmp_path / "hf", dtype=torch.float32
-    ).eval()
+    model = reference_class(family).from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     images, ids = random_images(config, rng, int(rng.integers(1, 4)))
     patches = torch.tensor(np.concatenate([one.patches for one in images]))
     grids = torch.tensor([one.grid for one in images])
     token_ids = torch.tensor(ids[None])
     kinds = (token_ids == IMAGE).int()
     with torch.no_grad():
-        features = torch.cat(list(model.model.get_image_features(patches, grids).pooler_output))
+        found = model.model.get_image_features(patches, grids)
+        depths = [found.pooler_output, *getattr(found, "deepstack_features", ())]
+        features = torch.cat([torch.cat(list(of_images)) for of_images in depths], dim=1)
         logits = model(
             input_ids=token_ids,
             pixel_values=patches,
@@ -131,16 +167,15 @@ def test_transformers_reads_our_export(tmp_path, seed):
     np.testing.assert_allclose(found, logits[:, 3:].numpy(), atol=2e-4, rtol=0)
 
 
-def test_folder_that_transformers_wrote_comes_back_bit_for_bit(tmp_path):
-    config = random_config(3)
-    fields = transformers.Qwen2_5_VLConfig.from_dict(config.hf_config())
-    model = transformers.Qwen2_5_VLForConditionalGeneration(fields).bfloat16()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_folder_that_transformers_wrote_comes_back_bit_for_bit(tmp_path, family):
+    config = FAMILIES[family](3)
+    fields = getattr(transformers, f"{family}Config").from_dict(config.hf_config())
+    model = reference_class(family)(fields).bfloat16()
     model.save_pretrained(tmp_path / "source", max_shard_size="20KB")
     assert read_model(tmp_path / "source") == config
     params = load_hf(tmp_path / "source")
     save_hf(params, config, tmp_path / "export", source=tmp_path / "source")
-    again = transformers.Qwen2_5_VLForConditionalGeneration.from_pretrained(
-        tmp_path / "export", dtype=torch.bfloat16
-    )
+    again = reference_class(family).from_pretrained(tmp_path / "export", dtype=torch.bfloat16)
     for (name, ours), theirs in zip(again.named_parameters(), model.parameters(), strict=True):
         assert torch.equal(ours, theirs), name

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL against `transformers`: tower, positions, logits, gradients; what is refused."""
+"""Models that read images against `transformers`: tower, logits, gradients; what is refused."""
 
 import dataclasses
 import json
@@ -18,14 +18,22 @@ from jaxrl.models.attention.reference import LOWEST
 from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
 from jaxrl.models.layers import Through
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.models.qwen3_vl import Qwen3VLConfig
 from jaxrl.models.qwen_vl import QwenVLConfig
-from jaxrl.models.vision import attend_windows, attend_within
+from jaxrl.models.tower import attend_within
+from jaxrl.models.vision import attend_windows
 from jaxrl.types import Image
-from tests.vision import FOLDER, golden, logits_of
+from tests.helpers import ROOT
+from tests.vision import FOLDERS, NAMES, golden, logits_of
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+FOLDER = FOLDERS / "qwen2_5_vl"
 
 
-def test_the_tower_sees_what_the_reference_sees():
-    config, params, wanted, images = golden()
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tower_sees_what_the_reference_sees(name):
+    config, params, wanted, images = golden(name)
     order = [2, 0, 1]  # beside others, and behind padding, as alone
     arranged = config.vision.arrange([images[i] for i in order])
     padding = [(0, 24), (0, 0)]
@@ -52,14 +60,16 @@ def test_positions_by_hand():
     assert config.vision.rotary_positions(ids[:3], []).tolist() == [[0, 1, 2]] * 3
 
 
-def test_positions_are_those_of_the_reference():
-    config, _, wanted, images = golden()
+@pytest.mark.parametrize("name", NAMES)
+def test_positions_are_those_of_the_reference(name):
+    config, _, wanted, images = golden(name)
     found = config.vision.rotary_positions(wanted["token_ids"][0], images)
     np.testing.assert_array_equal(found, wanted["positions"][:, 0])
 
 
-def test_logits_are_those_of_the_reference_and_an_image_matters():
-    config, params, wanted, images = golden()
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_the_reference_and_an_image_matters(name):
+    config, params, wanted, images = golden(name)
     ids = wanted["token_ids"][0]
     blank = [dataclasses.replace(one, patches=np.zeros_like(one.patches)) for one in images]
     rows = {"rows": [ids] * 3, "images_of_rows": [images, images, blank]}  # on three devices
@@ -73,8 +83,9 @@ def test_logits_are_those_of_the_reference_and_an_image_matters():
     np.testing.assert_array_equal(real[:4], nothing[:4])  # before the first image
 
 
-def test_gradients_are_those_of_the_reference():
-    config, params, wanted, images = golden()
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_those_of_the_reference(name):
+    config, params, wanted, images = golden(name)
     ids = wanted["token_ids"][0]
     at = np.flatnonzero(ids[1:] != config.vision.image_id) + 1
 
@@ -84,19 +95,20 @@ def test_gradients_are_those_of_the_reference():
 
     found = flatten_dict(jax.jit(jax.grad(loss))(params), sep="/")
     difference = total = 0.0
-    for name, place in hf_places(config).items():
+    for tensor, place in hf_places(config).items():
         leaf = found[place.param][place.index]
-        gradient, expected = leaf.T if place.is_transposed else leaf, wanted[f"gradient/{name}"]
+        gradient, expected = leaf.T if place.is_transposed else leaf, wanted[f"gradient/{tensor}"]
         difference += ((gradient - expected) ** 2).sum()
         total += (expected**2).sum()
-        assert abs(expected).max() > 0, name
+        assert abs(expected).max() > 0, tensor
         relative = np.linalg.norm(gradient - expected) / np.linalg.norm(expected)
-        assert relative < 2e-3, name  # of each tensor, however small its gradient is
+        assert relative < 2e-3, tensor  # of each tensor, however small its gradient is
     assert (difference / total) ** 0.5 < 1e-4
 
 
-def test_text_alone_is_as_by_the_decoder():
-    config, params, wanted, _ = golden()
+@pytest.mark.parametrize("name", NAMES)
+def test_text_alone_is_as_by_the_decoder(name):
+    config, params, wanted, _ = golden(name)
     ids = jnp.asarray(wanted["token_ids"][:, :3])
     names = {field.name for field in dataclasses.fields(QwenConfig)}
     text = QwenConfig(**{name: getattr(config, name) for name in names})
@@ -158,11 +170,24 @@ def test_both_spellings_of_names_come_in_and_go_out_bit_for_bit(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, params, load_hf(tmp_path / "fresh"))
 
 
+def test_names_of_qwen3_come_in_and_go_out_bit_for_bit(tmp_path):
+    config, params, _, _ = golden("qwen3_vl")
+    stored = load_file(FOLDERS / "qwen3_vl" / "model.safetensors")
+    assert "model.visual.deepstack_merger_list.1.linear_fc2.bias" in stored
+    save_hf(params, config, tmp_path / "out", source=FOLDERS / "qwen3_vl")
+    save_hf(params, config, tmp_path / "fresh")
+    assert read_model(tmp_path / "fresh") == config
+    for folder in tmp_path / "out", tmp_path / "fresh":
+        out = load_file(folder / "model.safetensors")
+        assert out.keys() == stored.keys()
+        jax.tree.map(np.testing.assert_array_equal, out, stored)
+
+
 def fields_of(**changes):
     return json.loads((FOLDER / "config.json").read_text()) | changes
 
 
-def test_config_as_published():
+def test_config_of_qwen2_5_as_published():
     """The decoder's fields beside `vision_config`, and rotary settings of the kind `mrope`."""
     new = fields_of()
     text = new.pop("text_config")
@@ -179,6 +204,62 @@ def test_config_as_published():
     vision = {**published["vision_config"], "in_chans": 3, "spatial_patch_size": 2}
     del vision["rope_parameters"]
     assert QwenVLConfig.from_dict({**published, "vision_config": vision}) == golden()[0]
+
+
+def test_config_of_qwen3_as_published():
+    """Qwen3-VL-4B-Instruct, of 4.44 B parameters; its rotary pairs by hand."""
+    config = read_model(ROOT / "configs" / "models" / "qwen3-vl-4b")
+    sizes = [np.prod(leaf.shape) for leaf in jax.tree.leaves(config.abstract_params())]
+    assert sum(sizes) == 4_437_815_808
+    assert (config.vision.side, config.vision.num_added) == (48, 3)
+    # Height and width take turns with time until each has 20 of the 64 pairs.
+    pairs = "".join(map(str, config._axes_of_pairs()))
+    assert pairs == "012" * 20 + "0" * 4
+    again = Qwen3VLConfig.from_dict(config.hf_config())
+    assert again == config
+
+
+def test_learned_positions_by_hand():
+    """The corners of an image are those of the grid, and between them is a weighted average."""
+    vision = dataclasses.replace(golden("qwen3_vl")[0].vision, side=3, width=1)
+    table = np.array([[0.0], [1.0], [4.0], [10.0], [11.0], [14.0], [50.0], [51.0], [54.0]])
+    images = [image((1, 4, 2)), image((1, 2, 6))]
+    places = jnp.asarray(vision.arrange(images).places)
+    at, sizes = vision._rows_and_columns(places)
+    # Unit by unit of 2 x 2.
+    of_units = [[0, 0], [0, 1], [1, 0], [1, 1]]
+    wanted = [[0, 0], [2, 0], [0, 0], [0, 2], [0, 4]]
+    assert at.tolist() == [[r + i, c + j] for r, c in wanted for i, j in of_units]
+    found = vision._learned_positions(jnp.asarray(table, jnp.float32), at, sizes)[:, 0]
+    # Rows of the first lie at 0, 2/3, 4/3 and 2 of the grid, columns at 0 and 2.
+    first = [0, 4, 20 / 3, 20 / 3 + 4, 10 + 40 / 3, 14 + 40 / 3, 50, 54]
+    # Of the second, rows at 0 and 2, columns at 0, 0.4, 0.8, 1.2, 1.6 and 2.
+    columns = [0, 0.4, 0.8, 1.6, 2.8, 4]
+    second = [r + columns[c + j] for c in (0, 2, 4) for r in (0, 50) for j in (0, 1)]
+    np.testing.assert_allclose(found, first + second, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"model_type": "qwen3_vl_moe"}, "model_type 'qwen3_vl_moe' .* expected 'qwen3_vl'"),
+        ({"vision": {"hidden_act": "silu"}}, "hidden_act 'silu' in 'vision_config'"),
+        ({"vision": {"num_position_embeddings": 24}}, "num_position_embeddings 24, no square,"),
+        ({"vision": {"deepstack_visual_indexes": [2, 0]}}, r"deepstack_visual_indexes \[2, 0\]"),
+        ({"vision": {"deepstack_visual_indexes": [0, 4]}}, r"\[0, 4\] with 4 layers"),
+        ({"vision": {"deepstack_visual_indexes": []}}, r"deepstack_visual_indexes \[\]"),
+        ({"vision": {"deepstack_visual_indexes": [0, 1, 2, 3]}}, "4 layers .* but there are 3"),
+        ({"rope": {"mrope_interleaved": False}}, "'mrope_interleaved' is False; expected true"),
+        ({"rope": {"mrope_section": [4, 4]}}, r"\[4, 4\]; expected three whole numbers .* 8"),
+    ],
+)
+def test_configs_of_qwen3_that_are_refused(changes, why):
+    fields = json.loads((FOLDERS / "qwen3_vl" / "config.json").read_text())
+    fields["vision_config"] |= changes.pop("vision", {})
+    fields["text_config"]["rope_parameters"] |= changes.pop("rope", {})
+    with pytest.raises(ValueError, match=why) as error:
+        Qwen3VLConfig.from_dict(fields | changes, source="here/config.json")
+    assert "here/config.json" in str(error.value)
 
 
 @pytest.mark.parametrize(

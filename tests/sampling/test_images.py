@@ -23,11 +23,11 @@ TURN = 5  # tokens sampled before an observation
 
 
 @cache
-def engine():
+def engine(name="qwen2_5_vl"):
     """So few pages that requests give up theirs, and room for the images of one at a time."""
     automaton = StopAutomaton([bytes([i]) for i in range(NUM_TOKENS)], ())
     return Engine(
-        golden()[0],
+        golden(name)[0],
         one_device_mesh(),
         automaton,
         num_tokens=NUM_TOKENS,
@@ -41,10 +41,10 @@ def engine():
     )
 
 
-def play(requests, observations):
+def play(name, requests, observations):
     """Ids of each request, whether they were sampled, and log-probabilities of those sampled."""
-    played = engine()
-    played.set_weights(golden()[1])
+    played = engine(name)
+    played.set_weights(golden(name)[1])
     numbers = played.submit(requests)
     ids = [list(request.prompt_ids) for request in requests]
     mask = [[False] * len(one) for one in ids]
@@ -68,8 +68,9 @@ def play(requests, observations):
     return [tuple(map(np.array, one)) for one in zip(ids, mask, logprobs, strict=True)]
 
 
-def test_images_are_read_as_the_full_pass_reads_them():
-    config, params, wanted, images = golden()
+@pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("qwen3_vl", marks=pytest.mark.slow)])
+def test_images_are_read_as_the_full_pass_reads_them(name):
+    config, params, wanted, images = golden(name)
     prompt = tuple(map(int, wanted["token_ids"][0]))
     blank = tuple(dataclasses.replace(one, patches=np.zeros_like(one.patches)) for one in images)
     rng = np.random.default_rng(0)
@@ -85,9 +86,9 @@ def test_images_are_read_as_the_full_pass_reads_them():
     look = ([40, 92, *[IMAGE] * 6, 93, 41], (seen_later,))
     words = ([42, 43], ())
     observations = [look, words, look, words, look]
-    before = dataclasses.replace(engine().counts)
-    played = play(requests, observations)
-    counts = engine().counts
+    before = dataclasses.replace(engine(name).counts)
+    played = play(name, requests, observations)
+    counts = engine(name).counts
     # A prompt is read once for its group; the same ids with other images are another prompt.
     assert counts.prefilled_prompt - before.prefilled_prompt == 2 * (len(prompt) - 1) + 2
     assert counts.preemptions > before.preemptions

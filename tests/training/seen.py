@@ -87,9 +87,9 @@ def packed_in(shape, kept=None, advantages=ADVANTAGES, *, num_shards=1):
 
 
 @cache
-def naive():
+def naive(name="qwen2_5_vl"):
     """The gradient of the sequences, each in a row and with images of its own."""
-    config, params = golden()[:2]
+    config, params = golden(name)[:2]
 
     rows = [np.pad(one.token_ids, (0, 48 - len(one.token_ids))) for one in sequences()]
 

@@ -333,6 +333,7 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
         "weights in the compute dtype": update.cast_weights,
         "activations kept for the backward pass": saved,
         "images, kept for the backward pass": seen,
+        "images, added in first layers": (1 + trains_images) * update.added_of_images,
         "float32 copies of these": update.is_cpu * update.is_cast * copied,
     }
     held_by_search, _ = _search_bytes(config, target)
@@ -507,6 +508,13 @@ class _Update:
         inside = vision.memory_terms().saved_activations | {"full": 0, "offload": 0}
         values = vision.width + inside[remat]
         return vision.num_layers * self.num_patches * values * self.itemsize
+
+    @property
+    def added_of_images(self) -> int:
+        """What is added to hidden states in the first layers."""
+        vision = self.shape.vision
+        depths = vision.num_added if vision is not None else 0
+        return depths * self.tokens * self.model.width * self.itemsize
 
     def at_images(self, *, is_trained: bool) -> dict[str, int]:
         """What a layer that reads images needs, forwards, or backwards where it is trained."""
@@ -752,6 +760,9 @@ class _Sampler:
         if vision is not None:
             patches = max_image_tokens(config) * vision.unit
             inner = vision.memory_terms().read_activations * dtype.itemsize * upcast
+            if vision.num_added:
+                added = read * vision.num_added * model.width * dtype.itemsize
+                moments["reading"]["images, added in first layers"] = added
             moments["images"] = {
                 "patches": 4 * patches * (vision.patch_values + 4),
                 "activations of patches": patches * inner,

@@ -17,8 +17,8 @@ SIZES = {
 }
 
 
-def phases(**changes):
-    plan = make_plan(settings(**SIZES, **changes), golden()[0], GPU)
+def phases(name="qwen2_5_vl", **changes):
+    plan = make_plan(settings(**SIZES, **changes), golden(name)[0], GPU)
     return {phase.name: phase for phase in plan.phases}
 
 
@@ -55,3 +55,14 @@ def test_a_frozen_tower_keeps_nothing():
         frozen["activations of patches"]
         < phases()["train update"].moments["images"]["activations of patches"]
     )
+
+
+def test_what_first_layers_are_added_is_counted():
+    trained = phases("qwen3_vl")
+    added = "images, added in first layers"
+    # Two layers, 2 rows of 256 tokens, width 32, float32; and as much of gradients.
+    assert trained["train update"].moments["layers"][added] == 2 * (2 * 2 * 256 * 32 * 4)
+    frozen = phases("qwen3_vl", **{"model.vision.train": False})["train update"]
+    assert frozen.moments["layers"][added] == 2 * 2 * 256 * 32 * 4
+    assert trained["rollout"].moments["reading"][added] == 2 * 256 * 32 * 4
+    assert added not in phases()["train update"].moments["layers"]

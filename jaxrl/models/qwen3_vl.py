@@ -1,0 +1,326 @@
+"""Qwen3-VL: the decoder of Qwen3, which sees images at several depths (DeepStack).
+
+The parameters are those of `models.qwen`, and under `vision` those of the tower, with the leading
+axis L over its layers, n over those whose outputs are added in the decoder's first n layers:
+
+    patch/{filter,bias}                           [D, C, temporal patch, patch, patch], [D]
+    positions/embedding                           [side^2, D]
+    blocks/{norm1,norm2}/{scale,bias}             [L, D]
+    blocks/attention/qkv/{kernel,bias}            [L, D, 3 * D]
+    blocks/attention/o/{kernel,bias}              [L, D, D]
+    blocks/mlp/up/{kernel,bias}                   [L, D, F]
+    blocks/mlp/down/{kernel,bias}                 [L, F, D]
+    merger/norm/{scale,bias}                      [D]
+    merger/up/{kernel,bias}                       [merge^2 * D, merge^2 * D]
+    merger/down/{kernel,bias}                     [merge^2 * D, width of the decoder]
+    deepstack/norm/{scale,bias}                   [n, merge^2 * D]
+    deepstack/{up,down}/{kernel,bias}             as of `merger`, behind n
+
+All layers attend within the whole image. Beside rotary positions, a patch has one of a learned grid
+of positions, interpolated between four of them to the grid of the image. Source:
+https://arxiv.org/abs/2511.21631.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxrl.models.architecture import Arranged, MemoryTerms
+from jaxrl.models.decoder import layer_norm, linear
+from jaxrl.models.layers import Through
+from jaxrl.models.qwen_vl import QwenVLConfig
+from jaxrl.models.tower import (
+    ATTENTION_AXES,
+    EPSILON,
+    QUERY_BLOCK,
+    Tower,
+    attend_within,
+    biased,
+    linear_names,
+    refuse,
+    whole_number,
+)
+from jaxrl.types import Image, Params
+
+_TOWER = "model.visual."
+_LAYER = _TOWER + "blocks.{}."
+_DEEP = _TOWER + "deepstack_merger_list.{}."
+HF_NAMES = {
+    "patch/filter": _TOWER + "patch_embed.proj.weight",
+    "patch/bias": _TOWER + "patch_embed.proj.bias",
+    "positions/embedding": _TOWER + "pos_embed.weight",
+    **{
+        f"{ours}/{part}": f"{theirs}.{their_part}"
+        for ours, theirs in (
+            ("blocks/norm1", _LAYER + "norm1"),
+            ("blocks/norm2", _LAYER + "norm2"),
+            ("merger/norm", _TOWER + "merger.norm"),
+            ("deepstack/norm", _DEEP + "norm"),
+        )
+        for part, their_part in (("scale", "weight"), ("bias", "bias"))
+    },
+    **linear_names(
+        {
+            "blocks/attention/qkv": _LAYER + "attn.qkv",
+            "blocks/attention/o": _LAYER + "attn.proj",
+            "blocks/mlp/up": _LAYER + "mlp.linear_fc1",
+            "blocks/mlp/down": _LAYER + "mlp.linear_fc2",
+            "merger/up": _TOWER + "merger.linear_fc1",
+            "merger/down": _TOWER + "merger.linear_fc2",
+            "deepstack/up": _DEEP + "linear_fc1",
+            "deepstack/down": _DEEP + "linear_fc2",
+        }
+    ),
+}
+"""Parameter to HF tensor, `{}` the layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3Vision(Tower):
+    """Every field of a `vision_config` that changes the arithmetic, and where images stand.
+
+    Attributes:
+        side: positions along a side of the learned grid.
+        deep_layers: indices, in order, of the layers whose outputs the decoder sees too.
+    """
+
+    names = HF_NAMES
+    activation = "gelu_pytorch_tanh"
+    patch_default = 16
+
+    side: int
+    deep_layers: tuple[int, ...]
+
+    @classmethod
+    def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> Qwen3Vision:
+        """See `Tower`."""
+        common = cls.common_fields(own, source)
+        count = whole_number(own, "num_position_embeddings", 2304, source)
+        side, deep = round(count**0.5), own.get("deepstack_visual_indexes", [8, 16, 24])
+        layers = set(range(common["num_layers"]))
+        refuse(
+            {
+                f"num_position_embeddings {count}, no square,": side**2 != count,
+                f"deepstack_visual_indexes {deep!r} with {len(layers)} layers": not deep
+                or not isinstance(deep, list)
+                or not layers.issuperset(deep)
+                or deep != sorted(set(deep)),
+            },
+            source,
+        )
+        return cls(**common, image_id=image_id, side=side, deep_layers=tuple(deep))
+
+    def hf_fields(self) -> dict[str, Any]:
+        """The inverse of `from_fields`."""
+        return {
+            **super().hf_fields(),
+            "num_position_embeddings": self.side**2,
+            "deepstack_visual_indexes": list(self.deep_layers),
+        }
+
+    @property
+    def num_added(self) -> int:
+        """As many of the decoder's layers as there are deep ones."""
+        return len(self.deep_layers)
+
+    def memory_terms(self) -> MemoryTerms:
+        """Of attention and an MLP; nothing is split over devices."""
+        products = 4 * self.width + self.mlp_width  # all but the last
+        return MemoryTerms(
+            activations=4 * self.mlp_width + 22 * self.width,
+            saved_activations={
+                "none": 6 * self.mlp_width + 18 * self.width,
+                "dots": products,
+                "names": products + self.width,
+            },
+            read_activations=2 * self.mlp_width + 6 * self.width,
+            inner=self.mlp_width,
+        )
+
+    def num_scores(self, num_patches: int) -> int:
+        """Of a block of queries over all patches."""
+        return self.num_heads * min(num_patches, QUERY_BLOCK) * num_patches
+
+    def arrange(self, images: Sequence[Image]) -> Arranged:
+        """In their own order, unit by unit.
+
+        The places of a patch are the number of its image, from 1, that image's rows and columns,
+        and the patch's number in it.
+        """
+        patches = [np.zeros((0, self.patch_values), np.float32)]
+        places = [np.zeros((0, 4), np.int32)]
+        for number, image in enumerate(images, start=1):
+            (_, h, w), count = image.grid, image.num_patches
+            same = np.broadcast_to(np.array([number, h, w], np.int32), (count, 3))
+            places.append(np.column_stack([same, np.arange(count, dtype=np.int32)]))
+            patches.append(image.patches)
+        ends = np.cumsum([image.num_patches // self.unit for image in images])
+        units = np.split(np.arange(ends[-1], dtype=np.int32), ends[:-1]) if images else []
+        return Arranged(
+            patches=np.concatenate(patches), places=np.concatenate(places), units=tuple(units)
+        )
+
+    # On the device.
+
+    def embeddings(
+        self,
+        params: Params,
+        patches: Float[Array, "S P C"],
+        places: Int[Array, "S P 4"],
+        through: Through,
+    ) -> Float[Array, "S U E"]:
+        """The tower's output, of the units of `merge^2` patches, and behind it that of deep layers.
+
+        E is the decoder's width, times one more than there are deep layers.
+        """
+        S, P, _ = patches.shape
+        at, sizes = self._rows_and_columns(places.reshape(S * P, 4))
+        # Left alone, the compiler splits the width over devices, and all have the patches of all.
+        x = through.on_shards(self._read_patches(params["patch"], patches))
+        x = x + self._learned_positions(params["positions"]["embedding"], at, sizes).astype(x.dtype)
+        angles, attend = self._angles(at), partial(attend_within, ids=places[..., 0])
+
+        def layer(x: jax.Array, weights: Params) -> jax.Array:
+            normed = layer_norm(x, weights["norm1"], EPSILON)
+            x = x + self._attention(weights["attention"], normed, angles, attend, S)
+            normed, mlp = layer_norm(x, weights["norm2"], EPSILON), weights["mlp"]
+            up = checkpoint_name(linear(mlp["up"], normed), "up")
+            return x + linear(mlp["down"], jax.nn.gelu(up, approximate=True))
+
+        x, noted = through.noting(layer, x, params["blocks"], self.deep_layers)
+        deep = jax.vmap(self._merged)(params["deepstack"], noted)
+        seen = jnp.concatenate([self._merged(params["merger"], x)[None], deep])
+        return through.on_shards(seen.swapaxes(0, 1).reshape(S, P // self.unit, -1))
+
+    def _merged(self, weights: Params, x: Float[Array, "M D"]) -> Float[Array, "U W"]:
+        """Units of patches to what the decoder sees; the norm is over a patch or over a unit."""
+        norm = weights["norm"]
+        x = layer_norm(x.reshape(-1, len(norm["scale"])), norm, EPSILON)
+        x = x.reshape(-1, self.unit * self.width)
+        return linear(weights["down"], jax.nn.gelu(linear(weights["up"], x), approximate=False))
+
+    def _rows_and_columns(
+        self, places: Int[Array, "M 4"]
+    ) -> tuple[Int[Array, "M 2"], Int[Array, "M 2"]]:
+        """Of each patch its row and column in its image, and that image's rows and columns."""
+        sizes, (unit, within) = places[:, 1:3], divmod(places[:, 3], self.unit)
+        units_in_row = jnp.maximum(sizes[:, 1] // self.merge, 1)  # padding has no rows
+        of_unit, in_unit = divmod(unit, units_in_row), divmod(within, self.merge)
+        return jnp.stack(of_unit, axis=1) * self.merge + jnp.stack(in_unit, axis=1), sizes
+
+    def _learned_positions(
+        self, table: Float[Array, "G D"], at: Int[Array, "M 2"], sizes: Int[Array, "M 2"]
+    ) -> Float[Array, "M D"]:
+        """Those of the learned grid, whose corners are those of the image; float32.
+
+        Between four of them the average, weighted by the distances along rows and columns.
+        """
+        place = at.astype(jnp.float32) * (self.side - 1) / jnp.maximum(sizes - 1, 1)
+        low = jnp.floor(place).astype(jnp.int32)
+        share = place - low
+        ends = low, jnp.minimum(low + 1, self.side - 1)
+        weights = 1 - share, share
+
+        def corner(i: int, j: int) -> jax.Array:
+            found = table[ends[i][:, 0] * self.side + ends[j][:, 1]].astype(jnp.float32)
+            return (weights[i][:, 0] * weights[j][:, 1])[:, None] * found
+
+        return corner(0, 0) + corner(0, 1) + corner(1, 0) + corner(1, 1)
+
+    # Parameters.
+
+    def abstract_params(self) -> Params:
+        """The parameters as `jax.ShapeDtypeStruct`s."""
+        merged, deep = self.unit * self.width, len(self.deep_layers)
+        norms = {
+            "blocks/norm1": (self.num_layers, self.width),
+            "blocks/norm2": (self.num_layers, self.width),
+            "merger/norm": (self.width,),
+            "deepstack/norm": (deep, merged),
+        }
+        return self._abstract(
+            {
+                "patch/bias": (self.width,),
+                "positions/embedding": (self.side**2, self.width),
+                **{f"{name}/{part}": norms[name] for name in norms for part in ("scale", "bias")},
+            },
+            (
+                ("blocks/attention/qkv", self.width, 3 * self.width),
+                ("blocks/attention/o", self.width, self.width),
+                ("blocks/mlp/up", self.width, self.mlp_width),
+                ("blocks/mlp/down", self.mlp_width, self.width),
+                ("merger/up", merged, merged),
+                ("merger/down", merged, self.out_width),
+                ("deepstack/up", merged, merged),
+                ("deepstack/down", merged, self.out_width),
+            ),
+            {"blocks": self.num_layers, "deepstack": deep},
+        )
+
+    def logical_axes(self) -> dict[str, Any]:
+        """Inner widths over `tensor` where heads need not be apart, widths over `fsdp`."""
+        norm = {"scale": ("layer", None), "bias": ("layer", None)}
+        return {
+            "patch": {"filter": ("width", None, None, None, None), "bias": (None,)},
+            "positions": {"embedding": (None, None)},
+            "blocks": {
+                "norm1": norm,
+                "norm2": norm,
+                "attention": ATTENTION_AXES,
+                "mlp": {
+                    "up": biased("width", "mlp", "layer"),
+                    "down": biased("mlp", "width", "layer"),
+                },
+            },
+            "merger": {
+                "norm": {"scale": (None,), "bias": (None,)},
+                "up": biased("width", "mlp"),
+                "down": biased("mlp", "width"),
+            },
+            "deepstack": {
+                "norm": norm,
+                "up": biased("width", "mlp", "layer"),
+                "down": biased("mlp", "width", "layer"),
+            },
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3VLConfig(QwenVLConfig):
+    """Qwen3 beside Qwen2.5: norms of queries and keys, and interleaved rotary positions."""
+
+    model_type = "qwen3_vl"
+    text_type = "qwen3"
+    hf_class = "Qwen3VLForConditionalGeneration"
+    tower = Qwen3Vision
+    default_sections = (24, 20, 20)
+    is_interleaved = True
+
+    def _axes_of_pairs(self) -> np.ndarray:
+        """Time, height, width in turn, as long as height and width have pairs left; then time."""
+        axes = np.zeros(self.head_dim // 2, np.int32)
+        for axis in (1, 2):
+            axes[axis : 3 * self.mrope_section[axis] : 3] = axis
+        return axes
+
+    def hf_names(self) -> dict[str, str]:
+        """As published, and as transformers 5 has them."""
+        return {
+            name: tensor
+            if name.startswith("vision/")
+            else tensor.replace("model.", "model.language_model.", 1)
+            for name, tensor in super().hf_names().items()
+        }
+
+    def hf_renamed(self) -> dict[str, str]:
+        """None."""
+        return {}

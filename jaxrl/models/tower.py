@@ -1,0 +1,343 @@
+"""What the vision towers of Qwen's models share: images in tokens, attention, reading of files.
+
+A tower has patches of images to read, and tells what stands in the place of image tokens. Its
+parameter tree has `patch`, stacked `blocks` and a `merger`; a file each (`vision.py` of Qwen2.5-VL,
+`qwen3_vl.py`) says what is in them.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from jaxrl.models.architecture import Vision
+from jaxrl.models.attention.reference import LOWEST
+from jaxrl.models.decoder import Angles, linear, rope
+from jaxrl.models.layers import Attend
+from jaxrl.types import Image, Params
+
+EPSILON = 1e-6
+"""Of the towers' norms; no config.json has it."""
+
+QUERY_BLOCK = 256
+"""Patches whose scores over a whole row are in memory at a time."""
+
+
+def whole_number(fields: Mapping[str, Any], name: str, default: int | None, source: str) -> int:
+    """A field of a `config.json` that is a whole number above 0.
+
+    Raises:
+        ValueError: it is something else, or is not there and has no default.
+    """
+    value = fields.get(name, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{source}: {name!r} is {value!r}; expected a whole number above 0.")
+    return value
+
+
+def biased(inputs: str | None, outputs: str | None, *stack: str) -> dict[str, Any]:
+    """Names of the axes of a linear layer that has a bias."""
+    return {"kernel": (*stack, inputs, outputs), "bias": (*stack, outputs)}
+
+
+ATTENTION_AXES = {
+    "qkv": biased("width", None, "layer"),
+    "o": biased(None, "width", "layer"),
+}
+"""Names of the axes of stacked attention: heads are not apart, so `tensor` splits nothing."""
+
+
+def linear_names(names: Mapping[str, str]) -> dict[str, str]:
+    """HF tensors of linear layers with a bias, whose names are given without the part."""
+    parts = (("kernel", "weight"), ("bias", "bias"))
+    return {f"{ours}/{own}": f"{names[ours]}.{part}" for ours in names for own, part in parts}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tower(Vision):
+    """The fields of a `vision_config` that all towers have, and where images stand.
+
+    Attributes:
+        merge: patches along a side of what becomes one token.
+    """
+
+    names: ClassVar[dict[str, str]]  # parameter to HF tensor as published, `{}` the layer
+    activation: ClassVar[str]  # `hidden_act`
+    patch_default: ClassVar[int]  # `patch_size`, where a file does not say
+
+    width: int
+    mlp_width: int
+    num_layers: int
+    num_heads: int
+    out_width: int
+    channels: int
+    patch: int
+    temporal_patch: int
+    merge: int
+    rope_theta: float
+    image_id: int
+
+    @classmethod
+    @abstractmethod
+    def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> Tower:
+        """The tower of a `vision_config`.
+
+        Raises:
+            ValueError: it asks for something that is not computed here.
+        """
+
+    @classmethod
+    def common_fields(cls, own: dict[str, Any], source: str) -> dict[str, Any]:
+        """The fields of `Tower`, but for the token.
+
+        Raises:
+            ValueError: as `from_fields`.
+        """
+
+        def whole(name: str, default: int | None = None) -> int:
+            return whole_number(own, name, default, source)
+
+        width, heads, act = whole("hidden_size"), whole("num_heads"), own.get("hidden_act")
+        found = {
+            "width": width,
+            "mlp_width": whole("intermediate_size"),
+            "num_layers": whole("depth"),
+            "num_heads": heads,
+            "out_width": whole("out_hidden_size"),
+            "channels": whole("in_channels", 3),
+            "patch": whole("patch_size", cls.patch_default),
+            "temporal_patch": whole("temporal_patch_size", 2),
+            "merge": whole("spatial_merge_size", 2),
+            "rope_theta": float((own.get("rope_parameters") or {}).get("rope_theta", 10_000.0)),
+        }
+        refuse(
+            {
+                f"hidden_act {act!r}": act not in (None, cls.activation),
+                f"a head of {width} / {heads}": width % heads != 0 or width // heads % 4 != 0,
+            },
+            source,
+        )
+        return found
+
+    def hf_fields(self) -> dict[str, Any]:
+        """The inverse of `from_fields`."""
+        return {
+            "depth": self.num_layers,
+            "hidden_size": self.width,
+            "hidden_act": self.activation,
+            "intermediate_size": self.mlp_width,
+            "num_heads": self.num_heads,
+            "in_channels": self.channels,
+            "patch_size": self.patch,
+            "spatial_merge_size": self.merge,
+            "temporal_patch_size": self.temporal_patch,
+            "out_hidden_size": self.out_width,
+            "rope_parameters": {"rope_type": "axial", "rope_theta": self.rope_theta},
+        }
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers of one patch."""
+        return self.channels * self.temporal_patch * self.patch**2
+
+    @property
+    def unit(self) -> int:
+        """Patches that become one token."""
+        return self.merge**2
+
+    # On the host.
+
+    def num_tokens(self, image: Image) -> int:
+        """Its units."""
+        t, h, w = image.grid
+        if t != 1 or h < 1 or w < 1 or h % self.merge or w % self.merge:
+            raise ValueError(
+                f"an image has a grid of {image.grid} patches; expected one moment in time and "
+                f"multiples of {self.merge} (videos are not supported)."
+            )
+        if image.patches.shape != (h * w, self.patch_values):
+            raise ValueError(
+                f"an image with a grid of {image.grid} has patches {list(image.patches.shape)}; "
+                f"expected {[h * w, self.patch_values]}. Is the processor that of the model?"
+            )
+        return h * w // self.unit
+
+    def image_runs(self, token_ids: np.ndarray, images: Sequence[Image]) -> list[np.ndarray]:
+        """Of each image the positions of its tokens.
+
+        Raises:
+            ValueError: as many tokens as the images take are not there.
+        """
+        found = np.flatnonzero(np.asarray(token_ids) == self.image_id)
+        counts = [self.num_tokens(image) for image in images]
+        if sum(counts) != len(found):
+            raise ValueError(
+                f"a prompt or an observation has {len(found)} image tokens (id {self.image_id}); "
+                f"expected {sum(counts)} for its {len(counts)} images with grids "
+                f"{[image.grid for image in images]}."
+            )
+        runs = np.split(found, np.cumsum(counts)[:-1]) if counts else []
+        if any(run[-1] - run[0] >= len(run) for run in runs):
+            raise ValueError(
+                f"the image tokens (id {self.image_id}) of an image are not side by side; expected "
+                f"runs of {counts}, one for each image."
+            )
+        return runs
+
+    def rotary_positions(
+        self, token_ids: np.ndarray, images: Sequence[Image], *, start: int = 0
+    ) -> np.ndarray:
+        """M-RoPE, section 2.1 of the source.
+
+        An image begins where the text before it ends, and text goes on behind the highest of its
+        positions.
+        """
+        out = np.zeros((3, len(token_ids)), np.int32)
+        behind, position = 0, start
+        for run, image in zip(self.image_runs(token_ids, images), images, strict=True):
+            first, count = int(run[0]), len(run)
+            out[:, behind:first] = np.arange(position, position + first - behind)
+            position += first - behind
+            _, h, w = (side // self.merge for side in image.grid)
+            out[1:, first : first + count] = np.indices((h, w)).reshape(2, -1)
+            out[:, first : first + count] += position
+            position += max(h, w)
+            behind = first + count
+        out[:, behind:] = np.arange(position, position + len(token_ids) - behind)
+        return out
+
+    # On the device.
+
+    def _read_patches(self, weights: Params, patches: Float[Array, "S P C"]) -> Float[Array, "M D"]:
+        """What the first layer makes of the patches of S rows, one behind the other."""
+        kernel = weights["filter"].reshape(self.width, -1).T
+        x = patches.reshape(-1, patches.shape[2]).astype(kernel.dtype) @ kernel
+        if "bias" not in weights:
+            return x
+        return x + jnp.broadcast_to(weights["bias"], x.shape).astype(x.dtype)
+
+    def _angles(self, places: Int[Array, "M 2"]) -> Angles:
+        """Rotary angles: half of the pairs turn by a patch's row, half by its column."""
+        quarter = self.width // self.num_heads // 4
+        frequency = self.rope_theta ** (-jnp.arange(quarter, dtype=jnp.float32) / quarter)
+        angle = (places[:, :, None].astype(jnp.float32) * frequency).reshape(len(places), 1, -1)
+        sin = jnp.sin(angle)
+        return jnp.cos(angle)[:, :, None], jnp.stack([-sin, sin], axis=2)
+
+    def _attention(
+        self, weights: Params, x: Float[Array, "M D"], angles: Angles, attend: Attend, num_rows: int
+    ) -> Float[Array, "M D"]:
+        """What attention adds to the patches, of their normed states.
+
+        Args:
+            weights: of the layer's attention.
+            x: of all patches.
+            angles: of the patches.
+            attend: queries, keys and values `[S, P, N, H]` to outputs.
+            num_rows: S.
+        """
+        qkv = checkpoint_name(linear(weights["qkv"], x), "q")
+        q, k, v = qkv.reshape(len(x), 3, self.num_heads, -1).swapaxes(0, 1)
+        q, k, v = (
+            heads.reshape(num_rows, -1, *heads.shape[1:])
+            for heads in (rope(q, angles), rope(k, angles), v)
+        )
+        attended = checkpoint_name(attend(q, k, v), "attended").reshape(len(x), -1)
+        return checkpoint_name(linear(weights["o"], attended), "o")
+
+    # Parameters.
+
+    def _abstract(
+        self,
+        arrays: dict[str, tuple[int, ...]],
+        linears: Sequence[tuple[str, int, int]],
+        stacks: Mapping[str, int],
+    ) -> Params:
+        """The parameters as `jax.ShapeDtypeStruct`s.
+
+        Args:
+            arrays: by their names.
+            linears: names of layers with a bias, their inputs and outputs; a layer each of a stack.
+            stacks: layers of the entries that are stacked.
+        """
+        shapes = {**arrays, "patch/filter": self._filter}
+        for name, inputs, outputs in linears:
+            entry = name.split("/")[0]
+            stack = (stacks[entry],) if entry in stacks else ()
+            shapes[f"{name}/kernel"] = (*stack, inputs, outputs)
+            shapes[f"{name}/bias"] = (*stack, outputs)
+        leaves = {name: jax.ShapeDtypeStruct(shapes[name], jnp.float32) for name in self.names}
+        return unflatten_dict(leaves, sep="/")
+
+    @property
+    def _filter(self) -> tuple[int, ...]:
+        return (self.width, self.channels, self.temporal_patch, self.patch, self.patch)
+
+    @abstractmethod
+    def abstract_params(self) -> Params:
+        """The parameters as `jax.ShapeDtypeStruct`s."""
+
+    @abstractmethod
+    def logical_axes(self) -> dict[str, Any]:
+        """Inner widths over `tensor` where heads need not be apart, widths over `fsdp`."""
+
+    @property
+    def num_params(self) -> int:
+        """All numbers of the tower."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.abstract_params()))
+
+
+def refuse(problems: dict[str, bool], source: str) -> None:
+    """Refuses by name what a `vision_config` asks for and is not computed."""
+    for feature, is_there in problems.items():
+        if is_there:
+            raise ValueError(f"{source}: {feature} in 'vision_config' is not supported.")
+
+
+def attend_within(
+    q: Float[Array, "S P N H"],
+    k: Float[Array, "S P N H"],
+    v: Float[Array, "S P N H"],
+    ids: Int[Array, "S P"],
+) -> Float[Array, "S P N H"]:
+    """Attention in both directions among the patches of a row that have the same number.
+
+    The scores of `QUERY_BLOCK` patches are in memory at a time, computed again in the backward
+    pass.
+    """
+    S, P, N, H = q.shape
+    count = -(-P // QUERY_BLOCK)
+    size = -(-P // count)
+    blocks, of_blocks = (
+        jnp.pad(x, [(0, 0), (0, count * size - P)] + [(0, 0)] * (x.ndim - 2))
+        .reshape(S, count, size, *x.shape[2:])
+        .swapaxes(0, 1)
+        for x in (q, ids)
+    )
+
+    @jax.checkpoint
+    def one(block: tuple[jax.Array, jax.Array]) -> jax.Array:
+        queries, numbers = block
+        return attend_to(queries, k, v, numbers[:, :, None] == ids[:, None])
+
+    return jax.lax.map(one, (blocks, of_blocks)).swapaxes(0, 1).reshape(S, -1, N, H)[:, :P]
+
+
+def attend_to(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """Softmax attention of queries `[s, q, N, H]` over keys `[s, p, N, H]`, scores in float32."""
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None], product("sqnh,spnh->snqp", q, k) * q.shape[3] ** -0.5, LOWEST)
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    total = weights.sum(axis=-1).swapaxes(1, 2)[..., None]
+    return (product("snqp,spnh->sqnh", weights.astype(v.dtype), v) / total).astype(v.dtype)
