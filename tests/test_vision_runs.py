@@ -20,6 +20,7 @@ from jaxrl.envs.images import Picture
 from jaxrl.envs.math import MathEnv
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf, save_hf
+from jaxrl.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from jaxrl.models.qwen_vl import QwenVLConfig
 from jaxrl.models.vision import QwenVision
 from jaxrl.run import run
@@ -42,21 +43,39 @@ def tokenizer_files(folder):
     hf.save_pretrained(folder)
 
 
+def tower():
+    """Sizes of a small one."""
+    [pad] = looking_tokenizer().encode(PAD)
+    return dict(
+        width=16, mlp_width=24, num_layers=2, num_heads=2, out_width=32, channels=3, patch=4,
+        temporal_patch=2, merge=2, rope_theta=1e4, image_id=pad,
+    )  # fmt: skip
+
+
+DECODER = dict(
+    vocab_size=320, width=32, mlp_width=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8,
+    rope_theta=1e4, rms_norm_eps=1e-6, tie_embeddings=False, output_bias=False, max_positions=512,
+    mrope_section=(2, 1, 1), video_id=319,
+)  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """Four drawings to be told apart, and a model that cannot yet."""
-    folder = tmp_path_factory.mktemp("looking")
-    [pad] = looking_tokenizer().encode(PAD)
-    vision = QwenVision(
-        width=16, mlp_width=24, num_layers=2, num_heads=2, out_width=32, channels=3, patch=4,
-        temporal_patch=2, merge=2, window=4, full_layers=(1,), rope_theta=1e4, image_id=pad,
-    )  # fmt: skip
-    config = QwenVLConfig(
-        vocab_size=320, width=32, mlp_width=48, num_layers=2, num_heads=4, num_kv_heads=2,
-        head_dim=8, rope_theta=1e4, rms_norm_eps=1e-6, tie_embeddings=False, qkv_bias=True,
-        output_bias=False, qk_norm=False, max_positions=512, vision=vision,
-        mrope_section=(2, 1, 1), video_id=319,
-    )  # fmt: skip
+    vision = QwenVision(**tower(), window=4, full_layers=(1,))
+    config = QwenVLConfig(**DECODER, qkv_bias=True, qk_norm=False, vision=vision)
+    return make_world(tmp_path_factory.mktemp("looking"), config)
+
+
+@pytest.fixture(scope="module")
+def qwen3_world(tmp_path_factory):
+    """The same for a Qwen3-VL, both of whose layers see images."""
+    vision = Qwen3Vision(**tower(), side=3, deep_layers=(0, 1))
+    config = Qwen3VLConfig(**DECODER, qkv_bias=False, qk_norm=True, vision=vision)
+    return make_world(tmp_path_factory.mktemp("looking_deeper"), config)
+
+
+def make_world(folder, config):
     save_hf(jax.tree.map(jnp.asarray, tiny_params(config)), config, folder / "model")
     tokenizer_files(folder / "model")
     save_processor(folder / "model")
@@ -67,6 +86,17 @@ def world(tmp_path_factory):
         row = {"question": question, "answers": ["a"]}
         rows.append(row | ({"images": [f"{seed}.png"]} if seed else {}))
     (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chats = [
+        {
+            "messages": [
+                {"role": "user", "content": "<image>What?"},
+                {"role": "assistant", "content": "abcd"[seed] * 3},
+            ],
+            "images": [f"{seed}.png"],
+        }
+        for seed in range(1, 4)
+    ]
+    (folder / "demonstrations.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     return folder
 
 
@@ -171,6 +201,38 @@ def test_a_frozen_tower_stays_as_it_is_and_is_in_no_checkpoint(world, tmp_path):
     assert_same_weights(whole / "export", again / "export")
 
 
+@pytest.mark.slow
+def test_qwen3_learns_from_demonstrations_and_rewards_and_goes_on_bit_for_bit(
+    qwen3_world, tmp_path
+):
+    changes = {
+        "stages": ("sft", "train"),
+        "sft.source": str(qwen3_world / "demonstrations.jsonl"),
+        "sft.num_steps": 12,
+        "sft.batch_size": 3,
+        "sft.optimizer.lr": 1e-2,
+        "sft.optimizer.warmup_steps": 1,
+    }
+    config = settings(qwen3_world, **changes)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    run(config, whole, assemble(config), Display())
+    steps = lasting(whole)
+    losses = [record["sft/loss"] for record in steps if "sft/loss" in record]
+    assert losses[-1] < 0.5 * losses[0]
+    # What the sampler saw is what the update sees.
+    gaps = [r["rollout_corr/logprob_diff_max"] for r in steps if "actor/grad_norm" in r]
+    assert len(gaps) == 2
+    assert max(gaps) < 1e-4
+    before, after = load_hf(qwen3_world / "model"), load_hf(whole / "export")
+    has_moved = jax.tree.map(lambda one, other: bool((one != other).any()), before, after)
+    assert all(jax.tree.leaves(has_moved["vision"]["deepstack"]))
+    assert has_moved["vision"]["positions"]["embedding"]
+    again = killed(whole, tmp_path / "again", after=13)
+    run(config, again, assemble(config), Display())
+    assert_same_weights(whole / "export", again / "export")
+
+
 class ShowingEnv(MathEnv):
     """Answers whatever ends with a letter with a picture, large after an odd letter."""
 
@@ -201,3 +263,13 @@ def test_a_run_goes_on_when_a_tool_shows_more_than_there_is_room_for(world, tmp_
     assert all(len(one["token_ids"]) < 80 for one in refused)
     [pad] = looking_tokenizer().encode(PAD)
     assert max(one["token_ids"].count(pad) for one in played) in range(8, 13)
+
+
+@pytest.mark.slow
+def test_an_adapter_of_qwen3_leaves_its_tower_as_it_is(qwen3_world, tmp_path):
+    config = settings(qwen3_world, **{"model.lora.rank": 2, "num_steps": 1})
+    run(config, tmp_path, assemble(config), Display())
+    before, after = load_hf(qwen3_world / "model"), load_hf(tmp_path / "export")
+    jax.tree.map(np.testing.assert_array_equal, before["vision"], after["vision"])
+    moved = before["blocks"]["mlp"]["up"]["kernel"] != after["blocks"]["mlp"]["up"]["kernel"]
+    assert moved.any()

@@ -543,8 +543,9 @@ def fill_images(
         start = 0
         for index, left_out in members:
             ids, own = sequences[index].token_ids, images_of(sequences[index])
-            at = (row // b, row % b, slice(start, start + len(ids) - left_out))
-            of_tokens["rotary"][at] = vision.rotary_positions(ids, own)[:, left_out:].T
+            columns = slice(start, start + len(ids) - left_out)
+            rotary = vision.rotary_positions(ids, own)[:, left_out:].T
+            of_tokens["rotary"][row // b, row % b, columns] = rotary
             start += len(ids) - left_out
     for place, image, at, which in _placed_images(sequences, rows, shape, num_shards):
         of_tokens["units"][at] = units_of[place][cells[place][image]][which]
