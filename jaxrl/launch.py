@@ -329,11 +329,12 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
 
 def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = False) -> None:
     """Refuses to go on with what another configuration began."""
-    if (workdir / "export").resolve() == Path(config.model.path).resolve():
-        raise ValueError(
-            f"config.model.path={config.model.path!r} is where --workdir={workdir} exports to; "
-            "set --workdir to another folder."
-        )
+    for key, name in (("model.path", "export"), ("model.lora.path", "adapter")):
+        if (workdir / name).resolve() == Path(config[key]).resolve():
+            raise ValueError(
+                f"config.{key}={config[key]!r} is where --workdir={workdir} exports to; "
+                "set --workdir to another folder."
+            )
     begun, _ = _compare(config, workdir, is_accepted=is_accepted)
     if begun is None or "train" not in config.stages:
         return

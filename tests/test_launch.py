@@ -371,6 +371,21 @@ class TestFiles:
         size = file.stat().st_size
         assert message.startswith(f"{file} ({size} bytes) is not a whole safetensors file")
 
+    def test_an_adapter_of_another_model(self, refusal):
+        folder = "tests/golden/lora_all_linear"
+        lora = {"rank": 4, "alpha": 8.0, "path": folder}
+        message = refusal(*(f"--config.model.lora.{key}={value}" for key, value in lora.items()))
+        assert message.startswith(f"{folder}/adapter_model.safetensors: tensor 'base_model.model.")
+        assert message.endswith(
+            "the model of config.model.path calls for [4, 64]. The adapter was made for "
+            "'qwen3_untied'."
+        )
+        lora["rank"] = 16
+        message = refusal(*(f"--config.model.lora.{key}={value}" for key, value in lora.items()))
+        assert message.endswith(
+            "r is 4, but config.model.lora.rank is 16; set it as the adapter has it."
+        )
+
     def test_missing_weights(self, refusal, model):
         (model / "model.safetensors").unlink()
         assert "holds neither model.safetensors nor" in refusal(f"--config.model.path={model}")
@@ -520,9 +535,12 @@ class TestWorkdir:
         with pytest.raises(ValueError, match=r"config.tasks.eval.sources is .*, but .* began with"):
             self.check(tmp_path, is_accepted=True, **best)
 
-    def test_exporting_onto_the_source(self, tmp_path):
-        with pytest.raises(ValueError, match=r"is where --workdir=.* exports to"):
-            self.check(tmp_path, **{"model.path": str(tmp_path / "export")})
+    @pytest.mark.parametrize(
+        ("key", "folder"), [("model.path", "export"), ("model.lora.path", "adapter")]
+    )
+    def test_exporting_onto_the_source(self, tmp_path, key, folder):
+        with pytest.raises(ValueError, match=rf"config.{key}=.* is where --workdir=.* exports to"):
+            self.check(tmp_path, **{key: str(tmp_path / folder)})
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -1,15 +1,19 @@
 """Whole runs that train an adapter: what moves, what stays, what is saved, written and read."""
 
+import contextlib
 import json
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from absl.testing import flagsaver
 
 from configs import search_r1, search_r1_lora
+from jaxrl import launch
 from jaxrl.ask import ask, open_run
 from jaxrl.components import assemble
 from jaxrl.logs.display import Display
@@ -17,7 +21,7 @@ from jaxrl.models.adapters import load_adapter, load_base
 from jaxrl.models.hf_weights import load_hf, open_tensors
 from jaxrl.models.lora import join
 from jaxrl.run import run
-from jaxrl.runtime.history import changes_since, read_begun, write_config
+from jaxrl.runtime.history import write_config
 from jaxrl.runtime.versions import fingerprints
 from tests.helpers import relative_distance
 from tests.runs import assert_same_weights, killed, lasting, records, run_settings
@@ -58,7 +62,8 @@ def play(config, workdir, **arguments):
 def base(tiny_world, tmp_path_factory, quick_compilation, no_pictures):
     """A run of all stages, and what it worked with."""
     workdir = tmp_path_factory.mktemp("lora") / "base"
-    config = settings(tiny_world)
+    model = shutil.copytree(tiny_world / "model", workdir.parent / "model")
+    config = settings(tiny_world, **{"model.path": str(model)})
     return workdir, config, play(config, workdir)
 
 
@@ -106,19 +111,55 @@ def test_a_killed_run_goes_on_bit_for_bit(base, tmp_path):
     assert (again / file).read_bytes() == (workdir / file).read_bytes()
 
 
-def test_another_base_is_refused_when_a_run_goes_on(base, tmp_path):
+def refused(workdir, monkeypatch, **changes):
+    """What the command says to going on in a workdir with some keys changed."""
+    argv = ["launch", "--config=configs/debug_tiny.py", f"--workdir={workdir}"]
+    argv += [f"--values={workdir / 'config.json'}"]
+    argv += [f"--config.{key}={value}" for key, value in changes.items()]
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr("jaxrl.run.run", lambda *_: pytest.fail("the run was begun"))
+    sys.modules.pop("config_config", None)
+    with flagsaver.flagsaver(), pytest.raises(SystemExit) as ended:
+        launch.main(launch.parse_flags(argv))
+    return ended.value.code
+
+
+@contextlib.contextmanager
+def one_weight_changed(model):
+    """The folder of a model, for a while with other weights."""
+    file = Path(model) / "model.safetensors"
+    before = file.read_bytes()
+    changed = bytearray(before)
+    changed[-3] ^= 64
+    file.write_bytes(changed)
+    yield
+    file.write_bytes(before)
+
+
+def test_another_base_or_adapter_is_refused_when_a_run_goes_on(base, tmp_path, monkeypatch):
     workdir, config, _ = base
-    other = tmp_path / "model"
-    shutil.copytree(config.model.path, other)
-    file = other / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-3] ^= 64
-    file.write_bytes(data)
-    changed = config.copy_and_resolve_references()
-    changed.model.path = str(other)
-    begun = read_begun(workdir, is_accepted=True)
-    [change] = [c for c in changes_since(begun, changed, fingerprints(changed)) if not c.is_free]
-    assert "model.path" in str(change)
+    told = (
+        f"error: {workdir} stands at step {NUM_SFT + NUM_TRAIN} of a run with other settings: "
+        "config.model.{}. Set them back to go on, or set --workdir to another folder to begin "
+        "anew; --accept_changes goes on with them, and the history says so."
+    )
+    path, copy = config.model.path, str(tmp_path / "model")
+    with one_weight_changed(path):
+        shutil.copytree(path, copy)
+        got = refused(workdir, monkeypatch)
+        assert got == told.format("path/model.safetensors (content): another one than before")
+    got = refused(workdir, monkeypatch, **{"model.path": copy})
+    assert got == told.format(f"path: {path!r} -> {copy!r}")
+    for key, before, now in (
+        ("rank", 4, 8),
+        ("alpha", 16.0, 4.0),
+        ("rslora", False, True),
+        ("targets", ["q_proj", "o", "mlp/up", "down_proj"], ["all-linear"]),
+        ("base_dtype", "float32", "int8"),
+    ):
+        given = tuple(now) if isinstance(now, list) else now
+        got = refused(workdir, monkeypatch, **{f"model.lora.{key}": given})
+        assert got == told.format(f"lora.{key}: {before!r} -> {now!r}")
 
 
 def test_the_adapter_and_the_export_are_one_model(base):

@@ -57,8 +57,18 @@ UNSUPPORTED = (
     "alpha_pattern",
     "target_parameters",
     "trainable_token_indices",
+    "layer_replication",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
 )
 """Fields of PEFT's that change what is computed, unless they are empty, false or `none`."""
+
+CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of `init_lora_weights` with which PEFT also changes the weights beside an adapter."""
 
 
 def load_frozen(
@@ -175,6 +185,13 @@ def _check_fields(fields: dict[str, Any], adapter: Adapter, file: Path) -> None:
     for name in UNSUPPORTED:
         if (value := fields.get(name)) and value != "none":
             raise ValueError(f"{file}: {name} is {value!r}, which is not computed here.")
+    begun = fields.get("init_lora_weights")
+    if str(begun).lower().startswith(CHANGED_BASE):
+        raise ValueError(
+            f"{file}: init_lora_weights is {begun!r}, so the adapter belongs to weights that PEFT "
+            "has changed; save it with path_initial_model_for_weight_conversion, as one of the "
+            "model itself."
+        )
     agreed = {
         "rank": ("r", adapter.rank),
         "alpha": ("lora_alpha", adapter.alpha),
@@ -207,6 +224,8 @@ def _check_tensors(
             f"{', '.join(adapter.targets)} of {adapter.model.num_layers} layers. Set the targets "
             "as the adapter has them, or model.path to the model that it was made for."
         )
+    if unknown := sorted(stored.keys() - wanted.keys()):
+        raise ValueError(f"{file} has {unknown[0]!r}, which is not computed here.")
     for name, shape in wanted.items():
         if name not in stored or stored[name].shape != shape:
             found = list(stored[name].shape) if name in stored else "nothing"
@@ -274,17 +293,23 @@ def peft_fields(adapter: Adapter, source: str | Path) -> dict[str, Any]:
 
 
 def _target_modules(adapter: Adapter) -> list[str]:
-    """The shortest names by which PEFT finds the targets and no other layer."""
+    """The shortest names by which PEFT finds the targets and no other layer.
+
+    It takes every module whose name ends as one of them, also where no adapter can be here: an
+    image tower's, or experts.
+    """
     model = adapter.model
-    of_layer = {
-        layer: module_of(model, layer).rpartition("{}.")[2] for layer in model.linear_layers()
-    }
-    others = [name for layer, name in of_layer.items() if layer not in adapter.targets]
-    found = set()
-    for layer in adapter.targets:
-        short = of_layer[layer].rpartition(".")[2]
-        is_alone = not any(f".{name}".endswith(f".{short}") for name in others)
-        found.add(short if is_alone else of_layer[layer])
+    targets = {layer: module_of(model, layer) for layer in adapter.targets}
+    tensors = {name.removesuffix(".weight") for name in model.hf_names().values()}
+    others = [f".{module}" for module in tensors - {*targets.values()}]
+    found: set[str] = set()
+    for layer, module in targets.items():
+        in_layer = module.rpartition("{}.")[2]
+        names = (in_layer.rpartition(".")[2], in_layer)
+        is_alone = (name for name in names if not any(o.endswith(f".{name}") for o in others))
+        shortest = next(is_alone, None)
+        whole = (_in_memory(model, one) for one in modules_of(model, layer))
+        found |= {shortest} if shortest else {*whole}
     return sorted(found)
 
 

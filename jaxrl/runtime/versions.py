@@ -24,6 +24,7 @@ from jaxrl.choices import is_own
 from jaxrl.config import flatten
 from jaxrl.environment import CORPORA, corpus_section
 from jaxrl.envs.corpus import corpus_digest, index_folder
+from jaxrl.models.adapters import TENSORS_FILE
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.runtime.distributed import gather
 from jaxrl.runtime.files import set_aside, written_whole
@@ -130,6 +131,9 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
     `WEIGHT_SAMPLES` blocks spread evenly; trained weights differ from others in nearly all blocks.
     """
     found = _model_digests("model.path", Path(config.model.path))
+    adapter = Path(config.model.lora.path) / TENSORS_FILE
+    if config.model.lora.path and adapter.is_file():
+        found[f"model.lora.path/{TENSORS_FILE}"] = _digest(adapter)
     demonstrations = Path(config.sft.source)
     if "sft" in config.stages and demonstrations.exists():
         found["sft.source"] = _data_digest(demonstrations)

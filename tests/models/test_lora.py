@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
+from safetensors.numpy import load_file, save_file
 
 from jaxrl.models.adapters import (
     check_adapter,
@@ -228,12 +229,51 @@ def test_an_adapter_of_another_base_is_refused():
         ({"bias": "all"}, "bias is 'all'"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern is"),
+        ({"alora_invocation_tokens": [3]}, r"alora_invocation_tokens is \[3\]"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4', so .* weights that PEFT has ch"),
+        ({"init_lora_weights": "OLoRA"}, "init_lora_weights is 'OLoRA'"),
     ],
 )
 def test_what_is_not_computed_here_is_refused(fields, told, folder):
     change(folder, **fields)
     with pytest.raises(ValueError, match=told):
         check_adapter(folder, adapter_of("lora_all_linear"))
+
+
+def test_a_tensor_that_nothing_reads_is_refused(folder):
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    module = "base_model.model.model.layers.0.mlp.up_proj"
+    save_file({**tensors, f"{module}.lora_diag": np.ones(4, np.float32)}, file)
+    with pytest.raises(ValueError, match=r"safetensors has '.*up_proj\.lora_diag', which is not"):
+        check_adapter(folder, adapter_of("lora_all_linear"))
+
+
+def test_a_new_adapter_of_another_distribution_is_read(folder):
+    change(folder, init_lora_weights="gaussian")
+    check_adapter(folder, adapter_of("lora_all_linear"))
+
+
+@pytest.mark.parametrize(
+    ("source", "shared"),
+    [
+        (
+            "qwen2_5_vl",
+            ["model.language_model.layers.{}.mlp.{}_proj", 2],
+        ),  # the tower's mlp.up_proj
+        ("qwen3_moe_mixed", ["mlp.{1}_proj", 1]),  # the experts' up_proj
+    ],
+)
+def test_an_adapter_names_no_layer_that_it_does_not_have(source, shared, tmp_path):
+    """PEFT takes each module whose name ends as one of `target_modules`."""
+    model = read_model(GOLDEN / source)
+    adapter = Adapter(model=model, rank=2, alpha=4.0, targets=find_targets(model, ["all-linear"]))
+    save_adapter(new_adapter(adapter, MESH, seed=0), adapter, tmp_path, source=GOLDEN / source)
+    check_adapter(tmp_path, adapter)
+    named = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    name, count = shared
+    of_mlp = {name.format(i, part) for i in range(count) for part in ("gate", "up", "down")}
+    assert {*named} == {*of_mlp, "q_proj", "k_proj", "v_proj", "o_proj"}
 
 
 def test_a_damaged_or_missing_adapter_is_named(folder):

@@ -115,6 +115,19 @@ def test_a_file_that_changed_has_another_fingerprint(world, key):
     assert before.keys() - fingerprints(config).keys() == {key}
 
 
+def test_an_adapter_has_a_fingerprint_wherever_it_lies(world, tmp_path):
+    name = "model.lora.path/adapter_model.safetensors"
+    config = debug_tiny.get_config(str(world))
+    assert name not in fingerprints(config)
+    found = []
+    for folder, content in (("one", b"a"), ("two", b"a"), ("three", b"b")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "adapter_model.safetensors").write_bytes(content)
+        config.model.lora.path = str(tmp_path / folder)
+        found.append(fingerprints(config)[name])
+    assert found[0] == found[1] != found[2]
+
+
 @pytest.mark.parametrize(
     "key",
     [
