@@ -1,13 +1,26 @@
-"""Adapters written here, as PEFT reads and computes them; needs torch and peft: `make parity`."""
+"""Adapters against PEFT and against plain torch; needs torch and peft: `make parity`."""
 
+import warnings
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxrl.models.adapters import check_adapter, load_adapter, load_base, save_adapter, save_merged
+from jaxrl.models.adapters import (
+    _in_memory,
+    check_adapter,
+    load_adapter,
+    load_base,
+    save_adapter,
+    save_merged,
+)
 from jaxrl.models.architecture import read_model
-from jaxrl.models.lora import Adapter, find_targets, join
+from jaxrl.models.lora import Adapter, find_targets, join, modules_of
+from jaxrl.models.policy import Model
+from jaxrl.types import Batch
+from tests.helpers import relative_distance
 from tests.models.adapters import GOLDEN, MESH, logits_of
 
 torch = pytest.importorskip("torch")
@@ -16,16 +29,27 @@ transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.torch
 
+VOCAB = 80
+"""Ids that every model has, and that stand for no image."""
+
 CASES = [
     ("qwen3_untied", ["all-linear"], False),
     ("qwen2_tied", ["q", "mlp/down"], True),
     ("qwen2_old_spelling", ["attention/o", "gate_proj"], False),
+    ("qwen3_moe", ["all-linear"], False),
+    ("qwen2_5_vl", ["all-linear"], True),  # whose tower has modules of the same names
 ]
 
 
-@pytest.mark.parametrize(("source", "names", "is_rank_stabilised"), CASES)
-def test_peft_computes_what_is_computed_here(source, names, is_rank_stabilised, tmp_path):
-    source, rng = GOLDEN / source, np.random.default_rng(0)
+def transformers_model(folder):
+    name = read_model(folder)
+    kind = "AutoModelForCausalLM" if name.vision is None else "AutoModelForImageTextToText"
+    load = getattr(transformers, kind).from_pretrained
+    return load(folder, dtype="float32", attn_implementation="eager")
+
+
+def some_adapter(source, names, is_rank_stabilised, rng):
+    """An adapter that changes the model much, and its parameters."""
     model = read_model(source)
     adapter = Adapter(
         model=model,
@@ -38,25 +62,32 @@ def test_peft_computes_what_is_computed_here(source, names, is_rank_stabilised, 
         path: jnp.asarray(0.3 * rng.standard_normal(leaf.shape), jnp.float32)
         for path, leaf in flatten_dict(adapter.trained.abstract_params()).items()
     }
-    params = unflatten_dict(params)
+    return adapter, unflatten_dict(params)
+
+
+@pytest.mark.parametrize(("source", "names", "is_rank_stabilised"), CASES)
+def test_peft_computes_what_is_computed_here(source, names, is_rank_stabilised, tmp_path):
+    source, rng = GOLDEN / source, np.random.default_rng(0)
+    adapter, params = some_adapter(source, names, is_rank_stabilised, rng)
     save_adapter(params, adapter, tmp_path / "adapter", source=source)
     save_merged(params, adapter, tmp_path / "merged", source=source)
-    token_ids = rng.integers(0, model.vocab_size, (2, 17))
+    token_ids = rng.integers(0, VOCAB, (2, 17))
     policy = join(load_base(source, MESH, adapter), params)
     ours = np.asarray(logits_of(adapter, policy, jnp.asarray(token_ids)))
+    written = ours[0, 0] > -1e30  # no token that stands for an image is
+    ours = ours[..., written]
 
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    theirs = peft.PeftModel.from_pretrained(
-        load(source, dtype="float32", attn_implementation="eager"), tmp_path / "adapter"
-    )
-    merged = load(tmp_path / "merged", dtype="float32", attn_implementation="eager")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(missing|unexpected) adapter keys")
+        theirs = peft.PeftModel.from_pretrained(transformers_model(source), tmp_path / "adapter")
+    merged = transformers_model(tmp_path / "merged")
     with torch.no_grad():
         found = [one(torch.tensor(token_ids)).logits.numpy() for one in (theirs, merged)]
         found.append(theirs.merge_and_unload()(torch.tensor(token_ids)).logits.numpy())
-        plain = load(source, dtype="float32")(torch.tensor(token_ids)).logits.numpy()
+        plain = transformers_model(source)(torch.tensor(token_ids)).logits.numpy()
     for logits in found:
-        np.testing.assert_allclose(ours, logits, atol=1e-4)
-    assert np.abs(ours - plain).max() > 0.1
+        np.testing.assert_allclose(ours, logits[..., written], atol=1e-4)
+    assert np.abs(ours - plain[..., written]).max() > 0.1
 
 
 def test_an_adapter_that_peft_has_made_just_now_is_read(tmp_path):
@@ -73,3 +104,63 @@ def test_an_adapter_that_peft_has_made_just_now_is_read(tmp_path):
     own = made.base_model.model.model.layers[1].mlp.up_proj.lora_A["default"].weight
     found = params["blocks"]["mlp"]["up"]["lora_a"][1]
     np.testing.assert_array_equal(found, own.detach().numpy().T)
+
+
+@pytest.mark.parametrize(("source", "names", "is_rank_stabilised"), CASES)
+def test_gradients_are_those_of_plain_torch(source, names, is_rank_stabilised):
+    """Without PEFT: beside each linear module of transformers stands s (x A) B, written out."""
+    source, rng = GOLDEN / source, np.random.default_rng(1)
+    adapter, params = some_adapter(source, names, is_rank_stabilised, rng)
+    token_ids = rng.integers(0, VOCAB, (2, 17))
+    weights = rng.standard_normal(token_ids.shape).astype(np.float32)
+
+    torch_model = transformers_model(source)
+    modules, s = dict(torch_model.named_modules()), 7.0 / (5**0.5 if is_rank_stabilised else 5)
+    matrices = {}
+    for layer in adapter.targets:
+        _, part, name = layer.split("/")[-3:]
+        for place, module in enumerate(modules_of(adapter.model, layer)):
+            pair = [
+                torch.tensor(
+                    np.asarray(params["blocks"][part][name][matrix][place])
+                ).requires_grad_()
+                for matrix in ("lora_a", "lora_b")
+            ]
+            matrices[layer, place] = pair
+            modules[_in_memory(adapter.model, module)].register_forward_hook(
+                lambda _, inputs, out, pair=pair: out + s * (inputs[0] @ pair[0]) @ pair[1]
+            )
+    ids = torch.tensor(token_ids)
+    logits = torch_model(ids).logits[:, :-1]
+    if adapter.model.vision is not None:
+        logits[..., [adapter.model.vision.image_id, adapter.model.video_id]] = -torch.inf
+    table = logits.log_softmax(-1)
+    wanted = table.gather(-1, ids[:, 1:, None])[..., 0]
+    (wanted * torch.tensor(weights[:, 1:])).sum().backward()
+
+    model = Model(adapter, MESH, num_tokens=adapter.model.vocab_size)
+    ones = np.ones(token_ids.shape, np.int32)
+    batch = Batch(
+        token_ids=token_ids.astype(np.int32),
+        segment_ids=ones,
+        positions=np.broadcast_to(np.arange(token_ids.shape[1], dtype=np.int32), ones.shape),
+        loss_mask=ones > 0,
+        token_weights=weights,
+        advantages=weights,
+        rollout_logprobs=weights,
+    )
+    batch = jax.tree.map(jnp.asarray, batch)
+    base = load_base(source, MESH, adapter)
+
+    def summed(params):
+        logprobs, _ = model.token_logprobs(join(base, params), batch, temperature=1.0)
+        return (logprobs * weights).sum(), logprobs
+
+    gradients, logprobs = jax.jit(jax.grad(summed, has_aux=True))(params)
+    np.testing.assert_allclose(logprobs[:, 1:], wanted.detach().numpy(), atol=1e-4)
+    found = flatten_dict(gradients, sep="/")
+    assert len(found) == 2 * len(adapter.targets)
+    for (layer, place), pair in matrices.items():
+        for name, matrix in zip(("lora_a", "lora_b"), pair, strict=True):
+            own = found[f"{layer}/{name}"][place]
+            assert relative_distance(own, matrix.grad.numpy()) < 1e-4, (layer, place, name)
