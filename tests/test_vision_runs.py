@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import string
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from transformers import PreTrainedTokenizerFast
 
 from jaxrl.components import assemble
@@ -273,3 +275,44 @@ def test_an_adapter_of_qwen3_leaves_its_tower_as_it_is(qwen3_world, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, before["vision"], after["vision"])
     moved = before["blocks"]["mlp"]["up"]["kernel"] != after["blocks"]["mlp"]["up"]["kernel"]
     assert moved.any()
+
+
+@pytest.mark.slow
+def test_an_adapter_learns_beside_a_frozen_tower_and_goes_on_bit_for_bit(world, tmp_path):
+    """All stages: what carries images is trained on, and of the model's weights none moves."""
+    demonstrations = tmp_path / "demonstrations.jsonl"
+    said = [("user", "<image>What?"), ("assistant", "a")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    lines = [{"messages": messages, "images": [f"{i}.png"]} for i in (1, 2)]
+    demonstrations.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for i in (1, 2):
+        shutil.copy(world / f"{i}.png", tmp_path)
+    num_sft, num_train = 3, 2
+    lora = {"model.lora.rank": 4, "model.lora.targets": ("q_proj", "down_proj")}
+    stages = {
+        "stages": ("sft", "train"),
+        "sft.source": str(demonstrations),
+        "sft.num_steps": num_sft,
+        "sft.batch_size": 2,
+        "checkpoint.keep": 100,
+    }
+    config = settings(world, **lora, **stages)
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    parts = assemble(config)
+    run(config, whole, parts, Display())
+    before, after = load_hf(world / "model"), load_hf(whole / "export")
+    jax.tree.map(np.testing.assert_array_equal, parts.model.base, before)
+    moved = jax.tree.map(lambda one, other: bool((one != other).any()), before, after)
+    found = {path for path, is_moved in flatten_dict(moved, sep="/").items() if is_moved}
+    assert found == {"blocks/attention/q/kernel", "blocks/mlp/down/kernel"}
+    record = lasting(whole)
+    assert record[num_sft - 1]["sft/loss"] < record[0]["sft/loss"]
+    steps = [line for line in record if "actor/grad_norm" in line]
+    assert len(steps) == num_train
+    assert all(line["actor/grad_norm"] > 0 for line in steps)
+    assert all(line["rollout_corr/logprob_diff_max"] < 1e-4 for line in steps)
+    again = killed(whole, tmp_path / "again", after=num_sft + 1)
+    run(config, again, assemble(config), Display())
+    assert lasting(again) == record
+    assert_same_weights(whole / "export", again / "export")
