@@ -18,6 +18,7 @@ from jaxrl.choices import OwnCodeError
 from jaxrl.components import assemble
 from jaxrl.config import STAGES
 from jaxrl.logs.display import Display
+from jaxrl.models.adapters import load_base
 from jaxrl.runtime.checkpoint import steps_in
 from jaxrl.sampling.rollout import Interrupted, Sampling, Seeds
 from jaxrl.stream import Stream
@@ -140,6 +141,46 @@ def test_the_weights_before_an_update_sample_what_the_next_one_learns_from(
     gaps = [record["rollout_corr/logprob_diff_mean"] for record in found]
     assert gaps[0] < 1e-5
     assert min(gaps[1:]) > 1e-3
+
+
+@pytest.mark.slow
+def test_an_adapter_of_before_the_update_samples_ahead_and_goes_on(tiny_world, tmp_path):
+    """Sampler and update share the frozen weights; of the adapter the sampler has its own copy."""
+    # The bonus has a gradient whatever is sampled.
+    lora = {"model.lora.rank": 4, "optimizer.lr": 1e-2, "loss.entropy_coef": 0.01}
+    config = settings(tiny_world, **lora)
+    whole = tmp_path / "whole"
+    assert play(config, whole)
+    found = train_records(whole)
+    assert [record["rollout/lag"] for record in found] == [0, 1, 1, 1]
+    gaps = [record["rollout_corr/logprob_diff_mean"] for record in found]
+    assert gaps[0] < 1e-5
+    assert min(gaps[1:]) > 1e-3
+    again = as_of(whole, tmp_path / "again", NUM_SFT + 1)
+    parts = assemble(config)
+    # What was sampled beside the second update is by the adapter of the first checkpoint.
+    _, adapter = saved_progress(config, parts, again)
+    assert play(config, again)
+    assert_same_run(again, whole)
+    model = parts.model
+    model.base = load_base(config.model.path, parts.mesh, model.adapter)
+    saved = position(whole, NUM_SFT + 2)
+    parts.engine.set_weights(model.whole(adapter))
+    size = config.rollout.tasks_per_step
+    draws, _ = draw(Stream(parts.tasks, seed=config.seed), saved["items_taken"], size)
+    sampling = Sampling(
+        group_size=config.rollout.group_size,
+        temperature=config.rollout.temperature,
+        top_p=config.rollout.top_p,
+        seeds=Seeds(seed=config.seed, stage=STAGES.index("train"), step=NUM_SFT + 2),
+        policy_version=1,
+    )
+    wanted = parts.rollout(draws, sampling)
+    parts.engine.clear()
+    ahead = codecs.groups_from_json(saved["pending"]["groups"])
+    for one, other in zip(members(ahead), members(wanted), strict=True):
+        np.testing.assert_array_equal(one.token_ids, other.token_ids)
+        np.testing.assert_array_equal(one.rollout_logprobs, other.rollout_logprobs)
 
 
 @pytest.mark.parametrize("done", [1, 2, 3])
