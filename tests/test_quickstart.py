@@ -16,26 +16,37 @@ def exact_match(workdir, name, suite):
     return results["summary"][suite]["all"]["exact_match"]
 
 
-def check_run(workdir):
-    assert exact_match(workdir, "train_900", "sampled") < 0.35
-    assert exact_match(workdir, "train_960", "sampled") >= 0.85
-    assert exact_match(workdir, "train_960", "greedy") >= 0.95
-    assert exact_match(workdir, "evaluate_960", "empty_search") < 0.1
+def check_run(workdir, *, begins=900, num_steps=60):
+    ends = begins + num_steps
+    assert exact_match(workdir, f"train_{begins}", "sampled") < 0.35
+    assert exact_match(workdir, f"train_{ends}", "sampled") >= 0.85
+    assert exact_match(workdir, f"train_{ends}", "greedy") >= 0.95
+    assert exact_match(workdir, f"evaluate_{ends}", "empty_search") < 0.1
     lines = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [record for record in map(json.loads, lines) if "actor/pg_loss" in record]
-    assert len(steps) == 60
+    assert len(steps) == num_steps
     assert max(step["rollout_corr/logprob_diff_max"] for step in steps) < 1e-4
     assert max(step["perf/num_compilations/update"] for step in steps) <= UPDATE_PROGRAMS
 
 
-def run_quickstart(folder, seed, num_processes):
-    """The workdir of a quickstart in a world of its own, by one process or several."""
-    world, workdir = folder / "world", folder / "run"
+def make_world(folder, seed):
+    world = folder / "world"
     make = [sys.executable, "-m", "examples.quickstart_world", f"--out={world}", f"--seed={seed}"]
     subprocess.run(make, check=True)
-    train = [
-        *(sys.executable, "-m", "jaxrl.launch", f"--config=configs/quickstart.py:{world}"),
+    return world
+
+
+def run_quickstart(folder, seed, num_processes):
+    """The workdir of a quickstart in a world of its own, by one process or several."""
+    return train("quickstart", make_world(folder, seed), folder / "run", seed, num_processes)
+
+
+def train(name, world, workdir, seed, num_processes=1, **changes):
+    """The workdir in which a configuration was trained, by one process or several."""
+    command = [
+        *(sys.executable, "-m", "jaxrl.launch", f"--config=configs/{name}.py:{world}"),
         *(f"--config.seed={seed}", f"--workdir={workdir}"),
+        *(f"--config.{key}={value}" for key, value in changes.items()),
     ]
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -43,7 +54,7 @@ def run_quickstart(folder, seed, num_processes):
     environment = {**os.environ, "XLA_FLAGS": ""}  # compiled as by whoever runs the command
     started = [
         subprocess.Popen(
-            [*train, *([*job, f"--process_id={i}"] if num_processes > 1 else [])], env=environment
+            [*command, *([*job, f"--process_id={i}"] if num_processes > 1 else [])], env=environment
         )
         for i in range(num_processes)
     ]
@@ -64,3 +75,15 @@ def test_two_processes_reach_what_one_does(tmp_path):
     # One process reaches 0.940 sampled and 1.000 greedy on this world's 200 questions.
     assert exact_match(two, "evaluate_960", "sampled") == pytest.approx(0.94, abs=0.04)
     assert exact_match(two, "evaluate_960", "greedy") == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_an_adapter_learns_what_the_whole_model_does(tmp_path, seed):
+    world = make_world(tmp_path, seed)
+    warm = train("quickstart", world, tmp_path / "warm", seed, stages="('sft',)")
+    changes = {"model.path": warm / "export"}
+    workdir = train("quickstart_lora", world, tmp_path / "lora", seed, **changes)
+    check_run(workdir, begins=0, num_steps=80)
+    assert exact_match(workdir, "evaluate_80", "sampled") >= 0.9
+    assert exact_match(workdir, "evaluate_80", "greedy") >= 0.98
