@@ -26,7 +26,7 @@ LORA_SAMPLERS = ("separate", "merged")
 ON_OUTAGE = ("stop", "empty")
 REPLAY = ("off", "record", "only")
 ATTENTION = ("auto", "xla", "triton", "mosaic")
-EXPERTS = ("auto", "xla", "megablox")
+EXPERTS = ("auto", "xla", "triton", "megablox")
 FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
 KL_CONTROLLERS = ("fixed", "adaptive", "log", "budget")
 OVERLONG_PROMPTS = ("refuse", "drop", "truncate_left")
@@ -177,7 +177,8 @@ def default_config() -> ConfigDict:
     model.eos_tokens = ()
     # Attention kernels: xla, everywhere; triton, on GPUs; mosaic, on TPUs; auto: the platform's own
     model.attention = "auto"
-    # Products with the weights of experts: xla, everywhere; megablox, on TPUs; auto: the platform's
+    # Products with experts: xla, everywhere; triton, on GPUs; megablox, on TPUs; auto: as the
+    # platform has them
     model.experts = "auto"
     model.router = router = ConfigDict()
     # Of the loss by which the tokens of a mini-batch use experts alike, in both stages; 0 is none

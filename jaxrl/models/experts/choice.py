@@ -12,36 +12,46 @@ from jaxrl.models.experts.products import (
 )
 from jaxrl.runtime.sharding import PIECES
 
+PLATFORMS = {"triton": "gpu", "megablox": "tpu"}
+"""Where kernels run that do not run everywhere."""
+
 
 def choose(name: str, mesh: Mesh) -> Experts:
     """The products that `config.model.experts` names, on a mesh; see `decide`."""
     platform = mesh.devices.flat[0].platform
     name, reason = decide(name, platform)
-    product: Product = grouped_product
-    if name == "megablox":
-        from jaxrl.models.experts import tpu  # of use on TPUs alone
-
-        product = tpu.grouped_product
-    elif platform == "gpu":
-        # A GPU's host would wait for the devices to learn the length of a loop.
-        product = grouped_product_of_known_length
-    return Experts(name=name, reason=reason, product=product, mesh=mesh, batch=PIECES)
+    return Experts(
+        name=name, reason=reason, product=_product(name, platform), mesh=mesh, batch=PIECES
+    )
 
 
 def decide(name: str, platform: str) -> tuple[str, str]:
     """Which products `config.model.experts` stands for, never `auto`, and why.
 
-    On GPUs that is XLA. `jax.lax.ragged_dot` computes every expert for every token there, and JAX's
-    grouped kernels for GPUs are for single generations and without a gradient.
-
     Raises:
         ValueError: names the key where they do not run on the devices.
     """
     if name == "auto":
-        return "megablox" if platform == "tpu" else "xla", f"since the devices are {platform}s"
-    if name == "megablox" and platform != "tpu":
+        own = [one for one, place in PLATFORMS.items() if place == platform]
+        return (*own, "xla")[0], f"since the devices are {platform}s"
+    place = PLATFORMS.get(name, platform)
+    if place != platform:
         raise ValueError(
-            f"config.model.experts is 'megablox', whose kernels are for tpus, but the devices are "
-            f"{platform}s; set it to 'auto' or 'xla'."
+            f"config.model.experts is {name!r}, whose kernels are for {place}s, but the devices "
+            f"are {platform}s; set it to 'auto' or 'xla'."
         )
     return name, "as config.model.experts says"
+
+
+def _product(name: str, platform: str) -> Product:
+    # Kernels are imported when asked: those of other platforms are of no use to a process.
+    if name == "triton":
+        from jaxrl.models.experts import gpu
+
+        return gpu.grouped_product
+    if name == "megablox":
+        from jaxrl.models.experts import tpu
+
+        return tpu.grouped_product
+    # A GPU's host would wait for the devices to learn the length of a loop.
+    return grouped_product_of_known_length if platform == "gpu" else grouped_product

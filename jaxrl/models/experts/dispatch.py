@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.experts.products import Product, grouped_product
+from jaxrl.models.experts.products import Product, count_up_to, grouped_product
 
 Weights = Mapping[str, jax.Array]
 """Of a layer's experts: `gate` and `up` `[E, D, F]`, `down` `[E, F, D]`."""
@@ -47,7 +47,7 @@ def sort_pairs(chosen: Int[Array, "M k"], first: int | jax.Array, num_experts: i
     own = jnp.where(is_here, own, num_experts)
     source = jnp.argsort(own, stable=True).astype(jnp.int32)
     place = jnp.zeros(M * k, jnp.int32).at[source].set(jnp.arange(M * k, dtype=jnp.int32))
-    ends = jnp.searchsorted(own[source], jnp.arange(num_experts), side="right").astype(jnp.int32)
+    ends = count_up_to(own[source], jnp.arange(num_experts))
     is_taken = jnp.arange(room) < ends[-1]
     sizes = jnp.diff(ends, prepend=0)
     return Order(source[:room], is_taken, jnp.minimum(place, room - 1), is_here, sizes)

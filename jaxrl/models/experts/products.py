@@ -35,9 +35,18 @@ class Tiles(NamedTuple):
     number: jax.Array  # int32 scalar
 
 
-def tile_rows(num_rows: int, num_groups: int) -> int:
-    """Rows of a tile: about those of a group, a power of two between 8 and `MAX_TILE`."""
-    return min(max(1 << max(num_rows // num_groups - 1, 0).bit_length(), 8), MAX_TILE)
+def tile_rows(num_rows: int, num_groups: int, *, least: int = 8) -> int:
+    """Rows of a tile: about those of a group, a power of two from `least` to `MAX_TILE`."""
+    return min(max(1 << max(num_rows // num_groups - 1, 0).bit_length(), least), MAX_TILE)
+
+
+def count_up_to(ordered: Int[Array, " A"], values: Int[Array, " G"]) -> Int[Array, " G"]:
+    """How many of the ordered numbers are at most each value.
+
+    Without a loop, which a GPU would go through launch by launch in every layer.
+    """
+    found = jnp.searchsorted(ordered, values, side="right", method="scan_unrolled")
+    return found.astype(jnp.int32)
 
 
 def find_tiles(sizes: Int[Array, " G"], num_rows: int, tile: int) -> Tiles:
@@ -47,7 +56,7 @@ def find_tiles(sizes: Int[Array, " G"], num_rows: int, tile: int) -> Tiles:
     needed = -(-sizes // tile)
     ends = jnp.cumsum(needed)
     numbers = jnp.arange(most)
-    group = jnp.searchsorted(ends, numbers, side="right").astype(jnp.int32)
+    group = count_up_to(ends, numbers)
     group = jnp.minimum(group, len(sizes) - 1)
     inside = (numbers - (ends - needed)[group]) * tile
     exists = numbers < ends[-1]

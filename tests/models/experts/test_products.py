@@ -106,12 +106,15 @@ def test_the_kernels_of_tpus_compute_the_same():
 
 def test_the_choice_and_its_reason():
     assert decide("auto", "tpu") == ("megablox", "since the devices are tpus")
-    assert decide("auto", "gpu") == ("xla", "since the devices are gpus")
+    assert decide("auto", "gpu") == ("triton", "since the devices are gpus")
+    assert decide("auto", "cpu") == ("xla", "since the devices are cpus")
     assert decide("xla", "tpu")[0] == "xla"
     with pytest.raises(
         ValueError, match=r"model\.experts is 'megablox', .* devices are cpus; set it"
     ):
         decide("megablox", "cpu")
+    with pytest.raises(ValueError, match=r"'triton', whose kernels are for gpus, .* are tpus;"):
+        decide("triton", "tpu")
 
 
 def test_no_array_holds_tokens_times_experts_times_width():

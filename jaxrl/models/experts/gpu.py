@@ -1,0 +1,207 @@
+"""Products of sorted rows with the weights of their groups on NVIDIA GPUs.
+
+Pallas kernels for its Triton backend. The host never learns the groups' sizes: there are as many
+programs as there could have to be, and those that find no rows end at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from jaxrl.models.experts.products import find_tiles, tile_rows
+
+LEAST = 16
+"""Of each axis the chip multiplies multiples of so many; arrays are padded to them."""
+
+
+def grouped_product(
+    rows: Float[Array, "A D"],
+    weights: Float[Array, "G D F"],
+    sizes: Int[Array, " G"],
+    *,
+    interpret: bool = False,
+) -> Float[Array, "A F"]:
+    """A `Product`, forwards and backwards by kernels; float32 sums, in the rows' dtype.
+
+    Widths are padded to multiples of 16, which costs a copy of the weights where they are not.
+    """
+    F = weights.shape[-1]
+    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[-1] % LEAST)))
+    weights = jnp.pad(weights, ((0, 0), *((0, -size % LEAST) for size in weights.shape[1:])))
+    return _product(interpret, rows, weights, sizes)[:, :F]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """What a program multiplies at a time, so that three stages fit an Ampere chip's memory."""
+
+    rows: int
+    columns: int
+    inner: int  # of the axis that is summed over
+
+    @classmethod
+    def of(cls, rows: int, columns: int, inner: int, dtype: DTypeLike) -> Blocks:
+        """For arrays of these sizes: of each axis the largest power of two that divides it."""
+        is_short = jnp.dtype(dtype).itemsize == 2
+        most, most_inner = (128, 64) if is_short else (64, 32)
+        return cls(
+            rows=min(rows & -rows, most),
+            columns=min(columns & -columns, most),
+            inner=min(inner & -inner, most_inner),
+        )
+
+    @property
+    def settings(self) -> triton.CompilerParams:
+        """Warps enough that what comes out has room in their registers."""
+        num_warps = 8 if self.rows * self.columns >= 128 * 128 else 4
+        return triton.CompilerParams(num_warps=num_warps, num_stages=3)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(interpret: bool, rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+    return _by_tiles(rows, weights, sizes, interpret, is_transposed=False)
+
+
+def _by_tiles(
+    rows: jax.Array, weights: jax.Array, sizes: jax.Array, interpret: bool, *, is_transposed: bool
+) -> jax.Array:
+    """The product with each group's weights, or with their transpose.
+
+    A program has a tile of rows of one group, and a block of what comes out.
+    """
+    (A, inner), (G, *shape) = rows.shape, weights.shape
+    columns = shape[0 if is_transposed else 1]
+    blocks = Blocks.of(tile_rows(A, G, least=LEAST), columns, inner, rows.dtype)
+    tiles = find_tiles(sizes, A, blocks.rows)
+    if is_transposed:
+        weights_spec = pl.BlockSpec((G, blocks.columns, inner), lambda c, t: (0, c, 0))
+    else:
+        weights_spec = pl.BlockSpec((G, inner, blocks.columns), lambda c, t: (0, 0, c))
+    of_tiles = pl.BlockSpec(tiles.start.shape, lambda c, t: (0,))
+    return pl.pallas_call(
+        partial(_rows_kernel, blocks=blocks, is_transposed=is_transposed),
+        grid=(columns // blocks.columns, len(tiles.start)),
+        in_specs=[
+            of_tiles,
+            of_tiles,
+            of_tiles,
+            pl.BlockSpec(rows.shape, lambda c, t: (0, 0)),
+            weights_spec,
+        ],
+        out_specs=pl.BlockSpec((A, blocks.columns), lambda c, t: (0, c)),
+        out_shape=jax.ShapeDtypeStruct((A, columns), rows.dtype),
+        compiler_params=blocks.settings,
+        interpret=interpret,
+        name="experts_rows_backward" if is_transposed else "experts_rows",
+    )(tiles.start, tiles.group, tiles.size, rows, weights)
+
+
+def _rows_kernel(
+    starts_ref: Any, groups_ref: Any, sizes_ref: Any, rows_ref: Any, weights_ref: Any,
+    out_ref: Any, *, blocks: Blocks, is_transposed: bool,
+) -> None:  # fmt: skip
+    tile = pl.program_id(1)
+    start, group, size = starts_ref[tile], groups_ref[tile], sizes_ref[tile]
+    places = pl.ds(start, blocks.rows)
+    is_own = (jnp.arange(blocks.rows) < size)[:, None]
+
+    def add(step: jax.Array, total: jax.Array) -> jax.Array:
+        inner = pl.ds(step * blocks.inner, blocks.inner)
+        x = triton.load(rows_ref.at[places, inner], mask=is_own, other=0.0)
+        if is_transposed:
+            return total + _dot(x, weights_ref[group, :, inner], (1, 1))
+        return total + _dot(x, weights_ref[group, inner, :], (1, 0))
+
+    @pl.when(size > 0)
+    def _() -> None:
+        total = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
+        total = jax.lax.fori_loop(0, rows_ref.shape[1] // blocks.inner, add, total)
+        triton.store(out_ref.at[places, :], total.astype(out_ref.dtype), mask=is_own)
+
+
+def _of_weights(
+    rows: jax.Array, gradient: jax.Array, sizes: jax.Array, interpret: bool, dtype: DTypeLike
+) -> jax.Array:
+    """The gradient of the weights: of each group, rows times gradients; 0 where it has none.
+
+    A program has a block of one group's, and goes over the group's rows: each block is written
+    once, and sums are in the same order always.
+    """
+    (A, D), F, G = rows.shape, gradient.shape[1], len(sizes)
+    blocks = Blocks.of(D, F, 64, rows.dtype)
+    of_groups = pl.BlockSpec((G,), lambda c, d, g: (0,))
+    return pl.pallas_call(
+        partial(_weights_kernel, blocks=blocks),
+        grid=(F // blocks.columns, D // blocks.rows, G),
+        in_specs=[
+            of_groups,
+            of_groups,
+            pl.BlockSpec((A, blocks.rows), lambda c, d, g: (0, d)),
+            pl.BlockSpec((A, blocks.columns), lambda c, d, g: (0, c)),
+        ],
+        out_specs=pl.BlockSpec((None, blocks.rows, blocks.columns), lambda c, d, g: (g, d, c)),
+        out_shape=jax.ShapeDtypeStruct((G, D, F), dtype),
+        compiler_params=blocks.settings,
+        interpret=interpret,
+        name="experts_weights_backward",
+    )(jnp.cumsum(sizes) - sizes, sizes, rows, gradient)
+
+
+def _weights_kernel(
+    starts_ref: Any, sizes_ref: Any, rows_ref: Any, gradient_ref: Any, out_ref: Any,
+    *, blocks: Blocks,
+) -> None:  # fmt: skip
+    group = pl.program_id(2)
+    start, size = starts_ref[group], sizes_ref[group]
+
+    def add(step: jax.Array, total: jax.Array) -> jax.Array:
+        first = step * blocks.inner
+        places = pl.ds(start + first, blocks.inner)
+        is_own = (first + jnp.arange(blocks.inner) < size)[:, None]
+        x, dy = (
+            triton.load(ref.at[places, :], mask=is_own, other=0.0)
+            for ref in (rows_ref, gradient_ref)
+        )
+        return total + _dot(x, dy, (0, 0))
+
+    total = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
+    num_steps = (size + blocks.inner - 1) // blocks.inner
+    out_ref[...] = jax.lax.fori_loop(0, num_steps, add, total).astype(out_ref.dtype)
+
+
+def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+    """The product over an axis of each; float32 operands are not rounded to TF32."""
+    return jax.lax.dot_general(
+        a,
+        b,
+        (((contracted[0],), (contracted[1],)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _forward(
+    interpret: bool, rows: jax.Array, weights: jax.Array, sizes: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _product(interpret, rows, weights, sizes), (rows, weights, sizes)
+
+
+def _backward(
+    interpret: bool, saved: tuple[jax.Array, ...], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array, None]:
+    rows, weights, sizes = saved
+    gradient = gradient.astype(rows.dtype)
+    of_rows = _by_tiles(gradient, weights, sizes, interpret, is_transposed=True)
+    return of_rows, _of_weights(rows, gradient, sizes, interpret, weights.dtype), None
+
+
+_product.defvjp(_forward, _backward)

@@ -1,0 +1,158 @@
+"""The kernels for NVIDIA GPUs: interpreted against float64, and lowered without such a device."""
+
+import math
+import re
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models.experts import gpu
+from jaxrl.models.experts.dispatch import Experts, mix
+from jaxrl.models.experts.products import grouped_product
+from tests.helpers import TINY_MOE, relative_distance
+from tests.programs import CUSTOM_CALLS, trainer_programs
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+interpreted = partial(gpu.grouped_product, interpret=True)
+
+
+def differentiated(product):
+    def run(rows, weights, sizes, gradient):
+        out, back = jax.vjp(lambda rows, weights: product(rows, weights, sizes), rows, weights)
+        return out, *back(gradient)
+
+    return jax.jit(run)
+
+
+def exact(rows, weights, sizes, gradient):
+    """Output and gradients of given operands in float64, group by group."""
+    rows, weights, gradient = (np.asarray(x, np.float64) for x in (rows, weights, gradient))
+    out, of_rows, of_weights = np.zeros_like(gradient), np.zeros_like(rows), np.zeros_like(weights)
+    ends = np.cumsum(sizes)
+    for group, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+        out[start:end] = rows[start:end] @ weights[group]
+        of_rows[start:end] = gradient[start:end] @ weights[group].T
+        of_weights[group] = rows[start:end].T @ gradient[start:end]
+    return out, of_rows, of_weights
+
+
+CASES = [
+    # sizes of groups, rows beyond them, width, width of what comes out, dtype
+    ([10, 20, 3, 0, 7], 5, 5, 7, "float32"),
+    ([0, 0, 150], 0, 32, 48, "bfloat16"),
+    ([131, 0, 1, 90], 3, 64, 16, "bfloat16"),
+    ([131, 0, 1, 90], 3, 16, 64, "float32"),
+    ([1] * 24, 8, 16, 16, "bfloat16"),
+    ([0, 0], 9, 16, 16, "float32"),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products_and_gradients_are_exact_whatever_the_groups(case):
+    sizes, num_more, width, columns, dtype = case
+    count, rng = sum(sizes), np.random.default_rng(len(sizes))
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    rows, gradient = (normal(count + num_more, size) for size in (width, columns))
+    spoilt, of_spoilt = (x.at[count:].set(jnp.nan) for x in (rows, gradient))
+    weights = normal(len(sizes), width, columns)
+    given = jnp.asarray(sizes, jnp.int32)
+    got = differentiated(interpreted)(spoilt, weights, given, of_spoilt)
+    wanted = exact(rows, weights, np.asarray(sizes), gradient)
+    assert {x.dtype for x in got} == {jnp.dtype(dtype)}
+    # What is summed in float32 is rounded once.
+    bound = {"float32": 1e-6, "bfloat16": 2**-8}[dtype]
+    for one, other, end in zip(got, wanted, (count, count, None), strict=True):
+        one = np.asarray(one, np.float64)[:end]
+        np.testing.assert_allclose(one, other[:end], rtol=bound, atol=1e-5)
+
+
+def test_a_mixture_of_a_device_s_own_experts_is_the_same():
+    # Experts 2 to 4 of 6 are at hand: rows are left over, and every array is of an odd size.
+    rng = np.random.default_rng(0)
+    tokens, width, inner, num_chosen = 21, 12, 20, 2
+    x = jnp.asarray(rng.standard_normal((tokens, width), np.float32))
+    shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
+    weights = {
+        name: jnp.asarray(rng.standard_normal((3, *shape), np.float32))
+        for name, shape in shapes.items()
+    }
+    chosen = np.argsort(rng.random((tokens, 6)), axis=1)[:, :num_chosen].astype(np.int32)
+    shares = jnp.asarray(rng.random((tokens, num_chosen), np.float32))
+
+    def gradients(product):
+        def loss(x, weights, shares):
+            found = mix(x, weights, jnp.asarray(chosen), shares, product=product, first=2)
+            return (found**2).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(x, weights, shares)
+
+    pairs = zip(*map(jax.tree.leaves, map(gradients, (interpreted, grouped_product))), strict=True)
+    assert max(relative_distance(one, other) for one, other in pairs) < 1e-5
+
+
+SHAPES = [
+    # rows, width, width of what comes out, groups, dtype
+    (65_536, 2048, 768, 128, "bfloat16"),  # an update of Qwen3-30B-A3B
+    (2048, 768, 2048, 128, "bfloat16"),  # a decoding step
+    (16_384, 2048, 96, 16, "bfloat16"),  # a device's of eight along both axes
+    (4096, 2048, 768, 128, "float32"),
+    (96, 40, 24, 8, "float32"),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_three_kernels_are_lowered_for_a_gpu(shape):
+    A, D, F, G, dtype = shape
+    make, dtype = jax.ShapeDtypeStruct, jnp.dtype(dtype)
+    program = jax.export.export(
+        differentiated(gpu.grouped_product), platforms=["cuda"], disabled_checks=CUSTOM_CALLS
+    )(make((A, D), dtype), make((G, D, F), dtype), make((G,), jnp.int32), make((A, F), dtype))
+    names = re.findall(r'name = "(experts_\w+)"', program.mlir_module())
+    assert sorted(names) == ["experts_rows", "experts_rows_backward", "experts_weights_backward"]
+
+
+def test_a_mixture_for_a_gpu_has_no_loop_outside_of_kernels():
+    make = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    shapes = {"gate": (8, 32, 48), "up": (8, 32, 48), "down": (8, 48, 32)}
+    program = jax.export.export(
+        jax.jit(partial(mix, product=gpu.grouped_product)),
+        platforms=["cuda"],
+        disabled_checks=CUSTOM_CALLS,
+    )(
+        make((64, 32)),
+        {name: make(shape) for name, shape in shapes.items()},
+        jax.ShapeDtypeStruct((64, 2), jnp.int32),
+        make((64, 2)),
+    )
+    assert "stablehlo.while" not in program.mlir_module()
+
+
+def test_an_update_for_a_gpu_has_the_kernels_and_no_tokens_times_experts_times_width():
+    rows, row_tokens = 4, 64
+    model = replace(TINY_MOE, num_experts=32, expert_layers=(0, 1, 2))
+    pairs = rows * row_tokens * model.num_chosen
+
+    experts = Experts(name="triton", reason="for a test", product=gpu.grouped_product)
+    function, arguments = trainer_programs(
+        model, kernels="triton", rows=rows, row_tokens=row_tokens, experts=experts
+    )["update"]
+    program = jax.export.export(
+        jax.jit(function), platforms=["cuda"], disabled_checks=CUSTOM_CALLS
+    )(*arguments).mlir_module()
+    # Forwards, again for the gradient, and that: of three products with weights.
+    names = re.findall(r'name = "(experts_\w+)"', program)
+    assert {name: names.count(name) for name in names} == {
+        "experts_rows": 6, "experts_rows_backward": 3, "experts_weights_backward": 3,
+    }  # fmt: skip
+    assert "ragged_dot" not in program
+    shapes = re.findall(r"tensor<((?:\d+x)+)", program)
+    largest = max(math.prod(map(int, shape[:-1].split("x"))) for shape in shapes)
+    assert largest < pairs * model.num_experts * model.expert_width
