@@ -37,6 +37,7 @@ from jaxrl.config import default_config
 from jaxrl.method import adapter_of, has_kl_loss, has_kl_weights
 from jaxrl.models.architecture import read_model
 from jaxrl.models.attention.choice import choose
+from jaxrl.models.experts.choice import choose as choose_experts
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
@@ -71,6 +72,7 @@ SHIPPED = {
     "passk": ("qwen2.5-7b", 8, 1),
     "dapo": ("qwen2.5-32b", 64, 8),
     "search_r1_lora": ("qwen3-4b", 1, 1),
+    "search_moe": ("qwen3-30b-a3b", 16, 2),
 }
 """Of the configurations for accelerators the model, the devices and the processes."""
 
@@ -112,14 +114,18 @@ MODELS = {
 }
 
 
-def small_run(data: int, fsdp: int, tensor: int, context: int = 1) -> ConfigDict:
+MIXTURE = Path(__file__).parents[1] / "configs/models/qwen3-30b-a3b"
+MODELS["30b-a3b"] = read_model(MIXTURE)
+
+
+def small_run(data: int, fsdp: int, tensor: int, context: int = 1, expert: int = 1) -> ConfigDict:
     """The default configuration with a micro-batch that is whole on the mesh."""
     config = default_config()
-    config.mesh.update(data=data, fsdp=fsdp, context=context, tensor=tensor)
-    config.optimizer.micro_rows = 2 * data * fsdp
+    config.mesh.update(data=data, fsdp=fsdp, context=context, expert=expert, tensor=tensor)
+    config.optimizer.micro_rows = 2 * data * fsdp * expert
     config.rollout.max_total_tokens = 1024
     config.rollout.max_prompt_tokens = 256
-    config.rollout.num_rows = 16 * data * fsdp * context
+    config.rollout.num_rows = 16 * data * fsdp * context * expert
     return config
 
 
@@ -138,6 +144,7 @@ def policy_of(config: ConfigDict, model: QwenConfig, mesh: Any) -> Model:
         num_tokens=model.vocab_size,
         dtype=jnp.dtype(config.model.dtype),
         attention=choose(config.model.attention, mesh, model),
+        experts=choose_experts(config.model.experts, mesh),
         remat=config.model.remat,
         scan_layers=config.model.scan_layers,
         logits_chunk_tokens=config.model.logits_chunk_tokens,
@@ -225,7 +232,7 @@ def sampler_programs(
     rollout, dtype = config.rollout, jnp.dtype(config.model.dtype)
     sizes = dict(memory.target_mesh(config, model, target).shape)
     if target.num_processes > 1:
-        sizes = {"data": -1, "fsdp": 1, "tensor": sizes["tensor"]}
+        sizes = {"data": -1, "fsdp": 1, "expert": sizes["expert"], "tensor": sizes["tensor"]}
     mesh, num_rows = sharding.make_mesh(**sizes, devices=devices), rollout.num_rows
     num_rows //= target.num_processes
     kernels = choose(config.model.attention, mesh, model)
@@ -233,6 +240,7 @@ def sampler_programs(
         config=model,
         mesh=mesh,
         kernels=kernels,
+        experts=choose_experts(config.model.experts, mesh),
         num_tokens=model.vocab_size,
         num_steps=rollout.chunk_tokens,
         num_rows=num_rows,
@@ -373,12 +381,17 @@ def shipped(
         num_processes=num_processes,
         memory_bytes=80 * GIB,
     )
-    advice.choose_micro_rows(config, model, target)
+    advice.choose_micro_rows(config, model, target, must_fit=False)
     return config, _cut(model, num_layers), target
 
 
 def _cut(model: Any, num_layers: int) -> Any:
-    return dataclasses.replace(model, num_layers=num_layers) if num_layers else model
+    if not num_layers:
+        return model
+    less: dict[str, Any] = {"num_layers": num_layers}
+    if model.num_experts:
+        less["expert_layers"] = tuple(one for one in model.expert_layers if one < num_layers)
+    return dataclasses.replace(model, **less)
 
 
 def runs(
@@ -411,7 +424,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="tiny,0.5b,0.6b", help=f"out of {', '.join(MODELS)}")
-    parser.add_argument("--mesh", default="1x1x1,2x2x2", help="data x fsdp x tensor (x context)")
+    parser.add_argument(
+        "--mesh", default="1x1x1,2x2x2", help="data x fsdp x tensor (x context (x expert))"
+    )
     parser.add_argument("--dtype", default="float32", help="float32,bfloat16")
     parser.add_argument("--config", help=f"instead of these, out of {', '.join(SHIPPED)}")
     parser.add_argument("--layers", type=int, default=0, help="so many instead of the model's")

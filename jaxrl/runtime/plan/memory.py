@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -296,10 +297,15 @@ class ModelTerms:
     def layer(self) -> MemoryTerms:
         """Values of a token inside a layer."""
         dense = self.model.memory_terms(self.mesh.shape["tensor"])
+        return dense if self.experts is None else dense.plus(self.experts)
+
+    @property
+    def experts(self) -> MemoryTerms | None:
+        """Of these, what experts add."""
         if not self.model.num_experts:
-            return dense
+            return None
         sizes = self.mesh.shape
-        return dense.plus(self.model.expert_terms(sizes["tensor"], sizes["expert"]))
+        return self.model.expert_terms(sizes["tensor"], sizes["expert"])
 
     def cache_bytes(self, dtype: np.dtype) -> int:
         """Keys and values of a token, in all layers."""
@@ -544,6 +550,16 @@ class _Update:
         copies = 3 if in_parts else 1 + self.is_cpu
         return max(terms.read_activations, copies * terms.inner + 2 * self.model.width)
 
+    def not_copied(self, experts: Callable[[MemoryTerms], int]) -> int:
+        """Bytes by which values of experts take less than in float32.
+
+        A CPU keeps them in bfloat16, and copies those that it multiplies: three bytes on average.
+        """
+        terms = ModelTerms(self.model, self.mesh).experts
+        if terms is None or not (self.is_cpu and self.is_cast):
+            return 0
+        return self.tokens * experts(terms)
+
     @property
     def new_gradients(self) -> int:
         """A micro-batch's gradients of the layers."""
@@ -594,7 +610,8 @@ class _Update:
             "attention scores": self.scores * (2 * 4 + self.is_cast * 2 * self.itemsize + 1),
             # Gathered, then turned one after the other; their gradients are summed in float32.
             "keys and values of whole rows": self.whole_keys * (3 * self.itemsize + 2 * 4),
-            "activations of a layer": inner * operand,
+            "activations of a layer": inner * operand
+            - self.not_copied(lambda experts: experts.activations),
             "int8 weights in the compute dtype": operand * self.policy.dequantised,
             "layers gathered": self.gathers * 2 * operand * count.whole_layer,
             "embedding and output gathered": self.is_cpu * self.gathered_tables,
@@ -636,7 +653,8 @@ class _Update:
         return {
             "attention scores": self.scores * 4,
             "keys and values of whole rows": self.whole_keys * 3 * self.itemsize,
-            "activations of a layer": self.tokens * self.scored * operand,
+            "activations of a layer": self.tokens * self.scored * operand
+            - self.not_copied(lambda experts: experts.read_activations),
             "int8 weights in the compute dtype": operand * self.policy.dequantised,
             "layers gathered": self.gathers * operand * self.count.whole_layer,
             "embedding and output gathered": self.gathered_tables,

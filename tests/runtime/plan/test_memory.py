@@ -14,6 +14,8 @@ from benchmarks import memory as programs
 from jaxrl.config import default_config
 from jaxrl.models.decoder import init_params
 from jaxrl.runtime.plan import memory
+from jaxrl.training.packing import train_shape
+from tests.helpers import TINY_MOE
 from tests.runtime.plan.cases import (
     AHEAD,
     NODE,
@@ -362,3 +364,24 @@ class TestAdapters:
         target = replace(NODE, platform="cpu", num_devices=1)
         found = programs.compare(config, programs.MODELS["tiny"], target, jax.devices()[:1])
         TestAgainstTheCompiler().check(found)
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "dense_bytes", "expert_bytes"),
+    [("cpu", "float32", 4, 4), ("cpu", "bfloat16", 4, 3), ("gpu", "bfloat16", 2, 2)],
+)
+def test_what_experts_compute_is_copied_in_part_on_a_cpu(
+    platform, dtype, dense_bytes, expert_bytes
+):
+    config = default_config()
+    config.model.dtype = dtype
+    config.optimizer.micro_rows = 1
+    config.rollout.max_total_tokens = 100
+    config.rollout.max_prompt_tokens = 50
+    target = memory.Target(platform=platform, num_devices=1, memory_bytes=memory.GIB)
+    dense, experts = TINY_MOE.memory_terms(1), TINY_MOE.expert_terms(1, 1)
+    phase = memory.update_phase(config, TINY_MOE, target, "train")
+    tokens = train_shape(config, 1).row_tokens
+    assert phase.moments["layers"]["activations of a layer"] == tokens * (
+        dense_bytes * dense.activations + expert_bytes * experts.activations
+    )
