@@ -1,10 +1,11 @@
 r"""Whether this device computes what it should, in a minute: kernels and a small model.
 
-    python -m benchmarks.agreement --part=kernels|model [--json=FILE] [--shapes=6]
+    python -m benchmarks.agreement --part=kernels|experts|model [--json=FILE] [--shapes=6]
 
 `kernels`: the platform's attention, forward and backward over packed rows and over the sampler's
 pages, on random shapes against brute force in float64 on the host, which reads the inputs as they
-are rounded. `model`: a greedy rollout of a small float32 model and the gradient of an update, on
+are rounded. `experts`: the same of products with experts, the platform's and XLA's, in groups of
+random sizes. `model`: a greedy rollout of a small float32 model and the gradient of an update, on
 this device against the CPU; products are not rounded to TF32. Samples may differ where two tokens
 are equally likely; log-probabilities are compared as far as tokens are the same.
 
@@ -18,6 +19,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ from benchmarks import common, rollout, update
 from jaxrl.config import default_config
 from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import find_reads
+from jaxrl.models.experts.choice import choose
+from jaxrl.models.experts.products import Product
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine
@@ -42,12 +46,19 @@ from tests.models.attention.brute import (
     random_pages,
     random_rows,
 )
+from tests.models.experts.brute import brute_force as brute_force_groups
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 """Of what kernels may differ by, over the largest value: their sums are float32."""
 
 HEADS = ((16, 8, 128), (32, 8, 128), (14, 2, 64), (4, 2, 64))
 """Query heads, key heads and head size of Qwen3-0.6B, Qwen3-4B, Qwen2.5-0.5B and the small one."""
+
+GROUPED = ((1, 8, 64), (32, 96, 512), (48, 128, 768))
+"""Numbers of groups, widths, and widths of what comes out."""
+
+TRIED = ("auto", "xla")
+"""Products with experts, as `config.model.experts` names them."""
 
 
 def far(got: Any, wanted: np.ndarray) -> float:
@@ -114,12 +125,53 @@ def check_kernels(num_shapes: int) -> tuple[dict[str, Any], bool]:
             found, before = measure(kernels, rng, heads, dtype), worst.setdefault(label, {})
             for part, value in found.items():
                 before[part] = max(before.get(part, 0.0), value)
-    is_near = all(
+    return {"num_shapes": num_shapes, **worst}, within_bounds(worst)
+
+
+def within_bounds(worst: dict[str, dict[str, float]]) -> bool:
+    """Whether all distances are, by labels that end in a dtype."""
+    return all(
         value <= BOUNDS[label.rpartition(" ")[2]]
         for label, parts in worst.items()
         for value in parts.values()
     )
-    return {"num_shapes": num_shapes, **worst}, is_near
+
+
+def experts_distance(product: Product, rng: np.random.Generator, dtype: str) -> dict[str, float]:
+    """Of outputs and gradients of rows in groups of random sizes, some empty, some rows beyond."""
+    num_groups, width, columns = (int(rng.choice(sizes)) for sizes in GROUPED)
+    shares = rng.dirichlet(np.full(num_groups, 0.3))
+    sizes = rng.multinomial(int(rng.integers(1, 2000)), shares)
+    count = int(sizes.sum())
+    rows, gradient = (
+        rounded(rng.standard_normal((count + 20, size)), dtype) for size in (width, columns)
+    )
+    weights = rounded(rng.standard_normal((num_groups, width, columns)), dtype)
+    wanted = brute_force_groups(rows, weights, sizes, gradient)
+
+    def run(rows: jax.Array, weights: jax.Array, sizes: jax.Array, gradient: jax.Array) -> Any:
+        out, back = jax.vjp(lambda rows, weights: product(rows, weights, sizes), rows, weights)
+        return out, *back(gradient)
+
+    operands = (jnp.asarray(x, dtype) for x in (rows, weights))
+    with jax.default_matmul_precision("highest"):
+        got = jax.jit(run)(*operands, jnp.asarray(sizes, jnp.int32), jnp.asarray(gradient, dtype))
+    ends = (count, count, num_groups)
+    found = zip(("out", "of rows", "of weights"), got, wanted, ends, strict=True)
+    return {name: far(one[:end], other[:end]) for name, one, other, end in found}
+
+
+def check_experts(num_shapes: int) -> tuple[dict[str, Any], bool]:
+    """The largest distances by products and dtype, and whether all are within their bounds."""
+    rng, worst = np.random.default_rng(0), {}
+    mesh = common.one_device()
+    for index in range(num_shapes):
+        dtype = ("float32", "bfloat16")[index % 2]
+        for experts in {one.name: one for one in map(partial(choose, mesh=mesh), TRIED)}.values():
+            before = worst.setdefault(f"{experts.name}, {dtype}", {})
+            for part, value in experts_distance(experts.product, rng, dtype).items():
+                before[part] = max(before.get(part, 0.0), value)
+    return {"num_shapes": num_shapes, **worst}, within_bounds(worst)
 
 
 MODEL = common.ModelSizes(
@@ -221,11 +273,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--part", choices=("kernels", "model"), default="kernels")
-    parser.add_argument("--shapes", type=int, default=6, help="random ones, of kernels")
+    parser.add_argument("--part", choices=("kernels", "experts", "model"), default="kernels")
+    parser.add_argument("--shapes", type=int, default=6, help="random ones, of kernels and experts")
     parser.add_argument("--json", type=Path, help="file for the figures")
     flags = parser.parse_args(argv)
-    figures, is_near = check_kernels(flags.shapes) if flags.part == "kernels" else check_model()
+    if flags.part == "model":
+        figures, is_near = check_model()
+    else:
+        check = check_kernels if flags.part == "kernels" else check_experts
+        figures, is_near = check(flags.shapes)
     record = {"benchmark": f"agreement_{flags.part}", **figures, "is_near": is_near}
     for label, value in record.items():
         print(f"  {label:<30}{value}")

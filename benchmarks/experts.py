@@ -1,86 +1,151 @@
-"""What a layer of experts costs as their number grows while each token reaches two of them.
+r"""What the experts of a layer cost as their number grows while each token reaches as many of them.
 
-    python -m benchmarks.experts
+    python -m benchmarks.experts [--tokens=4096] [--experts 8 32 128] [--chosen=2]
+        [--products xla ragged_dot] [--rounds=15] [--json=FILE]
 
-Times a forward and a backward pass of the products in one process, alternating, and prints medians
-and, for `jax.lax.ragged_dot`, the operations that XLA counts. A token's own products take
-`2 * 3 * 6 * D * F` operations forwards and backwards together, whatever the number of experts.
+Times forward and backward passes in one process, all in turn in each round, and prints medians:
+with the gradients of tokens and weights, and with that of tokens alone, which shows what the
+gradient of all weights takes. Beside the time on the clock is that on processors, which others on
+the machine lengthen less. The products of this platform and those of XLA are compared by default.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import common
+from jaxrl.config import EXPERTS
+from jaxrl.models.experts.choice import choose
 from jaxrl.models.experts.dispatch import mix
-from jaxrl.models.experts.products import Product, grouped_product
+from jaxrl.models.experts.products import Product
 
-CHOSEN = 2
-PRODUCTS: dict[str, Product] = {"tiles": grouped_product, "ragged_dot": jax.lax.ragged_dot}
+GRADIENTS = {"tokens": (0,), "tokens and weights": (0, 1)}
+"""What is differentiated, out of the arguments of `mix`."""
 
 
-def make_inputs(num_experts: int, tokens: int, width: int, inner: int) -> tuple[Any, ...]:
+def make_inputs(
+    num_experts: int, tokens: int, width: int, inner: int, chosen: int, dtype: str
+) -> tuple[Any, ...]:
     """Tokens, weights, and a router's random choices."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(shape, np.float32) * shape[-2] ** -0.5)
+        return jnp.asarray(rng.standard_normal(shape, np.float32) * shape[-2] ** -0.5, dtype)
 
     weights = {
         "gate": normal(num_experts, width, inner),
         "up": normal(num_experts, width, inner),
         "down": normal(num_experts, inner, width),
     }
-    chosen = np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :CHOSEN].astype(np.int32)
-    shares = jnp.full((tokens, CHOSEN), 1 / CHOSEN)
-    return normal(tokens, width), weights, jnp.asarray(chosen), shares
+    experts = np.argsort(rng.random((tokens, num_experts)), axis=1)[:, :chosen].astype(np.int32)
+    shares = jnp.full((tokens, chosen), 1 / chosen)
+    return normal(tokens, width), weights, jnp.asarray(experts), shares
 
 
-def differentiated(product: Product) -> Callable[..., Any]:
-    """The gradients of tokens and weights."""
+def find_product(name: str) -> Product:
+    """Of `config.model.experts`, or XLA's own."""
+    return jax.lax.ragged_dot if name == "ragged_dot" else choose(name, common.one_device()).product
+
+
+def differentiated(product: Product, arguments: tuple[int, ...]) -> Callable[..., Any]:
+    """The gradients of tokens, and perhaps of weights."""
 
     def loss(x: jax.Array, weights: Any, chosen: jax.Array, shares: jax.Array) -> jax.Array:
         return (mix(x, weights, chosen, shares, product=product) ** 2).sum()
 
-    return jax.jit(jax.grad(loss, argnums=(0, 1)))
+    return jax.jit(jax.grad(loss, argnums=arguments))
 
 
-def main() -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tokens", type=int, default=2048)
+Label = tuple[int, str, str]
+"""Number of experts, products, and what is differentiated."""
+
+
+def compile_all(flags: argparse.Namespace) -> dict[Label, Callable[[], Any]]:
+    """What runs each case once; a case that does not compile here is told and left out."""
+    runs: dict[Label, Callable[[], Any]] = {}
+    for num_experts in flags.experts:
+        inputs = make_inputs(
+            num_experts, flags.tokens, flags.width, flags.inner, flags.chosen, flags.dtype
+        )
+        for name in flags.products:
+            for what, arguments in GRADIENTS.items():
+                function = differentiated(find_product(name), arguments)
+                try:
+                    program = function.lower(*inputs).compile()
+                    jax.block_until_ready(program(*inputs))
+                except jax.errors.JaxRuntimeError as error:
+                    print(f"{num_experts} experts, {name}: {str(error).splitlines()[0]}")
+                    continue
+                runs[num_experts, name, what] = lambda program=program, inputs=inputs: program(
+                    *inputs
+                )
+    return runs
+
+
+def measure(runs: dict[Label, Callable[[], Any]], rounds: int) -> dict[Label, tuple[float, float]]:
+    """Of each case the medians of ms on the clock and on processors."""
+    found: dict[Label, list[tuple[float, float]]] = {label: [] for label in runs}
+    for _ in range(rounds):
+        for label, run in runs.items():
+            began = time.perf_counter(), time.process_time()
+            jax.block_until_ready(run())
+            ended = time.perf_counter(), time.process_time()
+            found[label].append((1e3 * (ended[0] - began[0]), 1e3 * (ended[1] - began[1])))
+    return {
+        label: (statistics.median(a for a, _ in times), statistics.median(b for _, b in times))
+        for label, times in found.items()
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Prints the table; the record."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    own = choose("auto", common.one_device()).name
+    parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--inner", type=int, default=96)
+    parser.add_argument("--chosen", type=int, default=2, help="experts of a token")
     parser.add_argument("--experts", type=int, nargs="+", default=[8, 32, 128])
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--products", nargs="+", choices=PRODUCTS, default=list(PRODUCTS))
-    options = parser.parse_args()
-    print("| experts | products | ms | GFLOP by XLA |\n|---|---|---|---|")
-    for num_experts in options.experts:
-        inputs = make_inputs(num_experts, options.tokens, options.width, options.inner)
-        compiled = {
-            name: differentiated(PRODUCTS[name]).lower(*inputs).compile()
-            for name in options.products
-        }
-        times: dict[str, list[float]] = {name: [] for name in compiled}
-        for _ in range(options.repeats + 1):
-            for name, run in compiled.items():
-                began = time.perf_counter()
-                jax.block_until_ready(run(*inputs))
-                times[name].append(time.perf_counter() - began)
-        for name, run in compiled.items():
-            counted = run.cost_analysis()["flops"] / 1e9
-            # XLA counts a loop's body once, so its count says nothing of the tiles.
-            operations = f"{counted:.2f}" if name == "ragged_dot" else "not counted"
-            took = 1e3 * statistics.median(times[name][1:])
-            print(f"| {num_experts} | {name} | {took:.1f} | {operations} |", flush=True)
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--products",
+        nargs="+",
+        choices=(*EXPERTS[1:], "ragged_dot"),
+        default=list(dict.fromkeys((own, "xla"))),
+    )
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    flags = parser.parse_args(argv)
+    medians = measure(compile_all(flags), flags.rounds)
+    print("| experts | products | gradients of | ms | ms of processors |\n|---|---|---|---|---|")
+    for (num_experts, name, what), (clock, processors) in medians.items():
+        print(f"| {num_experts} | {name} | {what} | {clock:.2f} | {processors:.2f} |")
+    most = max(flags.experts)
+    record = {
+        "benchmark": "experts",
+        **{key: value for key, value in vars(flags).items() if key != "json"},
+        "medians": [[*label, *times] for label, times in medians.items()],
+        **{
+            f"{name}_ms": clock
+            for (num_experts, name, what), (clock, _) in medians.items()
+            if num_experts == most and what == "tokens and weights"
+        },
+    }
+    if flags.json:
+        flags.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    return record
 
 
 if __name__ == "__main__":

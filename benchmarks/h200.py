@@ -56,6 +56,10 @@ PARTS = (
         name="kernels", module="agreement", flags="--part=kernels --shapes=8",
         tiny="--part=kernels --shapes=2", share_s=70,
     ),
+    Part(
+        name="experts", module="agreement", flags="--part=experts --shapes=4",
+        tiny="--part=experts --shapes=2", share_s=35,
+    ),
     Part(name="model", module="agreement", flags="--part=model", tiny="--part=model", share_s=80),
     Part(
         name="rollout_0.6b", module="rollout",
@@ -67,6 +71,12 @@ PARTS = (
         flags="--preset=h200 --model=qwen3-4b --spread=0 --new_tokens=1536 --row_tokens=2048 "
         "--micro_rows=4 --warm_up=1 --repetitions=3",
         tiny=f"{TINY} {TRAINED} --warm_up=1 --repetitions=1", share_s=100,
+    ),
+    Part(
+        name="experts_30b", module="experts",
+        flags="--tokens=4096 --width=2048 --inner=768 --chosen=8 --experts 128 --dtype=bfloat16 "
+        "--products triton xla ragged_dot --rounds=10",
+        tiny="--tokens=64 --width=32 --inner=48 --experts 8 --rounds=2", share_s=45,
     ),
     Part(
         name="rollout_4b", module="rollout",
@@ -142,6 +152,9 @@ FIGURES = {
     "ms_per_update": "{:,.0f}",
     "mfu": "{:.1%}",
     "mfu_computed": "{:.1%}",
+    "triton_ms": "{:.2f}",
+    "xla_ms": "{:.2f}",
+    "ragged_dot_ms": "{:.2f}",
     "first_step_s": "{:.1f}",
     "step_s": "{:.2f}",
     "rollout_s": "{:.2f}",

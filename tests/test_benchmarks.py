@@ -11,6 +11,7 @@ import pytest
 from benchmarks import (
     agreement,
     common,
+    experts,
     h200,
     local_search,
     lora,
@@ -23,6 +24,7 @@ from benchmarks import (
 from jaxrl.demonstrations import Demonstration
 from jaxrl.models.attention import reference
 from jaxrl.models.attention.kernels import XLA
+from jaxrl.models.experts import choice, products
 
 MODEL = [
     "--num_layers=1", "--width=32", "--num_heads=2", "--num_kv_heads=1", "--head_dim=16",
@@ -262,6 +264,31 @@ def test_agreement_notices_a_wrong_kernel(monkeypatch, capsys):
     assert "is_near                       False" in capsys.readouterr().out
 
 
+def test_agreement_of_experts_notices_a_row_of_another_group(monkeypatch, tmp_path):
+    path = tmp_path / "record.json"
+    flags = ["--part=experts", "--shapes=1", f"--json={path}"]
+    assert agreement.main(flags) == 0
+    assert json.loads(path.read_text())["xla, float32"]["of weights"] < 1e-5
+
+    def wrong(rows, weights, sizes):
+        return products.grouped_product(rows, weights, sizes.at[0].add(1).at[-1].add(-1))
+
+    monkeypatch.setattr(choice, "grouped_product", wrong)
+    assert agreement.main(flags) == 1
+
+
+def test_what_experts_cost_is_told_of_each_number_and_gradient(tmp_path, capsys):
+    path = tmp_path / "record.json"
+    sizes = ["--tokens=16", "--width=8", "--inner=8", "--experts", "2", "4", "--rounds=1"]
+    experts.main([*sizes, f"--json={path}"])
+    record = json.loads(path.read_text())
+    assert [row[:3] for row in record["medians"]] == [
+        [count, "xla", what] for count in (2, 4) for what in ("tokens", "tokens and weights")
+    ]
+    assert record["xla_ms"] == record["medians"][-1][3] > 0
+    assert "| 4 | xla | tokens and weights |" in capsys.readouterr().out
+
+
 def test_no_floor_without_the_hardware(tmp_path):
     model = [flag for flag in MODEL if "flops" not in flag and "bandwidth" not in flag]
     path = tmp_path / "record.json"
@@ -314,8 +341,13 @@ def test_parts_have_flags_that_their_programs_know(preset, monkeypatch, tmp_path
         flags = words[3:]
         if part.module == "agreement":
             monkeypatch.setattr(agreement, "check_kernels", lambda shapes: ({}, shapes > 1))
+            monkeypatch.setattr(agreement, "check_experts", lambda shapes: ({}, shapes > 1))
             monkeypatch.setattr(agreement, "check_model", lambda: ({}, True))
             assert agreement.main(flags) == 0
+            continue
+        if part.module == "experts":
+            monkeypatch.setattr(experts, "compile_all", lambda flags: {})
+            assert (experts.main(flags)["width"] > 1000) == (preset == "h200")
             continue
         work = {"rollout": rollout.EVEN, "update": update.WORK, "step": step.WORK}[part.module]
         read, model, _, _ = common.read_flags("", work, flags)

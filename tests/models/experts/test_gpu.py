@@ -14,6 +14,7 @@ from jaxrl.models.experts import gpu
 from jaxrl.models.experts.dispatch import Experts, mix
 from jaxrl.models.experts.products import grouped_product
 from tests.helpers import TINY_MOE, relative_distance
+from tests.models.experts.brute import brute_force
 from tests.programs import CUSTOM_CALLS, trainer_programs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -27,18 +28,6 @@ def differentiated(product):
         return out, *back(gradient)
 
     return jax.jit(run)
-
-
-def exact(rows, weights, sizes, gradient):
-    """Output and gradients of given operands in float64, group by group."""
-    rows, weights, gradient = (np.asarray(x, np.float64) for x in (rows, weights, gradient))
-    out, of_rows, of_weights = np.zeros_like(gradient), np.zeros_like(rows), np.zeros_like(weights)
-    ends = np.cumsum(sizes)
-    for group, (start, end) in enumerate(zip(ends - sizes, ends, strict=True)):
-        out[start:end] = rows[start:end] @ weights[group]
-        of_rows[start:end] = gradient[start:end] @ weights[group].T
-        of_weights[group] = rows[start:end].T @ gradient[start:end]
-    return out, of_rows, of_weights
 
 
 CASES = [
@@ -65,7 +54,7 @@ def test_products_and_gradients_are_exact_whatever_the_groups(case):
     weights = normal(len(sizes), width, columns)
     given = jnp.asarray(sizes, jnp.int32)
     got = differentiated(interpreted)(spoilt, weights, given, of_spoilt)
-    wanted = exact(rows, weights, np.asarray(sizes), gradient)
+    wanted = brute_force(rows, weights, sizes, gradient)
     assert {x.dtype for x in got} == {jnp.dtype(dtype)}
     # What is summed in float32 is rounded once.
     bound = {"float32": 1e-6, "bfloat16": 2**-8}[dtype]
