@@ -3,9 +3,9 @@
 python -m jaxrl.launch --config=configs/search_moe.py --workdir=runs/search_moe
 
 Bring the model as models/Qwen3-30B-A3B; questions and documents as configs/search_r1.py wants them.
-The method is that of Search-R1 with group-sequence ratios (GSPO), which a token's other experts in
-the trainer move less than ratios of tokens. The numbers are a start, not a tuned recipe: no run of
-this size was made. configs/search_moe_small.py trains the same on a laptop.
+The method is that of Search-R1 with group-sequence ratios (GSPO), and with router replay (R3): a
+token's experts in the update are those that the sampler chose. The numbers are a start, not a tuned
+recipe: no run of this size was made. configs/search_moe_small.py trains the same on a laptop.
 """
 
 from ml_collections import ConfigDict
@@ -22,6 +22,7 @@ def set_method(config: ConfigDict) -> None:
     config.loss.clip_low, config.loss.clip_high = 3e-4, 4e-4
     config.loss.entropy_coef = 0.0
     config.loss.aggregation = "seq-mean-token-mean"
+    config.model.router.replay = True
 
 
 def get_config() -> ConfigDict:

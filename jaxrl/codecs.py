@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from jaxrl.envs.base import CallRecord, Outcome, Task, Turn
 from jaxrl.envs.images import Picture
@@ -22,6 +23,8 @@ ARRAYS = {
 }
 
 
+ROUTED = "routed_experts"
+
 MEASURED = ("divergence", "windows")
 """Fields that a step finds out anew."""
 
@@ -33,11 +36,13 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
     what a model reads of images: that is made again of the images as they were given.
     """
     known = [field.name for field in dataclasses.fields(trajectory)]
-    left_out = (*MEASURED, "images")
+    left_out = (*MEASURED, "images", ROUTED)
     fields = {name: getattr(trajectory, name) for name in known if name not in left_out}
     for name, dtype in ARRAYS.items():
-        data = np.ascontiguousarray(fields[name], np.dtype(dtype).newbyteorder("<")).tobytes()
-        fields[name] = base64.b64encode(data).decode("ascii")
+        fields[name] = _encoded(fields[name], dtype)
+    if (routed := trajectory.routed_experts) is not None:
+        data = _encoded(routed, routed.dtype)
+        fields[ROUTED] = {"dtype": routed.dtype.name, "shape": list(routed.shape), "data": data}
     task = dataclasses.asdict(dataclasses.replace(trajectory.task, images=()))
     task["images"] = list(map(_picture_to_json, trajectory.task.images))
     turns = [_turn_to_json(turn) for turn in trajectory.turns]
@@ -58,9 +63,9 @@ def from_json(saved: Mapping[str, Any]) -> Trajectory:
     known = {field.name for field in dataclasses.fields(Trajectory)}
     fields = {name: value for name, value in saved.items() if name in known}
     for name, dtype in ARRAYS.items():
-        data = base64.b64decode(fields[name])
-        array = np.frombuffer(data, np.dtype(dtype).newbyteorder("<"))
-        fields[name] = array.astype(dtype)
+        fields[name] = _decoded(fields[name], dtype)
+    if routed := fields.get(ROUTED):
+        fields[ROUTED] = _decoded(routed["data"], routed["dtype"]).reshape(routed["shape"])
     task = dict(fields["task"])
     task["answers"] = tuple(task["answers"])
     task["messages"] = None if task["messages"] is None else tuple(task["messages"])
@@ -73,6 +78,16 @@ def from_json(saved: Mapping[str, Any]) -> Trajectory:
             fields[name] = tuple(fields[name])
     fields["outcome"] = Outcome(fields["outcome"])
     return Trajectory(**fields)
+
+
+def _encoded(array: np.ndarray, dtype: DTypeLike) -> str:
+    data = np.ascontiguousarray(array, np.dtype(dtype).newbyteorder("<")).tobytes()
+    return base64.b64encode(data).decode("ascii")
+
+
+def _decoded(text: str, dtype: DTypeLike) -> np.ndarray:
+    array = np.frombuffer(base64.b64decode(text), np.dtype(dtype).newbyteorder("<"))
+    return array.astype(dtype)
 
 
 def _turn(saved: Mapping[str, Any]) -> Turn:

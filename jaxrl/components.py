@@ -34,7 +34,7 @@ from jaxrl.envs.recording import Recording, recorded_engines
 from jaxrl.envs.resilient import Policy, ResilientSearch, ask_first
 from jaxrl.envs.retrieval import DocumentSearch, EmptySearch
 from jaxrl.envs.tools import Tool
-from jaxrl.method import adapter_of, frozen_of
+from jaxrl.method import adapter_of, frozen_of, records_experts
 from jaxrl.models.adapters import check_adapter
 from jaxrl.models.architecture import Architecture, read_model
 from jaxrl.models.attention.choice import choose
@@ -245,6 +245,11 @@ def _check_mesh(config: ConfigDict, mesh: Mesh, model: Architecture) -> None:
         raise ValueError(
             f"config.model.router.balance_coef is {coef}, but the model has no experts to balance; "
             "set it to 0."
+        )
+    if config.model.router.replay and not (model.num_experts and model.num_chosen):
+        raise ValueError(
+            "config.model.router.replay is True, but the model has no experts whose choice could "
+            "be recorded and replayed (num_experts, num_chosen); set it to False."
         )
     memory.check_rows(config, mesh, jax.process_count())
     memory.check_length(config, model)
@@ -697,6 +702,7 @@ def _make_engine(
         dtype=jnp.dtype(config.model.dtype),
         kernels=kernels,
         experts=choose_experts(config.model.experts, sampling),
+        records_experts=records_experts(config),
         train_mesh=mesh,
         scan_layers=scans(config.model.scan_layers, sampling.devices.flat[0].platform),
         kinds=draw_kinds(config),

@@ -183,6 +183,8 @@ def default_config() -> ConfigDict:
     model.router = router = ConfigDict()
     # Of the loss by which the tokens of a mini-batch use experts alike, in both stages; 0 is none
     router.balance_coef = 0.0
+    # Training sends each token to the experts that the sampler chose for it, which are recorded
+    router.replay = False
     # What of each layer the update computes again, in place of keeping it. full: all of it; names:
     # all but products with weights and attention's result; dots: all but products with weights,
     # of any architecture; none: nothing. offload: all but a layer's input and attention's result,

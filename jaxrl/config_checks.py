@@ -203,6 +203,11 @@ RULES = (
         lambda c: c.policy.name != OWN_MODEL and c.rollout.overlong_prompts == "truncate_left",
         "'refuse' or 'drop' with a policy behind an endpoint: messages are sent whole",
     ),
+    Rule(
+        "model.router.replay",
+        lambda c: c.policy.name != OWN_MODEL and c.model.router.replay,
+        "False with a policy behind an endpoint: it does not say which experts it has chosen",
+    ),
     # An adapter.
     Rule(
         "model.lora.path",

@@ -143,6 +143,11 @@ def needs_buckets(config: ConfigDict) -> bool:
     return config.shaping.entropy_reward or kl.controller == "budget" or kl.second_chance
 
 
+def records_experts(config: ConfigDict) -> bool:
+    """Whether the sampler records the experts of tokens, for training to replay."""
+    return config.model.router.replay and "train" in config.stages
+
+
 def is_measured(config: ConfigDict) -> bool:
     """True where the divergence of every trajectory is measured before the update."""
     return config.kl.coef != 0 and (config.kl.place == "reward" or config.kl.controller != "fixed")

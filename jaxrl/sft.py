@@ -41,7 +41,7 @@ def sft(session: Session, params: Params) -> Params:
     )
     stream = Stream(components.demonstrations, seed=config.seed)
     model = components.model
-    shape = sft_shape(config, model.shards_with_prompts, model.num_pieces, model.config.vision)
+    shape = sft_shape(config, model.shards_with_prompts, model.num_pieces, model.config)
     num_shards = num_batch_shards(components.mesh)
     session.display.start("sft", progress.stage_step, num_steps)
     while progress.stage_step < num_steps:

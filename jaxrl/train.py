@@ -75,7 +75,7 @@ def train(session: Session, params: Params) -> Params:
     estimate = Estimator(config)
     stream = Stream(components.tasks, seed=config.seed)
     model = components.model
-    shape = train_shape(config, model.shards_with_prompts, model.num_pieces, model.config.vision)
+    shape = train_shape(config, model.shards_with_prompts, model.num_pieces, model.config)
     num_shards = num_batch_shards(components.mesh)
     measure = measure_for(session, score, shape)
     collector = Collector(session=session, stream=stream, measure=measure)
@@ -250,6 +250,7 @@ def rollout_at(session: Session, step: int, policy_version: int) -> partial[list
         top_p=config.rollout.top_p,
         seeds=Seeds(seed=config.seed, stage=STAGES.index("train"), step=step),
         policy_version=policy_version,
+        keeps_experts=config.model.router.replay,
     )
     return partial(
         session.components.rollout,

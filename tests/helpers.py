@@ -95,6 +95,7 @@ class Sequence:
     advantage: float = 1.0
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
+    routed_experts: np.ndarray | None = None
 
 
 def random_sequences(lengths, *, seed=0, num_tokens=NUM_TOKENS):

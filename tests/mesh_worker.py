@@ -11,6 +11,7 @@ import math
 import re
 import sys
 from collections import deque
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -20,7 +21,10 @@ import optax
 
 from jaxrl.models.attention import gpu, reference
 from jaxrl.models.attention.choice import choose, on_mesh
+from jaxrl.models.attention.kernels import XLA
 from jaxrl.models.experts.choice import choose as choose_experts
+from jaxrl.models.experts.routing import Routing
+from jaxrl.models.layers import Through
 from jaxrl.models.lora import Adapter, find_targets
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import (
@@ -152,6 +156,7 @@ def sample(mesh, params, config=TINY):
         max_total_tokens=64,
         chunk_tokens=4,
         experts=choose_experts("auto", mesh),
+        records_experts=bool(config.num_experts),
     )
     engine.row_sizes = engine.row_sizes[-1:]  # one size will do: a compilation is seconds
     engine.compile()
@@ -159,7 +164,7 @@ def sample(mesh, params, config=TINY):
     todo = requests()
     rows = [{"token_ids": list(r.prompt_ids), "logprobs": [0.0] * len(r.prompt_ids)} for r in todo]
     for row in rows:
-        row["mask"] = [False] * len(row["token_ids"])
+        row["mask"], row["experts"] = [False] * len(row["token_ids"]), []
     engine.submit(todo)
     before = cache_layout(engine)
     num_turns = [0] * len(todo)
@@ -171,6 +176,7 @@ def sample(mesh, params, config=TINY):
                 row["token_ids"] += event.token_ids.tolist()
                 row["logprobs"] += event.logprobs.tolist()
                 row["mask"] += [True] * len(event.token_ids)
+                row["experts"].append(event.routed_experts)
                 if event.status == 0:
                     continue
                 num_turns[event.request] += 1
@@ -197,7 +203,8 @@ def sampler_collectives(engine):
     """What the programs that touch the cache move between devices."""
     num_rows = engine.row_sizes[-1]
     chunk, _ = engine._host_rows([[] for _ in range(engine.num_shards)], num_rows)
-    blocks = engine._host_blocks([deque() for _ in range(engine.num_shards)], 4, has_images=False)
+    nothing = [deque() for _ in range(engine.num_shards)]
+    blocks, _ = engine._host_blocks(nothing, 4, has_images=False)
     places = np.zeros(engine.num_shards * MOVED_PAGES, np.int32)
     one = np.float32(1)
     arguments = {
@@ -256,6 +263,40 @@ def model_on(mesh, config=TINY, **settings):
     return Model(config, mesh, num_tokens=NUM_TOKENS, experts=experts, **settings)
 
 
+def with_random_experts(sequences):
+    """Experts of every second token, as if a sampler of other weights had recorded them."""
+    rng, sizes = np.random.default_rng(5), (len(TINY_MOE.expert_layers), TINY_MOE.num_experts)
+    found = []
+    for sequence in sequences:
+        scores = rng.random((len(sequence.token_ids), *sizes))
+        experts = scores.argsort(axis=-1)[..., : TINY_MOE.num_chosen].astype(np.uint8)
+        experts[::2] = 255
+        found.append(replace(sequence, routed_experts=experts))
+    return found
+
+
+def num_misrecorded(params, rows):
+    """Choices that the sampler tells and the training pass makes otherwise."""
+    count = 0
+    choose_all = jax.jit(chosen_experts)
+    for row in rows:
+        told = np.concatenate(row["experts"])
+        ids = jnp.asarray(np.pad(row["token_ids"], (0, 64 - len(row["token_ids"]))))
+        count += int((told != choose_all(params, ids)[: len(told)]).any(axis=-1).sum())
+        assert len(told) == len(row["token_ids"]) - 1
+    return count
+
+
+def chosen_experts(params, ids):
+    """The experts of each token of one sequence, `[T, layers, k]`."""
+    routing = Routing(records=True)
+    positions = jnp.arange(len(ids))[None]
+    attend = XLA.within(jnp.ones_like(positions), positions)
+    through = Through(routing=routing, scan=False)
+    TINY_MOE.hidden_states(params, ids[None], positions, attend, through)
+    return routing.chosen.swapaxes(0, 1)
+
+
 def train(mesh, params, config=TINY):
     """Scores and updates twice; the report and the first gradient."""
     model = model_on(mesh, config, logits_chunk_tokens=CHUNK_TOKENS)
@@ -265,7 +306,10 @@ def train(mesh, params, config=TINY):
     )
     step = UpdateStep(model, loss, optimizer, entropy_gradient=True)
     score = ScoreStep(model, temperature=1.0)
-    packed = pack_all(random_sequences([13, 44, 24, 24, 7, 40] * 3), SHAPE)
+    sequences, replayed = random_sequences([13, 44, 24, 24, 7, 40] * 3), None
+    if config.num_experts:
+        sequences, replayed = with_random_experts(sequences), config
+    packed = pack_all(sequences, replace(SHAPE, replayed=replayed))
     batch = put_batch(mesh, packed.batch)
     logprobs = score(params, batch, packed)
     copies = jax.device_put(jax.tree.map(np.array, params), param_shardings(mesh, config))
@@ -488,6 +532,7 @@ def of_experts():
         found[name] = {
             "sampled_logprob_gap": float(max(gaps)),
             "num_sampled": sum(sum(row["mask"]) for row in rows),
+            "num_misrecorded": num_misrecorded(on_one, rows),
             "scored_logprob_gap": float(np.abs(logprobs - one_logprobs).max()),
             "gradient_distance": float(relative_distance(gradient, one_gradient)),
             "metric_gap": max(

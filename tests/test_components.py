@@ -87,6 +87,16 @@ def test_never_all_tasks_are_left_out():
         fit("drop", "x" * 50, "y" * 60)
 
 
+def test_what_is_for_experts_alone_is_refused_for_a_dense_model(tiny_world):
+    for key, value in {"model.router.balance_coef": 0.1, "model.router.replay": True}.items():
+        config = debug_tiny.get_config(str(tiny_world))
+        config.update_from_flattened_dict({key: value})
+        with pytest.raises(
+            ValueError, match=rf"config\.{key} is {value}, .* no experts .*; set it"
+        ):
+            assemble(config)
+
+
 def test_training_and_evaluation_leave_them_out_alike(tiny_world):
     config = debug_tiny.get_config(str(tiny_world))
     config.stages = ("train",)

@@ -45,6 +45,7 @@ ENDPOINT = {
 BROKEN = [
     ("policy.name", ENDPOINT | {"stages": ("sft", "evaluate")}),
     ("rollout.overlong_prompts", ENDPOINT | {"rollout.overlong_prompts": "truncate_left"}),
+    ("model.router.replay", ENDPOINT | {"model.router.replay": True}),
     ("model.lora.path", {"model.lora.path": "adapter"}),
     ("model.lora.targets", {"model.lora.rank": 8, "model.lora.targets": ()}),
     ("images.max_pixels", {"images.min_pixels": 64, "images.max_pixels": 32}),

@@ -177,6 +177,7 @@ class Architecture(ABC):
     max_positions: int  # tokens of the longest sequence
     tie_embeddings: bool  # the output layer is the embedding
     num_experts: int = 0  # of a layer that has some
+    num_chosen: int = 0  # of these, those of a token
     expert_layers: tuple[int, ...] = ()  # which have
     vision: Vision | None = None  # what reads images; None in a model of text alone
 

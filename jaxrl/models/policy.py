@@ -107,12 +107,19 @@ class Model:
         """Into how many pieces a row is cut, which divides its tokens."""
         return self.mesh.shape[CONTEXT]
 
-    def routing(self, batch: Batch) -> Routing:
-        """Of a pass over a micro-batch, for a mixture of experts with the use that tokens make."""
-        if not self.config.num_experts:
-            return Routing(experts=self.experts)
-        is_token = in_pieces(self.mesh, batch.segment_ids > 0)
-        return Routing(experts=self.experts, counted=is_token.reshape(-1).astype(jnp.float32))
+    def routing(self, batch: Batch, *, counts: bool = True) -> Routing:
+        """Of a pass over a micro-batch, by the experts that are recorded with it.
+
+        For a mixture of experts with the use that tokens make of them, unless `counts` is False.
+        """
+        routing = Routing(experts=self.experts)
+        if batch.routed_experts is not None:
+            given = in_pieces(self.mesh, batch.routed_experts)
+            routing.given = jnp.moveaxis(given.reshape(-1, *given.shape[2:]), 1, 0)
+        if counts and self.config.num_experts:
+            is_token = in_pieces(self.mesh, batch.segment_ids > 0)
+            routing.counted = is_token.reshape(-1).astype(jnp.float32)
+        return routing
 
     def token_logprobs(
         self,
@@ -159,7 +166,7 @@ class Model:
             ),
             replace(
                 self._through,
-                routing=routing or Routing(experts=self.experts),
+                routing=routing or self.routing(batch, counts=False),
                 on_shards=partial(
                     jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh)
                 ),

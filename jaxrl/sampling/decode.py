@@ -27,7 +27,7 @@ from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import attend_chunk, merge, past_ends
 from jaxrl.models.experts import dispatch
 from jaxrl.models.experts.dispatch import Experts
-from jaxrl.models.experts.routing import Routing
+from jaxrl.models.experts.routing import Routing, recorded_dtype
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.layers import SamplerThrough, Through, for_sampler
 from jaxrl.models.lora import Adapter
@@ -90,6 +90,9 @@ class Report:
     entropies: Array  # float32 [r, C], nats
     status: Array  # int32 [r], RUNNING or why the row stopped
     stop_state: Array  # int32 [r], of the stop automaton, where the row has not stopped
+    # [r, C, layers, k] of `recorded_dtype`, experts of the token before each sampled one, which is
+    # the one that was read then; None where they are not recorded
+    routed_experts: Array | None = None
 
 
 @struct.dataclass
@@ -114,6 +117,7 @@ class Sampler:
         num_rows: of a chunk at most.
         dtype: of weights, activations and pages.
         experts: how those of a mixture are computed.
+        records_experts: the programs say which ones each token has reached.
         scan_layers: go through stacked layers in a loop, compiled once for all; else one after
             another.
         adapter: of the model, where it has one.
@@ -127,6 +131,7 @@ class Sampler:
     num_rows: int
     dtype: jnp.dtype
     experts: Experts = dispatch.XLA
+    records_experts: bool = False
     scan_layers: bool = False
     adapter: Adapter | None = None
 
@@ -223,11 +228,15 @@ class Sampler:
 
     def append(
         self, weights: Params, cache: Cache, blocks: Blocks, seen: Array | None = None
-    ) -> Cache:
+    ) -> tuple[Cache, Array | None]:
         """Reads tokens that were not sampled: prompts and observations alike.
 
         A block may go on where another one of the same call ends: all keys and values of a layer
         are written before any are read. `seen` are the images of these tokens, of `see`.
+
+        Returns:
+            The cache, and the experts of each token, `[b, BLOCK, layers, k]` of `recorded_dtype`;
+            None where they are not recorded.
         """
         blocks = self._by_row(blocks)
         index = jnp.arange(BLOCK)
@@ -254,14 +263,33 @@ class Sampler:
             out, _ = read(q, keys, values, tables, limits, place)
             return out.astype(q.dtype).reshape(-1, *q.shape[2:]), cache
 
-        through = SamplerThrough(attend, cache, Routing(experts=self.experts))
+        through = SamplerThrough(attend, cache, self._routing)
         token_ids = blocks.token_ids.reshape(-1)
         rotary = positions.reshape(-1) if blocks.rotary is None else blocks.rotary.reshape(-1, 3)
         units, given = blocks.units, {}
         if seen is not None and units is not None:
             given = {"images": (seen, units.reshape(-1))}
         self.config.sample_states(weights, token_ids, rotary, through, **given)
-        return self._split(through.memory)
+        routed = self._routed(through.routing)
+        if routed is not None:
+            routed = routed.reshape(-1, BLOCK, *routed.shape[1:])
+        return self._split(through.memory), routed
+
+    @property
+    def _routing(self) -> Routing:
+        """Of a pass."""
+        return Routing(experts=self.experts, records=self.records_experts)
+
+    def _routed(self, routing: Routing) -> Array | None:
+        """The experts of each token of a pass, `[M, layers, k]`; None where none are recorded."""
+        if not self.records_experts:
+            return None
+        if routing.chosen is None:
+            raise ValueError(
+                f"config.model.router.replay is True, but {type(self.config).__name__} does not "
+                "record in `through.routing` which experts a token reaches; set it to False."
+            )
+        return self._by_row(jnp.moveaxis(routing.chosen, 1, 0))
 
     def decode_chunk(
         self,
@@ -310,6 +338,7 @@ class Sampler:
             entropies=jnp.zeros((self.num_steps, num_rows), jnp.float32),
             status=jnp.zeros(num_rows, jnp.int32),
             stop_state=state.stop_state,
+            routed_experts=self._no_experts(num_rows),
         )
 
         def step(
@@ -318,9 +347,11 @@ class Sampler:
             state, chunk, report = carry
             limits = jnp.where(state.active, cached, 0)  # who has stopped reads nothing more
             rotary = state.length if offset is None else state.length + offset
-            hidden, chunk = self._read_pending(
+            hidden, chunk, routed = self._read_pending(
                 weights, state.pending, rotary, limits, chunk, index, read
             )
+            if report.routed_experts is not None:
+                routed = report.routed_experts.at[index].set(routed)
             logits = self.config.unembed(weights, hidden, num_tokens=self.num_tokens)
             token, logprob, entropy = next_token.sample(
                 logits, uniforms[index], temperature, top_p, kind=kind
@@ -334,6 +365,7 @@ class Sampler:
                 entropies=report.entropies.at[index].set(jnp.where(state.active, entropy, 0.0)),
                 status=jnp.where(state.active, status, report.status),
                 stop_state=jnp.where(state.active, stop_state, report.stop_state),
+                routed_experts=routed,
             )
             state = State(
                 pending=jnp.where(state.active, token, state.pending),
@@ -362,7 +394,18 @@ class Sampler:
             logprobs=report.logprobs.T,
             entropies=report.entropies.T,
         )
+        if report.routed_experts is not None:
+            routed = self._by_row(report.routed_experts.swapaxes(0, 1))
+            by_row = dataclasses.replace(by_row, routed_experts=routed)
         return self._split(cache), self._widen(state), by_row
+
+    def _no_experts(self, num_rows: int) -> Array | None:
+        """Room for those of a chunk's steps, `[C, r, layers, k]`; None where none are recorded."""
+        if not self.records_experts:
+            return None
+        sizes = len(self.config.expert_layers), self.config.num_chosen
+        dtype = recorded_dtype(self.config.num_experts)
+        return jnp.zeros((self.num_steps, num_rows, *sizes), dtype)
 
     def _read_pending(
         self,
@@ -373,8 +416,8 @@ class Sampler:
         chunk: Cache,
         index: jax.Array,
         read: Callable[..., jax.Array],
-    ) -> tuple[jax.Array, Cache]:
-        """Hidden states after each row's pending token, and the chunk with its keys and values."""
+    ) -> tuple[jax.Array, Cache, Array | None]:
+        """Of each row's pending token: hidden states, the chunk with its keys, values; experts."""
 
         def attend(
             layer: Any, chunk: Cache, q: jax.Array, k: jax.Array, v: jax.Array
@@ -388,9 +431,9 @@ class Sampler:
             chunk = (*chunk[:pair], (keys, values), *chunk[pair + 1 :])
             return read(layer, q, limits, *own, index).astype(q.dtype), chunk
 
-        through = SamplerThrough(attend, chunk, Routing(experts=self.experts))
+        through = SamplerThrough(attend, chunk, self._routing)
         hidden = self.config.sample_states(weights, pending, rotary, through)
-        return hidden, through.memory
+        return hidden, through.memory, self._routed(through.routing)
 
     def _add_step(
         self, old: jax.Array, new: jax.Array, place: Any, index: jax.Array

@@ -44,7 +44,7 @@ from jaxrl.runtime.sharding import (
 from jaxrl.sampling import decode, next_token
 from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, State, StopTables
 from jaxrl.sampling.pages import pages_for
-from jaxrl.sampling.shard import Prompt, Row, Shard
+from jaxrl.sampling.shard import Prompt, Read, Routed, Row, Shard
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import Weights, delete
 from jaxrl.types import Image, Params
@@ -86,6 +86,9 @@ class Event:
     logprobs: np.ndarray  # float32 [n], nats
     entropies: np.ndarray  # float32 [n], nats
     status: int
+    # Experts of all tokens read since the event before, prompt and observations among them, the
+    # last one sampled not yet: `[m, layers, k]`. None where the engine does not record them.
+    routed_experts: np.ndarray | None = None
 
 
 @dataclass
@@ -234,6 +237,7 @@ class Engine:
         dtype: Any = jnp.float32,
         kernels: Kernels = XLA,
         experts: Experts = dispatch.XLA,
+        records_experts: bool = False,
         train_mesh: Mesh | None = None,
         max_image_tokens: int = 0,
         scan_layers: bool = False,
@@ -256,6 +260,7 @@ class Engine:
             dtype: of weights, activations and cache.
             kernels: of attention.
             experts: how those of a mixture are computed.
+            records_experts: events say which ones each token has reached.
             train_mesh: on which `set_weights` finds the parameters; `mesh` by default.
             max_image_tokens: of any trajectory; 0: as many as it has room for.
             scan_layers: see `decode.Sampler`.
@@ -294,6 +299,7 @@ class Engine:
             num_rows=num_rows,
             dtype=dtype,
             experts=experts,
+            records_experts=records_experts,
             scan_layers=scan_layers,
             adapter=adapter,
         )
@@ -406,7 +412,7 @@ class Engine:
         )
         for size, has_images in self._appends():
             nothing: list[deque[_Piece]] = [deque() for _ in range(shards)]
-            blocks = self._host_blocks(nothing, size // BLOCK, has_images=has_images)
+            blocks, _ = self._host_blocks(nothing, size // BLOCK, has_images=has_images)
             given = (weights, cache, blocks, *([seen] if has_images else []))
             compiling.append(self._append.ahead(*given, variant=(size, has_images)))
         for rows, kind in self._decodes():
@@ -940,32 +946,39 @@ class Engine:
         while any(pieces):
             left = max(len(of_shard) for of_shard in pieces) * BLOCK
             size = large if left > max(small, large // 2) else small
-            blocks = self._host_blocks(pieces, size // BLOCK, has_images=has_images)
+            blocks, members = self._host_blocks(pieces, size // BLOCK, has_images=has_images)
             images = (seen,) if has_images else ()
-            self._cache = self._append(
+            self._cache, experts = self._append(
                 self._weights, self._cache, blocks, *images, variant=(size, has_images)
             )
+            if experts is not None:
+                experts.copy_to_host_async()
+                routed = Routed(experts)
+                for piece, index in members:
+                    piece.row.reads.append(Read(routed, index, len(piece.token_ids)))
 
     def _host_blocks(
         self, pieces: list[deque[_Piece]], num_blocks: int, *, has_images: bool
-    ) -> Blocks:
-        """The next pieces of each shard for the device, which are taken away."""
+    ) -> tuple[Blocks, list[tuple[_Piece, int]]]:
+        """The next pieces of each shard for the device, which are taken away, and their blocks."""
         total = self.num_shards * num_blocks
         token_ids, units = np.zeros((2, total, BLOCK), np.int32)
         start, counts = np.zeros((2, total), np.int32)
         tables = np.full((total, self._table_pages), self.num_pages, np.int32)
         rotary = None if self._vision is None else np.zeros((total, BLOCK, 3), np.int32)
+        members = []
         for shard, of_shard in enumerate(pieces):
             for index in range(shard * num_blocks, (shard + 1) * num_blocks):
                 if of_shard:
                     piece = of_shard.popleft()
+                    members.append((piece, index))
                     count = len(piece.token_ids)
                     token_ids[index, :count], units[index, :count] = piece.token_ids, piece.units
                     start[index], counts[index] = piece.start, count
                     tables[index, : len(piece.row.pages)] = piece.row.pages
                     if rotary is not None and piece.rotary is not None:
                         rotary[index, :count] = piece.rotary
-        return Blocks(
+        blocks = Blocks(
             token_ids=token_ids,
             start=start,
             counts=counts,
@@ -973,6 +986,7 @@ class Engine:
             rotary=rotary,
             units=units if has_images else None,
         )
+        return blocks, members
 
     def _collect(self, chunk: _Chunk) -> list[Event]:
         """Waits for a chunk and reads its report."""
@@ -1002,7 +1016,17 @@ class Engine:
             logprobs=np.array(report.logprobs[index, :count]),
             entropies=np.array(report.entropies[index, :count]),
             status=status,
+            routed_experts=_routed_experts(row, report, index, count),
         )
+
+
+def _routed_experts(row: Row, report: decode.Report, index: int, count: int) -> np.ndarray | None:
+    """The experts of what a row has read since its last event, which its books then forget."""
+    if report.routed_experts is None:
+        return None
+    before = [read.experts for read in row.reads]
+    row.reads = []
+    return np.concatenate([*before, report.routed_experts[index, :count]])
 
 
 def _part(which: slice, array: np.ndarray) -> np.ndarray:

@@ -39,6 +39,7 @@ from jaxrl.envs.base import (
 )
 from jaxrl.envs.calls import MAX_ERROR, error_text, failure_report, in_thread, side_by_side
 from jaxrl.envs.images import MARK, Picture
+from jaxrl.models.experts.routing import unknown_experts
 from jaxrl.processor import Processor, UnreadableError
 from jaxrl.runtime.files import writable
 from jaxrl.sampling import decode
@@ -133,6 +134,7 @@ class Sampling:
         seeds: what the draws depend on.
         policy_version: updates that the engine's weights have seen, recorded with every sampled
             token.
+        keeps_experts: trajectories keep the experts that the engine has recorded.
     """
 
     group_size: int
@@ -140,6 +142,7 @@ class Sampling:
     top_p: float
     seeds: Seeds
     policy_version: int = 0
+    keeps_experts: bool = False
 
 
 @dataclass(kw_only=True)
@@ -155,6 +158,7 @@ class Sample:
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
+    routed_experts: list[np.ndarray] | None = None  # of tokens in order; None: they are not kept
     turn_starts: list[int] = field(default_factory=list)  # of every turn and the one under way
     reward: Reward | None = None
     reward_records: tuple[CallRecord, ...] = ()
@@ -171,6 +175,8 @@ class Sample:
         self.loss_mask.extend([True] * len(event.token_ids))
         self.logprobs.extend(event.logprobs.tolist())
         self.entropies.extend(event.entropies.tolist())
+        if self.routed_experts is not None and event.routed_experts is not None:
+            self.routed_experts.append(event.routed_experts)
 
     def append_unknown(self, token_ids: Sequence[int]) -> None:
         """Appends what a model wrote whose probabilities nobody knows."""
@@ -189,6 +195,14 @@ class Sample:
         self.loss_mask.extend([False] * count)
         self.logprobs.extend([0.0] * count)
         self.entropies.extend([0.0] * count)
+
+    def experts_of_all(self) -> np.ndarray | None:
+        """Experts of each token `[L, layers, k]`, the last one's unknown; None where none are."""
+        if not self.routed_experts:
+            return None
+        read = np.concatenate(self.routed_experts)
+        left = (len(self.token_ids) - len(read), *read.shape[1:])
+        return np.concatenate([read, unknown_experts(read.dtype, left)])
 
     @property
     def num_sampled(self) -> int:
@@ -673,6 +687,9 @@ class Rollout(EpisodePlayer):
             ValueError: a prompt leaves no room for an answer.
         """
         samples = self._make_samples(draws, sampling.group_size)
+        if sampling.keeps_experts:
+            for sample in samples:
+                sample.routed_experts = []
         playing = self._submit(samples, draws, sampling)
         calls: deque[_Call] = deque()  # in the order in which they were made
         try:
@@ -985,6 +1002,7 @@ def _trajectory(sample: Sample, policy_version: int) -> Trajectory:
         rollout_entropies=np.array(sample.entropies, np.float32),
         policy_versions=np.where(loss_mask, policy_version, -1).astype(np.int32),
         images=tuple(sample.images),
+        routed_experts=sample.experts_of_all(),
         prompt_length=sample.prompt_length,
         sample_index=sample.sample_index,
         attempt=sample.attempt,

@@ -14,6 +14,32 @@ from jaxrl.sampling.pages import PagePool, pages_for
 from jaxrl.types import Image
 
 
+class Routed:
+    """The experts of tokens that one call has read, on the device until they are asked for."""
+
+    def __init__(self, experts: Any):
+        """`[b, BLOCK, layers, k]`, on their way to the host."""
+        self._experts = experts
+
+    def of_block(self, index: int, count: int) -> np.ndarray:
+        """Those of a block's first tokens, `[count, layers, k]`."""
+        self._experts = np.asarray(self._experts)
+        return self._experts[index, :count]
+
+
+class Read(NamedTuple):
+    """Tokens of a row that were read together."""
+
+    routed: Routed
+    block: int
+    num_tokens: int
+
+    @property
+    def experts(self) -> np.ndarray:
+        """`[num_tokens, layers, k]`."""
+        return self.routed.of_block(self.block, self.num_tokens)
+
+
 class Prompt(NamedTuple):
     """What a request begins with; equal ones share their pages."""
 
@@ -29,6 +55,7 @@ class Prefix:
     shared: list[int] = field(default_factory=list)  # pages
     kept: list[int] = field(default_factory=list)  # all its pages, while no row has them
     rows: dict[int, Row] = field(default_factory=dict)  # that have pages, by request
+    reads: list[Read] = field(default_factory=list)  # of all its tokens, where experts are recorded
 
     @property
     def num_tokens(self) -> int:
@@ -57,6 +84,9 @@ class Row:
     in_flight: int = 0  # steps dispatched for it whose reports were not read
     index: int = -1  # in the last chunk dispatched for it
     is_waiting: bool = False  # stopped; neither resumed nor finished yet
+    # Of the tokens before those it sampled last, in order, where experts are recorded; at first the
+    # list of its prefix itself, which the row that reads the prompt fills for all.
+    reads: list[Read] = field(default_factory=list)
 
     @property
     def may_run(self) -> bool:
@@ -214,6 +244,7 @@ class Shard:
             length=0 if is_new else prefix.num_tokens,
             unread=list(prompt.ids[:-1]) if is_new else [],
             unread_images=prompt.images if is_new else (),
+            reads=prefix.reads,
         )
         num_full, rest = divmod(prefix.num_tokens, self._page_tokens)
         if prefix.kept:

@@ -155,10 +155,11 @@ def put_minibatches(
     for packed in minibatches:
         batch = put_batch(mesh, packed.batch)
         plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
+        own_choice = dataclasses.replace(plain, routed_experts=None)  # the reference's experts
         if needs_old and batch.old_logprobs is None:
             batch = dataclasses.replace(batch, old_logprobs=score(params, plain, packed))
         if needs_ref and ref_params is not None and batch.ref_logprobs is None:
-            found = score(ref_params, plain, packed)
+            found = score(ref_params, own_choice, packed)
             batch = dataclasses.replace(batch, ref_logprobs=found)
         batches.append(batch)
     return batches

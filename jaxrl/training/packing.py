@@ -11,7 +11,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from jaxrl.environment import max_image_tokens
-from jaxrl.models.architecture import Vision
+from jaxrl.models.architecture import Architecture, Vision
+from jaxrl.models.experts.routing import recorded_dtype, unknown_experts
 from jaxrl.models.output import QUARTERS
 from jaxrl.objectives.balancing import largest_differencing
 from jaxrl.types import Batch, BatchImages, Image
@@ -21,7 +22,10 @@ IMAGE_PARTS = (64, 32, 16, 8, 4, 2, 1)
 
 
 class TokenSequence(Protocol):
-    """What packing reads of a trajectory or a demonstration, and `images` where there are some."""
+    """What packing reads of a trajectory or a demonstration.
+
+    Where there are some, `images` and `routed_experts` too.
+    """
 
     @property
     def token_ids(self) -> np.ndarray:
@@ -49,6 +53,7 @@ class BatchShape:
         vision: reads images; None where there are none.
         max_image_tokens: of a sequence; 0: as many as it has tokens.
         num_pieces: into which devices cut each row, C; divides its length.
+        replayed: the model, whose experts are those recorded with a sequence; None: its own choice.
     """
 
     num_micro: int
@@ -59,6 +64,7 @@ class BatchShape:
     vision: Vision | None = None
     max_image_tokens: int = 0
     num_pieces: int = 1
+    replayed: Architecture | None = None
 
     @property
     def row_units(self) -> int:
@@ -83,6 +89,7 @@ class BatchShape:
         vision: Vision | None = None,
         max_image_tokens: int = 0,
         num_pieces: int = 1,
+        replayed: Architecture | None = None,
     ) -> BatchShape:
         """Room for any `num_sequences` sequences, were each as long as `row_tokens`.
 
@@ -97,6 +104,7 @@ class BatchShape:
             vision: of the shape.
             max_image_tokens: of the shape.
             num_pieces: of the shape.
+            replayed: of the shape.
         """
         num_micro = max(-(-num_sequences // micro_rows), 1)
         if not shards_with_prompts:
@@ -107,6 +115,7 @@ class BatchShape:
                 vision=vision,
                 max_image_tokens=max_image_tokens,
                 num_pieces=num_pieces,
+                replayed=replayed,
             )
         return cls(
             num_micro=num_micro,
@@ -117,6 +126,7 @@ class BatchShape:
             vision=vision,
             max_image_tokens=max_image_tokens,
             num_pieces=num_pieces,
+            replayed=replayed,
         )
 
 
@@ -133,7 +143,7 @@ def train_shape(
     config: ConfigDict,
     shards_with_prompts: int = 0,
     num_pieces: int = 1,
-    vision: Vision | None = None,
+    model: Architecture | None = None,
 ) -> BatchShape:
     """The shape of every mini-batch of the train stage; see `BatchShape.for_sequences`."""
     groups = config.rollout.tasks_per_step // config.optimizer.num_minibatches
@@ -142,9 +152,10 @@ def train_shape(
         micro_rows=config.optimizer.micro_rows,
         row_tokens=row_tokens(config, num_pieces),
         shards_with_prompts=shards_with_prompts,
-        vision=vision,
+        vision=model.vision if model else None,
         max_image_tokens=max_image_tokens(config),
         num_pieces=num_pieces,
+        replayed=model if config.model.router.replay else None,
     )
 
 
@@ -152,7 +163,7 @@ def sft_shape(
     config: ConfigDict,
     shards_with_prompts: int = 0,
     num_pieces: int = 1,
-    vision: Vision | None = None,
+    model: Architecture | None = None,
 ) -> BatchShape:
     """The shape of every batch of the sft stage; see `BatchShape.for_sequences`."""
     return BatchShape.for_sequences(
@@ -160,7 +171,7 @@ def sft_shape(
         micro_rows=config.sft.optimizer.micro_rows,
         row_tokens=row_tokens(config, num_pieces),
         shards_with_prompts=shards_with_prompts,
-        vision=vision,
+        vision=model.vision if model else None,
         max_image_tokens=config.rollout.max_image_tokens,
         num_pieces=num_pieces,
     )
@@ -257,27 +268,33 @@ def images_of(sequence: TokenSequence) -> tuple[Image, ...]:
     return tuple(getattr(sequence, "images", ()))
 
 
-def make_items(
-    sequences: Sequence[TokenSequence], *, shares_prompts: bool, vision: Vision | None = None
-) -> list[Item]:
+def _experts_of(sequence: TokenSequence) -> np.ndarray | None:
+    """Those that are recorded with a sequence, `[L, layers, k]`."""
+    return getattr(sequence, "routed_experts", None)
+
+
+def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[Item]:
     """Of each sequence its length and what it may share.
 
     These are the tokens before the last one that precedes the first token with loss: what follows
     is computed for each sequence, so that the token before one with loss stands beside it. Prompts
-    with other images are others.
+    with other images are others, and with other experts that are replayed.
     """
+    vision = shape.vision
     known: dict[Any, int] = {}
     items = []
     for number, sequence in enumerate(sequences):
         mask, prompt, ids = sequence.loss_mask, -1 - number, sequence.token_ids
-        num_shared = max(int(mask.argmax()) - 1, 0) if shares_prompts else 0
+        num_shared = max(int(mask.argmax()) - 1, 0) if shape.shares_prompts else 0
         images = images_of(sequence)
         has_unit = ids == vision.image_id if vision and images else np.zeros(len(ids), bool)
         shared_units = int(has_unit[:num_shared].sum())
         if num_shared:
             ends = np.cumsum([vision.num_tokens(image) for image in images] if vision else [])
             begun = images[: int(np.searchsorted(ends, shared_units)) + 1] if shared_units else ()
-            prompt = known.setdefault((ids[:num_shared].tobytes(), begun), len(known))
+            experts = _experts_of(sequence) if shape.replayed else None
+            routed = b"" if experts is None else experts[:num_shared].tobytes()
+            prompt = known.setdefault((ids[:num_shared].tobytes(), begun, routed), len(known))
         items.append(
             Item(
                 length=len(ids),
@@ -393,7 +410,7 @@ def pack(
     Raises:
         ValueError: a sequence is too long.
     """
-    items = make_items(sequences, shares_prompts=shape.shares_prompts, vision=shape.vision)
+    items = make_items(sequences, shape)
     _check_lengths(items, shape.max_tokens or shape.row_tokens)
     rows = [placed(items, row) for row in assign_rows(items, shape.row_tokens, shape.row_units)]
     loads = [0] * num_shards
@@ -409,7 +426,8 @@ def pack(
     num_micro = -(-len(rows) // shape.micro_rows)
     return Packed(
         batch=Batch(
-            **{name: array.reshape(blocks) for name, array in arrays.items()}, images=of_tokens
+            **{name: array.reshape(*blocks, *array.shape[2:]) for name, array in arrays.items()},
+            images=of_tokens,
         ),
         num_micro=num_micro,
         num_tokens=num_tokens,
@@ -484,6 +502,9 @@ def _fill(
         "token_weights": np.zeros(size, np.float32),
         **{name: np.zeros(size, np.float32) for name in token_fields},
     }
+    if (model := shape.replayed) is not None:
+        own = len(model.expert_layers), model.num_chosen
+        arrays["routed_experts"] = unknown_experts(recorded_dtype(model.num_experts), (*size, *own))
     for row, members in enumerate(rows):
         start = 0
         for index, left_out in members:
@@ -501,6 +522,9 @@ def _fill(
             arrays["rollout_logprobs"][at] = sequence.rollout_logprobs[rest]
             for name, values in token_fields.items():
                 arrays[name][at] = values[index][rest]
+            experts = _experts_of(sequence)
+            if shape.replayed is not None and experts is not None:
+                arrays["routed_experts"][at] = experts[rest]
             start += length - left_out
     return arrays
 

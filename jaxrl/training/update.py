@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import jax
@@ -181,11 +182,10 @@ class MicroBatches:
                 jax.lax.fori_loop(start, stop, body, sums) if self._is_looped else body(start, sums)
             )
 
-        with_images = [(room, part) for room in QUARTERS for part in IMAGE_PARTS]
         self.program = CompiledFunction(
             run,
             name=name,
-            variants=[*QUARTERS, *with_images],
+            variants=product(QUARTERS, (0, *IMAGE_PARTS), (False, True)),
             donate_argnums=(1,),
             static_argnums=(5,),
         )
@@ -196,15 +196,14 @@ class MicroBatches:
         start = 0
         while start < len(rooms):
             stop, room = start + 1, rooms[start]
-            variant: Hashable = room
             patches: tuple[Any, ...] = ()
             if images is not None:
-                variant = (room, images.part)
                 patches = (put_patches(self._mesh, images, start, self._dtype),)
                 jax.block_until_ready(sums)  # so that those of earlier micro-batches are gone
             while self._is_looped and not patches and stop < len(rooms) and rooms[stop] == room:
                 stop += 1
             span = np.int32(start), np.int32(stop)
+            variant = room, images.part if images else 0, batch.routed_experts is not None
             sums = self.program(params, sums, batch, *span, room, *patches, variant=variant)
             start = stop
         return sums

@@ -498,6 +498,7 @@ def test_experts_on_many_devices_compute_what_one_does(of_experts, name):
     # Sampled on the mesh, scored by the training pass of one device.
     assert measured["sampled_logprob_gap"] < 1e-4
     assert measured["num_sampled"] > 200
+    assert measured["num_misrecorded"] == 0
     assert measured["shardings_kept"]
     sizes = {"context": 1} | EXPERT_MESHES[name]
     split = math.prod(sizes[axis] for axis in ("fsdp", "context", "expert", "tensor"))

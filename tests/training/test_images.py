@@ -122,15 +122,14 @@ def test_an_image_is_on_each_device_that_has_tokens_of_it():
 
 
 def test_rows_are_shared_by_sequences_whose_images_have_room():
-    vision = golden()[0].vision
-    items = make_items(sequences(), shares_prompts=True, vision=vision)
+    items = make_items(sequences(), SHAPES["shared prompts"])
     assert [item.units for item in items] == [16, 18, 16, 0, 16]
     assert [item.shared_units for item in items] == [16, 16, 16, 0, 16]
     assert items[0].prompt == items[1].prompt == items[2].prompt
     # The same ids, but other images.
     assert (sequences()[4].token_ids[:25] == sequences()[0].token_ids[:25]).all()
     assert items[4].prompt != items[0].prompt
-    alone = make_items(sequences(), shares_prompts=False, vision=vision)
+    alone = make_items(sequences(), SHAPES["apart"])
     assert all(sum(alone[i].units for i in row) <= 18 for row in assign_rows(alone, 500, 18))
     assert sorted(map(len, assign_rows(alone, 500, 34))) == [2, 3]
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Integer
 
 from jaxrl.models.experts.dispatch import XLA, Experts
 
@@ -19,6 +20,7 @@ class Choice(NamedTuple):
     chosen: jax.Array  # int32 [M, k], experts
     shares: jax.Array  # float32 [M, k], by which what they make is added up
     log_probabilities: jax.Array  # float32 [M, E], of all experts, nats
+    differs: jax.Array | None = None  # bool [M], given experts are not the most likely ones
 
 
 def route(
@@ -26,7 +28,7 @@ def route(
     *,
     num_chosen: int,
     normalises: bool,
-    given: Int[Array, "M k"] | None = None,
+    given: Integer[Array, "M k"] | None = None,
 ) -> Choice:
     """The most likely experts of each token, by a softmax before the top-k.
 
@@ -34,19 +36,38 @@ def route(
         logits: float32.
         num_chosen: experts of a token.
         normalises: the shares of a token add up to 1; else they are the probabilities.
-        given: experts to take in place of the most likely, their shares computed here; a token
-            whose numbers are no experts' takes the most likely.
+        given: experts to take in place of the most likely, their shares computed here
+            (https://arxiv.org/abs/2510.11370); a token whose numbers are no experts' takes the
+            most likely.
     """
     log_probabilities = jax.nn.log_softmax(logits, axis=-1)
     probabilities = jnp.exp(log_probabilities)
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(probabilities), num_chosen)
+    differs = None
     if given is not None:
-        is_known = (given < logits.shape[-1]).all(axis=-1, keepdims=True)
-        chosen = jnp.where(is_known, given.astype(jnp.int32), chosen)
+        is_known = is_recorded(given, logits.shape[-1])
+        is_likely = (chosen[:, :, None] == given[:, None]).any(axis=-1).all(axis=-1)
+        differs = is_known & ~is_likely
+        chosen = jnp.where(is_known[:, None], given.astype(jnp.int32), chosen)
     shares = jnp.take_along_axis(probabilities, chosen, axis=-1)
     if normalises:
         shares = shares / shares.sum(axis=-1, keepdims=True)
-    return Choice(chosen, shares, log_probabilities)
+    return Choice(chosen, shares, log_probabilities, differs)
+
+
+def is_recorded(given: Integer[Array, "M k"], num_experts: int) -> Bool[Array, " M"]:
+    """Which tokens have recorded experts: the numbers of others are no experts'."""
+    return (given < num_experts).all(axis=-1)
+
+
+def recorded_dtype(num_experts: int) -> np.dtype:
+    """The smallest dtype of recorded experts whose highest number is none of theirs."""
+    return np.dtype(np.uint8 if num_experts < 256 else np.uint16)
+
+
+def unknown_experts(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers that are no experts', as tokens have that no sampler has read."""
+    return np.full(shape, np.iinfo(dtype).max, dtype)
 
 
 @struct.dataclass
@@ -57,6 +78,8 @@ class Usage:
     counts: Any  # [L, E], tokens that chose it
     probabilities: Any  # [L, E]; differentiable
     entropies: Any  # [L], of a token's distribution over the experts, nats
+    num_replayed: Any = None  # scalar, tokens with given experts; None where none are given
+    differences: Any = None  # [L], of these, those whose most likely experts are others
 
 
 def balance_loss(
@@ -82,17 +105,23 @@ def usage_metrics(usage: Usage) -> dict[str, jax.Array]:
     """`entropy` (mean over layers, nats), `load_max` and `load_min` of an expert over the mean.
 
     The loads are of each layer, the most and least of all layers'; `load_max_mean` is the mean over
-    layers of their highest.
+    layers of their highest. Where experts are given, `replay_difference` is the share of choices,
+    of a token in a layer, that the router would have made otherwise.
     """
     tokens = jnp.maximum(usage.num_tokens, 1.0)
     mean = jnp.maximum(usage.counts.mean(axis=-1, keepdims=True), 1e-9)
     loads = usage.counts / mean
+    replayed = {}
+    if usage.differences is not None:
+        num_choices = jnp.maximum(usage.num_replayed, 1.0) * len(usage.differences)
+        replayed["replay_difference"] = usage.differences.sum() / num_choices
     return {
         "entropy": usage.entropies.mean() / tokens,
         "load_max": loads.max(),
         "load_max_mean": loads.max(axis=-1).mean(),
         "load_min": loads.min(),
         "balance_loss": balance_loss(usage.probabilities, usage.counts, tokens),
+        **replayed,
     }
 
 
@@ -109,7 +138,7 @@ class Routing:
         given: int `[L, M, k]`, of the layers with experts; see `route`.
         counted: float32 `[M]`, how often each token counts in `usage`; None: that is not wanted.
         records: `chosen` is wanted.
-        chosen: after the pass, int32 `[L, M, k]`.
+        chosen: after the pass, `[L, M, k]` of `recorded_dtype`.
         usage: after the pass.
     """
 
@@ -124,7 +153,8 @@ class Routing:
         """Before the first layer."""
         chosen = usage = None
         if self.records:
-            chosen = jnp.zeros((num_layers, num_tokens, num_chosen), jnp.int32)
+            dtype = recorded_dtype(num_experts)
+            chosen = jnp.zeros((num_layers, num_tokens, num_chosen), dtype)
         if self.counted is not None:
             table = jnp.zeros((num_layers, num_experts), jnp.float32)
             usage = Usage(
@@ -133,6 +163,10 @@ class Routing:
                 probabilities=table,
                 entropies=table[:, 0],
             )
+            if self.given is not None:
+                is_known = is_recorded(self.given[0], num_experts)
+                num_replayed = (self.counted * is_known).sum()
+                usage = replace(usage, num_replayed=num_replayed, differences=table[:, 0])
         return chosen, usage
 
     def given_in(self, number: Any) -> jax.Array | None:
@@ -143,15 +177,18 @@ class Routing:
         """What is found with that layer."""
         chosen, usage = found
         if chosen is not None:
-            chosen = chosen.at[number].set(choice.chosen)
+            chosen = chosen.at[number].set(choice.chosen.astype(chosen.dtype))
         if usage is not None and self.counted is not None:
             probabilities = jnp.exp(choice.log_probabilities)
             num_experts = probabilities.shape[-1]
             weights = jnp.repeat(self.counted, choice.chosen.shape[-1])
             counts = jnp.zeros(num_experts).at[choice.chosen.reshape(-1)].add(weights)
             entropies = -(probabilities * choice.log_probabilities).sum(axis=-1)
-            usage = Usage(
-                num_tokens=usage.num_tokens,
+            if choice.differs is not None:
+                count = (self.counted * choice.differs).sum()
+                usage = replace(usage, differences=usage.differences.at[number].set(count))
+            usage = replace(
+                usage,
                 counts=usage.counts.at[number].set(counts),
                 probabilities=usage.probabilities.at[number].set(self.counted @ probabilities),
                 entropies=usage.entropies.at[number].set(

@@ -22,11 +22,19 @@ from ml_collections import ConfigDict
 
 from jaxrl.config import default_config
 from jaxrl.environment import max_image_tokens
-from jaxrl.method import adapter_of, frozen_of, has_kl_loss, has_kl_weights, is_measured
+from jaxrl.method import (
+    adapter_of,
+    frozen_of,
+    has_kl_loss,
+    has_kl_weights,
+    is_measured,
+    records_experts,
+)
 from jaxrl.models.architecture import Architecture, MemoryTerms
 from jaxrl.models.attention.choice import copies_past, decide
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
+from jaxrl.models.experts.routing import recorded_dtype
 from jaxrl.models.lora import Declared, divide
 from jaxrl.models.output import chunks_of
 from jaxrl.models.policy import NO_TABLES
@@ -341,6 +349,7 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
         "images, kept for the backward pass": seen,
         "images, added in first layers": (1 + trains_images) * update.added_of_images,
         "float32 copies of these": update.is_cpu * update.is_cast * copied,
+        "replayed experts": update.replayed,
     }
     held_by_search, _ = _search_bytes(config, target)
     kept = {
@@ -372,6 +381,7 @@ def score_phase(config: ConfigDict, model: Architecture, target: Target) -> Phas
         * update.is_cast
         * 4
         * (count.params - count.tables),
+        "replayed experts": update.replayed,
     }
     kept = {
         **_state(config, model, update.mesh, "train"),
@@ -480,6 +490,12 @@ class _Update:
         return (
             (sizes["context"] > 1) * self.rows * self.shape.row_tokens * heads * self.model.head_dim
         )
+
+    @property
+    def replayed(self) -> int:
+        """Experts that are replayed, as the batch has them and by layer."""
+        model = self.shape.replayed
+        return 2 * self.tokens * _routed_bytes(model) if model is not None else 0
 
     def saved(self, remat: str) -> int:
         """Activations kept for the backward pass."""
@@ -762,16 +778,20 @@ class _Sampler:
         past = rows * table_pages * page_bytes * upcast if copies else 0
         read = append_sizes(target.platform, rollout.max_total_tokens)[-1]
         turn_tokens = read // BLOCK * TURN_TOKENS  # of each turn of the XLA loop over pages
+        is_recorded = records_experts(config)
+        routed = 2 * is_recorded * _routed_bytes(model)  # by layer, and by token
         moments = {
             "decode": {
                 "rows' past": past,
                 "the chunk's keys and values": 2 * rows * rollout.chunk_tokens * token_bytes,
                 "logits": 3 * rows * terms.logits * 4,
+                "recorded experts": rows * rollout.chunk_tokens * routed,
             },
             "reading": {
                 "activations": read * terms.layer.read_activations * dtype.itemsize * upcast,
                 "keys and values": 2 * turn_tokens * token_bytes // model.num_layers * upcast,
                 "attention scores": 3 * read * terms.heads * TURN_TOKENS * 4,
+                "recorded experts": read * routed,
             },
         }
         vision = model.vision
@@ -916,7 +936,7 @@ def _shape(config: ConfigDict, model: Architecture, target: Target, stage: str) 
     name, _ = decide(config.model.attention, target.platform, model.head_dim)
     shards = num_batch_shards(mesh) if SHARES_PROMPTS[name] else 0
     make = sft_shape if stage == "sft" else train_shape
-    return make(config, shards, mesh.shape["context"], model.vision)
+    return make(config, shards, mesh.shape["context"], model)
 
 
 def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str) -> int:
@@ -927,7 +947,15 @@ def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str)
         return of_token * tokens
     needs_ref = has_kl_loss(config) and config.kl.anchor == "ref"
     num_more = (not takes_own_logprobs(config)) + needs_ref + has_kl_weights(config)
+    if shape.replayed is not None:
+        of_token += _routed_bytes(shape.replayed)
     return config.optimizer.num_minibatches * (of_token + 4 * num_more) * tokens
+
+
+def _routed_bytes(model: Architecture) -> int:
+    """Recorded experts of a token, in all layers."""
+    itemsize = recorded_dtype(model.num_experts).itemsize
+    return len(model.expert_layers) * model.num_chosen * itemsize
 
 
 def _nonzero(terms: dict[str, int]) -> dict[str, int]:

@@ -1,0 +1,332 @@
+"""Experts that the sampler has recorded, and what training makes of them."""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl.codecs import from_json, to_json
+from jaxrl.envs.base import Observation, Outcome, StepResult
+from jaxrl.models.attention.kernels import XLA
+from jaxrl.models.experts.routing import Routing, recorded_dtype
+from jaxrl.models.layers import Through
+from jaxrl.models.policy import Model
+from jaxrl.models.qwen_moe import QwenMoeConfig
+from jaxrl.training.minibatches import put_minibatches
+from jaxrl.training.packing import BatchShape, make_items, pack
+from jaxrl.training.update import ScoreStep, UpdateStep, init_state, put_batch
+from tests.helpers import (
+    Sequence,
+    pack_all,
+    policy_loss,
+    relative_distance,
+    settings,
+    tiny_params,
+)
+from tests.toys import SMALL, Player, ScriptedEnv, one_device_mesh, script, toy_tokenizer
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+# Two layers with experts around a dense one, and shares that do not add up to 1.
+MOE = QwenMoeConfig(
+    **{**vars(SMALL), "num_layers": 3, "qkv_bias": False},
+    expert_width=24,
+    num_experts=8,
+    num_chosen=2,
+    normalises_shares=False,
+    expert_layers=(0, 2),
+)
+PARAMS = jax.tree.map(jnp.asarray, tiny_params(MOE))
+STOPS = tuple("abcdefghijklmnop")  # a random policy stops about every tenth token
+TOKENIZER = toy_tokenizer()
+UNKNOWN = 255
+PAGE = 4
+
+
+def moved(params, size):
+    """Parameters that are others, as after updates of the trainer alone."""
+    noise = tiny_params(MOE, seed=1)
+    return jax.tree.map(lambda a, b: jnp.asarray(a + size * b), params, noise)
+
+
+MOVED = moved(PARAMS, 0.05)
+
+
+def with_routers_of(others):
+    """The sampler's parameters with other routers."""
+    moe = {**PARAMS["blocks"]["moe"], "router": others["blocks"]["moe"]["router"]}
+    return {**PARAMS, "blocks": {**PARAMS["blocks"], "moe": moe}}
+
+
+def two_turns():
+    note = StepResult(observation=Observation(prefix="[", body="ok", suffix="]"))
+    return ScriptedEnv(STOPS, script(note, StepResult(), StepResult(outcome=Outcome.ANSWERED)))
+
+
+@pytest.fixture(scope="module")
+def player():
+    """Rows beyond its pages, so that some are swapped."""
+    player = Player(
+        MOE, TOKENIZER, STOPS, num_rows=4, num_pages=32, chunk_tokens=5, records_experts=True,
+        kernels=dataclasses.replace(XLA, page_tokens=PAGE),
+    )  # fmt: skip
+    player.engine.row_sizes = player.engine.row_sizes[-1:]
+    return player
+
+
+@pytest.fixture(scope="module")
+def sampled(player):
+    """Groups of three, each with two observations at most."""
+    player.engine.set_weights(PARAMS)
+    found = player.play(
+        two_turns(), ["where was it?", "who", "when?"], group_size=3, keeps_experts=True
+    )
+    assert player.engine.counts.preemptions > 0
+    assert max(len(trajectory.turns) for trajectory in found) == 3
+    assert player.engine.counts.prefilled_prompt < sum(t.prompt_length for t in found) / 2
+    return found
+
+
+def chosen_by_full_pass(trajectories, params):
+    """The experts of each token, each trajectory a row of its own."""
+    longest = max(len(t.token_ids) for t in trajectories)
+    ids = [np.pad(t.token_ids, (0, longest - len(t.token_ids))) for t in trajectories]
+    ids = jnp.stack(ids)
+    positions = jnp.broadcast_to(jnp.arange(longest), ids.shape)
+
+    @jax.jit
+    def choose(params, ids):
+        routing = Routing(records=True)
+        attend = XLA.within(jnp.ones_like(ids), positions)
+        MOE.hidden_states(params, ids, positions, attend, Through(scan=False, routing=routing))
+        return routing.chosen
+
+    chosen = np.asarray(choose(params, ids)).reshape(2, *ids.shape, 2)
+    return [chosen[:, i, : len(t.token_ids)].swapaxes(0, 1) for i, t in enumerate(trajectories)]
+
+
+def test_what_is_recorded_is_what_a_full_pass_chooses(sampled):
+    for trajectory, wanted in zip(sampled, chosen_by_full_pass(sampled, PARAMS), strict=True):
+        got = trajectory.routed_experts
+        assert (got.dtype, got.shape) == (np.uint8, (len(trajectory.token_ids), 2, 2))
+        np.testing.assert_array_equal(got[:-1], wanted[:-1])
+        # The last token was sampled and never read.
+        assert trajectory.loss_mask[-1]
+        assert (got[-1] == UNKNOWN).all()
+
+
+def test_what_is_not_asked_for_is_not_kept(player, sampled):
+    player.engine.set_weights(PARAMS)
+    [trajectory] = player.play(two_turns(), [sampled[0].task.question])
+    assert trajectory.routed_experts is None
+
+
+def test_recorded_experts_survive_json(sampled):
+    saved = to_json(sampled[0])
+    got = from_json(saved).routed_experts
+    assert got.dtype == np.uint8
+    np.testing.assert_array_equal(got, sampled[0].routed_experts)
+    assert to_json(from_json(saved)) == saved
+    without = dataclasses.replace(sampled[0], routed_experts=None)
+    assert "routed_experts" not in to_json(without)
+    assert from_json(to_json(without)).routed_experts is None
+
+
+def test_the_smallest_dtype_has_a_number_that_is_no_experts():
+    wanted = {8: np.uint8, 255: np.uint8, 256: np.uint16, 512: np.uint16}
+    assert {n: recorded_dtype(n).type for n in wanted} == wanted
+
+
+@dataclass(frozen=True, kw_only=True)
+class EveryExpert(QwenMoeConfig):
+    """All experts of every token, of which a mask takes some: R3's equations as they stand."""
+
+    def replayed(self, given):
+        """Reads the experts of each layer `[M, k]` one after another."""
+        object.__setattr__(self, "given", iter(given))
+        object.__setattr__(self, "differences", [])
+        return self
+
+    def routed_feed_forward(self, layer, x, routed, routing):
+        if "moe" not in layer:
+            return self.feed_forward(layer, x), routed
+        given, moe = jnp.asarray(next(self.given)), layer["moe"]
+        logits = x @ moe["router"]["kernel"]
+        own = jnp.argsort(-logits, axis=-1)[:, : self.num_chosen]
+        is_known = (given < self.num_experts).all(axis=-1)
+        taken = jnp.where(is_known[:, None], given, own)
+        mask = (taken[:, :, None] == jnp.arange(self.num_experts)).any(axis=1)
+        exponentials = jnp.exp(logits)
+        total = exponentials * mask if self.normalises_shares else exponentials
+        shares = mask * exponentials / total.sum(axis=-1, keepdims=True)
+        inner = [jnp.einsum("md,edf->mef", x, moe[n]["kernel"]) for n in ("gate", "up")]
+        each = jnp.einsum("mef,efd->med", jax.nn.silu(inner[0]) * inner[1], moe["down"]["kernel"])
+        likely = (own[:, :, None] == jnp.arange(self.num_experts)).any(axis=1)
+        differs = is_known & (likely != mask).any(axis=-1)
+        self.differences.append((jax.lax.stop_gradient(differs), is_known))
+        return (shares[:, :, None] * each).sum(axis=1), routed
+
+
+def whole(trajectories, replayed=MOE, **changes):
+    """One micro-batch, packed and its first axis gone."""
+    sizes = {"num_micro": 1, "micro_rows": len(trajectories), "row_tokens": 64} | changes
+    shape = BatchShape(**sizes, replayed=replayed)
+    return pack(trajectories, np.zeros(len(trajectories), np.float32), shape)
+
+
+def first_micro(packed):
+    return jax.tree.map(lambda x: jnp.asarray(x[0]), packed.batch)
+
+
+@partial(jax.jit, static_argnames="dtype")
+def score(params, micro, dtype=jnp.float32):
+    model = Model(MOE, one_device_mesh(), num_tokens=TOKENIZER.num_tokens, dtype=dtype)
+    return model.token_logprobs(params, micro, temperature=1.0)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("normalises", [False, True])
+def test_training_computes_the_recorded_experts(sampled, normalises):
+    config = dataclasses.replace(MOE, normalises_shares=normalises)
+    packed = whole(sampled)
+    micro = first_micro(packed)
+    given = micro.routed_experts.reshape(-1, 2, 2).swapaxes(0, 1)
+    by_mask = EveryExpert(**vars(config))
+
+    def total(config, params):
+        model = Model(
+            config, one_device_mesh(), num_tokens=TOKENIZER.num_tokens, scan_layers=False,
+            remat="none",
+        )  # fmt: skip
+        routing = model.routing(micro)
+        found, _ = model.token_logprobs(params, micro, temperature=1.0, routing=routing)
+        return found.sum(), (found, routing.usage, getattr(config, "differences", []))
+
+    def differentiate(config):
+        return jax.jit(jax.value_and_grad(partial(total, config), has_aux=True))(MOVED)
+
+    (_, (got, usage, _)), gradient = differentiate(config)
+    (_, (wanted, _, differences)), by_mask_gradient = differentiate(by_mask.replayed(given))
+    np.testing.assert_allclose(got, wanted, atol=2e-5, rtol=0)
+    assert relative_distance(gradient, by_mask_gradient) < 1e-5
+    differs, is_known = (np.array(x) for x in zip(*differences, strict=True))
+    assert (
+        int(usage.num_replayed) == is_known[0].sum() == sum(len(t.token_ids) - 1 for t in sampled)
+    )
+    np.testing.assert_array_equal(usage.differences, differs.sum(axis=1))
+    assert 0.02 < differs.sum() / is_known.sum() < 0.5
+    routers = [tree["blocks"]["moe"]["router"] for tree in (gradient, by_mask_gradient)]
+    assert relative_distance(*routers) < 1e-5
+    assert all(np.abs(router["kernel"]).max() > 0 for router in routers)
+
+
+@pytest.mark.parametrize(
+    ("params", "dtype", "most"),
+    [
+        (with_routers_of(MOVED), jnp.float32, 0.5),
+        pytest.param(PARAMS, jnp.bfloat16, 1.0, marks=pytest.mark.slow),
+    ],
+    ids=["other routers", "bfloat16"],
+)
+def test_the_gap_to_the_sampler_is_smaller_with_replay(sampled, params, dtype, most):
+    gaps = []
+    for replayed in (MOE, None):
+        micro = first_micro(whole(sampled, replayed))
+        mask = micro.loss_mask & (micro.positions > 0)
+        found = np.asarray(score(params, micro, dtype))
+        gaps.append(np.abs(found - micro.rollout_logprobs)[mask].mean())
+    assert 0 < gaps[0] < most * gaps[1]
+
+
+def gradient(trajectories, shape):
+    """The first gradient, ten times Adam's first moment, and metrics, of weights that moved."""
+    optimizer = optax.adamw(1e-3)
+    model = Model(MOE, one_device_mesh(), num_tokens=TOKENIZER.num_tokens)
+    step = UpdateStep(model, policy_loss(), optimizer, balance_coef=0.5)
+    packed = pack_all(trajectories, shape)
+    state = init_state(jax.tree.map(jnp.array, MOVED), model.mesh, MOE, optimizer)
+    state, metrics = step(state, packed.batch, packed)
+    moment = optax.tree_utils.tree_get(state.opt_state, "mu")
+    return packed, moment, {name: float(metric.value) for name, metric in metrics.items()}
+
+
+@pytest.fixture(scope="module")
+def with_advantages(sampled):
+    """As `pack_all` reads them."""
+    return [
+        Sequence(
+            token_ids=t.token_ids,
+            loss_mask=t.loss_mask,
+            rollout_logprobs=t.rollout_logprobs,
+            routed_experts=t.routed_experts,
+            advantage=float(np.cos(number)),
+        )
+        for number, t in enumerate(sampled)
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_packing_and_micro_batches_change_nothing(with_advantages, shares_prompts):
+    alone = BatchShape(num_micro=9, micro_rows=1, row_tokens=64, replayed=MOE)
+    other = BatchShape(
+        num_micro=2, micro_rows=2, row_tokens=208, replayed=MOE, shares_prompts=shares_prompts
+    )
+    (_, one, measured), (packed, two, measured_too) = (
+        gradient(with_advantages, shape) for shape in (alone, other)
+    )
+    assert (packed.num_shared > 0) == shares_prompts
+    assert relative_distance(two, one) < 1e-5
+    _, without, _ = gradient(with_advantages, dataclasses.replace(alone, replayed=None))
+    assert relative_distance(without, one) > 1e-3  # so it does something
+    assert measured["router/replay_difference"] > 0.01
+    for name, value in measured.items():
+        if shares_prompts and name.startswith("router/"):
+            continue  # a shared prompt counts once
+        np.testing.assert_allclose(measured_too[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_prompts_of_other_experts_are_others(with_advantages):
+    shape = BatchShape(num_micro=2, micro_rows=1, row_tokens=208, shares_prompts=True, replayed=MOE)
+    first, second, third = with_advantages[:3]
+    experts = second.routed_experts.copy()
+    experts[0, 0] = (experts[0, 0] + 1) % 8
+    changed = [first, dataclasses.replace(second, routed_experts=experts), third]
+    prompts = [item.prompt for item in make_items(changed, shape)]
+    assert prompts[0] == prompts[2] != prompts[1]
+    blind = dataclasses.replace(shape, replayed=None)
+    assert len({item.prompt for item in make_items(changed, blind)}) == 1
+
+
+def test_the_old_policy_replays_and_the_reference_chooses_for_itself(sampled):
+    model = Model(MOE, one_device_mesh(), num_tokens=TOKENIZER.num_tokens, scan_layers=False)
+    step = ScoreStep(model, temperature=1.0)
+    config = settings(**{"kl.coef": 0.1, "kl.place": "loss", "optimizer.num_epochs": 2})
+    packed, plain = whole(sampled), whole(sampled, None)
+    [batch] = put_minibatches([packed], model.mesh, step, MOVED, MOVED, config)
+    by_own_choice = np.asarray(step(MOVED, put_batch(model.mesh, plain.batch), plain))
+    np.testing.assert_array_equal(batch.ref_logprobs, by_own_choice)
+    replayed = np.asarray(batch.old_logprobs)
+    assert np.abs(replayed - by_own_choice).max() > 1e-3
+    np.testing.assert_allclose(replayed[0], score(MOVED, first_micro(packed)), atol=1e-4)
+
+
+def test_trajectories_without_a_record_choose_for_themselves(sampled):
+    bare = [dataclasses.replace(t, routed_experts=None) for t in sampled]
+    found = [score(MOVED, first_micro(packed)) for packed in (whole(bare), whole(bare, None))]
+    np.testing.assert_allclose(*found, atol=1e-5)
+
+
+def test_a_model_of_hundreds_of_experts_is_packed_in_two_bytes(sampled):
+    wide = dataclasses.replace(MOE, num_experts=300)
+    routed = np.full((len(sampled[0].token_ids), 2, 2), 299, np.uint16)
+    packed = whole([dataclasses.replace(sampled[0], routed_experts=routed)], wide)
+    experts = packed.batch.routed_experts
+    assert experts.dtype == np.uint16
+    assert (experts[packed.batch.segment_ids > 0] == 299).all()
+    assert (experts[packed.batch.segment_ids == 0] == 65535).all()
