@@ -80,7 +80,8 @@ def test_a_run_and_its_restart(tiny_world, source, tmp_path):
 
 @pytest.mark.slow
 def test_recorded_experts_wait_in_checkpoints_for_the_next_step(tiny_world, source, tmp_path):
-    config = settings(tiny_world, source, **{"rollout.ahead": 1, "optimizer.num_epochs": 2})
+    ahead = {"rollout.ahead": 1, "loss.correction.level": "sequence", "optimizer.num_epochs": 2}
+    config = settings(tiny_world, source, **ahead)
     assert config.model.router.replay
     play(config, tmp_path / "whole")
     found = [record for record in lasting(tmp_path / "whole") if "actor/grad_norm" in record]
