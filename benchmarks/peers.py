@@ -1,6 +1,7 @@
-r"""This trainer beside transformers on torch, and Tunix: same model, prompts, lengths, one thread.
+r"""This trainer beside transformers, TRL and Tunix: same model, prompts, lengths, one thread.
 
     python -m benchmarks.peers [--num_prompts=... --new_tokens=... --num_layers=... --spread=0.6]
+        [--peers=ours,trl] [--tasks=update]
 
 Each peer has a process of its own, so that its peak memory is its own, and they take turns in every
 repetition. The weights are written once in Hugging Face's format and read by all, in float32.
@@ -8,15 +9,22 @@ repetition. The weights are written once in Hugging Face's format and read by al
 `sample`: `num_prompts` x `group_size` samples of drawn lengths at temperature 1, in one batch;
 counted are the tokens up to those lengths. transformers' `generate` computes every row until the
 longest is done. `update`: one step of AdamW on the clipped policy loss over those lengths, in
-micro-batches of `micro_rows` sequences; torch pads each to its longest and sorts by length. Both
-give the mean log-probability of the same tokens before the first update, `logprob_gap` apart.
+micro-batches of `micro_rows` sequences. All give the mean log-probability of the same tokens before
+the first update, `logprob_gap` apart.
+
+`transformers` updates by a plain loop in torch, which pads each micro-batch to its longest sequence
+and sorts by length. `trl` is TRL's `GRPOTrainer` given these samples: its loss, chunked output
+layer, metrics, clipping and optimizer. It pads to the longest of all, and would sample by
+transformers' `generate`, so it has no `sample`. It computes layers again in the backward pass, as
+it does by default, where `--remat` is not `none`.
 
 Every rate is the median over repetitions; `ours over` that of ratios within a repetition. The extra
 bytes of `sample` and `update` are what each needs at most beyond what stays in memory between two
 of them, such as weights, moments and code. `--peers` names who takes part, by default all that are
-installed: torch for transformers, google-tunix for Tunix. Its declared needs exclude ours
-(safetensors below 0.8), but on a CPU it runs beside them:
+installed: torch for transformers, trl for TRL, google-tunix for Tunix, whose declared needs exclude
+ours (safetensors below 0.8), but on a CPU it runs beside them:
 
+    pip install torch==2.13.0 trl==1.16.0
     pip install --no-deps google-tunix==0.1.7 qwix google-metrax clu sentencepiece perfetto pandas
 
 Tunix samples every row to the longest too, and pads the update's sequences to one length.
@@ -73,7 +81,7 @@ class Work:
     chunk_tokens: int  # decoding steps between two looks of the host
     micro_rows: int  # sequences of a micro-batch; here, packed rows of the longest sequence
     logits_chunk_tokens: int  # of our update: tokens whose logits are in memory at a time
-    remat: str  # of our update: what of a layer the backward pass computes again
+    remat: str  # of our update: what of a layer the backward pass computes again; `none`: nor TRL's
 
 
 WORK = {
@@ -104,8 +112,13 @@ def training(work: Work) -> update.Work:
     )
 
 
+SAMPLE, UPDATE = "sample", "update"
+
+
 class Ours:
     """The engine and the update of this trainer."""
+
+    tasks = (SAMPLE, UPDATE)
 
     def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
         """Reads the weights."""
@@ -161,6 +174,8 @@ class Ours:
 
 class Torch:
     """transformers' `generate`, and a plain update in torch."""
+
+    tasks = (SAMPLE, UPDATE)
 
     def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
         """Reads the weights."""
@@ -247,6 +262,102 @@ class Torch:
         self._optimizer.zero_grad()
 
 
+class Trl:
+    """TRL's `GRPOTrainer`, given samples and advantages rather than generating them."""
+
+    tasks = (UPDATE,)
+
+    def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
+        """Reads the weights."""
+        import torch
+        from datasets import Dataset
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+        from trl import GRPOConfig, GRPOTrainer
+
+        class Given(GRPOTrainer):
+            """A step's inputs are what it is called with."""
+
+            def _prepare_inputs(self, generation_batch: Any) -> Any:
+                return generation_batch
+
+        torch.set_num_threads(1)
+        self._torch = torch
+        sequences = update.make_sequences(model, training(work))
+        self._micro_batches = self._padded(sequences, work)
+        words = Tokenizer(WordLevel({"<end>": 0}, unk_token="<end>"))
+        settings = GRPOConfig(
+            output_dir=str(folder.parent / "trl"),
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            learning_rate=LEARNING_RATE,
+            epsilon=CLIP,
+            per_device_train_batch_size=work.micro_rows,
+            gradient_accumulation_steps=len(self._micro_batches),
+            num_generations=work.group_size,
+            gradient_checkpointing=work.remat != "none",
+        )
+        self._trainer = Given(
+            model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=settings,
+            train_dataset=Dataset.from_dict({"prompt": [""]}),
+            processing_class=PreTrainedTokenizerFast(
+                tokenizer_object=words, pad_token="<end>", eos_token="<end>"
+            ),
+        )
+        self._trainer.current_gradient_accumulation_steps = len(self._micro_batches)
+        if settings.gradient_checkpointing:
+            self._trainer.model.activation_checkpointing_enable()
+        self._trainer.create_optimizer()
+
+    def _padded(self, sequences: Sequence[Any], work: Work) -> list[dict[str, Any]]:
+        """Micro-batches as `_prepare_inputs` gives them: samples padded to the longest of all."""
+        torch = self._torch
+        ids = [torch.tensor(one.token_ids, dtype=torch.long) for one in sequences]
+        new = [row[work.prompt_tokens :] for row in ids]
+        pad = torch.nn.utils.rnn.pad_sequence
+        prompts = torch.stack([row[: work.prompt_tokens] for row in ids])
+        advantages = np.random.default_rng(1).normal(size=len(ids)).astype(np.float32)
+        whole = {
+            "prompt_ids": prompts,
+            "prompt_mask": torch.ones_like(prompts),
+            "completion_ids": pad(new, batch_first=True),
+            "completion_mask": pad([torch.ones_like(row) for row in new], batch_first=True),
+            "advantages": torch.tensor(advantages),
+        }
+        count = whole["completion_mask"].sum()
+        parts = zip(*(x.split(work.micro_rows) for x in whole.values()), strict=True)
+        return [dict(zip(whole, part, strict=True), num_items_in_batch=count) for part in parts]
+
+    def mean_logprob(self) -> float:
+        """Of the tokens with loss."""
+        total, count = 0.0, 0
+        for inputs in self._micro_batches:
+            joined = [
+                self._torch.cat([inputs[f"prompt_{part}"], inputs[f"completion_{part}"]], dim=1)
+                for part in ("ids", "mask")
+            ]
+            mask = inputs["completion_mask"].bool()
+            with self._torch.no_grad():
+                logprobs, *_ = self._trainer._get_per_token_logps_and_entropies(
+                    self._trainer.model, *joined, mask.shape[1]
+                )
+            total, count = total + float(logprobs[mask].sum()), count + int(mask.sum())
+        return total / count
+
+    def update(self, _: int) -> None:
+        """One step, in the order of its loop."""
+        trainer = self._trainer
+        for inputs in self._micro_batches:
+            trainer.training_step(trainer.model, inputs, None)
+        trainer._clip_grad_norm(trainer.model)
+        trainer.optimizer.step()
+        trainer.model.zero_grad()
+
+
 class Ids:
     """A tokenizer of texts that are ids; no token pads, begins or ends anything."""
 
@@ -272,6 +383,8 @@ class Ids:
 
 class Tunix:
     """Tunix's sampler, and an update of its model by its log-probabilities and optax."""
+
+    tasks = (SAMPLE, UPDATE)
 
     def __init__(self, folder: Path, model: common.ModelSizes, work: Work):
         """Reads the weights."""
@@ -378,7 +491,12 @@ class Tunix:
         jax.block_until_ready(self._state)
 
 
-PEERS = {"ours": (Ours, ()), "transformers": (Torch, ("torch",)), "tunix": (Tunix, ("tunix",))}
+PEERS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "ours": (Ours, ()),
+    "transformers": (Torch, ("torch",)),
+    "trl": (Trl, ("trl",)),
+    "tunix": (Tunix, ("tunix",)),
+}
 """What takes turns, by name, and the modules that it needs."""
 
 
@@ -471,17 +589,21 @@ class Peer:
         self._process.communicate()
 
 
-def take_turns(peers: Sequence[Peer], work: Work, model: Any, flags: Any) -> dict[str, Any]:
-    """Rates of each peer, and ours over the others'."""
+def take_turns(
+    peers: Sequence[Peer], tasks: Sequence[str], work: Work, model: Any, flags: Any
+) -> dict[str, Any]:
+    """Rates of each peer in each task that it has, and ours over the others'."""
     sequences = update.make_sequences(model, training(work))
     sampled = sum(int(one.loss_mask.sum()) for one in sequences)
-    counts = {"sample": sampled, "update": sum(len(one.token_ids) for one in sequences)}
+    counts = {SAMPLE: sampled, UPDATE: sum(len(one.token_ids) for one in sequences)}
     figures: dict[str, Any] = {peer.name: {"num_recompilations": 0} for peer in peers}
-    for what, count in counts.items():
-        seconds: dict[str, list[float]] = {peer.name: [] for peer in peers}
-        extra: dict[str, list[float]] = {peer.name: [] for peer in peers}
+    for what in tasks:
+        count = counts[what]
+        able = [peer for peer in peers if what in PEERS[peer.name][0].tasks]
+        seconds: dict[str, list[float]] = {peer.name: [] for peer in able}
+        extra: dict[str, list[float]] = {peer.name: [] for peer in able}
         for number in range(flags.warm_up + flags.repetitions):
-            for peer in peers:
+            for peer in able:
                 found = peer.ask(what, number)
                 if number >= flags.warm_up:
                     seconds[peer.name].append(found["cpu_s"])
@@ -491,8 +613,8 @@ def take_turns(peers: Sequence[Peer], work: Work, model: Any, flags: Any) -> dic
         for name, taken in seconds.items():
             figures[name][f"{what} tokens_per_cpu_s"] = count / statistics.median(taken)
             figures[name][f"{what} extra_bytes"] = statistics.median(extra[name])
-        for name in (peer.name for peer in peers[1:]):
-            pairs = zip(seconds[name], seconds[peers[0].name], strict=True)
+        for name in (peer.name for peer in able[1:]):
+            pairs = zip(seconds[name], seconds[able[0].name], strict=True)
             ratios = [other / one for other, one in pairs]
             figures.setdefault(f"ours over {name}", {})[what] = common.spread(ratios)
     return figures
@@ -505,6 +627,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
     first.add_argument("--worker", choices=PEERS)
     first.add_argument("--folder", type=Path)
     first.add_argument("--peers", default=",".join(installed()))
+    first.add_argument("--tasks", default=f"{SAMPLE},{UPDATE}")
     own, rest = first.parse_known_args(argv)
     flags, model, work, hardware = common.read_flags(__doc__ or "", WORK, rest)
     model = dataclasses.replace(model, dtype="float32")
@@ -518,12 +641,16 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any] | None:
         for peer_name in own.peers.split(","):
             peers.append(Peer(peer_name, folder, rest))
             stack.callback(peers[-1].end)
-        figures = take_turns(peers, work, model, flags)
+        figures = take_turns(peers, own.tasks.split(","), work, model, flags)
         logprobs = [peer.first["mean_logprob"] for peer in peers]
     figures["logprob_gap"] = max(logprobs) - min(logprobs)
-    names = {"transformers": ("torch", "transformers"), "tunix": ("google-tunix",)}
-    packages = [package for peer in peers for package in names.get(peer.name, ())]
-    figures["peer_versions"] = common.versions(*packages)
+    names = {
+        "transformers": ("torch", "transformers"),
+        "trl": ("torch", "transformers", "trl"),
+        "tunix": ("google-tunix",),
+    }
+    packages = {package for peer in peers for package in names.get(peer.name, ())}
+    figures["peer_versions"] = common.versions(*sorted(packages))
     return common.finish("peers", flags, model, work, hardware, figures)
 
 

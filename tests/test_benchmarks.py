@@ -221,15 +221,16 @@ def test_scaling_over_devices_and_processes(tmp_path):
         assert record[job]["update tokens_per_s"] > 0
 
 
+PEERS_FLAGS = [
+    "--vocab_size=64", "--num_prompts=2", "--group_size=2", "--prompt_tokens=8",
+    "--new_tokens=8", "--max_tokens=16", "--chunk_tokens=8", "--warm_up=2",
+]  # fmt: skip
+
+
 @pytest.mark.torch
 def test_peers_compute_the_same(tmp_path):
     pytest.importorskip("torch")
-    flags = [
-        "--vocab_size=64", "--num_prompts=2", "--group_size=2", "--prompt_tokens=8",
-        "--new_tokens=8", "--max_tokens=16", "--chunk_tokens=8",
-        "--warm_up=2", "--peers=ours,transformers",
-    ]  # fmt: skip
-    record = record_of(peers, flags, tmp_path)
+    record = record_of(peers, [*PEERS_FLAGS, "--peers=ours,transformers"], tmp_path)
     assert record["logprob_gap"] < 1e-5
     for name in ("ours", "transformers"):
         assert record[name]["sample tokens_per_cpu_s"] > 0
@@ -238,6 +239,16 @@ def test_peers_compute_the_same(tmp_path):
         assert record[name]["num_recompilations"] == 0
     ratio = record["ours over transformers"]["sample"]
     assert ratio["min"] <= ratio["median"] <= ratio["max"]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_trl_updates_what_we_do(remat, tmp_path):
+    pytest.importorskip("trl")
+    record = record_of(peers, [*PEERS_FLAGS, "--peers=ours,trl", f"--remat={remat}"], tmp_path)
+    assert record["logprob_gap"] < 1e-5
+    assert record["trl"]["update tokens_per_cpu_s"] > 0
+    assert record["ours over trl"].keys() == {"update"}
 
 
 def test_scaling_tells_what_a_failed_process_said():
