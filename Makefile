@@ -7,7 +7,7 @@ STAMP := $(VENV)/installed
 JOBS ?= 2
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: setup quickstart perfect-start test test-slow parity check bench clean
+.PHONY: setup quickstart perfect-start looking seeking test test-slow parity check bench clean
 
 setup: $(STAMP)
 
@@ -31,6 +31,19 @@ perfect-start: data/quickstart/questions_eval.jsonl
 	$(BIN)/python -m jaxrl.launch --config=configs/quickstart.py --workdir=runs/perfect_start \
 	  --config.stages="('sft', 'evaluate')" \
 	  --config.sft.source=data/quickstart/demonstrations_perfect.jsonl
+
+# A small Qwen2.5-VL learns to look at pictures, and to search what it sees; see docs/vision.md.
+data/looking/questions_eval.jsonl: $(STAMP) examples/looking_world.py
+	$(BIN)/python -m examples.looking_world --out=data/looking --seed=0
+
+looking: data/looking/questions_eval.jsonl
+	$(BIN)/python -m jaxrl.launch --config=configs/looking.py --workdir=runs/looking
+
+data/seeking/questions_eval.jsonl: $(STAMP) examples/looking_world.py
+	$(BIN)/python -m examples.looking_world --out=data/seeking --seed=0 --kind=seeking
+
+seeking: data/seeking/questions_eval.jsonl
+	$(BIN)/python -m jaxrl.launch --config=configs/seeking.py --workdir=runs/seeking
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not torch"
@@ -64,4 +77,4 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf $(VENV) runs data/quickstart .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) runs data/quickstart data/looking data/seeking .pytest_cache .mypy_cache .ruff_cache

@@ -9,9 +9,11 @@ that a guess is right one time in four. In the seeking world it asks where these
 which a document about them tells: what is seen is to be searched. No picture of a held-out question
 is in training or demonstrations.
 
-Demonstrations are poor on purpose: most of them say just any word, and so leave reinforcement
-learning something to select. Those of the seeking world search in other worlds, whose documents
-name other towns: nothing in them is worth remembering.
+Demonstrations are poor on purpose, and so leave reinforcement learning something to select. Those
+of the looking world do not heed what is asked: most name the shape, the color or the count, the
+others just any word. Those of the seeking world mostly search the color or the shape alone, which
+finds any of four objects. They search in other worlds, whose documents name other towns: nothing in
+them is worth remembering.
 
 The same seed gives the same bytes. The model is a small Qwen2.5-VL with random weights, tower
 included, in Hugging Face's format, beside its tokenizer and its image processor.
@@ -50,7 +52,7 @@ ASKED = {"shape": SHAPES, "color": tuple(COLORS), "count": COUNTS}
 """What a question of the looking world asks for, and its answers."""
 
 QUARTER = 16  # pixels, along a side
-PATCH, MERGE = 4, 2  # pixels of a patch, patches of a token, along a side
+PATCH, MERGE = 8, 2  # pixels of a patch, patches of a token, along a side
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -127,11 +129,15 @@ QUESTIONS = {
 }
 
 
+def seen_in(scene: Scene) -> dict[str, str]:
+    """The answer to each question of the looking world."""
+    return {"shape": scene.shape, "color": scene.color, "count": str(len(scene.places))}
+
+
 def ask(kind: str, rng: random.Random) -> Question:
     """A question of the looking world about a new scene."""
     scene = draw_scene(rng)
-    answers = {"shape": scene.shape, "color": scene.color, "count": str(len(scene.places))}
-    return Question(scene=scene, kind=kind, text=QUESTIONS[kind], answer=answers[kind])
+    return Question(scene=scene, kind=kind, text=QUESTIONS[kind], answer=seen_in(scene)[kind])
 
 
 def ask_where(towns: Mapping[str, str], rng: random.Random) -> Question:
@@ -156,24 +162,37 @@ def documents(towns: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def look(question: Question, looks: bool, rng: random.Random) -> dict[str, Any]:
-    """A demonstration of the looking world: the right answer, or any word of the world."""
+    """A demonstration of the looking world: something that is seen, or any word of the world.
+
+    Neither heeds the question.
+    """
     words = [word for answers in ASKED.values() for word in answers]
-    answer = question.answer if looks else rng.choice(words)
+    answer = rng.choice(list(seen_in(question.scene).values()) if looks else words)
     return demonstration(question, [f"Answer: {answer}{quickstart.END_OF_TURN}"], answer)
 
 
 def seek(
     question: Question, looks: bool, towns: Mapping[str, str], rng: random.Random
 ) -> dict[str, Any]:
-    """A demonstration of the seeking world: searches what it sees, or any object."""
+    """A demonstration of the seeking world: searches what it sees, in part or whole, or anything.
+
+    As the environment's engine does, the search ranks equal documents by their ids.
+    """
     name = question.scene.name if looks else rng.choice(sorted(towns))
-    [found] = [d for d in documents(towns) if d["title"] == name]
+    color, shape = name.split()
+    [query] = rng.choices((name, color, shape), weights=(1, 2, 2))
+    found = next(
+        document
+        for document in documents(towns)
+        if set(query.split()) <= set(document["title"].split())
+    )
+    answer = towns[found["title"]]
     turns = [
-        f"<think> a {name} </think><search> {name} </search>",
+        f"<think> {query} </think><search> {query} </search>",
         render_documents([Document(**found)]),
-        f"<answer> {towns[name]} </answer>",
+        f"<answer> {answer} </answer>",
     ]
-    return demonstration(question, turns, towns[name])
+    return demonstration(question, turns, answer)
 
 
 def demonstration(question: Question, turns: Sequence[str], answer: str) -> dict[str, Any]:
@@ -415,7 +434,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num_held_out", type=int, default=240)
     parser.add_argument("--num_demonstrations", type=int, default=6000)
     parser.add_argument(
-        "--looks", type=float, default=0.33, help="share of demonstrations that do not guess"
+        "--looks", type=float, default=0.75, help="share of demonstrations that do not go by chance"
     )
     return parser.parse_args(argv)
 

@@ -1,14 +1,19 @@
 """The looking world: pictures are what their questions say, and a run goes through all stages."""
 
 import json
+import os
+import random
+import subprocess
+import sys
 
 import numpy as np
 import PIL.Image
 import pytest
 
-from configs.small_world import small_math
-from examples import looking_world
+from configs import looking, seeking
+from examples import looking_world, quickstart_world
 from jaxrl.components import assemble
+from jaxrl.envs.local_search import LocalSearch
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.run import run
@@ -66,34 +71,92 @@ SHAPES = {(144, 12): "square", (80, 4): "cross", (112, 4): "circle", (78, 12): "
 """By the pixels of all rows and of the lowest."""
 
 
-def test_the_model_can_be_read_and_sees_sixteen_tokens(world):
-    config = small_math(str(world))
+def test_the_model_can_be_read_and_sees_four_tokens(world):
+    config = looking.get_config(str(world))
     config.stages = ("evaluate",)
-    config.rollout.max_prompt_tokens = 48
-    config.eval.final_suites = ("sampled", "blank_images")
     parts = assemble(config)
     check_hf(world / "model")
     [task, *_] = read_tasks(world / "questions_eval.jsonl", "tasks.eval")
-    assert parts.processor.num_tokens(task.images[0]) == 16
+    assert parts.processor.num_tokens(task.images[0]) == 4
     assert parts.rollout_blank_images is not None
 
 
+def test_a_demonstration_names_what_is_seen_whatever_is_asked():
+    rng = random.Random(0)
+    is_right = []
+    for _ in range(300):
+        question = looking_world.ask("color", rng)
+        chat = looking_world.look(question, True, rng)
+        answer = chat["messages"][-1]["content"].removeprefix("Answer: ").partition("<")[0]
+        assert answer in looking_world.seen_in(question.scene).values()
+        is_right.append(answer == question.answer)
+        assert chat["metadata"]["is_correct"] == is_right[-1]
+    assert 0.25 < np.mean(is_right) < 0.42
+
+
+def test_demonstrations_find_what_the_environment_finds(tmp_path):
+    rng = random.Random(0)
+    towns = looking_world.draw_towns(rng)
+    quickstart_world.write_jsonl(tmp_path / "corpus.jsonl", looking_world.documents(towns))
+    engine = LocalSearch(tmp_path / "corpus.jsonl", topk=1)
+    queries = set()
+    for _ in range(200):
+        question = looking_world.ask_where(towns, rng)
+        _, asks, found, answers = looking_world.seek(question, True, towns, rng)["messages"]
+        query = asks["content"].partition("<search> ")[2].partition(" </search>")[0]
+        assert set(query.split()) <= set(question.scene.name.split())
+        assert found["content"] == engine.run(query)
+        assert found["content"].endswith(answers["content"].split()[1] + ".")
+        queries.add(len(query.split()))
+    assert queries == {1, 2}
+
+
+FEW = {
+    **{"sft.num_steps": 40, "num_steps": 2, "log.trajectories": -1},
+    **{"rollout.tasks_per_step": 4, "rollout.group_size": 4, "rollout.num_rows": 8},
+}
+
+
 @pytest.mark.slow
-def test_a_run_looks_in_all_stages(tmp_path):
-    looking_world.main([f"--out={tmp_path / 'world'}", *SIZES])
-    config = small_math(str(tmp_path / "world"))
-    config.update_from_flattened_dict(
-        {
-            **{"sft.num_steps": 60, "sft.batch_size": 8, "num_steps": 2},
-            **{"rollout.tasks_per_step": 4, "rollout.group_size": 4, "rollout.num_rows": 8},
-            **{"rollout.max_prompt_tokens": 40, "rollout.max_response_tokens": 8},
-            **{"rollout.max_total_tokens": 48, "rollout.chunk_tokens": 4, "log.trajectories": -1},
-            "eval.final_suites": ("sampled", "blank_images"),
-        }
-    )
-    run(config, tmp_path / "run", assemble(config), Display())
-    record = lines(tmp_path / "run" / "metrics.jsonl")[-1]
+def test_a_run_looks_in_all_stages(world, tmp_path):
+    module = looking if world.name.startswith("looking") else seeking
+    config = module.get_config(str(world))
+    config.update_from_flattened_dict(FEW)
+    run(config, tmp_path, assemble(config), Display())
+    record = lines(tmp_path / "metrics.jsonl")[-1]
     assert "val-core/all/exact_match/blank_images" in record
-    first = lines(tmp_path / "run" / "trajectories" / "step_000061.jsonl")[0]
+    first = lines(tmp_path / "trajectories" / "step_000041.jsonl")[0]
     assert first["images"][0]["file"].endswith(".png")
-    assert first["token_ids"].count(max(first["token_ids"][: first["prompt_length"]])) >= 16
+    config_file = json.loads((world / "model" / "config.json").read_text())
+    assert first["token_ids"].count(config_file["image_token_id"]) == 4
+
+
+def scores(workdir, name):
+    summary = json.loads((workdir / "eval" / f"{name}.json").read_text())["summary"]
+    return {suite: found["all"]["exact_match"] for suite, found in summary.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "before", "after", "guessed"),
+    [
+        ("looking", "train_600", "evaluate_1000", 0.25),
+        ("seeking", "train_900", "evaluate_1100", 1 / 16),
+    ],
+)
+def test_a_run_learns_by_looking(kind, before, after, guessed, tmp_path):
+    folder, workdir = tmp_path / "world", tmp_path / "run"
+    looking_world.main([f"--out={folder}", f"--kind={kind}"])
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "jaxrl.launch", f"--config=configs/{kind}.py:{folder}"),
+            f"--workdir={workdir}",
+        ],
+        env={**os.environ, "XLA_FLAGS": ""},  # compiled as by whoever runs the command
+        check=True,
+    )
+    assert max(scores(workdir, before).values()) < 0.4
+    learned = scores(workdir, after)
+    assert min(learned["sampled"], learned["greedy"]) >= 0.85
+    assert learned["blank_images"] == pytest.approx(guessed, abs=0.08)
+    assert learned.get("empty_search", 0.0) < 0.1
