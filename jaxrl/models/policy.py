@@ -150,32 +150,7 @@ class Model:
         """
         weights = self.adapter or self.config
         params = self._gather_tables(weights.train_weights(params, self.dtype))
-        images = {}
-        if batch.images is not None:
-            own = (in_pieces(self.mesh, x) for x in (batch.images.units, batch.images.rotary))
-            units, rotary = own
-            images["images"] = replace(batch.images, units=units, rotary=rotary)
-        hidden = self.config.hidden_states(
-            params,
-            in_pieces(self.mesh, batch.token_ids),
-            in_pieces(self.mesh, batch.positions),
-            self.attention.within(
-                whole_rows(self.mesh, batch.segment_ids),
-                whole_rows(self.mesh, batch.positions),
-                self.num_pieces,
-            ),
-            replace(
-                self._through,
-                routing=routing or self.routing(batch, counts=False),
-                on_shards=partial(
-                    jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh)
-                ),
-            ),
-            **images,
-        )
-        # Rows stay split over data and fsdp: left alone, the compiler splits the width of
-        # activations over fsdp instead, and sums partial activations and logits across devices.
-        hidden = jax.lax.with_sharding_constraint(hidden, piece_sharding(self.mesh))
+        hidden = self._hidden_states(params, batch, routing or self.routing(batch, counts=False))
         (b, T), shards = batch.token_ids.shape, num_pieces(self.mesh)
         has_past = (batch.positions > 0) & (batch.segment_ids > 0)
         # Hidden states stay where they are, and what is about the next token moves to them.
@@ -202,6 +177,30 @@ class Model:
         of_next = (in_rows(self.mesh, put(x, places), (b, T)) for x in (logprobs, entropies))
         logprobs, entropies = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in of_next)
         return logprobs, entropies
+
+    def _hidden_states(self, params: Params, batch: Batch, routing: Routing) -> jax.Array:
+        """Of the last layer `[C * b, T / C, D]`; see `in_pieces`."""
+        on_shards = partial(jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh))
+        images = {}
+        if batch.images is not None:
+            own = (in_pieces(self.mesh, x) for x in (batch.images.units, batch.images.rotary))
+            units, rotary = own
+            images["images"] = replace(batch.images, units=units, rotary=rotary)
+        hidden = self.config.hidden_states(
+            params,
+            in_pieces(self.mesh, batch.token_ids),
+            in_pieces(self.mesh, batch.positions),
+            self.attention.within(
+                whole_rows(self.mesh, batch.segment_ids),
+                whole_rows(self.mesh, batch.positions),
+                self.num_pieces,
+            ),
+            replace(self._through, routing=routing, on_shards=on_shards),
+            **images,
+        )
+        # Rows stay split over data and fsdp: left alone, the compiler splits the width of
+        # activations over fsdp instead, and sums partial activations and logits across devices.
+        return on_shards(hidden)
 
     def _gather_tables(self, params: Params) -> Params:
         """Embedding and output layer whole along the width, as reading rows of tokens wants it.
