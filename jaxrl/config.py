@@ -52,7 +52,8 @@ def _optimizer() -> ConfigDict:
     # it by less than bfloat16 can tell apart.
     optimizer.moments_dtype = "float32"
     optimizer.offload = False  # keep both means in the host's memory between updates
-    # Packed rows of a micro-batch; a multiple of data * fsdp. 0: as many as the memory holds.
+    # Packed rows of a micro-batch; a multiple of data * fsdp * expert. 0: as many as the
+    # memory holds.
     optimizer.micro_rows = 8
     return optimizer
 
@@ -216,7 +217,7 @@ def default_config() -> ConfigDict:
     mesh.expert = 1  # devices over which rows, experts and other weights are split
     mesh.tensor = 1  # devices over which heads and vocabulary are split
     # Devices of each process that only sample, with rollout.ahead; the others train. A multiple of
-    # tensor. 0: all do both.
+    # expert * tensor. 0: all do both.
     mesh.rollout_devices = 0
 
     config.tasks = tasks = ConfigDict()
@@ -415,7 +416,7 @@ def default_config() -> ConfigDict:
     # What the calls of a trajectory may cost at ledger.prices, each counted once; a call that would
     # cost more ends it, out of budget. 0: no limit.
     rollout.max_cost = 0.0
-    # Trajectories decoded side by side, in all; a multiple of data * fsdp * context.
+    # Trajectories decoded side by side, in all; a multiple of data * fsdp * expert * context.
     rollout.num_rows = 64
     # GiB of each device for their keys and values. 0: what the plan leaves, or on a CPU what
     # num_rows trajectories of full length fill.

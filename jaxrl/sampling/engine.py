@@ -36,6 +36,7 @@ from jaxrl.models.kv_cache import Cache
 from jaxrl.models.lora import Adapter
 from jaxrl.runtime.compilation import CompiledFunction
 from jaxrl.runtime.sharding import (
+    PIECES,
     cache_sharding,
     num_pieces,
     piece_sharding,
@@ -248,11 +249,12 @@ class Engine:
         Args:
             config: of the model, or its adapter.
             mesh: of this process's devices that sample, and only these are used; rows and pages are
-                split over its data, fsdp and context axes.
+                split over its data, fsdp, expert and context axes.
             automaton: ends a turn.
             num_tokens: ids the tokenizer knows.
             eos_ids: end a turn too.
-            num_rows: decoded side by side at most; a multiple of data * fsdp * context.
+            num_rows: decoded side by side at most; a multiple of data * fsdp * expert *
+                context.
             num_pages: of each shard; 0: enough for `num_rows` rows of full length.
             max_prompt_tokens: of any prompt.
             max_total_tokens: prompt, samples and observations together.
@@ -267,14 +269,14 @@ class Engine:
             kinds: ways to draw, out of `next_token.KINDS`, that `submit` may ask for.
 
         Raises:
-            ValueError: `num_rows` is not a multiple of data * fsdp * context, or the pages of a
-                shard do not hold one trajectory.
+            ValueError: `num_rows` is not a multiple of data * fsdp * expert * context, or the
+                pages of a shard do not hold one trajectory.
         """
         self.num_shards = num_pieces(mesh)
         if num_rows % self.num_shards:
             raise ValueError(
                 f"config.rollout.num_rows={num_rows} is not a multiple of "
-                f"data * fsdp * context = {self.num_shards}; every device needs the same number."
+                f"{' * '.join(PIECES)} = {self.num_shards}; every device needs the same number."
             )
         self._mesh = mesh
         adapter = config if isinstance(config, Adapter) else None

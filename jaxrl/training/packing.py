@@ -46,7 +46,7 @@ class BatchShape:
 
     Attributes:
         num_micro: micro-batches there is room for, A.
-        micro_rows: rows of a micro-batch, b; a multiple of data * fsdp.
+        micro_rows: rows of a micro-batch, b; a multiple of data * fsdp * expert.
         row_tokens: length of a row, T.
         shares_prompts: sequences in a row whose prompts are the same have it once.
         max_tokens: of a sequence; None for those of a row.

@@ -21,7 +21,7 @@ from jaxrl.runtime.plan.memory import (
     target_mesh,
     update_phase,
 )
-from jaxrl.runtime.sharding import num_batch_shards
+from jaxrl.runtime.sharding import BATCH, num_batch_shards
 
 GO_ON = "--ignore_memory_plan goes on all the same, since the plan may err"
 
@@ -35,7 +35,7 @@ def largest_micro_rows(
     unless `must_fit`.
 
     Returns:
-        Rows, a multiple of data * fsdp, and the bytes of a device at the peak.
+        Rows, a multiple of data * fsdp * expert, and the bytes of a device at the peak.
 
     Raises:
         ValueError: not even one row on each device fits, and `must_fit`.
@@ -84,7 +84,8 @@ def choose_micro_rows(
             continue
         note, kept = "", (began or {}).get(key, 0)
         if kept and kept % shards:
-            note = f" (not the {kept} it began with: no multiple of data * fsdp = {shards})"
+            axes = " * ".join(BATCH)
+            note = f" (not the {kept} it began with: no multiple of {axes} = {shards})"
         elif kept:
             peak = update_phase(_changed(config, {key: kept}), model, target, stage).peak
             if peak <= usable:

@@ -41,6 +41,8 @@ from jaxrl.models.policy import NO_TABLES
 from jaxrl.runtime.plan.search import search_bytes
 from jaxrl.runtime.plan.weights import PolicyWeights, decode_bytes, num_values
 from jaxrl.runtime.sharding import (
+    BATCH,
+    PIECES,
     check_model_fits,
     devices_together,
     mesh_sizes,
@@ -223,7 +225,7 @@ def check_rows(config: ConfigDict, mesh: Any, num_processes: int) -> None:
         ValueError: names the key.
     """
     shards, sampling = num_batch_shards(mesh), _sampling_shards(config, mesh, num_processes)
-    told = "data * fsdp * context"
+    told = " * ".join(PIECES)
     if config.mesh.rollout_devices:
         told = "rollout_devices / tensor, of all processes,"
     rows = {
@@ -233,7 +235,7 @@ def check_rows(config: ConfigDict, mesh: Any, num_processes: int) -> None:
     }
     for key, (value, count, readers) in rows.items():
         if value % count and readers & set(config.stages):
-            what = told if key == "rollout.num_rows" else "data * fsdp"
+            what = told if key == "rollout.num_rows" else " * ".join(BATCH)
             raise ValueError(
                 f"config.{key} is {value}; expected a multiple of {what} = {count}, so that "
                 "every device gets the same number."

@@ -84,7 +84,7 @@ class TestMicroRows:
     @pytest.mark.parametrize(
         ("num_devices", "began", "rows", "note"),
         [
-            (4, 2, 16, "not the 2 it began with: no multiple of data * fsdp = 4"),
+            (4, 2, 16, "not the 2 it began with: no multiple of data * fsdp * expert = 4"),
             (4, 8, 8, None),
             (1, 2**20, 16, "not the 1048576 it began with: they would need "),
         ],
@@ -210,7 +210,10 @@ class TestCommand:
                 "does not fit the number of devices, 8; ",
             ),
             (["--config.mesh.tensor=8", "--plan_devices=8"], "4 key-value heads"),
-            (["--config.optimizer.micro_rows=12", "--plan_devices=8"], "a multiple of data * fsdp"),
+            (
+                ["--config.optimizer.micro_rows=12", "--plan_devices=8"],
+                "of data * fsdp * expert = 8,",
+            ),
             (["--plan_devices=-8"], "--plan_devices=-8"),
             (
                 ["--plan_devices=8", "--plan_processes=3"],
