@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs import debug_tiny, looking, quickstart, seeking
+from configs import ares_looking, debug_tiny, looking, quickstart, seeking
 from jaxrl import config as configuration
 from jaxrl.config import default_config, flat_json, flatten, load_values, to_json
 from jaxrl.config_checks import validate
@@ -21,7 +21,7 @@ def config():
     return debug_tiny.get_config()
 
 
-@pytest.mark.parametrize("name", [debug_tiny, quickstart, looking, seeking])
+@pytest.mark.parametrize("name", [debug_tiny, quickstart, looking, ares_looking, seeking])
 def test_shipped_configs_are_valid(name):
     validate(name.get_config())
     assert name.get_config("data/other").model.path == "data/other/model"
