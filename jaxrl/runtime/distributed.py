@@ -411,8 +411,8 @@ def gather(value: Value) -> list[Value]:
     if jax.process_count() == 1:
         return [value]
     data = json.dumps(value).encode()
-    sizes = multihost_utils.process_allgather(np.int64(len(data)))
-    longest = int(max(sizes))
+    sizes = _gather_lengths(len(data))
+    longest = max(sizes)
     length = next((block for block in _BLOCKS if block >= longest), _BLOCKS[-1])
     columns: list[Any] = []
     for start in range(0, longest, length):
@@ -422,6 +422,13 @@ def gather(value: Value) -> list[Value]:
         columns.append(multihost_utils.process_allgather(block))
     rows = np.concatenate(columns, axis=1)
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def _gather_lengths(length: int) -> list[int]:
+    """That of every process, as bytes: JAX makes 32 bits of an int64."""
+    own = np.frombuffer(length.to_bytes(8, "little"), np.uint8)
+    every = multihost_utils.process_allgather(own)
+    return [int.from_bytes(row.tobytes(), "little") for row in every]
 
 
 def meet() -> None:

@@ -133,11 +133,14 @@ def test_shares_are_the_whole_in_order(monkeypatch, size, count):
 
 @pytest.fixture
 def pair(monkeypatch):
-    """Makes this process one of two that hold the same."""
+    """Makes this process one of two that hold the same; numbers are narrowed as JAX does it."""
+
+    def twice(x):
+        narrow = np.asarray(x).astype(jax.dtypes.canonicalize_dtype(x.dtype))
+        return np.stack([narrow, narrow])
+
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(
-        distributed.multihost_utils, "process_allgather", lambda x: np.stack([x, x])
-    )
+    monkeypatch.setattr(distributed.multihost_utils, "process_allgather", twice)
 
 
 @pytest.mark.parametrize("length", [0, 5000, 300_000])
@@ -146,6 +149,11 @@ def test_gathered_values_arrive_exactly(pair, length):
     assert distributed.gather(value) == [value, value]
     [nan, _] = distributed.gather(math.nan)
     assert math.isnan(nan)
+
+
+@pytest.mark.parametrize("length", [0, 2**31 - 1, 2**31, 3_000_000_000, 5_000_000_000])
+def test_lengths_beyond_32_bits_arrive(pair, length):
+    assert distributed._gather_lengths(length) == [length, length]
 
 
 def test_gathered_trajectories_arrive_bit_for_bit(pair):
