@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from jaxrl.envs.base import CallRecord, Outcome, Task, Turn
-from jaxrl.envs.images import Picture
+from jaxrl.envs.images import Picture, UnreadableError
 from jaxrl.types import Group, Trajectory
 
 ARRAYS = {
@@ -57,8 +57,7 @@ def from_json(saved: Mapping[str, Any]) -> Trajectory:
     """The inverse of `to_json`, but for `images`; see `Processor.with_images`.
 
     Raises:
-        OSError: the file of an image is not there.
-        ValueError: it holds another one than it did.
+        UnreadableError: the file of an image is not there, or holds another one than it did.
     """
     known = {field.name for field in dataclasses.fields(Trajectory)}
     fields = {name: value for name, value in saved.items() if name in known}
@@ -118,12 +117,21 @@ def _picture(saved: Mapping[str, str]) -> Picture:
     if "data" in saved:
         return Picture(data=base64.b64decode(saved["data"]))
     found = Picture(path=saved["path"])
-    if found.digest != saved["digest"]:
-        raise ValueError(
-            f"{found.path} was changed since the run sampled with it; put the image back, or begin "
-            "anew with another --workdir."
+    try:
+        is_same = found.digest == saved["digest"]
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise UnreadableError(
+            f"{found.path}, with which the run sampled, cannot be read ({why}); {_PUT_BACK}"
+        ) from error
+    if not is_same:
+        raise UnreadableError(
+            f"{found.path} was changed since the run sampled with it; {_PUT_BACK}"
         )
     return found
+
+
+_PUT_BACK = "put the image back, or begin anew with another --workdir."
 
 
 def _records(saved: Iterable[Mapping[str, Any]]) -> tuple[CallRecord, ...]:

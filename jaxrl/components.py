@@ -27,6 +27,7 @@ from jaxrl.demonstrations import Demonstration, read_demonstrations
 from jaxrl.envs.base import Env, Prompt, Task
 from jaxrl.envs.corpus import num_lines
 from jaxrl.envs.costs import SEARCH, Budget
+from jaxrl.envs.images import UnreadableError
 from jaxrl.envs.judges import Judge
 from jaxrl.envs.payment import Payment
 from jaxrl.envs.random_search import RandomSearch
@@ -42,7 +43,7 @@ from jaxrl.models.experts.choice import choose as choose_experts
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.lora import Adapter
 from jaxrl.models.policy import Model
-from jaxrl.processor import BlankProcessor, Processor, UnreadableError
+from jaxrl.processor import BlankProcessor, Processor
 from jaxrl.runtime.checkpoint import newest_whole
 from jaxrl.runtime.distributed import RolloutFunction, shared
 from jaxrl.runtime.plan import memory
@@ -398,6 +399,7 @@ def _read_demonstrations(
         tokenizer,
         max_total_tokens=config.rollout.max_total_tokens,
         max_observation_tokens=config.rollout.max_observation_tokens,
+        max_image_tokens=config.rollout.max_image_tokens,
         protocol=toolbox.protocol(config)([tool.name for tool in tools]),
         tools=("search", *(tool.name for tool in tools)),
         chat_tools=getattr(env, "chat_tools", ()),

@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxrl.data import read_demonstration, read_jsonl
 from jaxrl.envs.base import ToolResults
-from jaxrl.envs.images import Picture
+from jaxrl.envs.images import Picture, UnreadableError
 from jaxrl.envs.protocol import SEARCH_R1, Protocol
-from jaxrl.processor import Processor, UnreadableError
+from jaxrl.processor import Processor
 from jaxrl.sampling.rollout import encode_observation, encode_results
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Image
@@ -32,8 +32,20 @@ class Demonstration:
 
     @property
     def images(self) -> tuple[Image, ...]:
-        """What the model reads of `pictures`, made when it is asked for."""
-        return () if self.processor is None else tuple(map(self.processor, self.pictures))
+        """What the model reads of `pictures`, made when it is asked for.
+
+        Raises:
+            UnreadableError: one is damaged.
+        """
+        if self.processor is None:
+            return ()
+        try:
+            return tuple(map(self.processor, self.pictures))
+        except UnreadableError as error:
+            raise UnreadableError(
+                f"config.sft.source has an image that is damaged: {error}; mend it, or take the "
+                "demonstration out."
+            ) from error
 
 
 def read_demonstrations(
@@ -42,6 +54,7 @@ def read_demonstrations(
     *,
     max_total_tokens: int,
     max_observation_tokens: int,
+    max_image_tokens: int = 0,
     protocol: Protocol = SEARCH_R1,
     tools: Sequence[str] = ("search",),
     chat_tools: Sequence[Mapping[str, Any]] = (),
@@ -52,7 +65,8 @@ def read_demonstrations(
     The messages before the first of the assistant are the prompt. Those of the role `tool` are raw
     results, rendered by the protocol and cut as the environment's observations are. `tools` are the
     names of those that can be called in this run, `chat_tools` what the chat template says of them.
-    Images are as in tasks, in the prompt; `processor` reads them, None where the model reads none.
+    Images are as in tasks, in the prompt, and take at most `max_image_tokens` of a demonstration
+    (0: as many as it has); `processor` reads them, None where the model reads none.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -61,10 +75,17 @@ def read_demonstrations(
 
     def parse(fields: dict[str, Any], place: str) -> Demonstration:
         messages, pictures = read_demonstration(fields, place)
+        image_tokens = _image_tokens(pictures, processor, place)
+        if 0 < max_image_tokens < sum(image_tokens):
+            raise ValueError(
+                f"{place}: the demonstration's images take {sum(image_tokens)} tokens; expected at "
+                f"most config.rollout.max_image_tokens={max_image_tokens}. Raise it, or lower "
+                "config.images.max_pixels."
+            )
         demonstration = encode_demonstration(
             messages,
             tokenizer,
-            image_tokens=_image_tokens(pictures, processor, place),
+            image_tokens=image_tokens,
             max_observation_tokens=max_observation_tokens,
             protocol=protocol,
             tools=tools,
@@ -138,6 +159,11 @@ def encode_demonstration(
         _check_turns(messages[start:], tools, place)
     token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in pieces])
     loss_mask = np.concatenate([np.full(len(ids), sampled) for ids, sampled in pieces])
+    if tokenizer.image_id is not None and tokenizer.image_id in token_ids[loss_mask]:
+        raise ValueError(
+            f"{place}: a message of the assistant has {tokenizer.decode([tokenizer.image_id])!r}, "
+            "which stands for an image and is never written; take it out."
+        )
     if not loss_mask.any():
         raise ValueError(f"{place}: the assistant's messages are all empty; there is no example.")
     return Demonstration(

@@ -157,6 +157,7 @@ def _run(
     from jaxrl.choices import OwnCodeError
     from jaxrl.components import assemble
     from jaxrl.envs.base import OutageError
+    from jaxrl.envs.images import UnreadableError
     from jaxrl.logs.display import Display
     from jaxrl.logs.writers import check_mirrors
     from jaxrl.run import run
@@ -204,7 +205,7 @@ def _run(
             sys.exit(EXIT_TRY_AGAIN if isinstance(error, Interrupted) else EXIT_BUDGET_SPENT)
         except (NothingWorksError, OutageError) as error:
             _end_unserved(error)
-        except (CheckpointError, NotEnoughGroupsError, OwnCodeError) as error:
+        except (CheckpointError, NotEnoughGroupsError, OwnCodeError, UnreadableError) as error:
             _refuse(error)
         except Exception as error:
             _refuse_of_disk(error, workdir)

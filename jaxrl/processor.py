@@ -20,17 +20,13 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
-from jaxrl.envs.images import Picture
+from jaxrl.envs.images import Picture, UnreadableError
 from jaxrl.types import Group, Image, Trajectory
 
 FILE = "preprocessor_config.json"
 
 _TURNED = range(5, 9)  # values of EXIF's orientation that swap height and width
 _ORIENTATION = 0x0112
-
-
-class UnreadableError(ValueError):
-    """An image cannot be read; the text names it."""
 
 
 class Processor:

@@ -69,6 +69,7 @@ def run(
         BudgetSpentError: the run has spent what it may; what was done is saved.
         NotEnoughGroupsError: the filter kept too few groups.
         OwnCodeError: what a key names failed in a step; those before it are saved.
+        UnreadableError: an image of a demonstration, or of the checkpoint to go on with.
         CheckpointError: there are checkpoints, but the one to go on with cannot be read.
     """
     checkpointer = Checkpointer(

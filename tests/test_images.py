@@ -26,13 +26,13 @@ from jaxrl.envs.base import (
     ToolResults,
     Turn,
 )
-from jaxrl.envs.images import Picture, Pictured, images_behind
+from jaxrl.envs.images import Picture, Pictured, UnreadableError, images_behind
 from jaxrl.envs.protocol import qwen, search_r1
 from jaxrl.envs.retrieval import EmptySearch
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import Tool, run_one
 from jaxrl.logs.writers import write_images
-from jaxrl.processor import BlankProcessor, Processor, UnreadableError
+from jaxrl.processor import BlankProcessor, Processor
 from jaxrl.sampling.rollout import EpisodePlayer, Limits, StartError
 from jaxrl.tasks import Tasks, TaskSource, overlap_note, read_tasks
 from jaxrl.types import Draw, Group
@@ -521,7 +521,12 @@ class TestCodecs:
         assert (tmp_path / "run" / shown["file"]).read_bytes() == data
         assert len(list((tmp_path / "run" / "images").iterdir())) == 1
         saved(file, seed=9)
-        with pytest.raises(ValueError, match=r"a.png was changed since the run sampled with it"):
+        with pytest.raises(UnreadableError, match=r"a.png was changed since the run sampled with"):
+            codecs.from_json(travelled)
+        file.unlink()
+        with pytest.raises(
+            UnreadableError, match=r"a.png, .* cannot be read \(No such file or dir"
+        ):
             codecs.from_json(travelled)
 
 
@@ -575,7 +580,7 @@ class TestTools:
 
 
 class TestDemonstrations:
-    def read(self, tmp_path, fields, processor):
+    def read(self, tmp_path, fields, processor, **settings):
         chat = [*CHAT, {"role": "assistant", "content": "a dot"}]
         record = {"messages": chat, "images": ["a.png"]} | fields
         (tmp_path / "d.jsonl").write_text(json.dumps(record))
@@ -585,6 +590,7 @@ class TestDemonstrations:
             max_total_tokens=100,
             max_observation_tokens=10,
             processor=processor,
+            **settings,
         )
 
     def test_images_are_made_when_they_are_asked_for(self, processor, tmp_path):
@@ -614,3 +620,24 @@ class TestDemonstrations:
         saved(tmp_path / "a.png")
         with pytest.raises(ValueError, match=why):
             self.read(tmp_path, fields, processor if has_processor else None)
+
+    def test_more_images_than_there_is_room_for_are_refused(self, processor, tmp_path):
+        saved(tmp_path / "a.png")
+        assert len(self.read(tmp_path, {}, processor, max_image_tokens=6)) == 1
+        why = (
+            r"d.jsonl:1: the demonstration's images take 6 tokens; expected at most config.rollout"
+        )
+        with pytest.raises(ValueError, match=why):
+            self.read(tmp_path, {}, processor, max_image_tokens=5)
+
+    def test_the_assistant_writes_no_image_tokens(self, processor, tmp_path):
+        saved(tmp_path / "a.png")
+        chat = [*CHAT, {"role": "assistant", "content": f"a {PAD} dot"}]
+        with pytest.raises(ValueError, match=r"d.jsonl:1: a message of the assistant has '<\|imag"):
+            self.read(tmp_path, {"messages": chat}, processor)
+
+    def test_a_damaged_image_is_named_with_its_key(self, processor, tmp_path):
+        (tmp_path / "a.png").write_bytes(encoded(drawn())[:-100])
+        [one] = self.read(tmp_path, {}, processor)
+        with pytest.raises(UnreadableError, match=r"config.sft.source has .*a.png cannot be read"):
+            _ = one.images

@@ -15,6 +15,10 @@ MARK = "<image>"
 """Stands in a text where an image is; of a text that comes without images it is plain."""
 
 
+class UnreadableError(ValueError):
+    """An image cannot be read, or is another one than it was; the text names it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Picture:
     """An image as it is given, in a format such as PNG or JPEG; nothing of it is decoded."""

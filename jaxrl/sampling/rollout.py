@@ -38,9 +38,9 @@ from jaxrl.envs.base import (
     Turn,
 )
 from jaxrl.envs.calls import MAX_ERROR, error_text, failure_report, in_thread, side_by_side
-from jaxrl.envs.images import MARK, Picture
+from jaxrl.envs.images import MARK, Picture, UnreadableError
 from jaxrl.models.experts.routing import unknown_experts
-from jaxrl.processor import Processor, UnreadableError
+from jaxrl.processor import Processor
 from jaxrl.runtime.files import writable
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Event, Request, sample_keys
