@@ -337,16 +337,20 @@ def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = Fal
                 "set --workdir to another folder."
             )
     begun, _ = _compare(config, workdir, is_accepted=is_accepted)
-    if begun is None or "train" not in config.stages:
+    if begun is None:
         return
     from jaxrl.runtime.history import plain
 
     began, now = begun.config, plain(configuration.flatten(config))
-    fixed = ["kl.anchor"]
-    if began.get("kl.coef") == 0:
-        fixed.append("kl.coef")  # its checkpoints hold no reference policy
-    if config.checkpoint.keep_best:  # values of two metrics cannot be ranked together
-        fixed += ["eval.best_metric", "tasks.eval.source", "tasks.eval.sources"]
+    # Its checkpoints hold what is trained, and no more.
+    is_adapter = bool(config.model.lora.rank)
+    fixed = ["model.lora.rank", "model.lora.targets" if is_adapter else "model.vision.train"]
+    if "train" in config.stages:
+        fixed.append("kl.anchor")
+        if began.get("kl.coef") == 0:
+            fixed.append("kl.coef")  # its checkpoints hold no reference policy
+        if config.checkpoint.keep_best:  # values of two metrics cannot be ranked together
+            fixed += ["eval.best_metric", "tasks.eval.source", "tasks.eval.sources"]
     for key in fixed:
         if began.get(key, now[key]) != now[key]:
             raise ValueError(

@@ -520,11 +520,28 @@ class TestWorkdir:
             self.check(tmp_path, **changes)
         self.check(tmp_path, is_accepted=True, **changes)
 
-    @pytest.mark.parametrize(("key", "value"), [("kl.coef", 0.5), ("kl.anchor", "old")])
-    def test_what_cannot_change(self, tmp_path, key, value):
-        self.begin(tmp_path)
+    @pytest.mark.parametrize(
+        ("key", "value", "began"),
+        [
+            ("kl.coef", 0.5, {}),
+            ("kl.anchor", "old", {}),
+            ("model.vision.train", False, {"stages": ("evaluate",)}),
+            ("model.lora.rank", 4, {"stages": ("sft",)}),
+            ("model.lora.rank", 0, {"model.lora.rank": 2}),
+            ("model.lora.rank", 4, {"model.lora.rank": 2}),
+        ],
+    )
+    def test_what_cannot_change(self, tmp_path, key, value, began):
+        self.begin(tmp_path, **began)
         with pytest.raises(ValueError, match=f"config.{key} is {value!r}, but .* began with"):
-            self.check(tmp_path, is_accepted=True, **{key: value})
+            self.check(tmp_path, is_accepted=True, **began | {key: value})
+
+    def test_what_an_adapter_is_of_cannot_change(self, tmp_path):
+        lora = {"model.lora.rank": 2, "model.lora.targets": ("q_proj",)}
+        self.begin(tmp_path, **lora)
+        self.check(tmp_path, is_accepted=True, **lora, **{"model.vision.train": False})
+        with pytest.raises(ValueError, match=r"config.model.lora.targets is .*, but .* began with"):
+            self.check(tmp_path, is_accepted=True, **lora | {"model.lora.targets": ("k_proj",)})
 
     def test_the_best_checkpoint_is_of_one_set_of_held_out_sources(self, tmp_path):
         best = {"checkpoint.keep_best": 1, "tasks.eval.source": ""}
