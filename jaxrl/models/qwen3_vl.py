@@ -112,6 +112,7 @@ class Qwen3Vision(Tower):
                 f"num_position_embeddings {count}, no square,": side**2 != count,
                 f"deepstack_visual_indexes {deep!r} with {len(layers)} layers": not deep
                 or not isinstance(deep, list)
+                or {*map(type, deep)} != {int}
                 or not layers.issuperset(deep)
                 or deep != sorted(set(deep)),
             },

@@ -19,7 +19,7 @@ from jaxrl.models.architecture import Attend
 from jaxrl.models.attention import reference
 from jaxrl.models.layers import SamplerThrough, Through
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.tower import Tower, whole_number
+from jaxrl.models.tower import Tower, section, whole_number
 from jaxrl.models.vision import QwenVision
 from jaxrl.types import BatchImages, Params
 
@@ -60,14 +60,14 @@ class QwenVLConfig(QwenConfig):
                 f"{source}: model_type {fields.get('model_type')!r} is not supported; expected "
                 f"{cls.model_type!r}."
             )
-        text = QwenConfig.from_dict(cls._text_fields(fields), source=source)
+        text = QwenConfig.from_dict(cls._text_fields(fields, source), source=source)
         if text.rope_scaling is not None:
             raise ValueError(
                 f"{source}: RoPE scaling {text.rope_scaling.rope_type!r} with images is not "
                 "supported; no parity test covers it."
             )
         own = fields.get("text_config") or fields
-        rope = own.get("rope_scaling") or own.get("rope_parameters") or {}
+        rope = section(own, "rope_scaling", source) or section(own, "rope_parameters", source)
         order = rope.get("mrope_interleaved", cls.is_interleaved)
         if order is not cls.is_interleaved:
             raise ValueError(
@@ -76,7 +76,7 @@ class QwenVLConfig(QwenConfig):
             )
         sections = rope.get("mrope_section", [*cls.default_sections])
         is_whole = isinstance(sections, list) and [*map(type, sections)] == [int] * 3
-        if not is_whole or 2 * sum(sections) != text.head_dim:
+        if not is_whole or min(sections) < 0 or 2 * sum(sections) != text.head_dim:
             raise ValueError(
                 f"{source}: 'mrope_section' is {sections!r}; expected three whole numbers that add "
                 f"up to half of a head, {text.head_dim // 2}."
@@ -104,15 +104,19 @@ class QwenVLConfig(QwenConfig):
         )
 
     @classmethod
-    def _text_fields(cls, fields: dict[str, Any]) -> dict[str, Any]:
-        """A `config.json` of the decoder alone, from either spelling."""
-        own = fields.get("text_config") or {}
+    def _text_fields(cls, fields: dict[str, Any], source: str) -> dict[str, Any]:
+        """A `config.json` of the decoder alone, from either spelling.
+
+        Raises:
+            ValueError: what should be an object is something else.
+        """
+        own = section(fields, "text_config", source)
         text = {**fields, **own, "model_type": cls.text_type}
         text["tie_word_embeddings"] = bool(
             fields.get("tie_word_embeddings") or own.get("tie_word_embeddings")
         )
         for name in ("rope_scaling", "rope_parameters"):
-            rope = dict(text.get(name) or {})
+            rope = dict(section(text, name, source))
             for name_of_images in ("mrope_section", "mrope_interleaved"):
                 rope.pop(name_of_images, None)
             for kind in ("type", "rope_type"):

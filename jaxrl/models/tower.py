@@ -46,6 +46,18 @@ def whole_number(fields: Mapping[str, Any], name: str, default: int | None, sour
     return value
 
 
+def section(fields: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
+    """A field of a `config.json` that is an object; an empty one where it is not there.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    value = fields.get(name) or {}
+    if not isinstance(value, dict):
+        raise ValueError(f"{source}: {name!r} is {value!r}; expected an object.")
+    return value
+
+
 def biased(inputs: str | None, outputs: str | None, *stack: str) -> dict[str, Any]:
     """Names of the axes of a linear layer that has a bias."""
     return {"kernel": (*stack, inputs, outputs), "bias": (*stack, outputs)}
@@ -109,6 +121,7 @@ class Tower(Vision):
             return whole_number(own, name, default, source)
 
         width, heads, act = whole("hidden_size"), whole("num_heads"), own.get("hidden_act")
+        theta = section(own, "rope_parameters", source).get("rope_theta", 10_000.0)
         found = {
             "width": width,
             "mlp_width": whole("intermediate_size"),
@@ -119,16 +132,16 @@ class Tower(Vision):
             "patch": whole("patch_size", cls.patch_default),
             "temporal_patch": whole("temporal_patch_size", 2),
             "merge": whole("spatial_merge_size", 2),
-            "rope_theta": float((own.get("rope_parameters") or {}).get("rope_theta", 10_000.0)),
         }
         refuse(
             {
+                f"rope_theta {theta!r}": type(theta) not in (int, float) or not theta > 0,
                 f"hidden_act {act!r}": act not in (None, cls.activation),
                 f"a head of {width} / {heads}": width % heads != 0 or width // heads % 4 != 0,
             },
             source,
         )
-        return found
+        return found | {"rope_theta": float(theta)}
 
     def hf_fields(self) -> dict[str, Any]:
         """The inverse of `from_fields`."""
