@@ -93,7 +93,7 @@ def assemble(
     tools = _make_tools(config)
     control = _make_control(config, tokenizer, tools)
     automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
-    processor = _make_processor(config, tokenizer)
+    processor = _make_processor(config, tokenizer, model_config)
     demonstrations = _read_demonstrations(config, tokenizer, control, tools, processor)
     tasks, eval_tasks = _read_data(config, show)
     engine = None
@@ -146,15 +146,25 @@ def _make_limits(config: ConfigDict) -> Limits:
     return Limits(**numbers | {"max_image_tokens": environment.max_image_tokens(config)})
 
 
-def _make_processor(config: ConfigDict, tokenizer: Tokenizer) -> Processor | None:
+def _make_processor(
+    config: ConfigDict, tokenizer: Tokenizer, model: Architecture
+) -> Processor | None:
     """What reads images; None where the model reads none.
 
     Raises:
-        ValueError: the folder of a model that reads them has none.
+        ValueError: the folder of a model that reads them has none, or that of another model.
     """
     if tokenizer.image_id is None or config.policy.name != OWN_MODEL:
         return None
-    return Processor(config.model.path, **config.images)
+    processor = Processor(config.model.path, **config.images)
+    made = processor.patch_values, processor.merge_size**2
+    if model.vision and made != (wanted := (model.vision.patch_values, model.vision.unit)):
+        raise ValueError(
+            f"the preprocessor_config.json in {config.model.path!r} makes patches of {made[0]} "
+            f"values, {made[1]} to a token; the model's config.json calls for {wanted[0]} and "
+            f"{wanted[1]} (patch_size, merge_size, temporal_patch_size). Copy that of the model."
+        )
+    return processor
 
 
 def _rollout_blank(

@@ -51,6 +51,8 @@ class Processor:
         limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         self._size = size | {name: value for name, value in limits.items() if value}
         self.merge_size = int(self._processor.merge_size)
+        side, moments = self._processor.patch_size, self._processor.temporal_patch_size
+        self.patch_values = 3 * int(moments) * int(side) ** 2
         self._room = int(cache_mib * 2**20)
         self._lock = threading.Lock()
         self._made: OrderedDict[str, Image] = OrderedDict()
@@ -162,7 +164,7 @@ def _load(folder: str) -> Any:
             f"{file} cannot be loaded: {type(error).__name__}: {error}; expected the image "
             "processor of the model in config.model.path."
         ) from error
-    needed = ("merge_size", "patch_size", "get_number_of_image_patches")
+    needed = ("merge_size", "patch_size", "temporal_patch_size", "get_number_of_image_patches")
     if missing := [name for name in needed if not hasattr(found, name)]:
         raise ValueError(
             f"{file} is of {type(found).__name__}, which has no {', '.join(missing)}; expected one "

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import zlib
+from contextlib import nullcontext
 
 import numpy as np
 import PIL.Image
@@ -14,6 +15,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from jaxrl import codecs, tasks
+from jaxrl.components import _make_processor
+from jaxrl.config import default_config
 from jaxrl.data import parse_task
 from jaxrl.demonstrations import read_demonstrations
 from jaxrl.envs.base import (
@@ -39,6 +42,7 @@ from jaxrl.types import Draw, Group
 from tests.episodes import ANSWER, make_trajectory
 from tests.images import PAD, drawn, encoded, looking_tokenizer, save_processor
 from tests.toys import ScriptedEnv, toy_tokenizer
+from tests.vision import golden
 
 LIMITS = Limits(
     max_prompt_tokens=200, max_response_tokens=64, max_total_tokens=300, max_observation_tokens=20
@@ -577,6 +581,19 @@ class TestTools:
         play = player(None, StepResult(observation=results))
         [reply] = play._step([Episode(task=Task(id="t", question="?"))], ["call"])
         assert reply.observation == ToolResults(bodies=("[image]", "b"))
+
+
+def test_a_processor_of_another_model_is_refused(tmp_path):
+    [model, *_], config = golden(), default_config()
+    sizes = {"patch_size": model.vision.patch, "merge_size": model.vision.merge}
+    for changes, why in (
+        ({}, None),
+        ({"patch_size": 4}, "of 96 values"),
+        ({"merge_size": 3}, "9 to"),
+    ):
+        config.model.path = save_processor(tmp_path, **sizes | changes)
+        with pytest.raises(ValueError, match=why) if why else nullcontext():
+            _make_processor(config, looking_tokenizer(), model)
 
 
 class TestDemonstrations:
