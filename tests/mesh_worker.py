@@ -39,7 +39,14 @@ from jaxrl.sampling.engine import MOVED_PAGES, Engine, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import Weights
 from jaxrl.training.packing import BatchShape, loss_quarters
-from jaxrl.training.update import Gradient, ScoreStep, UpdateStep, init_state, put_batch
+from jaxrl.training.update import (
+    Gradient,
+    ScoreStep,
+    UpdateStep,
+    init_state,
+    put_batch,
+    put_patches,
+)
 from tests.helpers import (
     NUM_TOKENS,
     TINY,
@@ -503,7 +510,9 @@ def of_images():
         if sizes in SHOWN:
             room = loss_quarters(packed, num_batch_shards(mesh), model.num_pieces)[0]
             program = gradient.add.program
-            text = program_text(program, placed, sums, batch, np.int32(0), np.int32(1), room)
+            patches = put_patches(mesh, packed.images, 0, model.dtype)
+            span = np.int32(0), np.int32(1)
+            text = program_text(program, placed, sums, batch, *span, room, patches)
             moved = [size for _, size in collectives(text) if size % 11 == 0]
             measured |= {"activations_moved": moved, "own_tokens": shape.row_tokens}
         found.append(measured)

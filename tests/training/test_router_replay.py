@@ -243,11 +243,11 @@ def test_the_gap_to_the_sampler_is_smaller_with_replay(sampled, params, dtype, m
     assert 0 < gaps[0] < most * gaps[1]
 
 
-def gradient(trajectories, shape):
+def gradient(trajectories, shape, balance_coef=0.5):
     """The first gradient, ten times Adam's first moment, and metrics, of weights that moved."""
     optimizer = optax.adamw(1e-3)
     model = Model(MOE, one_device_mesh(), num_tokens=TOKENIZER.num_tokens)
-    step = UpdateStep(model, policy_loss(), optimizer, balance_coef=0.5)
+    step = UpdateStep(model, policy_loss(), optimizer, balance_coef=balance_coef)
     packed = pack_all(trajectories, shape)
     state = init_state(jax.tree.map(jnp.array, MOVED), model.mesh, MOE, optimizer)
     state, metrics = step(state, packed.batch, packed)
@@ -277,17 +277,20 @@ def test_packing_and_micro_batches_change_nothing(with_advantages, shares_prompt
     other = BatchShape(
         num_micro=2, micro_rows=2, row_tokens=208, replayed=MOE, shares_prompts=shares_prompts
     )
+    balance_coef = 0.0 if shares_prompts else 0.5  # a shared prompt counts once for the balance
     (_, one, measured), (packed, two, measured_too) = (
-        gradient(with_advantages, shape) for shape in (alone, other)
+        gradient(with_advantages, shape, balance_coef) for shape in (alone, other)
     )
     assert (packed.num_shared > 0) == shares_prompts
     assert relative_distance(two, one) < 1e-5
-    _, without, _ = gradient(with_advantages, dataclasses.replace(alone, replayed=None))
+    _, without, _ = gradient(
+        with_advantages, dataclasses.replace(alone, replayed=None), balance_coef
+    )
     assert relative_distance(without, one) > 1e-3  # so it does something
     assert measured["router/replay_difference"] > 0.01
     for name, value in measured.items():
         if shares_prompts and name.startswith("router/"):
-            continue  # a shared prompt counts once
+            continue
         np.testing.assert_allclose(measured_too[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
