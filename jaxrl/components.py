@@ -407,9 +407,7 @@ def _read_demonstrations(
     return read_demonstrations(
         config.sft.source,
         tokenizer,
-        max_total_tokens=config.rollout.max_total_tokens,
-        max_observation_tokens=config.rollout.max_observation_tokens,
-        max_image_tokens=config.rollout.max_image_tokens,
+        _make_limits(config),
         protocol=toolbox.protocol(config)([tool.name for tool in tools]),
         tools=("search", *(tool.name for tool in tools)),
         chat_tools=getattr(env, "chat_tools", ()),

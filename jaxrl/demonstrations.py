@@ -15,7 +15,7 @@ from jaxrl.envs.base import ToolResults
 from jaxrl.envs.images import Picture, UnreadableError
 from jaxrl.envs.protocol import SEARCH_R1, Protocol
 from jaxrl.processor import Processor
-from jaxrl.sampling.rollout import encode_observation, encode_results
+from jaxrl.sampling.rollout import Limits, encode_observation, encode_results
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Image
 
@@ -51,10 +51,8 @@ class Demonstration:
 def read_demonstrations(
     path: str,
     tokenizer: Tokenizer,
+    limits: Limits,
     *,
-    max_total_tokens: int,
-    max_observation_tokens: int,
-    max_image_tokens: int = 0,
     protocol: Protocol = SEARCH_R1,
     tools: Sequence[str] = ("search",),
     chat_tools: Sequence[Mapping[str, Any]] = (),
@@ -65,8 +63,8 @@ def read_demonstrations(
     The messages before the first of the assistant are the prompt. Those of the role `tool` are raw
     results, rendered by the protocol and cut as the environment's observations are. `tools` are the
     names of those that can be called in this run, `chat_tools` what the chat template says of them.
-    Images are as in tasks, in the prompt, and take at most `max_image_tokens` of a demonstration
-    (0: as many as it has); `processor` reads them, None where the model reads none.
+    Images are as in tasks, in the prompt; `processor` reads them, None where the model reads none.
+    Of `limits` count those of all tokens, of observations and of images (0: as many as there are).
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -76,26 +74,26 @@ def read_demonstrations(
     def parse(fields: dict[str, Any], place: str) -> Demonstration:
         messages, pictures = read_demonstration(fields, place)
         image_tokens = _image_tokens(pictures, processor, place)
-        if 0 < max_image_tokens < sum(image_tokens):
+        if 0 < limits.max_image_tokens < sum(image_tokens):
             raise ValueError(
                 f"{place}: the demonstration's images take {sum(image_tokens)} tokens; expected at "
-                f"most config.rollout.max_image_tokens={max_image_tokens}. Raise it, or lower "
-                "config.images.max_pixels."
+                f"most config.rollout.max_image_tokens={limits.max_image_tokens}. Raise it, or "
+                "lower config.images.max_pixels."
             )
         demonstration = encode_demonstration(
             messages,
             tokenizer,
             image_tokens=image_tokens,
-            max_observation_tokens=max_observation_tokens,
+            max_observation_tokens=limits.max_observation_tokens,
             protocol=protocol,
             tools=tools,
             chat_tools=chat_tools,
             place=place,
         )
-        if len(demonstration.token_ids) > max_total_tokens:
+        if len(demonstration.token_ids) > limits.max_total_tokens:
             raise ValueError(
                 f"{place}: the demonstration has {len(demonstration.token_ids)} tokens; expected "
-                f"at most config.rollout.max_total_tokens={max_total_tokens}."
+                f"at most config.rollout.max_total_tokens={limits.max_total_tokens}."
             )
         if not pictures:
             return demonstration
@@ -157,6 +155,17 @@ def encode_demonstration(
         _check_calls(messages[start:], protocol, tools, place)
     else:
         _check_turns(messages[start:], tools, place)
+    return _of_pieces(pieces, tokenizer, place)
+
+
+def _of_pieces(
+    pieces: Sequence[tuple[Sequence[int], bool]], tokenizer: Tokenizer, place: str
+) -> Demonstration:
+    """Of token ids, and whether they are the assistant's.
+
+    Raises:
+        ValueError: there is nothing to learn, or what is never written.
+    """
     token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in pieces])
     loss_mask = np.concatenate([np.full(len(ids), sampled) for ids, sampled in pieces])
     if tokenizer.image_id is not None and tokenizer.image_id in token_ids[loss_mask]:

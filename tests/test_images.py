@@ -597,17 +597,21 @@ def test_a_processor_of_another_model_is_refused(tmp_path):
 
 
 class TestDemonstrations:
-    def read(self, tmp_path, fields, processor, **settings):
+    def read(self, tmp_path, fields, processor, **more):
         chat = [*CHAT, {"role": "assistant", "content": "a dot"}]
         record = {"messages": chat, "images": ["a.png"]} | fields
         (tmp_path / "d.jsonl").write_text(json.dumps(record))
         return read_demonstrations(
             str(tmp_path / "d.jsonl"),
             looking_tokenizer(),
-            max_total_tokens=100,
-            max_observation_tokens=10,
+            Limits(
+                max_prompt_tokens=100,
+                max_response_tokens=100,
+                max_total_tokens=100,
+                max_observation_tokens=10,
+                **more,
+            ),
             processor=processor,
-            **settings,
         )
 
     def test_images_are_made_when_they_are_asked_for(self, processor, tmp_path):

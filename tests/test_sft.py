@@ -224,8 +224,13 @@ def test_results_are_rendered_by_the_protocol(tmp_path, tokenizer):
 def read(tmp_path, tokenizer, *records, max_total_tokens=400, **options):
     file = tmp_path / "demonstrations.jsonl"
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    settings = {"max_total_tokens": max_total_tokens, "max_observation_tokens": 30, **options}
-    return read_demonstrations(str(file), tokenizer, **settings)
+    limits = Limits(
+        max_prompt_tokens=400,
+        max_response_tokens=400,
+        max_total_tokens=max_total_tokens,
+        max_observation_tokens=30,
+    )
+    return read_demonstrations(str(file), tokenizer, limits, **options)
 
 
 def test_reading(tmp_path, tokenizer):

@@ -197,7 +197,8 @@ def test_tensor_axis_that_cuts_a_head_is_refused():
 
 
 def test_rows_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"=12 is not a multiple of data \* fsdp \* context = 8"):
+    wrong = r"=12 is not a multiple of data \* fsdp \* expert \* context = 8"
+    with pytest.raises(ValueError, match=wrong):
         Engine(
             TINY,
             abstract_mesh(2, 2, 1, context=2),

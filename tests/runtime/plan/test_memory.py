@@ -221,7 +221,8 @@ class TestByHand:
         keys = {"mesh.data": 1, "mesh.context": 4, "optimizer.micro_rows": 2}
         memory.make_plan(large_run(fsdp=2, **keys), QWEN_7B, NODE)
         config = large_run(fsdp=2, **keys, **{"rollout.num_rows": 12})
-        with pytest.raises(ValueError, match=r"is 12; .* multiple of data \* fsdp \* context = 8"):
+        wrong = r"is 12; .* multiple of data \* fsdp \* expert \* context = 8"
+        with pytest.raises(ValueError, match=wrong):
             memory.make_plan(config, QWEN_7B, NODE)
 
 
