@@ -35,9 +35,10 @@ from rich.table import Table
 
 from jaxrl.config import default_config
 from jaxrl.method import adapter_of, has_kl_loss, has_kl_weights
-from jaxrl.models.architecture import read_model
+from jaxrl.models.architecture import Architecture, read_model
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.experts.choice import choose as choose_experts
+from jaxrl.models.experts.routing import recorded_dtype
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
@@ -196,16 +197,22 @@ def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
         old_logprobs=None if takes_own_logprobs(config) else floats,
         ref_logprobs=floats if has_kl_loss(config) and config.kl.anchor == "ref" else None,
         kl_weights=floats if has_kl_weights(config) else None,
+        routed_experts=shape.replayed and _abstract_experts(shape.replayed, whole),
         images=shape.vision
         and BatchImages(units=ints, rotary=jax.ShapeDtypeStruct((*whole, 3), jnp.int32)),
     )
     return like(batch, batch_shardings(policy.mesh, batch))
 
 
+def _abstract_experts(model: Architecture, whole: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    """As recorded for each token."""
+    own = len(model.expert_layers), model.num_chosen
+    return jax.ShapeDtypeStruct((*whole, *own), recorded_dtype(model.num_experts))
+
+
 def shape_of(config: ConfigDict, policy: Model) -> BatchShape:
     """Of the mini-batches of the train stage."""
-    vision = policy.config.vision
-    return train_shape(config, policy.shards_with_prompts, policy.num_pieces, vision)
+    return train_shape(config, policy.shards_with_prompts, policy.num_pieces, policy.config)
 
 
 def abstract_patches(config: ConfigDict, policy: Model) -> Any:

@@ -15,16 +15,22 @@ from benchmarks import (
     h200,
     local_search,
     lora,
+    memory,
     peers,
     rollout,
     scaling,
     step,
     update,
 )
+from jaxrl.config import default_config
 from jaxrl.demonstrations import Demonstration
 from jaxrl.models.attention import reference
 from jaxrl.models.attention.kernels import XLA
 from jaxrl.models.experts import choice, products
+from jaxrl.models.policy import Model
+from tests.helpers import NUM_TOKENS, TINY_MOE
+from tests.toys import one_device_mesh
+from tests.vision import golden
 
 MODEL = [
     "--num_layers=1", "--width=32", "--num_heads=2", "--num_kv_heads=1", "--head_dim=16",
@@ -378,3 +384,16 @@ def test_floors_of_one_h200_by_hand():
     assert common.train_flops_per_token(model, 2048) == pytest.approx(4.28e9, rel=2e-3)
     assert 790e12 / common.train_flops_per_token(model, 2048) == pytest.approx(185e3, rel=0.01)
     assert common.mfu(989e12, 2.0, common.H200) == 0.5
+
+
+def test_abstract_batches_have_what_images_and_replay_add():
+    config = default_config()
+    seeing = Model(golden()[0], one_device_mesh(), num_tokens=96)
+    assert memory.abstract_batch(config, seeing).images is not None
+    config.model.router.replay = True
+    mixed = Model(TINY_MOE, one_device_mesh(), num_tokens=NUM_TOKENS)
+    batch = memory.abstract_batch(config, mixed)
+    own = len(TINY_MOE.expert_layers), TINY_MOE.num_chosen
+    assert batch.routed_experts.shape == (*batch.token_ids.shape, *own)
+    assert batch.routed_experts.dtype == np.uint8
+    assert batch.images is None
