@@ -18,6 +18,8 @@ def get_config(world: str = "data/seeking") -> ConfigDict:
     config.search.local.corpus = f"{world}/corpus.jsonl"
     config.search.local.topk = 1  # so that the color or the shape alone finds one of four
     config.sft.num_steps = 900
+    config.loss.entropy_coef = 0.02
+    config.optimizer.lr = 1e-3
     config.optimizer.schedule = "constant"
 
     config.rollout.max_response_tokens = 32

@@ -10,10 +10,10 @@ which a document about them tells: what is seen is to be searched. No picture of
 is in training or demonstrations.
 
 Demonstrations are poor on purpose, and so leave reinforcement learning something to select. Those
-of the looking world do not heed what is asked: most name the shape, the color or the count, the
-others just any word. Those of the seeking world mostly search the color or the shape alone, which
-finds any of four objects. They search in other worlds, whose documents name other towns: nothing in
-them is worth remembering.
+of the looking world tell shape, color and count, a quarter of them of a picture that is not there,
+and then mostly answer another question than was asked. Those of the seeking world mostly search the
+color or the shape alone, which finds any of four objects. They search in other worlds, whose
+documents name other towns: nothing in them is worth remembering.
 
 The same seed gives the same bytes. The model is a small Qwen2.5-VL with random weights, tower
 included, in Hugging Face's format, beside its tokenizer and its image processor.
@@ -162,13 +162,16 @@ def documents(towns: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def look(question: Question, looks: bool, rng: random.Random) -> dict[str, Any]:
-    """A demonstration of the looking world: something that is seen, or any word of the world.
+    """A demonstration of the looking world: tells what is seen, or makes it up, then answers.
 
-    Neither heeds the question.
+    The answer is mostly one to another question than was asked.
     """
-    words = [word for answers in ASKED.values() for word in answers]
-    answer = rng.choice(list(seen_in(question.scene).values()) if looks else words)
-    return demonstration(question, [f"Answer: {answer}{quickstart.END_OF_TURN}"], answer)
+    seen = seen_in(question.scene if looks else draw_scene(rng))
+    kinds = list(ASKED)
+    [further] = rng.choices((0, 1, 2), weights=(7, 10, 3))
+    answer = seen[kinds[(kinds.index(question.kind) + further) % len(kinds)]]
+    told = f"{' '.join(seen.values())} Answer: {answer}{quickstart.END_OF_TURN}"
+    return demonstration(question, [told], answer)
 
 
 def seek(

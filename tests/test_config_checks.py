@@ -229,8 +229,6 @@ def test_a_small_sibling_keeps_the_method(module):
         "shaping.bootstrap_tasks",
         "shaping.stage_tolerance",
     }
-    if module is ares_looking:
-        sizes.add("shaping.entropy_window")  # its answers are no longer than the published one
     method = ("advantage.", "loss.", "kl.", "shaping.", "filter.")
     chosen = {key: x for key, x in flatten(published).items() if key.startswith(method)}
     assert {key: small[key] for key in chosen.keys() - sizes} == {
