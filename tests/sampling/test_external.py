@@ -1,6 +1,7 @@
 """Models behind an endpoint: how their turns are read, asked for, and lost."""
 
 import dataclasses
+import itertools
 import json
 import re
 import threading
@@ -179,12 +180,14 @@ def test_every_turn_of_every_sample_is_asked_for_with_a_seed_of_its_own():
 
 def test_no_more_episodes_are_played_at_once_than_asked_for():
     now, most = [0], [0]
-    lock = threading.Lock()
+    lock, first_three, asked = threading.Lock(), threading.Barrier(3), itertools.count()
 
     def answer(request):
         with lock:
             now[0] += 1
             most[0] = max(most[0], now[0])
+        if next(asked) < 3:
+            first_three.wait(10)  # for each other
         time.sleep(0.005)
         with lock:
             now[0] -= 1
