@@ -77,7 +77,10 @@ class Chat:
             ValueError: the template refuses the chat, or drops one of its messages.
         """
         roles = tuple(message["role"] for message in messages)
-        split = [_parts(message["content"], with_images) for message in messages]
+        split = [
+            parts_of(message["content"]) if with_images else [message["content"]]
+            for message in messages
+        ]
         shape = tuple(zip(roles, map(_types, split), strict=True))
         texts = [(i, part) for i, parts in enumerate(split) for part in parts if part is not None]
         filled = _filled(shape, [part for _, part in texts])
@@ -180,9 +183,9 @@ class Chat:
         return asked[-1].removeprefix(chat[1])
 
 
-def _parts(content: str, with_images: bool) -> list[str | None]:
-    """A content in texts and, as None, images; blank text beside images is none."""
-    if not (with_images and MARK in content):
+def parts_of(content: str) -> list[str | None]:
+    """A content in texts and, as None, images, where the marks are; no empty text beside them."""
+    if MARK not in content:
         return [content]
     first, *others = content.split(MARK)
     split = [first, *(part for text in others for part in (None, text))]

@@ -106,7 +106,7 @@ def assemble(
     def rollout_of(env: Env, seen_by: Processor | None = processor) -> Rollout | ChatRollout:
         if engine is None:
             assert external is not None
-            return ChatRollout(external, env, tokenizer, limits, schedule, pay)
+            return ChatRollout(external, env, tokenizer, limits, schedule, pay, seen_by)
         return Rollout(engine, env, tokenizer, automaton, limits, schedule, pay, seen_by)
 
     def shared_rollout(env: Env, seen_by: Processor | None = processor) -> RolloutFunction:
@@ -149,12 +149,12 @@ def _make_limits(config: ConfigDict) -> Limits:
 def _make_processor(
     config: ConfigDict, tokenizer: Tokenizer, model: Architecture
 ) -> Processor | None:
-    """What reads images; None where the model reads none.
+    """What reads images, or counts them for an endpoint; None where the folder's model reads none.
 
     Raises:
         ValueError: the folder of a model that reads them has none, or that of another model.
     """
-    if tokenizer.image_id is None or config.policy.name != OWN_MODEL:
+    if tokenizer.image_id is None:
         return None
     processor = Processor(config.model.path, **config.images)
     made = processor.patch_values, processor.merge_size**2

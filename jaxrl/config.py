@@ -112,7 +112,8 @@ def _policy() -> ConfigDict:
     """The keys that say who writes."""
     policy = ConfigDict()
     # model: that of model.path; openai: one behind an OpenAI-compatible endpoint, which can be
-    # evaluated and not trained. Of model.path, config.json and the tokenizer are read then.
+    # evaluated and not trained. Of model.path, config.json, the tokenizer and the processor of
+    # images are read then.
     policy.name = OWN_MODEL
     policy.openai = openai = ConfigDict(convert_dict=False)
     openai.url = ""  # up to /chat/completions, as http://localhost:8000/v1

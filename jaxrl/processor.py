@@ -64,9 +64,9 @@ class Processor:
         Raises:
             UnreadableError: it is no image.
         """
-        with _reading(picture), _opened(picture) as image:
+        with reading(picture), opened(picture) as image:
             width, height = image.size
-            if _orientation(image) in _TURNED:
+            if orientation(image) in _TURNED:
                 width, height = height, width
         limits = {
             "min_pixels": self._size["shortest_edge"],
@@ -86,7 +86,7 @@ class Processor:
         Raises:
             UnreadableError: it is no image, or damaged.
         """
-        with _reading(picture):
+        with reading(picture):
             digest = picture.digest
         with self._lock:
             if digest in self._made:
@@ -103,10 +103,9 @@ class Processor:
         return made
 
     def _make(self, picture: Picture) -> Image:
-        with _reading(picture):
-            with _opened(picture) as image:
-                upright = PIL.ImageOps.exif_transpose(image) if _orientation(image) else image
-                whole = upright.convert("RGB")
+        with reading(picture):
+            with opened(picture) as image:
+                whole = upright(image)
             found = self._processor(whole, size=self._size, return_tensors="np")
         t, h, w = (int(n) for n in found["image_grid_thw"][0])
         return Image(patches=np.asarray(found["pixel_values"], np.float32), grid=(t, h, w))
@@ -173,7 +172,7 @@ def _load(folder: str) -> Any:
     return found
 
 
-def _opened(picture: Picture) -> PIL.Image.Image:
+def opened(picture: Picture) -> PIL.Image.Image:
     """An image whose pixels are not read yet.
 
     Raises:
@@ -190,7 +189,7 @@ def _opened(picture: Picture) -> PIL.Image.Image:
 
 
 @contextmanager
-def _reading(picture: Picture) -> Iterator[None]:
+def reading(picture: Picture) -> Iterator[None]:
     """Whatever goes wrong while an image is read is an `UnreadableError`."""
     try:
         yield
@@ -202,10 +201,16 @@ def _reading(picture: Picture) -> Iterator[None]:
         raise UnreadableError(_cannot_be_read(picture, error)) from error
 
 
-def _orientation(image: PIL.Image.Image) -> int | None:
+def orientation(image: PIL.Image.Image) -> int | None:
     """How it is turned, as far as the start of the file tells; of a PNG, the end may say more."""
     is_told = image.format != "PNG" or "exif" in image.info
     return image.getexif().get(_ORIENTATION) if is_told else None
+
+
+def upright(image: PIL.Image.Image) -> PIL.Image.Image:
+    """Decoded, as it is looked at, in three colours."""
+    turned = PIL.ImageOps.exif_transpose(image) if orientation(image) else image
+    return turned.convert("RGB")
 
 
 def _cannot_be_read(picture: Picture, error: BaseException | str) -> str:

@@ -1,5 +1,7 @@
 """Whole runs of a vision model: trained, killed, resumed, exported; its options matter."""
 
+import base64
+import io
 import json
 import os
 import shutil
@@ -11,6 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import PIL.Image
 import pytest
 from flax.traverse_util import flatten_dict
 from transformers import PreTrainedTokenizerFast
@@ -28,7 +31,8 @@ from jaxrl.models.vision import QwenVision
 from jaxrl.run import run
 from tests.helpers import ROOT, tiny_params, with_devices
 from tests.images import PAD, SPECIAL, TEMPLATE, drawn, encoded, looking_tokenizer, save_processor
-from tests.runs import assert_same_weights, killed, lasting
+from tests.runs import assert_same_weights, evaluation, killed, lasting
+from tests.servers import served
 
 pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
 
@@ -316,3 +320,43 @@ def test_an_adapter_learns_beside_a_frozen_tower_and_goes_on_bit_for_bit(world, 
     run(config, again, assemble(config), Display())
     assert lasting(again) == record
     assert_same_weights(whole / "export", again / "export")
+
+
+def test_a_model_behind_an_endpoint_is_shown_the_images(world, tmp_path):
+    """It answers by what it sees: the drawing of a file, or nothing."""
+    model = shutil.copytree(world / "model", tmp_path / "model")
+    for file in model.glob("*.safetensors"):
+        file.unlink()  # no weights are read
+    changes = {
+        "stages": ("evaluate",),
+        "policy.name": "openai",
+        "policy.openai.model": "their-model",
+        "eval.final_suites": ("greedy", "blank_images"),
+        "eval.samples": 1,
+        "eval.resamples": 20,
+        "model.path": str(model),
+        "rollout.max_response_tokens": 16,
+    }
+    drawings = {(world / f"{seed}.png").read_bytes() for seed in range(1, 4)}
+    seen = []
+
+    def answer(request):
+        content = request.json["messages"][-1]["content"]
+        said = "Answer: a"  # of the question without an image
+        if not isinstance(content, str):
+            url = content[0]["image_url"]["url"]
+            data = base64.b64decode(url.removeprefix("data:image/png;base64,"))
+            seen.append(data)
+            said = "Answer: a" if data in drawings else "Answer: b"
+        return {"choices": [{"message": {"content": said}, "finish_reason": "stop"}]}
+
+    with served(answer) as server:
+        config = settings(world, **changes, **{"policy.openai.url": server.url})
+        run(config, tmp_path, assemble(config, workdir=tmp_path), Display())
+    assert len(seen) == 6
+    assert drawings < set(seen)
+    [blank] = set(seen) - drawings
+    assert PIL.Image.open(io.BytesIO(blank)).size == drawn().size
+    summary = evaluation(tmp_path, "evaluate_0.json")["summary"]
+    assert summary["greedy"]["all"]["exact_match"] == 1.0
+    assert summary["blank_images"]["all"]["exact_match"] == 0.25

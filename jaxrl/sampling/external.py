@@ -2,7 +2,8 @@
 
 The environment is the same, and so are the budgets: texts are counted and cut by the run's
 tokenizer. The ids of a trajectory are those of its texts; what the endpoint's model sampled, and
-how likely that was, nobody knows here, so there is nothing to train on.
+how likely that was, nobody knows here, so there is nothing to train on. Images are sent as they
+are, and counted as the run's own processor cuts them.
 
 An endpoint leaves out the stop string at which it stopped. Where it says which one that was (vLLM,
 SGLang), it is put back. Where it does not, the text decides: a tag that was opened and not closed
@@ -21,23 +22,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxrl.chat import parts_of
 from jaxrl.envs.base import (
     CallRecord,
     Env,
-    Message,
     OutageError,
     Outcome,
     StepResult,
+    Task,
     ToolError,
     ToolResults,
     Turn,
 )
 from jaxrl.envs.calls import MAX_ERROR, in_thread, started
 from jaxrl.envs.completions import Completions, first_choice, policy_of
+from jaxrl.envs.images import Picture, Pictured, UnreadableError, images_behind
 from jaxrl.envs.json_http import check_url, plain_text, shown_url
 from jaxrl.envs.recording import Recording
 from jaxrl.envs.resilient import Nobody, ResilientSearch
 from jaxrl.envs.tools import Tool
+from jaxrl.processor import BlankProcessor, Processor
 from jaxrl.runtime.files import writable
 from jaxrl.sampling.rollout import (
     LOOK_S,
@@ -50,12 +54,17 @@ from jaxrl.sampling.rollout import (
     StartError,
     check_stop,
     failed_step,
+    images_of,
 )
+from jaxrl.sampling.sent_images import sent_image, url_of
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, Group
 
 GO_ON = "Continue."
 """The user's message where the environment says nothing and the model is to go on."""
+
+Content = str | Sequence[str | Picture]
+"""Of a message that is sent: a text, or texts and images in their order."""
 
 REFUSALS = {
     401: "key_env names the environment variable with the key",
@@ -149,12 +158,16 @@ class ChatModel:
         return f"{self.settings.model} at {shown_url(self.settings.url)}"
 
     def write(
-        self, messages: Sequence[Message], *, stops: Sequence[str], sampling: Mapping[str, Any]
+        self,
+        messages: Sequence[tuple[str, Content]],
+        *,
+        stops: Sequence[str],
+        sampling: Mapping[str, Any],
     ) -> Written:
         """The next turn of a chat.
 
         Args:
-            messages: so far.
+            messages: so far, each with its role; images in PNG or JPEG.
             stops: strings at which the turn ends.
             sampling: further fields of the request; a seed among them keeps equal chats apart.
 
@@ -162,9 +175,10 @@ class ChatModel:
             OutageError: the endpoint refuses everybody, as with a wrong key.
             ToolError: there is no turn.
         """
-        chat = [{name: plain_text(text) for name, text in one.items()} for one in messages]
+        chat = [{"role": plain_text(role), "content": _named(said)} for role, said in messages]
         body = {"messages": chat, **sampling, **({"stop": list(stops)} if stops else {})}
-        [answer] = self._asked.answer_all([json.dumps(body)])
+        images = [one for _, said in messages for one in said if isinstance(one, Picture)]
+        [answer] = self._asked.answer_all([Pictured(json.dumps(body), images)])
         if self._endpoint and self._endpoint.refusal:
             raise OutageError(self._endpoint.refusal)
         if isinstance(answer.found, ToolError):
@@ -206,8 +220,30 @@ def _recording(settings: ChatSettings, workdir: Path | None, process: int) -> Re
     return recording
 
 
+def _named(content: Content) -> str | list[dict[str, Any]]:
+    """A content as a request has it, but that images are named by their digests."""
+    if isinstance(content, str):
+        return plain_text(content)
+    return [
+        {"type": "text", "text": plain_text(one)}
+        if isinstance(one, str)
+        else {"type": "image_url", "image_url": {"url": one.digest}}
+        for one in content
+    ]
+
+
+def _with_images(body: dict[str, Any], images: Sequence[Picture]) -> dict[str, Any]:
+    """A request in which images are, in place of their digests."""
+    urls = {image.digest: url_of(image) for image in images}
+    for message in body["messages"]:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            if part["type"] == "image_url":
+                part["image_url"]["url"] = urls[part["image_url"]["url"]]
+    return body
+
+
 class _Endpoint(Tool):
-    """Answers the body of a request, as JSON, with what the endpoint says."""
+    """Answers the body of a request, as JSON and with its images, with what the endpoint says."""
 
     name, blank = "policy", ""
 
@@ -225,7 +261,8 @@ class _Endpoint(Tool):
     def run(self, call: str, /) -> str:
         if self.refusal:
             raise ToolError(self.refusal, is_permanent=True)
-        fields = {"model": self._settings.model, **json.loads(call), **self._settings.options}
+        asked = _with_images(json.loads(call), images_behind(call))
+        fields = {"model": self._settings.model, **asked, **self._settings.options}
         body = {name: value for name, value in fields.items() if value is not None}
         try:
             answer = self._completions.ask(body)
@@ -301,13 +338,14 @@ class ChatRollout(EpisodePlayer):
         limits: Limits,
         schedule: Schedule,
         pay: Pay,
+        processor: Processor | None = None,
     ):
-        """As `EpisodePlayer`, with who writes the turns.
+        """As `EpisodePlayer`, with who writes the turns; a `BlankProcessor` sends blank images.
 
         Raises:
             ValueError: the environment reads calls as the model's own chat template has them.
         """
-        super().__init__(env, tokenizer, limits, schedule, pay)
+        super().__init__(env, tokenizer, limits, schedule, pay, processor)
         if self._tools:
             raise ValueError(
                 "config.policy.name is 'openai', and the environment describes its tools by the "
@@ -355,14 +393,14 @@ class ChatRollout(EpisodePlayer):
         self, sample: Sample, draw: Draw, sampling: Sampling, is_over: threading.Event
     ) -> None:
         """Plays an episode to its end, unless all are given up."""
-        prompt: Sequence[Message] = ()
+        prompt: Sequence[tuple[str, Content]] = ()
         while sample.episode.outcome is None and not is_over.is_set():
             try:
-                prompt = prompt or self._start(draw.task)
+                prompt = prompt or self._opening(draw.task)
                 written = self._write(prompt, sample, draw, sampling)
             except OutageError:
                 raise
-            except (ToolError, StartError) as error:
+            except (ToolError, StartError, UnreadableError) as error:
                 turn = Turn(text="", error=writable(str(error))[:MAX_ERROR])
                 self._end(sample, turn, Outcome.ENVIRONMENT_ERROR)
                 return
@@ -374,8 +412,38 @@ class ChatRollout(EpisodePlayer):
             else:
                 self._take(sample, text, self._answer(sample, text))
 
+    def _opening(self, task: Task) -> list[tuple[str, Content]]:
+        """The chat that opens an episode, with its images where their marks are."""
+        left = list(self._sent(task.images))
+        opening: list[tuple[str, Content]] = []
+        for message in self._start(task):
+            content: Content = message["content"]
+            if task.images and None in (parts := parts_of(message["content"])):
+                content = [left.pop(0) if part is None else part for part in parts]
+            opening.append((message["role"], content))
+        return opening
+
+    def _sent(self, images: Sequence[Picture]) -> list[Picture]:
+        is_blank = isinstance(self._processor, BlankProcessor)
+        return [sent_image(image, is_blank=is_blank) for image in images]
+
+    def _shown(self, turn: Turn) -> Content:
+        """What a turn's reply says, with its images where the run's template has written them."""
+        said = turn.observation or GO_ON
+        if not turn.images:
+            return said
+        _, written = self._tokenizer.render_image(1)
+        # They stand together, and behind them only what the protocol writes.
+        before, _, after = said.rpartition(written * len(turn.images))
+        parts = [before, *self._sent(turn.images), after]
+        return [part for part in parts if part != ""]
+
     def _write(
-        self, prompt: Sequence[Message], sample: Sample, draw: Draw, sampling: Sampling
+        self,
+        prompt: Sequence[tuple[str, Content]],
+        sample: Sample,
+        draw: Draw,
+        sampling: Sampling,
     ) -> Written:
         """The next turn of an episode."""
         episode, settings = sample.episode, self._model.settings
@@ -388,10 +456,9 @@ class ChatRollout(EpisodePlayer):
         messages = list(prompt)
         if not settings.continues_message:
             for turn in episode.turns:
-                messages.append({"role": "assistant", "content": turn.text})
-                messages.append({"role": "user", "content": turn.observation or GO_ON})
+                messages += [("assistant", turn.text), ("user", self._shown(turn))]
         elif episode.turns:
-            messages.append({"role": "assistant", "content": episode.response})
+            messages.append(("assistant", episode.response))
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
         return self._model.write(messages, stops=self._env.stop_strings, sampling=fields)
 
@@ -401,8 +468,15 @@ class ChatRollout(EpisodePlayer):
         if not wait([reply], timeout=self._schedule.deadline_s or None).done:
             return self._give_up()
         [result] = reply.result()
+        why = ""
         if isinstance(result.observation, ToolResults):
-            why = "gave results of tools; a model behind an endpoint is shown text alone"
+            why = "gave results of tools; a model behind an endpoint is shown messages of the user"
+        elif images_of(result.observation) and self._model.settings.continues_message:
+            why = (
+                "shows an image, which endpoints do not take within the model's own message; set "
+                "config.policy.openai.continues_message to False"
+            )
+        if why:
             return failed_step(f"{type(self._env).__name__}.step {why}")
         return result
 

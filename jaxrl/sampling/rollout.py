@@ -391,8 +391,8 @@ class EpisodePlayer:
         if self._processor is None:
             raise UnreadableError(
                 "there is an image, and the model reads none: its config.json has no "
-                "image_token_id. Set config.model.path to a model that does, as Qwen2.5-VL, or "
-                "leave images out, by columns={'images': ''}"
+                "image_token_id. Set config.model.path to a model that does, as Qwen2.5-VL (whose "
+                "folder also counts for endpoints), or leave images out, by columns={'images': ''}"
             )
         return self._processor
 
@@ -429,13 +429,6 @@ class EpisodePlayer:
         messages = self._start(task)
         if not task.images:
             return self._tokenizer.render_prompt(messages, self._tools)
-        marks = sum(message["content"].count(MARK) for message in messages)
-        if marks != len(task.images):
-            raise StartError(
-                f"task {task.id!r} has {len(task.images)} images, and its chat {marks} marks "
-                f"{MARK}; expected one for each image. See config.prompt and "
-                f"{type(self._env).__name__}.start."
-            )
         try:
             counts = [self._reader.num_tokens(picture) for picture in task.images]
         except UnreadableError as error:
@@ -458,15 +451,23 @@ class EpisodePlayer:
         )
 
     def _start(self, task: Task) -> Sequence[Message]:
+        """The chat that opens an episode, with a mark for each image; else a `StartError`."""
         try:
             [messages] = self._env.start([task])
             _check_chat(messages)
-            return messages
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             where = f"{type(self._env).__name__}.start of task {task.id!r}"
             raise StartError(f"{where}: {error_text(error)}") from error
+        marks = sum(message["content"].count(MARK) for message in messages)
+        if task.images and marks != len(task.images):
+            raise StartError(
+                f"task {task.id!r} has {len(task.images)} images, and its chat {marks} marks "
+                f"{MARK}; expected one for each image. See config.prompt and "
+                f"{type(self._env).__name__}.start."
+            )
+        return messages
 
     def _budget(self, length: int, *, num_sampled: int) -> int:
         limits = self._limits
@@ -504,7 +505,7 @@ class EpisodePlayer:
 
         A model that reads none is told of an image as `[image]`.
         """
-        pictures = _images_of(reply.observation)
+        pictures = images_of(reply.observation)
         if not pictures:
             return reply
         if self._processor is None:
@@ -557,7 +558,7 @@ class EpisodePlayer:
         if result.outcome is not None:
             self._end(sample, turn, result.outcome)
             return None
-        pictures = _images_of(result.observation)
+        pictures = images_of(result.observation)
         token_ids, shown = self._fit_observation(sample, result.observation)
         length = len(sample.token_ids) + len(token_ids)
         has_room = self._budget(length, num_sampled=sample.num_sampled) > 0
@@ -899,11 +900,11 @@ def _check_inserted(observation: Observation | ToolResults | None) -> None:
             raise TypeError(f"ToolResults.bodies is {observation.bodies!r:.100}; expected texts")
         if len(observation.images_of_each) != len(observation.bodies):
             raise TypeError("ToolResults.images has not as many entries as bodies")
-    if not all(isinstance(picture, Picture) for picture in _images_of(observation)):
+    if not all(isinstance(picture, Picture) for picture in images_of(observation)):
         raise TypeError("an observation's images are no Pictures (jaxrl.envs.images)")
 
 
-def _images_of(observation: Observation | ToolResults | None) -> list[Picture]:
+def images_of(observation: Observation | ToolResults | None) -> list[Picture]:
     """What an observation shows, in its order."""
     if isinstance(observation, ToolResults):
         return [picture for some in observation.images for picture in some]

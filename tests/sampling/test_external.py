@@ -1,29 +1,44 @@
 """Models behind an endpoint: how their turns are read, asked for, and lost."""
 
+import base64
 import dataclasses
+import io
 import itertools
 import json
 import re
 import threading
 import time
 
+import numpy as np
+import PIL.Image
 import pytest
 
-from jaxrl.envs.base import OutageError, Outcome, Prompt, Task, ToolError
+from jaxrl.envs.base import (
+    Observation,
+    OutageError,
+    Outcome,
+    Prompt,
+    StepResult,
+    Task,
+    ToolError,
+)
+from jaxrl.envs.images import Picture, UnreadableError
 from jaxrl.envs.math import MathEnv
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.retrieval import Document, DocumentSearch, Hit
 from jaxrl.envs.search import SearchEnv
+from jaxrl.processor import BlankProcessor, Processor
 from jaxrl.sampling.external import GO_ON, ChatModel, ChatRollout, ChatSettings, read_turn
 from jaxrl.sampling.rollout import Interrupted, Limits, Sampling, Schedule, Seeds
 from jaxrl.training.ledger import Ledger
 from jaxrl.types import Draw, members
+from tests.images import drawn, encoded, looking_tokenizer, save_processor
 from tests.servers import Reply, served
 from tests.toys import toy_tokenizer
 
 STOPS = ("</search>", "</answer>")
 LIMITS = Limits(
-    max_prompt_tokens=64,
+    max_prompt_tokens=80,
     max_response_tokens=200,
     max_total_tokens=600,
     max_observation_tokens=100,
@@ -251,7 +266,7 @@ def test_what_may_pass_is_tried_again(reply):
 
 
 def test_an_endpoint_that_answers_nobody_is_no_score():
-    trajectories, _ = play(lambda _: Reply("down", status=500), num_tasks=2)
+    trajectories, _ = play(lambda _: Reply("down", status=500), num_tasks=2, outage_deadline_s=2.0)
     assert [t.outcome for t in trajectories] == [Outcome.ENVIRONMENT_ERROR] * 2
     assert all("status 500" in t.error and t.reward_parts == {} for t in trajectories)
 
@@ -342,3 +357,135 @@ def test_an_environment_that_fails_later_on_is_no_score():
     [trajectory], _ = play(capital, env=env)
     assert trajectory.outcome == Outcome.ENVIRONMENT_ERROR
     assert "not twice" in trajectory.error
+
+
+class ShowingEnv(MathEnv):
+    """Shows a picture after the first turn."""
+
+    def __init__(self, *shown):
+        super().__init__(prompt=Prompt(system="Look.", template="{question}"))
+        self.shown = shown
+
+    def step(self, episodes, texts):
+        if episodes[0].turns:
+            return super().step(episodes, texts)
+        seen = Observation(prefix="<seen>", body="here:", suffix="</seen>", images=self.shown)
+        return [StepResult(observation=seen)]
+
+
+def look(answer, images, *, processor, question="", shown=(), **settings):
+    """The trajectory of a task with images, and the requests that were made for it."""
+    question = question or "<image>" * len(images) + "What?"
+    task = Task(id="0", question=question, answers=("a",), images=images)
+    sampling = Sampling(
+        group_size=1, temperature=0.0, top_p=1.0, seeds=Seeds(seed=3, stage=2, step=0)
+    )
+    with served(answer) as server:
+        model = ChatModel(ChatSettings(url=server.url, model="m", **settings))
+        groups = ChatRollout(
+            model, ShowingEnv(*shown), looking_tokenizer(), LIMITS, Schedule(),
+            lambda groups: [[one.reward for one in group] for group in groups], processor,
+        )([Draw(task=task, stream_index=0)], sampling)  # fmt: skip
+        [trajectory] = members(groups)
+        return trajectory, [request.json["messages"] for request in server.requests]
+
+
+def sent_image(part, kind="png"):
+    """The bytes of a part of a message that is an image of this kind."""
+    assert part["type"] == "image_url"
+    head, _, data = part["image_url"]["url"].partition(",")
+    assert head == f"data:image/{kind};base64"
+    return base64.b64decode(data)
+
+
+@pytest.fixture(scope="module")
+def processor(tmp_path_factory):
+    return Processor(save_processor(tmp_path_factory.mktemp("processor")))
+
+
+def text(content):
+    return {"type": "text", "text": content}
+
+
+def test_images_are_sent_at_their_places(processor, tmp_path):
+    png, jpeg, seen = encoded(drawn(seed=0)), encoded(drawn(seed=1), "JPEG"), encoded(drawn(seed=2))
+    (tmp_path / "a.png").write_bytes(png)
+    images = (Picture(path=str(tmp_path / "a.png")), Picture(data=jpeg))
+    replies = iter([chosen("Let me see. "), chosen("Answer: a")])
+    trajectory, (first, second) = look(
+        lambda _: next(replies), images, processor=processor,
+        question="A<image>, <image>. <|image_pad|>?", shown=[Picture(data=seen)],
+    )  # fmt: skip
+    system, user = first
+    assert system == {"role": "system", "content": "Look."}
+    before, one, between, other, after = user["content"]
+    assert [before, between, after] == [text("A"), text(", "), text(". <|image_pad|>?")]
+    assert sent_image(one) == png
+    assert sent_image(other, "jpeg") == jpeg
+    assert second[:2] == first
+    assert second[2] == {"role": "assistant", "content": "Let me see. "}
+    before, one, after = second[3]["content"]
+    assert [before, after] == [text("<seen>here:"), text("</seen>")]
+    assert sent_image(one) == seen
+    assert trajectory.outcome == Outcome.ANSWERED
+    # The budgets count them as those of a model of one's own: 16 x 24 pixels, 8 x 8 to a token.
+    [pad] = looking_tokenizer().encode("<|image_pad|>")
+    assert trajectory.token_ids.tolist().count(pad) == 3 * 6
+    assert trajectory.turns[0].images == (Picture(data=seen),)
+
+
+def test_images_of_other_kinds_are_sent_upright_as_png(processor):
+    exif = PIL.Image.Exif()
+    exif[0x0112] = 6  # a quarter turn
+    turned = encoded(drawn(16, 24), "TIFF", exif=exif)
+    images = (Picture(data=turned), Picture(data=encoded(drawn(), "GIF")))
+    _, [messages] = look(lambda _: chosen("Answer: a", "length"), images, processor=processor)
+    one, other = [PIL.Image.open(io.BytesIO(sent_image(p))) for p in messages[1]["content"][:2]]
+    assert one.size == (24, 16)
+    upright = np.asarray(drawn(16, 24).transpose(PIL.Image.Transpose.ROTATE_270))
+    np.testing.assert_array_equal(np.asarray(one), upright)
+    assert other.size == (16, 24)
+
+
+def test_a_blank_image_has_its_size_and_shows_nothing(processor):
+    images = (Picture(data=encoded(drawn(40, 24))),)
+    _, [messages] = look(
+        lambda _: chosen("Answer: a", "length"), images, processor=BlankProcessor(processor)
+    )
+    blank = PIL.Image.open(io.BytesIO(sent_image(messages[1]["content"][0])))
+    assert blank.size == (40, 24)
+    [(_, colour)] = blank.getcolors()
+    assert colour == (128, 128, 128)
+
+
+def test_a_recorded_answer_belongs_to_the_image(processor, tmp_path):
+    def played(seed, **more):
+        images = (Picture(data=encoded(drawn(seed=seed))),)
+        settings = {"replay_folder": str(tmp_path), "deadline_s": 5.0} | more
+        trajectory, requests = look(
+            lambda _: chosen(f"Answer: {seed}", "length"), images, processor=processor, **settings
+        )
+        return trajectory.generated_text, len(requests)
+
+    assert played(0) == ("Answer: 0", 1)
+    assert played(1) == ("Answer: 1", 1)  # another image of the same size is another request
+    assert played(0) == ("Answer: 0", 0)
+    assert played(1, replay="only") == ("Answer: 1", 0)
+    [recorded] = tmp_path.rglob("*.jsonl")
+    assert len(recorded.read_bytes()) < 2 * len(encoded(drawn()))  # images are named, not kept
+
+
+def test_an_image_within_the_models_own_message_is_refused(processor):
+    trajectory, _ = look(
+        lambda _: chosen("Let me see. "), (), processor=processor,
+        shown=[Picture(data=encoded(drawn()))], continues_message=True,
+    )  # fmt: skip
+    assert trajectory.outcome == Outcome.ENVIRONMENT_ERROR
+    assert re.search("shows an image.*policy.openai.continues_message", trajectory.error)
+
+
+def test_a_folder_of_a_model_of_text_counts_no_images():
+    images = (Picture(data=encoded(drawn())),)
+    told = r"the model reads none.*Set config\.model\.path.*also counts for endpoints"
+    with pytest.raises(UnreadableError, match=told):
+        look(lambda _: chosen("Answer: a"), images, processor=None)
