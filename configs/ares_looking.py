@@ -15,7 +15,7 @@ from configs.ares import set_method
 def get_config(world: str = "data/looking") -> ConfigDict:
     config = looking.get_config(world)
     set_method(config)
-    config.num_steps = 60  # soon after, hardly any group is left that is not all right
+    config.num_steps = 18  # soon after, hardly any group is left that is not all right
     config.shaping.bootstrap_tasks = 64
     config.advantage.grpo.normalize_std = True
     config.loss.entropy_coef = 0.0  # the entropy reward stands in its place

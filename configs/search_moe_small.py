@@ -1,4 +1,4 @@
-"""The method of configs/search_moe.py with a small mixture of experts, on a laptop CPU.
+"""The quickstart by the method of configs/search_moe.py, with a small mixture of experts.
 
 python -m examples.quickstart_world --out=data/quickstart_moe --num_experts=8
 python -m jaxrl.launch --config=configs/search_moe_small.py --workdir=runs/search_moe_small
@@ -8,12 +8,12 @@ Another world's folder may follow the file's name: --config=configs/search_moe_s
 
 from ml_collections import ConfigDict
 
+from configs import quickstart
 from configs.search_moe import set_method
-from configs.small_world import small_world
 
 
 def get_config(world: str = "data/quickstart_moe") -> ConfigDict:
-    config = small_world(world)
+    config = quickstart.get_config(world)
     set_method(config)
     config.loss.clip_low, config.loss.clip_high = 3e-3, 4e-3  # answers are short here
     return config
