@@ -13,6 +13,7 @@ import time
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from jaxrl.envs.base import OutageError, Task, Turn
 from jaxrl.models.hf_weights import load_hf
@@ -270,6 +271,30 @@ def test_two_processes_leave_what_one_leaves(runs):
         load_hf(one / "export"),
         load_hf(two / "export"),
     )
+
+
+@pytest.mark.slow
+def test_two_processes_train_an_adapter_as_one_does(tiny_world, tmp_path, environment):
+    changes = {
+        "model.lora.rank": 4,
+        "model.lora.base_dtype": "int8",
+        "loss.entropy_coef": 0.1,  # a gradient at every step, whatever the rewards are
+    }
+    for num in (1, 2):
+        job = Processes(tiny_world, tmp_path / str(num), environment, num, **changes)
+        codes, errors = job.wait()
+        assert codes == [0] * num, errors
+    one, two = ([lasting_anywhere(r) for r in records(tmp_path / num)] for num in "12")
+    for a, b in zip(one, two, strict=True):
+        assert_close(a, b, 1e-3)
+    before, after = (
+        safetensors.numpy.load_file(tmp_path / num / "adapter" / "adapter_model.safetensors")
+        for num in "12"
+    )
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_allclose(value, after[name], atol=1e-4, err_msg=name)
+        assert value.any(), name
 
 
 def wait_for(condition, process, timeout_s=200):
