@@ -97,6 +97,13 @@ class Tokenizer:
         self.image_id = image_id
         self._chat = self._make_chat(())
         self._chats = {"[]": self._chat}
+        written = {self.decode([id]): id for id in self.encode(self._chat.image)}
+        is_known = image_id in written.values() or not self._added_ids & {*written.values()}
+        if image_id is not None and not is_known:
+            raise ValueError(
+                f"the config.json in config.model.path has the image_token_id {image_id}; expected "
+                f"one that its chat template writes for an image: {written}. Mend config.json."
+            )
         self.opener = self._chat.opener
         # What no message's content can write: what holds a chat together.
         self._chat_ids = {*special, *self.eos_ids, *self.encode(self._chat.around)}

@@ -13,6 +13,7 @@ import PIL.ImageSequence
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from jaxrl import codecs, tasks
 from jaxrl.components import _make_processor
@@ -38,9 +39,10 @@ from jaxrl.logs.writers import write_images
 from jaxrl.processor import BlankProcessor, Processor
 from jaxrl.sampling.rollout import EpisodePlayer, Limits, StartError
 from jaxrl.tasks import Tasks, TaskSource, overlap_note, read_tasks
+from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, Group
 from tests.episodes import ANSWER, make_trajectory
-from tests.images import PAD, drawn, encoded, looking_tokenizer, save_processor
+from tests.images import PAD, TEMPLATE, drawn, encoded, looking_tokenizer, save_processor
 from tests.toys import ScriptedEnv, toy_tokenizer
 from tests.vision import golden
 
@@ -357,6 +359,19 @@ class TestPrompts:
         with pytest.raises(ValueError, match="chat template drops message 1"):
             toy_tokenizer().render_prompt(CHAT, (), [3])
 
+    @pytest.mark.parametrize("wrong", [5000, 7])
+    def test_an_image_token_that_the_template_does_not_write_is_the_configs(self, tmp_path, wrong):
+        save_tokenizer(tmp_path, image_token_id=wrong)
+        start, pad, end = looking_tokenizer().encode(f"<|vision_start|>{PAD}<|vision_end|>")
+        why = (
+            rf"config.json in config.model.path has the image_token_id {wrong}; .* template writes "
+            rf".*'<\|vision_start\|>': {start}, '<\|image_pad\|>': {pad}, '<\|vision_end\|>': {end}"
+        )
+        with pytest.raises(ValueError, match=why):
+            Tokenizer.from_folder(tmp_path)
+        save_tokenizer(tmp_path, image_token_id=pad)
+        assert Tokenizer.from_folder(tmp_path).image_id == pad
+
     def test_results_show_images_behind_their_texts(self):
         tokenizer = looking_tokenizer()
         tools = [{"type": "function", "function": {"name": "crop"}}]
@@ -365,6 +380,16 @@ class TestPrompts:
         results = text.split("<|im_start|>")
         assert results[1] == "tool\na<|im_end|>\n"
         assert results[2] == f"tool\nb{PAD}<|vision_start|>{PAD}<|vision_end|><|im_end|>\n"
+
+
+def save_tokenizer(folder, **fields):
+    """A tokenizer's files, and a `config.json` of these fields."""
+    PreTrainedTokenizerFast(
+        tokenizer_object=looking_tokenizer()._tokenizer,
+        eos_token="<|im_end|>",
+        chat_template=TEMPLATE,
+    ).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"} | fields))
 
 
 class LookingEnv(ScriptedEnv):
