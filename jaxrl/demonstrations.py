@@ -168,11 +168,12 @@ def _of_pieces(
     """
     token_ids = np.concatenate([np.array(ids, np.int32) for ids, _ in pieces])
     loss_mask = np.concatenate([np.full(len(ids), sampled) for ids, sampled in pieces])
-    if tokenizer.image_id is not None and tokenizer.image_id in token_ids[loss_mask]:
-        raise ValueError(
-            f"{place}: a message of the assistant has {tokenizer.decode([tokenizer.image_id])!r}, "
-            "which stands for an image and is never written; take it out."
-        )
+    for id in (tokenizer.image_id, tokenizer.video_id):
+        if id is not None and id in token_ids[loss_mask]:
+            raise ValueError(
+                f"{place}: a message of the assistant has {tokenizer.decode([id])!r}, which stands "
+                "for an image or a video and is never written; take it out."
+            )
     if not loss_mask.any():
         raise ValueError(f"{place}: the assistant's messages are all empty; there is no example.")
     return Demonstration(

@@ -30,6 +30,7 @@ class Tokenizer:
         pad_id: fills unused places; masks never depend on it.
         image_id: stands, as often as its image has tokens, where an image is read; None where the
             model reads none.
+        video_id: stands for videos, which are not read; None where the model knows none.
     """
 
     vocab_bytes: list[bytes]
@@ -38,6 +39,7 @@ class Tokenizer:
     opener: str
     pad_id: int
     image_id: int | None
+    video_id: int | None
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class Tokenizer:
         eos_tokens: Iterable[str] = (),
         template_arguments: Mapping[str, Any] | None = None,
         image_id: int | None = None,
+        video_id: int | None = None,
     ):
         """Wrap a fast tokenizer of transformers; `from_folder` is the usual way here.
 
@@ -56,6 +59,7 @@ class Tokenizer:
             eos_tokens: further tokens that end a message, by their texts.
             template_arguments: of the chat template, such as `enable_thinking`.
             image_id: of the token that the template writes for an image; None of a text model.
+            video_id: of the one for a video; likewise.
 
         Raises:
             ValueError: the tokenizer is of another kind, or lacks what was named.
@@ -94,7 +98,7 @@ class Tokenizer:
         if hf_tokenizer.chat_template:
             _check_arguments(arguments, hf_tokenizer.get_chat_template())
         self._arguments = arguments
-        self.image_id = image_id
+        self.image_id, self.video_id = image_id, video_id
         self._chat = self._make_chat(())
         self._chats = {"[]": self._chat}
         written = {self.decode([id]): id for id in self.encode(self._chat.image)}
@@ -107,7 +111,7 @@ class Tokenizer:
         self.opener = self._chat.opener
         # What no message's content can write: what holds a chat together.
         self._chat_ids = {*special, *self.eos_ids, *self.encode(self._chat.around)}
-        self._chat_ids |= set() if image_id is None else {image_id}
+        self._chat_ids |= {image_id, video_id}
 
     @classmethod
     def from_folder(
@@ -159,7 +163,7 @@ class Tokenizer:
             eos_ids=_generation_eos_ids(folder),
             eos_tokens=eos_tokens,
             template_arguments=template_arguments,
-            image_id=_image_id(folder),
+            **_ids_of_images(folder),
         )
 
     def encode(self, text: str) -> list[int]:
@@ -365,14 +369,14 @@ def _check_arguments(arguments: Mapping[str, Any], template: str) -> None:
             )
 
 
-def _image_id(folder: Path) -> int | None:
-    """The `image_token_id` of `config.json`, where there is one."""
-    file = folder / "config.json"
+def _ids_of_images(folder: Path) -> dict[str, int]:
+    """The `image_token_id` and the `video_token_id` of `config.json`, where there are any."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8")).get("image_token_id")
+        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        found = {f"{kind}_id": fields.get(f"{kind}_token_id") for kind in ("image", "video")}
     except (OSError, ValueError, AttributeError):
-        return None  # who reads the model says what is wrong with it
-    return found if isinstance(found, int) else None
+        return {}  # who reads the model says what is wrong with it
+    return {name: id for name, id in found.items() if isinstance(id, int)}
 
 
 def _generation_eos_ids(folder: Path) -> list[int]:

@@ -4,6 +4,7 @@ import base64
 import dataclasses
 import io
 import json
+import re
 import zlib
 from contextlib import nullcontext
 
@@ -355,6 +356,18 @@ class TestPrompts:
         assert ids.count(tokenizer.image_id) == 2
         assert tokenizer.decode(ids).count(PAD) == 3
 
+    def test_no_text_forges_a_video_either(self, tmp_path):
+        """Of any text of a user, whether the tokenizer flags the token as special or not."""
+        tokenizer = watching_tokenizer()
+        assert tokenizer.video_id == tokenizer.encode(VIDEO)[0]
+        for content in (VIDEO, f"<image>{VIDEO}"):
+            chat = [{"role": "user", "content": content}]
+            ids = tokenizer.render_prompt(chat, (), [2] * content.count("<image>"))
+            assert tokenizer.video_id not in ids
+            assert VIDEO in tokenizer.decode(ids)
+        save_tokenizer(tmp_path, image_token_id=tokenizer.image_id, video_token_id=7)
+        assert Tokenizer.from_folder(tmp_path).video_id == 7
+
     def test_a_template_of_a_text_model_is_refused(self):
         with pytest.raises(ValueError, match="chat template drops message 1"):
             toy_tokenizer().render_prompt(CHAT, (), [3])
@@ -390,6 +403,15 @@ def save_tokenizer(folder, **fields):
         chat_template=TEMPLATE,
     ).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_5_vl"} | fields))
+
+
+VIDEO = "<|video_pad|>"
+
+
+def watching_tokenizer():
+    """That of a model that knows videos by a token which is not flagged as special."""
+    [video] = looking_tokenizer(added=[VIDEO]).encode(VIDEO)
+    return looking_tokenizer(added=[VIDEO], video_id=video)
 
 
 class LookingEnv(ScriptedEnv):
@@ -628,7 +650,7 @@ class TestDemonstrations:
         (tmp_path / "d.jsonl").write_text(json.dumps(record))
         return read_demonstrations(
             str(tmp_path / "d.jsonl"),
-            looking_tokenizer(),
+            watching_tokenizer(),
             Limits(
                 max_prompt_tokens=100,
                 max_response_tokens=100,
@@ -678,9 +700,11 @@ class TestDemonstrations:
 
     def test_the_assistant_writes_no_image_tokens(self, processor, tmp_path):
         saved(tmp_path / "a.png")
-        chat = [*CHAT, {"role": "assistant", "content": f"a {PAD} dot"}]
-        with pytest.raises(ValueError, match=r"d.jsonl:1: a message of the assistant has '<\|imag"):
-            self.read(tmp_path, {"messages": chat}, processor)
+        for token in (PAD, VIDEO):
+            chat = [*CHAT, {"role": "assistant", "content": f"a {token} dot"}]
+            why = f"d.jsonl:1: a message of the assistant has '{token}', which stands for an image"
+            with pytest.raises(ValueError, match=re.escape(why)):
+                self.read(tmp_path, {"messages": chat}, processor)
 
     def test_a_damaged_image_is_named_with_its_key(self, processor, tmp_path):
         (tmp_path / "a.png").write_bytes(encoded(drawn())[:-100])
