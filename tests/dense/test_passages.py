@@ -15,6 +15,8 @@ from jaxrl.dense.passages import DTYPES, GROUP, Layout, Passages, _first, device
 from tests.dense.mesh_search import brute_force, corpus_and_queries, unit
 from tests.helpers import ROOT, with_devices
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ONE = jax.devices()[:1]
 
 

@@ -19,6 +19,8 @@ from jaxrl.training.optimizer import SCHEDULES
 from jaxrl.trial import try_aggregation, try_estimator, try_filter, try_policy_loss, try_schedule
 from tests.helpers import settings
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 WRONG = """
 import dataclasses
 import jax, jax.numpy as jnp, numpy as np

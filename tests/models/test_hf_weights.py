@@ -27,6 +27,8 @@ from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
 from jaxrl.models.qwen import QwenConfig
 from tests.helpers import with_devices
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = [
     "qwen2_old_spelling",

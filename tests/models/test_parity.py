@@ -15,6 +15,8 @@ from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.qwen import QwenConfig
 from tests.helpers import full_pass, read_tokens
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = [
     *("qwen2_old_spelling", "qwen2_tied", "qwen3_biased_bf16", "qwen3_untied"),

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from jaxrl.objectives.advantages import by_turn, grpo, reinforce_plus_plus, rloo, turn_returns
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 POPULATION = {"normalize_std": True, "ddof": 0, "epsilon": 1e-8}
 SAMPLE = {"normalize_std": True, "ddof": 1, "epsilon": 1e-6}
 NO_STD = {"normalize_std": False, "ddof": 0, "epsilon": 1e-8}

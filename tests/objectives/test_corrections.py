@@ -5,6 +5,8 @@ import pytest
 
 from jaxrl.objectives.corrections import importance_weights
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 OLD = np.array([[-1.1, -0.9, -2, 0], [-0.3, -1, -1.7, -0.9]], np.float32)
 ROLLOUT = np.array([[-1.2, -0.9, -2, 0], [-0.3, -1, -3.2, -0.8]], np.float32)
 MASK = np.array([[1, 1, 0, 0], [1, 0, 1, 1]], bool)

@@ -12,6 +12,8 @@ from jaxrl.objectives.entropy import (
 )
 from jaxrl.sampling.next_token import sample
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ENTROPIES = np.array([[0.1, 0.2, 1, 2, 1.5, 0.5, 0.1, 0, 0.3, 0.2]], np.float32)
 ALL = np.ones((1, 10), bool)
 IDS = np.ones((1, 10), np.int32)

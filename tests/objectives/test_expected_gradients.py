@@ -34,6 +34,8 @@ from tests.objectives.enumerable import (
     world,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 cispo_policy_loss = per_token_of(losses.cispo_policy_loss)
 clipped_policy_loss = per_token_of(losses.clipped_policy_loss)
 gspo_policy_loss = per_token_of(losses.gspo_policy_loss)

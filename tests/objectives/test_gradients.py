@@ -13,6 +13,8 @@ from jaxrl.objectives.kl import KL_ESTIMATORS, kl_estimate
 from jaxrl.objectives.losses import negative_log_likelihood
 from tests.helpers import per_token_of, weights_in_rows
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 cispo_policy_loss = per_token_of(losses.cispo_policy_loss)
 clipped_policy_loss = per_token_of(losses.clipped_policy_loss)
 gspo_policy_loss = per_token_of(losses.gspo_policy_loss)

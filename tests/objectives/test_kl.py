@@ -5,6 +5,8 @@ import pytest
 
 from jaxrl.objectives.kl import KL_ESTIMATORS, kl_estimate
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LOGPROBS = np.array([[-1, -1, -1, -2]], np.float32)
 ANCHOR = np.array([[-1, -0.5, -2, -1]], np.float32)
 

@@ -19,6 +19,8 @@ from jaxrl.objectives.advantages import (
     pass_at_k_full_sampling,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 passk = jax.jit(pass_at_k, static_argnames="k")
 combination = jax.jit(pass_at_k_combination, static_argnames="k")
 exceeding = jax.jit(pass_at_k_exceeding, static_argnames="k")

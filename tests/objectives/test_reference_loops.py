@@ -16,6 +16,8 @@ from jaxrl.objectives.kl import KL_ESTIMATORS, kl_estimate
 from jaxrl.objectives.losses import negative_log_likelihood
 from tests.helpers import metrics_of, per_token_of, weights_in_rows
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 cispo_metrics = metrics_of(losses.cispo_policy_loss)
 cispo_policy_loss = per_token_of(losses.cispo_policy_loss)
 clip_metrics = metrics_of(losses.clipped_policy_loss)

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from jaxrl.objectives.segments import segment_sums
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROWS, LENGTH = 3, 13  # one shape, so that jit compiles once; no power of two
 sums_jit = jax.jit(segment_sums)
 
