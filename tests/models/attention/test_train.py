@@ -1,6 +1,6 @@
 """Attention of packed rows: each kernel against brute force."""
 
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +19,22 @@ KERNELS = {
 }
 
 
-def differentiated(train, dtype, q, k, v, gradient, segment_ids, positions):
-    """Outputs and gradients in float32, of arrays cast to `dtype`; padding gives 0."""
+@cache
+def compiled(train):
+    """Outputs and gradients, compiled once for arrays of the same shapes."""
 
     def run(q, k, v, gradient, *ids):
         reads = reference.find_reads(*ids)
         out, back = jax.vjp(lambda q, k, v: train(q, k, v, reads), q, k, v)
         return out, *back(gradient)
 
+    return jax.jit(run)
+
+
+def differentiated(train, dtype, q, k, v, gradient, segment_ids, positions):
+    """Outputs and gradients in float32, of arrays cast to `dtype`; padding gives 0."""
     cast = [jnp.asarray(x, dtype) for x in (q, k, v, gradient)]
-    out, *gradients = jax.jit(run)(*cast, segment_ids, positions)
+    out, *gradients = compiled(train)(*cast, segment_ids, positions)
     results = [np.asarray(x, np.float32) for x in (out, *gradients)]
     assert all(np.isfinite(x).all() for x in results)
     assert (out.dtype, *(x.dtype for x in gradients)) == (jnp.dtype(dtype),) * 4
