@@ -96,6 +96,23 @@ def quick_compilation(cache_folder):
 
 
 @pytest.fixture(scope="module")
+def one_size():
+    """Sampler and update have their largest shapes alone: each compiles for longer than a tiny run.
+
+    For runs in this process that are about something else; `test_runs.py` has all shapes.
+    """
+    from jaxrl.sampling import engine  # after the hook
+    from jaxrl.training import packing
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("row_sizes", "append_sizes"):
+            sizes = getattr(engine, name)
+            patch.setattr(engine, name, lambda *given, sizes=sizes: sizes(*given)[-1:])
+        patch.setattr(packing, "QUARTERS", packing.QUARTERS[-1:])
+        yield
+
+
+@pytest.fixture(scope="module")
 def no_pictures():
     """Nobody draws pictures of a run: it takes as long as a tiny one, and has its own tests.
 

@@ -37,7 +37,7 @@ from tests.runs import (
     warm_start,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 
 SEEDS, MORE_SEEDS = range(8), range(8, 52)
 # Choices that only make sense with others bring them along.

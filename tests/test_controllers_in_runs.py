@@ -108,6 +108,7 @@ def ares_run(tiny_world, source, sampler, tmp_path_factory):
 
 
 @pytest.mark.minutes
+@pytest.mark.usefixtures("one_size")
 def test_every_state_is_in_every_record(ares_run):
     config, components, workdir = ares_run
     before, *steps = records(workdir)
@@ -128,6 +129,7 @@ def test_every_state_is_in_every_record(ares_run):
 
 
 @pytest.mark.minutes
+@pytest.mark.usefixtures("one_size")
 @pytest.mark.parametrize("after", [1, 2])
 def test_a_killed_run_goes_on_with_its_states(ares_run, tmp_path, after):
     config, components, wanted = ares_run
@@ -137,6 +139,7 @@ def test_a_killed_run_goes_on_with_its_states(ares_run, tmp_path, after):
 
 
 @pytest.mark.minutes
+@pytest.mark.usefixtures("one_size")
 def test_a_run_that_is_stopped_while_it_samples_goes_on_with_its_states(ares_run, tmp_path):
     config, components, wanted = ares_run
     calls = []
@@ -180,6 +183,7 @@ def test_a_gate_that_turns_late_is_continued(tiny_world, source, sampler, tmp_pa
 
 
 @pytest.mark.minutes
+@pytest.mark.usefixtures("one_size")
 def test_a_schedule_of_k_is_continued(tiny_world, source, sampler, tmp_path):
     """k hangs on the step of the stage alone, so a restart changes nothing."""
     changes = {"num_steps": 2, "advantage.pass_at_k.k_schedule": ((0, 2), (1, 1))}

@@ -31,7 +31,10 @@ from tests.runs import (
     warm_start,
 )
 
-pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
+pytestmark = [
+    pytest.mark.minutes,
+    pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size"),
+]
 
 PRICES = {"search": 0.25}
 

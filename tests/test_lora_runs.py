@@ -26,7 +26,10 @@ from jaxrl.runtime.versions import fingerprints
 from tests.helpers import relative_distance
 from tests.runs import assert_same_weights, killed, lasting, records, run_settings
 
-pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
+pytestmark = [
+    pytest.mark.minutes,
+    pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size"),
+]
 
 NUM_SFT, NUM_TRAIN = 16, 4
 settings = partial(

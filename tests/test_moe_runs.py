@@ -15,7 +15,10 @@ from jaxrl.logs.display import Display
 from jaxrl.models.architecture import read_model
 from tests.runs import assert_same_weights, killed, lasting, run_settings
 
-pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
+pytestmark = [
+    pytest.mark.minutes,
+    pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size"),
+]
 
 
 @pytest.fixture(scope="module")

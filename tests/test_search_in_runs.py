@@ -18,7 +18,7 @@ from tests.helpers import ROOT, blocks
 from tests.runs import base_config, lasting, trajectories, warm_start, without_usage
 from tests.servers import Reply, retriever_command, served
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 
 PAGE = ROOT / "docs" / "search.md"
 TOPK = 2
@@ -33,8 +33,8 @@ def source(tiny_world, cache_folder, quick_compilation):
 def played(config, workdir):
     """What a run of two steps leaves, but for what depends on the clock."""
     config.log.trajectories = -1
-    config.rollout.max_observation_tokens = 60
-    config.rollout.max_total_tokens = 160
+    config.rollout.max_observation_tokens = 72
+    config.rollout.max_total_tokens = 192
     validate(config)
     workdir.mkdir()
     run(config, workdir, assemble(config), Display())

@@ -630,7 +630,7 @@ def test_a_weight_that_changes_is_no_moved_file(tmp_path):
 
 
 @pytest.mark.minutes
-@pytest.mark.usefixtures("quick_compilation", "no_pictures")
+@pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 def test_a_run_trains_on_a_mixture_of_every_format(tiny_world, tmp_path, monkeypatch):
     """Two thirds of the draws are of CSV; a run that is stopped goes on with the same tasks."""
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "extending"))

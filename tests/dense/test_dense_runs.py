@@ -16,7 +16,7 @@ from tests.dense.worlds import ENCODER, PREFIXES
 from tests.runs import SIZES, records, trajectories
 
 pytestmark = [
-    pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures"),
+    pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size"),
 ]  # fmt: skip
 
 QUERY = "the mill"

@@ -269,7 +269,7 @@ def played(config, workdir):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation", "no_pictures")
+@pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 def test_a_run_with_a_tool_an_engine_and_a_reward_of_ones_own(tiny_world, tmp_path, server):
     spoken = ["<clock> 75 </clock>", "13:15", "<search> abc </search>", "cba"]
     spoken += ["<answer> x </answer>"]
@@ -294,7 +294,7 @@ def test_a_run_with_a_tool_an_engine_and_a_reward_of_ones_own(tiny_world, tmp_pa
 
 
 @pytest.mark.minutes
-@pytest.mark.usefixtures("quick_compilation", "no_pictures")
+@pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 def test_a_run_pays_functions_of_verl_and_trl_and_turns(tiny_world, tmp_path):
     from my_turn_reward import progress
     from my_verl_reward import compute_score
@@ -355,7 +355,7 @@ class Judging(http.server.BaseHTTPRequestHandler):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation", "no_pictures")
+@pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 def test_a_run_with_a_judge_and_mathematics_and_again_without_the_judge(tiny_world, tmp_path):
     served = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Judging)
     threading.Thread(target=served.serve_forever, args=(0.02,), daemon=True).start()
@@ -428,7 +428,7 @@ def assert_by_turn(lines):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation", "no_pictures")
+@pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 def test_a_run_in_an_environment_of_ones_own(tiny_world, tmp_path):
     config = taught(
         tiny_world, tmp_path, ["<calc> 6*7 </calc>"],
@@ -465,7 +465,7 @@ def test_the_objectives_by_hand():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("quick_compilation", "no_pictures")
+@pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 def test_a_run_with_objectives_of_ones_own(tiny_world, tmp_path):
     changes = {
         "advantage.name": "my_estimator.by_rank", "advantage.settings": {"scale": 3.0},

@@ -30,7 +30,7 @@ from tests.helpers import (
 )
 from tests.toys import one_device_mesh
 
-pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 
 POCKET = Pocket(vocab_size=960, width=32, num_layers=2, num_heads=4, head_dim=8, max_positions=256)
 NAME = "tests.extending.my_architecture.Pocket"
