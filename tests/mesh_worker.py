@@ -68,16 +68,18 @@ from tests.training.seen import ADVANTAGES, naive, packed_in, sequences, weighte
 from tests.vision import golden
 
 MESHES = {
-    "data 8": {"data": 8, "fsdp": 1, "tensor": 1},
     "fsdp 8": {"data": 1, "fsdp": 8, "tensor": 1},
-    "data 2, fsdp 4": {"data": 2, "fsdp": 4, "tensor": 1},
     "data 2, fsdp 2, tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+MORE_MESHES = {
+    "data 8": {"data": 8, "fsdp": 1, "tensor": 1},
+    "data 2, fsdp 4": {"data": 2, "fsdp": 4, "tensor": 1},
 }
 CONTEXT_MESHES = {
     "data 2, context 4": {"data": 2, "fsdp": 1, "context": 4, "tensor": 1},
     "fsdp 2, context 2, tensor 2": {"data": 1, "fsdp": 2, "context": 2, "tensor": 2},
 }
-GROUPS = {"rows": MESHES, "context": CONTEXT_MESHES}
+GROUPS = {"rows": MESHES, "more rows": MORE_MESHES, "context": CONTEXT_MESHES}
 EVERY_CONTEXT = [
     {"data": data, "fsdp": fsdp, "context": context, "tensor": tensor}
     for data, fsdp, context, tensor in itertools.product((1, 2, 4), (1, 2, 4), (2, 4, 8), (1, 2))

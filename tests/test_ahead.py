@@ -183,7 +183,9 @@ def test_an_adapter_of_before_the_update_samples_ahead_and_goes_on(tiny_world, t
         np.testing.assert_array_equal(one.rollout_logprobs, other.rollout_logprobs)
 
 
-@pytest.mark.parametrize("done", [1, 2, 3])
+@pytest.mark.parametrize(
+    "done", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_a_run_that_was_killed_goes_on_as_if_it_had_not_been(base, tiny_world, tmp_path, done):
     workdir = as_of(base, tmp_path / "run", NUM_SFT + done)
     assert play(settings(tiny_world), workdir)

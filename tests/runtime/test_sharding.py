@@ -284,7 +284,7 @@ def measured(group, path):
 
 
 def on_each_mesh(test):
-    marks = {"rows": pytest.mark.minutes, "context": pytest.mark.slow}
+    marks = {group: pytest.mark.slow for group in GROUPS} | {"rows": pytest.mark.minutes}
     cases = [
         pytest.param(group, name, marks=marks[group], id=name)
         for group, meshes in GROUPS.items()
