@@ -82,16 +82,19 @@ class Work:
     micro_rows: int  # sequences of a micro-batch; here, packed rows of the longest sequence
     logits_chunk_tokens: int  # of our update: tokens whose logits are in memory at a time
     remat: str  # of our update: what of a layer the backward pass computes again; `none`: nor TRL's
+    scan_layers: bool  # of our update: compile one layer for all
 
 
 WORK = {
     "cpu": Work(
         num_prompts=8, group_size=4, prompt_tokens=64, new_tokens=96, max_tokens=256, spread=0.6,
         chunk_tokens=16, micro_rows=2, logits_chunk_tokens=2048, remat="none",
+        scan_layers=False,
     ),
     "h200": Work(
         num_prompts=8, group_size=8, prompt_tokens=512, new_tokens=512, max_tokens=1024,
         spread=0.6, chunk_tokens=32, micro_rows=4, logits_chunk_tokens=2048, remat="none",
+        scan_layers=False,
     ),
 }  # fmt: skip
 
@@ -109,6 +112,7 @@ def training(work: Work) -> update.Work:
         micro_rows=work.micro_rows,
         logits_chunk_tokens=work.logits_chunk_tokens,
         remat=work.remat,
+        scan_layers=work.scan_layers,
     )
 
 

@@ -41,6 +41,7 @@ from jaxrl.models.architecture import Architecture, read_model
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.experts.choice import choose as choose_experts
 from jaxrl.models.hf_weights import check_hf
+from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.lora import Adapter
 from jaxrl.models.policy import Model
 from jaxrl.processor import BlankProcessor, Processor
@@ -59,7 +60,6 @@ from jaxrl.session import Components
 from jaxrl.stream import Mixture, Source
 from jaxrl.tasks import Tasks, check_data_sources, open_tasks, overlap_note, sources_of
 from jaxrl.tokenizer import Tokenizer
-from jaxrl.training.update import check_offload
 from jaxrl.trial import try_objectives
 from jaxrl.types import Group
 
@@ -268,6 +268,26 @@ def _check_mesh(config: ConfigDict, mesh: Mesh, model: Architecture) -> None:
         mesh,
         moments=config.optimizer.offload or config.sft.optimizer.offload,
         activations=config.model.remat == "offload",
+    )
+
+
+def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
+    """Refuses to keep these where a device has no part of the host's memory.
+
+    Raises:
+        ValueError: names the key.
+    """
+    device = mesh.devices.flat[0]
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if HOST_MEMORY in kinds or not (moments or activations):
+        return
+    asked, remedy = "config.model.remat is 'offload'", "set it to 'full'"
+    if moments:
+        asked = "config.optimizer.offload is True"
+        remedy = "set it and config.sft.optimizer.offload to False"
+    raise ValueError(
+        f"{asked}, but a {device.platform} has only the memories {', '.join(kinds)}, none of them "
+        f"{HOST_MEMORY}; {remedy}."
     )
 
 

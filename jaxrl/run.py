@@ -28,7 +28,7 @@ from jaxrl.session import Components, Progress, Session, has_reference, stage_op
 from jaxrl.sft import sft
 from jaxrl.train import train
 from jaxrl.training.collect import ENDING, NotEnoughGroupsError
-from jaxrl.training.health import Failures, nothing_learned
+from jaxrl.training.health import Failures
 from jaxrl.training.ledger import BudgetSpentError
 from jaxrl.training.update import init_state, state_shardings
 from jaxrl.types import Params
@@ -98,6 +98,24 @@ def run(
     display.log(f"done; {workdir} holds {', '.join(names)}")
     if progress.has_learned_nothing:
         display.log(nothing_learned(progress.stage_step, config.optimizer.lr))
+
+
+def nothing_learned(num_steps: int, learning_rate: float) -> str:
+    """What to tell at the end of a stage in which no update had a gradient."""
+    cause = (
+        "config.optimizer.lr is 0"
+        if learning_rate == 0
+        else "no update had a gradient, as all rewards that are compared were equal, every episode "
+        "failed or gradients were not finite; the warnings above say which"
+    )
+    steps = "one step" if num_steps == 1 else f"{num_steps} steps"
+    return (
+        f"warning: NOTHING WAS LEARNED in the {steps} of the train stage: {cause}. The "
+        "weights are those it began with, but for weight decay. Look at generated_text and reward "
+        "in trajectories/, and at filter/*_share and outcome/* in metrics.jsonl: answers that are "
+        "all wrong want a warm start (sft), a better prompt or easier tasks; answers that are all "
+        "right want harder ones."
+    )
 
 
 @contextlib.contextmanager

@@ -3,7 +3,9 @@
 import json
 import shutil
 from dataclasses import fields
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from configs import debug_tiny
@@ -14,6 +16,7 @@ from jaxrl.components import (
     _make_random_search,
     _make_search,
     assemble,
+    check_offload,
     fit_prompts,
 )
 from jaxrl.config import default_config
@@ -223,3 +226,18 @@ def test_each_key_that_stands_around_an_engine_reaches_it():
     assert keys == flat - {"engine", "replay", "replay_folder"}
     for key in keys:
         assert getattr(policy, key) == config.search[key]
+
+
+def test_offloading_is_refused_where_the_host_has_no_memory_for_it():
+    class Device:
+        platform = "toaster"
+
+        def addressable_memories(self):
+            return [SimpleNamespace(kind="device")]
+
+    mesh = SimpleNamespace(devices=np.array([Device()]))
+    with pytest.raises(ValueError, match=r"offload is True, but a toaster has only .* device"):
+        check_offload(mesh, moments=True, activations=False)
+    with pytest.raises(ValueError, match=r"model.remat is 'offload', but a toaster .* to 'full'"):
+        check_offload(mesh, moments=False, activations=True)
+    check_offload(mesh, moments=False, activations=False)

@@ -45,3 +45,9 @@ def test_more_steps_are_done_than_are_asked_for():
     assert train(session, "weights") == "weights"
     [line] = told
     assert line.startswith("train: 6 steps are done, and config.num_steps is 2: nothing is left")
+
+
+def test_a_rate_of_zero_is_named():
+    assert "config.optimizer.lr is 0" in run.nothing_learned(4, 0.0)
+    assert "NOTHING WAS LEARNED in the 4 steps" in run.nothing_learned(4, 1e-6)
+    assert "NOTHING WAS LEARNED in the one step of" in run.nothing_learned(1, 1e-6)

@@ -1,11 +1,12 @@
 """The output layer of the tokens that count: log-probabilities and entropies without all logits.
 
 Pieces of rows lie on S shards. On each, the hidden states before the wanted tokens are
-moved side by side, `[S, C, D]`, and their logits exist chunk by chunk.
+moved side by side, `[S, C, D]`, and their logits exist chunk by chunk, written over in blocks.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -88,6 +89,11 @@ def chunks_of(num_tokens: int, max_tokens: int) -> tuple[int, int]:
     return count, -(-num_tokens // count)
 
 
+def block_tokens(platform: str, num_ids: int) -> int:
+    """Whose logits are treated at once: on a CPU 2 MB, since each step to gradients is an array."""
+    return max(2**19 // num_ids, 1) if platform == "cpu" else sys.maxsize
+
+
 class _Found(NamedTuple):
     """Of tokens `[..., C]`, float32, nats."""
 
@@ -145,6 +151,7 @@ class OutputLayer:
         unembed: gives the logits.
         mesh: its data, fsdp and context axes are the shards.
         chunk_tokens: of a shard, whose logits are in memory at a time.
+        block_tokens: of these, whose logits are treated at a time.
         entropy_gradient: gradients flow through the entropies.
         trains_tables: gradients flow to the tables; else they get none.
     """
@@ -152,6 +159,7 @@ class OutputLayer:
     unembed: Unembed
     mesh: Mesh
     chunk_tokens: int
+    block_tokens: int
     entropy_gradient: bool
     trains_tables: bool = True
 
@@ -170,8 +178,9 @@ class OutputLayer:
         return _logprobs_and_entropies(self, tables, hidden, targets, temperature)
 
     def by_chunk(self, x: jax.Array) -> jax.Array:
-        """`[S, C, ...]` as `[chunks, S, c, ...]`, padded so that all chunks are alike."""
+        """`[S, C, ...]` as `[chunks, S, c, ...]`, padded so that chunks are alike, of blocks."""
         count, width = chunks_of(x.shape[1], self.chunk_tokens)
+        width += -width % min(self.block_tokens, width)
         x = jnp.pad(x, [(0, 0), (0, count * width - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
         return x.reshape(x.shape[0], count, width, *x.shape[2:]).swapaxes(0, 1)
 
@@ -179,6 +188,19 @@ class OutputLayer:
         """The inverse of `by_chunk`."""
         x = chunks.swapaxes(0, 1)
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :num_tokens]
+
+    def by_block(self, compute: Callable[..., Any], into: Any, *given: Any) -> Any:
+        """What `compute` makes of each block of `into` and `given`, `[S, c, ...]`, over `into`."""
+        num_tokens = jax.tree.leaves(into)[0].shape[1]
+        width = min(self.block_tokens, num_tokens)
+
+        def block(index: jax.Array, into: Any) -> Any:
+            cut = partial(jax.lax.dynamic_slice_in_dim, slice_size=width, axis=1)
+            new = compute(*jax.tree.map(lambda x: cut(x, index * width), (into, *given)))
+            put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=index * width, axis=1)
+            return jax.tree.map(put, into, new)
+
+        return jax.lax.fori_loop(0, num_tokens // width, block, into)
 
     def on_shards(self, x: jax.Array) -> jax.Array:
         """The leading axis over the shards, the others wherever they are."""
@@ -198,35 +220,42 @@ def _logprobs_and_entropies(
 def _forward(
     layer: OutputLayer, tables: Any, hidden: jax.Array, targets: jax.Array, temperature: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, ...]]:
-    keeps_logits = hidden.shape[1] <= layer.chunk_tokens
+    keeps_products = hidden.shape[1] <= layer.chunk_tokens
 
     def chunk(_: None, xs: tuple[jax.Array, jax.Array]) -> tuple[None, Any]:
         hidden, targets = xs
-        logits = layer.unembed(tables, hidden) / temperature
-        return None, (_measure(logits, targets), logits if keeps_logits else None)
+        products = layer.unembed(tables, hidden)
+        measure = lambda _, products, targets: _measure(products / temperature, targets)  # noqa: E731
+        empty = _Found(*[jnp.zeros(targets.shape, jnp.float32)] * 3)
+        found = layer.by_block(measure, empty, products, targets)
+        return None, (found, products if keeps_products else None)
 
     xs = (layer.by_chunk(hidden), layer.by_chunk(targets))
-    _, (found, logits) = jax.lax.scan(chunk, None, xs)
+    _, (found, products) = jax.lax.scan(chunk, None, xs)
     logprobs, entropies = (layer.whole(x, hidden.shape[1]) for x in found[:2])
-    return (logprobs, entropies), (tables, hidden, targets, temperature, found, logits)
+    return (logprobs, entropies), (tables, hidden, targets, temperature, found, products)
 
 
 def _backward(
     layer: OutputLayer, saved: tuple[Any, ...], gradients: tuple[jax.Array, jax.Array]
 ) -> tuple[Any, jax.Array, None, None]:
-    tables, hidden, targets, temperature, found, logits = saved
+    tables, hidden, targets, temperature, found, products = saved
     trained = tables if layer.trains_tables else {}
 
-    def of_shard(hidden: jax.Array, of_logits: jax.Array) -> tuple[Any, jax.Array]:
+    def of_shard(hidden: jax.Array, of_products: jax.Array) -> tuple[Any, jax.Array]:
         read = lambda trained, hidden: layer.unembed(trained or tables, hidden)  # noqa: E731
-        return jax.vjp(read, trained, hidden)[1](of_logits)
+        return jax.vjp(read, trained, hidden)[1](of_products)
+
+    def of_block(products: jax.Array, *given: Any) -> jax.Array:
+        logits, asked = products / temperature, layer.entropy_gradient
+        return _of_logits(logits, *given, entropy_gradient=asked) / temperature
 
     def chunk(sums: Any, xs: tuple[Any, ...]) -> tuple[Any, jax.Array]:
-        hidden, targets, found, logits, of_found = xs
-        if logits is None:
-            logits = layer.unembed(tables, hidden) / temperature
-        of_logits = _of_logits(logits, targets, found, of_found, layer.entropy_gradient)
-        of_tables, of_hidden = jax.vmap(of_shard)(hidden, of_logits / temperature)
+        hidden, targets, found, products, of_found = xs
+        if products is None:
+            products = layer.unembed(tables, hidden)
+        of_products = layer.by_block(of_block, products, targets, found, of_found)
+        of_tables, of_hidden = jax.vmap(of_shard)(hidden, of_products)
         return jax.tree.map(jnp.add, sums, of_tables), of_hidden
 
     shards = hidden.shape[0]
@@ -234,7 +263,7 @@ def _backward(
         lambda x: layer.on_shards(jnp.zeros((shards, *x.shape), jnp.float32)), trained
     )
     of_found = tuple(map(layer.by_chunk, gradients))
-    xs = (layer.by_chunk(hidden), layer.by_chunk(targets), found, logits, of_found)
+    xs = (layer.by_chunk(hidden), layer.by_chunk(targets), found, products, of_found)
     sums, of_hidden = jax.lax.scan(chunk, zeros, xs)
     of_tables = jax.tree.map(lambda total, x: total.sum(axis=0).astype(x.dtype), sums, trained)
     return of_tables or None, layer.whole(of_hidden, hidden.shape[1]), None, None

@@ -18,7 +18,7 @@ from jaxrl.models.experts.dispatch import Experts
 from jaxrl.models.experts.routing import Routing
 from jaxrl.models.layers import Through
 from jaxrl.models.lora import Adapter, Declared, divide, join, split
-from jaxrl.models.output import OutputLayer, find_places, put, take
+from jaxrl.models.output import OutputLayer, block_tokens, find_places, put, take
 from jaxrl.runtime.sharding import (
     CONTEXT,
     in_pieces,
@@ -159,10 +159,12 @@ class Model:
             for x in (batch.loss_mask & has_past, batch.token_ids)
         )
         places = find_places(is_wanted, shards, -(-b * T * quarters // (4 * shards)))
+        own_ids = -(-self.config.vocab_size // self.mesh.shape["tensor"])
         layer = OutputLayer(
             unembed=partial(self.config.unembed, num_tokens=self.num_tokens),
             mesh=self.mesh,
             chunk_tokens=max(self.logits_chunk_tokens // shards, 1),
+            block_tokens=block_tokens(self.mesh.devices.flat[0].platform, own_ids),
             entropy_gradient=entropy_gradient,
             trains_tables=self.adapter is None,
         )

@@ -114,21 +114,3 @@ def why_nothing(
     if update_metrics and all(m["skipped"].value for m in update_metrics):
         return "its update was skipped, since the gradient was not finite"
     return None
-
-
-def nothing_learned(num_steps: int, learning_rate: float) -> str:
-    """What to tell at the end of a stage in which no update had a gradient."""
-    cause = (
-        "config.optimizer.lr is 0"
-        if learning_rate == 0
-        else "no update had a gradient, as all rewards that are compared were equal, every episode "
-        "failed or gradients were not finite; the warnings above say which"
-    )
-    steps = "one step" if num_steps == 1 else f"{num_steps} steps"
-    return (
-        f"warning: NOTHING WAS LEARNED in the {steps} of the train stage: {cause}. The "
-        "weights are those it began with, but for weight decay. Look at generated_text and reward "
-        "in trajectories/, and at filter/*_share and outcome/* in metrics.jsonl: answers that are "
-        "all wrong want a warm start (sft), a better prompt or easier tasks; answers that are all "
-        "right want harder ones."
-    )

@@ -73,26 +73,6 @@ def init_state(
     return jax.jit(init, out_shardings=shardings, donate_argnums=0)(params)
 
 
-def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
-    """Refuses to keep these where a device has no part of the host's memory.
-
-    Raises:
-        ValueError: names the key.
-    """
-    device = mesh.devices.flat[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if HOST_MEMORY in kinds or not (moments or activations):
-        return
-    asked, remedy = "config.model.remat is 'offload'", "set it to 'full'"
-    if moments:
-        asked = "config.optimizer.offload is True"
-        remedy = "set it and config.sft.optimizer.offload to False"
-    raise ValueError(
-        f"{asked}, but a {device.platform} has only the memories {', '.join(kinds)}, none of them "
-        f"{HOST_MEMORY}; {remedy}."
-    )
-
-
 def with_moments_in(state: TrainState, memory: str) -> TrainState:
     """The state with its moments in a kind of memory: `device` or `HOST_MEMORY`."""
     moved = jax.tree.map(

@@ -10,7 +10,6 @@ from jaxrl.training.health import (
     NothingWorksError,
     first_error,
     has_learned,
-    nothing_learned,
     why_nothing,
 )
 from tests.episodes import FAILED, make_failure, make_trajectory
@@ -99,9 +98,3 @@ class TestWhy:
 
     def test_everything_failed_is_told_before(self):
         assert why_nothing([failure("down")], []) is None
-
-
-def test_a_rate_of_zero_is_named():
-    assert "config.optimizer.lr is 0" in nothing_learned(4, 0.0)
-    assert "NOTHING WAS LEARNED in the 4 steps" in nothing_learned(4, 1e-6)
-    assert "NOTHING WAS LEARNED in the one step of" in nothing_learned(1, 1e-6)

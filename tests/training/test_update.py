@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,6 @@ from jaxrl.training.packing import BatchShape, loss_quarters, pack
 from jaxrl.training.update import (
     ScoreStep,
     UpdateStep,
-    check_offload,
     init_state,
     put_batch,
     with_moments_in,
@@ -649,21 +647,6 @@ def test_moments_are_in_host_memory_between_updates(update, params, sequences):
         assert (memories(state), memories(other)) == ({"device"}, {HOST_MEMORY})
         assert equal(state, other)
     assert offloading.num_traces <= UPDATE_PROGRAMS
-
-
-def test_offloading_is_refused_where_the_host_has_no_memory_for_it():
-    class Device:
-        platform = "toaster"
-
-        def addressable_memories(self):
-            return [SimpleNamespace(kind="device")]
-
-    mesh = SimpleNamespace(devices=np.array([Device()]))
-    with pytest.raises(ValueError, match=r"offload is True, but a toaster has only .* device"):
-        check_offload(mesh, moments=True, activations=False)
-    with pytest.raises(ValueError, match=r"model.remat is 'offload', but a toaster .* to 'full'"):
-        check_offload(mesh, moments=False, activations=True)
-    check_offload(mesh, moments=False, activations=False)
 
 
 @pytest.mark.minutes

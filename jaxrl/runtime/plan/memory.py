@@ -36,7 +36,7 @@ from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
 from jaxrl.models.experts.routing import recorded_dtype
 from jaxrl.models.lora import Declared, divide
-from jaxrl.models.output import chunks_of
+from jaxrl.models.output import block_tokens, chunks_of
 from jaxrl.models.policy import NO_TABLES
 from jaxrl.runtime.plan.search import search_bytes
 from jaxrl.runtime.plan.weights import PolicyWeights, decode_bytes, num_values
@@ -638,13 +638,14 @@ class _Update:
     def at_output(self) -> dict[str, int]:
         """What the output layer and the loss need."""
         num_chunks, chunk = chunks_of(self.tokens, self.logits_chunk_tokens)  # all may carry loss
-        logits = chunk * ModelTerms(self.model, self.mesh).logits * 4
+        ids = ModelTerms(self.model, self.mesh).logits
+        logits, block = 4 * ids * chunk, 4 * ids * self.block_tokens(chunk)
         table, copies = 4 * self.output_table, self.gathers and self.is_cpu
         if copies and self.splits_gradients:
             return {
                 "a micro-batch's gradients": self.new_gradients + (1 + self.is_cast) * table,
                 # What devices add up lies where two copies of the logits were.
-                "logits chunk, gradients of all": logits + max(table, 2 * logits),
+                "logits chunk, gradients of all": logits + max(table, 2 * block),
                 "embedding and output gathered": self.itemsize * self.count.whole_tables,
             }
         # The output layer's of each device's own tokens, then of all; the embedding's is split.
@@ -655,12 +656,18 @@ class _Update:
             + (1 + copies) * whole
             + (self.is_cast and copies) * table,
             # Logits and their gradient, further copies on a CPU; one less where nothing is chunked.
-            "logits chunk": logits * self.logits_copies(num_chunks),
+            "logits chunk": logits + block * (self.logits_copies(num_chunks) - 1),
             "embedding and output gathered": self.gathered_tables,
         }
 
+    def block_tokens(self, chunk: int) -> int:
+        """Of a chunk, whose logits are treated at once; their gradient is written over them."""
+        platform = "cpu" if self.is_cpu else "accelerator"
+        ids = ModelTerms(self.model, self.mesh).logits
+        return min(block_tokens(platform, ids), chunk)
+
     def logits_copies(self, num_chunks: int) -> int:
-        """Arrays of a chunk's logits that are there at once, with their gradient."""
+        """Arrays of a block's logits that are there at once, with their gradient."""
         if self.copies_tables:
             return 3
         return (4 if self.is_cpu else 2) - (num_chunks == 1)

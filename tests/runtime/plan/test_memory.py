@@ -226,6 +226,13 @@ class TestByHand:
             memory.make_plan(config, QWEN_7B, NODE)
 
 
+def test_a_cpu_has_a_chunk_of_logits_once():
+    target = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * memory.GIB)
+    phase = train_phase(programs.small_run(1, 1, 1), programs.MODELS["tiny"], target)
+    # 2048 tokens in one chunk, of which 128 have 2 MiB of logits, and twice as much beside them.
+    assert phase.moments["output"]["logits chunk"] == (2048 + 2 * 128) * 4096 * 4
+
+
 class TestAgainstTheCompiler:
     """Argument, output and temporary bytes of the real programs, compiled for shapes alone."""
 
