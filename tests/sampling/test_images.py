@@ -106,6 +106,64 @@ def test_images_are_read_as_the_full_pass_reads_them(name):
     assert abs(scored[0, len(prompt) - 1] - scored[3, len(prompt) - 1]).max() > 0.1
 
 
+@pytest.mark.minutes
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_prompt_read_in_pieces_is_that_of_the_full_pass(name, monkeypatch):
+    """The pieces are cut within images, of which Qwen3-VL adds to states of several layers."""
+    config, params, _, _ = golden(name)
+    rng = np.random.default_rng(1)
+    grids = [(1, 12, 8), (1, 4, 6), (1, 8, 10)]
+    images = [
+        Image(
+            patches=rng.standard_normal((h * w, config.vision.patch_values)).astype(np.float32),
+            grid=(t, h, w),
+        )
+        for t, h, w in grids
+    ]
+    text = partial(rng.integers, 1, IMAGE)
+    units = [h * w // 4 for _, h, w in grids]  # 24, 6, 20
+    starts = [50, 120, 180]  # the first and the last lie across 64 and 192
+    prompt = text(size=216)
+    for start, count in zip(starts, units, strict=True):
+        prompt[start : start + count] = IMAGE
+    automaton = StopAutomaton([bytes([i]) for i in range(NUM_TOKENS)], ())
+    monkeypatch.setattr("jaxrl.sampling.engine.append_sizes", lambda *_: [64])
+    played = Engine(
+        config, one_device_mesh(), automaton, num_tokens=NUM_TOKENS, eos_ids=(), num_rows=1,
+        num_pages=16, max_prompt_tokens=224, max_total_tokens=240, max_image_tokens=50,
+        chunk_tokens=4,
+    )  # fmt: skip
+    played.set_weights(params)
+    request = Request(
+        prompt_ids=tuple(prompt.tolist()), sample_key=KEY, budget=TURN, images=tuple(images)
+    )
+    [number] = played.submit([request])
+    ids, logprobs = prompt.tolist(), []
+    while not played.is_idle:
+        for event in played.step():
+            ids += event.token_ids.tolist()
+            logprobs += event.logprobs.tolist()
+            if event.status != decode.RUNNING:
+                played.finish(number)
+    assert len(ids) == len(prompt) + TURN
+    rows = [np.array(ids)]
+    logits = jax.jit(partial(logits_of, config, rows=rows, images_of_rows=[images]))(params)
+    scored = np.asarray(jax.nn.log_softmax(logits))[0]
+    at = np.arange(len(prompt), len(ids))
+    np.testing.assert_allclose(logprobs, scored[at - 1, rows[0][at]], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
+def test_a_model_that_reads_images_has_five_more_programs_at_most(name):
+    """Beside the ten of `test_programs`: those that read with images, and the tower's."""
+    functions = {one.name: one.variants for one in engine(name).functions}
+    with_images = [size for size, has_images in functions["append"] if has_images]
+    assert len(with_images) == len(engine(name).append_sizes) == 2
+    assert len(functions["see"]) == 3
+    assert functions.keys() == {"append", "decode", "copy", "swap", "see"}
+    assert sum(map(len, functions.values())) <= 10 + 5
+
+
 @pytest.mark.parametrize(
     ("ids", "count", "why"),
     [

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from jaxrl.components import draw_kinds
+from jaxrl.environment import max_image_tokens
 from jaxrl.models.attention import gpu
 from jaxrl.models.attention.gpu import num_live
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 from jaxrl.models.attention.tpu import page_of_step
-from jaxrl.sampling.engine import append_sizes, row_sizes
+from jaxrl.sampling.engine import append_sizes, image_sizes, row_sizes
 from tests.helpers import ROOT
 from tests.programs import equations
 from tests.toys import SMALL, Player, toy_tokenizer
@@ -44,6 +45,9 @@ def test_ten_programs_at_most(path, tiny_world):
         reads = append_sizes(platform, config.rollout.max_total_tokens)
         others = len(draw_kinds(config)) - 1
         assert len(rows) + len(rows[::-2]) * others + len(reads) + 2 <= 10
+        # With images a model reads in as many sizes again, and its tower has sizes of its own.
+        max_units = max_image_tokens(config) or config.rollout.max_total_tokens
+        assert len(reads) + len(image_sizes(max_units, 4)) <= 5
 
 
 def lengths_of(name, rng, count):
