@@ -73,6 +73,8 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.update --vocab_size=151936 --json=runs/bench/update_152k.json
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.scaling
+	$(BIN)/python -m benchmarks.experts --tokens=1024 --rounds=5 --json=runs/bench/experts.json
+	$(BIN)/python -m benchmarks.lora --repetitions=3 --json=runs/bench/lora.json
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
 	$(BIN)/python -m benchmarks.peers
 

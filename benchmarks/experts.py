@@ -144,6 +144,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         },
     }
     if flags.json:
+        flags.json.parent.mkdir(parents=True, exist_ok=True)
         flags.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return record
 

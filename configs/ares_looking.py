@@ -20,5 +20,5 @@ def get_config(world: str = "data/looking") -> ConfigDict:
     config.advantage.grpo.normalize_std = True
     config.loss.entropy_coef = 0.0  # the entropy reward stands in its place
     config.optimizer.num_minibatches = 4
-    config.eval.temperature = 0.5
+    config.eval.temperature = 0.5  # of all tokens; configs/ares.py draws from the likeliest of 0.99
     return config
