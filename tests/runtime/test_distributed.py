@@ -9,6 +9,7 @@ import shutil
 import signal
 import socket
 import time
+import tracemalloc
 
 import jax
 import numpy as np
@@ -150,6 +151,19 @@ def test_gathered_values_arrive_exactly(pair, length):
     assert distributed.gather(value) == [value, value]
     [nan, _] = distributed.gather(math.nan)
     assert math.isnan(nan)
+
+
+def test_what_is_gathered_is_held_once_as_bytes(pair):
+    """Beside the values and one text: of a step's trajectories with experts these are gigabytes."""
+    size = 2**24
+    tracemalloc.start()
+    try:
+        assert len(distributed.gather("x" * size)) == 2
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    own, every, texts, values = 2, 2, 1, 2  # the value and its bytes; of both; one; of both
+    assert peak < (own + every + texts + values + 0.5) * size
 
 
 @pytest.mark.parametrize("length", [0, 2**31 - 1, 2**31, 3_000_000_000, 5_000_000_000])
