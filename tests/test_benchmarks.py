@@ -193,6 +193,7 @@ def test_a_step_and_its_parts(tmp_path):
 
 
 @pytest.mark.minutes
+@pytest.mark.usefixtures("one_size")
 def test_a_step_whose_rollout_is_one_ahead(tmp_path):
     flags = [*EPISODES, "--latency_ms=1", "--micro_rows=2", "--ahead=1"]
     record = record_of(step, flags, tmp_path)

@@ -46,7 +46,7 @@ def check_ids(line, tokenizer):
 @pytest.mark.minutes
 @pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size")
 def test_a_run_calls_a_function_and_is_told_what_it_returns(world, tmp_path):
-    config = tool_world.config_of(world, **{"sft.num_steps": 40, "num_steps": 1})
+    config = tool_world.config_of(world, **{"sft.num_steps": 25, "num_steps": 1})
     components = tool_world.play(config, tmp_path / "run")
     lines = trajectories(tmp_path / "run", records(tmp_path / "run")[-1]["step"])
     told = 0
