@@ -529,7 +529,12 @@ def test_a_best_metric_that_is_not_there(base, tiny_world, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_other_meshes(base, tiny_world, tmp_path, quick_compilation):
+def test_a_run_goes_on_on_other_meshes(tiny_world, tmp_path, quick_compilation, no_pictures):
+    # AdamW's first step is as long for a gradient of rounding's size as for any other, unless
+    # epsilon is larger than that.
+    small = {"sft.optimizer.epsilon": 1e-3, "optimizer.epsilon": 1e-3}
+    base = tmp_path / "base"
+    assert play(settings(tiny_world, **small, num_steps=2, stages=("sft", "train")), base)
     # Devices, their mesh, and how many records there are when the run is told to go elsewhere: in
     # the middle of the supervised stage, then in the middle of reinforcement learning.
     places = (
@@ -537,7 +542,7 @@ def test_a_run_goes_on_on_other_meshes(base, tiny_world, tmp_path, quick_compila
         (1, {"data": 1, "fsdp": 1}, NUM_SFT + 2),
         (4, {"data": 1, "fsdp": 2, "context": 2}, None),
     )
-    workdir, changes = tmp_path / "run", {"stages": "('sft', 'train')", "num_steps": 2}
+    workdir, changes = tmp_path / "run", {"stages": "('sft', 'train')", "num_steps": 2, **small}
     for num_devices, mesh, num_records in places:
         environment = os.environ | quick_compilation
         environment |= with_devices(num_devices)
@@ -556,11 +561,7 @@ def test_a_run_goes_on_on_other_meshes(base, tiny_world, tmp_path, quick_compila
     assert [(r["stage"], r["step"]) for r in got] == [(r["stage"], r["step"]) for r in wanted]
     for one, other in zip(got[:NUM_SFT], wanted, strict=False):
         assert one["sft/loss"] == pytest.approx(other["sft/loss"], rel=1e-5)
-    # Later norms drift apart: AdamW's first step is as long for a gradient of rounding's size as
-    # for any other, and takes weights that differ in their last bits a hundred times further apart
-    # (SGD does not). So the test below compares later steps from equal weights.
-    for one, other in zip(got[:9], wanted, strict=False):
-        assert one["sft/grad_norm"] == pytest.approx(other["sft/grad_norm"], rel=1e-4)
+        assert one["sft/grad_norm"] == pytest.approx(other["sft/grad_norm"], rel=2e-5)
     assert got[0]["sft/grad_norm"] == pytest.approx(wanted[0]["sft/grad_norm"], rel=1e-6)
     # A draw may differ where it is as close as rounding, and so does all that comes after it.
     drawn = [
