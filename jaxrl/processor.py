@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import PIL.Image
-import PIL.ImageOps
+from PIL.Image import Transpose
 
 from jaxrl.envs.images import Picture, UnreadableError
 from jaxrl.types import Group, Image, Trajectory
@@ -26,6 +26,12 @@ from jaxrl.types import Group, Image, Trajectory
 FILE = "preprocessor_config.json"
 
 _TURNED = range(5, 9)  # values of EXIF's orientation that swap height and width
+_TURNS = {
+    2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM,
+    5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE,
+    8: Transpose.ROTATE_90,
+}  # fmt: skip
+"""What makes images upright; Pillow's `exif_transpose` fails at other fields of wrong types."""
 _ORIENTATION = 0x0112
 
 
@@ -177,7 +183,7 @@ def opened(picture: Picture) -> PIL.Image.Image:
 
     Raises:
         UnreadableError: its colours have more than 8 bits.
-        OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError: it is no image.
+        Exception: it is no image, or damaged; see `reading`.
     """
     image = PIL.Image.open(picture.path if picture.path else io.BytesIO(picture.data))
     if image.mode.startswith(("I", "F")):
@@ -197,7 +203,7 @@ def reading(picture: Picture) -> Iterator[None]:
         raise
     except PIL.UnidentifiedImageError as error:  # whose text may be an address in memory
         raise UnreadableError(_cannot_be_read(picture, "no known format begins so")) from error
-    except (OSError, ValueError, SyntaxError, PIL.Image.DecompressionBombError) as error:
+    except Exception as error:  # whatever Pillow's readers make of a damaged file
         raise UnreadableError(_cannot_be_read(picture, error)) from error
 
 
@@ -209,8 +215,10 @@ def orientation(image: PIL.Image.Image) -> int | None:
 
 def upright(image: PIL.Image.Image) -> PIL.Image.Image:
     """Decoded, as it is looked at, in three colours."""
-    turned = PIL.ImageOps.exif_transpose(image) if orientation(image) else image
-    return turned.convert("RGB")
+    is_turned = orientation(image) in _TURNS
+    image.load()  # which turns a TIFF, and reads the end of a PNG
+    turn = _TURNS.get(orientation(image) or 1) if is_turned else None
+    return (image if turn is None else image.transpose(turn)).convert("RGB")
 
 
 def _cannot_be_read(picture: Picture, error: BaseException | str) -> str:

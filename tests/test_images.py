@@ -5,11 +5,13 @@ import dataclasses
 import io
 import json
 import re
+import struct
 import zlib
 from contextlib import nullcontext
 
 import numpy as np
 import PIL.Image
+import PIL.ImageOps
 import PIL.ImageSequence
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -254,6 +256,31 @@ class TestProcessor:
         with_alpha.putalpha(255)
         first, second = (processor(Picture(data=encoded(i))) for i in (opaque, with_alpha))
         np.testing.assert_array_equal(first.patches, second.patches)
+
+    @pytest.mark.parametrize("orientation", range(1, 10))
+    def test_photos_are_upright_whatever_else_their_exif_holds(self, processor, orientation):
+        """Cameras write fields of wrong types, here a resolution as text; Pillow fails at them."""
+        fields = [
+            struct.pack("<HHIHH", 0x0112, 3, 1, orientation, 0),
+            struct.pack("<HHI4s", 0x011A, 2, 4, b"1/2\0"),
+        ]
+        exif = b"Exif\0\0II*\0" + struct.pack("<IH", 8, 2) + b"".join(fields) + bytes(4)
+        photo = Picture(data=encoded(drawn(16, 24), "JPEG", exif=exif))
+        made = processor(photo)
+        assert processor.num_tokens(photo) == made.num_patches // 4
+        whole = PIL.Image.open(io.BytesIO(encoded(drawn(16, 24), "JPEG")))
+        whole.getexif()[0x0112] = orientation
+        wanted = PIL.ImageOps.exif_transpose(whole)
+        expected = processor(Picture(data=encoded(wanted)))
+        assert made.grid == expected.grid
+        np.testing.assert_array_equal(made.patches, expected.patches)
+
+    def test_whatever_pillow_raises_of_a_damaged_file_is_told_of_it(self, processor):
+        data = bytearray(encoded(drawn(), "DDS"))
+        data[80] = 0x80  # a format that its reader does not know: NotImplementedError
+        for use in (processor.num_tokens, processor):
+            with pytest.raises(UnreadableError, match="cannot be read as an image: Un"):
+                use(Picture(data=bytes(data)))
 
     def test_images_made_last_are_kept_up_to_a_limit(self, tmp_path):
         folder = save_processor(tmp_path)
