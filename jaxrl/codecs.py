@@ -208,7 +208,7 @@ def question_record(trajectory: Trajectory, error: str) -> dict[str, Any]:
         "task_id": trajectory.task_id,
         "sample_index": trajectory.sample_index,
         "data_source": trajectory.task.data_source,
-        "question": trajectory.task.question,
+        "question": trajectory.query,
         "answers": list(trajectory.task.answers),
         "final_answer": trajectory.final_answer,
         "outcome": str(trajectory.outcome),

@@ -3,7 +3,7 @@ import json
 
 import numpy as np
 
-from jaxrl.codecs import from_json, to_json, trajectory_record
+from jaxrl.codecs import from_json, question_record, to_json, trajectory_record
 from jaxrl.envs.base import CallRecord, Task, Turn
 from tests.episodes import in_turns, make_trajectory, strayed, wavering
 
@@ -76,3 +76,11 @@ def test_turns_survive_json_and_older_trajectories_have_none():
     )
     assert (before.turn_starts, before.turn_rewards, before.turn_advantages) == ((), (), None)
     assert "turn_rewards" not in trajectory_record(before)
+
+
+def test_an_evaluation_tells_what_a_chat_asked():
+    asked = ({"role": "system", "content": "Search."}, {"role": "user", "content": "Where?"})
+    chat = dataclasses.replace(make_trajectory(), task=Task(id="t1", messages=asked))
+    assert question_record(chat, "")["question"] == "Where?"
+    alone = make_trajectory()
+    assert question_record(alone, "")["question"] == alone.task.question

@@ -785,10 +785,20 @@ class TestTolerance:
             (run / "config.json").write_text(json.dumps(config))
             assert "3 steps" in told(run)
 
+    def test_questions_with_images(self, run):
+        """Files are named; what an earlier version left without text has its task's id."""
+        images = [{"digest": "1f", "file": "data/a.png"}, {"digest": "2e", "file": "images/2e"}]
+        for asked, said in (("How many?", "How many?"), (None, "bars:7")):
+            records = [question("bars:7", response=FOUND) | {"question": asked, "images": images}]
+            write_evaluation(run, "evaluate", 5, {"sampled": records})
+            assert f"{said} images: data/a.png, images/2e accepted:" in told(run)
+
     @pytest.mark.parametrize(
         "fields",
         [
             {"answers": 5},
+            {"images": 5, "question": 3},
+            {"images": ["a.png", {"digest": "1f"}]},
             {"outcome": ["answered"]},
             {"answers": None, "searches": 2, "response": None, "exact_match": "yes"},
             {"sample_index": [1], "task_id": {}, "data_source": [], "final_answer": 3},

@@ -48,6 +48,7 @@ def page(
         "value": value,
         "visible": visible,
         "pieces": pieces,
+        "image_files": image_files,
     }
     runs = [run for group in groups for run in group.runs]
     html = templates.get_template("page.html").render(
@@ -184,6 +185,15 @@ def visible(text: Any) -> str:
     text = printable(str(text))
     left = len(text) - MAX_SEGMENT
     return f"{text[:MAX_SEGMENT]} … ({left:,} more characters)" if left > 0 else text
+
+
+def image_files(record: Mapping[str, Any]) -> list[str]:
+    """The names of a record's images, those of the workdir relative to it."""
+    images = record.get("images")
+    listed = images if isinstance(images, list) else []
+    return [
+        visible(image["file"]) for image in listed if isinstance(image, dict) and "file" in image
+    ]
 
 
 def pieces(record: Mapping[str, Any]) -> list[tuple[str, str, str]]:
