@@ -212,7 +212,7 @@ def _check_tensors(
     made_for = fields.get("base_model_name_or_path")
     wanted = dict(_tensors_of(adapter))
     there, expected = (
-        sorted({name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names})
+        sorted({name.removeprefix(PREFIX).partition(".lora_")[0] for name in names})
         for names in (stored, wanted)
     )
     if there != expected:

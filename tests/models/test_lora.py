@@ -240,6 +240,14 @@ def test_what_is_not_computed_here_is_refused(fields, told, folder):
         check_adapter(folder, adapter_of("lora_all_linear"))
 
 
+def test_a_layer_that_peft_saves_whole_is_named(folder):
+    file = folder / "adapter_model.safetensors"
+    whole = {"base_model.model.model.embed_tokens.base_layer.weight": np.ones(4, np.float32)}
+    save_file({**load_file(file), **whole}, file)
+    with pytest.raises(ValueError, match=r"has 'model\.embed_tokens\.base_layer\.weight'"):
+        check_adapter(folder, adapter_of("lora_all_linear"))
+
+
 def test_a_tensor_that_nothing_reads_is_refused(folder):
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
