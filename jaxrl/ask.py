@@ -1,4 +1,4 @@
-"""Asks a run's model: `python -m jaxrl.ask RUN ["question" ...] [--temperature=T] [--model=DIR]`.
+"""Asks a run's model: `python -m jaxrl.ask RUN ["question" ...] [--image=FILE ...]`.
 
 Each question is played through the run's environment, as in training: the same prompt, tags, tools
 and search engine. What the model wrote and what it was shown is printed, and its answer. Without
@@ -25,7 +25,9 @@ from rich.text import Text
 
 from jaxrl import config as configuration
 from jaxrl.components import assemble
-from jaxrl.envs.base import OutageError, Outcome, Task
+from jaxrl.data import parse_task
+from jaxrl.envs.base import OutageError, Outcome
+from jaxrl.envs.images import Picture
 from jaxrl.logs.display import Display
 from jaxrl.models.adapters import load_frozen
 from jaxrl.models.hf_weights import load_hf
@@ -46,9 +48,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's workdir")
     parser.add_argument("questions", nargs="*", metavar="question", help="default: what is typed")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="shown with each question, at its mark <image> or before it; may be repeated",
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     parser.add_argument("--model", type=Path, metavar="DIR", help="default: what RUN trained")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)  # options before questions, too
     for name in ("absl", "jax._src.xla_bridge", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
     display = Display()
@@ -56,11 +65,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not arguments.temperature >= 0:
             raise ValueError(f"--temperature={arguments.temperature}; expected 0 or more.")
         components, config = open_run(arguments.run, arguments.model, display)
+        check_images(components, arguments.image)
         questions = arguments.questions or typed(sys.stdin)
         num_refused = 0
         for number, question in enumerate(questions):
             try:
-                trajectory = ask(components, config, question, arguments.temperature, number)
+                given = (question, arguments.temperature, number, arguments.image)
+                trajectory = ask(components, config, *given)
             except (ValueError, OutageError) as error:  # of this question alone
                 print(line(error), file=sys.stderr)
                 num_refused += 1
@@ -183,8 +194,27 @@ def typed(lines: Iterable[str]) -> Iterator[str]:
             print("> ", end="", flush=True)
 
 
+def check_images(components: Components, files: Sequence[str]) -> None:
+    """Refuses images that the model cannot be shown.
+
+    Raises:
+        ValueError: it reads none, or a file is no image.
+    """
+    if not files:
+        return
+    if components.processor is None:
+        raise ValueError(f"--image={files[0]}: the model reads text alone; leave it out.")
+    for file in files:
+        components.processor.num_tokens(Picture(path=file))
+
+
 def ask(
-    components: Components, config: ConfigDict, question: str, temperature: float, number: int = 0
+    components: Components,
+    config: ConfigDict,
+    question: str,
+    temperature: float,
+    number: int = 0,
+    images: Sequence[str] = (),
 ) -> Trajectory:
     """One episode of a question.
 
@@ -194,12 +224,14 @@ def ask(
         question: of the user.
         temperature: 0 is greedy.
         number: of the question, on which its draws depend.
+        images: their files, for the marks in the question, or before it.
 
     Raises:
-        ValueError: the prompt leaves no room for an answer.
+        ValueError: the prompt leaves no room for an answer, or has other marks than images.
     """
     # Environments score every episode; this one's score is nobody's.
-    task = Task(id=f"question {number}", question=writable(question), answers=("?",))
+    fields = {"question": writable(question), "answers": ["?"], "images": list(images)}
+    task = parse_task(fields, f"question {number}", folder=Path())
     sampling = Sampling(
         group_size=1,
         temperature=temperature,

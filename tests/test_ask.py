@@ -128,13 +128,15 @@ def test_questions_that_are_piped_in():
     assert list(ask.typed(["one?\n", "\n", " two?"])) == ["one?", "two?"]
 
 
-def test_mistakes_are_one_line(run, tmp_path):
+def test_mistakes_are_one_line(run, tmp_path, tiny_world):
     assert refused(tmp_path / "no", "?") == (
         f"error: {tmp_path / 'no'} is no run: it holds no config.json. Name a run's workdir."
     )
     assert refused(run, "?").startswith(f"error: {run} holds neither export/ nor a checkpoint: no")
     message = refused(run, "?", f"--model={tmp_path / 'no'}")
     assert message.startswith(f"error: model folder '{tmp_path / 'no'}' does not exist")
+    message = refused(run, "?", f"--model={tiny_world / 'model'}", "--image=a.png")
+    assert message == "error: --image=a.png: the model reads text alone; leave it out."
     assert refused(run, "?", "--temperature=-1") == "error: --temperature=-1.0; expected 0 or more."
 
 

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import os
+import re
 import shutil
 import string
 import subprocess
@@ -18,8 +19,9 @@ import pytest
 from flax.traverse_util import flatten_dict
 from transformers import PreTrainedTokenizerFast
 
+from jaxrl import ask
 from jaxrl.components import assemble
-from jaxrl.config import default_config
+from jaxrl.config import default_config, to_json
 from jaxrl.envs.base import Observation, StepResult
 from jaxrl.envs.images import Picture
 from jaxrl.envs.math import MathEnv
@@ -360,3 +362,18 @@ def test_a_model_behind_an_endpoint_is_shown_the_images(world, tmp_path):
     summary = evaluation(tmp_path, "evaluate_0.json")["summary"]
     assert summary["greedy"]["all"]["exact_match"] == 1.0
     assert summary["blank_images"]["all"]["exact_match"] == 0.25
+
+
+def test_a_question_may_show_images(world, tmp_path, capsys):
+    """Prints the question, its images' marks included; files that are none are refused."""
+    (tmp_path / "config.json").write_text(to_json(settings(world)))
+    asked = [str(tmp_path), f"--model={world / 'model'}", f"--image={world / '1.png'}"]
+    ask.main([*asked, "What?", "Is <image> a?"])
+    shown = capsys.readouterr().out.split("\n\n")[1:]
+    assert [text.splitlines()[0] for text in shown] == ["<image>What?", "Is <image> a?"]
+    for further, told in (
+        (world / "none.png", f"error: {world / 'none.png'} cannot be read as an image: "),
+        (world / "tasks.jsonl", f"error: {world / 'tasks.jsonl'} cannot be read as an image: "),
+    ):
+        with pytest.raises(SystemExit, match=f"^{re.escape(told)}"):
+            ask.main([*asked, f"--image={further}", "What?"])
