@@ -130,7 +130,7 @@ def test_every_state_is_in_every_record(ares_run):
 
 @pytest.mark.minutes
 @pytest.mark.usefixtures("one_size")
-@pytest.mark.parametrize("after", [1, 2])
+@pytest.mark.parametrize("after", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_run_goes_on_with_its_states(ares_run, tmp_path, after):
     config, components, wanted = ares_run
     workdir = killed(wanted, tmp_path / "killed", after=after)
