@@ -524,8 +524,9 @@ def totals(progress: Progress) -> dict[str, float]:
 
 def made_with(session: Session) -> str:
     """A hash of what an evaluation depends on beside the weights: settings, questions, corpus."""
-    sections = ("seed", "model", "env", "prompt", "search", "rollout", "reward", "eval")
+    sections = ("seed", "model", "images", "env", "prompt", "search", "rollout", "reward", "eval")
     settings = {name: session.config.to_dict()[name] for name in sections}
+    del settings["images"]["cache_mib"]
     if session.components.external:
         settings["policy"] = session.config.policy.to_dict()
         for key in ("prompt_price", "completion_price", "replay", "replay_folder"):

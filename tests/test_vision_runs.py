@@ -352,16 +352,23 @@ def test_a_model_behind_an_endpoint_is_shown_the_images(world, tmp_path):
             said = "Answer: a" if data in drawings else "Answer: b"
         return {"choices": [{"message": {"content": said}, "finish_reason": "stop"}]}
 
+    made_with = []
     with served(answer) as server:
-        config = settings(world, **changes, **{"policy.openai.url": server.url})
-        run(config, tmp_path, assemble(config, workdir=tmp_path), Display())
-    assert len(seen) == 6
+        changes["policy.openai.url"] = server.url
+        for again in ({}, {"images.cache_mib": 1.0}, {"images.max_pixels": 10**6}):
+            config = settings(world, **changes, **again)
+            run(config, tmp_path, assemble(config, workdir=tmp_path), Display())
+            made_with.append(evaluation(tmp_path, "evaluate_0.json")["made_with"])
+    assert len(seen) == 6  # answers are kept
     assert drawings < set(seen)
     [blank] = set(seen) - drawings
     assert PIL.Image.open(io.BytesIO(blank)).size == drawn().size
     summary = evaluation(tmp_path, "evaluate_0.json")["summary"]
     assert summary["greedy"]["all"]["exact_match"] == 1.0
     assert summary["blank_images"]["all"]["exact_match"] == 0.25
+    # It is made again where images are cut otherwise, and not for the size of a cache.
+    first, other_cache, other_size = made_with
+    assert first == other_cache != other_size
 
 
 def test_a_question_may_show_images(world, tmp_path, capsys):
