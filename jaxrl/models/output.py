@@ -178,9 +178,9 @@ class OutputLayer:
         return _logprobs_and_entropies(self, tables, hidden, targets, temperature)
 
     def by_chunk(self, x: jax.Array) -> jax.Array:
-        """`[S, C, ...]` as `[chunks, S, c, ...]`, padded so that chunks are alike, of blocks."""
+        """`[S, C, ...]` as `[chunks, S, c, ...]`, padded so that chunks, and blocks, are alike."""
         count, width = chunks_of(x.shape[1], self.chunk_tokens)
-        width += -width % min(self.block_tokens, width)
+        width += -width % chunks_of(width, self.block_tokens)[0]
         x = jnp.pad(x, [(0, 0), (0, count * width - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
         return x.reshape(x.shape[0], count, width, *x.shape[2:]).swapaxes(0, 1)
 
@@ -192,7 +192,7 @@ class OutputLayer:
     def by_block(self, compute: Callable[..., Any], into: Any, *given: Any) -> Any:
         """What `compute` makes of each block of `into` and `given`, `[S, c, ...]`, over `into`."""
         num_tokens = jax.tree.leaves(into)[0].shape[1]
-        width = min(self.block_tokens, num_tokens)
+        count, width = chunks_of(num_tokens, self.block_tokens)
 
         def block(index: jax.Array, into: Any) -> Any:
             cut = partial(jax.lax.dynamic_slice_in_dim, slice_size=width, axis=1)
@@ -200,7 +200,7 @@ class OutputLayer:
             put = partial(jax.lax.dynamic_update_slice_in_dim, start_index=index * width, axis=1)
             return jax.tree.map(put, into, new)
 
-        return jax.lax.fori_loop(0, num_tokens // width, block, into)
+        return jax.lax.fori_loop(0, count, block, into)
 
     def on_shards(self, x: jax.Array) -> jax.Array:
         """The leading axis over the shards, the others wherever they are."""

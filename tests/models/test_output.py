@@ -116,6 +116,15 @@ def test_a_block_is_two_megabytes_on_a_cpu_and_all_elsewhere():
     assert block_tokens("gpu", 32_000) == block_tokens("tpu", 32_000) == sys.maxsize
 
 
+def test_blocks_are_alike_rather_than_padded():
+    """Tokens just beyond one block would otherwise be multiplied twice over."""
+    for num_tokens, chunk, block in ((576, 8192, 551), (17, 100, 16), (100, 30, 7), (40, 40, 1)):
+        layer = layer_of(one_device_mesh(), chunk=chunk, block=block)
+        count, _, width, _ = layer.by_chunk(jnp.zeros((1, num_tokens, 2))).shape
+        num_blocks = count * -(-width // block)
+        assert num_tokens <= count * width < num_tokens + num_blocks + count
+
+
 def test_a_chunk_has_its_logits_once():
     """512 tokens x 8,192 ids: 16 MiB of logits, blocks of 2; a table of 2 MiB and its gradient."""
     given = drawn(np.random.default_rng(0), 512, 8192, 64)
