@@ -141,8 +141,8 @@ class Model:
             batch: one micro-batch, `[b, T]`.
             temperature: the distribution is softmax(logits / temperature), as in the sampler.
             entropy_gradient: let gradients flow through the entropies.
-            quarters: of the tokens of each shard, that have room in the output layer; those in
-                `loss_mask` beyond get 0.
+            quarters: of the tokens of each shard, that have room in the output layer; `loss_mask`
+                may have no more.
             routing: of `routing`, for who wants to know what became of it.
 
         Returns:
