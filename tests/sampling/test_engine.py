@@ -226,13 +226,12 @@ def test_nothing_is_compiled_after_the_warm_up():
 
 def test_what_is_compiled_ahead_is_all_there_is():
     wanted = play(4, noting_env(), QUESTIONS)
-    ready = Player(SMALL, TOKENIZER, STOPS, num_rows=4, num_pages=8, max_total_tokens=80)
+    ready = Player(SMALL, TOKENIZER, STOPS, num_rows=6, num_pages=8, max_total_tokens=80)
     said = []
     ready.engine.compile(said.append)
-    # Three sizes of rows for one way to draw, two for the other, two of what is read, copying,
-    # swapping.
-    assert ready.engine.num_compilations == 9
-    assert said[-1] == "compiling the sampler, 9 of 9 programs"
+    # Three sizes of rows for each of two ways to draw, two of what is read, copying, swapping.
+    assert ready.engine.num_compilations == 10
+    assert said[-1] == "compiling the sampler, 10 of 10 programs"
     ready.engine.set_weights(OLD)
     with count_compilations() as compiled:
         got = ready.play(noting_env(), QUESTIONS, group_size=3)
