@@ -192,8 +192,8 @@ def default_config() -> ConfigDict:
     # of any architecture; none: nothing. offload: all but a layer's input and attention's result,
     # which wait in the host's memory.
     model.remat = "full"
-    # Compile one layer for all. False compiles each, which takes longer and computes faster. The
-    # sampler compiles each on a CPU in any case.
+    # Compile one layer for all. False compiles each, which takes longer; a CPU then keeps all of
+    # them, whatever remat says. The sampler compiles each on a CPU in any case.
     model.scan_layers = True
     model.vision = ConfigDict()
     model.vision.train = True  # of a model that reads images, also what reads them; else frozen

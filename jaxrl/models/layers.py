@@ -71,7 +71,7 @@ class Through:
     Attributes:
         remat: a name in `REMAT`.
         scan: as a loop, compiled once for all layers that are alike and follow each other; else one
-            layer after another, which a CPU computes faster.
+            layer after another, of which a CPU keeps all whatever `remat` says.
         routing: of layers with experts.
         on_shards: keeps what leads with an axis of shards where their tokens are.
     """
