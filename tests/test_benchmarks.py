@@ -192,7 +192,7 @@ def test_a_step_and_its_parts(tmp_path):
     assert record["first_step_s"] > record["step_s"]
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_size")
 def test_a_step_whose_rollout_is_one_ahead(tmp_path):
     flags = [*EPISODES, "--latency_ms=1", "--micro_rows=2", "--ahead=1"]

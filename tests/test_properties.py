@@ -270,7 +270,11 @@ def one_a_micro_batch(members, mode):
 
 
 @pytest.mark.minutes
-@pytest.mark.parametrize("choice", WHOLE, ids=" ".join)
+@pytest.mark.parametrize(
+    "choice",
+    [*WHOLE[:2], pytest.param(WHOLE[2], marks=pytest.mark.slow)],
+    ids=" ".join,
+)
 def test_packing_order_padding_micro_batches_and_balance_change_no_gradient(choice, mesh, params):
     members, mode = sequences(), mode_of(choice[0])
     gradient = whole_gradient(mesh, *choice)

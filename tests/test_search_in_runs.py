@@ -95,7 +95,7 @@ def local_hits(world):
     return lambda query, topk: engine.retrieve([query], topk)[0]
 
 
-@pytest.mark.minutes
+@pytest.mark.slow
 def test_a_run_by_our_server_is_that_of_local_search(tiny_world, source, by_local_search, tmp_path):
     config = base_config(tiny_world, source)
     with retriever_command(tiny_world / "corpus.jsonl") as (_, url):

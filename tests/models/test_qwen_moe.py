@@ -27,7 +27,7 @@ NAMES = ["qwen3_moe", "qwen3_moe_mixed", "qwen3_moe_sparse_step"]
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=[*NAMES[:2], pytest.param(NAMES[2], marks=pytest.mark.slow)])
 def golden(request):
     folder = GOLDEN / request.param
     return read_model(folder), load_hf(folder), dict(np.load(folder / "golden.npz"))
