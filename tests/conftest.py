@@ -18,6 +18,9 @@ if version("jaxlib").startswith("0.10."):
     QUICK_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_FLAGS))
 
+# What is imported stays: until all is, the collector would go through it again and again in vain.
+gc.disable()
+
 # Before anything imports these: the hook rewrites modules as they load. The tower lets an int pass
 # for a float, as it does for mypy.
 install_import_hook(
@@ -38,10 +41,10 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """What was imported stays: the collector need not go through it for what tracing makes."""
-    gc.collect()
+    """Nor need the collector go through it for what tracing makes."""
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(200_000, 20, 20)
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
