@@ -2,7 +2,7 @@ r"""The plan's figures beside what the compiler gives the same programs.
 
     python -m benchmarks.memory [--model=tiny,0.5b,0.6b,1.7b] [--mesh=1x1x1,2x2x2]
         [--dtype=float32,bfloat16] [--config=dapo,bapo] [--layers=2] [--parts=update,score]
-        [--topology=v5p:2x2x2] [--json=FILE]
+        [--keys model.remat=names model.lora.rank=8] [--topology=v5p:2x2x2] [--json=FILE]
 
 Nothing is allocated: the trainer's programs and the sampler's are compiled for shapes alone.
 Devices of a CPU are made up, as many as the largest mesh needs. TPUs need not be there, but libtpu.
@@ -117,6 +117,7 @@ MODELS = {
 
 MIXTURE = Path(__file__).parents[1] / "configs/models/qwen3-30b-a3b"
 MODELS["30b-a3b"] = read_model(MIXTURE)
+MODELS["4b"] = read_model(MIXTURE.with_name("qwen3-4b"))
 
 
 def small_run(data: int, fsdp: int, tensor: int, context: int = 1, expert: int = 1) -> ConfigDict:
@@ -416,11 +417,21 @@ def runs(
     ):
         config = small_run(*map(int, mesh.split("x")))
         config.model.dtype = dtype
+        config.update_from_flattened_dict(dict(_key_and_value(one) for one in flags.keys))
         target = memory.Target(
             platform=platform, num_devices=_num_devices(mesh), memory_bytes=80 * GIB
         )
         labels = {"model": name, "mesh": mesh, "dtype": dtype}
         yield labels, config, _cut(MODELS[name], flags.layers), target
+
+
+def _key_and_value(given: str) -> tuple[str, Any]:
+    """Of `key=value`; what is not JSON is text."""
+    key, _, value = given.partition("=")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
 
 
 def _num_devices(mesh: str) -> int:
@@ -437,6 +448,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="float32", help="float32,bfloat16")
     parser.add_argument("--config", help=f"instead of these, out of {', '.join(SHIPPED)}")
     parser.add_argument("--layers", type=int, default=0, help="so many instead of the model's")
+    parser.add_argument("--keys", nargs="*", default=(), help="of the configuration: key=value")
     parser.add_argument("--parts", default=",".join(PARTS), help="of the programs")
     parser.add_argument(
         "--topology", help="of TPUs to compile for, such as v5p:2x2x2, by libtpu; default: a CPU"

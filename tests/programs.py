@@ -150,15 +150,23 @@ def products(jaxpr, **settings):
     return [one for one in equations(jaxpr, **settings) if one.primitive.name == "dot_general"]
 
 
-def topology(name):
-    """Devices that need not exist, by libtpu where it is installed.
+def libtpu_environment():
+    """Variables for a process that compiles for TPUs where there are none.
 
     `LIBTPU_DIR` may name a folder of `pip install --target`.
     """
-    os.environ["TPU_SKIP_MDS_QUERY"] = os.environ["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    found = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    if folder := os.environ.get("LIBTPU_DIR"):
+        paths = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+        found |= {"TPU_LIBRARY_PATH": f"{folder}/libtpu/libtpu.so", "PYTHONPATH": paths}
+    return found
+
+
+def topology(name):
+    """Devices that need not exist, by libtpu where it is installed; see `libtpu_environment`."""
+    os.environ.update(libtpu_environment())
     if folder := os.environ.get("LIBTPU_DIR"):
         sys.path.insert(0, folder)
-        os.environ["TPU_LIBRARY_PATH"] = f"{folder}/libtpu/libtpu.so"
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(platform="tpu", topology_name=name).devices

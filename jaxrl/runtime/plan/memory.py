@@ -9,6 +9,7 @@ analysis of the same programs says. What the terms owe to the architecture is in
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from jaxrl.method import (
     is_measured,
     records_experts,
 )
-from jaxrl.models.architecture import Architecture, MemoryTerms
+from jaxrl.models.architecture import Architecture, MemoryTerms, Vision
 from jaxrl.models.attention.choice import copies_past, decide
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
@@ -395,6 +396,10 @@ def score_phase(config: ConfigDict, model: Architecture, target: Target) -> Phas
         "layers": held | update.at_layers_forward(),
         "output": held | update.at_output_forward(),
     }
+    if update.copies_tables and update.gathers:
+        # The embedding as devices exchange it and as tokens are found in it, and the output layer.
+        tables = (4 + 4 + update.itemsize) * update.output_table
+        moments["gathering"] = held | {"embedding and output gathered": tables}
     if update.num_patches:
         moments["images"] = held | update.at_images(is_trained=False)
     moments = {name: _nonzero(terms) for name, terms in moments.items()}
@@ -448,9 +453,13 @@ class _Update:
     def cast_weights(self) -> int:
         """The weights in the compute dtype, unless they are kept in it.
 
-        A CPU has float32 copies of the layers instead, and the tables where they are gathered.
+        A CPU has float32 copies of the layers instead, and the tables where they are gathered. A
+        TPU's compiler gathers tables before the first micro-batch, and has no more of their parts.
         """
-        return 0 if self.copies_tables else self.policy.cast_bytes
+        if self.copies_tables:
+            return 0
+        has_no_parts = self.is_tpu and self.gathers
+        return self.policy.cast_bytes - has_no_parts * self.policy.cast_tables
 
     @property
     def copies_tables(self) -> bool:
@@ -588,33 +597,65 @@ class _Update:
     @property
     def output_table(self) -> int:
         """Values of the output layer, whole, where it gets a gradient."""
-        if self.policy.has_adapter:
-            return 0
+        return 0 if self.policy.has_adapter else self.embedding
+
+    @property
+    def embedding(self) -> int:
+        """Values of the table of ids, whole; an output layer of its own has as many."""
         return self.count.whole_tables // (1 if self.model.tie_embeddings else 2)
 
     @property
     def gathered_tables(self) -> int:
         """Embedding and output layer, gathered."""
+        gathered = self.itemsize * self.count.whole_tables
+        if self.is_tpu and not self.is_cast:  # it multiplies float32 in bfloat16, from a copy
+            return self.gathers * 4 * self.embedding + 2 * self.output_table
+        if self.is_tpu:
+            return self.gathers * gathered
         if self.copies_tables and self.gathers:
             # The output layer's as devices exchange it, and as it is multiplied.
             return (4 + self.itemsize) * self.output_table
-        gathered = self.itemsize * self.count.whole_tables
-        has_transpose = self.is_cpu and self.model.tie_embeddings  # beside the table itself
-        return (self.gathers or self.copies_tables) * gathered * (2 if has_transpose else 1)
+        if self.is_cpu and self.model.tie_embeddings:
+            gathered *= 2  # the table itself, and turned over
+        of_adapted = self.policy.has_adapter * self.looked_up
+        return (self.gathers or self.copies_tables) * gathered + of_adapted
 
     @property
     def read_tables(self) -> int:
         """The same for the output layer where nothing is differentiated."""
-        if self.copies_tables:
-            return self.gathered_tables if self.gathers else self.itemsize * self.output_table
+        if self.is_cpu and self.is_cast:
+            if self.gathers:
+                return self.gathered_tables + self.turned_table
+            return self.itemsize * self.output_table + self.looked_up
         return self.gathers * self.itemsize * self.count.whole_tables
+
+    @property
+    def looked_up(self) -> int:
+        """The table of ids in float32, in which a CPU finds tokens of bfloat16.
+
+        It makes that once for all micro-batches.
+        """
+        return (self.is_cpu and self.is_cast and self.shape.num_micro > 1) * 4 * self.embedding
+
+    @property
+    def turned_table(self) -> int:
+        """A tied table turned over, as a CPU multiplies bfloat16 where devices split tables."""
+        is_turned = self.copies_tables and self.gathers and self.model.tie_embeddings
+        return is_turned * self.itemsize * self.output_table
+
+    @property
+    def gathered_layer(self) -> int:
+        """Values of a layer that a device gathers; a CPU copies those that it has, too."""
+        return self.count.whole_layer if self.is_cpu else self.count.gathered_layer
 
     def at_layers(self) -> dict[str, int]:
         """What the backward pass of a layer needs."""
         count = self.count
         # The output layer's is float32, whatever the others are.
         of_tables = max(self.itemsize * count.whole_tables, 4 * self.output_table)
-        if self.policy.has_adapter:  # frozen
+        # A TPU has added these to the gradients so far, and alone it adds to them at once.
+        is_added = self.is_tpu and (self.splits_gradients or not self.gathers)
+        if self.policy.has_adapter or is_added:
             of_tables = 0
         elif self.splits_gradients and self.is_cpu:  # the embedding's: all ids, a part of the width
             values, sizes = self.model.vocab_size * self.model.width, self.mesh.shape
@@ -631,8 +672,8 @@ class _Update:
             "activations of a layer": inner * operand
             - self.not_copied(lambda experts: experts.activations),
             "int8 weights in the compute dtype": operand * self.policy.dequantised,
-            "layers gathered": self.gathers * 2 * operand * count.whole_layer,
-            "embedding and output gathered": self.is_cpu * self.gathered_tables,
+            "layers gathered": self.gathers * 2 * operand * self.gathered_layer,
+            "embedding and output gathered": (self.is_cpu or self.is_tpu) * self.gathered_tables,
         }
 
     def at_output(self) -> dict[str, int]:
@@ -641,23 +682,40 @@ class _Update:
         ids = ModelTerms(self.model, self.mesh).logits
         logits, block = 4 * ids * chunk, 4 * ids * self.block_tokens(chunk)
         table, copies = 4 * self.output_table, self.gathers and self.is_cpu
+        if self.is_tpu:
+            # It makes the gradient of logits as it multiplies, in the compute dtype, unless the
+            # logits are kept from the forward pass. What one device sums in one chunk it adds to
+            # the gradients at once; several add up sums when no logits are left.
+            of_logits = logits if num_chunks == 1 else logits * self.itemsize // 4
+            is_shared = num_pieces(self.mesh) > 1
+            sums = (is_shared or num_chunks > 1) * table
+            return {
+                "a micro-batch's gradients": sums,
+                "logits chunk, gradients of all": max(of_logits, is_shared * sums, logits - sums),
+                "embedding and output gathered": self.gathered_tables,
+            }
+        # In bfloat16 a CPU has the gradient of logits as it is, and to multiply with in float32.
+        copies_bfloat16 = self.is_cpu and self.is_cast
+        of_logits = copies_bfloat16 * self.itemsize * ids * chunk
         if copies and self.splits_gradients:
             return {
                 "a micro-batch's gradients": self.new_gradients + (1 + self.is_cast) * table,
                 # What devices add up lies where two copies of the logits were.
-                "logits chunk, gradients of all": logits + max(table, 2 * block),
-                "embedding and output gathered": self.itemsize * self.count.whole_tables,
+                "logits chunk, gradients of all": logits + of_logits + max(table, 2 * block),
+                "embedding and output gathered": self.itemsize * self.count.whole_tables
+                + self.turned_table,
             }
         # The output layer's of each device's own tokens, then of all; the embedding's is split.
         tables = 0 if self.policy.has_adapter else 4 * self.count.whole_tables
         whole = max(tables, self.splits_gradients * 2 * table)
+        has_product = copies_bfloat16 and (self.gathers or num_chunks > 1)  # beside the sums
         return {
             "a micro-batch's gradients": self.is_cpu * self.new_gradients
             + (1 + copies) * whole
-            + (self.is_cast and copies) * table,
+            + has_product * table,
             # Logits and their gradient, further copies on a CPU; one less where nothing is chunked.
-            "logits chunk": logits + block * (self.logits_copies(num_chunks) - 1),
-            "embedding and output gathered": self.gathered_tables,
+            "logits chunk": logits + block * (self.logits_copies(num_chunks) - 1) + of_logits,
+            "embedding and output gathered": self.gathered_tables + self.turned_table,
         }
 
     def block_tokens(self, chunk: int) -> int:
@@ -681,7 +739,7 @@ class _Update:
             "activations of a layer": self.tokens * self.scored * operand
             - self.not_copied(lambda experts: experts.read_activations),
             "int8 weights in the compute dtype": operand * self.policy.dequantised,
-            "layers gathered": self.gathers * operand * self.count.whole_layer,
+            "layers gathered": self.gathers * operand * self.gathered_layer,
             "embedding and output gathered": self.gathered_tables,
         }
 
@@ -735,8 +793,8 @@ def cache_pages(config: ConfigDict, model: Architecture, target: Target) -> int:
     """
     sampler = _Sampler.of(config, model, target)
     full = sampler.rows * sampler.table_pages
-    if config.rollout.cache_gib:
-        pages = int(config.rollout.cache_gib * GIB) // sampler.page_bytes
+    pages = _given_pages(config, target, full, sampler.page_bytes)
+    if pages is not None:
         if pages < sampler.table_pages:
             raise ValueError(
                 f"config.rollout.cache_gib={config.rollout.cache_gib} does not hold one trajectory "
@@ -745,11 +803,23 @@ def cache_pages(config: ConfigDict, model: Architecture, target: Target) -> int:
                 "cache_gib or lower max_total_tokens."
             )
         return pages
-    if target.platform == "cpu" or _samples_beside(config):
-        return full
     moment = max(sum(terms.values()) for terms in sampler.moments.values())
     left = target.usable - sum(sampler.kept.values()) - moment
     return max(min(left // sampler.page_bytes, 2 * full), sampler.table_pages)
+
+
+def _given_pages(config: ConfigDict, target: Target, full: int, page_bytes: int) -> int | None:
+    """Pages of each shard's cache where they do not depend on what the plan leaves of a device.
+
+    Args:
+        config: of the run.
+        target: the devices.
+        full: pages that `rollout.num_rows` trajectories of full length fill.
+        page_bytes: keys and values of a page.
+    """
+    if config.rollout.cache_gib:
+        return int(config.rollout.cache_gib * GIB) // page_bytes
+    return full if target.platform == "cpu" or _samples_beside(config) else None
 
 
 def _pages(config: ConfigDict, model: Architecture, target: Target) -> tuple[int, bool]:
@@ -784,7 +854,7 @@ class _Sampler:
         page_bytes = page_tokens * token_bytes
         # A CPU multiplies bfloat16 in float32, from copies.
         upcast = 4 // dtype.itemsize if target.platform == "cpu" else 1
-        past = rows * table_pages * page_bytes * upcast if copies else 0
+        past = rows * table_pages * page_bytes if copies else 0
         read = append_sizes(target.platform, rollout.max_total_tokens)[-1]
         turn_tokens = read // BLOCK * TURN_TOKENS  # of each turn of the XLA loop over pages
         is_recorded = records_experts(config)
@@ -803,18 +873,16 @@ class _Sampler:
                 "recorded experts": read * routed,
             },
         }
+        if upcast > 1:
+            full = rows * table_pages
+            cache = page_bytes * (_given_pages(config, target, full, page_bytes) or full)
+            for name, size in _float32_copies(_Counts.of(model, mesh), model, cache).items():
+                moments[name]["float32 copies"] = size
         vision = model.vision
         if vision is not None:
-            patches = max_image_tokens(config) * vision.unit
-            inner = vision.memory_terms().read_activations * dtype.itemsize * upcast
-            if vision.num_added:
-                added = read * vision.num_added * model.width * dtype.itemsize
-                moments["reading"]["images, added in first layers"] = added
-            moments["images"] = {
-                "patches": 4 * patches * (vision.patch_values + 4),
-                "activations of patches": patches * inner,
-                "attention scores of patches": 2 * 4 * vision.num_scores(patches),
-            }
+            added = read * vision.num_added * model.width * dtype.itemsize
+            moments["reading"]["images, added in first layers"] = added
+            moments["images"] = _sampled_images(config, vision, dtype.itemsize * upcast)
         stage = "train" if "train" in config.stages else "evaluate"
         state = {} if config.mesh.rollout_devices else _state(config, model, mesh, stage)
         held, searching = _search_bytes(config, target)
@@ -832,6 +900,31 @@ class _Sampler:
         )
 
 
+def _sampled_images(config: ConfigDict, vision: Vision, operand: int) -> dict[str, int]:
+    """What the sampler needs to read the images of a trajectory, with values of `operand` bytes."""
+    patches = max_image_tokens(config) * vision.unit
+    return {
+        "patches": 4 * patches * (vision.patch_values + 4),
+        "activations of patches": patches * vision.memory_terms().read_activations * operand,
+        "attention scores of patches": 2 * 4 * vision.num_scores(patches),
+    }
+
+
+def _float32_copies(count: _Counts, model: Architecture, cache: int) -> dict[str, int]:
+    """What a CPU copies to compute with values of two bytes, at the moments of the sampler.
+
+    Args:
+        count: of the parameters.
+        model: these are of.
+        cache: bytes of the cache, all of which it copies.
+    """
+    layers = count.decode_params - count.whole_tables
+    table = count.whole_tables // (1 if model.tie_embeddings else 2)
+    # It makes them once for a chunk of steps, the table of ids among them. Where tokens are read,
+    # about half the layers are copied at a time: some before their turn.
+    return {"decode": 2 * cache + 4 * (layers + table), "reading": 2 * cache + 4 * layers // 2}
+
+
 @dataclass(frozen=True)
 class _Counts:
     """Numbers of parameters on one device."""
@@ -841,6 +934,7 @@ class _Counts:
     decode_params: int  # split as in decoding, over tensor only
     whole_tables: int  # of these, embedding and output layer
     whole_layer: int  # of these, one layer
+    gathered_layer: int  # of this, what is split further in training
 
     @classmethod
     @functools.cache
@@ -848,7 +942,12 @@ class _Counts:
         """Of a model on a mesh."""
         params = model.abstract_params()
         train, decode = param_shardings(mesh, model), param_shardings(mesh, model, for_decode=True)
-        layers = num_values(params["blocks"], decode["blocks"])
+        layers = [
+            (math.prod(whole.shard_shape(leaf.shape)), math.prod(own.shard_shape(leaf.shape)))
+            for leaf, whole, own in zip(
+                *(jax.tree.leaves(tree["blocks"]) for tree in (params, decode, train)), strict=True
+            )
+        ]
         total, whole = num_values(params, train), num_values(params, decode)
         no_tables = [name for name in params if name in NO_TABLES]
         return cls(
@@ -856,7 +955,8 @@ class _Counts:
             tables=total - sum(num_values(params[name], train[name]) for name in no_tables),
             decode_params=whole,
             whole_tables=whole - sum(num_values(params[name], decode[name]) for name in no_tables),
-            whole_layer=layers // model.num_layers,
+            whole_layer=sum(size for size, _ in layers) // model.num_layers,
+            gathered_layer=sum(size for size, own in layers if own < size) // model.num_layers,
         )
 
 

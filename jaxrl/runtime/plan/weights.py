@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 from jaxrl.method import adapter_of, frozen_of
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.lora import QUANTISED, TRAINED, Adapter, Declared, divide
+from jaxrl.models.policy import NO_TABLES
 from jaxrl.runtime.sharding import param_shardings
 
 
@@ -37,6 +38,7 @@ class PolicyWeights:
         has_adapter: these are an adapter's.
         base_bytes: of the weights that are not trained.
         cast_bytes: of what the update casts to the compute dtype.
+        cast_tables: of these, in tables for tokens.
         dequantised: values of the largest int8 layer, which a product casts as it takes it.
     """
 
@@ -44,6 +46,7 @@ class PolicyWeights:
     has_adapter: bool = False
     base_bytes: int = 0
     cast_bytes: int = 0
+    cast_tables: int = 0
     dequantised: int = 0
 
     @classmethod
@@ -64,8 +67,14 @@ def _entries(
         num_values(part.abstract_params(), param_shardings(mesh, part))
         for part in divide(model, frozen)
     )
-    cast = dtype.itemsize * (trained + others) if dtype.itemsize < 4 else 0
-    return PolicyWeights(trained=trained, base_bytes=4 * others, cast_bytes=cast)
+    itemsize = dtype.itemsize if dtype.itemsize < 4 else 0
+    tables = sum(size for path, (size, _) in _leaves(model, mesh).items() if is_table(path))
+    return PolicyWeights(
+        trained=trained,
+        base_bytes=4 * others,
+        cast_bytes=itemsize * (trained + others),
+        cast_tables=itemsize * tables,
+    )
 
 
 @functools.cache
@@ -73,21 +82,27 @@ def _adapted(adapter: Adapter, mesh: Any, dtype: np.dtype) -> PolicyWeights:
     trained = num_values(adapter.trained.abstract_params(), param_shardings(mesh, adapter.trained))
     base = _leaves(adapter.frozen, mesh)
     kept = {"int8", str(dtype)}
+    cast = {
+        path: size * dtype.itemsize
+        for path, (size, kind) in base.items()
+        if str(kind) not in kept and path[-1] != "kernel_scale"
+    }
     return PolicyWeights(
         trained=trained,
         has_adapter=True,
         base_bytes=sum(size * kind.itemsize for size, kind in base.values()),
-        cast_bytes=dtype.itemsize * trained
-        + sum(
-            size * dtype.itemsize
-            for path, (size, kind) in base.items()
-            if str(kind) not in kept and path[-1] != "kernel_scale"
-        ),
+        cast_bytes=dtype.itemsize * trained + sum(cast.values()),
+        cast_tables=sum(size for path, size in cast.items() if is_table(path)),
         dequantised=max(
             (size // adapter.model.num_layers for size, kind in base.values() if kind == "int8"),
             default=0,
         ),
     )
+
+
+def is_table(path: tuple[str, ...]) -> bool:
+    """Whether a parameter is outside the layers: one of rows or columns for tokens."""
+    return path[0] not in NO_TABLES
 
 
 def _leaves(

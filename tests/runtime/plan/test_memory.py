@@ -1,5 +1,6 @@
 """The plan of memory: against arithmetic by hand, and against the compiler."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from jaxrl.models.decoder import init_params
 from jaxrl.runtime.plan import memory
 from jaxrl.training.packing import train_shape
 from tests.helpers import TINY_MOE
+from tests.programs import libtpu_environment
 from tests.runtime.plan.cases import (
     AHEAD,
     NODE,
@@ -188,6 +190,97 @@ class TestByHand:
         alone = train_phase(large_run(fsdp=1), tied, replace(NODE, num_devices=1))
         assert alone.moments["output"]["a micro-batch's gradients"] < 1.001 * 4 * 152_064 * 3584
 
+    def test_a_tpu_makes_the_gradient_of_logits_as_it_multiplies(self):
+        table, tpu = 152_064 * 3584, replace(NODE, platform="tpu")
+        names = ("a micro-batch's gradients", "logits chunk, gradients of all")
+        output = lambda **keys: train_phase(large_run(**keys), target=tpu).moments["output"]  # noqa: E731
+        # What each device sums of the output layer, and the sum of all when no logits are left.
+        for chunk in (2048, 8 * 2048):  # an eighth of it on each
+            found = output(**{"model.logits_chunk_tokens": chunk})
+            assert [found[name] for name in names] == pytest.approx([4 * table] * 2, rel=1e-3)
+        # The logits of 8192 tokens, all that a device has, stay in float32.
+        keys = {"model.logits_chunk_tokens": 8 * 8192, "optimizer.micro_rows": 32}
+        assert output(**keys)[names[1]] == 4 * 8192 * 152_064
+        # Of two such chunks they are gone when sums begin, of which they are larger.
+        found = output(**{**keys, "optimizer.micro_rows": 64})
+        assert sum(found[name] for name in names) == 4 * 8192 * 152_064
+        # Both tables are gathered for all micro-batches; their gradients are with those so far.
+        layers = train_phase(large_run(), target=tpu).moments["layers"]
+        assert layers["embedding and output gathered"] == pytest.approx(4 * table, rel=1e-3)
+        gradients = 2 * 28 * 233_000_000 / 8  # of the layers, in bfloat16
+        assert layers["a micro-batch's gradients"] == pytest.approx(gradients, rel=1e-2)
+
+    def test_one_tpu_adds_to_the_gradients_at_once(self):
+        one = memory.Target(platform="tpu", num_devices=1, memory_bytes=80 * memory.GIB)
+        output = lambda chunk: train_phase(  # noqa: E731
+            large_run(fsdp=1, **{"optimizer.micro_rows": 1, "model.logits_chunk_tokens": chunk}),
+            QWEN_7B,
+            one,
+        ).moments["output"]
+        names = ("a micro-batch's gradients", "logits chunk, gradients of all")
+        whole = output(2048)
+        assert names[0] not in whole
+        assert whole[names[1]] == 4 * 2048 * 152_064  # one chunk: logits as they were
+        assert "embedding and output gathered" not in whole
+        parts = output(512)
+        assert parts[names[0]] == pytest.approx(4 * 152_064 * 3584, rel=1e-3)
+        assert parts[names[1]] == 2 * 512 * 152_064
+
+    def test_a_cpu_turns_a_tied_table_over_in_bfloat16(self):
+        cpu = memory.Target(platform="cpu", num_devices=8, memory_bytes=80 * memory.GIB)
+        tied, table = replace(QWEN_7B, tie_embeddings=True), 152_064 * 3584
+        found = {
+            dtype: train_phase(large_run(**{"model.dtype": dtype}), tied, cpu).moments["output"]
+            for dtype in ("float32", "bfloat16")
+        }
+        name = "embedding and output gathered"
+        assert found["float32"][name] == pytest.approx(4 * table, rel=1e-3)
+        assert found["bfloat16"][name] == pytest.approx((2 + 2) * table, rel=1e-3)
+        # The gradient of 256 tokens' logits, once more than in float32.
+        name = "logits chunk, gradients of all"
+        assert found["bfloat16"][name] - found["float32"][name] == 2 * 256 * 152_064
+
+    def test_a_cpu_samples_in_bfloat16_from_copies_in_float32(self):
+        cpu = replace(NODE, platform="cpu")
+        phases = {
+            dtype: memory.rollout_phase(large_run(**{"model.dtype": dtype}), QWEN_7B, cpu)
+            for dtype in ("float32", "bfloat16")
+        }
+        found = {
+            dtype: [phase.moments[name].get("float32 copies", 0) for name in ("decode", "reading")]
+            for dtype, phase in phases.items()
+        }
+        assert found["float32"] == [0, 0]
+        cache = 2 * phases["bfloat16"].kept["KV cache"]
+        assert cache == phases["float32"].kept["KV cache"]
+        layers = 28 * 233_057_792
+        decode, reading = found["bfloat16"]
+        assert decode == pytest.approx(4 * (layers + 152_064 * 3584) + cache, rel=1e-6)
+        assert reading == 4 * layers // 2 + cache
+
+    def test_a_cpu_finds_tokens_of_bfloat16_in_a_float32_table(self):
+        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * memory.GIB)
+        table = 4 * 152_064 * 3584
+        for keys in ({}, {**ADAPTED, "model.lora.base_dtype": "bfloat16"}):
+            config = large_run(fsdp=1, **{"kl.coef": 0.01, "optimizer.micro_rows": 2, **keys})
+            name = "embedding and output gathered"
+            tables = memory.score_phase(config, QWEN_7B, one).moments["output"][name]
+            assert tables == pytest.approx(table * (1 if keys else 1.5), rel=1e-3)
+        # Split over devices, these exchange it in float32 first.
+        keys = {"kl.coef": 0.01, "optimizer.micro_rows": 8}
+        several = replace(one, num_devices=8)
+        moments = memory.score_phase(large_run(**keys), QWEN_7B, several).moments
+        assert moments["gathering"][name] == pytest.approx(table * 2.5, rel=1e-3)
+
+    def test_what_a_device_has_of_its_own_is_not_gathered(self):
+        keys = {"mesh.data": 1, "mesh.expert": 8, "optimizer.micro_rows": 8}
+        config = large_run(fsdp=1, **keys)
+        model = programs.MODELS["30b-a3b"]
+        gathered = memory.update_phase(config, model, NODE, "train").moments["layers"]
+        # Attention alone: 32 heads of queries, 4 of keys and values, and the router.
+        values = 2048 * 128 * (2 * 32 + 2 * 4) + 2048 * 128
+        assert gathered["layers gathered"] == pytest.approx(2 * 2 * values, rel=1e-3)
+
     def test_remat_and_sharding_save_what_they_should(self):
         peak = lambda **settings: train_phase(large_run(**settings)).peak  # noqa: E731
         assert peak() < peak(**{"model.remat": "none"})
@@ -233,6 +326,10 @@ def test_a_cpu_has_a_chunk_of_logits_once():
     assert phase.moments["output"]["logits chunk"] == (2048 + 2 * 128) * 4096 * 4
 
 
+FEW_LAYERS = ("--model=0.6b", "--layers=4", "--dtype=bfloat16")
+BFLOAT16_ADAPTER = ("model.lora.rank=8", "model.lora.base_dtype=bfloat16")
+
+
 class TestAgainstTheCompiler:
     """Argument, output and temporary bytes of the real programs, compiled for shapes alone."""
 
@@ -261,8 +358,30 @@ class TestAgainstTheCompiler:
     def test_large_models(self, mesh):
         self.check(self.in_a_process("--model=tiny,0.5b,0.6b", f"--mesh={mesh}"), tolerance=0.15)
 
-    def in_a_process(self, *arguments):
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            ("--mesh=1x4x1,1x1x1",),
+            ("--mesh=1x4x1,1x1x1", "--parts=update,score", "--keys", *BFLOAT16_ADAPTER),
+            ("--mesh=2x2x1,1x2x2", "--parts=update,score"),
+        ],
+    )
+    def test_few_layers_in_bfloat16(self, settings):
+        """Where most of it is tables, and what a CPU copies to multiply bfloat16 in float32."""
+        self.check(self.in_a_process(*FEW_LAYERS, *settings))
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(
+        not (importlib.util.find_spec("libtpu") or os.environ.get("LIBTPU_DIR")),
+        reason="libtpu is not installed; LIBTPU_DIR may name a folder of `pip install --target`",
+    )
+    def test_few_layers_on_a_v6e(self):
+        settings = ("--topology=v6e:2x2", "--mesh=1x4x1,1x1x1", "--parts=update,score")
+        self.check(self.in_a_process(*FEW_LAYERS, *settings, **libtpu_environment()))
+
+    def in_a_process(self, *arguments, **variables):
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
         with tempfile.NamedTemporaryFile() as found:
             flags = [f"--json={found.name}", *arguments]
             command = [sys.executable, "-m", "benchmarks.memory", *flags]
