@@ -396,10 +396,8 @@ def score_phase(config: ConfigDict, model: Architecture, target: Target) -> Phas
         "layers": held | update.at_layers_forward(),
         "output": held | update.at_output_forward(),
     }
-    if update.copies_tables and update.gathers:
-        # The embedding as devices exchange it and as tokens are found in it, and the output layer.
-        tables = (4 + 4 + update.itemsize) * update.output_table
-        moments["gathering"] = held | {"embedding and output gathered": tables}
+    if update.exchanged_tables:
+        moments["gathering"] = held | {"embedding and output gathered": update.exchanged_tables}
     if update.num_patches:
         moments["images"] = held | update.at_images(is_trained=False)
     moments = {name: _nonzero(terms) for name, terms in moments.items()}
@@ -621,6 +619,16 @@ class _Update:
         return (self.gathers or self.copies_tables) * gathered + of_adapted
 
     @property
+    def exchanged_tables(self) -> int:
+        """Tables on a CPU's device when others have sent their parts, and none is computed with."""
+        if not (self.is_cpu and self.gathers):
+            return 0
+        if self.copies_tables:
+            # The embedding as it came and as tokens are found in it, and the output layer.
+            return (4 + 4 + self.itemsize) * self.output_table
+        return self.gathered_tables
+
+    @property
     def read_tables(self) -> int:
         """The same for the output layer where nothing is differentiated."""
         if self.is_cpu and self.is_cast:
@@ -733,6 +741,7 @@ class _Update:
     def at_layers_forward(self) -> dict[str, int]:
         """What a layer needs where nothing is differentiated."""
         operand = 4 if self.is_cpu else self.itemsize
+        is_float32 = self.is_cpu and not self.is_cast
         return {
             "attention scores": self.scores * 4,
             "keys and values of whole rows": self.whole_keys * 3 * self.itemsize,
@@ -740,7 +749,9 @@ class _Update:
             - self.not_copied(lambda experts: experts.read_activations),
             "int8 weights in the compute dtype": operand * self.policy.dequantised,
             "layers gathered": self.gathers * operand * self.gathered_layer,
-            "embedding and output gathered": self.gathered_tables,
+            "embedding and output gathered": self.read_tables
+            if is_float32
+            else self.gathered_tables,
         }
 
     def at_output_forward(self) -> dict[str, int]:

@@ -271,6 +271,11 @@ class TestByHand:
         several = replace(one, num_devices=8)
         moments = memory.score_phase(large_run(**keys), QWEN_7B, several).moments
         assert moments["gathering"][name] == pytest.approx(table * 2.5, rel=1e-3)
+        # In float32 they turn a tied one over, before a layer computes.
+        tied, keys = replace(QWEN_7B, tie_embeddings=True), {**keys, "model.dtype": "float32"}
+        moments = memory.score_phase(large_run(**keys), tied, several).moments
+        tables = [moments[moment][name] for moment in ("gathering", "layers")]
+        assert tables == pytest.approx([2 * table, table], rel=1e-3)
 
     def test_what_a_device_has_of_its_own_is_not_gathered(self):
         keys = {"mesh.data": 1, "mesh.expert": 8, "optimizer.micro_rows": 8}
@@ -333,10 +338,10 @@ BFLOAT16_ADAPTER = ("model.lora.rank=8", "model.lora.base_dtype=bfloat16")
 class TestAgainstTheCompiler:
     """Argument, output and temporary bytes of the real programs, compiled for shapes alone."""
 
-    def check(self, results, tolerance=0.1):
+    def check(self, results):
         assert results
         for program, (planned, compiled) in results.items():
-            assert planned == pytest.approx(compiled, rel=tolerance), program
+            assert planned == pytest.approx(compiled, rel=0.1), program
 
     @pytest.mark.slow
     def test_one_device(self):
@@ -356,7 +361,7 @@ class TestAgainstTheCompiler:
     @pytest.mark.slow
     @pytest.mark.parametrize("mesh", ["1x1x1", "1x4x1"])
     def test_large_models(self, mesh):
-        self.check(self.in_a_process("--model=tiny,0.5b,0.6b", f"--mesh={mesh}"), tolerance=0.15)
+        self.check(self.in_a_process("--model=tiny,0.5b,0.6b", f"--mesh={mesh}"))
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
