@@ -213,11 +213,11 @@ def sampler_collectives(engine):
     num_rows = engine.row_sizes[-1]
     chunk, _ = engine._host_rows([[] for _ in range(engine.num_shards)], num_rows)
     nothing = [deque() for _ in range(engine.num_shards)]
-    blocks, _ = engine._host_blocks(nothing, 4, has_images=False)
+    blocks, _ = engine._host_blocks(nothing, 4)
     places = np.zeros(engine.num_shards * MOVED_PAGES, np.int32)
     one = np.float32(1)
     arguments = {
-        "append": (engine._weights, engine._cache, blocks),
+        "append": (engine._weights, engine._cache, blocks, engine._seen),
         "decode": (
             *(engine._weights, engine._cache, engine._state, chunk, engine._stops),
             *(one, one, next_token.PLAIN),

@@ -156,6 +156,13 @@ class Sampler:
         )
         return self._by_row(state)
 
+    def nothing_seen(self, num_units: int) -> Array | None:
+        """Zeros as `see` would return them; None without a tower."""
+        if self.config.vision is None:
+            return None
+        values = (1 + self.config.vision.num_added) * self.config.width
+        return self._by_row(jnp.zeros((num_pieces(self.mesh), num_units, values), self.dtype))
+
     def _split(self, cache: Cache) -> Cache:
         """Pages and heads stay split over the mesh, whatever the compiler would prefer."""
         return jax.lax.with_sharding_constraint(cache, cache_sharding(self.mesh))
@@ -232,7 +239,8 @@ class Sampler:
         """Reads tokens that were not sampled: prompts and observations alike.
 
         A block may go on where another one of the same call ends: all keys and values of a layer
-        are written before any are read. `seen` are the images of these tokens, of `see`.
+        are written before any are read. `seen` are the images of these tokens, of `see`: where
+        the model has a tower it is always there, and text reads nothing of it.
 
         Returns:
             The cache, and the experts of each token, `[b, BLOCK, layers, k]` of `recorded_dtype`;

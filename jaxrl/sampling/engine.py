@@ -53,6 +53,9 @@ from jaxrl.types import Image, Params
 MOVED_PAGES = 8
 """Pages of a shard that are copied or swapped in one call."""
 
+MAX_PROGRAMS = 10
+"""That an engine compiles, whatever its model reads and in however many ways it draws."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
@@ -204,7 +207,7 @@ def image_sizes(max_units: int, unit: int) -> list[int]:
         max_units: of the images of one trajectory.
         unit: patches of each.
     """
-    return sorted({max(max_units // part, 1) * unit for part in (16, 4, 1)})
+    return sorted({max(max_units // part, 1) * unit for part in (4, 1)})
 
 
 def _fit(size: int, sizes: Sequence[int]) -> int:
@@ -216,7 +219,8 @@ class Engine:
     """Decodes requests in a fixed number of rows, their caches in a fixed number of pages.
 
     All its compiled shapes come from small sets: rows of a shard to decode in `row_sizes`, tokens
-    of a shard to read in `append_sizes`; `shapes` prints them.
+    of a shard to read in `append_sizes`, patches of its images in `image_sizes`; `shapes` prints
+    them. They are at most `MAX_PROGRAMS`.
 
     It holds memory only while it works: weights from `set_weights`, a cache from the next `submit`
     on, both until `release`.
@@ -332,6 +336,7 @@ class Engine:
         self._cache: Cache | None = None
         self._state: State | None = None
         self._nothing: Cache | None = None
+        self._seen: jax.Array | None = None  # of the images that were read last
         self._forget()
 
     def _forget(self) -> None:
@@ -355,10 +360,7 @@ class Engine:
         sampler = self.sampler
         self.functions: tuple[CompiledFunction, ...] = (
             CompiledFunction(
-                sampler.append,
-                name="append",
-                variants=self._appends(),
-                donate_argnums=(1,),
+                sampler.append, name="append", variants=self.append_sizes, donate_argnums=(1,)
             ),
             CompiledFunction(
                 sampler.decode_chunk,
@@ -369,36 +371,34 @@ class Engine:
             ),
             CompiledFunction(sampler.copy_pages, name="copy", donate_argnums=(0,)),
             CompiledFunction(sampler.swap_pages, name="swap", donate_argnums=(0,)),
-        )
-        self._append, self._decode, self._copy, self._swap = self.functions[:4]
-        if self._vision is not None:
-            self._see = CompiledFunction(
+            CompiledFunction(
                 sampler.see, name="see", variants=self.image_sizes, static_argnums=(3,)
-            )
-            self.functions = (*self.functions, self._see)
+            ),
+        )
+        self._append, self._decode, self._copy, self._swap, self._see = self.functions
         self._make_cache = jax.jit(sampler.empty_cache, static_argnums=(0, 1))
-        self._make_state = jax.jit(sampler.empty_state)
+        self._make_start = jax.jit(
+            lambda: (sampler.empty_state(), sampler.nothing_seen(self._max_units))
+        )
 
     def compile(self, show: Callable[[str], None] = lambda _: None) -> None:
         """Compiles all programs that are not compiled yet, side by side; `show` is told how far."""
-        shards = self.num_shards
+        shards, sampler = self.num_shards, self.sampler
 
-        def like(tree: Any, shardings: Any) -> Any:
+        def like(sharding: Any, make: Callable[..., Any], *sizes: int) -> Any:
             return jax.tree.map(
-                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                jax.eval_shape(partial(make, *sizes)),
             )
 
         weights = self._weights_of.abstract()
         by_page, by_row = cache_sharding(self._mesh), piece_sharding(self._mesh)
         cache, moved = (
-            like(pages, jax.tree.map(lambda _: by_page, pages))
-            for pages in (
-                jax.eval_shape(lambda n=n: self.sampler.empty_cache(n * shards, self.page_tokens))
-                for n in (self.num_pages, MOVED_PAGES)
-            )
+            like(by_page, sampler.empty_cache, count * shards, self.page_tokens)
+            for count in (self.num_pages, MOVED_PAGES)
         )
-        state = jax.eval_shape(self.sampler.empty_state)
-        state = like(state, jax.tree.map(lambda _: by_row, state))
+        state = like(by_row, sampler.empty_state)
+        seen = like(by_row, sampler.nothing_seen, self._max_units)
         places, one = np.zeros(shards * MOVED_PAGES, np.int32), np.float32(1)
         nobody: list[list[Row]] = [[] for _ in range(shards)]
         compiling = [self._copy.ahead(cache, places, places)]
@@ -406,17 +406,10 @@ class Engine:
         for size in self.image_sizes:
             patches = self._host_images([()] * shards, size)[:2]
             compiling.append(self._see.ahead(weights, *patches, self._max_units, variant=size))
-        depths = 1 + (0 if self._vision is None else self._vision.num_added)
-        seen = jax.ShapeDtypeStruct(
-            (shards, self._max_units, depths * self.sampler.config.width),
-            self.sampler.dtype,
-            sharding=by_row,
-        )
-        for size, has_images in self._appends():
+        for size in self.append_sizes:
             nothing: list[deque[_Piece]] = [deque() for _ in range(shards)]
-            blocks, _ = self._host_blocks(nothing, size // BLOCK, has_images=has_images)
-            given = (weights, cache, blocks, *([seen] if has_images else []))
-            compiling.append(self._append.ahead(*given, variant=(size, has_images)))
+            blocks, _ = self._host_blocks(nothing, size // BLOCK)
+            compiling.append(self._append.ahead(weights, cache, blocks, seen, variant=size))
         for rows, kind in self._decodes():
             chunk, _ = self._host_rows(nobody, rows)
             arguments = (weights, cache, state, chunk, self._stops, one, one, kind)
@@ -427,28 +420,29 @@ class Engine:
                 one_done.result()
                 show(f"compiling the sampler, {count} of {len(done)} programs")
 
-    def _appends(self) -> list[tuple[int, bool]]:
-        """Tokens of a shard to read, and whether images are among them."""
-        with_images = (False, True) if self._vision is not None else (False,)
-        return [(size, has_images) for size in self.append_sizes for has_images in with_images]
-
     def _decodes(self) -> list[tuple[int, str]]:
         """Rows and kind of each program that decodes."""
         return [(rows, kind) for kind in self.kinds for rows in self._row_sizes_of(kind)]
 
     def _row_sizes_of(self, kind: str) -> list[int]:
-        """All for the first kind, which samples most; of others every second, the largest among."""
-        return self.row_sizes if kind == self.kinds[0] else self.row_sizes[::-2][::-1]
+        """The largest, and of others as many as there is room for, most for the first kind."""
+        others = len(self.kinds) - 1
+        room = MAX_PROGRAMS - 2 - len(self.append_sizes) - len(self.image_sizes)  # 2: copy, swap
+        every_second, between = self.row_sizes[::-2], self.row_sizes[-2::-2]
+        count = min(len(self.row_sizes), room - others)
+        if kind != self.kinds[0]:  # which samples most
+            count = min(len(every_second), (room - count) // others)
+        return sorted([*every_second, *between[::-1]][:count])
 
     def shapes(self) -> str:
         """The set of shapes that may be compiled, for people."""
-        rows, read = (
-            [size * self.num_shards for size in sizes]
-            for sizes in (self.row_sizes, self.append_sizes)
-        )
+        own = [*map(self._row_sizes_of, self.kinds), self.append_sizes, self.image_sizes]
+        *rows, read, see = ([size * self.num_shards for size in sizes] for sizes in own)
+        decode = ", ".join(f"{n} rows ({kind})" for n, kind in zip(rows, self.kinds, strict=True))
         return (
-            f"decode {self.sampler.num_steps} steps of {rows} rows ({', '.join(self.kinds)}); "
-            f"read {read} tokens; cache {self.num_pages * self.num_shards} pages x "
+            f"decode {self.sampler.num_steps} steps of {decode}; read {read} tokens; "
+            f"{f'see {see} patches; ' if see else ''}"
+            f"cache {self.num_pages * self.num_shards} pages x "
             f"{self.page_tokens} tokens, up to {self._table_pages} a row"
         )
 
@@ -487,8 +481,8 @@ class Engine:
     def clear(self) -> None:
         """Forgets every request, running ones too, and gives back the cache's memory."""
         self._forget()
-        delete((self._cache, self._state, self._nothing))
-        self._cache = self._state = self._nothing = None
+        delete((self._cache, self._state, self._nothing, self._seen))
+        self._cache = self._state = self._nothing = self._seen = None
 
     def submit(
         self, requests: Sequence[Request], *, temperature: float = 1.0, top_p: float = 1.0
@@ -521,7 +515,7 @@ class Engine:
         self._take_settings(temperature, top_p)
         if self._cache is None:
             self._cache = self._make_cache(self.num_pages * self.num_shards, self.page_tokens)
-            self._state = self._make_state()
+            self._state, self._seen = self._make_start()
         numbers = list(range(self._next_request, self._next_request + len(requests)))
         self._next_request += len(requests)
         self._queue.extend(zip(numbers, requests, strict=True))
@@ -867,19 +861,20 @@ class Engine:
     def _read_tokens(self, running: list[list[Row]]) -> None:
         """Reads what rows have to read before they are decoded, in pieces of `BLOCK` tokens.
 
-        Where there are images, those of some rows are seen at a time.
+        Where there are images, those of some rows are seen at a time. Text is read by the programs
+        that read images, of which it takes nothing: what was seen before lies there.
         """
         left = [deque(row for row in rows if row.unread) for rows in running]
         while any(left):
             rows = [self._next_readers(of_shard) for of_shard in left]
             images = ([im for row in of_shard for im in row.unread_images] for of_shard in rows)
-            seen, units = self._look_at([tuple(of_shard) for of_shard in images])
+            units = self._look_at([tuple(of_shard) for of_shard in images])
             pieces: list[deque[_Piece]] = []
             for of_shard, of_images in zip(rows, units, strict=True):
                 pieces.append(deque())
                 for row in of_shard:
                     pieces[-1].extend(self._pieces(row, of_images))
-            self._append_pieces(pieces, seen)
+            self._append_pieces(pieces)
 
     def _next_readers(self, rows: deque[Row]) -> list[Row]:
         """The next rows of a shard, taken away, whose images can be seen together."""
@@ -893,17 +888,16 @@ class Engine:
             taken.append(rows.popleft())
         return taken
 
-    def _look_at(
-        self, images: list[tuple[Image, ...]]
-    ) -> tuple[jax.Array | None, list[Iterator[np.ndarray]]]:
-        """What is seen of the images of each shard, and of each image its tokens' places there."""
+    def _look_at(self, images: list[tuple[Image, ...]]) -> list[Iterator[np.ndarray]]:
+        """Sees the images of each shard; of each image its tokens' places among what is seen."""
         if self._vision is None or not any(images):
-            return None, [iter(()) for _ in images]
+            return [iter(()) for _ in images]
         counts = [sum(image.num_patches for image in of_shard) for of_shard in images]
         size = _fit(max(counts), self.image_sizes)
         patches, places, units = self._host_images(images, size)
-        seen = self._see(self._weights, patches, places, self._max_units, variant=size)
-        return seen, [iter(of_shard) for of_shard in units]
+        self._seen = None  # its memory is free for the next
+        self._seen = self._see(self._weights, patches, places, self._max_units, variant=size)
+        return [iter(of_shard) for of_shard in units]
 
     def _host_images(
         self, images: Sequence[tuple[Image, ...]], size: int
@@ -942,16 +936,14 @@ class Engine:
         row.unread, row.unread_images, row.unread_rotary = [], (), None
         return pieces
 
-    def _append_pieces(self, pieces: list[deque[_Piece]], seen: jax.Array | None) -> None:
+    def _append_pieces(self, pieces: list[deque[_Piece]]) -> None:
         small, large = self.append_sizes[0], self.append_sizes[-1]
-        has_images = seen is not None
         while any(pieces):
             left = max(len(of_shard) for of_shard in pieces) * BLOCK
             size = large if left > max(small, large // 2) else small
-            blocks, members = self._host_blocks(pieces, size // BLOCK, has_images=has_images)
-            images = (seen,) if has_images else ()
+            blocks, members = self._host_blocks(pieces, size // BLOCK)
             self._cache, experts = self._append(
-                self._weights, self._cache, blocks, *images, variant=(size, has_images)
+                self._weights, self._cache, blocks, self._seen, variant=size
             )
             if experts is not None:
                 experts.copy_to_host_async()
@@ -960,11 +952,11 @@ class Engine:
                     piece.row.reads.append(Read(routed, index, len(piece.token_ids)))
 
     def _host_blocks(
-        self, pieces: list[deque[_Piece]], num_blocks: int, *, has_images: bool
+        self, pieces: list[deque[_Piece]], num_blocks: int
     ) -> tuple[Blocks, list[tuple[_Piece, int]]]:
         """The next pieces of each shard for the device, which are taken away, and their blocks."""
         total = self.num_shards * num_blocks
-        token_ids, units = np.zeros((2, total, BLOCK), np.int32)
+        token_ids, units = np.zeros((total, BLOCK), np.int32), np.full((total, BLOCK), -1, np.int32)
         start, counts = np.zeros((2, total), np.int32)
         tables = np.full((total, self._table_pages), self.num_pages, np.int32)
         rotary = None if self._vision is None else np.zeros((total, BLOCK, 3), np.int32)
@@ -986,7 +978,7 @@ class Engine:
             counts=counts,
             tables=tables,
             rotary=rotary,
-            units=units if has_images else None,
+            units=None if self._vision is None else units,
         )
         return blocks, members
 

@@ -229,7 +229,7 @@ def test_what_is_compiled_ahead_is_all_there_is():
     ready = Player(SMALL, TOKENIZER, STOPS, num_rows=6, num_pages=8, max_total_tokens=80)
     said = []
     ready.engine.compile(said.append)
-    # Three sizes of rows for each of two ways to draw, two of what is read, copying, swapping.
+    # Four sizes of rows for a way to draw, two for another, two of what is read, copying, swapping.
     assert ready.engine.num_compilations == 10
     assert said[-1] == "compiling the sampler, 10 of 10 programs"
     ready.engine.set_weights(OLD)
@@ -252,8 +252,7 @@ def test_shapes_outside_the_set_are_errors():
     assert engine.row_sizes == [1, 2, 4]
     assert engine.append_sizes == [64]
     parts = (
-        "8 steps of [1, 2, 4] rows (greedy, plain)",
-        "read [64] tokens",
+        "8 steps of [1, 2, 4] rows (greedy), [1, 4] rows (plain); read [64] tokens; cache",
         "16 pages x 16 tokens",
     )
     for part in parts:

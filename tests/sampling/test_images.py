@@ -4,6 +4,7 @@ import dataclasses
 from functools import cache, partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,7 +13,7 @@ from jaxrl.sampling.engine import Engine, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.types import Image
 from tests.helpers import tiny_params
-from tests.toys import SMALL, one_device_mesh
+from tests.toys import SMALL, count_compilations, one_device_mesh
 from tests.vision import golden, logits_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -41,10 +42,9 @@ def engine(name="qwen2_5_vl"):
     )
 
 
-def play(name, requests, observations):
+def play(played, params, requests, observations):
     """Ids of each request, whether they were sampled, and log-probabilities of those sampled."""
-    played = engine(name)
-    played.set_weights(golden(name)[1])
+    played.set_weights(params)
     numbers = played.submit(requests)
     ids = [list(request.prompt_ids) for request in requests]
     mask = [[False] * len(one) for one in ids]
@@ -87,7 +87,7 @@ def test_images_are_read_as_the_full_pass_reads_them(name):
     words = ([42, 43], ())
     observations = [look, words, look, words, look]
     before = dataclasses.replace(engine(name).counts)
-    played = play(name, requests, observations)
+    played = play(engine(name), params, requests, observations)
     counts = engine(name).counts
     # A prompt is read once for its group; the same ids with other images are another prompt.
     assert counts.prefilled_prompt - before.prefilled_prompt == 2 * (len(prompt) - 1) + 2
@@ -153,15 +153,52 @@ def test_a_prompt_read_in_pieces_is_that_of_the_full_pass(name, monkeypatch):
     np.testing.assert_allclose(logprobs, scored[at - 1, rows[0][at]], atol=1e-4, rtol=0)
 
 
+def test_no_program_is_compiled_but_those_ahead():
+    """Text before any image, images of both sizes, text behind them; pages that are swapped."""
+    config, params, wanted, images = golden()
+    played = engine.__wrapped__()
+    said = []
+    played.compile(said.append)
+    assert len(said) == played.num_compilations <= 10
+    played.set_weights(params)
+    words = Request(prompt_ids=(5, 6, 7), sample_key=KEY, budget=TURN)
+    prompt = tuple(map(int, wanted["token_ids"][0]))
+    assert sum(image.num_patches for image in images) > played.image_sizes[0] > 24
+    looks = [Request(prompt_ids=prompt, sample_key=KEY, budget=TURN, images=tuple(images))] * 3
+    patches = np.zeros((24, config.vision.patch_values), np.float32)
+    more = ([42, 43], ())
+    small = ([40, 92, *[IMAGE] * 6, 93, 41], (Image(patches=patches, grid=(1, 6, 4)),))
+    with count_compilations() as compiled:
+        play(played, params, [words], [more])
+        play(played, params, [words, *looks], [small, small, more, more])
+        played.release()
+        play(played, params, [words], [small])
+    assert played.counts.preemptions > 0
+    assert len(compiled) <= 2  # the empty cache, and rows
+
+
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
-def test_a_model_that_reads_images_has_five_more_programs_at_most(name):
-    """Beside the ten of `test_programs`: those that read with images, and the tower's."""
-    functions = {one.name: one.variants for one in engine(name).functions}
-    with_images = [size for size, has_images in functions["append"] if has_images]
-    assert len(with_images) == len(engine(name).append_sizes) == 2
-    assert len(functions["see"]) == 3
-    assert functions.keys() == {"append", "decode", "copy", "swap", "see"}
-    assert sum(map(len, functions.values())) <= 10 + 5
+def test_text_is_read_as_by_a_program_that_sees_nothing(name):
+    """Bit for bit, whatever was seen before: no token of text takes anything of it."""
+    sampler = engine(name).sampler
+    weights = jax.jit(sampler.weights)(golden(name)[1])
+    ids = np.random.default_rng(2).integers(1, IMAGE, (4, decode.BLOCK)).astype(np.int32)
+    blocks = decode.Blocks(
+        token_ids=ids,
+        start=np.array([0, 16, 32, 0], np.int32),
+        counts=np.array([16, 16, 5, 3], np.int32),
+        tables=np.array([[0, 1, 2]] * 3 + [[3, 4, 5]], np.int32),
+        rotary=np.arange(48, dtype=np.int32)[:, None].repeat(3, 1).reshape(3, 16, 3)[[0, 1, 2, 0]],
+        units=np.full(ids.shape, -1, np.int32),
+    )
+    seen = sampler.nothing_seen(engine(name)._max_units)
+    append = jax.jit(sampler.append)
+    empty = sampler.empty_cache(6, 16)
+    wanted, _ = append(weights, empty, dataclasses.replace(blocks, units=None))
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(wanted))
+    for value in (0, np.nan):
+        got, _ = append(weights, empty, blocks, jnp.full_like(seen, value))
+        jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """What the sampler compiles for the configurations here, and what its kernels read."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +13,13 @@ from jaxrl.models.attention import gpu
 from jaxrl.models.attention.gpu import num_live
 from jaxrl.models.attention.kernels import PAGE_TOKENS
 from jaxrl.models.attention.tpu import page_of_step
-from jaxrl.sampling.engine import append_sizes, image_sizes, row_sizes
+from jaxrl.sampling import engine, next_token
+from jaxrl.sampling.engine import Engine, append_sizes, row_sizes
+from jaxrl.sampling.stop_strings import StopAutomaton
 from tests.helpers import ROOT
 from tests.programs import equations
-from tests.toys import SMALL, Player, toy_tokenizer
+from tests.toys import SMALL, Player, one_device_mesh, toy_tokenizer
+from tests.vision import golden
 
 CONFIGS = [
     path
@@ -23,8 +28,28 @@ CONFIGS = [
 ]
 
 
+MODELS = {"text": SMALL, "images": golden()[0]}
+
+
+@pytest.fixture(params=["gpu", "cpu"])
+def platform(request, monkeypatch):
+    """For which engines take their sizes, wherever they are."""
+    for sizes in (row_sizes, append_sizes):
+        chosen = partial(sizes, request.param)
+        monkeypatch.setattr(engine, sizes.__name__, lambda _, size, chosen=chosen: chosen(size))
+    return request.param
+
+
+def engine_of(model, *, num_rows=256, max_total_tokens=4096, **settings):
+    return Engine(
+        MODELS[model], one_device_mesh(), StopAutomaton([b"a"], ()), num_tokens=1, eos_ids=(),
+        num_rows=num_rows, max_prompt_tokens=16, max_total_tokens=max_total_tokens,
+        chunk_tokens=8, **settings,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_ten_programs_at_most(path, tiny_world):
+def test_ten_programs_at_most(path, platform, tiny_world):
     names = {}
     exec(path.read_text(encoding="utf-8"), names)
     published = path.stem in (
@@ -40,14 +65,58 @@ def test_ten_programs_at_most(path, tiny_world):
         ),
     )
     config = names["get_config"]() if published else names["get_config"](str(tiny_world))
-    for platform in ("gpu", "cpu"):
-        rows = row_sizes(platform, config.rollout.num_rows)
-        reads = append_sizes(platform, config.rollout.max_total_tokens)
-        others = len(draw_kinds(config)) - 1
-        assert len(rows) + len(rows[::-2]) * others + len(reads) + 2 <= 10
-        # With images a model reads in as many sizes again, and its tower has sizes of its own.
-        max_units = max_image_tokens(config) or config.rollout.max_total_tokens
-        assert len(reads) + len(image_sizes(max_units, 4)) <= 5
+    for model in MODELS:
+        made = engine_of(
+            model,
+            num_rows=config.rollout.num_rows,
+            max_total_tokens=config.rollout.max_total_tokens,
+            max_image_tokens=max_image_tokens(config),
+            kinds=draw_kinds(config),
+        )
+        programs = {function.name: function.variants for function in made.functions}
+        assert programs.keys() == {"append", "decode", "copy", "swap", "see"}
+        needed = programs.keys() - ({"see"} if model == "text" else {})
+        assert {name for name, variants in programs.items() if variants} == needed
+        assert sum(map(len, programs.values())) <= 10
+        # What a chunk may need: all rows, in every way to draw.
+        largest = {(config.rollout.num_rows, kind) for kind in draw_kinds(config)}
+        assert programs["decode"] >= largest
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_ways_to_draw_share_what_is_left_of_ten(model, count, platform):
+    kinds = next_token.KINDS[:count]
+    made = engine_of(model, kinds=kinds)
+    sizes = {kind: [] for kind in kinds}
+    for rows, kind in sorted(next(f for f in made.functions if f.name == "decode").variants):
+        sizes[kind].append(rows)
+    assert list(sizes.values()) == ROWS[platform, model][count - 1]
+
+
+ROWS = {
+    ("gpu", "text"): [
+        [[16, 64, 256]],
+        [[16, 64, 256], [16, 256]],
+        [[16, 64, 256], [256], [256]],
+    ],
+    ("gpu", "images"): [
+        [[16, 64, 256]],
+        [[16, 64, 256], [256]],
+        [[16, 256], [256], [256]],
+    ],
+    ("cpu", "text"): [
+        [[16, 64, 128, 256]],
+        [[16, 64, 128, 256], [64, 256]],
+        [[16, 64, 128, 256], [256], [256]],
+    ],
+    ("cpu", "images"): [
+        [[16, 64, 128, 256]],
+        [[16, 64, 256], [256]],
+        [[64, 256], [256], [256]],
+    ],
+}
+"""Of 256 rows those that the first, the second and the third way are compiled for."""
 
 
 def lengths_of(name, rng, count):
@@ -121,17 +190,17 @@ def test_the_gpu_kernel_loads_keys_and_values_in_one_loop_of_so_many_turns():
 
 
 def test_a_chunk_on_a_cpu_makes_no_array_for_tokens_that_no_row_has():
-    engine = Player(
+    made = Player(
         SMALL, toy_tokenizer(), ("a",), num_rows=8, chunk_tokens=4, max_prompt_tokens=16,
         max_total_tokens=1024,
     ).engine  # fmt: skip
-    sampler = engine.sampler
-    weights = engine._weights_of.abstract()
-    cache = jax.eval_shape(lambda: sampler.empty_cache(engine.num_pages, engine.page_tokens))
+    sampler = made.sampler
+    weights = made._weights_of.abstract()
+    cache = jax.eval_shape(lambda: sampler.empty_cache(made.num_pages, made.page_tokens))
     state = jax.eval_shape(sampler.empty_state)
-    rows, _ = engine._host_rows([[]], 8)
+    rows, _ = made._host_rows([[]], 8)
     jaxpr = jax.make_jaxpr(sampler.decode_chunk, static_argnums=7)(
-        weights, cache, state, rows, engine._stops, 1.0, 1.0, "plain"
+        weights, cache, state, rows, made._stops, 1.0, 1.0, "plain"
     )
     [choice] = [each for each in jaxpr.eqns if each.primitive.name == "cond"]
     largest = [

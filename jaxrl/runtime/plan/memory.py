@@ -853,11 +853,8 @@ class _Sampler:
     def of(cls, config: ConfigDict, model: Architecture, target: Target) -> _Sampler:
         """Of a run's rollouts and evaluations."""
         mesh = target_mesh(config, model, target)
-        terms, rollout, dtype = (
-            ModelTerms(model, mesh),
-            config.rollout,
-            jnp.dtype(config.model.dtype),
-        )
+        terms, rollout = ModelTerms(model, mesh), config.rollout
+        dtype = jnp.dtype(config.model.dtype)
         page_tokens, copies = _pages(config, model, target)
         rows = rollout.num_rows // _sampling_shards(config, mesh, target.num_processes)
         table_pages = pages_for(rollout.max_total_tokens, page_tokens)
@@ -894,6 +891,9 @@ class _Sampler:
             added = read * vision.num_added * model.width * dtype.itemsize
             moments["reading"]["images, added in first layers"] = added
             moments["images"] = _sampled_images(config, vision, dtype.itemsize * upcast)
+            values = max_image_tokens(config) * (1 + vision.num_added) * model.width
+            for terms_of_moment in moments.values():
+                terms_of_moment["images, seen last"] = values * dtype.itemsize
         stage = "train" if "train" in config.stages else "evaluate"
         state = {} if config.mesh.rollout_devices else _state(config, model, mesh, stage)
         held, searching = _search_bytes(config, target)

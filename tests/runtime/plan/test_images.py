@@ -1,5 +1,7 @@
 """The plan of a model that reads images."""
 
+import pytest
+
 from jaxrl.runtime.plan.memory import Target, make_plan
 from tests.helpers import settings
 from tests.vision import golden
@@ -55,6 +57,14 @@ def test_a_frozen_tower_keeps_nothing():
         frozen["activations of patches"]
         < phases()["train update"].moments["images"]["activations of patches"]
     )
+
+
+@pytest.mark.parametrize(("name", "values"), [("qwen2_5_vl", 32), ("qwen3_vl", 3 * 32)])
+def test_what_was_seen_last_stays_while_samples_are_drawn(name, values):
+    sizes = {"env.name": "search", "rollout.max_image_tokens": 50, "model.dtype": "bfloat16"}
+    found = phases(name, **sizes)
+    seen = [terms["images, seen last"] for terms in found["rollout"].moments.values()]
+    assert seen == [50 * values * 2] * 3
 
 
 def test_what_first_layers_are_added_is_counted():
