@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
 from jaxrl.config import default_config
 from jaxrl.models.attention import gpu, tpu
@@ -44,6 +45,22 @@ CUSTOM_CALLS = [
 ]
 """What `jax.export` has to be told to let pass."""
 
+GPU = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
+"""A device that need not be there, for kernels of Triton: JAX asks since 0.12 what they run on."""
+
+
+def for_gpu(kernel):
+    """The kernel, to be lowered for `GPU`."""
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((1,), ("gpu",), auto, abstract_device=GPU)
+    return jax.shard_map(kernel, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+
+
+def lowered_for_gpu(function, *arguments):
+    """The text of a function's program for GPUs; its kernels have to be told by `for_gpu`."""
+    lower = jax.export.export(function, platforms=["cuda"], disabled_checks=CUSTOM_CALLS)
+    return lower(*arguments).mlir_module()
+
 
 def shape(dimensions, dtype=jnp.int32):
     return jax.ShapeDtypeStruct(dimensions, dtype)
@@ -53,12 +70,15 @@ def kernels_on(mesh, name):
     """The kernels of that name as an accelerator has them."""
     if name == "xla":
         return replace(XLA, past=None)
-    module = {"triton": gpu, "mosaic": tpu}[name]
+    module, attend_pages = tpu, tpu.attend_pages
+    if name == "triton":
+        module, attend_pages = gpu, for_gpu(gpu.attend_pages)
+        mesh = mesh.abstract_mesh.update(abstract_device=GPU)
     return Kernels(
         name=name,
         reason="for a test",
         train=on_mesh(module.train, mesh),
-        attend_pages=module.attend_pages,
+        attend_pages=attend_pages,
         page_tokens=PAGE_TOKENS[name],
         shares_prompts=SHARES_PROMPTS[name],
     )

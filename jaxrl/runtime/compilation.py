@@ -9,10 +9,12 @@ import jax
 
 
 class CompiledFunction:
-    """`jax.jit` with the shapes it may be compiled for, and a count of its compilations.
+    """A function with the shapes it may be compiled for, and a count of its compilations.
 
     A shape that slips in unnoticed costs seconds to minutes on every new batch, so it is an error
-    here. The caller names the variant of each call; every variant is traced once.
+    here. The caller names the variant of each call; every variant is compiled once, and later calls
+    run that program. `jax.jit` would trace it again whenever anything changes that JAX takes for
+    its tracing context, as the first import of `jax.experimental.pallas` does since JAX 0.12.
 
     Attributes:
         num_traces: compilations so far.
@@ -32,18 +34,11 @@ class CompiledFunction:
         self.num_traces = 0
 
         def traced(*args: Any) -> Any:
-            if self._variant in self._compiled:
-                raise RuntimeError(
-                    f"{name} was compiled again for the variant {self._variant}; its arguments "
-                    "changed in shape or dtype between calls. This is a bug in jaxrl."
-                )
             result = function(*args)
             self.num_traces += 1
             return result
 
-        self._compiled: set[Hashable] = set()
-        self._ahead: dict[Hashable, Callable[..., Any]] = {}
-        self._variant: Hashable = ()
+        self._programs: dict[Hashable, Callable[..., Any]] = {}
         self.function = function
         self._static_argnums = static_argnums
         self._jitted = jax.jit(traced, donate_argnums=donate_argnums, static_argnums=static_argnums)
@@ -52,16 +47,21 @@ class CompiledFunction:
         """Calls the function.
 
         Raises:
-            RuntimeError: `variant` is outside the set, or was compiled before for other shapes.
+            RuntimeError: `variant` is outside the set, or was compiled before for other shapes,
+                dtypes or places of the arguments.
         """
         self._check(variant)
-        if variant in self._ahead:
-            traced = [arg for index, arg in enumerate(args) if index not in self._static_argnums]
-            return self._ahead[variant](*traced)
-        self._variant = variant
-        result = self._jitted(*args)
-        self._compiled.add(variant)
-        return result
+        if variant not in self._programs:
+            self.ahead(*args, variant=variant)()
+        try:
+            return self._programs[variant](
+                *(x for i, x in enumerate(args) if i not in self._static_argnums)
+            )
+        except (TypeError, ValueError) as error:
+            raise RuntimeError(
+                f"{self.name} was compiled for other arguments of the variant {variant}: {error} "
+                "This is a bug in jaxrl."
+            ) from error
 
     def ahead(self, *args: Any, variant: Hashable = ()) -> Callable[[], None]:
         """Traces the function for abstract arguments; what is returned compiles it, in any thread.
@@ -69,14 +69,12 @@ class CompiledFunction:
         Later calls of the variant run this program. A variant that was compiled before is left.
         """
         self._check(variant)
-        if variant in self._compiled:
+        if variant in self._programs:
             return lambda: None
-        self._variant = variant
         lowered = self._jitted.lower(*args)
-        self._compiled.add(variant)
 
         def compile_it() -> None:
-            self._ahead[variant] = lowered.compile()
+            self._programs[variant] = lowered.compile()
 
         return compile_it
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.models.architecture import Architecture
@@ -86,7 +86,7 @@ def _module(name: str) -> Any:
     return tpu
 
 
-def on_mesh(train: Train, mesh: Mesh) -> Train:
+def on_mesh(train: Train, mesh: Mesh | AbstractMesh) -> Train:
     """The same over arrays split on a mesh; each device has its own pieces of rows and heads.
 
     Queries, keys and values are pieces `[R * C, T / C, heads, H]`, of each device's rows the first

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.experts.products import find_tiles, tile_rows
+from jaxrl.models.experts.products import find_tiles, sum_up, tile_rows
 
 LEAST = 16
 """Of each axis the chip multiplies multiples of so many; arrays are padded to them."""
@@ -153,7 +153,7 @@ def _of_weights(
         compiler_params=blocks.settings,
         interpret=interpret,
         name="experts_weights_backward",
-    )(jnp.cumsum(sizes) - sizes, sizes, rows, gradient)
+    )(sum_up(sizes) - sizes, sizes, rows, gradient)
 
 
 def _weights_kernel(

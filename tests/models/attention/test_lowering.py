@@ -13,7 +13,7 @@ import pytest
 
 from jaxrl.models.attention import gpu, tpu
 from tests.helpers import ROOT
-from tests.programs import CUSTOM_CALLS, v6e_chip
+from tests.programs import for_gpu, lowered_for_gpu, v6e_chip
 
 SHAPES = [
     # R, T, N, K, H, dtype
@@ -41,11 +41,7 @@ def inputs(R, T, N, K, H, dtype, **settings):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_three_kernels_are_lowered_for_a_gpu(shape):
-    program = jax.export.export(
-        forward_and_backward(gpu.train),
-        platforms=["cuda"],
-        disabled_checks=CUSTOM_CALLS,
-    )(*inputs(*shape)).mlir_module()
+    program = lowered_for_gpu(forward_and_backward(for_gpu(gpu.train)), *inputs(*shape))
     assert len(re.findall(r"custom_call @\S*triton", program)) == 3
 
 
@@ -67,9 +63,7 @@ def page_inputs(B, Q, N, K, H, page, M, dtype, **settings):
 
 @pytest.mark.parametrize("shape", PAGES)
 def test_attention_over_pages_is_lowered_for_a_gpu(shape):
-    program = jax.export.export(
-        jax.jit(gpu.attend_pages), platforms=["cuda"], disabled_checks=CUSTOM_CALLS
-    )(*page_inputs(*shape)).mlir_module()
+    program = lowered_for_gpu(jax.jit(for_gpu(gpu.attend_pages)), *page_inputs(*shape))
     assert len(re.findall(r"custom_call @\S*triton", program)) == 1
 
 

@@ -15,7 +15,7 @@ from jaxrl.models.experts.dispatch import Experts, mix
 from jaxrl.models.experts.products import grouped_product
 from tests.helpers import TINY_MOE, relative_distance
 from tests.models.experts.brute import brute_force
-from tests.programs import CUSTOM_CALLS, trainer_programs
+from tests.programs import for_gpu, lowered_for_gpu, trainer_programs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -101,27 +101,24 @@ SHAPES = [
 def test_three_kernels_are_lowered_for_a_gpu(shape):
     A, D, F, G, dtype = shape
     make, dtype = jax.ShapeDtypeStruct, jnp.dtype(dtype)
-    program = jax.export.export(
-        differentiated(gpu.grouped_product), platforms=["cuda"], disabled_checks=CUSTOM_CALLS
-    )(make((A, D), dtype), make((G, D, F), dtype), make((G,), jnp.int32), make((A, F), dtype))
-    names = re.findall(r'name = "(experts_\w+)"', program.mlir_module())
+    arguments = make((A, D), dtype), make((G, D, F), dtype), make((G,), jnp.int32)
+    function = differentiated(for_gpu(gpu.grouped_product))
+    program = lowered_for_gpu(function, *arguments, make((A, F), dtype))
+    names = re.findall(r'name = "(experts_\w+)"', program)
     assert sorted(names) == ["experts_rows", "experts_rows_backward", "experts_weights_backward"]
 
 
 def test_a_mixture_for_a_gpu_has_no_loop_outside_of_kernels():
     make = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     shapes = {"gate": (8, 32, 48), "up": (8, 32, 48), "down": (8, 48, 32)}
-    program = jax.export.export(
-        jax.jit(partial(mix, product=gpu.grouped_product)),
-        platforms=["cuda"],
-        disabled_checks=CUSTOM_CALLS,
-    )(
+    program = lowered_for_gpu(
+        jax.jit(partial(mix, product=for_gpu(gpu.grouped_product))),
         make((64, 32)),
         {name: make(shape) for name, shape in shapes.items()},
         jax.ShapeDtypeStruct((64, 2), jnp.int32),
         make((64, 2)),
     )
-    assert "stablehlo.while" not in program.mlir_module()
+    assert "stablehlo.while" not in program
 
 
 def test_an_update_for_a_gpu_has_the_kernels_and_no_tokens_times_experts_times_width():
@@ -129,13 +126,12 @@ def test_an_update_for_a_gpu_has_the_kernels_and_no_tokens_times_experts_times_w
     model = replace(TINY_MOE, num_experts=32, expert_layers=(0, 1, 2))
     pairs = rows * row_tokens * model.num_chosen
 
-    experts = Experts(name="triton", reason="for a test", product=gpu.grouped_product)
+    product = for_gpu(gpu.grouped_product)
+    experts = Experts(name="triton", reason="for a test", product=product)
     function, arguments = trainer_programs(
         model, kernels="triton", rows=rows, row_tokens=row_tokens, experts=experts
     )["update"]
-    program = jax.export.export(
-        jax.jit(function), platforms=["cuda"], disabled_checks=CUSTOM_CALLS
-    )(*arguments).mlir_module()
+    program = lowered_for_gpu(jax.jit(function), *arguments)
     # Forwards, again for the gradient, and that: of three products with weights.
     names = re.findall(r'name = "(experts_\w+)"', program)
     assert {name: names.count(name) for name in names} == {
