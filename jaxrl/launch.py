@@ -44,8 +44,8 @@ from jaxrl.runtime.files import REMEDIES, full_disk, held, printable, system_mes
 from jaxrl.runtime.stopping import stop_on_signals
 
 if TYPE_CHECKING:
-    from jaxrl.runtime.distributed import Job
     from jaxrl.runtime.history import Begun, Change
+    from jaxrl.runtime.job import Job
     from jaxrl.runtime.plan.memory import Target
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Configuration file.", lock_config=True)
@@ -106,12 +106,12 @@ def main(argv: Sequence[str]) -> None:
     begun = threading.Event()
     with stop_on_signals(begun.is_set) as should_stop:
         config, workdir, job = _prepare(argv)
-        from jaxrl.runtime import distributed
         from jaxrl.runtime.checkpoint import raises_once
+        from jaxrl.runtime.job import join
 
         with raises_once():
             try:
-                peers = distributed.join(job, deadline_s=_PEER_DEADLINE_S.value) if job else None
+                peers = join(job, deadline_s=_PEER_DEADLINE_S.value) if job else None
             except OSError as error:
                 _refuse(error)
             with peers or contextlib.nullcontext():
@@ -130,9 +130,9 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
         if _PLAN.value:
             sys.exit(_plan(config))
         # Imported late: a mistake in the configuration is told at once, without loading JAX.
-        from jaxrl.runtime import distributed
+        from jaxrl.runtime.job import find_job
 
-        job = distributed.find_job(
+        job = find_job(
             coordinator=_COORDINATOR.value,
             num_processes=_NUM_PROCESSES.value,
             process_id=_PROCESS_ID.value,

@@ -135,8 +135,10 @@ def one_weight_changed(model):
     changed = bytearray(before)
     changed[-3] ^= 64
     file.write_bytes(changed)
-    yield
-    file.write_bytes(before)
+    try:
+        yield
+    finally:
+        file.write_bytes(before)
 
 
 def test_another_base_or_adapter_is_refused_when_a_run_goes_on(base, tmp_path, monkeypatch):

@@ -1,13 +1,10 @@
 """Several processes as one job, started by the command as on a cluster."""
 
 import dataclasses
-import ipaddress
 import json
 import math
-import queue
 import shutil
 import signal
-import socket
 import time
 import tracemalloc
 
@@ -19,105 +16,11 @@ import safetensors.numpy
 from jaxrl.envs.base import OutageError, Task, Turn
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import distributed, stopping
-from jaxrl.runtime.distributed import Job, find_job, first_host
+from jaxrl.runtime.job import EXIT_LOST
 from jaxrl.types import Draw, Group
 from tests.episodes import make_trajectory
 from tests.helpers import with_devices
 from tests.runs import Processes, assert_close, lasting_anywhere, records
-
-NOTHING = {"coordinator": None, "num_processes": None, "process_id": None, "cluster": None}
-
-
-def test_a_process_on_its_own_has_no_job():
-    assert find_job(**NOTHING) is None
-
-
-def test_explicit_flags():
-    flags = {"coordinator": "host7:1234", "num_processes": 4, "process_id": 3, "cluster": None}
-    assert find_job(**flags) == Job(coordinator="host7:1234", num_processes=4, process_id=3)
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "host7"])
-def test_a_port_that_is_taken(host):
-    with socket.create_server(("", 0)) as taken:
-        coordinator = f"{host}:{taken.getsockname()[1]}"
-        job = Job(coordinator=coordinator, num_processes=2, process_id=0)
-        with pytest.raises(OSError, match=f"process 0 cannot listen at {coordinator}: Address alr"):
-            distributed.join(job, deadline_s=10)
-    distributed._check_port(coordinator)  # which is free now
-
-
-@pytest.mark.parametrize("comes", [True, False])
-def test_what_a_process_waits_for(capfd, monkeypatch, comes):
-    ended = queue.Queue()
-    monkeypatch.setattr("os._exit", ended.put)
-    job = Job(coordinator="host7:1234", num_processes=4, process_id=3)
-    with distributed._waiting(job, silent_s=0.05, limit_s=60 if comes else 0.1):
-        if comes:
-            time.sleep(0.2)
-        else:
-            assert ended.get(timeout=10) == distributed.EXIT_LOST
-    waiting, *error = capfd.readouterr().err.splitlines()
-    wanted = "waiting for the other processes at host7:1234, process 0's address, for"
-    assert waiting.startswith(f"process 3 of 4: {wanted}")
-    assert [line.partition(",")[0] for line in error] == (
-        [] if comes else ["error: process 3 of 4: not all processes came at host7:1234"]
-    )
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ({"num_processes": 2}, "--num_processes came without --coordinator, --process_id"),
-        (
-            {"coordinator": "a:1", "num_processes": 2, "process_id": 2},
-            "--process_id=2 with --num_processes=2; expected 0 to 1",
-        ),
-        (
-            {"coordinator": "a", "num_processes": 2, "process_id": 0},
-            "--coordinator='a'; expected host:port",
-        ),
-        (
-            {"coordinator": "a:65536", "num_processes": 2, "process_id": 0},
-            "--coordinator='a:65536'; expected host:port of process 0, the port from 1 to 65535",
-        ),
-        ({"cluster": "slurm", "process_id": 0}, "--cluster=slurm and --process_id were both set"),
-    ],
-)
-def test_flags_that_do_not_fit_are_refused(flags, message):
-    with pytest.raises(ValueError, match=message):
-        find_job(**NOTHING | flags)
-
-
-def test_slurm(monkeypatch):
-    variables = {
-        "SLURM_JOB_ID": "70003",
-        "SLURM_STEP_NODELIST": "gpu[017-020,031]",
-        "SLURM_NTASKS": "5",
-        "SLURM_PROCID": "2",
-    }
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    job = find_job(**NOTHING | {"cluster": "slurm"})
-    assert job == Job(coordinator=f"gpu017:{61_440 + 70_003 % 4096}", num_processes=5, process_id=2)
-    monkeypatch.delenv("SLURM_PROCID")
-    with pytest.raises(ValueError, match=r"lacks SLURM_PROCID; start the command with srun"):
-        find_job(**NOTHING | {"cluster": "slurm"})
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("node[3-5]", "node3"),
-        ("node[003,007-015],host2", "node003"),
-        ("a1,node[3-5]", "a1"),
-        ("rack[2-3]n,x", "rack2n"),
-    ],
-)
-def test_first_host_of_a_node_list(nodes, first):
-    assert first_host(nodes) == first
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -199,46 +102,6 @@ def test_an_outage_of_one_process_is_all_processes(pair):
     draws = [Draw(task=Task(id="t"), stream_index=i) for i in range(2)]
     with pytest.raises(OutageError, match="nobody is there"):
         distributed.shared(down)(draws, None)
-
-
-def test_the_monitors_are_reached_where_the_coordinator_is():
-    for host in ("127.0.0.1", "localhost"):
-        assert ipaddress.ip_address(distributed.route_to(host)).is_loopback
-    assert distributed.route_to("no-such-host.invalid") == "no-such-host.invalid"
-    assert distributed._bound("127.0.0.1:7") == {"coordinator_bind_address": "127.0.0.1:7"}
-    assert distributed._bound("host0:7") == distributed._bound("10.0.0.1:7") == {}
-    with distributed.listen_for(["127.0.0.1"] * 3) as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
-    # Several routes, or one that is not this host's own: at all of its addresses.
-    for routes in (["127.0.0.1", "192.0.2.1"], ["192.0.2.1"], ["no-such-host.invalid"]):
-        with distributed.listen_for(routes) as listener:
-            assert ipaddress.ip_address(listener.getsockname()[0]).is_unspecified
-
-
-def test_where_the_first_process_is_reached(monkeypatch):
-    assert distributed.first_address("host0:1234") == "host0"
-    assert distributed.first_address("[::1]:1234") == "::1"
-    # Where JAX has found the coordinator by itself: an address that this host has.
-    address = distributed.first_address(None)
-    with distributed.listen_for([distributed.route_to(address)] * 2) as listener:
-        assert listener.getsockname()[0] in (address, distributed.route_to(address))
-
-    def no_network(*_):
-        raise OSError("Network is unreachable")
-
-    monkeypatch.setattr(distributed.socket.socket, "connect", no_network)
-    assert distributed.own_address() == socket.gethostname()
-
-
-def test_ipv6_loopback_is_listened_to():
-    try:
-        with socket.create_server(("::1", 0), family=socket.AF_INET6) as listener:
-            port = listener.getsockname()[1]
-    except OSError:
-        pytest.skip("this host has no IPv6")
-    distributed._check_port(f"[::1]:{port}")
-    with distributed.listen_for(["::1"]) as listener:
-        assert listener.getsockname()[0] == "::1"
 
 
 @pytest.fixture(scope="module")
@@ -348,7 +211,7 @@ def test_a_lost_process_ends_the_job_which_goes_on_when_restarted(
     codes, errors = job.wait(40)
     assert time.monotonic() - started < 30
     assert codes[lost] == -signal.SIGKILL
-    assert codes[1 - lost] == distributed.EXIT_LOST
+    assert codes[1 - lost] == EXIT_LOST
     assert all(f"error: process {lost} of 2 (" in error for error in errors)
     shutil.rmtree(workdir / "export")  # of the sft stage
     codes, errors = Processes(tiny_world, workdir, environment).wait()
@@ -388,6 +251,6 @@ def test_processes_with_other_data_or_settings_are_refused_by_name(
 def test_a_mistake_ends_all_processes_with_its_message(tiny_world, tmp_path, environment):
     changes = {"mesh.tensor": 2, "mesh.data": 1}
     codes, errors = Processes(tiny_world, tmp_path / "run", environment, **changes).wait(60)
-    assert codes == [1, 1] or sorted(codes) == [1, distributed.EXIT_LOST]
+    assert codes == [1, 1] or sorted(codes) == [1, EXIT_LOST]
     assert any("config.mesh.tensor=2 would span several processes" in error for error in errors)
     assert not (tmp_path / "run").exists()

@@ -1,0 +1,375 @@
+"""Joins several processes, one a host, into one job, and notices who is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import queue
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxrl.runtime import monitor
+from jaxrl.runtime.distributed import from_main, gather
+from jaxrl.runtime.files import printable
+
+EXIT_LOST = 76
+"""Exit code of a process that ended because another one was lost (EX_PROTOCOL of sysexits.h)."""
+
+JOIN_S = 300.0
+"""Seconds in which all processes of a job must have come."""
+
+CLUSTERS = ("slurm", "tpu")
+"""Environments that tell a process its place in the job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """Where this process stands in its job.
+
+    Attributes:
+        coordinator: host and port at which process 0 listens; None where JAX finds out by itself.
+        num_processes: of the job; None likewise.
+        process_id: of this process, from 0; None likewise.
+    """
+
+    coordinator: str | None
+    num_processes: int | None
+    process_id: int | None
+
+
+def find_job(
+    *,
+    coordinator: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    cluster: str | None,
+) -> Job | None:
+    """The job this process belongs to; None if it is on its own.
+
+    Args:
+        coordinator: `--coordinator`.
+        num_processes: `--num_processes`.
+        process_id: `--process_id`.
+        cluster: `--cluster`, one of `CLUSTERS`.
+
+    Raises:
+        ValueError: the flags are incomplete or contradict each other, or the environment lacks what
+            the cluster should have set.
+    """
+    flags = {
+        "--coordinator": coordinator,
+        "--num_processes": num_processes,
+        "--process_id": process_id,
+    }
+    given = [name for name, value in flags.items() if value is not None]
+    if cluster is not None and given:
+        raise ValueError(f"--cluster={cluster} and {given[0]} were both set; expected either.")
+    if cluster == "slurm":
+        return _slurm_job()
+    if cluster == "tpu":
+        return Job(coordinator=None, num_processes=None, process_id=None)
+    if not given:
+        return None
+    if len(given) < len(flags):
+        missing = [name for name in flags if name not in given]
+        raise ValueError(f"{', '.join(given)} came without {', '.join(missing)}; set all three.")
+    assert coordinator is not None
+    assert num_processes is not None
+    assert process_id is not None
+    host, colon, port = coordinator.rpartition(":")
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+        raise ValueError(
+            f"--coordinator={coordinator!r}; expected host:port of process 0, the port from 1 to "
+            f"{2**16 - 1}."
+        )
+    if not 0 <= process_id < num_processes:
+        raise ValueError(
+            f"--process_id={process_id} with --num_processes={num_processes}; expected 0 to "
+            f"{num_processes - 1}."
+        )
+    return Job(coordinator=coordinator, num_processes=num_processes, process_id=process_id)
+
+
+def _slurm_job() -> Job:
+    """The place in a Slurm job step: first host of the step, a port made of the job's number."""
+    names = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID")
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise ValueError(
+            f"--cluster=slurm, but the environment lacks {', '.join(missing)}; start the command "
+            "with srun, as launch/slurm.sh does."
+        )
+    job, nodes, count, index = (os.environ[name] for name in names)
+    num_nodes = os.environ.get("SLURM_STEP_NUM_NODES", count)
+    if count != num_nodes:
+        raise ValueError(
+            f"SLURM_NTASKS={count} on {num_nodes} nodes; expected one task a node, which takes all "
+            "its devices: set --ntasks-per-node=1."
+        )
+    port = os.environ.get("JAX_COORDINATOR_PORT") or 61_440 + int(job) % 4096
+    return Job(
+        coordinator=f"{first_host(nodes)}:{port}", num_processes=int(count), process_id=int(index)
+    )
+
+
+def first_host(nodes: str) -> str:
+    """The first host of a Slurm node list: `a12` of `a[12-15,20],b3`."""
+    head, bracket, rest = nodes.partition("[")
+    if not bracket or "," in head:
+        return nodes.partition(",")[0]
+    first = rest.partition("]")[0].replace(",", "-").partition("-")[0]
+    suffix = rest.partition("]")[2].partition(",")[0]
+    return head + first + suffix
+
+
+class Peers:
+    """This process's side of its monitor; a context around its work."""
+
+    def __init__(self, coordinator: str | None, deadline_s: float):
+        """Starts the monitors of all processes; every process of the job calls this.
+
+        Args:
+            coordinator: host and port of process 0; None where JAX has found out by itself.
+            deadline_s: seconds without a sign of life after which a process counts as lost.
+        """
+        index, name = jax.process_index(), f"{socket.gethostname()}, pid {os.getpid()}"
+        # Each process may know the host of process 0 by another address.
+        routes = gather(route_to(first_address(coordinator)))
+        listener = listen_for(routes[1:]) if index == 0 else None
+        port = listener.getsockname()[1] if listener else 0
+        everyone = gather([name, port, secrets.token_hex(16)])
+        _, hub_port, token = everyone[0]
+        settings = {
+            "index": index,
+            "pid": os.getpid(),
+            "names": [name for name, *_ in everyone],
+            "hub": (routes[index], hub_port),
+            "hub_fd": listener.fileno() if listener else -1,
+            "token": token,
+            "deadline_s": deadline_s,
+        }
+        # A session of its own: a signal to the process group must not reach the monitor. Isolated:
+        # beside the script lies a `types.py`, which is not the standard library's.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", monitor.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[listener.fileno()] if listener else [],
+            start_new_session=True,
+        )
+        if listener:
+            listener.close()
+        self._verdict: queue.Queue[monitor.Loss] = queue.Queue()
+        self._is_failing = False
+        self._is_stopping = threading.Event()
+        self._should_stop: Callable[[], bool] = lambda: False
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+        self._write(**settings)
+        for work in (self._beat, self._listen):
+            threading.Thread(target=work, daemon=True, name="jaxrl-peers").start()
+
+    def _write(self, **line: Any) -> None:
+        assert self._process.stdin is not None
+        with self._lock:
+            try:
+                self._process.stdin.write(json.dumps(line).encode() + b"\n")
+                self._process.stdin.flush()
+            except OSError:
+                self._is_over.set()  # the monitor is gone: there is nobody to tell
+
+    def _beat(self) -> None:
+        while not self._is_over.wait(monitor.BEAT_S):
+            self._write(alive=True, **({"stop": True} if self._should_stop() else {}))
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        for line in map(json.loads, self._process.stdout):
+            if "stop" in line:
+                self._is_stopping.set()
+                continue
+            loss = monitor.Loss.from_line(line)
+            self._verdict.put(loss)
+            if not self._is_failing:
+                # The main thread may wait in a collective that never ends.
+                os._exit(1 if loss.failed else EXIT_LOST)
+        if not (self._is_over.is_set() or self._is_failing):
+            os.write(2, b"error: the monitor of this process is gone; without it nothing is sure\n")
+            os._exit(EXIT_LOST)
+
+    def everywhere(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
+        """The same for the whole job: a process that is asked to stop asks all others."""
+        self._should_stop = should_stop
+        return lambda: should_stop() or self._is_stopping.is_set()
+
+    def __enter__(self) -> Peers:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Tells the job how this process ends; a failure ends it here."""
+        is_told = isinstance(error, SystemExit)  # and its message is meant for the user
+        if error is None or (isinstance(error, SystemExit) and not isinstance(error.code, str)):
+            jax.distributed.shutdown()  # waits for the others, while their loss is still noticed
+            self._is_over.set()
+            self._write(finished=True)
+            return
+        self._is_failing = True
+        reason = str(error) if is_told else "".join(traceback.format_exception_only(error)).strip()
+        reason = printable(reason)
+        self._write(failed=reason)
+        index = jax.process_index()
+        try:
+            loss = self._verdict.get(timeout=monitor.FAILURE_WAIT_S + 2 * monitor.GRACE_S)
+        except queue.Empty:
+            loss = monitor.Loss(index=index, lost=reason, failed=True)
+        if loss.index == index or not is_told:
+            text = reason if is_told else printable(traceback.format_exc()).rstrip("\n")
+            sys.stderr.write(f"{text}\n")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Leaving in the usual way would wait for processes that are not there any more.
+        os._exit(1 if loss.failed else EXIT_LOST)
+
+
+def join(job: Job, *, deadline_s: float) -> Peers | None:
+    """Joins the job; before anything that touches a device. None where it has one process.
+
+    Where not all processes come within `JOIN_S` seconds, it ends the process with `EXIT_LOST`.
+
+    Raises:
+        OSError: process 0 cannot listen at the coordinator's port.
+    """
+    known: dict[str, Any] = {}
+    if job.coordinator is not None:
+        if job.process_id == 0:
+            _check_port(job.coordinator)
+        known = {
+            "coordinator_address": job.coordinator,
+            "num_processes": job.num_processes,
+            "process_id": job.process_id,
+            **_bound(job.coordinator),
+            # All devices of the host are this process's; JAX would take one a process under Slurm.
+            "cluster_detection_method": "deactivate",
+        }
+    # Its handler would swallow SIGTERM, which `stopping` answers.
+    jax.config.update("jax_enable_preemption_service", False)
+    # JAX ends processes without a name when it notices a loss; the monitors should be first.
+    with _waiting(job):
+        jax.distributed.initialize(
+            **known,
+            heartbeat_timeout_seconds=int(2 * deadline_s + 60),
+            initialization_timeout=int(JOIN_S + 60),  # it would abort with a stack of calls
+        )
+    return Peers(job.coordinator, deadline_s) if jax.process_count() > 1 else None
+
+
+def _check_port(coordinator: str) -> None:
+    """Refuses a port that is taken; JAX would say neither which nor what to do."""
+    _, _, port = coordinator.rpartition(":")
+    bound, _, _ = _bound(coordinator).get("coordinator_bind_address", "").rpartition(":")
+    host = bound.strip("[]")
+    try:
+        socket.create_server((host, int(port)), family=_family(host)).close()
+    except OSError as error:
+        why = os.strerror(error.errno or 0)
+        raise OSError(
+            f"process 0 cannot listen at {coordinator}: {why}. Name a free port in the "
+            "--coordinator of every process (under Slurm: JAX_COORDINATOR_PORT)."
+        ) from error
+
+
+@contextlib.contextmanager
+def _waiting(job: Job, *, silent_s: float = 10.0, limit_s: float = JOIN_S) -> Iterator[None]:
+    """Says what this process waits for when it takes long, and ends it when it takes too long."""
+    arrived = threading.Event()
+    who = "" if job.process_id is None else f"process {job.process_id} of {job.num_processes}: "
+    where = "" if job.coordinator is None else f" at {job.coordinator}, process 0's address,"
+
+    def watch() -> None:
+        # Not print: the main thread may hold the buffer, and Python gets no turn to wait for it.
+        if not arrived.wait(silent_s):
+            text = f"{who}waiting for the other processes{where} for {limit_s:.0f} s at most"
+            os.write(2, f"{text}\n".encode())
+            if not arrived.wait(limit_s - silent_s):
+                text = f"{who}not all processes came{where} within {limit_s:.0f} s; see the others"
+                os.write(2, f"error: {text}\n".encode())
+                os._exit(EXIT_LOST)
+
+    threading.Thread(target=watch, daemon=True, name="jaxrl-join").start()
+    try:
+        yield
+    finally:
+        arrived.set()
+
+
+def _bound(coordinator: str) -> dict[str, Any]:
+    """Where JAX's coordinator listens: on loopback if it is called there, else everywhere."""
+    host = coordinator.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(ValueError):  # of a name
+        if ipaddress.ip_address(host).is_loopback:
+            return {"coordinator_bind_address": coordinator}
+    return {"coordinator_bind_address": coordinator} if host == "localhost" else {}
+
+
+def first_address(coordinator: str | None) -> str:
+    """The name or address by which every host reaches that of process 0; all processes call this.
+
+    Where JAX has found the coordinator by itself, the first process tells its own address.
+    """
+    if coordinator is not None:
+        return coordinator.rpartition(":")[0].strip("[]")
+    return from_main(own_address())
+
+
+def own_address() -> str:
+    """This host's address on the network of its default route; its name where it has none."""
+    for family, far_away in ((socket.AF_INET, "192.0.2.1"), (socket.AF_INET6, "2001:db8::1")):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((far_away, _ANY_PORT))  # kept free for documents; nothing is sent
+            return str(probe.getsockname()[0])
+    return socket.gethostname()
+
+
+def route_to(host: str) -> str:
+    """The address by which this host reaches another; its name where the system knows none."""
+    found: list[Any] = []
+    with contextlib.suppress(OSError):
+        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+    for family, kind, protocol, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # of UDP: asks for the route and sends nothing
+            return str(probe.getpeername()[0])
+    return host
+
+
+_ANY_PORT = 9
+"""For sockets that ask for a route; no packet ever gets there."""
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def listen_for(routes: Sequence[str]) -> socket.socket:
+    """A socket that is reached at the one address by which all others know this host.
+
+    Where they know it by several, or by one that it does not have itself (a virtual address in
+    front of it), the socket is reached at all addresses of this host.
+    """
+    if len(set(routes)) == 1:
+        with contextlib.suppress(OSError):
+            return socket.create_server((routes[0], 0), family=_family(routes[0]))
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    return socket.create_server(("", 0), family=family, dualstack_ipv6=is_dual)
