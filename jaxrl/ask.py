@@ -33,6 +33,7 @@ from jaxrl.models.adapters import load_frozen
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params
 from jaxrl.runtime.files import printable, system_message, writable
+from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import mesh_sizes, param_shardings
 from jaxrl.sampling.rollout import Sampling, Seeds
 from jaxrl.session import Components, Progress
@@ -122,6 +123,7 @@ def open_run(run: Path, model: Path | None, display: Display) -> tuple[Component
     leave_out_scores(config)
     config.search.replay = "off"  # a question of now is in no recording, and the run stays as it is
     fit_host(config)
+    keep_programs(config.compilation_cache, display.log)
     components = assemble(config, display.activity)
     params, weights = load_weights(components, config, run, model, display)
     display.log(f"weights: {weights}")

@@ -169,6 +169,8 @@ def default_config() -> ConfigDict:
     config.stages = ("train", "evaluate")  # in this order, out of sft, train, evaluate
     config.seed = 0  # of task order and samples
     config.num_steps = 100  # steps of the train stage: rollouts and their updates
+    # Folder of compiled programs, which later starts find; "": $XDG_CACHE_HOME/jaxrl; "off": none.
+    config.compilation_cache = ""
 
     config.model = model = ConfigDict()
     model.path = ""  # local folder in Hugging Face format

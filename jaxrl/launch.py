@@ -163,6 +163,7 @@ def _run(
     from jaxrl.run import run
     from jaxrl.runtime import distributed, history
     from jaxrl.runtime.checkpoint import CheckpointError
+    from jaxrl.runtime.program_cache import keep_programs
     from jaxrl.runtime.versions import check_alike, fingerprints
     from jaxrl.sampling.rollout import Interrupted
     from jaxrl.training.collect import NotEnoughGroupsError
@@ -184,6 +185,7 @@ def _run(
                 changed = f"changed after step {begun.step}: "
                 notes += [*begun.warnings, *(f"{changed}{change}" for change in changes)]
             notes += _fit_memory(config, workdir, ignores_plan=_IGNORE_PLAN.value)
+            keep_programs(config.compilation_cache, display.log)
             components = assemble(config, display.activity, workdir=workdir, log=display.log)
             if distributed.is_main():
                 stack.enter_context(held(workdir))

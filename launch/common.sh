@@ -7,8 +7,6 @@ if [[ -z ${PYTHON:-} ]]; then
 fi
 # A GPU's memory is taken at once and almost whole: nothing else should run on it.
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
-# Programs compiled once are found again by the next run with the same shapes.
-export JAX_COMPILATION_CACHE_DIR=${JAX_COMPILATION_CACHE_DIR:-$PWD/runs/compilation_cache}
 
 # With DRY_RUN=1, prints a command as the shell would read it; otherwise runs it. `run exec …` leaves
 # no shell behind, which would keep signals from the command.

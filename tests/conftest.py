@@ -8,6 +8,8 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax._src import compilation_cache
+from jax._src.lru_cache import LRUCache
 from jaxtyping import install_import_hook
 
 # Before the first array: the programs of tests are small, and are compiled in half the time in one
@@ -17,6 +19,11 @@ QUICK_FLAGS = ["--xla_cpu_parallel_codegen_split_count=1"]
 if version("jaxlib").startswith("0.10."):
     QUICK_FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 os.environ.setdefault("XLA_FLAGS", " ".join(QUICK_FLAGS))
+
+# Programs of tests do not stay with those of the user. Other processes of pytest take this one's.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    CACHES = tempfile.TemporaryDirectory(prefix="jaxrl-caches-")
+    os.environ["XDG_CACHE_HOME"] = CACHES.name
 
 # What is imported stays: until all is, the collector would go through it again and again in vain.
 gc.disable()
@@ -88,14 +95,19 @@ def quick_compilation(cache_folder):
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
     before = {name: getattr(jax.config, name) for name in settings}
+    store = compilation_cache.get_file_cache  # of an earlier start in this process, or JAX's
+    compilation_cache.get_file_cache = lambda path: (LRUCache(path, max_size=-1), path)
     for name, value in settings.items():
         jax.config.update(name, value)
+    compilation_cache.reset_cache()
     less = "jax_disable_most_optimizations"  # which cannot be read
     jax.config.update(less, True)
     yield {name.upper(): str(value) for name, value in (settings | {less: True}).items()}
     jax.config.update(less, False)
     for name, value in before.items():
         jax.config.update(name, value)
+    compilation_cache.get_file_cache = store
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")

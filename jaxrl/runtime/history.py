@@ -28,6 +28,7 @@ FREE = (
     "stages",
     "log",
     "checkpoint",
+    "compilation_cache",
     "mesh",
     "eval",
     "model.attention",
