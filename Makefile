@@ -3,11 +3,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+# With 3.11 the newest JAX cannot be had; another Python has it in a second environment.
+NEWEST_PYTHON = $(shell .ci/newest_python $(PYTHON))
+NEWEST := .venv-newest
 # Processes that share the test files.
 JOBS ?= 2
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: setup quickstart perfect-start looking seeking test test-slow parity check bench clean
+.PHONY: setup quickstart perfect-start looking seeking test test-newest test-slow parity check bench clean
 
 setup: $(STAMP)
 
@@ -48,6 +51,19 @@ seeking: data/seeking/questions_eval.jsonl
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not torch"
 
+# What depends on the version of JAX: kernels, lowering, export, sharding, and whole runs.
+test-newest:
+ifeq ($(NEWEST_PYTHON),)
+	@echo "no Python newer than $$($(PYTHON) --version) was found: the newest JAX is not tested"
+else
+	$(MAKE) --no-print-directory PYTHON=$(NEWEST_PYTHON) VENV=$(NEWEST) setup
+	$(NEWEST)/bin/python -c 'import flax, jax, sys; print("Python %d.%d, jax" % sys.version_info[:2], jax.__version__, "flax", flax.__version__)'
+	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not torch" \
+	  tests/models/attention tests/models/experts tests/runtime/test_compilation.py \
+	  tests/runtime/test_program_cache.py tests/runtime/test_sharding.py tests/test_export.py \
+	  tests/test_runs.py::test_training_works tests/test_runs.py::test_a_restart_changes_nothing
+endif
+
 # Slow tests and the comparison with torch run what users run, without the flags of tests/conftest.py.
 test-slow: $(STAMP)
 	XLA_FLAGS= $(BIN)/python -m pytest -m slow
@@ -79,4 +95,4 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf $(VENV) runs data/quickstart data/looking data/seeking .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) runs data/quickstart data/looking data/seeking .pytest_cache .mypy_cache .ruff_cache
