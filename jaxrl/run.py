@@ -92,12 +92,15 @@ def run(
         with contextlib.closing(session.metrics_log), stopping(display):
             run_stages(session)
     progress = session.progress
-    write_report(session)
+    ending: list[str] = []
+    write_report(session, ending.append)
     paths = [path for path in workdir.iterdir() if not path.name.startswith(".")]
     names = sorted(path.name + "/" * path.is_dir() for path in paths)
     display.log(f"done; {workdir} holds {', '.join(names)}")
     if progress.has_learned_nothing:
         display.log(nothing_learned(progress.stage_step, config.optimizer.lr))
+    for line in ending:
+        display.log(line)
 
 
 def nothing_learned(num_steps: int, learning_rate: float) -> str:
@@ -144,7 +147,7 @@ def run_stages(session: Session) -> None:
             saved = f"step {progress.step} is saved" if session.saved else "nothing is saved yet"
             display.log(f"stopped; {saved}; {error}")
         if not isinstance(error, NotEnoughGroupsError | OwnCodeError):
-            write_report(session)
+            write_report(session, display.log)
         if isinstance(error, OwnCodeError):
             go_on = "What was finished is saved; mend the code and go on with --accept_changes."
             raise OwnCodeError(f"{error} {go_on}") from error
@@ -236,10 +239,10 @@ def start_params(session: Session) -> Params:
     )
 
 
-def write_report(session: Session) -> None:
+def write_report(session: Session, log: Callable[[str], None]) -> None:
     """The run as a page, by one of its processes."""
     if distributed.is_main():
-        report.write_or_warn(session.workdir, session.display.log)
+        report.write_or_warn(session.workdir, log)
 
 
 def restore_targets(

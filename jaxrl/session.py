@@ -59,11 +59,8 @@ class Components:
     demonstrations: Sequence[TokenSequence]
     sampler: Engine | None  # None where a model behind an endpoint plays
     rollout: RolloutFunction
-    rollout_without_search: RolloutFunction  # the control: the engine finds nothing
-    # The other one: it finds documents drawn at random. None where no suite asks for it.
-    rollout_random_search: RolloutFunction | None = None
-    # The control of looking: images show nothing. None where no suite asks for it.
-    rollout_blank_images: RolloutFunction | None = None
+    controls: Mapping[str, RolloutFunction]  # by suite, what plays in place of `rollout`
+    reward_weights: Mapping[str, float] = field(default_factory=dict)  # by part
     is_trigger: np.ndarray | None = None  # bool [V], ids that may count as wavering; None: all
     notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
     external: str = ""  # the model behind an endpoint that plays; "": the run's own
@@ -288,6 +285,12 @@ class Session:
     def is_checkpoint_due(self) -> bool:
         """True every so many steps."""
         return self.progress.stage_step % self.config.checkpoint.every_steps == 0
+
+    def compile_sampler(self) -> None:
+        """Compiles what samples, before the first step; the next record tells how long it took."""
+        started = time.perf_counter()
+        self.components.engine.compile(self.display.activity)
+        self.metrics_log.carry("timing_s/compile", time.perf_counter() - started)
 
     def save(self) -> None:
         """Checkpoints the state at its progress."""

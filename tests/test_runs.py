@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -104,6 +105,18 @@ def test_a_run_leaves_what_it_promises(base):
     for step, lines in zip(steps, written, strict=True):
         rewards = [line["reward"] for line in lines]
         assert step["critic/rewards/mean"] == pytest.approx(np.mean(rewards))
+
+
+def test_its_output_ends_in_before_and_after_and_the_report(base):
+    """One line of scores, then the page: what a newcomer looks for."""
+    *_, scores, page = (base / "stdout").read_text().splitlines()
+    number = r"\d\.\d{3}"
+    assert re.fullmatch(
+        rf"exact match: sampled {number} -> {number}, greedy {number} -> {number}, "
+        rf"search finds nothing {number}",
+        scores,
+    )
+    assert page == f"report: {base / 'report.html'}"
 
 
 def test_the_export_is_the_last_checkpoint(base, tiny_world):
