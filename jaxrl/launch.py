@@ -138,6 +138,10 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
             process_id=_PROCESS_ID.value,
             cluster=_CLUSTER.value,
         )
+        if job:
+            from jaxrl.runtime.ports import check_coordinator
+
+            check_coordinator(job)
     except INPUT_ERRORS as error:
         _refuse(error)
     return config, workdir, job
