@@ -297,20 +297,22 @@ def read_newest_position(folder: Path) -> tuple[int, dict[str, Any]]:
     return max(steps, default=0), {}
 
 
-def restore_params(folder: Path, target: Params) -> tuple[int, Params]:
-    """Step and parameters of the newest checkpoint that is as it was written.
+def restore_params(folder: Path, target: Params, step: int | None = None) -> tuple[int, Params]:
+    """Step and parameters of that checkpoint, or of the newest that is as it was written.
 
     Nothing is changed: the folder may be that of a run under way.
 
     Args:
         folder: the one that holds all checkpoints, each in a folder of its step.
         target: shapes, dtypes and shardings.
+        step: of the checkpoint.
 
     Raises:
         CheckpointError: there is none.
     """
     damaged: dict[int, str] = {}
-    step = choose_step(folder, sorted(steps_in(folder), reverse=True), damaged)
+    steps = sorted(steps_in(folder), reverse=True) if step is None else [step]
+    step = choose_step(folder, steps, damaged)
     if step is None:
         what = "; ".join(f"checkpoint {step}: {why}" for step, why in damaged.items())
         raise CheckpointError(f"no checkpoint in {folder} can be read: {what or 'there is none'}.")
