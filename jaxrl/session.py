@@ -246,20 +246,20 @@ class Session:
         self.display.stop()
         self.components.engine.release()
         self.state = state
-        self._export(state.params)
+        self.export(state.params, self.workdir)
         self.save()
         self.state = self.ref_params = None  # the next stage needs the room
         return state.params
 
-    def _export(self, params: Params) -> None:
+    def export(self, params: Params, parent: Path) -> None:
         """Writes the trained model as an HF folder; of an adapter also itself, as PEFT has it."""
-        folder, source = self.workdir / "export", self.config.model.path
+        folder, source = parent / "export", self.config.model.path
         adapter = self.components.model.adapter
         if adapter is None:
             whole = self.components.model.whole(params)
             save_hf(whole, self.components.model_config, folder, source=source)
         else:
-            save_adapter(params, adapter, self.workdir / "adapter", source=source)
+            save_adapter(params, adapter, parent / "adapter", source=source)
             save_merged(params, adapter, folder, source=source)
 
     def check_budget(self, uncounted: Ledger | None = None) -> None:

@@ -163,7 +163,7 @@ class Checkpointer:
             unfinished.result()
 
     def restore_newest(
-        self, targets: Callable[[dict[str, Any]], dict[str, Any]]
+        self, targets: Callable[[dict[str, Any]], dict[str, Any]], step: int | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Position and items of the newest checkpoint that is as it was written; None without any.
 
@@ -172,13 +172,15 @@ class Checkpointer:
         Args:
             targets: from a position to the items to restore, with the shapes, dtypes and
                 shardings wanted: `params`, `optimizer` (see `optimizer_items`), `ref_params`.
+            step: of this checkpoint rather than of the newest.
 
         Raises:
             CheckpointError: there are some, but all are damaged; or the one to use is whole and
                 cannot be restored, for want of memory or since the configuration was changed.
                 Nothing is moved then.
         """
-        step = self._choose(lambda: sorted(steps_in(self._folder), reverse=True))
+        wanted_steps = None if step is None else [step]
+        step = self._choose(lambda: wanted_steps or sorted(steps_in(self._folder), reverse=True))
         if step is None:
             return None
         position = self._restore(step, position=ocp.args.JsonRestore())["position"]
