@@ -128,6 +128,8 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
         key = name.removeprefix("--config.")
         configuration.check_keys([key])
         value: Any = configuration.as_default(text, defaults[key])
+        if type(defaults[key]) is int and text.isdecimal():
+            value = int(text)
         if isinstance(defaults[key], tuple | dict):
             try:
                 value = ast.literal_eval(text)
