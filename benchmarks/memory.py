@@ -382,6 +382,7 @@ def shipped(
     config = importlib.import_module(f"configs.{name}").get_config()
     with config.unlocked():
         config.model.dtype = "bfloat16"
+        config.search.engine = "local"  # vectors are searched by programs of their own
     model = read_model(Path(__file__).parents[1] / "configs/models" / folder)
     target = memory.Target(
         platform=platform,

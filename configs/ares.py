@@ -5,14 +5,22 @@ python -m jaxrl.launch --config=configs/ares.py --workdir=runs/ares
 Bring the model as models/Qwen2.5-VL-7B-Instruct and verifiable problems, with images or without, as
 data/ares/train.jsonl and test.jsonl; docs/data.md has the formats. The tower is trained with the
 rest; --config.model.vision.train=false freezes it. The mesh is that of one host of eight devices of
-80 GiB, which has room for prompts that are nothing but image (docs/plan.md). Problems whose
-prompts are too long once their images are counted are left out. Hyper-parameters are the published
-ones but for two:
-500 steps (the paper: 50 epochs), and the pass before the first step, which goes over all tasks in
-the paper, over 512 here, since it holds all of their trajectories, and is not in the released code.
-The KL budgets are the paper's; the released code moves one coefficient for each difficulty. The
-prompt's words and the sizes of the sampler are ours. configs/ares_small.py trains the same method
-on a laptop.
+80 GiB, which has room for prompts that are nothing but image (docs/plan.md); theirs were eight.
+Problems whose prompts are too long once their images are counted are left out.
+configs/ares_small.py trains the same method on a laptop. Hyper-parameters are the published ones
+but for two: 500 steps (the paper: 50 epochs), and the pass before the first step, which goes over
+all tasks in the paper, over 512 here, since it holds all of their trajectories, and is not in the
+released code. What else differs:
+
+- The paper trains a model after a cold start of its own; here it is the instructed one that is
+  public. A list of demonstrations in config.sft.source, and the stage sft, put one before it.
+- The KL budgets are the paper's, with token weights, on the configured coefficient; the released
+  code moves one coefficient for each difficulty, and compounds it.
+- The window entropy of a token is that of those after it, as in the code; the paper counts it too.
+- Every token may begin a window; the code asks for a list of trigger words, here an option.
+- The reward's coefficient follows the target of the batch before; the code moves the target first.
+- Groups are filtered by accuracy; the code filters by a reward that wrong groups pass.
+- Videos are not read. The prompt's words and the sizes of the sampler are ours.
 """
 
 from ml_collections import ConfigDict

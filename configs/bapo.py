@@ -2,17 +2,30 @@
 
 python -m jaxrl.launch --config=configs/bapo.py --workdir=runs/bapo
 
-Bring the model as models/Qwen2.5-7B-Instruct, 5,000 multi-hop questions as data/bapo/train.jsonl,
-validation questions (HotpotQA, 2WikiMultiHopQA, MuSiQue, Bamboogle) as data/bapo/eval.jsonl and a
-dump of Wikipedia as data/wiki18/corpus.jsonl; docs/data.md has the formats. The Python tool is an
-extra: pip install -e '.[python-tool]'. Hyper-parameters are the published ones, but for one: the
-rate of abstentions that closes the early stage is 0.1, where paper and released code have 0.05. The
-tokens of a search result, the prompt's words and the sizes of the sampler are ours.
-configs/bapo_small.py trains the same method on a laptop.
+Bring the model as models/Qwen2.5-7B-Instruct, the encoder intfloat/e5-base-v2 as
+models/e5-base-v2, 5,000 multi-hop questions as data/bapo/train.jsonl, validation questions
+(HotpotQA, 2WikiMultiHopQA, MuSiQue, Bamboogle) as data/bapo/eval.jsonl and the 2018 dump of
+Wikipedia in passages of 100 words as data/wiki18/corpus.jsonl; docs/data.md has the formats. As
+published, E5 finds five passages (docs/dense.md). The Python tool is an extra:
+pip install -e '.[python-tool]'. configs/bapo_small.py trains the same method on a laptop.
+
+Hyper-parameters are the published ones, but for one: the rate of abstentions that closes the early
+stage is 0.1, where paper and released code have 0.05. What else differs:
+
+- Groups are resampled twice, as the paper counts; the code's loop ends one earlier.
+- Low evaluations are cumulative, as in the code, whose comment has them consecutive; the best one
+  starts at minus infinity rather than 0.
+- The sample gate's "more than 3 of 8" distinct answers is at least n/2 distinct ones, for any n.
+- Groups are formed by task, not by eight consecutive places.
+- The code ends a response without calls left on an end-of-turn id, and trains on it; here it ends.
+- Python runs in a sandbox with no packages and a fixed clock.
+- After a failed search a trajectory counts for nothing, rather than for a score.
+- The tokens of a search result, the prompt's words and the sizes of the sampler are ours.
 """
 
 from ml_collections import ConfigDict
 
+from configs.search_r1 import set_retriever
 from jaxrl.config import default_config
 
 SYSTEM = """\
@@ -66,8 +79,8 @@ def get_config() -> ConfigDict:
     config.tasks.train.source = "data/bapo/train.jsonl"
     config.tasks.eval.source = "data/bapo/eval.jsonl"
     config.prompt.system = SYSTEM
-    config.search.local.corpus = "data/wiki18/corpus.jsonl"
-    config.search.local.topk = 5
+    set_retriever(config)
+    config.search.dense.topk = 5
     config.rollout.max_observation_tokens = 2048
 
     config.rollout.tasks_per_step = 64

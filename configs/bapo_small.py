@@ -1,5 +1,7 @@
 """BAPO as in configs/bapo.py, on questions of which some have no answer, on a laptop CPU.
 
+It searches by words (BM25), with two low evaluations rather than five to the late stage.
+
 python -m examples.bapo_world --out=data/bapo_small
 python -m jaxrl.launch --config=configs/bapo_small.py --workdir=runs/bapo_small
 

@@ -3,10 +3,12 @@
 python -m jaxrl.launch --config=configs/dapo.py --workdir=runs/dapo
 
 Bring the model as models/Qwen2.5-32B, DAPO-Math-17k as data/dapo_math/train.jsonl and AIME 2024 as
-data/dapo_math/aime24.jsonl; docs/data.md has the formats. Hyper-parameters are those of the
-published run, whose warm-up of 10 steps is its script's, not the paper's 20. The number of steps,
-the prompt's words and the sizes of the sampler are ours. configs/dapo_small.py trains the same
-method on a laptop.
+data/dapo_math/aime24.jsonl; docs/data.md has the formats. configs/dapo_small.py trains the same
+method on a laptop. Hyper-parameters are those of the published run, whose warm-up of 10 steps is
+its script's, not the paper's 20. What differs: answers are compared by value, not as normalised
+text; a trajectory without sampled tokens is in no mean, where the code divides by zero; the mesh
+has 64 devices, theirs 128 H20. The number of steps, the prompt's words and the sizes of the sampler
+are ours.
 
 Three runs were published. The argument chooses among them, as in --config=configs/dapo.py:early;
 behind each what it scored on AIME 2024, the mean of 32 samples:

@@ -3,10 +3,13 @@
 python -m jaxrl.launch --config=configs/passk.py --workdir=runs/passk
 
 Bring the model as models/Qwen2.5-7B-Instruct and the Enigmata puzzles as data/enigmata/train.jsonl
-and test.jsonl; docs/data.md has the formats. Hyper-parameters are the published ones. As in the
-paper, training goes on for pass@1 in the end, here within the run: k falls from 4 to 1, which makes
-the advantages GRPO's. The numbers of steps, the lengths of prompt and response, the prompt's words
-and the sizes of the sampler are ours. configs/passk_small.py trains the same method on a laptop.
+and test.jsonl; docs/data.md has the formats. configs/passk_small.py trains the same method on a
+laptop. Hyper-parameters are the published ones. As in the paper, training goes on for pass@1 in the
+end, here within the run: k falls from 4 to 1, which makes the advantages GRPO's. What differs: an
+answer is correct or not, where the code compares rewards with 1 and 0 and lets others through; a
+group with fewer than k wrong answers teaches nothing, where the code meets a division by zero; of
+the puzzles only those whose solution is one line are trained on. The numbers of steps, the lengths
+of prompt and response, the prompt's words and the sizes of the sampler are ours.
 """
 
 from ml_collections import ConfigDict

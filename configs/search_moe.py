@@ -3,9 +3,12 @@
 python -m jaxrl.launch --config=configs/search_moe.py --workdir=runs/search_moe
 
 Bring the model as models/Qwen3-30B-A3B; questions and documents as configs/search_r1.py wants them.
-The method is that of Search-R1 with group-sequence ratios (GSPO), and with router replay (R3): a
-token's experts in the update are those that the sampler chose. The numbers are a start, not a tuned
-recipe: no run of this size was made. configs/search_moe_small.py trains the same on a laptop.
+No publication is followed as a whole. The method is that of Search-R1 with what GSPO
+(https://arxiv.org/abs/2507.18071) changes: ratios of whole sequences, its narrow clip, no KL term
+and no entropy bonus; and with router replay (R3, https://arxiv.org/abs/2510.11370): a token's
+experts in the update are those that the sampler chose. The engine is BM25. The numbers are a start,
+not a tuned recipe: no run of this size was made. configs/search_moe_small.py trains the same on a
+laptop.
 """
 
 from ml_collections import ConfigDict

@@ -1,5 +1,7 @@
 """The quickstart by the method of configs/search_moe.py, with a small mixture of experts.
 
+It searches by words (BM25), and clips ten times wider, since answers are short.
+
 python -m examples.quickstart_world --out=data/quickstart_moe --num_experts=8
 python -m jaxrl.launch --config=configs/search_moe_small.py --workdir=runs/search_moe_small
 
@@ -15,5 +17,5 @@ from configs.search_moe import set_method
 def get_config(world: str = "data/quickstart_moe") -> ConfigDict:
     config = quickstart.get_config(world)
     set_method(config)
-    config.loss.clip_low, config.loss.clip_high = 3e-3, 4e-3  # answers are short here
+    config.loss.clip_low, config.loss.clip_high = 3e-3, 4e-3
     return config

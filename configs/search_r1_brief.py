@@ -5,8 +5,11 @@ python -m jaxrl.launch --config=configs/search_r1_brief.py --workdir=runs/search
 Other choices than those of the paper, in configs/search_r1.py: two answers to a question, four
 updates on every batch of one question, a KL term to the policy before them, and rewards for format
 and for answers that are close. Bring the model as models/Qwen2.5-0.5B-Instruct; questions and
-corpus are those of configs/search_r1.py, and docs/data.md has the formats. The number of steps and
-the lengths besides the 500 sampled tokens are ours.
+corpus are those of configs/search_r1.py, and docs/data.md has the formats. The description leaves
+the engine open; here it is BM25, where the paper has E5 (`set_retriever` of configs/search_r1.py
+has its keys). The bonus for the truth itself replaces what a close answer earns. There is no retry
+hint after a turn with neither query nor answer. The number of steps and the lengths besides the 500
+sampled tokens are ours.
 """
 
 from ml_collections import ConfigDict

@@ -1,5 +1,7 @@
 """Search-R1 as in configs/search_r1.py, in the quickstart's world, on a laptop CPU.
 
+It searches by words (BM25), as all small worlds do.
+
 python -m examples.quickstart_world --out=data/quickstart
 python -m jaxrl.launch --config=configs/search_r1_small.py --workdir=runs/search_r1_small
 

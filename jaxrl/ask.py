@@ -1,8 +1,10 @@
-"""Asks a run's model: `python -m jaxrl.ask RUN ["question" ...] [--image=FILE ...]`.
+"""Asks a run's model: `python -m jaxrl.ask RUN ["question" ...] [--step=N] [--config.key=value]`.
 
 Each question is played through the run's environment, as in training: the same prompt, tags, tools
 and search engine. What the model wrote and what it was shown is printed, and its answer. Without
 questions, lines are read from the terminal or from what is piped in. Nothing of the run is changed.
+Relative paths of its configuration, and in keys that are set here, are those of the folder in which
+the run was started; those of RUN, --model and --image are of this one.
 """
 
 from __future__ import annotations
@@ -13,10 +15,15 @@ if __name__ == "__main__":
     end_on_signals("ended", code=None)  # a moment passes until all below is imported
 
 import argparse
+import ast
+import contextlib
+import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import jax
 from ml_collections import ConfigDict
@@ -25,6 +32,7 @@ from rich.text import Text
 
 from jaxrl import config as configuration
 from jaxrl.components import assemble
+from jaxrl.config_checks import validate
 from jaxrl.data import parse_task
 from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
@@ -33,6 +41,7 @@ from jaxrl.models.adapters import load_frozen
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params
 from jaxrl.runtime.files import printable, system_message, writable
+from jaxrl.runtime.history import check_step
 from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import mesh_sizes, param_shardings
 from jaxrl.sampling.rollout import Sampling, Seeds
@@ -58,26 +67,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--temperature", type=float, default=0.0, help="default: 0, greedy")
     parser.add_argument("--model", type=Path, metavar="DIR", help="default: what RUN trained")
-    arguments = parser.parse_intermixed_args(argv)  # options before questions, too
+    parser.add_argument("--step", type=int, metavar="N", help="whose checkpoint; default: the end")
+    parser.epilog = "--config.key=value sets a key of the run's configuration."
+    # Options before questions, too.
+    arguments, others = parser.parse_known_intermixed_args(argv)
     for name in ("absl", "jax._src.xla_bridge", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
     display = Display()
     try:
-        if not arguments.temperature >= 0:
-            raise ValueError(f"--temperature={arguments.temperature}; expected 0 or more.")
-        components, config = open_run(arguments.run, arguments.model, display)
-        check_images(components, arguments.image)
-        questions = arguments.questions or typed(sys.stdin)
-        num_refused = 0
-        for number, question in enumerate(questions):
-            try:
-                given = (question, arguments.temperature, number, arguments.image)
-                trajectory = ask(components, config, *given)
-            except (ValueError, OutageError) as error:  # of this question alone
-                print(line(error), file=sys.stderr)
-                num_refused += 1
-            else:
-                show(trajectory, display.console)
+        num_refused = answer(arguments, read_keys(others), display)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, OutageError) as error:
         display.stop()
         sys.exit(line(error))
@@ -87,28 +85,109 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
+def answer(arguments: argparse.Namespace, keys: Mapping[str, Any], display: Display) -> int:
+    """Answers all questions; how many were refused."""
+    step, model = arguments.step, arguments.model
+    if not arguments.temperature >= 0:
+        raise ValueError(f"--temperature={arguments.temperature}; expected 0 or more.")
+    if step is not None and model is not None:
+        raise ValueError(f"--step={step} and --model={model} name two models; leave one out.")
+    run, model = arguments.run.absolute(), model and model.absolute()
+    images = [str(Path(file).absolute()) for file in arguments.image]
+    questions = arguments.questions or typed(sys.stdin)
+    num_refused = 0
+    with contextlib.chdir(folder_of(run)):
+        components, config = open_run(run, model, display, step=step, keys=keys)
+        check_images(components, images)
+        for number, question in enumerate(questions):
+            try:
+                trajectory = ask(
+                    components, config, question, arguments.temperature, number, images
+                )
+            except (ValueError, OutageError) as error:  # of this question alone
+                print(line(error), file=sys.stderr)
+                num_refused += 1
+            else:
+                show(trajectory, display.console)
+    return num_refused
+
+
+def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
+    """Keys and values of `--config.key=value`, as `jaxrl.launch` reads them.
+
+    Raises:
+        ValueError: an argument is no such, or a key or value is wrong.
+    """
+    keys: dict[str, Any] = {}
+    defaults = configuration.flatten(configuration.default_config())
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if not name.startswith("--config."):
+            raise ValueError(f"unexpected argument {argument}; settings are --config.key=value.")
+        if not equals:
+            raise ValueError(f"{argument}: expected --config.key=value.")
+        key = name.removeprefix("--config.")
+        configuration.check_keys([key])
+        value: Any = configuration.as_default(text, defaults[key])
+        if type(defaults[key]) is int and text.isdecimal():
+            value = int(text)
+        if isinstance(defaults[key], tuple | dict):
+            try:
+                value = ast.literal_eval(text)
+            except (ValueError, SyntaxError) as error:
+                kind = type(defaults[key]).__name__
+                raise ValueError(f"{argument}: expected a {kind} as Python writes it.") from error
+        configuration.check_type(key, value, defaults[key])
+        keys[key] = value
+    return keys
+
+
+def folder_of(run: Path) -> Path:
+    """The folder in which a run was started last; this one where nothing tells, or it is gone."""
+    try:
+        starts = json.loads((run / "environment.json").read_text(encoding="utf-8"))
+        folder = Path(starts[-1]["folder"])
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return Path.cwd()
+    return folder if folder.is_dir() else Path.cwd()
+
+
 def line(error: Exception) -> str:
     """An error as it is shown."""
     known = system_message(error) if isinstance(error, OSError) else None
     return printable(f"error: {' '.join((known or str(error)).split())}")
 
 
-def open_run(run: Path, model: Path | None, display: Display) -> tuple[Components, ConfigDict]:
+def open_run(
+    run: Path,
+    model: Path | None,
+    display: Display,
+    *,
+    step: int | None = None,
+    keys: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[Components, ConfigDict]:
     """What plays a run's episodes, its engine with the weights, and the configuration.
 
     Args:
         run: its workdir.
         model: a folder in Hugging Face's format, in place of what the run has trained.
         display: progress.
+        step: whose checkpoint answers; by default what the run has come to.
+        keys: that are set to other values than the run's.
 
     Raises:
-        FileNotFoundError, ValueError: there is no such run or model, or nothing is trained yet.
+        FileNotFoundError, ValueError: there is no such run, model or step, or nothing is trained
+            yet.
     """
     config = read_config(run)
+    if keys:
+        config.update_from_flattened_dict(keys)
+    if step is not None:
+        check_step(run / "checkpoints", step)
     _, saved = read_newest_position(run / "checkpoints")
     is_training = bool(saved) and Progress.from_json(saved, config).is_under_way(config)
     export = run / "export"
-    if model is None and not is_training and (export / "config.json").is_file():
+    if model is None and step is None and not is_training and (export / "config.json").is_file():
         model = export
     if model is not None:
         config.model.path = str(model)
@@ -118,14 +197,16 @@ def open_run(run: Path, model: Path | None, display: Display) -> tuple[Component
             f"{run} holds neither export/ nor a checkpoint: no weights are trained yet. Name a "
             "model with --model=DIR."
         )
-    config.stages = ()  # no data are read
     config.policy.name = configuration.OWN_MODEL  # whose weights these are
     leave_out_scores(config)
+    if keys:
+        validate(config, needs_data=False)
+    config.stages = ()  # no data are read
     config.search.replay = "off"  # a question of now is in no recording, and the run stays as it is
     fit_host(config)
     keep_programs(config.compilation_cache, display.log)
     components = assemble(config, display.activity)
-    params, weights = load_weights(components, config, run, model, display)
+    params, weights = load_weights(components, config, run, model, display, step=step)
     display.log(f"weights: {weights}")
     components.engine.set_weights(components.model.whole(params))
     return components, config
@@ -169,9 +250,15 @@ def fit_host(config: ConfigDict) -> None:
 
 
 def load_weights(
-    components: Components, config: ConfigDict, run: Path, model: Path | None, display: Display
+    components: Components,
+    config: ConfigDict,
+    run: Path,
+    model: Path | None,
+    display: Display,
+    *,
+    step: int | None = None,
 ) -> tuple[Params, str]:
-    """The parameters of `model`, or without one of the run's newest checkpoint, and whose."""
+    """The parameters of `model`, or of the run's checkpoint of a step or its newest, and whose."""
     if model is not None:
         progress = display.counter("loading weights, MiB")
         named = config.model.architecture
@@ -180,8 +267,8 @@ def load_weights(
     policy, mesh = components.model, components.mesh
     policy.base = load_frozen(config.model.path, policy, config.model.architecture)
     target = abstract(policy.trained.abstract_params(), param_shardings(mesh, policy.trained))
-    step, params = restore_params(run / "checkpoints", target)
-    return params, f"checkpoint of step {step}, in the middle of its stage"
+    found, params = restore_params(run / "checkpoints", target, step)
+    return params, f"checkpoint of step {found}" + ", in the middle of its stage" * (step is None)
 
 
 def typed(lines: Iterable[str]) -> Iterator[str]:

@@ -132,9 +132,8 @@ def assemble(
         sampler=engine,
         external=external.shown if external else "",
         rollout=shared_rollout(env),
-        rollout_without_search=shared_rollout(control),
-        rollout_random_search=shared_rollout(drawing) if drawing else None,
-        rollout_blank_images=_rollout_blank(config, processor, env, shared_rollout),
+        controls=_controls(config, processor, env, control, drawing, shared_rollout),
+        reward_weights=toolbox.reward_weights(config),
         is_trigger=trigger_ids(tokenizer, config.shaping.trigger_words),
         notes=tuple(filter(None, notes)),
         processor=processor,
@@ -167,25 +166,38 @@ def _make_processor(
     return processor
 
 
-def _rollout_blank(
+def _controls(
     config: ConfigDict,
     processor: Processor | None,
     env: Env,
-    shared_rollout: Callable[[Env, Processor], RolloutFunction],
-) -> RolloutFunction | None:
-    """The rollout whose images show nothing; None where no suite asks for it.
+    without_search: Env,
+    drawing: Env | None,
+    shared_rollout: Callable[..., RolloutFunction],
+) -> dict[str, RolloutFunction]:
+    """What plays each suite in which something else answers, or images show nothing.
+
+    Args:
+        config: checked.
+        processor: of images; None where the model reads none.
+        env: of all other suites.
+        without_search: finds nothing.
+        drawing: finds documents drawn at random; None where no suite asks for it.
+        shared_rollout: makes a rollout of an environment and a processor.
 
     Raises:
-        ValueError: one does, and the model reads no images.
+        ValueError: a suite shows blank images, and the model reads none.
     """
+    controls = {"empty_search": shared_rollout(without_search)}
+    if drawing:
+        controls["random_search"] = shared_rollout(drawing)
     if "blank_images" not in environment.suites_of(config):
-        return None
+        return controls
     if processor is None:
         raise ValueError(
             "an evaluation asks for the suite 'blank_images', but the model in config.model.path "
             "reads no images; leave the suite out."
         )
-    return shared_rollout(env, BlankProcessor(processor))
+    return controls | {"blank_images": shared_rollout(env, BlankProcessor(processor))}
 
 
 def _make_model(

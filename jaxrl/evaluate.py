@@ -12,8 +12,9 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -76,11 +77,13 @@ class Summary:
         num_samples: of each question.
         means: means over questions; NaN where there is nothing to average.
         intervals: 95% bootstrap intervals of the means; None in place of NaN.
+        weights: of every part of the reward, those with weight first.
     """
 
     num_samples: int
     means: dict[str, dict[str, float]]
     intervals: dict[str, dict[str, tuple[float, float] | None]]
+    weights: dict[str, float] = field(default_factory=dict)
 
 
 def summarize(
@@ -91,6 +94,7 @@ def summarize(
     ks: Sequence[int] = (),
     num_resamples: int,
     seed: int,
+    weights: Mapping[str, float] = MappingProxyType({}),
 ) -> Summary:
     """Means over questions with their intervals, by data set.
 
@@ -105,6 +109,7 @@ def summarize(
         ks: see `subset_sizes`.
         num_resamples: of the bootstrap.
         seed: of the bootstrap.
+        weights: of parts of the reward; others have none.
     """
     sizes = sorted({len(question.trajectories) for question in questions})
     if len(sizes) != 1:
@@ -153,7 +158,15 @@ def summarize(
             name: dict(zip(names, map(percentile_interval, columns.T), strict=True))
             for name, columns in resampled.items()
         },
+        weights=_all_weights(weights, questions),
     )
+
+
+def _all_weights(weights: Mapping[str, float], questions: Sequence[Group]) -> dict[str, float]:
+    """Those of all parts that the samples have: first those with weight, as they were given."""
+    parts = sorted({part for t in members(questions) if t.is_scored for part in t.reward_parts})
+    named = [part for part, weight in weights.items() if weight and part in parts]
+    return {part: weights.get(part, 0.0) for part in dict.fromkeys((*named, *parts))}
 
 
 def subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
@@ -290,6 +303,7 @@ def as_record(
             for suite, summary in summaries.items()
         },
         "intervals": {suite: summary.intervals for suite, summary in summaries.items()},
+        "reward_weights": {suite: summary.weights for suite, summary in summaries.items()},
         "questions": {
             suite: [
                 question_record(t, first_error([t]))
@@ -371,7 +385,9 @@ def one_line(suite: str, summary: Summary) -> str:
     by_set = ", ".join(
         f"{name} {'-' if math.isnan(score) else f'{score:.3f}'}" for name, score in scores.items()
     )
-    return f"{suite}: exact match {by_set}; searches {summary.means['all']['searches']:.2f}"
+    paid = [part for part, weight in summary.weights.items() if weight and part != "exact_match"]
+    parts = "".join(f"; {part} {summary.means['all'][part]:.3f}" for part in paid)
+    return f"{suite}: exact match {by_set}{parts}; searches {summary.means['all']['searches']:.2f}"
 
 
 def as_text(
@@ -424,28 +440,33 @@ def _suite_text(suite: str, summary: Summary) -> str:
     # Of a single data set, `all` says everything.
     names = list(summary.means) if "mean" in summary.means else ["all"]
     measured = summary.means["all"]
+
+    def table(first: str, columns: Mapping[str, str]) -> str:
+        rows = [(name, *(_cell(summary, name, measure) for measure in columns)) for name in names]
+        return _table((first, *columns.values()), rows)
+
     scores = {measure: head for measure, head in SCORES.items() if measure in measured}
-    ks = [measure.removeprefix("pass@") for measure in measured if measure.startswith("pass@")]
-    columns = ("num_questions", *scores)
-    tables = [
-        _table(
-            ("", "questions", *scores.values()),
-            [(name, *(_cell(summary, name, measure) for measure in columns)) for name in names],
-        ),
-        _table(
-            ("", *BEHAVIOUR.values()),
-            [(name, *(_cell(summary, name, measure) for measure in BEHAVIOUR)) for name in names],
-        ),
-    ]
+    tables = [table("", {"num_questions": "questions", **scores})]
+    if not summary.weights.keys() <= scores.keys():
+        rows = [
+            (name, part, f"{weight:.3g}", _cell(summary, name, part))
+            for name in names
+            for part, weight in summary.weights.items()
+        ]
+        tables.append(_table(("", "reward part", "weight", "mean"), rows))
+    tables.append(table("", BEHAVIOUR))
     # Without any abstention, precision and reliability are the exact match.
     told = dict.fromkeys(RELIABILITY, "abstained")
-    more = [name for name in MORE if name in measured and measured[told.get(name, name)] > 0]
+    more = {
+        name: head
+        for name, head in MORE.items()
+        if name in measured and measured[told.get(name, name)] > 0
+    }
     if more:
-        rows = [(name, *(_cell(summary, name, measure) for measure in more)) for name in names]
-        tables.append(_table(("", *(MORE[measure] for measure in more)), rows))
+        tables.append(table("", more))
     if "answer_in_results" in measured:
-        rows = [(name, *(_cell(summary, name, one) for one in EVIDENCE)) for name in names]
-        tables.append(_table(("answer", *EVIDENCE.values()), rows))
+        tables.append(table("answer", EVIDENCE))
+    ks = [measure.removeprefix("pass@") for measure in measured if measure.startswith("pass@")]
     if ks:
         rows = [
             (name, k, *(_cell(summary, name, f"{measure}@{k}") for measure in ("pass", "maj")))
@@ -464,7 +485,9 @@ def _cell(summary: Summary, name: str, measure: str) -> str:
         return "-"
     text = f"{value:.{DIGITS.get(measure, 3)}f}"
     interval = summary.intervals[name].get(measure)
-    if interval and measure.startswith(("exact_match", "f1", *RELIABILITY, "pass@", "maj@")):
+    if interval and (
+        measure in summary.weights or measure.startswith(("pass@", *RELIABILITY, "maj@"))
+    ):
         text += f" [{interval[0]:.3f}, {interval[1]:.3f}]"
     return text
 
@@ -473,7 +496,10 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
     table.add_column(heads[0], overflow="fold")
     for head in heads[1:]:
-        table.add_column(Text(head), justify="right", no_wrap=True)
+        is_name = head == "reward part"
+        table.add_column(
+            Text(head), justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold"
+        )
     for row in rows:
         table.add_row(*map(Text, row))
     out = io.StringIO()
@@ -495,7 +521,7 @@ def evaluate(session: Session, params: Params) -> Params:
         session.check_budget()
         sampler = session.components.sampler
         if sampler is not None:
-            sampler.compile(session.display.activity)
+            session.compile_sampler()
             sampler.set_weights(session.components.model.whole(params))
         metrics, errors = run_suites(session, "evaluate", session.config.eval.final_suites)
         if sampler is not None:
@@ -561,6 +587,7 @@ def run_suites(
             ks=settings.ks,
             num_resamples=settings.resamples,
             seed=session.config.seed,
+            weights=session.components.reward_weights,
         )
         for suite, groups in played.items()
     }
@@ -621,15 +648,8 @@ def play(session: Session, suite: str) -> list[Group]:
     """The held-out tasks under the engine's weights, as the suite wants them."""
     config, components = session.config, session.components
     is_greedy = suite == "greedy"
-    rollout = components.rollout
-    if suite == "empty_search":
-        rollout = components.rollout_without_search
-    if suite == "random_search":
-        assert components.rollout_random_search is not None
-        rollout = components.rollout_random_search
-    if suite == "blank_images":
-        assert components.rollout_blank_images is not None
-        rollout = components.rollout_blank_images
+    is_control = suite not in ("sampled", "greedy")
+    rollout = components.controls[suite] if is_control else components.rollout
     return rollout(
         [Draw(task=task, stream_index=i) for i, task in enumerate(components.eval_tasks)],
         Sampling(

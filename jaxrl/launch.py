@@ -87,6 +87,9 @@ _PLAN_JSON = flags.DEFINE_string("plan_json", None, "File for the plan as JSON."
 _ACCEPT = flags.DEFINE_bool(
     "accept_changes", False, "Go on in a workdir with other data, rewards, model, seed or method."
 )
+_STEP = flags.DEFINE_integer(
+    "step", None, "Evaluate and export the checkpoint of this step, and change nothing else."
+)
 flags.DEFINE_bool("traceback", False, "Show where an error of the input was found.")
 _CLUSTER = flags.DEFINE_enum(
     "cluster", None, ["slurm", "tpu"], "Where this process finds its place among several."
@@ -138,6 +141,10 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
             process_id=_PROCESS_ID.value,
             cluster=_CLUSTER.value,
         )
+        if job:
+            from jaxrl.runtime.ports import check_coordinator
+
+            check_coordinator(job)
     except INPUT_ERRORS as error:
         _refuse(error)
     return config, workdir, job
@@ -160,7 +167,7 @@ def _run(
     from jaxrl.envs.images import UnreadableError
     from jaxrl.logs.display import Display
     from jaxrl.logs.writers import check_mirrors
-    from jaxrl.run import run
+    from jaxrl.run import evaluate_step, run
     from jaxrl.runtime import distributed, history
     from jaxrl.runtime.checkpoint import CheckpointError
     from jaxrl.runtime.program_cache import keep_programs
@@ -176,14 +183,12 @@ def _run(
         try:
             is_accepted = _ACCEPT.value
             _check_workdir(config, workdir, is_accepted=is_accepted)
+            _check_step(config, workdir, _STEP.value)
             check_mirrors(config.log.wandb_project)
             contents = fingerprints(config)
             check_alike(config, workdir, contents)
             begun, changes = _compare(config, workdir, contents, is_accepted=is_accepted)
-            notes = config_checks.warnings(config)
-            if begun is not None:
-                changed = f"changed after step {begun.step}: "
-                notes += [*begun.warnings, *(f"{changed}{change}" for change in changes)]
+            notes = [*config_checks.warnings(config), *_told_changes(begun, changes)]
             notes += _fit_memory(config, workdir, ignores_plan=_IGNORE_PLAN.value)
             keep_programs(config.compilation_cache, display.log)
             components = assemble(config, display.activity, workdir=workdir, log=display.log)
@@ -202,7 +207,11 @@ def _run(
 
         begin()
         try:
-            run(config, workdir, components, display, should_stop, contents, adopt)
+            given = (config, workdir, components, display, should_stop, contents)
+            if _STEP.value is None:
+                run(*given, adopt)
+            else:
+                evaluate_step(*given, _STEP.value)
         except (Interrupted, BudgetSpentError) as error:
             sys.exit(EXIT_TRY_AGAIN if isinstance(error, Interrupted) else EXIT_BUDGET_SPENT)
         except (NothingWorksError, OutageError) as error:
@@ -361,6 +370,24 @@ def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = Fal
             )
 
 
+def _check_step(config: ConfigDict, workdir: Path, step: int | None) -> None:
+    """Refuses a step without a checkpoint, and to train from one; None is no step.
+
+    Raises:
+        ValueError: says which it was.
+    """
+    from jaxrl.runtime.history import check_step
+
+    if step is None:
+        return
+    if config.stages != ("evaluate",) or config.policy.name != configuration.OWN_MODEL:
+        raise ValueError(
+            f"--step={step} evaluates and exports a checkpoint of the run's own model; set "
+            "--config.stages=\"('evaluate',)\", and leave config.policy.name as it is."
+        )
+    check_step(workdir / "checkpoints", step)
+
+
 def _compare(
     config: ConfigDict,
     workdir: Path,
@@ -376,6 +403,14 @@ def _compare(
     if begun and not is_accepted:
         history.check_changes(workdir, begun, changes)
     return begun, changes
+
+
+def _told_changes(begun: Begun | None, changes: Sequence[Change]) -> list[str]:
+    """What to tell of a run that goes on: warnings, and what is another than before."""
+    if begun is None:
+        return []
+    changed = f"changed after step {begun.step}: "
+    return [*begun.warnings, *(f"{changed}{change}" for change in changes)]
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:

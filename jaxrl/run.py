@@ -92,12 +92,85 @@ def run(
         with contextlib.closing(session.metrics_log), stopping(display):
             run_stages(session)
     progress = session.progress
-    write_report(session)
+    ending: list[str] = []
+    write_report(session, ending.append)
     paths = [path for path in workdir.iterdir() if not path.name.startswith(".")]
     names = sorted(path.name + "/" * path.is_dir() for path in paths)
     display.log(f"done; {workdir} holds {', '.join(names)}")
     if progress.has_learned_nothing:
         display.log(nothing_learned(progress.stage_step, config.optimizer.lr))
+    for line in ending:
+        display.log(line)
+
+
+def nothing_saved(session: Session) -> str:
+    """What to tell where a run is stopped before its first checkpoint."""
+    replies = session.config.policy.openai
+    if session.components.external and replies.replay == "record":
+        folder = replies.replay_folder or session.workdir / "replies"
+        return (
+            f"the replies so far are kept in {folder}. The same command asks for the others alone"
+        )
+    return "there was nothing to save yet. The same command begins anew"
+
+
+def evaluate_step(
+    config: ConfigDict,
+    workdir: Path,
+    components: Components,
+    display: Display,
+    should_stop: Callable[[], bool],
+    contents: Mapping[str, str],
+    step: int,
+) -> None:
+    """Evaluates and exports the checkpoint of a step, and changes nothing else of the run.
+
+    Scores go to `eval/evaluate_<step>.json`, the model to `steps/<step>/` of the workdir.
+
+    Args:
+        config: with the stage `evaluate` alone.
+        workdir: of the run.
+        components: what the configuration was made into.
+        display: progress.
+        should_stop: true once the evaluation is to end.
+        contents: see `run`.
+        step: over all stages, of the checkpoint.
+
+    Raises:
+        Interrupted: `should_stop` was true.
+        CheckpointError: there is no such checkpoint, or it is damaged.
+        NothingWorksError, OutageError, BudgetSpentError: see `run`.
+    """
+    checkpointer = Checkpointer(
+        workdir / "checkpoints", keep=config.checkpoint.keep, log=display.log
+    )
+    with contextlib.closing(checkpointer), stopping(display):
+        position, restored = checkpointer.restore_newest(
+            lambda saved: restore_targets(config, components, Progress.from_json(saved, config)),
+            step,
+        ) or ({}, {})
+        progress = Progress.from_json(position, config)
+        session = Session(
+            config=config,
+            workdir=workdir,
+            components=components,
+            checkpointer=checkpointer,
+            metrics_log=open_log(workdir, 0, config, display.log, is_written=False),
+            display=display,
+            progress=progress,
+            restored=restored,
+            should_stop=should_stop,
+            contents=contents,
+            failures=Failures(
+                limit=config.rollout.max_failed_steps, log=display.log, num_batches=0
+            ),
+            saved=dataclasses.replace(progress),
+        )
+        params = start_params(session)
+        folder = workdir / "steps" / str(step)
+        session.export(params, folder)
+        evaluate(session, params)
+    display.log(f"done; {folder} holds the model of step {step}")
 
 
 def nothing_learned(num_steps: int, learning_rate: float) -> str:
@@ -138,13 +211,13 @@ def run_stages(session: Session) -> None:
         session.save_progress()
         if isinstance(error, Interrupted):
             saved = f"step {progress.step} is saved. The same command goes on from there"
-            nothing = "there was nothing to save yet. The same command begins anew"
+            nothing = nothing_saved(session)
             display.log(f"stopped; {saved if session.saved else nothing}")
         if isinstance(error, BudgetSpentError):
             saved = f"step {progress.step} is saved" if session.saved else "nothing is saved yet"
             display.log(f"stopped; {saved}; {error}")
         if not isinstance(error, NotEnoughGroupsError | OwnCodeError):
-            write_report(session)
+            write_report(session, display.log)
         if isinstance(error, OwnCodeError):
             go_on = "What was finished is saved; mend the code and go on with --accept_changes."
             raise OwnCodeError(f"{error} {go_on}") from error
@@ -236,10 +309,10 @@ def start_params(session: Session) -> Params:
     )
 
 
-def write_report(session: Session) -> None:
+def write_report(session: Session, log: Callable[[str], None]) -> None:
     """The run as a page, by one of its processes."""
     if distributed.is_main():
-        report.write_or_warn(session.workdir, session.display.log)
+        report.write_or_warn(session.workdir, log)
 
 
 def restore_targets(

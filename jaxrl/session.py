@@ -59,11 +59,8 @@ class Components:
     demonstrations: Sequence[TokenSequence]
     sampler: Engine | None  # None where a model behind an endpoint plays
     rollout: RolloutFunction
-    rollout_without_search: RolloutFunction  # the control: the engine finds nothing
-    # The other one: it finds documents drawn at random. None where no suite asks for it.
-    rollout_random_search: RolloutFunction | None = None
-    # The control of looking: images show nothing. None where no suite asks for it.
-    rollout_blank_images: RolloutFunction | None = None
+    controls: Mapping[str, RolloutFunction]  # by suite, what plays in place of `rollout`
+    reward_weights: Mapping[str, float] = field(default_factory=dict)  # by part
     is_trigger: np.ndarray | None = None  # bool [V], ids that may count as wavering; None: all
     notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
     external: str = ""  # the model behind an endpoint that plays; "": the run's own
@@ -249,20 +246,20 @@ class Session:
         self.display.stop()
         self.components.engine.release()
         self.state = state
-        self._export(state.params)
+        self.export(state.params, self.workdir)
         self.save()
         self.state = self.ref_params = None  # the next stage needs the room
         return state.params
 
-    def _export(self, params: Params) -> None:
+    def export(self, params: Params, parent: Path) -> None:
         """Writes the trained model as an HF folder; of an adapter also itself, as PEFT has it."""
-        folder, source = self.workdir / "export", self.config.model.path
+        folder, source = parent / "export", self.config.model.path
         adapter = self.components.model.adapter
         if adapter is None:
             whole = self.components.model.whole(params)
             save_hf(whole, self.components.model_config, folder, source=source)
         else:
-            save_adapter(params, adapter, self.workdir / "adapter", source=source)
+            save_adapter(params, adapter, parent / "adapter", source=source)
             save_merged(params, adapter, folder, source=source)
 
     def check_budget(self, uncounted: Ledger | None = None) -> None:
@@ -288,6 +285,12 @@ class Session:
     def is_checkpoint_due(self) -> bool:
         """True every so many steps."""
         return self.progress.stage_step % self.config.checkpoint.every_steps == 0
+
+    def compile_sampler(self) -> None:
+        """Compiles what samples, before the first step; the next record tells how long it took."""
+        started = time.perf_counter()
+        self.components.engine.compile(self.display.activity)
+        self.metrics_log.carry("timing_s/compile", time.perf_counter() - started)
 
     def save(self) -> None:
         """Checkpoints the state at its progress."""

@@ -79,7 +79,7 @@ def train(session: Session, params: Params) -> Params:
     num_shards = num_batch_shards(components.mesh)
     measure = measure_for(session, score, shape)
     collector = Collector(session=session, stream=stream, measure=measure)
-    components.engine.compile(session.display.activity)
+    session.compile_sampler()
     components.engine.set_weights(components.model.whole(state.params))
     if not is_resumed:
         begin_training(session)

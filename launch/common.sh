@@ -1,10 +1,15 @@
 # Sourced by the scripts beside it: the interpreter, settings for accelerators, and DRY_RUN.
 # shellcheck shell=bash
 
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [[ -z ${PYTHON:-} ]]; then
   PYTHON=python3
-  if [[ -x .venv/bin/python ]]; then PYTHON=$PWD/.venv/bin/python; fi
+  for folder in "$ROOT" "$PWD"; do
+    if [[ -x $folder/.venv/bin/python ]]; then PYTHON=$folder/.venv/bin/python; fi
+  done
 fi
+# The package, and shipped configurations for one another, from whatever folder a script is started.
+export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$ROOT
 # A GPU's memory is taken at once and almost whole: nothing else should run on it.
 export XLA_PYTHON_CLIENT_MEM_FRACTION=${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}
 

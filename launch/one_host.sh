@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Trains on all accelerators of this host.
+# Trains on all accelerators of this host, from the folder it is started in.
 #
 #   launch/one_host.sh --config=configs/quickstart.py --workdir=runs/quickstart
+#   ~/jaxrl/launch/one_host.sh --config=my_run.py --workdir=runs/my_run
 #
-# Arguments go to `python -m jaxrl.launch`. PYTHON names the interpreter (default: the project's
-# environment if it is there, else python3). DRY_RUN=1 only shows the command.
+# Arguments go to `python -m jaxrl.launch`. PYTHON names the interpreter (default: that of .venv in
+# this folder, else in the repository, else python3). DRY_RUN=1 only shows the command.
 set -euo pipefail
-cd "$(dirname "$0")/.."
 # shellcheck source=launch/common.sh
-source launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 run exec "$PYTHON" -m jaxrl.launch "$@"

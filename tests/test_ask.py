@@ -3,7 +3,9 @@
 import dataclasses
 import io
 import json
+import os
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -89,6 +91,68 @@ def test_a_run_under_way_answers_with_its_newest_checkpoint(run, tiny_world):
     jax.tree.map(lambda one, other: (one == other).all() or pytest.fail("differs"), got, params)
 
 
+def test_a_step_and_keys_are_chosen(run, tiny_world):
+    """Of several checkpoints the named one answers, under the keys that are given."""
+    checkpointer = Checkpointer(run / "checkpoints", keep=3)
+    trees, count = {}, jnp.int32(0)
+    for step in (20, 40):
+        params = jax.tree.map(lambda leaf, by=step: leaf + by, load_hf(tiny_world / "model"))
+        state = TrainState(
+            params=params, opt_state={"x": count}, num_updates=count, num_skipped=count
+        )
+        position = Progress(step=step, stage="train", stage_step=1).to_json()
+        checkpointer.save(step, state, position, None)
+        trees[step] = params
+    checkpointer.close()
+    display = Display()
+    display.console = Console(file=io.StringIO(), width=200)
+    given = ("eval.top_p=0.5", "env.search.tools=()", "search.local.topk=2", "seed=1e3")
+    keys = ask.read_keys([f"--config.{key}" for key in given])
+    assert (keys["search.local.topk"], keys["seed"]) == (2, 1000)
+    parts, config = ask.open_run(run, None, display, step=20, keys=keys)
+    assert (config.eval.top_p, config.env.search.tools) == (0.5, ())
+    assert "weights: checkpoint of step 20" in display.console.file.getvalue()
+    got, _ = ask.load_weights(parts, config, run, None, display, step=20)
+    jax.tree.map(lambda one, two: (one == two).all() or pytest.fail("differs"), got, trees[20])
+    assert refused(run, "?", "--step=30") == (
+        f"error: --step=30: {run / 'checkpoints'} has no such checkpoint; it holds 20, 40."
+    )
+    assert refused(run, "?", "--step=20", "--model=x").startswith("error: --step=20 and --model=x")
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("--config.eval.topp=1", "there is no key config.eval.topp; did you mean"),
+        ("--config.eval.top_p=high", "config.eval.top_p is 'high'"),
+        ("--config.env.search.tools=python,", "--config.env.search.tools=python,: expected a tup"),
+        ("--config.eval.top_p=3", "config.eval.top_p is 3.0; expected"),
+        ("--config.eval.top_p", "--config.eval.top_p: expected --config.key=value"),
+        ("--temprature=1", "unexpected argument --temprature=1"),
+    ],
+)
+def test_keys_that_are_wrong(run, tiny_world, argument, told):
+    shutil.copytree(tiny_world / "model", run / "export")
+    assert refused(run, "?", argument).startswith(f"error: {told}")
+
+
+def test_a_run_answers_from_any_folder(run, tiny_world, tmp_path_factory, monkeypatch, capsys):
+    """Relative paths of its configuration are those of the folder in which it was started."""
+    shutil.copytree(tiny_world / "model", run / "export")
+    config = json.loads((run / "config.json").read_text())
+    assert config["search"]["local"]["corpus"].startswith(str(tiny_world))
+    config["search"]["local"]["corpus"] = "corpus.jsonl"
+    (run / "config.json").write_text(json.dumps(config))
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    monkeypatch.chdir(elsewhere)
+    assert "corpus.jsonl" in refused(run, "?")
+    (run / "environment.json").write_text(json.dumps([{"step": 0, "folder": str(tiny_world)}]))
+    (elsewhere / "link").symlink_to(run)
+    ask.main(["link", "Who taught Ada?", "--model=link/export"])  # these are of this folder
+    assert "answer: " in capsys.readouterr().out
+    assert os.getcwd() == str(elsewhere)
+
+
 def test_an_episode_is_shown_as_it_was():
     turns = (
         Turn(
@@ -136,7 +200,8 @@ def test_mistakes_are_one_line(run, tmp_path, tiny_world):
     message = refused(run, "?", f"--model={tmp_path / 'no'}")
     assert message.startswith(f"error: model folder '{tmp_path / 'no'}' does not exist")
     message = refused(run, "?", f"--model={tiny_world / 'model'}", "--image=a.png")
-    assert message == "error: --image=a.png: the model reads text alone; leave it out."
+    shown = Path("a.png").absolute()
+    assert message == f"error: --image={shown}: the model reads text alone; leave it out."
     assert refused(run, "?", "--temperature=-1") == "error: --temperature=-1.0; expected 0 or more."
 
 
@@ -167,7 +232,7 @@ def test_a_search_engine_that_is_not_there_is_told(monkeypatch, capsys):
     def down(*_):
         raise OutageError(told)
 
-    opened = lambda *_: (None, debug_tiny.get_config())  # noqa: E731
+    opened = lambda *_, **__: (None, debug_tiny.get_config())  # noqa: E731
     monkeypatch.setattr(ask, "open_run", opened)
     monkeypatch.setattr(ask, "ask", down)
     with pytest.raises(SystemExit) as ended:

@@ -14,8 +14,11 @@ from configs import (
     dapo_small,
     passk,
     passk_small,
+    search_moe,
+    search_moe_small,
     search_r1,
     search_r1_brief,
+    search_r1_lora,
     search_r1_small,
 )
 from jaxrl import config_checks as rules
@@ -266,13 +269,20 @@ def test_what_goes_together_is_accepted(changes):
 
 CLIP = ("loss.clip_low", "loss.clip_high")
 TO_REF = {"kl.estimator": "k3", "kl.anchor": "ref", "kl.place": "loss"}
+E5 = {
+    "search.engine": "dense", "search.dense.corpus": "data/wiki18/corpus.jsonl",
+    "search.dense.encoder": "models/e5-base-v2", "search.dense.query_prefix": "query: ",
+    "search.dense.passage_prefix": "passage: ",
+}  # fmt: skip
+"""What both search methods asked: Wikipedia of 2018, by the inner products of E5-base-v2."""
 PUBLISHED = {
     search_r1: {
         "rollout.group_size": 5, "rollout.temperature": 1.0, "optimizer.lr": 1e-6,
         "optimizer.warmup_steps": round(0.285 * 2 * 1005), "kl.coef": 0.001, **TO_REF,
         **dict.fromkeys(CLIP, 0.2), "loss.entropy_coef": 0.001, "loss.aggregation": "token-mean",
         "rollout.max_response_tokens": 500, "rollout.max_observation_tokens": 500,
-        "rollout.max_prompt_tokens": 2048, "rollout.max_total_tokens": 4096, "search.local.topk": 3,
+        "rollout.max_prompt_tokens": 2048, "rollout.max_total_tokens": 4096, **E5,
+        "search.dense.topk": 3,
         "rollout.tasks_per_step": 512, "optimizer.num_minibatches": 512 // 256, "num_steps": 1005,
         "rollout.max_turns": 2, "advantage.grpo.ddof": 0, "advantage.grpo.epsilon": 1e-8,
     },
@@ -292,7 +302,8 @@ PUBLISHED = {
         "rollout.group_size": 8, "rollout.tasks_per_step": 64, "optimizer.num_minibatches": 4,
         "optimizer.lr": 1e-6, "num_steps": 2 * 5000 // 64, **dict.fromkeys(CLIP, 0.1),
         "kl.coef": 0.001, **TO_REF, "rollout.temperature": 1.0, "rollout.max_prompt_tokens": 1536,
-        "rollout.max_total_tokens": 1536 + 8192, "search.local.topk": 5, "rollout.max_turns": 3,
+        "rollout.max_total_tokens": 1536 + 8192, **E5, "search.dense.topk": 5,
+        "rollout.max_turns": 3,
         "eval.every_steps": 1, "shaping.abstention_bonus": 0.5, "shaping.abstention_rate": 0.05,
         "shaping.stage_tolerance": 5, "filter.resample_attempts": 2, "filter.resample_early": False,
     },
@@ -326,6 +337,28 @@ OTHERWISE = {
     (ares, "num_steps"): "500 steps (the paper: 50 epochs)",
 }
 """What a configuration's docstring says where it differs."""
+DIFFERS = {
+    search_r1: (
+        "no critic", "a retry hint", "the population's deviation", "brackets of tags",
+        "a failed search", "every 50 steps",
+    ),
+    search_r1_brief: ("BM25", "replaces", "no retry hint"),
+    search_r1_lora: ("BM25", "an adapter of rank 32", "32 questions of 8", "three searching turns"),
+    search_moe: ("BM25", "GSPO", "no KL term", "no entropy bonus", "R3"),
+    dapo: ("number of steps", "compared by value", "in no mean", "64 devices", "128 H20"),
+    bapo: (
+        "twice", "no packages", "on an end-of-turn id", "cumulative", "n/2 distinct",
+        "a failed search",
+    ),
+    ares: (
+        "cold start", "moves the target first", "trigger words", "by accuracy", "Videos",
+        "one host", "window entropy",
+    ),
+    passk: ("compares rewards with 1 and 0", "division by zero", "one line", "within the run"),
+}  # fmt: skip
+"""Pieces of what differs beside hyper-parameters: of docs/algorithms.md and of the devices."""
+SEARCHERS = (search_r1, search_r1_brief, search_r1_lora, search_r1_small, bapo, bapo_small,
+             search_moe, search_moe_small)  # fmt: skip
 
 
 @pytest.mark.parametrize("module", PUBLISHED, ids=lambda module: module.__name__)
@@ -335,6 +368,18 @@ def test_hyper_parameters_are_published_or_said_to_differ(module):
     differing = {key for key, value in PUBLISHED[module].items() if flat[key] != value}
     assert differing == {key for owner, key in OTHERWISE if owner is module}
     assert [key for key in differing if OTHERWISE[module, key] not in said] == []
+
+
+@pytest.mark.parametrize("module", DIFFERS, ids=lambda module: module.__name__)
+def test_what_else_differs_is_said(module):
+    said = " ".join(module.__doc__.split())
+    assert [piece for piece in DIFFERS[module] if piece not in said] == []
+
+
+@pytest.mark.parametrize("module", SEARCHERS, ids=lambda module: module.__name__)
+def test_who_searches_by_words_where_the_publication_has_vectors_says_so(module):
+    engine = module.get_config().search.engine
+    assert engine == ("local" if "BM25" in module.__doc__ else "dense")
 
 
 def test_dapo_has_the_three_published_setups():

@@ -30,6 +30,21 @@ MODULE = re.compile(r"python -m ([\w.]+\w)")
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
+def test_the_readme_says_which_marks_make_test_leaves_out():
+    """`slow` is not only minutes: it also marks cases for which quicker ones stand."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipe = re.search(r'^test: .*\n.*-m "(.*)"', makefile, re.MULTILINE)
+    marks = re.findall(r"not (\w+)", recipe[1])
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    said = re.search(r"`make test` runs all tests but those marked (.*?)\. ", readme)
+    assert said
+    assert re.findall(r"`(\w+)`", said[1]) == marks
+    markers = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    meaning = "minutes long, or a further case of what a quicker test shows"
+    assert f'"slow: {meaning};' in markers
+    assert "one takes minutes, or repeats with a further case what a quicker one shows" in said[1]
+
+
 @pages
 def test_relative_links_resolve(page):
     for target in LINK.findall(BLOCK.sub("", text(page))):

@@ -333,6 +333,20 @@ nq              1  0.500 [0.500, 0.500]  0.750 [0.750, 0.750]   0.500
 hotpot          2  0.500 [0.500, 0.500]  0.750 [0.750, 0.750]   0.500
 mean            3  0.500 [0.500, 0.500]  0.750 [0.750, 0.750]   0.500
 
+        reward part  weight                     mean
+all     format            1  -0.250 [-0.250, -0.250]
+all     exact_match       0     0.500 [0.500, 0.500]
+all     f1                0     0.750 [0.750, 0.750]
+nq      format            1  -0.250 [-0.250, -0.250]
+nq      exact_match       0     0.500 [0.500, 0.500]
+nq      f1                0     0.750 [0.750, 0.750]
+hotpot  format            1  -0.250 [-0.250, -0.250]
+hotpot  exact_match       0     0.500 [0.500, 0.500]
+hotpot  f1                0     0.750 [0.750, 0.750]
+mean    format            1  -0.250 [-0.250, -0.250]
+mean    exact_match       0     0.500 [0.500, 0.500]
+mean    f1                0     0.750 [0.750, 0.750]
+
                                         out of
         answered  abstained  malformed  budget  searches  tokens  errors
 all        0.750      0.000      0.250   0.000      1.00     4.0       6
@@ -363,7 +377,7 @@ all         -          -          -       -         -       -       2"""
 
 def test_tables():
     summaries = {
-        "sampled": summary(four_samples(), num_samples=4, ks=(4,)),
+        "sampled": summary(four_samples(), num_samples=4, ks=(4,), weights={"format": 1.0}),
         "greedy": summary([make_failure(), make_failure()]),
     }
     assert as_text(960, "evaluate", summaries) == TABLES
@@ -404,6 +418,39 @@ def test_one_line():
     assert one_line("greedy", summary(members())) == (
         "greedy: exact match all 0.333, nq 0.500, hotpot 0.000, mean 0.250; searches 0.67"
     )
+
+
+def test_every_part_of_the_reward_is_shown_those_with_weight_first():
+    """A judge and a function of the user's own, beside parts that are measured without weight."""
+    long = "a_judge_" + "of_many_words_" * 7
+    parts = [
+        {"exact_match": 1.0, long: 0.9, "brevity": -0.4},
+        {"exact_match": 0.0, long: 0.5, "brevity": 0.0},
+    ]
+    made = summary(
+        [make_trajectory(task_number=i, parts=p) for i, p in enumerate(parts)],
+        weights={"brevity": 0.5},
+    )
+    assert list(made.weights.items()) == [("brevity", 0.5), (long, 0.0), ("exact_match", 0.0)]
+    text = as_text(1, "evaluate", {"greedy": made})
+    rows = [line.split() for line in text.splitlines()]
+    start = rows.index(["reward", "part", "weight", "mean"])
+    assert rows[start + 1] == ["all", "brevity", "0.5", "-0.200", "[-0.400,", "0.000]"]
+    judge, *folded, exact = rows[start + 2 : rows.index([], start)]
+    assert judge[1] + "".join(piece for [piece] in folded) == long
+    assert judge[2:4] == ["0", "0.700"]
+    assert exact[:4] == ["all", "exact_match", "0", "0.500"]
+    assert max(len(line) for line in text.splitlines()) <= 80
+    assert one_line("greedy", made) == (
+        "greedy: exact match all 0.500, nq 0.500; brevity -0.200; searches 1.00"
+    )
+    record = as_record(1, "evaluate", {}, {}, {"greedy": made})
+    assert record["reward_weights"] == {"greedy": dict(made.weights)}
+
+
+def test_parts_that_other_tables_show_have_none_of_their_own():
+    made = summary([make_trajectory(parts={"exact_match": 1.0, "f1": 1.0})], weights={"f1": 1.0})
+    assert "reward part" not in as_text(1, "train", {"greedy": made})
 
 
 def test_what_could_not_be_scored_has_no_score():

@@ -12,7 +12,7 @@ from jaxrl.envs.base import Outcome
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import run
-from jaxrl.sampling.rollout import Sampling, Seeds
+from jaxrl.sampling.rollout import Interrupted, Sampling, Seeds
 from jaxrl.training.ledger import BudgetSpentError
 from jaxrl.types import Draw, members
 from tests.runs import evaluation, records, warm_start
@@ -66,6 +66,29 @@ def half_right(world):
         }
 
     return answer
+
+
+def test_replies_of_an_evaluation_that_was_stopped_are_kept_and_it_says_so(
+    tiny_world, bare_model, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("POLICY_KEY", KEY)
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    with served(half_right(tiny_world)) as server:
+        config = external_config(tiny_world, bare_model, server.url)
+        parts = assemble(config, workdir=workdir)
+        with pytest.raises(Interrupted):
+            run(config, workdir, parts, Display(), lambda: len(server.requests) >= 4)
+        told = capsys.readouterr().out
+        kept = f"stopped; the replies so far are kept in {workdir / 'replies'}. The same command"
+        assert f"{kept} asks for the others alone" in told
+        assert "nothing to save" not in told
+        first = [request.json for request in server.requests]
+        assert first
+        run(config, workdir, assemble(config, workdir=workdir), Display())
+        later = [request.json for request in server.requests[len(first) :]]
+        assert later
+        assert [request for request in later if request in first] == []
 
 
 def test_a_model_behind_an_endpoint_is_evaluated(tiny_world, bare_model, tmp_path, monkeypatch):

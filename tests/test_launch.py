@@ -142,6 +142,13 @@ class TestFlags:
         wanted = "--config=configs/X.py and --workdir=runs/X are both needed."
         assert ended.value.code == f"error: {wanted}"
 
+    def test_a_step_is_evaluated_alone_and_has_a_checkpoint(self, refusal):
+        told = refusal("--step=3")
+        assert told.startswith("--step=3 evaluates and exports a checkpoint of the run's own model")
+        told = refusal("--step=3", "--config.stages=('evaluate',)")
+        assert told.startswith("--step=3: ")
+        assert told.endswith("checkpoints has no such checkpoint; it holds none.")
+
     def test_missing_config_file(self, refusal):
         expected = "expected one such as configs/quickstart.py."
         wanted = f"--config=configs/nope.py is not a file; {expected}"

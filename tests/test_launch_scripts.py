@@ -3,12 +3,15 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 LAUNCH = Path(__file__).parents[1] / "launch"
 SHELLCHECK = Path(sys.executable).parent / "shellcheck"
@@ -49,12 +52,47 @@ def test_arguments_arrive_whole(script, command):
     assert shlex.split(show(script)) == [*command.split(), *ARGUMENTS]
 
 
+@pytest.mark.parametrize("name", ["python", "own", "named"])
+def test_one_host_runs_in_the_users_own_folder(tmp_path, name):
+    """Relative paths are those of the user; the interpreter is theirs where they have one."""
+    told = '#!/bin/sh\nprintf "%s\\n" "$0" "$PWD" "$PYTHONPATH" "$@"\n'
+    mine = tmp_path / "my folder"
+    stub = {
+        "python": tmp_path / "bin" / "python3",
+        "own": mine / ".venv" / "bin" / "python",
+        "named": tmp_path / "bin" / "mine",
+    }[name]
+    for path in (tmp_path / "bin" / "python3", stub):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(told)
+        path.chmod(0o755)
+    mine.mkdir(exist_ok=True)
+    repository = tmp_path / "jaxrl"
+    shutil.copytree(LAUNCH, repository / "launch")  # without an environment of its own
+    environment = {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": "/mine"}
+    if name == "named":
+        environment["PYTHON"] = str(stub)
+    done = subprocess.run(
+        [repository / "launch" / "one_host.sh", "--config=my_run.py", "--workdir=runs/my"],
+        capture_output=True,
+        text=True,
+        cwd=mine,
+        env=environment,
+    )
+    program, folder, path, *arguments = done.stdout.splitlines()
+    assert (program, folder) == (str(stub), str(mine)), done.stderr
+    assert path == f"/mine:{repository}"  # so that shipped configurations find one another
+    assert arguments == ["-m", "jaxrl.launch", "--config=my_run.py", "--workdir=runs/my"]
+
+
 @pytest.mark.parametrize(
     ("code", "restarts", "is_queued"),
     [
         (75, 0, True),
         (76, 3, True),
         (137, 0, True),
+        (143, 0, True),
+        (130, 0, False),  # somebody pressed Ctrl-C twice
         (75, 100, False),
         (69, 0, False),
         (1, 0, False),
@@ -86,6 +124,80 @@ def test_the_gke_manifest():
     assert container["args"] == ARGUMENTS
     assert container["command"] == ["/jaxrl/launch/tpu_pod.sh"]
     assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "disk"}
+
+
+def test_gke_passes_variables_and_secrets_and_keeps_its_cache():
+    given = {
+        "ENVIRONMENT": "SEARCH_URL EMPTY NO",
+        "NO": "a word that YAML 1.1 takes for false",
+        "SEARCH_URL": 'http://it\'s: "here"\nand there',
+        "EMPTY": "",
+        "SECRETS": "SERPER_API_KEY=search WANDB_API_KEY=logs:wandb-key",
+        "SERPER_API_KEY": "not to be seen",
+    }
+    shown = show("gke.sh", IMAGE="registry/jaxrl:1", CLAIM="disk", **given)
+    assert "not to be seen" not in shown
+    _, job = yaml.safe_load_all(shown)
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    assert container["env"] == [
+        {"name": "XDG_CACHE_HOME", "value": "/shared/cache"},
+        {"name": "SEARCH_URL", "value": given["SEARCH_URL"]},
+        {"name": "EMPTY", "value": ""},
+        {"name": "NO", "value": given["NO"]},
+        *(
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+            for name, secret, key in [
+                ("SERPER_API_KEY", "search", "SERPER_API_KEY"),
+                ("WANDB_API_KEY", "logs", "wandb-key"),
+            ]
+        ),
+    ]
+    [mount] = container["volumeMounts"]
+    assert container["env"][0]["value"].startswith(mount["mountPath"] + "/")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"ENVIRONMENT": "NOT_SET"}, "ENVIRONMENT names NOT_SET, which is not set"),
+        ({"ENVIRONMENT": "A-B"}, "ENVIRONMENT has 'A-B'; expected names of variables"),
+        ({"SECRETS": "KEY"}, "SECRETS has 'KEY'; expected NAME=secret or NAME=secret:key"),
+        ({"SECRETS": "KEY=a b"}, "SECRETS has 'b'; expected NAME=secret or NAME=secret:key"),
+    ],
+)
+def test_gke_refuses_what_it_cannot_pass(given, told):
+    done = subprocess.run(
+        [LAUNCH / "gke.sh"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"IMAGE": "a", "CLAIM": "b", "DRY_RUN": "1"} | given,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: {told}")
+    assert done.stderr.count("\n") == 1
+
+
+def test_the_dockerfile_makes_what_gke_starts():
+    """The image has the repository where the manifest looks for it, with extras that there are."""
+    text = (LAUNCH / "Dockerfile").read_text(encoding="utf-8")
+    steps = re.findall(r"^([A-Z]+) (.+)$", text, re.MULTILINE)
+    said = {}
+    for name, value in steps:
+        said.setdefault(name, []).append(value)
+    project = tomllib.loads((LAUNCH.parent / "pyproject.toml").read_text())["project"]
+    [image] = said["FROM"]
+    python = re.fullmatch(r"python:(3\.\d+)-slim", image)[1]
+    assert f"{python}.0" in SpecifierSet(project["requires-python"])
+    assert "EXTRAS=tpu" in said["ARG"]
+    assert "tpu" in project["optional-dependencies"]
+    _, job = yaml.safe_load_all(show("gke.sh", IMAGE="a", CLAIM="b"))
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    [script] = container["command"]
+    assert said["WORKDIR"] == [str(Path(script).parents[1])]
+    assert said["COPY"] == [". ."]
+    assert any("pip install" in step and '".[$EXTRAS]"' in step for step in said["RUN"])
+    ignored = (LAUNCH / "Dockerfile.dockerignore").read_text().split()
+    assert {".git", "**/.venv", "runs", "data"} <= set(ignored)
 
 
 def test_gke_does_not_start_again_what_docs_restarts_says_would_come_again():

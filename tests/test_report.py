@@ -285,6 +285,23 @@ class TestFacts:
         }
         assert (train.num_steps, train.throughput) == (3, 100.0)
 
+    def test_compiling_is_told_apart_from_loading_and_writing(self, run):
+        """The sampler's programs are compiled before a stage's first step."""
+
+        def compiled(record):
+            is_first = (record["stage"], record["step"]) == ("train", 2)
+            more = {"timing_s/compile": 1.25, "timing_s/wall": 5.5}
+            return record | more if is_first else record
+
+        change_records(run, compiled)
+        [_, train] = facts_of(read_run(run)).timings
+        assert train.parts["compiling"] == 1.25
+        assert train.parts["other"] == pytest.approx(5.5 + 3 * 3.0 - 1.25 - 4.0 - 4.5 - 1.5 - 0.75)
+        words = told(run)
+        assert "compiling 1.2 s" in words
+        assert "compiling: the sampler's programs; what a step compiles counts in it" in words
+        assert "other: loading, writing files, export" in words
+
     def test_what_differs_from_the_defaults(self, run):
         changed = {key: (value, default) for key, value, default in _facts(run).changed_config}
         assert changed["num_steps"] == (3, 100)
@@ -587,6 +604,13 @@ class TestPage:
         assert "optimizer.lr 1e-06 0.001" in words
         assert "1 lines of config_history.jsonl are cut or damaged" in words
 
+    def test_a_key_is_not_broken_within_a_word(self, written):
+        """Keys break at their dots alone."""
+        text = written.read_text(encoding="utf-8")
+        assert "<code>sft.<wbr>num_steps</code>" in text
+        css = text.split("<style>")[1].split("</style>")[0]
+        assert ".config th { overflow-wrap: normal; }" in css
+
     def test_is_self_contained(self, written):
         text = written.read_text(encoding="utf-8")
         page = Page(text)
@@ -868,6 +892,24 @@ class TestCommand:
             "Is a directory; a file belongs there; move the folder away."
         )
 
+    def test_a_run_ends_in_its_gain_and_the_report(self, run):
+        said = []
+        write_or_warn(run, said.append)
+        gain = "exact match: sampled 0.250 -> 0.750, search finds nothing 0.250"
+        assert said == [gain, f"report: {run / 'report.html'}"]
+
+    def test_without_an_exact_match_the_parts_with_weight_are_told(self, tmp_path):
+        run = make_run(tmp_path / "run")
+        change_records(run, lambda r: {k: v for k, v in r.items() if "exact_match" not in k})
+        for stage, step, brevity in (("train", 2, -0.5), ("evaluate", 5, 0.25)):
+            means = {"brevity": brevity, "odd": 1.0}
+            summary = {"greedy": {"all": means}}
+            weights = {"greedy": {"brevity": 0.5, "odd": 0}}
+            write_evaluation(run, stage, step, {}, summary=summary, reward_weights=weights)
+        said = []
+        write_or_warn(run, said.append)
+        assert said[0] == "brevity: greedy -0.500 -> 0.250"
+
     def test_a_mistake_spoils_no_run(self, tmp_path):
         said = []
         write_or_warn(tmp_path / "none", said.append)
@@ -901,6 +943,32 @@ MEASURES = {
 }
 
 
+class TestReward:
+    def test_every_part_is_shown_before_and_after(self, run):
+        """A function of the user's own, beside what is only measured."""
+        weights = {"sampled": {"my_reward.brevity": 0.5, "exact_match": 0.0}}
+        for stage, step, brevity in (("train", 2, -0.5), ("evaluate", 5, 0.25)):
+            means = {"my_reward.brevity": brevity, "exact_match": brevity + 0.5}
+            path = run / "eval" / f"{stage}_{step}.json"
+            more = {"summary": {"sampled": {"all": means}}, "reward_weights": weights}
+            path.write_text(json.dumps(json.loads(path.read_text()) | more))
+        [brevity, exact] = facts_of(read_run(run)).parts
+        assert (brevity.name, brevity.weight) == ("my_reward.brevity", 0.5)
+        assert brevity.means == {"sampled": (-0.5, 0.25)}
+        assert (exact.name, exact.weight) == ("exact_match", 0.0)
+        words = told(run)
+        assert "Reward part weight sampled" in words
+        assert "my_reward.brevity 0.5 -0.500 → 0.250 exact_match 0 0.000 → 0.750" in words
+
+    @pytest.mark.parametrize("weights", [None, {"sampled": 3}, {"sampled": {"a": "x"}}, [1]])
+    def test_weights_of_other_times_are_none(self, run, weights):
+        path = run / "eval" / "evaluate_5.json"
+        evaluation = json.loads(path.read_text()) | {"reward_weights": weights}
+        path.write_text(json.dumps(evaluation))
+        assert facts_of(read_run(run)).parts == []
+        assert "Reward part" not in told(run)
+
+
 class TestCosts:
     def test_the_newest_totals_are_told(self, tmp_path):
         make_run(tmp_path / "run")
@@ -917,7 +985,7 @@ class TestCosts:
         assert costs.waits == {"p50": 0.0123, "p95": 1.25, "max": 75.0}
         words = " ".join(write_report([tmp_path / "run"]).read_text().split())
         assert "1,234 trajectories, evaluations included; 98,765 tokens sampled, 56,789 in" in words
-        assert "Cost: 1.5; answered by the cache: 500." in words
+        assert "Cost: 1.5; answered by the cache: 500. Calls waited 12 ms (median)" in words
         assert "12 ms (median), 1.25 s (95th percentile), 1 min 15 s at most." in words
 
     def test_where_answers_come_from_is_told_by_suite(self, tmp_path):

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_mean
+from jaxrl.runtime.checkpoint import restore_params
 from jaxrl.runtime.versions import fingerprints
 from jaxrl.session import Session
 from jaxrl.training.health import NothingWorksError
@@ -104,6 +106,48 @@ def test_a_run_leaves_what_it_promises(base):
     for step, lines in zip(steps, written, strict=True):
         rewards = [line["reward"] for line in lines]
         assert step["critic/rewards/mean"] == pytest.approx(np.mean(rewards))
+
+
+def test_its_output_ends_in_before_and_after_and_the_report(base):
+    """One line of scores, then the page: what a newcomer looks for."""
+    *_, scores, page = (base / "stdout").read_text().splitlines()
+    number = r"\d\.\d{3}"
+    assert re.fullmatch(
+        rf"exact match: sampled {number} -> {number}, greedy {number} -> {number}, "
+        rf"search finds nothing {number}",
+        scores,
+    )
+    assert page == f"report: {base / 'report.html'}"
+
+
+def test_a_step_in_the_middle_is_evaluated_and_exported(base, tiny_world, tmp_path):
+    """Its scores are those that training saw at that step, and nothing else of the run changes."""
+    workdir = tmp_path / "run"
+    shutil.copytree(base, workdir)
+    kept = ("metrics.jsonl", "config.json", "config_history.jsonl", "environment.json", "export",
+            "eval", "trajectories", "checkpoints")  # fmt: skip
+    before = {
+        path: path.read_bytes()
+        for name in kept
+        for path in [workdir / name, *(workdir / name).rglob("*")]
+        if path.is_file()
+    }
+    config = run_settings(tiny_world, **BASE)
+    config.stages = ("evaluate",)
+    parts = assemble.assemble(config)
+    run.evaluate_step(config, workdir, parts, Display(), lambda: False, fingerprints(config), 43)
+    new, old = (
+        json.loads((workdir / "eval" / f"{name}.json").read_text())
+        for name in ("evaluate_43", "train_43")
+    )
+    assert (new["step"], new["weights_step"]) == (43, 43)
+    for suite in old["summary"]:
+        assert new["summary"][suite] == old["summary"][suite]
+        assert new["questions"][suite] == old["questions"][suite]
+    assert {path: path.read_bytes() for path in before} == before
+    exported = load_hf(workdir / "steps" / "43" / "export")
+    _, params = restore_params(workdir / "checkpoints", jax.tree.map(np.zeros_like, exported), 43)
+    jax.tree.map(np.testing.assert_array_equal, exported, params)
 
 
 def test_the_export_is_the_last_checkpoint(base, tiny_world):

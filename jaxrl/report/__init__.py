@@ -53,9 +53,18 @@ def write_report(
 
 
 def write_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
-    """The report at the end of a run, which no mistake in it may spoil."""
+    """The report at the end of a run, which no mistake in it may spoil.
+
+    Told are what the run came to, in a line, and where the page is.
+    """
     try:
-        log(f"report: {write_report([workdir])}")
+        path = write_report([workdir])
+        from jaxrl.report.facts import facts_of, gain
+        from jaxrl.report.reading import read_run
+
+        if line := gain(facts_of(read_run(workdir))):
+            log(line)
+        log(f"report: {path}")
     except Exception as error:
         log(
             f"warning: no report: {error!r}. The run is whole; "

@@ -27,6 +27,7 @@ SUITES = {
 STAGES = {"sft": "warm start", "train": "reinforcement learning", "evaluate": "evaluation"}
 
 PARTS = {
+    "compiling": ("timing_s/compile",),
     "generation": ("timing_s/gen",),
     "update": ("timing_s/update_actor",),
     "evaluation": ("timing_s/testing",),
@@ -81,6 +82,15 @@ class Row:
     before: Score | None  # None where there is only one such evaluation
     after: Score
     steps: tuple[int, int]  # whose weights the two are of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of the reward: its weight, and by suite its first and last mean over all questions."""
+
+    name: str
+    weight: float  # 0 for one that is measured alone
+    means: dict[str, tuple[float | None, float]]  # the first is None where there is only one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +163,7 @@ class Facts:
     files: RunFiles
     evaluations: list[Evaluation]
     rows: list[Row]
+    parts: list[Part]
     changes: dict[str, int]  # questions by how their correctness changed
     pairs: list[Pair]
     pair_places: tuple[str, str] | None  # the two evaluations that pairs compare
@@ -193,6 +204,7 @@ def facts_of(run: RunFiles) -> Facts:
         files=run,
         evaluations=evaluations,
         rows=first_and_last(evaluations),
+        parts=parts_of(run.evaluations),
         changes=changes,
         pairs=pairs,
         pair_places=(_where(with_suite[0]), _where(with_suite[-1])) if with_suite else None,
@@ -304,6 +316,58 @@ def first_and_last(evaluations: Sequence[Evaluation]) -> list[Row]:
             found.items(), key=lambda item: (item[0][1] != "all", order.index(item[0][0]))
         )
     ]
+
+
+def parts_of(evaluations: Sequence[dict[str, Any]]) -> list[Part]:
+    """All parts of the reward that evaluations tell of, those with weight first."""
+    weights: dict[str, float] = {}
+    means: dict[str, dict[str, list[float]]] = {}
+    for found in evaluations:
+        for suite, own in mapping(found.get("reward_weights")).items():
+            by_set = mapping(mapping(found.get("summary")).get(suite))
+            for name, weight in mapping(own).items():
+                mean = number_of(mapping(by_set.get("all")).get(name))
+                if mean is not None and (known := number_of(weight)) is not None:
+                    weights[name] = known
+                    means.setdefault(name, {}).setdefault(suite, []).append(mean)
+    return [
+        Part(
+            name=name,
+            weight=weights[name],
+            means={s: (v[0] if len(v) > 1 else None, v[-1]) for s, v in means[name].items()},
+        )
+        for name in sorted(weights, key=lambda name: not weights[name])
+    ]
+
+
+def gain(facts: Facts) -> str:
+    """What a run came to, in a line: scores before and after; "" where it has none.
+
+    Exact match over all questions, else the parts of the reward with weight.
+    """
+    scores = {
+        "exact match": [
+            (row.suite, row.before.value if row.before else None, row.after.value)
+            for row in facts.rows
+            if row.data_set == "all"
+        ]
+    }
+    if not scores["exact match"]:
+        scores = {
+            part.name: [(suite, *means) for suite, means in part.means.items()]
+            for part in facts.parts
+            if part.weight
+        }
+
+    def told(suite: str, before: float | None, after: float) -> str:
+        name = SUITES[suite][0] if suite in SUITES else suite
+        return f"{name} {'' if before is None else f'{before:.3f} -> '}{after:.3f}"
+
+    return "; ".join(
+        f"{name}: {', '.join(told(*one) for one in found)}"
+        for name, found in scores.items()
+        if found
+    )
 
 
 def _shown_suite(asked: Sequence[dict[str, Any]]) -> str | None:
@@ -446,7 +510,7 @@ def timings_of(records: Sequence[dict[str, Any]]) -> list[Timing]:
                 Timing(
                     stage=stage,
                     num_steps=len(steps),
-                    parts={part: seconds for part, seconds in parts.items() if seconds > 0},
+                    parts={part: seconds for part, seconds in parts.items() if seconds >= 0.05},
                     throughput=tokens / step_s if tokens and step_s else None,
                 )
             )

@@ -47,6 +47,7 @@ def page(
         "wait": wait,
         "value": value,
         "visible": visible,
+        "key_name": key_name,
         "pieces": pieces,
         "image_files": image_files,
     }
@@ -178,6 +179,11 @@ def wait(seconds: float) -> str:
 def value(setting: Any) -> str:
     """A setting as the configuration would have it."""
     return repr(setting)
+
+
+def key_name(key: str) -> Markup:
+    """A key that may be broken behind its dots."""
+    return Markup(".<wbr>").join(visible(key).split("."))
 
 
 def visible(text: Any) -> str:

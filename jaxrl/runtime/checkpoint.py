@@ -163,7 +163,7 @@ class Checkpointer:
             unfinished.result()
 
     def restore_newest(
-        self, targets: Callable[[dict[str, Any]], dict[str, Any]]
+        self, targets: Callable[[dict[str, Any]], dict[str, Any]], step: int | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]] | None:
         """Position and items of the newest checkpoint that is as it was written; None without any.
 
@@ -172,13 +172,15 @@ class Checkpointer:
         Args:
             targets: from a position to the items to restore, with the shapes, dtypes and
                 shardings wanted: `params`, `optimizer` (see `optimizer_items`), `ref_params`.
+            step: of this checkpoint rather than of the newest.
 
         Raises:
             CheckpointError: there are some, but all are damaged; or the one to use is whole and
                 cannot be restored, for want of memory or since the configuration was changed.
                 Nothing is moved then.
         """
-        step = self._choose(lambda: sorted(steps_in(self._folder), reverse=True))
+        wanted_steps = None if step is None else [step]
+        step = self._choose(lambda: wanted_steps or sorted(steps_in(self._folder), reverse=True))
         if step is None:
             return None
         position = self._restore(step, position=ocp.args.JsonRestore())["position"]
@@ -297,20 +299,22 @@ def read_newest_position(folder: Path) -> tuple[int, dict[str, Any]]:
     return max(steps, default=0), {}
 
 
-def restore_params(folder: Path, target: Params) -> tuple[int, Params]:
-    """Step and parameters of the newest checkpoint that is as it was written.
+def restore_params(folder: Path, target: Params, step: int | None = None) -> tuple[int, Params]:
+    """Step and parameters of that checkpoint, or of the newest that is as it was written.
 
     Nothing is changed: the folder may be that of a run under way.
 
     Args:
         folder: the one that holds all checkpoints, each in a folder of its step.
         target: shapes, dtypes and shardings.
+        step: of the checkpoint.
 
     Raises:
         CheckpointError: there is none.
     """
     damaged: dict[int, str] = {}
-    step = choose_step(folder, sorted(steps_in(folder), reverse=True), damaged)
+    steps = sorted(steps_in(folder), reverse=True) if step is None else [step]
+    step = choose_step(folder, steps, damaged)
     if step is None:
         what = "; ".join(f"checkpoint {step}: {why}" for step, why in damaged.items())
         raise CheckpointError(f"no checkpoint in {folder} can be read: {what or 'there is none'}.")

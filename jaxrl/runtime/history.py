@@ -137,6 +137,19 @@ class Begun:
     warnings: list[str] = field(default_factory=list)
 
 
+def check_step(folder: Path, step: int) -> None:
+    """Refuses a step of which the folder has no checkpoint.
+
+    Raises:
+        ValueError: names those that there are.
+    """
+    from jaxrl.runtime.checkpoint import steps_in
+
+    if step not in (steps := steps_in(folder)):
+        held = ", ".join(map(str, steps)) or "none"
+        raise ValueError(f"--step={step}: {folder} has no such checkpoint; it holds {held}.")
+
+
 def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
     """What is known of the run that the workdir's checkpoints belong to; None without any.
 

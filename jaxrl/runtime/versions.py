@@ -72,6 +72,7 @@ def environment(components: Components) -> dict[str, Any]:
             **{name: version(name) for name in PACKAGES},
         },
         "commit": commit(Path(jaxrl.__file__).parent),
+        "folder": str(Path.cwd()),
         "machine": {
             "system": platform.platform(),
             "device_kind": device.device_kind,

@@ -78,7 +78,7 @@ def test_the_model_can_be_read_and_sees_four_tokens(world):
     check_hf(world / "model")
     [task, *_] = read_tasks(world / "questions_eval.jsonl", "tasks.eval")
     assert parts.processor.num_tokens(task.images[0]) == 4
-    assert parts.rollout_blank_images is not None
+    assert "blank_images" in parts.controls
 
 
 def told(chat):
