@@ -77,8 +77,8 @@ def value_equal(answer: str, truth: str) -> bool | None:
     the reason.
     """
     given, wanted = _canonical_math(answer), _canonical_math(truth)
-    if "" in (given, wanted):
-        return False
+    if "" in (given, wanted):  # all of it is ignored around an answer; it may be the answer itself
+        return answer.strip() == truth.strip() != ""
     if given == wanted:
         return True
     are_numbers = isinstance(given, Fraction) and isinstance(wanted, Fraction)
