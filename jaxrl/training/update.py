@@ -329,16 +329,20 @@ class Gradient:
 
         def add(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
             differentiate = jax.grad(micro_loss, has_aux=True)
-            new, (metrics, num_tokens, usage) = differentiate(
-                *model.split(params), micro, sums.balance, quarters
-            )
+            new, found = differentiate(*model.split(params), micro, sums.balance, quarters)
             gradients = jax.tree.map(jnp.add, sums.gradients, new)
-            return Sums(
-                gradients=jax.lax.with_sharding_constraint(gradients, shardings),
+            gradients = jax.lax.with_sharding_constraint(gradients, shardings)
+            return replace(tallied(sums, *found), gradients=gradients)
+
+        def measure(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
+            return tallied(sums, *micro_loss(*model.split(params), micro, None, quarters)[1])
+
+        def tallied(sums: Sums, metrics: Any, num_tokens: jax.Array, usage: Any) -> Sums:
+            return replace(
+                sums,
                 metrics={n: metric.combine(metrics[n]) for n, metric in sums.metrics.items()},
                 num_tokens=sums.num_tokens + num_tokens,
                 usage=jax.tree.map(jnp.add, sums.usage, usage),
-                balance=sums.balance,
             )
 
         self._model = model
@@ -346,12 +350,16 @@ class Gradient:
         self._balance_coef = balance_coef
         self.begin = CompiledFunction(begin, name="the update's start")
         self.add = MicroBatches(model, "update", add)
+        self.measure = MicroBatches(model, "update's metrics", measure)
 
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> Sums:
         """Over the micro-batches of `packed`, which lies on the devices as `batch`."""
-        policy = self._model.whole(params)
+        policy, rest = self._model.whole(params), batch.rest
+        batch = replace(batch, rest=None)
         without = replace(batch, images=None)  # which change no shape of a sum
         sums = self.begin(policy, without)
+        if rest is not None and packed.rest is not None:
+            sums = self.measure(policy, sums, rest, packed.rest)
         if self.count is not None:
             balance = self.count.balance(policy, batch, packed, self._balance_coef)
             sums = replace(sums, balance=balance)
@@ -415,9 +423,10 @@ class UpdateStep:
     @property
     def num_traces(self) -> int:
         """Compilations so far."""
-        programs = [self.gradient.begin, self.gradient.add.program, self.apply]
-        if self.gradient.count is not None:
-            programs.append(self.gradient.count.add.program)
+        gradient = self.gradient
+        programs = [gradient.begin, gradient.add.program, gradient.measure.program, self.apply]
+        if gradient.count is not None:
+            programs.append(gradient.count.add.program)
         return sum(program.num_traces for program in programs)
 
     def __call__(
