@@ -225,6 +225,15 @@ class Sums:
     usage: Usage | None = None  # of experts, where the model has some
     balance: jax.Array | None = None  # float32 [E], see `ExpertCounts.balance`; None without one
 
+    def with_measured(self, metrics: dict[str, Metric], num_tokens: Any, usage: Any) -> Sums:
+        """With what a micro-batch measured."""
+        return replace(
+            self,
+            metrics={name: metric.combine(metrics[name]) for name, metric in self.metrics.items()},
+            num_tokens=self.num_tokens + num_tokens,
+            usage=jax.tree.map(jnp.add, self.usage, usage),
+        )
+
     def finished_metrics(self) -> dict[str, Metric]:
         """Those of all micro-batches."""
         found = {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
@@ -332,18 +341,11 @@ class Gradient:
             new, found = differentiate(*model.split(params), micro, sums.balance, quarters)
             gradients = jax.tree.map(jnp.add, sums.gradients, new)
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)
-            return replace(tallied(sums, *found), gradients=gradients)
+            return replace(sums.with_measured(*found), gradients=gradients)
 
         def measure(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
-            return tallied(sums, *micro_loss(*model.split(params), micro, None, quarters)[1])
-
-        def tallied(sums: Sums, metrics: Any, num_tokens: jax.Array, usage: Any) -> Sums:
-            return replace(
-                sums,
-                metrics={n: metric.combine(metrics[n]) for n, metric in sums.metrics.items()},
-                num_tokens=sums.num_tokens + num_tokens,
-                usage=jax.tree.map(jnp.add, sums.usage, usage),
-            )
+            _, found = micro_loss(*model.split(params), micro, None, quarters)
+            return sums.with_measured(*found)
 
         self._model = model
         self.count = ExpertCounts(model) if balance_coef else None
