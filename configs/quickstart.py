@@ -47,7 +47,7 @@ def get_config(world: str = "data/quickstart") -> ConfigDict:
     config.optimizer.warmup_steps = 2
     config.optimizer.beta2 = 0.98
     config.optimizer.micro_rows = 4
-    config.optimizer.skip_signal_free = False  # a little slower, but the metrics cover every token
+    config.optimizer.skip_signal_free = False  # a little slower, but a program less to compile
 
     config.checkpoint.every_steps = 300
     return config

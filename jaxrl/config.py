@@ -527,8 +527,8 @@ def default_config() -> ConfigDict:
     config.optimizer = _optimizer()
     config.optimizer.num_minibatches = 1  # optimizer steps per batch and epoch; whole groups each
     config.optimizer.num_epochs = 1  # times each batch is gone through
-    # Leave trajectories without a gradient out of the update. The step is the same and quicker;
-    # actor/* and rollout_corr/* metrics then cover only the trajectories that are left.
+    # Trajectories without a gradient go forward through the update, for its metrics, and not back:
+    # the step is the same and quicker.
     config.optimizer.skip_signal_free = True
 
     config.sft = sft = ConfigDict()

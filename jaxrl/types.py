@@ -475,6 +475,7 @@ class Batch:
     images: BatchImages | None = None  # None where no token is one of an image
     # uint8 or uint16 [A, b, T, layers, k], see `Trajectory`; None where they are not replayed
     routed_experts: jax.Array | None = None
+    rest: Any = None  # the Batch of what is measured and not learned from; None without any
 
 
 @struct.dataclass

@@ -59,7 +59,9 @@ TINY_MOE = QwenMoeConfig(
     normalises_shares=True,
     expert_layers=(0, 2),
 )
-UPDATE_PROGRAMS = 2 + len(QUARTERS)  # at most: start, optimizer, one for each room in the output
+UPDATE_PROGRAMS = 2 + 2 * len(QUARTERS)
+"""At most: start, optimizer; for each room in the output one that learns and one that measures."""
+
 NUM_TOKENS = 250  # ids the tokenizer knows; the last four pad the vocabulary
 
 

@@ -127,6 +127,60 @@ def test_a_model_behind_an_endpoint_is_evaluated(tiny_world, bare_model, tmp_pat
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
 
 
+LETTERS = "ABCD"
+
+
+def multiple_choice(folder):
+    """The file of two questions for each letter, and a policy right in the first one of them."""
+    tasks = [
+        {
+            "id": f"{letter}{i}",
+            "question": f"Which one is {letter}{i}? A, B, C or D?",
+            "answer": letter,
+        }
+        for letter in LETTERS
+        for i in (0, 1)
+    ]
+    file = folder / "choices.jsonl"
+    file.write_text("".join(json.dumps(task) + "\n" for task in tasks))
+
+    def answer(request):
+        [about] = [t for t in tasks if t["question"] in request.json["messages"][-1]["content"]]
+        letter = about["answer"]
+        if about["id"].endswith("1"):  # the next letter: D for A
+            letter = LETTERS[LETTERS.index(letter) - 1]
+        text = rf"<think>Hm.</think><answer>{letter}.</answer>"
+        return {
+            "choices": [{"message": {"content": text}, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": 10, "completion_tokens": 2},
+        }
+
+    return file, answer
+
+
+def test_multiple_choice_is_scored_by_its_letters(tiny_world, bare_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("POLICY_KEY", KEY)
+    file, answer = multiple_choice(tmp_path)
+    changes = {
+        "tasks.eval.source": str(file),
+        "eval.final_suites": ("sampled", "greedy"),
+        "reward.weights": {"exact_match": 1.0, "f1": 0.5},
+    }
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    with served(answer) as server:
+        config = external_config(tiny_world, bare_model, server.url, **changes)
+        validate(config)
+        run(config, workdir, assemble(config, workdir=workdir), Display())
+    found = evaluation(workdir, "evaluate_0.json")
+    for suite in ("sampled", "greedy"):
+        for question in found["questions"][suite]:
+            is_right = question["task_id"].endswith("0")
+            assert question["exact_match"] == question["f1"] == is_right, question["task_id"]
+    voted = found["summary"]["sampled"]["all"]
+    assert voted["exact_match"] == voted["pass@2"] == voted["maj@2"] == 0.5
+
+
 def test_what_cannot_be_played_is_refused_at_the_start(
     tiny_world, bare_model, tmp_path, monkeypatch
 ):

@@ -15,20 +15,18 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 def normalize_answer(text: str) -> str:
     """Lowercased, without ASCII punctuation or the words a, an, the, blanks collapsed.
 
-    SQuAD's normalisation (https://arxiv.org/abs/1606.05250).
+    SQuAD's normalisation (https://arxiv.org/abs/1606.05250), but for a text that it leaves nothing
+    of: `A` keeps its articles, `+` its punctuation too. "" for a blank text alone.
     """
-    text = text.lower().translate(_NO_PUNCTUATION)
-    return " ".join(_ARTICLE.sub(" ", text).split())
+    lowered = text.lower()
+    plain = lowered.translate(_NO_PUNCTUATION)
+    return " ".join(_ARTICLE.sub(" ", plain).split() or plain.split() or lowered.split())
 
 
 def exact_match(answer: str, truths: str | Sequence[str]) -> float:
-    """1.0 if the normalised answer equals any normalised truth, else 0.0.
-
-    An answer that normalises to nothing matches nothing.
-    """
+    """1.0 if the normalised answer equals any normalised truth, else 0.0, as a blank one is."""
     truths = (truths,) if isinstance(truths, str) else truths
-    normalized = normalize_answer(answer)
-    return float(normalized != "" and any(normalized == normalize_answer(t) for t in truths))
+    return float(normalize_answer(answer) in {*map(normalize_answer, truths)} - {""})
 
 
 def f1(answer: str, truths: str | Sequence[str]) -> float:
@@ -37,8 +35,7 @@ def f1(answer: str, truths: str | Sequence[str]) -> float:
     SQuAD's measure (https://arxiv.org/abs/1606.05250): both texts are normalised, their words are
     bags, and a word shared several times counts several times. As in HotpotQA
     (https://arxiv.org/abs/1809.09600), `yes`, `no` and `noanswer` are right or wrong as a whole: a
-    text that merely contains one of them shares nothing with it. An answer that normalises to
-    nothing earns 0, as it matches nothing.
+    text that merely contains one of them shares nothing with it. A blank answer earns 0.
     """
     truths = (truths,) if isinstance(truths, str) else truths
     normalized = normalize_answer(answer)

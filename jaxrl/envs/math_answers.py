@@ -7,6 +7,12 @@ from fractions import Fraction
 
 _BRACE = re.compile(r"\\[{}]|\\boxed\{|[{}]")  # escaped ones are only printed
 _ANSWER_LINE = re.compile(r"\banswer[*_]*\s*:[*_]*\s*([^\n]*)", re.IGNORECASE)
+_COMMA = r"(?:\\!)*(?:\{,\}|,)(?:\s?\\!)*(?:(?<=[!}])\s)?"  # `, ` alone parts the items of a list
+_SPACE = r"(?:\{\\[,;:]\}|\\(?:[,;:!]|thinspace(?![A-Za-z]))\s?|\\ |[~ \u00a0\u2009\u202f])"
+_THOUSANDS = re.compile(
+    rf"(?<![\d.^_])([1-9]\d{{0,2}})(?:((?:{_COMMA}\d{{3}})+)|((?:{_SPACE}\d{{3}})+))(?!\d)"
+    r"(\s*/\s*\d+)?"
+)
 _LATEX_NOISE = re.compile(
     r"\\(?:left|right|displaystyle|degree|circ)(?![A-Za-z])|\\[()\[\]!,;: $]|[~$°*]"
 )
@@ -55,10 +61,11 @@ def math_answer(response: str) -> str | None:
 def same_math(answer: str, truth: str) -> bool:
     r"""Whether two answers are the same number, or the same list of answers, or read alike.
 
-    Numbers are whole, decimal, fractions (`1/2`, `\frac{1}{2}`, `1\frac12`), with thousands commas
-    and leading zeros, and compared exactly. Around an answer, dollar signs, `\boxed`, a final
-    period, `x =`, degrees, percent signs and common units do not matter: `50\%` is 50. Other
-    answers are compared as text without blanks; `2x` is not `x2`, nor `\sqrt{4}` 2.
+    Numbers are whole, decimal, fractions (`1/2`, `\frac{1}{2}`, `1\frac12`), with leading zeros
+    and with thousands parted (see `join_thousands`), and compared exactly. Around an answer, dollar
+    signs, `\boxed`, a final period, `x =`, degrees, percent signs and common units do not matter:
+    `50\%` is 50. Other answers are compared as text without blanks; `2x` is not `x2`, nor
+    `\sqrt{4}` 2.
     """
     return value_equal(answer, truth) is True
 
@@ -70,21 +77,43 @@ def value_equal(answer: str, truth: str) -> bool | None:
     the reason.
     """
     given, wanted = _canonical_math(answer), _canonical_math(truth)
-    if "" in (given, wanted):
-        return False
+    if "" in (given, wanted):  # all of it is ignored around an answer; it may be the answer itself
+        return answer.strip() == truth.strip() != ""
     if given == wanted:
         return True
     are_numbers = isinstance(given, Fraction) and isinstance(wanted, Fraction)
     return False if are_numbers else None
 
 
+def join_thousands(text: str) -> str:
+    r"""Removes what parts the thousands of a number: `10,\!000`, `10{,}000`, `10\,000` or `10 000`.
+
+    A plain comma stays, as `(1,234)` is a list, and so does the blank of a mixed number,
+    `2 100/300`.
+    """
+    return _THOUSANDS.sub(_joined, text)
+
+
+def _joined(number: re.Match[str]) -> str:
+    first, by_commas, by_spaces, under = number.groups("")
+    groups = re.findall(r"\d+", by_commas or by_spaces)
+    if by_spaces and under and len(groups) == 1 and groups[0][0] != "0":
+        [divisor] = re.findall(r"\d+", under)
+        if groups[0].zfill(len(divisor)) < divisor.zfill(3):  # a proper fraction: a mixed number
+            return number[0]
+    if by_commas and by_commas == "".join(f",{group}" for group in groups):
+        return number[0]
+    return first + "".join(groups) + under
+
+
 def _canonical_math(text: str) -> Fraction | str | tuple:
     """The same value for answers that are the same; "" for none."""
     text = text.strip().rstrip(".")
     boxed = last_boxed(text)
-    text = (text if boxed is None else boxed).replace("−", "-").replace("{,}", ",")
+    text = (text if boxed is None else boxed).replace("−", "-")
     if len(text) > _MAX_MATH:
         return "".join(text.split())
+    text = join_thousands(text).replace("{,}", ",")
     text = _LATEX_DEGREE.sub("", text)
     text = _LATEX_NOISE.sub(" ", _LATEX_TEXT.sub(r" \1 ", text))
     text = _LATEX_FRACTION.sub(

@@ -16,6 +16,9 @@ from jaxrl.envs.reward_functions import Call, Measured, RewardPart, number
 MAX_THREADS = 32
 """In which functions that are not async are called at a time."""
 
+LARGEST_REWARD = (2 - 2.0**-23) * 2.0**127
+"""The largest number of float32."""
+
 _PATIENCE_S = 1.0  # in which a loop that is not blocked does something
 
 Found = Measured | BaseException
@@ -185,7 +188,11 @@ class Payment:
         try:
             parts, turn_parts = self._parts(one, found)
             paid = self._weights_of(parts)
+            total = _total({name: (weight, parts[name]) for name, weight in paid.items()})
         except BaseException as error:
+            note = f"of the task {one.episode.task.id!r}"
+            if note not in getattr(error, "__notes__", ()):  # an error may be several episodes'
+                error.add_note(note)
             return error
         turns = [
             [w * amount for amount in turn_parts[n]] for n, w in paid.items() if n in turn_parts
@@ -196,7 +203,7 @@ class Payment:
         return replace(
             reward,
             parts=parts,
-            total=sum(weight * parts[name] for name, weight in paid.items()),
+            total=total,
             turn_parts=turn_parts,
             turn_totals=tuple(map(math.fsum, zip(*turns, strict=True))),
             rest=sum(
@@ -240,6 +247,28 @@ class Payment:
             if measured.turns is not None:
                 turn_parts[name] = measured.turns
         return parts, turn_parts
+
+
+def _total(paid: Mapping[str, tuple[float, float]]) -> float:
+    """The sum of parts by their weights.
+
+    Args:
+        paid: weight and value of each part.
+
+    Raises:
+        ValueError: float32, in which advantages are computed, cannot hold it.
+    """
+    amounts = {name: weight * value for name, (weight, value) in paid.items()}
+    total = sum(amounts.values())
+    if not abs(total) <= LARGEST_REWARD:
+        name = max(amounts, key=lambda name: abs(amounts[name]))
+        weight, value = paid[name]
+        raise ValueError(
+            f"the reward part {name!r} gave {value:g}, which its weight {weight:g} in "
+            f"config.reward.weights makes {amounts[name]:g}; expected a sum of at most "
+            f"{LARGEST_REWARD:.2g}"
+        )
+    return total
 
 
 def _called(make: Callable[[], Any]) -> Future[Any]:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.envs.base import Finished, Task
-from jaxrl.envs.math_answers import last_boxed, value_equal
+from jaxrl.envs.math_answers import join_thousands, last_boxed, value_equal
 from jaxrl.envs.reward_functions import Call, Measured
 
 MAX_CHARACTERS = 2000
@@ -108,7 +108,7 @@ def _inner(text: str) -> str:
     for mark in ("$$", "$"):
         if len(text) >= 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
             text = text[len(mark) : -len(mark)].strip()
-    return text
+    return join_thousands(text)
 
 
 class WorkerPool:

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.models.attention.reference import LOWEST
 from jaxrl.models.decoder import layer_norm
+from jaxrl.models.defaults import completed
 from jaxrl.models.layers import Stacks
 from jaxrl.types import Params
 
@@ -83,10 +84,9 @@ class BertConfig:
         Raises:
             ValueError: one is missing, of another kind, or asks for what is not computed here.
         """
-        fields = {name: value for name, value in fields.items() if value is not None}
+        fields = completed(fields, "bert")
         refused = {
-            f"hidden_act {fields.get('hidden_act')!r}": fields.get("hidden_act", "gelu")
-            not in ACTIVATIONS,
+            f"hidden_act {fields.get('hidden_act')!r}": fields["hidden_act"] not in ACTIVATIONS,
             f"position_embedding_type {fields.get('position_embedding_type')!r}": fields.get(
                 "position_embedding_type", "absolute"
             )
@@ -97,8 +97,8 @@ class BertConfig:
             if is_asked_for:
                 raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
 
-        def size(name: str, default: int | None = None) -> int:
-            value = fields.get(name, default)
+        def size(name: str) -> int:
+            value = fields.get(name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{source}: {name!r} is {value!r}; expected a whole number.")
             return value
@@ -109,10 +109,10 @@ class BertConfig:
             mlp_width=size("intermediate_size"),
             num_layers=size("num_hidden_layers"),
             num_heads=size("num_attention_heads"),
-            max_positions=size("max_position_embeddings", 512),
-            num_kinds=size("type_vocab_size", 2),
-            epsilon=float(fields.get("layer_norm_eps", 1e-12)),
-            activation=fields.get("hidden_act", "gelu"),
+            max_positions=size("max_position_embeddings"),
+            num_kinds=size("type_vocab_size"),
+            epsilon=float(fields["layer_norm_eps"]),
+            activation=fields["hidden_act"],
         )
 
     def hf_names(self) -> dict[str, str]:

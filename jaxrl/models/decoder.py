@@ -91,7 +91,8 @@ def _rope_type(fields: dict[str, Any]) -> str:
 
 def _rope_theta(fields: dict[str, Any]) -> float:
     """The RoPE base: among the RoPE settings since transformers 5, `rope_theta` before."""
-    return _rope_fields(fields).get("rope_theta", fields.get("rope_theta", 10_000.0))
+    rope = _rope_fields(fields)
+    return rope["rope_theta"] if "rope_theta" in rope else fields["rope_theta"]
 
 
 def refuse_unsupported(fields: dict[str, Any], source: str) -> None:
@@ -121,30 +122,23 @@ def _rope_scaling(fields: dict[str, Any], source: str) -> RopeScaling | None:
     values = dict(_rope_fields(fields))
     if "original_max_position_embeddings" in fields:  # which counts for more than among the values
         values["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
-    max_positions = fields.get("max_position_embeddings", MAX_POSITIONS)
+    max_positions = fields["max_position_embeddings"]
     return kind.from_fields(Fields(values=values, max_positions=max_positions, source=source))
 
 
-MAX_POSITIONS = 32768
-"""Where a file does not name them."""
-
-
-def common_fields(
-    fields: dict[str, Any], *, head_dim: int = 0, source: str = "config.json"
-) -> dict[str, Any]:
+def common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dict[str, Any]:
     """The fields of `Decoder` that every family spells alike in `config.json`.
 
     Args:
-        fields: of the file, without nulls.
-        head_dim: where the file does not say; 0 splits the width over the heads.
+        fields: of the file, `completed` and without nulls.
         source: named in errors.
 
     Raises:
-        KeyError: a field is missing.
+        KeyError: a size is missing.
         ValueError: the settings of the scaled RoPE are wrong.
     """
     num_heads = fields["num_attention_heads"]
-    max_positions = fields.get("max_position_embeddings", MAX_POSITIONS)
+    max_positions = fields["max_position_embeddings"]
     scaling = _rope_scaling(fields, source)
     return {
         "vocab_size": fields["vocab_size"],
@@ -152,10 +146,10 @@ def common_fields(
         "num_layers": fields["num_hidden_layers"],
         "num_heads": num_heads,
         "num_kv_heads": fields.get("num_key_value_heads") or num_heads,
-        "head_dim": fields.get("head_dim") or head_dim or fields["hidden_size"] // num_heads,
+        "head_dim": fields.get("head_dim") or fields["hidden_size"] // num_heads,
         "rope_theta": float(_rope_theta(fields)),
-        "rms_norm_eps": float(fields.get("rms_norm_eps", 1e-6)),
-        "tie_embeddings": bool(fields.get("tie_word_embeddings", False)),
+        "rms_norm_eps": float(fields["rms_norm_eps"]),
+        "tie_embeddings": bool(fields["tie_word_embeddings"]),
         "max_positions": scaling.max_positions(max_positions) if scaling else max_positions,
         "rope_scaling": scaling,
     }

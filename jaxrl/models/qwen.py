@@ -27,6 +27,7 @@ from jaxrl.models.decoder import (
     refuse_unsupported,
     without_nulls,
 )
+from jaxrl.models.defaults import completed
 from jaxrl.types import Params
 
 
@@ -47,14 +48,16 @@ class QwenConfig(Decoder):
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenConfig:
-        """The old and the new spelling of its fields; null is as absent.
+        """The old and the new spelling of its fields; null is as absent, see `completed`.
 
         Raises:
             ValueError: the file names an architecture or a feature without a parity test here.
         """
+        model_type = fields.get("model_type")
+        if model_type in ("qwen2", "qwen3"):
+            fields = completed(fields, model_type)
         fields = without_nulls(fields)
         check_kinds(fields, {**KINDS, "intermediate_size": (int, "a whole number")}, source)
-        model_type = fields.get("model_type")
         if model_type not in ("qwen2", "qwen3"):
             raise ValueError(
                 f"{source}: model_type {model_type!r} is not supported; expected 'qwen2' (Qwen2.5) "
@@ -64,10 +67,10 @@ class QwenConfig(Decoder):
         is_qwen3 = model_type == "qwen3"
         try:
             return cls(
-                **common_fields(fields, head_dim=128 if is_qwen3 else 0, source=source),
+                **common_fields(fields, source=source),
                 mlp_width=fields["intermediate_size"],
-                qkv_bias=bool(fields.get("attention_bias", False)) if is_qwen3 else True,
-                output_bias=bool(fields.get("attention_bias", False)) if is_qwen3 else False,
+                qkv_bias=bool(fields["attention_bias"]) if is_qwen3 else True,
+                output_bias=bool(fields["attention_bias"]) if is_qwen3 else False,
                 qk_norm=is_qwen3,
             )
         except KeyError as error:

@@ -95,7 +95,6 @@ class Qwen3Vision(Tower):
 
     names = HF_NAMES
     activation = "gelu_pytorch_tanh"
-    patch_default = 16
 
     side: int
     deep_layers: tuple[int, ...]
@@ -104,8 +103,8 @@ class Qwen3Vision(Tower):
     def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> Qwen3Vision:
         """See `Tower`."""
         common = cls.common_fields(own, source)
-        count = whole_number(own, "num_position_embeddings", 2304, source)
-        side, deep = round(count**0.5), own.get("deepstack_visual_indexes", [8, 16, 24])
+        count = whole_number(own, "num_position_embeddings", source)
+        side, deep = round(count**0.5), own["deepstack_visual_indexes"]
         layers = set(range(common["num_layers"]))
         refuse(
             {
@@ -305,6 +304,7 @@ class Qwen3VLConfig(QwenVLConfig):
     tower = Qwen3Vision
     default_sections = (24, 20, 20)
     is_interleaved = True
+    ties_in_text = False
 
     def _axes_of_pairs(self) -> np.ndarray:
         """Time, height, width in turn, as long as height and width have pairs left; then time."""

@@ -24,7 +24,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxrl.models.architecture import Fused, MemoryTerms
-from jaxrl.models.decoder import Kinds, check_kinds, project, without_nulls
+from jaxrl.models.decoder import KINDS, Kinds, check_kinds, project, without_nulls
+from jaxrl.models.defaults import completed
 from jaxrl.models.experts.routing import Found, Routing, route
 from jaxrl.models.layers import Stacks
 from jaxrl.models.qwen import QwenConfig
@@ -39,16 +40,14 @@ HF_NAMES = {
 }
 """Beside those of `qwen`: the second `{}` is the expert."""
 
-_DEFAULTS = {
-    "moe_intermediate_size": 768,
-    "num_experts_per_tok": 8,
-    "num_experts": 128,
-    "decoder_sparse_step": 1,
-}
-"""Of `config.json`, as transformers has them."""
+_SIZES = (
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+    "decoder_sparse_step",
+)
 
 _KINDS: Kinds = {
-    **dict.fromkeys((*_DEFAULTS, "num_local_experts"), (int, "a whole number")),
+    **dict.fromkeys((*_SIZES, "num_experts", "num_local_experts"), (int, "a whole number")),
     "mlp_only_layers": (list, "a list of layers"),
 }
 
@@ -92,17 +91,22 @@ class QwenMoeConfig(QwenConfig):
         Raises:
             ValueError: as `QwenConfig`, or numbers of experts or layers make no sense.
         """
-        fields = without_nulls(fields)
         if fields.get("model_type") != "qwen3_moe":
             raise ValueError(
                 f"{source}: model_type {fields.get('model_type')!r} is not supported; expected "
                 "'qwen3_moe'."
             )
-        dense = QwenConfig.from_dict({**fields, "model_type": "qwen3"}, source=source)
-        check_kinds(fields, _KINDS, source)
-        sizes = {name: fields.get(name, default) for name, default in _DEFAULTS.items()}
-        # transformers 5 has another name for it.
-        sizes["num_experts"] = fields.get("num_local_experts", sizes["num_experts"])
+        check_kinds(without_nulls(fields), {**KINDS, **_KINDS}, source)
+        given, complete = fields, completed(fields, "qwen3_moe")
+        if {"hidden_size", "num_attention_heads"} <= complete.keys():  # `qwen3` has 128
+            width, heads = complete["hidden_size"], complete["num_attention_heads"]
+            complete.setdefault("head_dim", width // max(heads, 1))
+        dense = QwenConfig.from_dict({**complete, "model_type": "qwen3"}, source=source)
+        fields = without_nulls(complete)
+        sizes = {name: fields[name] for name in _SIZES}
+        # transformers 5 has another name for it; a default stands under that one.
+        is_old = given.get("num_local_experts") is None and "num_experts" in fields
+        sizes["num_experts"] = fields["num_experts" if is_old else "num_local_experts"]
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{source}: {name!r} is {size}; expected at least 1.")
@@ -112,7 +116,7 @@ class QwenMoeConfig(QwenConfig):
                 f"{source}: 'num_experts_per_tok' is {num_chosen}, but there are {num_experts} "
                 "experts."
             )
-        dense_layers, step = fields.get("mlp_only_layers", []), sizes["decoder_sparse_step"]
+        dense_layers, step = fields["mlp_only_layers"], sizes["decoder_sparse_step"]
         layers = range(dense.num_layers)
         expert_layers = tuple(i for i in layers if (i + 1) % step == 0 and i not in dense_layers)
         if not expert_layers:
@@ -125,7 +129,7 @@ class QwenMoeConfig(QwenConfig):
             expert_width=sizes["moe_intermediate_size"],
             num_experts=num_experts,
             num_chosen=num_chosen,
-            normalises_shares=bool(fields.get("norm_topk_prob", False)),
+            normalises_shares=bool(fields["norm_topk_prob"]),
             expert_layers=expert_layers,
         )
 

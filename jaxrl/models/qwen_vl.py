@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.models.architecture import Attend
 from jaxrl.models.attention import reference
+from jaxrl.models.defaults import completed
 from jaxrl.models.layers import SamplerThrough, Through
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.tower import Tower, section, whole_number
@@ -43,6 +44,7 @@ class QwenVLConfig(QwenConfig):
     tower: ClassVar[type[Tower]] = QwenVision
     default_sections: ClassVar[tuple[int, ...]] = (16, 24, 24)
     is_interleaved: ClassVar[bool] = False  # time, height and width take turns over the pairs
+    ties_in_text: ClassVar[bool] = True  # `tie_word_embeddings` counts in `text_config` too
 
     vision: Tower = field()  # every one has it
     mrope_section: tuple[int, ...]
@@ -84,8 +86,10 @@ class QwenVLConfig(QwenConfig):
         own = fields.get("vision_config")
         if not isinstance(own, dict):
             raise ValueError(f"{source} lacks the field 'vision_config', an object.")
-        image_id = whole_number(fields, "image_token_id", 151_655, source)
-        vision = cls.tower.from_fields(own, image_id, source)
+        fields = completed(fields, cls.model_type)
+        image_id = whole_number(fields, "image_token_id", source)
+        tower = completed(own, cls.model_type, "vision_config")
+        vision = cls.tower.from_fields(tower, image_id, source)
         if vision.out_width != text.width:
             raise ValueError(
                 f"{source}: 'out_hidden_size' of 'vision_config' is {vision.out_width}; expected "
@@ -100,7 +104,7 @@ class QwenVLConfig(QwenConfig):
             **vars(text),
             vision=vision,
             mrope_section=tuple(sections),
-            video_id=whole_number(fields, "video_token_id", 151_656, source),
+            video_id=whole_number(fields, "video_token_id", source),
         )
 
     @classmethod
@@ -111,9 +115,11 @@ class QwenVLConfig(QwenConfig):
             ValueError: what should be an object is something else.
         """
         own = section(fields, "text_config", source)
-        text = {**fields, **own, "model_type": cls.text_type}
+        text = completed({**fields, **own}, cls.model_type, "text_config")
+        text["model_type"] = cls.text_type
         text["tie_word_embeddings"] = bool(
-            fields.get("tie_word_embeddings") or own.get("tie_word_embeddings")
+            fields.get("tie_word_embeddings")
+            or (cls.ties_in_text and own.get("tie_word_embeddings"))
         )
         for name in ("rope_scaling", "rope_parameters"):
             rope = dict(section(text, name, source))

@@ -34,13 +34,13 @@ QUERY_BLOCK = 256
 """Patches whose scores over a whole row are in memory at a time."""
 
 
-def whole_number(fields: Mapping[str, Any], name: str, default: int | None, source: str) -> int:
+def whole_number(fields: Mapping[str, Any], name: str, source: str) -> int:
     """A field of a `config.json` that is a whole number above 0.
 
     Raises:
-        ValueError: it is something else, or is not there and has no default.
+        ValueError: it is something else.
     """
-    value = fields.get(name, default)
+    value = fields.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{source}: {name!r} is {value!r}; expected a whole number above 0.")
     return value
@@ -86,7 +86,6 @@ class Tower(Vision):
 
     names: ClassVar[dict[str, str]]  # parameter to HF tensor as published, `{}` the layer
     activation: ClassVar[str]  # `hidden_act`
-    patch_default: ClassVar[int]  # `patch_size`, where a file does not say
 
     width: int
     mlp_width: int
@@ -103,7 +102,7 @@ class Tower(Vision):
     @classmethod
     @abstractmethod
     def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> Tower:
-        """The tower of a `vision_config`.
+        """The tower of a `vision_config` that is `completed`.
 
         Raises:
             ValueError: it asks for something that is not computed here.
@@ -117,26 +116,27 @@ class Tower(Vision):
             ValueError: as `from_fields`.
         """
 
-        def whole(name: str, default: int | None = None) -> int:
-            return whole_number(own, name, default, source)
+        def whole(name: str) -> int:
+            return whole_number(own, name, source)
 
-        width, heads, act = whole("hidden_size"), whole("num_heads"), own.get("hidden_act")
-        theta = section(own, "rope_parameters", source).get("rope_theta", 10_000.0)
+        width, heads, act = whole("hidden_size"), whole("num_heads"), own["hidden_act"]
+        rope = section(own, "rope_parameters", source)
+        theta: Any = rope.get("rope_theta", own.get("rope_theta"))
         found = {
             "width": width,
             "mlp_width": whole("intermediate_size"),
             "num_layers": whole("depth"),
             "num_heads": heads,
             "out_width": whole("out_hidden_size"),
-            "channels": whole("in_channels", 3),
-            "patch": whole("patch_size", cls.patch_default),
-            "temporal_patch": whole("temporal_patch_size", 2),
-            "merge": whole("spatial_merge_size", 2),
+            "channels": whole("in_channels"),
+            "patch": whole("patch_size"),
+            "temporal_patch": whole("temporal_patch_size"),
+            "merge": whole("spatial_merge_size"),
         }
         refuse(
             {
                 f"rope_theta {theta!r}": type(theta) not in (int, float) or not theta > 0,
-                f"hidden_act {act!r}": act not in (None, cls.activation),
+                f"hidden_act {act!r}": act != cls.activation,
                 f"a head of {width} / {heads}": width % heads != 0 or width // heads % 4 != 0,
             },
             source,

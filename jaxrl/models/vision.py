@@ -79,7 +79,6 @@ class QwenVision(Tower):
 
     names = HF_NAMES
     activation = "silu"
-    patch_default = 14
 
     window: int
     full_layers: tuple[int, ...]
@@ -89,8 +88,8 @@ class QwenVision(Tower):
         """See `Tower`."""
         common = cls.common_fields(own, source)
         merge, patch = common["merge"], common["patch"]
-        window = whole_number(own, "window_size", 112, source) // merge // patch * merge
-        full = own.get("fullatt_block_indexes", [7, 15, 23, 31])
+        window = whole_number(own, "window_size", source) // merge // patch * merge
+        full = own["fullatt_block_indexes"]
         refuse(
             {
                 f"window_size {own.get('window_size')!r}": window < 1,

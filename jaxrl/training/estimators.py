@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from jaxrl.choices import OwnCodeError, arrays_of, is_own, named, subsection
 from jaxrl.method import estimator_of
 from jaxrl.objectives.advantages import by_turn, turn_returns
-from jaxrl.types import Columns, Group, members, with_fields
+from jaxrl.types import Columns, Group, Trajectory, members, with_fields
 
 
 class Estimator:
@@ -55,6 +55,7 @@ class Estimator:
             step: over all stages; seeds the estimators that draw.
             stage_step: steps of the stage that are done, for settings with a schedule.
         """
+        _check_rewards(members(groups))
         columns = Columns(groups)
         offered: dict[str, Any] = {
             "key": lambda: jax.random.fold_in(jax.random.key(self._seed), step)
@@ -106,6 +107,17 @@ def returns_of(columns: Columns, settings: ConfigDict) -> np.ndarray:
         return columns.rewards[:, None]
     rest, turns = columns.rest_rewards, columns.turn_rewards
     return turn_returns(rest, turns, discount=settings.turn_discount)
+
+
+def _check_rewards(trajectories: Sequence[Trajectory]) -> None:
+    largest = float(np.finfo(np.float32).max)
+    for t in trajectories:
+        if t.is_scored and not abs(t.reward) <= largest:
+            odd = [f"'{n}' gave {x}" for n, x in t.reward_parts.items() if not abs(x) <= largest]
+            raise OwnCodeError(
+                f"the reward of the task {t.task_id!r} is {t.reward}: {', '.join(odd) or 'a sum'}; "
+                "expected float32, so mend the part or its weight in config.reward.weights."
+            )
 
 
 def _with_turns(groups: Sequence[Group], found: np.ndarray) -> list[Group]:

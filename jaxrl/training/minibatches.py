@@ -9,7 +9,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from jaxrl.choices import named
+from jaxrl.choices import is_own, named
 from jaxrl.method import aggregation_of, has_kl_loss, has_kl_weights, is_measured
 from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.entropy import kl_weights
@@ -30,9 +30,9 @@ def make_minibatches(
 ) -> list[Packed]:
     """Whole groups in task order to mini-batches on the host, each packed alone.
 
-    Environment errors are left out. Trajectories without an advantage may be too
-    (`optimizer.skip_signal_free`), where neither a KL nor an entropy term gives them a gradient;
-    they still count in the weights of the others' tokens.
+    Environment errors are left out. Trajectories without an advantage may be apart, as the `rest`
+    (`optimizer.skip_signal_free`), where nothing else gives them a gradient; they still count in
+    the weights of the others' tokens.
 
     Args:
         groups: with their advantages; with their divergences where these were measured.
@@ -41,8 +41,7 @@ def make_minibatches(
         controllers: by which tokens differ in the coefficient of their KL term.
         num_shards: devices that share the rows of a micro-batch.
     """
-    has_other_terms = has_kl_loss(config) or config.loss.entropy_coef != 0
-    needs_all = has_other_terms or not config.optimizer.skip_signal_free
+    keeps_all = learns_from_all(config) or not config.optimizer.skip_signal_free
     size = config.rollout.tasks_per_step // config.optimizer.num_minibatches
     aggregation = aggregation_of(config)  # objectives/aggregation.py, by loss.aggregation
     weigh = named("loss.aggregation", config.loss.aggregation, token_weights)
@@ -50,21 +49,34 @@ def make_minibatches(
     for start in range(0, size * config.optimizer.num_minibatches, size):
         part = members(groups[start : start + size])
         scored = [as_trained(t, config) for t in part if t.is_scored]
-        weights = weigh([t.loss_mask for t in scored], aggregation)
-        kept = [i for i, t in enumerate(scored) if needs_all or t.has_signal]
-        trained = [scored[i] for i in kept]
-        fields = {"token_weights": [weights[i] for i in kept]}
-        minibatches.append(
+        fields = {"token_weights": weigh([t.loss_mask for t in scored], aggregation)}
+        fields |= _measured_fields(scored, controllers, config)
+        halves: list[list[int]] = [[], []]
+        for index, trajectory in enumerate(scored):
+            halves[not (keeps_all or trajectory.has_signal)].append(index)
+        packed, rest = (
             pack(
-                trained,
-                [t.token_advantages for t in trained],
+                [scored[i] for i in chosen],
+                [scored[i].token_advantages for i in chosen],
                 shape,
-                token_fields=fields | _measured_fields(trained, controllers, config),
+                token_fields={n: [values[i] for i in chosen] for n, values in fields.items()},
                 num_counted=sum(t.num_sampled for t in scored),
                 num_shards=num_shards,
             )
+            for chosen in halves
         )
+        minibatches.append(dataclasses.replace(packed, rest=rest if rest.num_tokens else None))
     return minibatches
+
+
+def learns_from_all(config: ConfigDict) -> bool:
+    """True where a trajectory may have a gradient without an advantage.
+
+    The KL and the entropy term, the balance of routers and, for all we know, a loss of one's own
+    give it one.
+    """
+    others = config.loss.entropy_coef != 0 or config.model.router.balance_coef != 0
+    return has_kl_loss(config) or others or is_own(config.loss.name)
 
 
 def as_trained(trajectory: Trajectory, config: ConfigDict) -> Trajectory:
@@ -151,8 +163,8 @@ def put_minibatches(
         config: says which log-probabilities the loss reads.
     """
     needs_old, needs_ref = not takes_own_logprobs(config), has_kl_loss(config)
-    batches = []
-    for packed in minibatches:
+
+    def put(packed: Packed) -> Batch:
         batch = put_batch(mesh, packed.batch)
         plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
         own_choice = dataclasses.replace(plain, routed_experts=None)  # the reference's experts
@@ -161,5 +173,6 @@ def put_minibatches(
         if needs_ref and ref_params is not None and batch.ref_logprobs is None:
             found = score(ref_params, own_choice, packed)
             batch = dataclasses.replace(batch, ref_logprobs=found)
-        batches.append(batch)
-    return batches
+        return dataclasses.replace(batch, rest=packed.rest and put(packed.rest))
+
+    return [put(packed) for packed in minibatches]

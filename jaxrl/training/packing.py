@@ -217,6 +217,7 @@ class Packed:
     padding: float  # share of padding in these micro-batches
     imbalance: float  # of the device with the most tokens, above the mean, as a share of it
     images: PackedImages | None = None  # None without any
+    rest: Packed | None = None  # of the mini-batch, what has no gradient; None without any
 
 
 def loss_quarters(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[int]:

@@ -225,6 +225,15 @@ class Sums:
     usage: Usage | None = None  # of experts, where the model has some
     balance: jax.Array | None = None  # float32 [E], see `ExpertCounts.balance`; None without one
 
+    def with_measured(self, metrics: dict[str, Metric], num_tokens: Any, usage: Any) -> Sums:
+        """With what a micro-batch measured."""
+        return replace(
+            self,
+            metrics={name: metric.combine(metrics[name]) for name, metric in self.metrics.items()},
+            num_tokens=self.num_tokens + num_tokens,
+            usage=jax.tree.map(jnp.add, self.usage, usage),
+        )
+
     def finished_metrics(self) -> dict[str, Metric]:
         """Those of all micro-batches."""
         found = {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
@@ -329,29 +338,30 @@ class Gradient:
 
         def add(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
             differentiate = jax.grad(micro_loss, has_aux=True)
-            new, (metrics, num_tokens, usage) = differentiate(
-                *model.split(params), micro, sums.balance, quarters
-            )
+            new, found = differentiate(*model.split(params), micro, sums.balance, quarters)
             gradients = jax.tree.map(jnp.add, sums.gradients, new)
-            return Sums(
-                gradients=jax.lax.with_sharding_constraint(gradients, shardings),
-                metrics={n: metric.combine(metrics[n]) for n, metric in sums.metrics.items()},
-                num_tokens=sums.num_tokens + num_tokens,
-                usage=jax.tree.map(jnp.add, sums.usage, usage),
-                balance=sums.balance,
-            )
+            gradients = jax.lax.with_sharding_constraint(gradients, shardings)
+            return replace(sums.with_measured(*found), gradients=gradients)
+
+        def measure(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
+            _, found = micro_loss(*model.split(params), micro, None, quarters)
+            return sums.with_measured(*found)
 
         self._model = model
         self.count = ExpertCounts(model) if balance_coef else None
         self._balance_coef = balance_coef
         self.begin = CompiledFunction(begin, name="the update's start")
         self.add = MicroBatches(model, "update", add)
+        self.measure = MicroBatches(model, "update's metrics", measure)
 
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> Sums:
         """Over the micro-batches of `packed`, which lies on the devices as `batch`."""
-        policy = self._model.whole(params)
+        policy, rest = self._model.whole(params), batch.rest
+        batch = replace(batch, rest=None)
         without = replace(batch, images=None)  # which change no shape of a sum
         sums = self.begin(policy, without)
+        if rest is not None and packed.rest is not None:
+            sums = self.measure(policy, sums, rest, packed.rest)
         if self.count is not None:
             balance = self.count.balance(policy, batch, packed, self._balance_coef)
             sums = replace(sums, balance=balance)
@@ -415,9 +425,10 @@ class UpdateStep:
     @property
     def num_traces(self) -> int:
         """Compilations so far."""
-        programs = [self.gradient.begin, self.gradient.add.program, self.apply]
-        if self.gradient.count is not None:
-            programs.append(self.gradient.count.add.program)
+        gradient = self.gradient
+        programs = [gradient.begin, gradient.add.program, gradient.measure.program, self.apply]
+        if gradient.count is not None:
+            programs.append(gradient.count.add.program)
         return sum(program.num_traces for program in programs)
 
     def __call__(

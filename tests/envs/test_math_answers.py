@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.envs.math_answers import last_boxed, math_answer, same_math
+from jaxrl.envs.math_answers import join_thousands, last_boxed, math_answer, same_math
 
 SAME = [
     # the same number
@@ -36,6 +36,13 @@ SAME = [
     (r"50\%", "50"),
     ("50 %", "50"),
     (r"\$1,234.50", "1234.5"),
+    (r"\$32,\!348", "32348"),
+    (r"1\,234.5", "1234.5"),
+    (r"x = 12\,000\text{ cm}", "12000"),
+    (r"\frac{10{,}000}{3}", "10,000/3"),
+    (r"10\,000/3", "10000/3"),
+    (r"(1,\!000, 2)", "(1000, 2)"),
+    ("2 100/300", "7/3"),  # a mixed number
     (r"90^\circ", "90"),
     ("90°", "90"),
     (r"90^{\circ}", "90"),
@@ -54,12 +61,17 @@ SAME = [
     (r"\text{Monday}", "Monday"),
     (r"\{1, 2\}", r"\{1,2\}"),
     ("1/0", "1/0"),
+    # what is else ignored around an answer, as the answer
+    ("*", " * "),
+    ("A", "(A)."),
+    (".", "."),
 ]
 DIFFERENT = [
     ("5", "6"),
     ("", "5"),
     ("", ""),
-    (".", "."),
+    ("*", "~"),
+    ("", "*"),
     ("1 2", "12"),
     ("0.333", "1/3"),
     ("1,00", "100"),
@@ -73,6 +85,17 @@ DIFFERENT = [
     ("-5", "5"),
     (r"\sqrt{4}", "2"),
     ("1e3", "1000"),
+    # lists are no numbers, nor are digits that are grouped otherwise
+    ("10, 0", r"10,\!000"),
+    ("10, 000", r"10,\!000"),
+    (r"1,\!00", "100"),
+    (r"1\,2", "12"),
+    (r"1\,2345", "12345"),
+    (r"1234\,567", "1234567"),
+    (r"1\,234,567", "1234567"),  # 1234.567 elsewhere
+    (r"1 234,567", "1234567"),
+    (r"0.123\,456", "123456"),
+    (r"\{1,234\}", r"\{1,\!234\}"),
 ]
 
 
@@ -114,6 +137,36 @@ def test_numbers_are_compared_by_value(one, other, style, other_style):
     assert same_math(spell(one, style), spell(other, other_style)) == (one == other)
 
 
+THOUSANDS = [
+    *(",", "{,}", r",\!", r",\!\!", r", \! ", r"{,}\!", r"\!,", r"\!,\!"),
+    *(r"\,", r"{\,}", r"\;", r"\:", r"\!", r"\ ", "~", r"\thinspace ", r"\, "),
+    *(" ", "\u00a0", "\u2009", "\u202f"),
+]
+AROUND = ["{}", "${}$", r"\(+{}\)", r"\boxed{{{}}}.", r"\$ {}", r"${}\%$", r"{}\text{{ cm}}"]
+wholes = st.one_of(st.integers(0, 10**7), st.integers(0, 10**15))
+
+
+@settings(max_examples=300)
+@given(wholes, wholes, *[st.sampled_from(THOUSANDS)] * 2, *[st.sampled_from(AROUND)] * 2)
+def test_thousands_are_one_number_in_all_spellings(one, other, left, right, around, other_around):
+    spelt = around.format(f"{one:,}".replace(",", left))
+    assert same_math(spelt, str(one)), spelt
+    assert same_math(str(one), spelt), spelt
+    assert same_math("-" + f"{one:,}".replace(",", left), str(-one))
+    again = other_around.format(f"{one:,}".replace(",", right))
+    assert same_math(spelt, again), (spelt, again)
+    differs = other_around.format(f"{other:,}".replace(",", right))
+    assert same_math(spelt, differs) == (one == other), (spelt, differs)
+
+
+@given(st.integers(1000, 10**12), st.sampled_from(THOUSANDS), st.sampled_from([", ", ",\\ ", "; "]))
+def test_a_list_is_no_number_with_thousands(number, separator, between):
+    pieces = f"{number:,}".split(",")
+    for listed in (between.join(pieces), between.join(str(int(piece)) for piece in pieces)):
+        assert not same_math(listed, f"{number:,}".replace(",", separator))
+        assert not same_math(listed, str(number))
+
+
 @given(st.integers(-(10**9), 10**9), st.integers(0, 6))
 def test_decimals_are_exact(digits, places):
     value = Fraction(digits, 10**places)
@@ -141,11 +194,16 @@ def test_what_a_broken_model_writes_is_read_fast():
         "9",
         "\\text{",
         "5 ",
+        "1 234",
+        "1,\\!",
+        "\\!",
+        "1{,}234",
     ):
         text = piece * (200_000 // len(piece))
         last_boxed(text)
         math_answer(text)
         same_math(text, "5")
+        join_thousands(text)
         same_math(piece * (200 // len(piece)), "5")
     assert time.perf_counter() - start < 5
 

@@ -100,6 +100,21 @@ def test_turns_earn_their_weighted_amounts():
     assert "1 amounts of 'tools' for 2 turns" in str(error)
 
 
+def large(response, answers):
+    return -1e300
+
+
+def test_a_sum_that_float32_cannot_hold_names_its_largest_part_and_the_task():
+    [[error]] = paid(payment({"f1": 1.0, "large": 2.0}, large), ["a"])
+    told = failure_report(error).splitlines()[0]
+    assert "'large' gave -1e+300, which its weight 2 in config.reward.weights makes -2e+300" in told
+    assert told.endswith("expected a sum of at most 3.4e+38 of the task 't0'")
+    [[reward]] = paid(payment({"f1": 1.0, "large": 0.0}, large), ["a"])  # measured, not paid
+    assert reward.parts["large"] == -1e300
+    [[reward]] = paid(payment({"f1": 1.0, "large": 1e-300}, large), ["a"])
+    assert reward.total == pytest.approx(0.5 - 1.0)
+
+
 def test_one_of_ones_own_may_say_what_is_correct():
     pay = payment({"f1": 1.0, "brevity": 0.0}, brevity, correct="brevity")
     assert [r.is_correct for r in paid(pay, ["Paris", "It is Paris."])[0]] == [True, False]
@@ -130,7 +145,8 @@ def test_an_error_is_of_its_episode_alone_with_its_place():
         assert (good.total, other.total) == (1.0, 1.0)
         report = failure_report(bad)
         assert report.startswith(told)
-        assert f"in the reward part '{function.__name__}'" in report.splitlines()[0]
+        told = f"in the reward part '{function.__name__}' of the task 't0'"
+        assert report.splitlines()[0].endswith(told)
         assert f"in {function.__name__}" in report
         assert "test_payment.py" in report
     [[error]] = paid(payment({"ends": 1.0}, ends), ["a"])

@@ -5,7 +5,7 @@ import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError, Turn
 from jaxrl.envs.calls import MAX_ERROR
-from jaxrl.envs.protocol import bapo, search_r1
+from jaxrl.envs.protocol import PROTOCOLS, bapo, search_r1
 from jaxrl.envs.retrieval import EmptySearch, KeywordSearch, SearchEngine
 from jaxrl.envs.search import SearchEnv
 
@@ -379,3 +379,18 @@ def test_blank_queries_are_answered_in_the_protocol():
 def test_bad_settings_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         make_env(**settings)
+
+
+@pytest.mark.parametrize("name", ["search_r1", "bapo", "qwen"])
+def test_letters_of_multiple_choice_are_answers(name):
+    # A is an article, of which the normalisation of other answers leaves nothing.
+    env = make_env(protocol=PROTOCOLS[name], correct_by="exact_match")
+    for truth in "ABCD":
+        task = Task(id="t", question="Which one?", answers=(truth,))
+        for letter in "ABCD":
+            said = rf"\boxed{{{letter}}}" if name == "bapo" else f"({letter})"
+            episode = play(env, task, [f"<think>Hm.</think><answer>{said}</answer>"])
+            [reward] = env.score([episode])
+            assert reward.is_correct == (letter == truth)
+            assert reward.parts["exact_match"] == reward.parts["f1"] == (letter == truth)
+            assert reward.parts.get("bapo", letter == truth) == (letter == truth)

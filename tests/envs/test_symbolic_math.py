@@ -22,6 +22,9 @@ EQUAL = [
     (r"\log_2 8", "3"),
     (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} \frac22 \\ 2 \end{pmatrix}"),
     ("0.5", r"\frac12"),  # by value, without a worker
+    (r"10,\!000\pi", r"10000\pi"),
+    (r"\sqrt{1\,000\,003}", r"\sqrt{1{,}000{,}003}"),
+    (r"x=\$32,\!348", r"32348"),
 ]
 UNEQUAL = [
     ("x+1", "x+2"),
@@ -33,6 +36,10 @@ UNEQUAL = [
     ("0.333333", r"\frac{1}{3}"),  # by value, exactly
     ("", "2"),
     ("I don't know", "2"),
+    ("10, 0", r"10,\!000"),
+    ("10, 000", r"10,\!000"),
+    (r"10, 0\pi", r"10,\!000\pi"),
+    (r"\{1,234\}", r"\{1,\!234\}"),
 ]
 HOSTILE = [
     "9^{9^{9^9}}",

@@ -1,11 +1,13 @@
 """Estimators by name on trajectories made by hand."""
 
 import dataclasses
+import re
 from functools import cache
 
 import numpy as np
 import pytest
 
+from jaxrl.choices import OwnCodeError
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.training.estimators import Estimator
 from jaxrl.types import members
@@ -230,3 +232,30 @@ def test_tokens_are_counted_by_turn():
     assert first.turn_advantages[0] == pytest.approx(-2 / 3 * 3**0.5)
     assert second.turn_advantages[0] == pytest.approx(1 / 3 * 3**0.5)
     assert first.turn_advantages[1] == 0  # alone with tokens there
+
+
+@pytest.mark.parametrize("amount", [np.nan, np.inf, -np.inf, 1e39])
+@pytest.mark.parametrize("by_turn", [False, True])
+def test_a_reward_that_is_no_number_is_blamed_on_its_part_and_task(amount, by_turn):
+    changes = {"advantage.name": "rloo", "advantage.by_turn": by_turn}
+    fine = make_trajectory(reward=1.0, parts={"f1": 1.0, "kl": 0.0})
+    parts = {"f1": 1.0, "kl": amount}
+    odd = make_trajectory(reward=1.0 + amount, parts=parts, task_number=7, sample_index=1)
+    estimate = Estimator(settings(**changes))
+    told = f"the reward of the task 't7' is {amount}: 'kl' gave {amount}; expected float32"
+    with pytest.raises(OwnCodeError, match=re.escape(told)) as error:
+        estimate(grouped([fine, odd]), 0, 0)
+    assert "advantage" not in str(error.value)
+
+
+def test_a_failure_has_no_reward_to_blame():
+    failed = make_failure(reward=np.nan, task_number=9)
+    assert estimate("rloo", [*rewarded([1.0, 0.0]), failed]).tolist() == [1.0, -1.0, 0.0]
+
+
+def test_an_estimator_that_fails_on_numbers_is_blamed_itself():
+    large = rewarded([3e38, -3e38, 0.0])  # whose squares are infinite in float32
+    changes = {"advantage.name": "grpo", "advantage.grpo.normalize_std": True}
+    got = Estimator(settings(**changes))
+    with pytest.raises(OwnCodeError, match=r"config\.advantage\.name names 'grpo'"):
+        got(grouped([*large, *rewarded([np.float32(3.4e38)] * 3, ids=[1] * 3)]), 0, 0)

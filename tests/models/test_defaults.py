@@ -1,0 +1,199 @@
+"""Fields that a config.json leaves out, against transformers' own configuration classes."""
+
+import copy
+
+import pytest
+from transformers import CONFIG_MAPPING
+
+from jaxrl.models.architecture import find_architecture
+from jaxrl.models.bert import BertConfig
+from jaxrl.models.defaults import SIZES
+
+TEXT = {
+    "vocab_size": 300, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 30,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-3, "tie_word_embeddings": True, "hidden_act": "silu",
+    "use_sliding_window": False, "rope_theta": 5000.0,
+}  # fmt: skip
+QWEN3 = {**TEXT, "head_dim": 48, "attention_bias": True}
+TOWER = {
+    "depth": 40, "hidden_size": 192, "intermediate_size": 90, "num_heads": 8, "in_channels": 1,
+    "patch_size": 7, "spatial_merge_size": 4, "temporal_patch_size": 1, "out_hidden_size": 96,
+}  # fmt: skip
+ROPE = {"rope_theta": 5000.0, "rope_type": "default"}
+FAMILIES = {
+    "qwen2": TEXT,
+    "qwen3": QWEN3,
+    "qwen3_moe": {
+        **QWEN3, "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [3],
+    },
+    "qwen2_5_vl": {
+        "text_config": {
+            **TEXT, "rope_parameters": {**ROPE, "mrope_section": [4, 4, 4]}, "head_dim": 24,
+        },
+        "vision_config": {**TOWER, "window_size": 56, "fullatt_block_indexes": [1, 2]},
+        "image_token_id": 11, "video_token_id": 12, "tie_word_embeddings": True,
+    },
+    "qwen3_vl": {
+        "text_config": {**QWEN3, "rope_parameters": {**ROPE, "mrope_section": [8, 8, 8]}},
+        "vision_config": {
+            **TOWER, "num_position_embeddings": 64, "deepstack_visual_indexes": [1, 5],
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+        "image_token_id": 11, "video_token_id": 12, "tie_word_embeddings": True,
+    },
+    "bert": {
+        "vocab_size": 300, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "max_position_embeddings": 64, "type_vocab_size": 3,
+        "layer_norm_eps": 1e-3, "hidden_act": "gelu_new",
+    },
+}  # fmt: skip
+for part in ("qwen2_5_vl", "qwen3_vl"):
+    del FAMILIES[part]["text_config"]["rope_theta"]
+# Without these, sizes would not go together: what transformers takes is of a large model.
+REFUSED = {
+    ("text_config", "head_dim"): "'mrope_section' is",
+    ("text_config", "rope_parameters"): "'mrope_section' is",
+    ("text_config", "rope_parameters", "mrope_section"): "'mrope_section' is",
+}
+
+
+def read(family, fields):
+    fields = {"model_type": family, **copy.deepcopy(fields)}
+    kind = BertConfig if family == "bert" else find_architecture(fields, "", "config.json")
+    return kind.from_dict(fields)
+
+
+def wanted(family, fields):
+    """What transformers reads, under the names of ours."""
+    made = CONFIG_MAPPING[family](**copy.deepcopy(fields))
+    if family == "bert":
+        names = {
+            "width": "hidden_size", "mlp_width": "intermediate_size", "epsilon": "layer_norm_eps",
+            "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
+            "max_positions": "max_position_embeddings", "num_kinds": "type_vocab_size",
+            "vocab_size": "vocab_size", "activation": "hidden_act",
+        }  # fmt: skip
+        return {ours: getattr(made, theirs) for ours, theirs in names.items()}
+    text = getattr(made, "text_config", made)
+    found = {
+        "vocab_size": text.vocab_size,
+        "width": text.hidden_size,
+        "mlp_width": text.intermediate_size,
+        "num_layers": text.num_hidden_layers,
+        "num_heads": text.num_attention_heads,
+        "num_kv_heads": text.num_key_value_heads,
+        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        "rope_theta": text.rope_parameters["rope_theta"],
+        "rms_norm_eps": text.rms_norm_eps,
+        "tie_embeddings": made.tie_word_embeddings,
+        "max_positions": text.max_position_embeddings,
+        "output_bias": getattr(text, "attention_bias", False),
+    }
+    if family == "qwen3_moe":
+        experts = range(made.decoder_sparse_step - 1, text.num_hidden_layers)
+        experts = experts[:: made.decoder_sparse_step]
+        found |= {
+            "num_experts": made.num_experts,
+            "num_chosen": made.num_experts_per_tok,
+            "expert_width": made.moe_intermediate_size,
+            "normalises_shares": made.norm_topk_prob,
+            "expert_layers": tuple(i for i in experts if i not in made.mlp_only_layers),
+        }
+    return found | (of_tower(made) if hasattr(made, "vision_config") else {})
+
+
+def of_tower(made):
+    tower = made.vision_config
+    return {
+        "video_id": made.video_token_id,
+        "vision.image_id": made.image_token_id,
+        "vision.width": tower.hidden_size,
+        "vision.mlp_width": tower.intermediate_size,
+        "vision.num_layers": tower.depth,
+        "vision.num_heads": tower.num_heads,
+        "vision.out_width": tower.out_hidden_size,
+        "vision.channels": tower.in_channels,
+        "vision.patch": tower.patch_size,
+        "vision.temporal_patch": tower.temporal_patch_size,
+        "vision.merge": tower.spatial_merge_size,
+        "vision.rope_theta": tower.rope_parameters["rope_theta"],
+        **(
+            {"vision.full_layers": tuple(tower.fullatt_block_indexes)}
+            if hasattr(tower, "fullatt_block_indexes")
+            else {
+                "vision.side": round(tower.num_position_embeddings**0.5),
+                "vision.deep_layers": tuple(tower.deepstack_visual_indexes),
+            }
+        ),
+    }
+
+
+def ours(model, names):
+    found = {}
+    for name in names:
+        value = model
+        for part in name.split("."):
+            value = getattr(value, part)
+        found[name] = value
+    return found
+
+
+def fields_of(family):
+    """Places of all fields, those inside of parts too; a part goes with all in it."""
+    for name, value in FAMILIES[family].items():
+        if name in ("text_config", "vision_config"):
+            for inner, deeper in value.items():
+                yield (name, inner)
+                if inner == "rope_parameters":
+                    yield from ((name, inner, one) for one in deeper)
+        else:
+            yield (name,)
+
+
+CASES = [(family, place) for family in FAMILIES for place in [(), *fields_of(family)]]
+
+
+@pytest.mark.parametrize(("family", "place"), CASES)
+def test_a_missing_field_is_what_transformers_takes_for_it(family, place):
+    fields = copy.deepcopy(FAMILIES[family])
+    if place:
+        *parts, last = place
+        inside = fields
+        for part in parts:
+            inside = inside[part]
+        del inside[last]
+    if place and last in SIZES:  # which every model has of its own
+        with pytest.raises(ValueError, match=f"'{last}'"):
+            read(family, fields)
+    elif place in REFUSED and (last != "head_dim" or family == "qwen3_vl"):
+        with pytest.raises(ValueError, match=REFUSED[place]):
+            read(family, fields)
+    else:
+        expected = wanted(family, fields)
+        assert ours(read(family, fields), expected) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_null_is_as_missing(family):
+    fields = FAMILIES[family]
+    for name in fields:
+        if name in ("text_config", "vision_config", *SIZES):
+            continue
+        missing = {key: value for key, value in fields.items() if key != name}
+        if name == "num_key_value_heads":  # transformers has as many as queries then
+            assert read(family, {**fields, name: None}).num_kv_heads == 4
+        else:
+            assert read(family, {**fields, name: None}) == read(family, missing)
+
+
+def test_published_spelling_of_a_model_with_images():
+    """The decoder's fields beside the others, as in Qwen2.5-VL's own config.json."""
+    nested = FAMILIES["qwen2_5_vl"]
+    flat = {**nested, **nested["text_config"]}
+    del flat["text_config"]
+    for name in ("rms_norm_eps", "max_position_embeddings", "num_key_value_heads"):
+        fields = {key: value for key, value in flat.items() if key != name}
+        expected = wanted("qwen2_5_vl", fields)
+        assert ours(read("qwen2_5_vl", fields), expected) == expected

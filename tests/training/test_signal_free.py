@@ -1,0 +1,180 @@
+"""Updates with and without the trajectories that have no signal: the same step, the same numbers.
+
+Whatever such a trajectory adds to a loss, a gradient or a metric has to be there either way.
+"""
+
+import dataclasses
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxrl.models.experts.routing import recorded_dtype
+from jaxrl.models.policy import Model
+from jaxrl.objectives.losses import PolicyLoss
+from jaxrl.runtime.sharding import param_shardings
+from jaxrl.training.controllers import Controllers, DifficultyBuckets, KLBudget
+from jaxrl.training.minibatches import make_minibatches, put_minibatches
+from jaxrl.training.policy_loss import make_policy_loss
+from jaxrl.training.update import ScoreStep, UpdateStep, init_state
+from jaxrl.types import Divergence, members, with_fields
+from tests import helpers
+from tests.episodes import grouped
+from tests.helpers import NUM_TOKENS, TINY, TINY_MOE, relative_distance, tiny_params
+from tests.training.policies import MESH, SHAPE, trajectories
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+OPTIMIZER = optax.adamw(1e-3)
+SOME = (0.5, 0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 2.0)  # of the third and fifth nothing is learned
+NONE = (0.0,) * 8
+
+settings = partial(
+    helpers.settings,
+    **{
+        "rollout.tasks_per_step": 4,
+        "rollout.group_size": 2,
+        "rollout.max_response_tokens": 30,
+        "rollout.max_total_tokens": 32,
+    },
+)
+
+
+def unlike(logprobs, old_logprobs, advantages, loss_mask, *, pull=0.3):
+    """A loss of one's own that pulls where there is no advantage, too."""
+    loss = jnp.where(loss_mask, -advantages * logprobs + pull * logprobs**2, 0.0)
+    return PolicyLoss(loss, {"pull": jnp.where(loss_mask, logprobs**2, 0.0)})
+
+
+METHODS = {
+    "GRPO, DAPO, pass@k": {"loss.clip.dual_clip": 10.0},
+    "Search-R1": {"loss.entropy_coef": 0.1, "kl.coef": 0.3, "kl.estimator": "k3"},
+    "Search-R1 brief": {
+        "kl.coef": 0.3, "kl.anchor": "old", "loss.aggregation": "seq-mean-token-mean",
+    },
+    "BAPO": {"loss.clip_low": 0.1, "loss.clip_high": 0.1, "kl.coef": 0.3},
+    "ARES": {"kl.coef": 0.3, "kl.controller": "budget", "loss.clip.dual_clip": 3.0},
+    "a KL term in the reward": {"kl.coef": 0.3, "kl.place": "reward"},
+    "CISPO": {"loss.name": "cispo", "loss.aggregation": "seq-mean-token-sum"},
+    "GSPO, corrected": {"loss.name": "gspo", "loss.correction.level": "sequence"},
+    "two updates, corrected": {
+        "optimizer.num_minibatches": 2, "loss.correction.level": "token",
+        "loss.correction.mode": "mask",
+    },
+    "observations trained on": {
+        "loss.mask_observations": False, "loss.aggregation": "seq-mean-token-sum-norm",
+    },
+    "a loss of one's own": {"loss.name": "tests.training.test_signal_free.unlike"},
+}  # fmt: skip
+EXPERTS = {
+    "experts": {},
+    "experts in balance": {"model.router.balance_coef": 0.5},
+    "experts of the sampler": {"model.router.replay": True},
+}
+
+
+@cache
+def placed(model, seed):
+    return jax.device_put(tiny_params(model, seed=seed), param_shardings(MESH, model))
+
+
+def groups_of(advantages, config):
+    """Four groups; one of their members is an environment error."""
+    made = trajectories()
+    if config.model.router.replay:
+        rng = np.random.default_rng(5)
+        made = [
+            dataclasses.replace(t, routed_experts=replayed(rng, len(t.token_ids))) for t in made
+        ]
+    groups = with_fields(grouped(made), advantage=advantages)
+    rng = np.random.default_rng(3)
+    found = [
+        Divergence(
+            old_logprobs=np.float32(-5 + 0.2 * rng.standard_normal(len(t.token_ids))),
+            ref_logprobs=np.float32(-5 + 0.2 * rng.standard_normal(len(t.token_ids))),
+            per_token=np.zeros(len(t.token_ids), np.float32),
+            num_tokens=1,
+        )
+        for t in members(groups)
+    ]
+    return with_fields(groups, divergence=found)
+
+
+def replayed(rng, length):
+    """The experts of a sampler, in the layers that have some."""
+    sizes = length, len(TINY_MOE.expert_layers), TINY_MOE.num_chosen
+    return rng.integers(0, TINY_MOE.num_experts, sizes).astype(recorded_dtype(8))
+
+
+def steps(config, model, advantages, programs, skips):
+    """Of each update of a step the gradient, as Adam's first moment, and all metrics."""
+    config = config.copy_and_resolve_references()
+    config.optimizer.skip_signal_free = skips
+    update, score = programs
+    controllers = Controllers(
+        buckets=DifficultyBuckets({"t0": "easy", "t1": "medium"}),
+        kl=KLBudget({"easy": 1.0, "medium": 3.0, "hard": 0.5}),
+    )
+    packed = make_minibatches(groups_of(advantages, config), SHAPE, config, controllers=controllers)
+    params, ref_params = (placed(model, seed) for seed in (0, 2))
+    batches = put_minibatches(packed, MESH, score, params, ref_params, config)
+    found = []
+    for one, batch in zip(packed, batches, strict=True):
+        state = init_state(jax.tree.map(jnp.copy, params), MESH, model, OPTIMIZER)
+        state, metrics = update(state, batch, one)
+        moment = jax.device_get(optax.tree_utils.tree_get(state.opt_state, "mu"))
+        found.append((moment, {name: float(metric.value) for name, metric in metrics.items()}))
+    return found, packed
+
+
+def compare(config, model, advantages):
+    policy = Model(model, MESH, num_tokens=NUM_TOKENS, remat="none")
+    update = UpdateStep(
+        policy,
+        make_policy_loss(config),
+        OPTIMIZER,
+        entropy_gradient=config.loss.entropy_coef != 0,
+        balance_coef=config.model.router.balance_coef,
+    )
+    programs = update, ScoreStep(policy, temperature=1.0)
+    skipped, packed = steps(config, model, advantages, programs, True)
+    whole, all_packed = steps(config, model, advantages, programs, False)
+    for (moment, metrics), (wanted, wanted_metrics) in zip(skipped, whole, strict=True):
+        if any(np.any(leaf) for leaf in jax.tree.leaves(wanted)):
+            assert relative_distance(moment, wanted) < 1e-4
+        else:
+            assert not any(np.any(leaf) for leaf in jax.tree.leaves(moment))
+        assert metrics.keys() == wanted_metrics.keys()
+        for name, value in wanted_metrics.items():
+            assert np.isfinite(value), name
+            np.testing.assert_allclose(metrics[name], value, rtol=2e-4, atol=1e-5, err_msg=name)
+    fewer = sum(p.num_tokens for p in packed) < sum(p.num_tokens for p in all_packed)
+    return fewer, skipped
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_takes_the_same_step_with_the_same_metrics(name):
+    config = settings(**METHODS[name])
+    fewer, _ = compare(config, TINY, SOME)
+    # A term that has a gradient without an advantage keeps all.
+    has_terms = config.kl.coef and config.kl.place == "loss"
+    assert fewer != bool(has_terms or config.loss.entropy_coef or "own" in name)
+
+
+@pytest.mark.minutes
+@pytest.mark.parametrize("name", EXPERTS)
+def test_routers_are_balanced_and_measured_over_every_token(name):
+    config = settings(**EXPERTS[name])
+    fewer, found = compare(config, TINY_MOE, SOME)
+    assert fewer != bool(config.model.router.balance_coef)
+    assert {"router/balance_loss", "router/load_max", "router/entropy"} <= found[0][1].keys()
+
+
+def test_a_step_without_any_signal_is_measured():
+    fewer, [(_, metrics)] = compare(settings(), TINY, NONE)
+    assert fewer
+    assert metrics["actor/entropy"] > 3  # nats, of 250 tokens
+    assert metrics["grad_norm"] == 0
