@@ -147,7 +147,7 @@ class ChatModel:
         self._asked = _Asked(
             self._endpoint or Nobody(),
             policy_of(settings, max_concurrent=settings.max_concurrent),
-            recording=_recording(settings, workdir, process),
+            recording=_recording(settings, workdir, process, log),
             is_replay=is_replay,
             log=log,
         )
@@ -201,7 +201,9 @@ class ChatModel:
         return usage
 
 
-def _recording(settings: ChatSettings, workdir: Path | None, process: int) -> Recording | None:
+def _recording(
+    settings: ChatSettings, workdir: Path | None, process: int, log: Callable[[str], None]
+) -> Recording | None:
     """What keeps the answers; None where nothing does.
 
     Raises:
@@ -211,7 +213,7 @@ def _recording(settings: ChatSettings, workdir: Path | None, process: int) -> Re
     if settings.replay == "off" or not (folder or settings.replay == "only"):
         return None
     asked = {"model": settings.model, "options": dict(settings.options)}
-    recording = Recording(Path(folder or "replies"), asked, process=process)
+    recording = Recording(Path(folder or "replies"), asked, process=process, log=log)
     if settings.replay == "only" and not len(recording):
         raise FileNotFoundError(
             f"config.policy.openai.replay is 'only', but {recording.folder} has no answers of "
