@@ -7,6 +7,7 @@ several threads may ask at once.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import email.utils
 import functools
 import json
@@ -24,6 +25,7 @@ import httpx2
 
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import error_text, new_loop, once
+from jaxrl.envs.pacing import bounded_wait_s
 
 Result = TypeVar("Result")
 
@@ -287,22 +289,23 @@ def finite(value: Any) -> float | None:
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a server asks to wait; None where it does not.
+    """Seconds that a server asks to wait, bounded; None where it does not.
 
     By Retry-After (RFC 9110, 10.2.3), or by the quotas that are used up: `X-RateLimit-Remaining`
     and `X-RateLimit-Reset` have a number for each window, as Brave's.
     """
     asked = headers.get("retry-after", "").strip()
     if asked.isdecimal():
-        return float(asked)
+        return bounded_wait_s(float(asked))
     try:
-        return max(email.utils.parsedate_to_datetime(asked).timestamp() - time.time(), 0.0)
-    except ValueError:
+        until = email.utils.parsedate_to_datetime(asked).replace(tzinfo=datetime.UTC)
+        return bounded_wait_s(until.timestamp() - time.time())  # an HTTP date is in GMT
+    except (ValueError, OverflowError):
         pass
     left = _numbers(headers.get("x-ratelimit-remaining", ""))
     resets = _numbers(headers.get("x-ratelimit-reset", ""))
     waits = [reset for count, reset in zip(left, resets, strict=False) if count == 0]
-    return max(waits, default=None)
+    return bounded_wait_s(max(waits)) if waits else None
 
 
 def _numbers(text: str) -> list[float]:

@@ -273,6 +273,7 @@ class _Endpoint(Tool):
                 self.refusal = f"{error}; config.policy.openai.{REFUSALS[error.status]}."
             raise
         read_turn(answer, ())  # one that cannot be read is asked for again
+        _tokens(answer)
         return json.dumps(answer)
 
 
@@ -321,12 +322,31 @@ def _left_out(choice: Mapping[str, Any], text: str, stops: Sequence[str]) -> str
     return opened[max(opened)] if opened else ""
 
 
+MAX_COUNT = 10**9
+"""Tokens that an endpoint may count in one reply, far more than any model reads or writes."""
+
+
 def _tokens(answer: Mapping[str, Any]) -> dict[str, int]:
-    """Tokens that the endpoint counted; 0 where it did not."""
+    """Tokens that the endpoint counted; 0 where it did not.
+
+    Raises:
+        ToolError: it counted something else.
+    """
     usage = answer.get("usage")
-    counted = usage if isinstance(usage, dict) else {}
-    found = {name: counted.get(name) for name in ("prompt_tokens", "completion_tokens")}
-    return {name: count if type(count) is int else 0 for name, count in found.items()}
+    if usage is None:
+        usage = {}
+    if not isinstance(usage, dict):
+        raise ToolError(f"the reply's usage is {usage!r:.100}; expected an object")
+    found = {}
+    for name in ("prompt_tokens", "completion_tokens"):
+        count = usage.get(name)
+        if count is not None and not (type(count) is int and 0 <= count <= MAX_COUNT):
+            raise ToolError(
+                f"the reply's usage has {name} {count!r:.40}; expected a whole number from 0 to "
+                f"{MAX_COUNT}"
+            )
+        found[name] = count or 0
+    return found
 
 
 class ChatRollout(EpisodePlayer):
