@@ -9,6 +9,7 @@ import contextlib
 import functools
 import importlib
 import json
+import logging
 import os
 import tempfile
 import weakref
@@ -16,8 +17,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.calls import LateError, error_text, event_loop, within
+from jaxrl.envs.calls import MAX_ERROR, LateError, error_text, event_loop, within
 from jaxrl.envs.images import Picture, Pictured
+from jaxrl.envs.redaction import hide, redacted, redacted_content
 from jaxrl.envs.tools import CallError, JsonTool, check_names
 
 _INVALID_PARAMS = -32602  # of JSON-RPC: the arguments are wrong
@@ -47,6 +49,8 @@ class McpServer:
         """
         try:
             self._mcp: Any = importlib.import_module("mcp")
+            # It logs what servers send, keys too; what is wrong with that, we are told anyway.
+            logging.getLogger("mcp").setLevel(logging.CRITICAL)
         except ImportError as error:
             raise ImportError("MCP servers need mcp; pip install 'jaxrl[mcp]'.") from error
         self._spec, self._deadline_s = spec, deadline_s
@@ -92,10 +96,10 @@ class McpServer:
             ) from error
         except Exception as error:  # of transports of several kinds
             if getattr(error, "code", None) == _INVALID_PARAMS:
-                raise CallError(str(error)) from error
+                raise CallError(redacted(str(error))[:MAX_ERROR]) from error
             told = self._told()
             self._drop()
-            text = self._shown("; ".join(error_text(one) for one in _leaves(error)))
+            text = "; ".join(redacted(error_text(one)) for one in _leaves(error))[:MAX_ERROR]
             raise ToolError(f"the MCP server {self.name!r}: {text}{told}") from None
 
     async def _list(self) -> list[Any]:
@@ -160,13 +164,7 @@ class McpServer:
         # Where the server writes next must not move.
         start = max(os.fstat(self._errors.fileno()).st_size - 4 * _SHOWN, 0)
         text = os.pread(self._errors.fileno(), 4 * _SHOWN, start).decode("utf-8", "replace").strip()
-        return f" (it says: {self._shown(text)[-_SHOWN:]})" if text else ""
-
-    def _shown(self, text: str) -> str:
-        """A text without what the configuration's environment variables hold."""
-        for secret in (*self._env.values(), *self._headers.values()):
-            text = text.replace(secret, "***")
-        return text
+        return f" (it says: {redacted(text)[-_SHOWN:]})" if text else ""
 
 
 class _Held:
@@ -225,6 +223,10 @@ def _variable(name: str) -> str:
         raise ValueError(
             f"config.env.search.mcp names the environment variable {name!r}, which is not set."
         )
+    if not (
+        os.path.isabs(value) and os.path.exists(value)
+    ):  # a place is no secret, and answers speak of it
+        hide(value)
     return value
 
 
@@ -292,10 +294,13 @@ class McpTool(JsonTool):
         Raises:
             ToolError: its schema is none.
         """
-        self.name = str(listed.name)
+        self.name = redacted_content(str(listed.name))
         self._server = server
-        self._description = str(listed.description or listed.title or self.name)
-        self._schema = {"properties": {}, "required": [], **listed.input_schema}
+        self._description = redacted_content(str(listed.description or listed.title or self.name))
+        self._schema = {
+            **{"properties": {}, "required": []},
+            **redacted_content(listed.input_schema),
+        }
         try:
             self._validator.check_schema(self._schema)
         except importlib.import_module("jsonschema").SchemaError as error:
