@@ -19,11 +19,13 @@ from typing import Any
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import MAX_ERROR, LateError, error_text, event_loop, within
 from jaxrl.envs.images import Picture, Pictured
+from jaxrl.envs.mcp_transport import MAX_ANSWER_MIB, bounded_client
 from jaxrl.envs.redaction import hide, redacted, redacted_content
 from jaxrl.envs.tools import CallError, JsonTool, check_names
 
 _INVALID_PARAMS = -32602  # of JSON-RPC: the arguments are wrong
 _CLOSING_S = 5.0
+_MAX_TOOLS, _MAX_PAGES = 1_000, 100  # of a list, many times what any server has
 _SHOWN = 500  # characters of what a server wrote on its standard error
 
 
@@ -104,13 +106,22 @@ class McpServer:
 
     async def _list(self) -> list[Any]:
         client = await self._client()
-        found, cursor = [], None
-        while True:
-            page = await client.list_tools(cursor=cursor)
+        found: list[Any] = []
+        cursors: list[str | None] = [None]
+        while len(found) <= _MAX_TOOLS and len(cursors) <= _MAX_PAGES:
+            page = await client.list_tools(cursor=cursors[-1])
             found += page.tools
-            cursor = page.next_cursor
-            if cursor is None:
+            if page.next_cursor is None and len(found) <= _MAX_TOOLS:
                 return found
+            if page.next_cursor in cursors[1:]:
+                raise ToolError(
+                    f"the MCP server {self.name!r} names the same page again of its tools"
+                )
+            cursors.append(page.next_cursor)
+        raise ToolError(
+            f"the MCP server {self.name!r} lists more than {_MAX_TOOLS} tools, or them on more "
+            f"than {_MAX_PAGES} pages"
+        )
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         client = await self._client()
@@ -141,11 +152,12 @@ class McpServer:
                     stdio = importlib.import_module("mcp.client.stdio")
                     transport = stdio.stdio_client(server, errlog=errors)
                 else:
-                    http = importlib.import_module("httpx2")
-                    client = http.AsyncClient(headers=headers, timeout=deadline_s)
+                    client = bounded_client(headers, timeout_s=deadline_s)
                     await stack.enter_async_context(client)
                     streams = importlib.import_module("mcp.client.streamable_http")
-                    transport = streams.streamable_http_client(spec["url"], http_client=client)
+                    transport = streams.streamable_http_client(
+                        spec["url"], http_client=client, max_sse_event_size=MAX_ANSWER_MIB * 2**20
+                    )
                 yield await stack.enter_async_context(mcp.Client(transport, cache=None))
 
         return opened

@@ -22,13 +22,19 @@ from jaxrl.envs.judges import JudgeSettings
 from jaxrl.envs.opensearch import OpenSearchRetriever
 from jaxrl.envs.recording import Recording
 from jaxrl.envs.redaction import hide, redact_error, redacted, redacted_content, redacted_output
-from jaxrl.envs.resilient import ResilientSearch
+from jaxrl.envs.resilient import Policy, ResilientSearch
 from jaxrl.envs.tools import Tool, run_one, run_together
 from jaxrl.envs.web_search import WebSearch
-from tests.envs.test_recording import policy
 from tests.servers import Reply, served
 
 KEY = "sk-Ab9/x+\"Q\\=z&7w<mnop>'Z"
+
+
+QUICK = Policy(
+    cache_mib=1.0, cache_ttl_s=0.0, queries_per_second=0.0, max_concurrent=2, deadline_s=5.0,
+    retries=0, backoff_s=0.0, breaker_failures=0, breaker_rest_s=0.0, outage_deadline_s=0.1,
+    on_outage="empty",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -210,8 +216,7 @@ def test_a_server_that_echoes_keys_everywhere(monkeypatch, tmp_path, capfd, capl
         ]
         for engine in engines:
             recording = Recording(tmp_path / type(engine).__name__, {"url": "x"})
-            quick = policy(retries=0, outage_deadline_s=0.1, on_outage="empty")
-            asked = ResilientSearch(engine, quick, recording=recording, log=texts.append)
+            asked = ResilientSearch(engine, QUICK, recording=recording, log=texts.append)
             found = run_one(asked, "q")
             texts += [str(found), repr(found), str(getattr(found, "__dict__", ""))]
             texts += [repr(engine.retrieve(["q"], 3))]
