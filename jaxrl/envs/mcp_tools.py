@@ -11,7 +11,6 @@ import importlib
 import json
 import logging
 import os
-import tempfile
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import MAX_ERROR, LateError, error_text, event_loop, within
 from jaxrl.envs.images import Picture, Pictured
-from jaxrl.envs.mcp_transport import MAX_ANSWER_MIB, bounded_client
+from jaxrl.envs.mcp_transport import MAX_ANSWER_MIB, StdioServer, bounded_client
 from jaxrl.envs.redaction import hide, redacted, redacted_content
 from jaxrl.envs.tools import CallError, JsonTool, check_names
 
@@ -61,7 +60,7 @@ class McpServer:
         self._headers = {
             header: _variable(name) for header, name in spec.get("headers", {}).items()
         }
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115, the server writes to it
+        self._stderr = bytearray()  # the end of what it wrote on its standard error
         self._held: _Held | None = None
         self._lock: asyncio.Lock | None = None
 
@@ -140,17 +139,14 @@ class McpServer:
 
     def _opener(self) -> Callable[[], Any]:
         """What opens a connection; it does not hold this object, which ends with its last tool."""
-        spec, env, headers, errors = self._spec, self._env, self._headers, self._errors
+        spec, env, headers, told = self._spec, self._env, self._headers, self._stderr
         mcp, deadline_s = self._mcp, self._deadline_s
 
         @contextlib.asynccontextmanager
         async def opened() -> AsyncIterator[Any]:
             async with contextlib.AsyncExitStack() as stack:
                 if "command" in spec:
-                    program, *arguments = spec["command"]
-                    server = mcp.StdioServerParameters(command=program, args=arguments, env=env)
-                    stdio = importlib.import_module("mcp.client.stdio")
-                    transport = stdio.stdio_client(server, errlog=errors)
+                    transport = StdioServer(spec["command"], env, told).opened()
                 else:
                     client = bounded_client(headers, timeout_s=deadline_s)
                     await stack.enter_async_context(client)
@@ -173,9 +169,7 @@ class McpServer:
         held = self._held
         if held is not None and held.client.done() and held.client.exception() is None:
             return ""
-        # Where the server writes next must not move.
-        start = max(os.fstat(self._errors.fileno()).st_size - 4 * _SHOWN, 0)
-        text = os.pread(self._errors.fileno(), 4 * _SHOWN, start).decode("utf-8", "replace").strip()
+        text = self._stderr.decode("utf-8", "replace").strip()
         return f" (it says: {redacted(text)[-_SHOWN:]})" if text else ""
 
 

@@ -435,3 +435,44 @@ def test_the_stream_of_what_a_server_says_unasked_is_not_opened():
         time.sleep(1.5)
         assert tool.name == "t1"
         assert counts.num_sent < 2**16
+
+
+FLOODS = """
+import itertools, json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    result = {"tools": [{"name": "t", "inputSchema": {"type": "object"}}]}
+    if asked["method"] == "initialize":
+        version = asked["params"]["protocolVersion"]
+        about = {"name": "x", "version": "1"}
+        result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": about}
+    elif asked["method"] == "tools/list" and sys.argv[1] != "stderr":
+        said = {"jsonrpc": "2.0", "method": "notifications/message"}
+        said["params"] = {"data": "x" * 2**16, "level": "info"}
+        pieces = {"line": "x" * 2**16, "lines": "x" * 2**16 + chr(10)}
+        piece = pieces.get(sys.argv[1]) or json.dumps(said) + chr(10)
+        for _ in itertools.count():
+            sys.stdout.write(piece)
+    elif asked["method"] == "tools/list":
+        sys.stderr.write("y" * 2**26)
+    answer = {"jsonrpc": "2.0", "id": asked.get("id"), "result": result}
+    if asked["method"] == "server/discover":
+        del answer["result"]
+        answer["error"] = {"code": -32601, "message": "no"}
+    if "id" in asked:
+        print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.mark.parametrize("mode", ["line", "lines", "messages"])
+def test_what_a_server_writes_is_bounded(mode):
+    server = McpServer({"command": (sys.executable, "-c", FLOODS, mode)}, deadline_s=60)
+    with pytest.raises(ToolError, match="the answer has more than 16 MiB"):
+        server.tools()
+
+
+def test_what_a_server_writes_on_its_standard_error_is_read_and_not_kept():
+    server = McpServer({"command": (sys.executable, "-c", FLOODS, "stderr")}, deadline_s=60)
+    [tool] = server.tools()
+    assert tool.name == "t"
+    assert len(server._stderr) <= 2_000
