@@ -466,7 +466,7 @@ def _make_search(
 ) -> ResilientSearch:
     """The search engine with what stands around it."""
     policy = Policy(**{field.name: config.search[field.name] for field in fields(Policy)})
-    recording = _make_recording(config, workdir)
+    recording = _make_recording(config, workdir, log)
     is_replay = config.search.replay == "only"
     engine = _make_plain_search(config, show)
     if getattr(engine, "asks_server", False) and not is_replay:
@@ -572,7 +572,9 @@ def _as_recorded(asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     return fitting[0] if fitting else settings
 
 
-def _make_recording(config: ConfigDict, workdir: Path | None) -> Recording | None:
+def _make_recording(
+    config: ConfigDict, workdir: Path | None, log: Callable[[str], None]
+) -> Recording | None:
     """What keeps the results of searches; None where nothing does.
 
     Raises:
@@ -591,7 +593,7 @@ def _make_recording(config: ConfigDict, workdir: Path | None) -> Recording | Non
     asked = {"engine": settings.engine, "settings": _asked_settings(config)}
     if settings.replay == "only":
         asked["settings"] = _as_recorded(asked, folder)
-    recording = Recording(folder, asked, process=jax.process_index())
+    recording = Recording(folder, asked, process=jax.process_index(), log=log)
     if settings.replay == "only" and not recording:
         there = "; ".join(recorded_engines(folder)) or "nothing"
         raise FileNotFoundError(

@@ -40,6 +40,7 @@ from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
 from jaxrl import config_checks
+from jaxrl.envs.redaction import redacted_output
 from jaxrl.runtime.files import REMEDIES, full_disk, held, printable, system_message
 from jaxrl.runtime.stopping import stop_on_signals
 
@@ -107,7 +108,7 @@ INPUT_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OSError, flags.
 def main(argv: Sequence[str]) -> None:
     """Checks everything, then runs."""
     begun = threading.Event()
-    with stop_on_signals(begun.is_set) as should_stop:
+    with redacted_output(), stop_on_signals(begun.is_set) as should_stop:
         config, workdir, job = _prepare(argv)
         from jaxrl.runtime.checkpoint import raises_once
         from jaxrl.runtime.job import join

@@ -1,7 +1,10 @@
 """Runs whose policy is a model behind an endpoint."""
 
+import base64
+import html
 import json
 import shutil
+import urllib.parse
 
 import pytest
 
@@ -11,12 +14,13 @@ from jaxrl.config_checks import validate
 from jaxrl.envs.base import Outcome
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.report import write_report
 from jaxrl.run import run
 from jaxrl.sampling.rollout import Interrupted, Sampling, Seeds
 from jaxrl.training.ledger import BudgetSpentError
 from jaxrl.types import Draw, members
 from tests.runs import evaluation, records, warm_start
-from tests.servers import served
+from tests.servers import Reply, served
 
 KEY = "sk-very-secret"
 
@@ -288,3 +292,46 @@ def test_a_model_of_ones_own_behind_an_endpoint_gives_the_same_answers(
     assert [t.generated_text for t in external] == [t.generated_text for t in own]
     assert [t.reward_parts for t in external] == [t.reward_parts for t in own]
     assert [t.outcome for t in external if t.outcome != Outcome.OUT_OF_BUDGET]
+
+
+def test_an_endpoint_that_echoes_its_key_tells_it_to_no_file(
+    tiny_world, bare_model, tmp_path, monkeypatch, capfd
+):
+    key = 'sk-Ab9/x+"Q7w<mnop>Z-long'
+    monkeypatch.setenv("POLICY_KEY", key)
+    spellings = (
+        key,
+        json.dumps(key)[1:-1].replace("/", "\\/"),
+        "".join(f"\\u{ord(c):04X}" for c in key),
+        urllib.parse.quote(key, safe=""),
+        html.escape(key),
+        base64.b64encode(f"user:{key}".encode()).decode(),
+        key.encode().hex(),
+    )
+    plays = half_right(tiny_world)
+    last = json.loads((tiny_world / "questions_eval.jsonl").read_text().splitlines()[-1])
+
+    def answer(request):
+        asked = request.headers["authorization"]
+        assert asked == f"Bearer {key}"
+        if request.json["messages"][0]["content"] == last["question"]:
+            return Reply(" ".join(spellings), 400)
+        reply = plays(request)
+        message = reply["choices"][0]["message"]
+        message["content"] = " ".join(spellings) + message["content"]
+        return {**reply, asked: spellings}
+
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    with served(answer) as server:
+        config = external_config(tiny_world, bare_model, f"{server.url}/v1")
+        validate(config)
+        display = Display()
+        run(config, workdir, assemble(config, workdir=workdir, log=display.log), display)
+    write_report([workdir])
+    found = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
+    assert {"report.html"} < {path.name for path in found}
+    assert sum(b"***" in content for content in found.values()) >= 3
+    found |= dict(enumerate(text.encode() for text in capfd.readouterr()))
+    for spelling in spellings:
+        assert [place for place, content in found.items() if spelling.encode() in content] == []

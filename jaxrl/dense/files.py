@@ -6,7 +6,7 @@ A folder of the index holds
     offsets.npy     int64 [N], where each document's line begins in the corpus
     checks.npy      uint32 [N], CRC-32 of that line
     chunks.jsonl    a line for each chunk of vectors that is written: its number and SHA-256
-    manifest.json   what the vectors were made of
+    manifest.json   what the vectors were made of, and SHA-256 of the two files of lines
 
 It is named after all that its vectors depend on. While it is built it has another name, so a folder
 with that name is whole.
@@ -35,6 +35,7 @@ from jaxrl.envs.corpus import (
     check_corpus,
     check_unchanged,
     corpus_digest,
+    file_digest,
     line_check,
     longest_known,
     make_once,
@@ -52,6 +53,7 @@ _VERSION = 2  # part of every folder's name: raise it when what is stored change
 _VECTORS, _OFFSETS, _CHECKS, _CHUNKS, _MANIFEST = (
     "vectors.bin", "offsets.npy", "checks.npy", "chunks.jsonl", "manifest.json",
 )  # fmt: skip
+_LINE_FILES, _LINES = (_OFFSETS, _CHECKS), "lines"
 
 Rows = Callable[[int, int], np.ndarray]
 """Vectors of the documents from one place in the corpus to before another, float [n, D]."""
@@ -121,6 +123,12 @@ class Source:
         }
 
     @property
+    def manifest(self) -> dict[str, Any]:
+        """As `manifest.json` holds it, without digests of files."""
+        size = self.corpus.stat().st_size
+        return {**self.made_of, "corpus": {"digest": self.digest, "bytes": size}}
+
+    @property
     def folder(self) -> Path:
         """Of these vectors."""
         key = json.dumps([self.made_of, self.digest], sort_keys=True)
@@ -169,11 +177,61 @@ def open_built(
 def _open(source: Source, folder: Path) -> VectorFiles:
     damaged = f"delete the folder {folder}, and the next start builds it anew."
     try:
+        _check_lines(source, folder)
         documents = _documents(source, folder)
     except (OSError, ValueError) as error:
         raise ValueError(f"the index is damaged; {damaged} ({error})") from error
-    dtype, shape = FILE_DTYPES[source.dtype], (len(documents), source.width)
-    expected = len(documents) * source.width * dtype.itemsize
+    return VectorFiles(folder, _vectors(source, folder, len(documents)), documents)
+
+
+def _check_lines(source: Source, folder: Path) -> None:
+    """Refuses an index whose files of lines are not those that were written.
+
+    An index of before there were digests gets them, once its lines are those of the corpus.
+
+    Raises:
+        OSError, ValueError: says which file is another.
+    """
+    manifest = _read_json(folder / _MANIFEST)
+    digests = manifest.pop(_LINES, None) if isinstance(manifest, dict) else None
+    if manifest != source.manifest:
+        raise ValueError(f"{_MANIFEST} is not the file that was written")
+    if digests is None:
+        lines = line_offsets(source.corpus, lambda _: None)
+        same = [
+            np.array_equal(np.load(folder / n), x) for n, x in zip(_LINE_FILES, lines, strict=True)
+        ]
+        found = dict(zip(_LINE_FILES, same, strict=True))
+    else:
+        written = _line_digests(folder)
+        found = {name: digests.get(name) == written[name] for name in _LINE_FILES}
+    for name, is_whole in found.items():
+        if not is_whole:
+            raise ValueError(f"{name} is not the file that was written")
+    if digests is None:
+        with contextlib.suppress(OSError):  # of others: the next start compares again
+            _write_manifest(source, folder)
+
+
+def _write_manifest(source: Source, folder: Path) -> None:
+    manifest = {**source.manifest, _LINES: _line_digests(folder)}
+    _write(folder / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+
+def _line_digests(folder: Path) -> dict[str, str]:
+    return {name: file_digest(folder / name) for name in _LINE_FILES}
+
+
+def _vectors(source: Source, folder: Path, count: int) -> np.ndarray:
+    """The vectors of an index, mapped from its file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: they are not as many, or not those that were written.
+    """
+    damaged = f"delete the folder {folder}, and the next start builds it anew."
+    dtype, shape = FILE_DTYPES[source.dtype], (count, source.width)
+    expected = count * source.width * dtype.itemsize
     found = (folder / _VECTORS).stat().st_size
     if found != expected:
         raise ValueError(
@@ -189,7 +247,7 @@ def _open(source: Source, folder: Path) -> VectorFiles:
             f"{folder / _VECTORS}: vectors from {missing[0] * CHUNK_ROWS} on are not those that "
             f"were written: it is damaged; {damaged}"
         )
-    return VectorFiles(folder, vectors, documents)
+    return vectors
 
 
 def _documents(source: Source, folder: Path) -> Documents:
@@ -198,7 +256,7 @@ def _documents(source: Source, folder: Path) -> Documents:
     Raises:
         OSError, ValueError: its files cannot be read.
     """
-    offsets, checks = (np.load(folder / name, mmap_mode="r") for name in (_OFFSETS, _CHECKS))
+    offsets, checks = (np.load(folder / name, mmap_mode="r") for name in _LINE_FILES)
     if offsets.ndim != 1 or offsets.shape != checks.shape:
         raise ValueError(f"{offsets.shape} offsets and {checks.shape} checks")
     return Documents(source.corpus, offsets, checks)
@@ -209,15 +267,19 @@ def _build(
 ) -> None:
     """Writes what is missing in a folder beside, then gives that its name."""
     building = folder.with_name(f"{folder.name}.building")
-    manifest = {**source.made_of, "corpus": {"digest": source.digest, "bytes": _size(source)}}
-    has_lines = all((building / name).is_file() for name in (_OFFSETS, _CHECKS))
-    if _read_json(building / _MANIFEST) != manifest or not has_lines:
+    manifest, digest = _read_json(building / _MANIFEST), source.digest
+    is_same = isinstance(manifest, dict) and {**manifest, _LINES: 0} == {
+        **source.manifest,
+        _LINES: 0,
+    }
+    has_lines = all((building / name).is_file() for name in _LINE_FILES)
+    if not (is_same and has_lines):
         shutil.rmtree(building, ignore_errors=True)
         building.mkdir(parents=True)
         offsets, checks = line_offsets(source.corpus, progress)
         np.save(building / _OFFSETS, offsets)
         np.save(building / _CHECKS, checks)
-        _write(building / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
+        _write_manifest(source, building)
     documents = _documents(source, building)
     _reserve(building, (len(documents), source.width), FILE_DTYPES[source.dtype])
     vectors = np.memmap(
@@ -239,7 +301,7 @@ def _build(
                 os.fsync(log.fileno())
             progress(stop)
     del vectors
-    check_unchanged(source.corpus, source.index_dir, manifest["corpus"]["digest"])
+    check_unchanged(source.corpus, source.index_dir, digest)
     building.rename(folder)
 
 
@@ -252,10 +314,6 @@ def _checked(found: np.ndarray, shape: tuple[int, int], start: int) -> np.ndarra
             f"numbers, {shape}."
         )
     return found
-
-
-def _size(source: Source) -> int:
-    return source.corpus.stat().st_size
 
 
 def _reserve(building: Path, shape: tuple[int, int], dtype: np.dtype) -> None:
@@ -282,7 +340,9 @@ def _written_chunks(folder: Path) -> dict[int, str]:
     found: dict[int, str] = {}
     with contextlib.suppress(FileNotFoundError):
         for line in (folder / _CHUNKS).read_bytes().split(b"\n"):
-            with contextlib.suppress(ValueError, KeyError, TypeError):  # one that a kill has cut
+            with contextlib.suppress(
+                ValueError, KeyError, TypeError, OverflowError
+            ):  # a kill cut it
                 fields = json.loads(line)
                 found[int(fields["chunk"])] = str(fields["sha256"])
     return found
@@ -307,16 +367,19 @@ def _with_earlier(source: Source, rows: Rows) -> Rows:
     """Takes from an earlier index what it has of the corpus, which has grown at its end since."""
     folders: dict[str, tuple[int, Path]] = {}
     for manifest in source.index_dir.glob(f"dense-*/{_MANIFEST}"):
-        fields = _read_json(manifest) or {}
-        corpus = fields.pop("corpus", {})
-        if fields == source.made_of and manifest.parent.suffix != ".building":
-            folders[corpus["digest"]] = corpus["bytes"], manifest.parent
-    sizes = {digest: size for digest, (size, _) in folders.items() if size < _size(source)}
+        match _read_json(manifest):
+            case {"corpus": {"digest": str() as digest, "bytes": int() as size}, **fields}:
+                fields.pop(_LINES, None)
+                if fields == source.made_of and manifest.parent.suffix != ".building":
+                    folders[digest] = size, manifest.parent
+    whole = source.corpus.stat().st_size
+    sizes = {digest: size for digest, (size, _) in folders.items() if size < whole}
     digest, _ = longest_known(source.corpus, sizes)
     if not digest:
         return rows
     try:
-        earlier = _open(source, folders[digest][1]).vectors
+        folder = folders[digest][1]
+        earlier = _vectors(source, folder, len(_documents(source, folder)))
     except (OSError, ValueError):  # damaged: it helps nobody
         return rows
 
@@ -416,7 +479,7 @@ def _read_json(file: Path) -> Any:
 
 def _write(file: Path, text: str) -> None:
     """In one piece, after all that was written before."""
-    unfinished = file.with_name(f".{file.name}")
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     with open(unfinished, "w", encoding="utf-8") as out:
         out.write(text)
         out.flush()

@@ -38,7 +38,6 @@ class Completions:
         self._client = JsonClient(
             Bounds(timeout_s=timeout_s, connections=connections, max_mib=MAX_REPLY_MIB),
             headers={"Authorization": f"Bearer {secret}"} if secret else {},
-            secret=secret,
         )
 
     def ask(self, body: Mapping[str, Any]) -> Any:

@@ -309,6 +309,11 @@ def corpus_digest(corpus: Path, index_dir: Path) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _digest(file: Path, size: int, mtime_ns: int) -> str:
+    return file_digest(file)
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256 of a file's content."""
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

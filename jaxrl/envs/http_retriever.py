@@ -81,7 +81,6 @@ class HttpRetriever(DocumentSearch):
         self._client = JsonClient(
             Bounds(timeout_s=timeout_s, connections=connections, max_mib=max_response_mib),
             headers={"Authorization": f"Bearer {secret}"} if secret else {},
-            secret=secret,
         )
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:

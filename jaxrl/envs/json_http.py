@@ -7,6 +7,7 @@ several threads may ask at once.
 from __future__ import annotations
 
 import asyncio
+import datetime
 import email.utils
 import functools
 import json
@@ -24,10 +25,14 @@ import httpx2
 
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import error_text, new_loop, once
+from jaxrl.envs.pacing import bounded_wait_s
+from jaxrl.envs.redaction import hide, redacted, redacted_content
 
 Result = TypeVar("Result")
 
 MAX_SHOWN = 200  # characters of an answer that an error shows
+_MAX_READ = 2**18  # bytes of it that are looked at for that
+_MAX_KEY = 2**13  # characters of a key in its longest spelling
 
 MAY_PASS = frozenset({408, 425, 429})
 """Statuses below 500 after which another try may succeed."""
@@ -79,19 +84,17 @@ class JsonClient:
     """Asks servers for JSON over pooled connections.
 
     Nothing is asked twice: what fails says whether and when to try again, as `ToolError` has it.
+    Neither answers nor errors hold a key that `key_of` has read.
     """
 
-    def __init__(
-        self, bounds: Bounds, *, headers: Mapping[str, str] | None = None, secret: str = ""
-    ) -> None:
+    def __init__(self, bounds: Bounds, *, headers: Mapping[str, str] | None = None) -> None:
         """Opens no connection yet.
 
         Args:
             bounds: of each request.
             headers: of each request.
-            secret: text that no message may hold, as a key.
         """
-        self._bounds, self._secret = bounds, secret
+        self._bounds = bounds
         limits = httpx2.Limits(
             max_connections=bounds.connections,
             max_keepalive_connections=bounds.connections,
@@ -161,8 +164,10 @@ class JsonClient:
             return body
 
     def _status_error(self, request: Request, response: Any, body: bytes) -> ToolError:
-        status, elsewhere = response.status_code, response.headers.get("location", "")
-        redirects = f", redirecting to {shown_url(elsewhere)}" if elsewhere else ""
+        status, places = response.status_code, response.headers.get_list("location")
+        # Of several, each might hold a part of a key.
+        elsewhere = shown_url(places[0]) if len(places) == 1 else f"{len(places)} places"
+        redirects = f", redirecting to {elsewhere}" if places else ""
         return self._error(
             request,
             f"answers with status {status}{redirects}: {self._start(body)}",
@@ -173,24 +178,21 @@ class JsonClient:
 
     def _parse(self, request: Request, body: bytes) -> Any | ToolError:
         try:
-            return json.loads(body)
+            return redacted_content(json.loads(body))
         except (ValueError, RecursionError) as error:
             what = f"{len(body)} bytes that are not JSON ({error_text(error)})"
             return self._error(request, f"gives {what}: {self._start(body)}")
 
     def _start(self, body: bytes) -> str:
-        """How an answer begins, for a message; a secret is left out before anything is cut."""
-        text = body[: 4 * MAX_SHOWN].decode("utf-8", "replace")
-        if self._secret:
-            text = text.replace(self._secret, "***")
-            cut = (n for n in range(1, len(self._secret)) if text.endswith(self._secret[:n]))
-            text = text[: len(text) - max(cut, default=0)]
+        """How an answer begins, for a message; keys are left out before anything is cut."""
+        text = redacted(body[:_MAX_READ].decode("utf-8", "replace"))
+        if len(body) > _MAX_READ:  # what was cut there may be the beginning of a key
+            text = text[:-_MAX_KEY]
         text = " ".join(text.split())
         return repr(text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " ..")
 
     def _error(self, request: Request, text: str, **about: Any) -> ToolError:
-        message = f"{shown_url(request.url)} {text}"
-        return ToolError(message.replace(self._secret, "***") if self._secret else message, **about)
+        return ToolError(redacted(f"{shown_url(request.url)} {text}"), **about)
 
 
 def shown_url(url: str) -> str:
@@ -238,7 +240,7 @@ def check_url(key: str, url: str, *, keys_from: str = "the key_env beside it") -
 
 
 def key_of(key: str, variable: str) -> str:
-    """The secret that an environment variable holds.
+    """The secret that an environment variable holds; from now on it is left out of all texts.
 
     Args:
         key: of the configuration, which names the variable.
@@ -266,6 +268,7 @@ def key_of(key: str, variable: str) -> str:
             f"the environment variable {shown} holds characters that no HTTP header can; expected "
             "a key."
         )
+    hide(secret)
     return secret
 
 
@@ -287,22 +290,23 @@ def finite(value: Any) -> float | None:
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Seconds that a server asks to wait; None where it does not.
+    """Seconds that a server asks to wait, bounded; None where it does not.
 
     By Retry-After (RFC 9110, 10.2.3), or by the quotas that are used up: `X-RateLimit-Remaining`
     and `X-RateLimit-Reset` have a number for each window, as Brave's.
     """
     asked = headers.get("retry-after", "").strip()
     if asked.isdecimal():
-        return float(asked)
+        return bounded_wait_s(float(asked))
     try:
-        return max(email.utils.parsedate_to_datetime(asked).timestamp() - time.time(), 0.0)
-    except ValueError:
+        until = email.utils.parsedate_to_datetime(asked).replace(tzinfo=datetime.UTC)
+        return bounded_wait_s(until.timestamp() - time.time())  # an HTTP date is in GMT
+    except (ValueError, OverflowError):
         pass
     left = _numbers(headers.get("x-ratelimit-remaining", ""))
     resets = _numbers(headers.get("x-ratelimit-reset", ""))
     waits = [reset for count, reset in zip(left, resets, strict=False) if count == 0]
-    return max(waits, default=None)
+    return bounded_wait_s(max(waits)) if waits else None
 
 
 def _numbers(text: str) -> list[float]:

@@ -254,20 +254,30 @@ class Judge:
             queries_per_second=settings.queries_per_second,
         )
         is_replay = settings.replay == "only"
+
+        def tell(text: str) -> None:
+            # A warning is told as one by how it begins.
+            mark = "warning: " if text.startswith("warning: ") else ""
+            log(f"{mark}reward part {self.name!r}: {text.removeprefix(mark)}")
+
         self._asked = _Asked(
             Nobody() if is_replay else Endpoint(settings),
             policy,
-            recording=self._recording(workdir, process),
+            recording=self._recording(workdir, process, tell),
             is_replay=is_replay,
-            log=lambda text: log(f"reward part {self.name!r}: {text}"),
+            log=tell,
         )
 
-    def _recording(self, workdir: Path | None, process: int) -> Recording | None:
+    def _recording(
+        self, workdir: Path | None, process: int, log: Callable[[str], None]
+    ) -> Recording | None:
         settings = self.settings
         folder = settings.replay_folder or (workdir and workdir / "judgements")
         if settings.replay == "off" or not (folder or settings.replay == "only"):
             return None
-        recording = Recording(Path(folder or "judgements"), settings.asked, process=process)
+        recording = Recording(
+            Path(folder or "judgements"), settings.asked, process=process, log=log
+        )
         if settings.replay == "only" and not len(recording):
             raise FileNotFoundError(
                 f"config.reward.judges[{self.name!r}] has replay='only', but {recording.folder} "

@@ -12,20 +12,22 @@ import shutil
 import tempfile
 import unicodedata
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import tantivy
 
-from jaxrl.envs.calls import side_by_side
+from jaxrl.envs.base import ToolError
+from jaxrl.envs.calls import MAX_ERROR, side_by_side
 from jaxrl.envs.corpus import (
     CorpusDocuments,
     Known,
     check_corpus,
     check_unchanged,
     corpus_digest,
+    file_digest,
     id_hash,
     index_folder,
     longest_known,
@@ -44,7 +46,7 @@ _CJK_RUN = re.compile(f"[{_CJK}]+")
 _WORD = re.compile(rf"[{_CJK}]+|[^\W{_CJK}]+")
 
 # Part of the key of every index: raise it when `tokenize` or what is stored changes.
-_INDEX_VERSION = 2
+_INDEX_VERSION = 3
 
 
 def tokenize(text: str) -> list[str]:
@@ -91,6 +93,7 @@ class LocalSearch(DocumentSearch):
     appended to a corpus that has an index, only these are read: the new index goes on from a copy
     of the old one, and finds what one built afresh does, but that scores may differ by a few parts
     in a million. Several processes may start at once, and a build that was killed is begun afresh.
+    Each opening compares all files with their checksums, so a damaged index answers nothing wrong.
     """
 
     def __init__(
@@ -122,17 +125,11 @@ class LocalSearch(DocumentSearch):
         self.topk = topk
         self.documents = CorpusDocuments(Path(corpus))
         folder = _built_index(Path(corpus), index_dir, progress)
-        for part in folder.iterdir():
-            part.open("rb").close()  # tantivy would not tell which one may not be read
-        try:
+        with _damage_told(folder, ValueError):
+            _check_files(folder)
             opened = _open(folder)
             self._searcher = opened.searcher()
-        except ValueError as error:
-            raise ValueError(
-                f"the index {folder} is damaged; delete that folder, and the next start builds it "
-                f"anew. (tantivy: {error})"
-            ) from error
-        self._schema = opened.schema
+        self._folder, self._schema = folder, opened.schema
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """The documents with the highest BM25 scores, several queries side by side.
@@ -144,11 +141,12 @@ class LocalSearch(DocumentSearch):
 
     def _best(self, query: str, topk: int) -> list[Hit]:
         found: list[Hit] = []
-        for score, addresses in self._ties(tokenize(query), topk):
-            documents = sorted(self._document(address) for address in addresses)
-            found += [Hit(document, score) for document in documents]
-            if len(found) >= topk:
-                break
+        with _damage_told(self._folder, _DAMAGED):  # since it was opened
+            for score, addresses in self._ties(tokenize(query), topk):
+                documents = sorted(self._document(address) for address in addresses)
+                found += [Hit(document, score) for document in documents]
+                if len(found) >= topk:
+                    break
         return found[:topk]
 
     def _ties(self, tokens: list[str], topk: int) -> list[tuple[float, list[Any]]]:
@@ -173,6 +171,57 @@ class LocalSearch(DocumentSearch):
     def _document(self, address: Any) -> Document:
         record: Any = self._searcher.doc(address).get_first("record")
         return Document(*json.loads(record))
+
+
+# Another search would fail alike.
+_DAMAGED = functools.partial(ToolError, is_permanent=True)
+
+
+@contextlib.contextmanager
+def _damage_told(folder: Path, kind: Callable[[str], Exception]) -> Iterator[None]:
+    """Has what tantivy says or panics of in a damaged index raised as `kind`, in one line."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic is a BaseException of a module that cannot be imported.
+        if not isinstance(error, ValueError) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(
+            f"the index {folder} is damaged; delete that folder, and the next start builds it "
+            f"anew. ({' '.join(str(error).split())[:MAX_ERROR]})"
+        ) from error
+
+
+def _check_files(folder: Path) -> None:
+    """Refuses an index with a file that is not as it was written; about a second a GB.
+
+    Raises:
+        PermissionError: one may not be read.
+        ValueError: one is another, or missing.
+    """
+    try:
+        digests = dict(json.loads((folder / _READ).read_text(encoding="utf-8"))["files"])
+    except FileNotFoundError:
+        raise ValueError(f"{_READ} is missing") from None
+    except (LookupError, TypeError, ValueError, RecursionError):
+        raise ValueError(f"{_READ} is not the file that was written") from None
+    for name, found in _digests(folder, list(digests)).items():
+        if found != digests[name]:
+            what = "is not the file that was written" if found else "is missing"
+            raise ValueError(f"{name} {what}")
+
+
+def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    """SHA-256 of files of a folder; "" for one that is missing."""
+
+    def digest(name: str) -> str:
+        try:
+            return file_digest(folder / name)
+        except FileNotFoundError:
+            return ""
+
+    found = side_by_side(digest, names, max_threads=_NUM_THREADS)
+    return dict(zip(names, found, strict=True))
 
 
 def _open(folder: Path) -> Any:
@@ -237,7 +286,10 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
             _copy_index(old, building)
         ids = _write_index(corpus, building, known, progress)
         (building / _IDS).write_bytes(ids.tobytes())
-        read = {"sha256": digest, "num_bytes": corpus.stat().st_size}
+        read: dict[str, Any] = {"sha256": digest, "num_bytes": corpus.stat().st_size}
+        read["files"] = _digests(
+            building, sorted(p.name for p in building.iterdir() if p.suffix != ".lock")
+        )
         (building / _READ).write_text(json.dumps(read | {"format": _format()}), encoding="utf-8")
         for part in building.iterdir():  # some of tantivy's files are their owner's alone
             part.chmod(building.stat().st_mode & 0o666)
@@ -256,8 +308,8 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
         shutil.rmtree(building, ignore_errors=True)
 
 
-# Beside tantivy's files: what was read for an index, and `id_hash` of its documents in 8 bytes
-# each, by which an index of a longer corpus goes on.
+# Beside tantivy's files: what was read for an index, with the SHA-256 of all its files; and
+# `id_hash` of its documents in 8 bytes each, by which an index of a longer corpus goes on.
 _READ, _IDS = "corpus.json", "ids"
 
 
@@ -276,8 +328,10 @@ def _known_part(corpus: Path, index_dir: Path) -> tuple[Path | None, Known]:
         return None, Known()
     ids = array("Q")
     try:
-        ids.frombytes((folders[digest] / _IDS).read_bytes())
-        num_documents = _open(folders[digest]).searcher().num_docs
+        with _damage_told(folders[digest], ValueError):
+            _check_files(folders[digest])
+            ids.frombytes((folders[digest] / _IDS).read_bytes())
+            num_documents = _open(folders[digest]).searcher().num_docs
     except (OSError, ValueError):  # damaged, or not ours to read: built afresh
         return None, Known()
     if num_documents != len(ids):

@@ -9,19 +9,22 @@ import contextlib
 import functools
 import importlib
 import json
+import logging
 import os
-import tempfile
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.calls import LateError, error_text, event_loop, within
+from jaxrl.envs.calls import MAX_ERROR, LateError, error_text, event_loop, within
 from jaxrl.envs.images import Picture, Pictured
+from jaxrl.envs.mcp_transport import MAX_ANSWER_MIB, StdioServer, bounded_client
+from jaxrl.envs.redaction import hide, redacted, redacted_content
 from jaxrl.envs.tools import CallError, JsonTool, check_names
 
 _INVALID_PARAMS = -32602  # of JSON-RPC: the arguments are wrong
 _CLOSING_S = 5.0
+_MAX_TOOLS, _MAX_PAGES = 1_000, 100  # of a list, many times what any server has
 _SHOWN = 500  # characters of what a server wrote on its standard error
 
 
@@ -47,6 +50,8 @@ class McpServer:
         """
         try:
             self._mcp: Any = importlib.import_module("mcp")
+            # It logs what servers send, keys too; what is wrong with that, we are told anyway.
+            logging.getLogger("mcp").setLevel(logging.CRITICAL)
         except ImportError as error:
             raise ImportError("MCP servers need mcp; pip install 'jaxrl[mcp]'.") from error
         self._spec, self._deadline_s = spec, deadline_s
@@ -55,7 +60,7 @@ class McpServer:
         self._headers = {
             header: _variable(name) for header, name in spec.get("headers", {}).items()
         }
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115, the server writes to it
+        self._stderr = bytearray()  # the end of what it wrote on its standard error
         self._held: _Held | None = None
         self._lock: asyncio.Lock | None = None
 
@@ -92,21 +97,30 @@ class McpServer:
             ) from error
         except Exception as error:  # of transports of several kinds
             if getattr(error, "code", None) == _INVALID_PARAMS:
-                raise CallError(str(error)) from error
+                raise CallError(redacted(str(error))[:MAX_ERROR]) from error
             told = self._told()
             self._drop()
-            text = self._shown("; ".join(error_text(one) for one in _leaves(error)))
+            text = "; ".join(redacted(error_text(one)) for one in _leaves(error))[:MAX_ERROR]
             raise ToolError(f"the MCP server {self.name!r}: {text}{told}") from None
 
     async def _list(self) -> list[Any]:
         client = await self._client()
-        found, cursor = [], None
-        while True:
-            page = await client.list_tools(cursor=cursor)
+        found: list[Any] = []
+        cursors: list[str | None] = [None]
+        while len(found) <= _MAX_TOOLS and len(cursors) <= _MAX_PAGES:
+            page = await client.list_tools(cursor=cursors[-1])
             found += page.tools
-            cursor = page.next_cursor
-            if cursor is None:
+            if page.next_cursor is None and len(found) <= _MAX_TOOLS:
                 return found
+            if page.next_cursor in cursors[1:]:
+                raise ToolError(
+                    f"the MCP server {self.name!r} names the same page again of its tools"
+                )
+            cursors.append(page.next_cursor)
+        raise ToolError(
+            f"the MCP server {self.name!r} lists more than {_MAX_TOOLS} tools, or them on more "
+            f"than {_MAX_PAGES} pages"
+        )
 
     async def _call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         client = await self._client()
@@ -125,23 +139,21 @@ class McpServer:
 
     def _opener(self) -> Callable[[], Any]:
         """What opens a connection; it does not hold this object, which ends with its last tool."""
-        spec, env, headers, errors = self._spec, self._env, self._headers, self._errors
+        spec, env, headers, told = self._spec, self._env, self._headers, self._stderr
         mcp, deadline_s = self._mcp, self._deadline_s
 
         @contextlib.asynccontextmanager
         async def opened() -> AsyncIterator[Any]:
             async with contextlib.AsyncExitStack() as stack:
                 if "command" in spec:
-                    program, *arguments = spec["command"]
-                    server = mcp.StdioServerParameters(command=program, args=arguments, env=env)
-                    stdio = importlib.import_module("mcp.client.stdio")
-                    transport = stdio.stdio_client(server, errlog=errors)
+                    transport = StdioServer(spec["command"], env, told).opened()
                 else:
-                    http = importlib.import_module("httpx2")
-                    client = http.AsyncClient(headers=headers, timeout=deadline_s)
+                    client = bounded_client(headers, timeout_s=deadline_s)
                     await stack.enter_async_context(client)
                     streams = importlib.import_module("mcp.client.streamable_http")
-                    transport = streams.streamable_http_client(spec["url"], http_client=client)
+                    transport = streams.streamable_http_client(
+                        spec["url"], http_client=client, max_sse_event_size=MAX_ANSWER_MIB * 2**20
+                    )
                 yield await stack.enter_async_context(mcp.Client(transport, cache=None))
 
         return opened
@@ -157,16 +169,8 @@ class McpServer:
         held = self._held
         if held is not None and held.client.done() and held.client.exception() is None:
             return ""
-        # Where the server writes next must not move.
-        start = max(os.fstat(self._errors.fileno()).st_size - 4 * _SHOWN, 0)
-        text = os.pread(self._errors.fileno(), 4 * _SHOWN, start).decode("utf-8", "replace").strip()
-        return f" (it says: {self._shown(text)[-_SHOWN:]})" if text else ""
-
-    def _shown(self, text: str) -> str:
-        """A text without what the configuration's environment variables hold."""
-        for secret in (*self._env.values(), *self._headers.values()):
-            text = text.replace(secret, "***")
-        return text
+        text = self._stderr.decode("utf-8", "replace").strip()
+        return f" (it says: {redacted(text)[-_SHOWN:]})" if text else ""
 
 
 class _Held:
@@ -225,6 +229,10 @@ def _variable(name: str) -> str:
         raise ValueError(
             f"config.env.search.mcp names the environment variable {name!r}, which is not set."
         )
+    if not (
+        os.path.isabs(value) and os.path.exists(value)
+    ):  # a place is no secret, and answers speak of it
+        hide(value)
     return value
 
 
@@ -292,10 +300,13 @@ class McpTool(JsonTool):
         Raises:
             ToolError: its schema is none.
         """
-        self.name = str(listed.name)
+        self.name = redacted_content(str(listed.name))
         self._server = server
-        self._description = str(listed.description or listed.title or self.name)
-        self._schema = {"properties": {}, "required": [], **listed.input_schema}
+        self._description = redacted_content(str(listed.description or listed.title or self.name))
+        self._schema = {
+            **{"properties": {}, "required": []},
+            **redacted_content(listed.input_schema),
+        }
         try:
             self._validator.check_schema(self._schema)
         except importlib.import_module("jsonschema").SchemaError as error:

@@ -85,9 +85,8 @@ class OpenSearchRetriever(DocumentSearch):
         self._url, self._index = f"{url.rstrip('/')}/_msearch", index
         self._title, self._text = fields[0] if len(fields) == 2 else "", fields[-1]
         self._batch_size = batch_size
-        headers, secret = _authorization(auth)
         bounds = Bounds(timeout_s=timeout_s, connections=connections, max_mib=MAX_RESPONSE_MIB)
-        self._client = JsonClient(bounds, headers=headers, secret=secret)
+        self._client = JsonClient(bounds, headers=_authorization(auth))
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """The documents of the index for each query."""
@@ -191,14 +190,14 @@ def _reason(error: Any) -> str:
     return str(error)[:300]
 
 
-def _authorization(auth: str) -> tuple[dict[str, str], str]:
-    """The header that says who asks, and the secret in it.
+def _authorization(auth: str) -> dict[str, str]:
+    """The header that says who asks.
 
     Raises:
         ValueError: there is no such way to say it, or the variable is not set.
     """
     if not auth:
-        return {}, ""
+        return {}
     scheme, _, variable = auth.partition(":")
     if scheme not in AUTHS or not variable:
         raise ValueError(
@@ -210,4 +209,4 @@ def _authorization(auth: str) -> tuple[dict[str, str], str]:
     if scheme == "basic":
         secret = base64.b64encode(secret.encode()).decode()
     words = {"basic": "Basic", "api_key": "ApiKey", "bearer": "Bearer"}
-    return {"Authorization": f"{words[scheme]} {secret}"}, secret
+    return {"Authorization": f"{words[scheme]} {secret}"}

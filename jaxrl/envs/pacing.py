@@ -5,6 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 
+MAX_WAIT_S = 86_400.0
+"""Seconds that are waited at most because a server asks for it."""
+
+
+def bounded_wait_s(asked_s: float | None) -> float:
+    """Seconds to wait where a server asks for so many: 0 to `MAX_WAIT_S`, 0 for NaN and None."""
+    return min(max(0.0, asked_s or 0.0), MAX_WAIT_S)  # of NaN, max takes its first argument
+
 
 class RateLimit:
     """At most so many queries a second, counted when they are sent.

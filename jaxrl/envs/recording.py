@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +18,31 @@ class Recording:
     ```text
     <folder>/<hash of engine and settings>/
         engine.json             engine and settings
-        process_0.jsonl         one result a line, by process: {"key", "query", "result"}
+        process_0.jsonl         one result a line, by process: {"key", "query", "result", "digest"}
     ```
 
-    A key is the SHA-256 of engine, settings and query. A result that is there once stays, whatever
-    the engine finds later. Each process writes a file of its own; a line that a kill has cut is
-    passed over. Memory holds a place in a file for every query, not its result.
+    A key is the SHA-256 of engine, settings and query, a digest that of key and result; where they
+    differ, the line is damaged. A result that is there once stays, whatever the engine finds later.
+    Each process writes a file of its own; a line that a kill has cut or that is damaged is told and
+    passed over. Lines of versions without digests are read. Memory holds a place in a file for
+    every query, not its result.
     """
 
-    def __init__(self, folder: Path, engine: Mapping[str, Any], *, process: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        engine: Mapping[str, Any],
+        *,
+        process: int = 0,
+        log: Callable[[str], None] = lambda _: None,
+    ) -> None:
         """Reads what is there; nothing is written until there is a result.
 
         Args:
             folder: of all recordings of a run.
             engine: its name and settings, as JSON has them.
             process: number of this process, whose own results come before those of others.
+            log: told of lines that are passed over.
         """
         self._engine = json.dumps(dict(engine), sort_keys=True, ensure_ascii=False)
         self.folder = folder / _digest(self._engine)[:16]
@@ -41,8 +51,20 @@ class Recording:
         self._lock = threading.Lock()
         others = sorted(self.folder.glob("process_*.jsonl")) if self.folder.is_dir() else []
         for path in [self._own, *(path for path in others if path != self._own)]:
+            num_bad = 0
             for key, start, size in _lines_of(path):
-                self._places.setdefault(key, (path, start, size))
+                if key is None:
+                    num_bad += 1
+                else:
+                    self._places.setdefault(key, (path, start, size))
+            if num_bad:
+                lines, them = ("1 line", "it") if num_bad == 1 else (f"{num_bad} lines", "them")
+                verb = ("is", "It is") if num_bad == 1 else ("are", "They are")
+                log(
+                    f"warning: {path} has {lines} that {verb[0]} no result, or not the one that "
+                    f"was written; a kill may have cut {them}, or the file is damaged. "
+                    f"{verb[1]} left out"
+                )
 
     def __len__(self) -> int:
         return len(self._places)
@@ -75,7 +97,8 @@ class Recording:
             OSError: it could not be written.
         """
         key = self._key(query)
-        line = {"key": key, "query": query, "result": result}
+        digest = _digest(f"{key}\n{result}")
+        line = {"key": key, "query": query, "result": result, "digest": digest}
         with self._lock:
             if key in self._places:
                 return
@@ -101,24 +124,30 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _lines_of(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Key, first byte and number of bytes of each whole line."""
+def _lines_of(path: Path) -> Iterator[tuple[str | None, int, int]]:
+    """Key, first byte and number of bytes of each line; no key where it is no result."""
     if not path.exists():
         return
     start = 0
     with path.open("rb") as file:
         for data in file:
-            if (found := _read_line(data)) is not None:
-                yield found[0], start, len(data)
+            if data.strip():
+                found = _read_line(data)
+                yield found and found[0], start, len(data)
             start += len(data)
 
 
+_NAMES = {"key", "query", "result"}
+
+
 def _read_line(data: bytes) -> tuple[str, str] | None:
-    """Key and result; None where a line is not whole."""
+    """Key and result; None where a line is not what was written."""
     with contextlib.suppress(ValueError, RecursionError):
         match json.loads(data):
-            case {"key": str() as key, "result": str() as result}:
-                return key, result
+            case {"key": str() as key, "result": str() as result, **rest}:
+                is_whole = rest.get("digest") == _digest(f"{key}\n{result}")
+                if is_whole or {"key", "result", *rest} == _NAMES:  # of before there were digests
+                    return key, result
     return None
 
 

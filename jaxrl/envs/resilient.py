@@ -29,7 +29,7 @@ from cachetools import LRUCache
 
 from jaxrl.envs.base import OutageError, ToolError
 from jaxrl.envs.calls import LateError, in_thread, in_time, side_by_side
-from jaxrl.envs.pacing import Breaker, RateLimit
+from jaxrl.envs.pacing import Breaker, RateLimit, bounded_wait_s
 from jaxrl.envs.recording import Recording
 from jaxrl.envs.retrieval import SearchEngine
 from jaxrl.envs.tools import Answer, Tool, run_one, run_together
@@ -436,7 +436,7 @@ class ResilientSearch(SearchEngine):
                 self._breaker.failed(
                     now,
                     began=began,
-                    retry_after_s=max([error.retry_after_s or 0.0 for error in failed], default=0),
+                    retry_after_s=max([bounded_wait_s(e.retry_after_s) for e in failed], default=0),
                     num_permanent=len(failed) if all(permanent) else 0,
                 )
                 self._tell_outage(now, failed)

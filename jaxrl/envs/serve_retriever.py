@@ -34,6 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import error_text
 from jaxrl.envs.corpus import num_lines
+from jaxrl.envs.pacing import bounded_wait_s
 from jaxrl.envs.retrieval import ENGINES, DocumentSearch, Hit
 
 MAX_TOPK = 1_000
@@ -180,7 +181,7 @@ def search(engine: DocumentSearch, queries: list[str], topk: int) -> list[list[H
 
 def _unavailable(error: ToolError) -> RefusedError:
     wait_s = error.retry_after_s
-    headers = {} if wait_s is None else {"Retry-After": str(math.ceil(wait_s))}
+    headers = {} if wait_s is None else {"Retry-After": str(math.ceil(bounded_wait_s(wait_s)))}
     return RefusedError(FAILED if error.is_permanent else UNAVAILABLE, str(error), headers)
 
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 from jaxrl.envs.base import CallRecord, ToolError
 from jaxrl.envs.calls import error_text, side_by_side
 from jaxrl.envs.images import Pictured
+from jaxrl.envs.redaction import redact_error, redacted, redacted_content
 
 MAX_ERROR = 2_000  # characters of a snippet's error that are kept
 
@@ -225,16 +226,22 @@ def run_one(tool: Tool, call: str) -> str | ToolError:
 
 
 def _text_or_error(tool: Tool, answer: object) -> str | ToolError:
-    """What a tool gave, where that can be shown or is an error; else what is wrong with it."""
+    """What a tool gave, where that can be shown or is an error; else what is wrong with it.
+
+    A tool may have been told a key by whom it asks: no answer holds one.
+    """
     is_kept = tool.name == "search"  # as a text
     if isinstance(answer, str | ToolError) and not (is_kept and isinstance(answer, Pictured)):
-        return answer
+        return _as_tool_error(answer) if isinstance(answer, ToolError) else redacted_content(answer)
     return ToolError(f"{tool.name} gave {type(answer).__name__}; expected text")
 
 
 def _as_tool_error(error: BaseException) -> ToolError:
     """An exception as the failure of a tool, with its type unless it is one already."""
-    return error if isinstance(error, ToolError) else ToolError(error_text(error))
+    if isinstance(error, ToolError):
+        redact_error(error)
+        return error
+    return ToolError(redacted(error_text(error)))
 
 
 PYTHON_DESCRIPTION = "Runs Python code and returns what it prints. Every call starts afresh."

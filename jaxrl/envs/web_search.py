@@ -101,7 +101,7 @@ class WebSearch(DocumentSearch):
         variable = key_env or self._provider.key_env
         key = key_of("search.web.key_env", variable) if variable else ""
         bounds = Bounds(timeout_s=timeout_s, connections=connections, max_mib=max_response_mib)
-        self._client = JsonClient(bounds, headers=self._provider.headers(key), secret=key)
+        self._client = JsonClient(bounds, headers=self._provider.headers(key))
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """The provider's results for each query."""

@@ -147,7 +147,7 @@ class ChatModel:
         self._asked = _Asked(
             self._endpoint or Nobody(),
             policy_of(settings, max_concurrent=settings.max_concurrent),
-            recording=_recording(settings, workdir, process),
+            recording=_recording(settings, workdir, process, log),
             is_replay=is_replay,
             log=log,
         )
@@ -201,7 +201,9 @@ class ChatModel:
         return usage
 
 
-def _recording(settings: ChatSettings, workdir: Path | None, process: int) -> Recording | None:
+def _recording(
+    settings: ChatSettings, workdir: Path | None, process: int, log: Callable[[str], None]
+) -> Recording | None:
     """What keeps the answers; None where nothing does.
 
     Raises:
@@ -211,7 +213,7 @@ def _recording(settings: ChatSettings, workdir: Path | None, process: int) -> Re
     if settings.replay == "off" or not (folder or settings.replay == "only"):
         return None
     asked = {"model": settings.model, "options": dict(settings.options)}
-    recording = Recording(Path(folder or "replies"), asked, process=process)
+    recording = Recording(Path(folder or "replies"), asked, process=process, log=log)
     if settings.replay == "only" and not len(recording):
         raise FileNotFoundError(
             f"config.policy.openai.replay is 'only', but {recording.folder} has no answers of "
@@ -271,6 +273,7 @@ class _Endpoint(Tool):
                 self.refusal = f"{error}; config.policy.openai.{REFUSALS[error.status]}."
             raise
         read_turn(answer, ())  # one that cannot be read is asked for again
+        _tokens(answer)
         return json.dumps(answer)
 
 
@@ -319,12 +322,31 @@ def _left_out(choice: Mapping[str, Any], text: str, stops: Sequence[str]) -> str
     return opened[max(opened)] if opened else ""
 
 
+MAX_COUNT = 10**9
+"""Tokens that an endpoint may count in one reply, far more than any model reads or writes."""
+
+
 def _tokens(answer: Mapping[str, Any]) -> dict[str, int]:
-    """Tokens that the endpoint counted; 0 where it did not."""
+    """Tokens that the endpoint counted; 0 where it did not.
+
+    Raises:
+        ToolError: it counted something else.
+    """
     usage = answer.get("usage")
-    counted = usage if isinstance(usage, dict) else {}
-    found = {name: counted.get(name) for name in ("prompt_tokens", "completion_tokens")}
-    return {name: count if type(count) is int else 0 for name, count in found.items()}
+    if usage is None:
+        usage = {}
+    if not isinstance(usage, dict):
+        raise ToolError(f"the reply's usage is {usage!r:.100}; expected an object")
+    found = {}
+    for name in ("prompt_tokens", "completion_tokens"):
+        count = usage.get(name)
+        if count is not None and not (type(count) is int and 0 <= count <= MAX_COUNT):
+            raise ToolError(
+                f"the reply's usage has {name} {count!r:.40}; expected a whole number from 0 to "
+                f"{MAX_COUNT}"
+            )
+        found[name] = count or 0
+    return found
 
 
 class ChatRollout(EpisodePlayer):

@@ -305,6 +305,18 @@ def test_a_redirection_is_shown():
         ({"X-RateLimit-Remaining": "0, 1500", "X-RateLimit-Reset": "2, 90000"}, 2),
         ({"X-RateLimit-Remaining": "5, 1500", "X-RateLimit-Reset": "2, 90000"}, None),
         ({"X-RateLimit-Remaining": "x", "X-RateLimit-Reset": "2"}, None),
+        ({"Retry-After": "9" * 400}, 86_400),
+        ({"Retry-After": "9" * 5000}, 86_400),
+        ({"Retry-After": "-5"}, None),
+        ({"Retry-After": "nan"}, None),
+        ({"Retry-After": "inf"}, None),
+        ({"Retry-After": "1e9"}, None),
+        ({"Retry-After": "Fri, 31 Dec 9999 23:59:59 GMT"}, 86_400),
+        ({"Retry-After": "Mon, 01 Jan 0001 00:00:00 -2359"}, 0),
+        ({"Retry-After": "Fri, 31 Dec 9999 23:59:59 -2359"}, 86_400),
+        ({"Retry-After": "Fri, 32 Dec 99999 25:61:61 GMT"}, None),
+        ({"Retry-After": "Mon, 01 Jan 2024 00:00:00 +99999999"}, None),
+        ({"X-RateLimit-Remaining": "0", "X-RateLimit-Reset": "9" * 400}, 86_400),
     ],
 )
 def test_a_server_says_how_long_to_wait(headers, wait_s):

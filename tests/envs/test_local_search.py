@@ -3,6 +3,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -16,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.envs import corpus, local_search
+from jaxrl.envs.base import ToolError
 from jaxrl.envs.local_search import LocalSearch, tokenize
 from jaxrl.envs.retrieval import Document
+from jaxrl.envs.tools import run_one
 from tests.helpers import as_nobody, no_file_beyond
 
 CITIES = [
@@ -237,7 +240,8 @@ def test_a_damaged_index_is_told(tmp_path, is_emptied):
 
 def test_a_corpus_that_did_not_change_is_not_read_again(tmp_path, monkeypatch):
     def read(file, *about):
-        reads.append(file.name)
+        if str(file.name).endswith(".jsonl"):
+            reads.append(file.name)
         return hash_file(file, *about)
 
     reads, hash_file = [], hashlib.file_digest
@@ -620,3 +624,68 @@ def test_its_documents_are_those_of_the_corpus_in_their_order(tmp_path):
     assert [documents[place] for place in range(len(documents))] == list(
         local_search.read_corpus(path)
     )
+
+
+def flipped(path, rng):
+    """A copy of a file with another bit in its place; whoever has the old one open keeps that."""
+    damaged = bytearray(path.read_bytes())
+    bit = rng.randrange(8 * len(damaged))
+    damaged[bit // 8] ^= 1 << bit % 8
+    path.unlink()
+    path.write_bytes(damaged)
+    return bit
+
+
+def test_a_flipped_bit_of_an_index_is_told(tmp_path):
+    words = [f"word{i}" for i in range(40)]
+    rng = random.Random(1)
+    documents = [
+        Document(str(i), f"Title {i}", " ".join(rng.choices(words, k=20))) for i in range(60)
+    ]
+    path = write_corpus(tmp_path, documents)
+    engine = LocalSearch(path, tmp_path / "index")
+    queries = [" ".join(rng.sample(words, 3)) for _ in range(5)]
+    before = engine.run_batch(queries)
+    [folder] = [tmp_path / "index" / name for name in indexes(tmp_path)]
+    files = sorted(p for p in folder.iterdir() if p.suffix != ".lock")
+    assert len(files) > 6
+    whole = {file: file.read_bytes() for file in files}
+    told = []
+    for turn in range(300):
+        file = files[turn % len(files)]
+        bit = flipped(file, rng)
+        try:
+            again = LocalSearch(path, tmp_path / "index").run_batch(queries)
+        except ValueError as error:
+            told.append(str(error))
+        else:
+            assert again == before, (file.name, bit)
+        file.unlink()
+        file.write_bytes(whole[file])
+    start = (
+        f"the index {folder} is damaged; delete that folder, and the next start builds it anew. ("
+    )
+    assert [text for text in told if not text.startswith(start) or "\n" in text] == []
+    assert len(told) > 200  # all but most of those in `corpus.json`, about what the corpus was
+
+
+def test_what_an_index_is_damaged_by_is_named(tmp_path):
+    make_search(tmp_path, CITIES)
+    [store] = (tmp_path / "index").glob("*/*.store")
+    flipped(store, random.Random(0))
+    with pytest.raises(ValueError, match=f"{store.name} is not the file that was written"):
+        LocalSearch(tmp_path / "corpus.jsonl", tmp_path / "index")
+    store.unlink()
+    with pytest.raises(ValueError, match=f"{store.name} is missing"):
+        LocalSearch(tmp_path / "corpus.jsonl", tmp_path / "index")
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_tool(tmp_path):
+    engine = make_search(tmp_path, [Document(str(i), "", f"city {i} " * 50) for i in range(50)])
+    [store] = (tmp_path / "index").glob("*/*.store")
+    with open(store, "r+b") as file:  # of which the search has a map
+        file.write(b"\xff" * (store.stat().st_size - 64))
+    found = run_one(engine, "city 7")
+    assert isinstance(found, ToolError)
+    assert found.is_permanent
+    assert f"the index {store.parent} is damaged; delete that folder" in str(found)

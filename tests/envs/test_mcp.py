@@ -1,11 +1,16 @@
 """Tools of real MCP servers: one on its standard streams, one over HTTP."""
 
+import contextlib
 import gc
+import gzip
+import http.server
+import itertools
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,7 +38,7 @@ def stdio():
 
 
 @pytest.fixture(scope="module")
-def http():
+def http_tools():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with subprocess.Popen([*COMMAND, str(port)], stderr=subprocess.DEVNULL) as process:
@@ -51,7 +56,7 @@ def http():
 
 @pytest.fixture(params=["stdio", "http"])
 def tools(request):
-    return request.getfixturevalue(request.param)
+    return request.getfixturevalue({"http": "http_tools"}.get(request.param, request.param))
 
 
 def test_images_stand_behind_the_text(tools):
@@ -297,3 +302,177 @@ def test_they_answer_tool_calls(stdio):
     assert (added, wrong) == ("3", "error: arguments['a']: 'x' is not of type 'integer'")
     assert "</tool_response>" not in several
     assert dead.outcome == Outcome.ENVIRONMENT_ERROR
+
+
+class Endless(http.server.BaseHTTPRequestHandler):
+    """An MCP server over HTTP whose list of tools, or what its path says, has no end."""
+
+    num_sent = num_lists = 0
+
+    def do_GET(self):
+        type(self).num_sent += 1
+        self.send_answer("text/event-stream", itertools.repeat(b": still here\n\n"))
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        method, mode = asked["method"], self.path.strip("/")
+        if "id" not in asked or method == "server/discover":
+            self.send_answer("application/json", [b""], status=202 if "id" not in asked else 404)
+        elif method == "initialize":
+            about = {"name": "x", "version": "1"}
+            version = asked["params"]["protocolVersion"]
+            result = {
+                "protocolVersion": version,
+                "capabilities": {"tools": {}},
+                "serverInfo": about,
+            }
+            self.send_result(asked, result, [("Mcp-Session-Id", "1")])
+        else:
+            type(self).num_lists += 1
+            self.send_list(asked, mode)
+
+    def send_list(self, asked, mode):
+        tool = {"name": f"t{self.num_lists}", "inputSchema": {"type": "object"}}
+        match mode:
+            case "json":
+                self.send_answer("application/json", itertools.repeat(b" " * 2**16))
+            case "event":
+                self.send_answer("text/event-stream", itertools.repeat(b"data: " + b"x" * 2**16))
+            case "events":
+                said = {
+                    "jsonrpc": "2.0",
+                    "method": "notifications/message",
+                    "params": {"level": "info", "data": "x" * 2**16},
+                }
+                event = b"data: " + json.dumps(said).encode() + b"\n\n"
+                self.send_answer("text/event-stream", itertools.repeat(event))
+            case "comments":
+                self.send_answer("text/event-stream", itertools.repeat(b": x\n" * 2**12))
+            case "packed":
+                packed = gzip.compress(b" " * 2**26)
+                self.send_answer("application/json", [packed], [("Content-Encoding", "gzip")])
+            case "headers":
+                self.send_answer("application/json", [b"{}"], [("x", "y" * 2**10)] * 2**10)
+            case "pages":
+                self.send_result(asked, {"tools": [tool], "nextCursor": str(self.num_lists)})
+            case "empty-pages":
+                self.send_result(asked, {"tools": [], "nextCursor": str(self.num_lists)})
+            case "page":
+                self.send_result(asked, {"tools": [tool], "nextCursor": "again"})
+            case "tools":
+                self.send_result(asked, {"tools": [tool] * 2_000})
+            case "drip":
+                self.send_answer(
+                    "application/json", (time.sleep(0.1) or b" " for _ in itertools.count())
+                )
+            case _:
+                self.send_result(asked, {"tools": [tool]})
+
+    def send_result(self, asked, result, headers=()):
+        answer = {"jsonrpc": "2.0", "id": asked["id"], "result": result}
+        self.send_answer("application/json", [json.dumps(answer).encode()], headers)
+
+    def send_answer(self, kind, chunks, headers=(), status=200):
+        self.send_response(status)
+        for name, value in [("Content-Type", kind), *headers]:
+            self.send_header(name, value)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            for chunk in chunks:
+                self.wfile.write(chunk)
+                type(self).num_sent += len(chunk)
+
+    def log_message(self, *_):
+        pass
+
+
+@contextlib.contextmanager
+def endless():
+    kind = type("Fresh", (Endless,), {})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), kind)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", kind
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("json", "the answer has more than 16 MiB"),
+        ("event", "the answer has more than 16 MiB|exceed"),
+        ("events", "the answer has more than 16 MiB"),
+        ("comments", "the answer has more than 16 MiB"),
+        ("packed", "the answer is packed \\('gzip'\\)"),
+        ("headers", "RemoteProtocolError|too many|headers"),
+        ("pages", "lists more than 1000 tools, or them on more than 100 pages"),
+        ("empty-pages", "lists more than 1000 tools, or them on more than 100 pages"),
+        ("page", "names the same page again"),
+        ("tools", "lists more than 1000 tools, or them on more than 100 pages"),
+        ("drip", "gave no answer within 3 s"),
+    ],
+)
+def test_what_a_server_over_http_sends_is_bounded(mode, message):
+    with endless() as (url, counts):
+        began = time.monotonic()
+        server = McpServer({"url": f"{url}/{mode}"}, deadline_s=3 if mode == "drip" else 60)
+        with pytest.raises(ToolError, match=message):
+            server.tools()
+        assert time.monotonic() - began < 30
+        time.sleep(0.3)
+        sent = counts.num_sent
+        assert sent < 40 * 2**20
+        time.sleep(0.5)
+        assert counts.num_sent - sent < 2**16  # nobody reads on
+
+
+def test_the_stream_of_what_a_server_says_unasked_is_not_opened():
+    with endless() as (url, counts):
+        [tool] = McpServer({"url": f"{url}/short"}, deadline_s=60).tools()
+        time.sleep(1.5)
+        assert tool.name == "t1"
+        assert counts.num_sent < 2**16
+
+
+FLOODS = """
+import itertools, json, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    result = {"tools": [{"name": "t", "inputSchema": {"type": "object"}}]}
+    if asked["method"] == "initialize":
+        version = asked["params"]["protocolVersion"]
+        about = {"name": "x", "version": "1"}
+        result = {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": about}
+    elif asked["method"] == "tools/list" and sys.argv[1] != "stderr":
+        said = {"jsonrpc": "2.0", "method": "notifications/message"}
+        said["params"] = {"data": "x" * 2**16, "level": "info"}
+        pieces = {"line": "x" * 2**16, "lines": "x" * 2**16 + chr(10)}
+        piece = pieces.get(sys.argv[1]) or json.dumps(said) + chr(10)
+        for _ in itertools.count():
+            sys.stdout.write(piece)
+    elif asked["method"] == "tools/list":
+        sys.stderr.write("y" * 2**26)
+    answer = {"jsonrpc": "2.0", "id": asked.get("id"), "result": result}
+    if asked["method"] == "server/discover":
+        del answer["result"]
+        answer["error"] = {"code": -32601, "message": "no"}
+    if "id" in asked:
+        print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.mark.parametrize("mode", ["line", "lines", "messages"])
+def test_what_a_server_writes_is_bounded(mode):
+    server = McpServer({"command": (sys.executable, "-c", FLOODS, mode)}, deadline_s=60)
+    with pytest.raises(ToolError, match="the answer has more than 16 MiB"):
+        server.tools()
+
+
+def test_what_a_server_writes_on_its_standard_error_is_read_and_not_kept():
+    server = McpServer({"command": (sys.executable, "-c", FLOODS, "stderr")}, deadline_s=60)
+    [tool] = server.tools()
+    assert tool.name == "t"
+    assert len(server._stderr) <= 2_000

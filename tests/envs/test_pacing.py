@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxrl.envs.pacing import Breaker, RateLimit
+from jaxrl.envs.pacing import Breaker, RateLimit, bounded_wait_s
 
 
 def test_a_rate_by_hand():
@@ -134,3 +134,11 @@ def test_windows_of_a_rate_below_one():
     limit = RateLimit(0.5)
     starts = [limit.reserve(1, now) for now in (0.0, 0.1, 0.2)]
     assert [b - a for a, b in itertools.pairwise(starts)] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "waited"),
+    [(None, 0.0), (0.5, 0.5), (-1.0, 0.0), (math.nan, 0.0), (math.inf, 86_400.0), (-math.inf, 0.0)],
+)
+def test_a_wait_that_a_server_asks_for_is_bounded(asked, waited):
+    assert bounded_wait_s(asked) == waited

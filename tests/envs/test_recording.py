@@ -1,6 +1,7 @@
 """Searches on disk: whole whenever a process is killed, the same for all processes."""
 
 import json
+import random
 import subprocess
 import sys
 
@@ -35,7 +36,9 @@ def test_what_is_kept_is_found_again_and_can_be_read(tmp_path):
     assert json.loads((folder / "engine.json").read_text()) == ENGINE
     [line] = (folder / "process_0.jsonl").read_text().splitlines()
     assert "Zoë" in line
-    assert json.loads(line) | {"key": ""} == {"key": "", "query": "q", "result": "Zoë\nsaid <b>"}
+    fields = json.loads(line)
+    assert list(fields) == ["key", "query", "result", "digest"]
+    assert (fields["query"], fields["result"]) == ("q", "Zoë\nsaid <b>")
 
 
 def test_another_engine_or_other_settings_are_another_recording(tmp_path):
@@ -169,3 +172,64 @@ def test_what_is_no_result_any_more_is_asked_again(tmp_path):
         assert recording.get("a") is None
         recording.add("a", "third")
         assert recording.get("a") == "third"
+
+
+def test_a_flipped_bit_is_told_or_changes_no_result(tmp_path):
+    rng = random.Random(0)
+    results = {f"q{i}": f'Zoë said "{i}" \\ {rng.random()}\n<b>' for i in range(6)}
+    for process in range(2):  # each was told something else
+        one = Recording(tmp_path, ENGINE, process=process)
+        one.get("q0")
+        for query, result in results.items():
+            one.add(query, f"{result} to process {process}")
+    [folder] = tmp_path.iterdir()
+    paths = sorted(folder.glob("process_*.jsonl"))
+    whole = {path: path.read_bytes() for path in paths}
+    assert len({len(content) for content in whole.values()}) == 1
+    wanted = {query: f"{result} to process 0" for query, result in results.items()}
+    for _ in range(400):
+        path = rng.choice(paths)
+        damaged = bytearray(whole[path])
+        bit = rng.randrange(8 * len(damaged))
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        told = []
+        again = Recording(tmp_path, ENGINE, log=told.append)
+        found = {query: again.get(query) for query in results}
+        if told:
+            assert len(told) == 1
+            assert told[0].startswith(f"warning: {path} has "), told
+        else:
+            assert found == wanted, (path.name, bit)
+        path.write_bytes(whole[path])
+
+
+def test_a_bit_that_flips_while_a_run_reads_gives_nothing(tmp_path):
+    Recording(tmp_path, ENGINE).add("q", "seven")
+    [path] = tmp_path.glob("*/process_0.jsonl")
+    whole = path.read_bytes()
+    for bit in range(8 * len(whole)):
+        recording = Recording(tmp_path, ENGINE)
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        assert recording.get("q") in (None, "seven")
+        path.write_bytes(whole)
+
+
+def test_lines_of_before_there_were_digests_are_read(tmp_path):
+    Recording(tmp_path, ENGINE).add("q", "seven")
+    [path] = tmp_path.glob("*/process_0.jsonl")
+    line = json.loads(path.read_text())
+    earlier = {name: line[name] for name in ("key", "query", "result")}
+    path.write_text(json.dumps(earlier) + "\n")
+    told = []
+    assert Recording(tmp_path, ENGINE, log=told.append).get("q") == "seven"
+    assert told == []
+    path.write_text(json.dumps(earlier | {"digets": "0" * 64}) + "\n")
+    assert Recording(tmp_path, ENGINE, log=told.append).get("q") is None
+    [warning] = told
+    assert warning == (
+        f"warning: {path} has 1 line that is no result, or not the one that was written; a kill "
+        "may have cut it, or the file is damaged. It is left out"
+    )

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import random
 import subprocess
 import sys
@@ -242,6 +243,18 @@ def test_a_server_that_asks_to_wait_is_waited_for():
     search = ResilientSearch(Engine(reply), policy(max_concurrent=1))
     assert search.run_batch(["a", "b", "c"]) == ["a", "b", "c"]
     assert all(0.3 <= later - times[0] < 5.0 for later in times[1:])
+
+
+@pytest.mark.parametrize("wait_s", [math.inf, math.nan, -5.0])
+def test_a_wait_without_end_is_an_outage_in_time(wait_s):
+    def always(query, times):
+        return ToolError("429", retry_after_s=wait_s)
+
+    began = time.monotonic()
+    search = ResilientSearch(Engine(always), policy(outage_deadline_s=0.2))
+    [found] = search.run_batch(["q"])
+    assert isinstance(found, OutageError)
+    assert time.monotonic() - began < 5
 
 
 def test_an_open_breaker_lets_one_call_try():

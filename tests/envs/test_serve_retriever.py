@@ -52,6 +52,8 @@ class Engine(DocumentSearch):
     def _hits(self, query, topk):
         if query == "down":
             return ToolError("no answer", retry_after_s=1.2)
+        if query.startswith("wait "):
+            return ToolError("no answer", retry_after_s=float(query.removeprefix("wait ")))
         found = [d for d in DOCUMENTS if query in d.title + d.text]
         return [Hit(d, 1 / place) for place, d in enumerate(found, start=1)][:topk]
 
@@ -142,6 +144,10 @@ def test_requests_are_bounded():
     ("query", "status", "detail", "wait"),
     [
         ("down", 503, "no answer", "2"),
+        ("wait inf", 503, "no answer", "86400"),
+        ("wait 1e300", 503, "no answer", "86400"),
+        ("wait -3", 503, "no answer", "0"),
+        ("wait nan", 503, "no answer", "0"),
         ("all down", 500, "wrong key", None),
         ("crash", 500, "RuntimeError: out of luck", None),
         ("short", 500, "2 queries got 0 results", None),

@@ -265,6 +265,40 @@ def test_what_may_pass_is_tried_again(reply):
     assert (trajectory.usage["calls"], trajectory.usage["attempts"]) == (2, 4)
 
 
+@pytest.mark.parametrize("count", [10**400, 10**30, -1, True, 7.0, "7", [7], {}])
+@pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens"])
+def test_a_reply_whose_usage_cannot_be_read_is_no_score(name, count):
+    def answer(request):
+        is_first = request.json["messages"][0]["content"] == "Capital 0?"
+        usage = {"prompt_tokens": 7, "completion_tokens": 3} | ({name: count} if is_first else {})
+        return {**chosen("<answer>Oslo</answer>"), "usage": usage}
+
+    (failed, other), requests = play(
+        answer, num_tasks=2, prompt_price=1.0, retries=1, outage_deadline_s=5.0
+    )
+    assert (failed.outcome, other.outcome) == (Outcome.ENVIRONMENT_ERROR, Outcome.ANSWERED)
+    assert failed.reward_parts == {}
+    assert f"the reply's usage has {name} " in failed.error
+    assert "expected a whole number from 0 to 1000000000" in failed.error
+    assert len(failed.error) < 500
+    assert len(requests) >= 3  # it was asked for again
+
+
+@pytest.mark.parametrize("usage", [7, "7", [], True])
+def test_a_usage_that_is_no_object_is_asked_for_again(usage):
+    [trajectory], requests = play(failing(1, {**chosen("x"), "usage": usage}))
+    assert trajectory.outcome == Outcome.ANSWERED
+    assert len(requests) == 3
+
+
+@pytest.mark.parametrize("usage", [None, {}, {"prompt_tokens": None, "completion_tokens": 3}])
+def test_what_an_endpoint_does_not_count_is_0(usage):
+    [trajectory], _ = play(lambda _: {**chosen("<answer>Oslo</answer>"), "usage": usage})
+    assert trajectory.outcome == Outcome.ANSWERED
+    wanted = (usage or {}).get("completion_tokens") or 0
+    assert (trajectory.usage["prompt_tokens"], trajectory.usage["completion_tokens"]) == (0, wanted)
+
+
 def test_an_endpoint_that_answers_nobody_is_no_score():
     trajectories, _ = play(lambda _: Reply("down", status=500), num_tasks=2, outage_deadline_s=2.0)
     assert [t.outcome for t in trajectories] == [Outcome.ENVIRONMENT_ERROR] * 2
