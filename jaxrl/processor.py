@@ -25,6 +25,13 @@ from jaxrl.types import Group, Image, Trajectory
 
 FILE = "preprocessor_config.json"
 
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Those that are read. Pillow would try all that it knows, and starts Ghostscript for EPS."""
+
+MAX_PIXELS = 50_000_000
+"""Of an image in its file: few bytes may stand for many pixels, of which each takes some 11 bytes
+while it is made smaller."""
+
 _TURNED = range(5, 9)  # values of EXIF's orientation that swap height and width
 _TURNS = {
     2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM,
@@ -182,10 +189,16 @@ def opened(picture: Picture) -> PIL.Image.Image:
     """An image whose pixels are not read yet.
 
     Raises:
-        UnreadableError: its colours have more than 8 bits.
-        Exception: it is no image, or damaged; see `reading`.
+        UnreadableError: it has more than `MAX_PIXELS`, or its colours more than 8 bits.
+        Exception: it is none of `FORMATS`, or damaged; see `reading`.
     """
-    image = PIL.Image.open(picture.path if picture.path else io.BytesIO(picture.data))
+    source = picture.path if picture.path else io.BytesIO(picture.data)
+    image = PIL.Image.open(source, formats=FORMATS)
+    if image.width * image.height > MAX_PIXELS:
+        raise UnreadableError(
+            f"{picture.name} is an image of {image.width} x {image.height} pixels; expected at "
+            f"most {MAX_PIXELS:,}. Make it smaller."
+        )
     if image.mode.startswith(("I", "F")):
         raise UnreadableError(
             f"{picture.name} is an image of mode {image.mode}, with more than 8 bits a value, most "
@@ -202,7 +215,9 @@ def reading(picture: Picture) -> Iterator[None]:
     except UnreadableError:
         raise
     except PIL.UnidentifiedImageError as error:  # whose text may be an address in memory
-        raise UnreadableError(_cannot_be_read(picture, "no known format begins so")) from error
+        raise UnreadableError(
+            _cannot_be_read(picture, f"it is none of {', '.join(FORMATS)}")
+        ) from error
     except Exception as error:  # whatever Pillow's readers make of a damaged file
         raise UnreadableError(_cannot_be_read(picture, error)) from error
 

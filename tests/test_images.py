@@ -5,9 +5,11 @@ import dataclasses
 import io
 import json
 import re
+import resource
 import struct
 import zlib
 from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import PIL.Image
@@ -41,6 +43,7 @@ from jaxrl.envs.tools import Tool, run_one
 from jaxrl.logs.writers import write_images
 from jaxrl.processor import BlankProcessor, Processor
 from jaxrl.sampling.rollout import EpisodePlayer, Limits, StartError
+from jaxrl.sampling.sent_images import sent_image
 from jaxrl.tasks import Tasks, TaskSource, overlap_note, read_tasks
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, Group
@@ -276,8 +279,8 @@ class TestProcessor:
         np.testing.assert_array_equal(made.patches, expected.patches)
 
     def test_whatever_pillow_raises_of_a_damaged_file_is_told_of_it(self, processor):
-        data = bytearray(encoded(drawn(), "DDS"))
-        data[80] = 0x80  # a format that its reader does not know: NotImplementedError
+        data = bytearray(encoded(drawn(), "BMP"))
+        data[30] = 9  # a compression that its reader does not know
         for use in (processor.num_tokens, processor):
             with pytest.raises(UnreadableError, match="cannot be read as an image: Un"):
                 use(Picture(data=bytes(data)))
@@ -345,8 +348,8 @@ class TestProcessor:
             encoded(deep): "of mode I;16, with more than 8 bits a value.*save it with 8 bits",
             encoded(deep.convert("F"), "TIFF"): "of mode F, with more than 8 bits a value",
             bytes(bomb): r"as an image: Image size \(400000000 pixels\) exceeds limit",
-            b"<svg/>": "cannot be read as an image: no known format begins so$",
-            b"": "cannot be read as an image: no known format begins so$",
+            b"<svg/>": "cannot be read as an image: it is none of PNG, JPEG, WEBP, GIF, BMP, TIFF$",
+            b"": "cannot be read as an image: it is none of PNG, JPEG, WEBP, GIF, BMP, TIFF$",
             encoded(drawn(1, 5000)): "absolute aspect ratio must be smaller than 200, got 5000",
         }
         for data, why in cases.items():
@@ -354,6 +357,50 @@ class TestProcessor:
                 with pytest.raises(UnreadableError, match=why) as raised:
                     use(Picture(data=data))
                 assert str(raised.value).count("bytes") == 1
+
+    @pytest.mark.parametrize("kind", ["EPS", "PSD", "PPM", "ICO", "JPEG2000"])
+    def test_formats_that_are_not_asked_for_are_not_opened(
+        self, processor, tmp_path, monkeypatch, kind
+    ):
+        """EPS would start Ghostscript: whatever is called so leaves no trace."""
+        ghostscript = tmp_path / "gs"
+        ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path / 'called'}\nexit 1\n")
+        ghostscript.chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
+        if kind == "PSD":
+            data = b"8BPS\0\1" + bytes(6) + struct.pack(">HIIHH", 3, 8, 8, 8, 3) + bytes(300)
+        else:
+            data = encoded(drawn(16, 16), kind)
+        for use in (processor.num_tokens, processor, sent_image):
+            with pytest.raises(UnreadableError, match="it is none of PNG, JPEG, WEBP, GIF, BMP, T"):
+                use(Picture(data=data))
+        assert not (tmp_path / "called").exists()
+
+    @pytest.mark.parametrize("kind", ["PNG", "GIF", "BMP", "TIFF", "WEBP", "JPEG"])
+    def test_the_pixels_of_an_image_are_counted_before_it_is_decoded(
+        self, processor, monkeypatch, kind
+    ):
+        def decode(_):
+            raise AssertionError("it is decoded")
+
+        fitting, larger = encoded(drawn(40, 25), kind), encoded(drawn(77, 13), kind)
+        monkeypatch.setattr("jaxrl.processor.MAX_PIXELS", 1000)
+        assert processor(Picture(data=fitting)).patches.size
+        for place in ("ImageFile.ImageFile", "GifImagePlugin.GifImageFile", "Image.Image"):
+            monkeypatch.setattr(f"PIL.{place}.load", decode)
+        for use in (processor.num_tokens, processor, partial(sent_image, is_blank=True)):
+            with pytest.raises(UnreadableError, match="of 77 x 13 pixels; expected at most 1,000"):
+                use(Picture(data=larger))
+
+    def test_an_image_of_many_pixels_in_few_bytes_takes_no_memory(self, processor):
+        """What 81 megapixels of one colour would need is never asked for."""
+        data = encoded(PIL.Image.new("1", (9000, 9000)), optimize=True)
+        assert len(data) < 20_000
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(UnreadableError, match="of 9000 x 9000 pixels; expected at most 50,000"):
+            processor(Picture(data=data))
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
     def test_a_folder_without_a_processor_or_with_another(self, tmp_path):
         with pytest.raises(ValueError, match=r"holds no preprocessor_config.json, and images"):

@@ -2,6 +2,7 @@
 
 import collections
 import csv
+import io
 import json
 import re
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tensorflow_datasets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +24,7 @@ from jaxrl.components import assemble
 from jaxrl.config import default_config
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import Episode, Finished, Outcome, Reward, Task, Turn
+from jaxrl.envs.images import Picture
 from jaxrl.envs.payment import Payment
 from jaxrl.logs.display import Display
 from jaxrl.run import run
@@ -39,6 +42,7 @@ from jaxrl.toolbox import own_parts, reward_weights
 from jaxrl.training.collect import NotEnoughGroupsError, draw
 from jaxrl.training.controllers import SkipSet
 from tests.helpers import ROOT, blocks, with_devices
+from tests.images import drawn, encoded
 from tests.runs import Processes, base_config, killed, lasting, records, trajectories
 
 KEY = "tasks.train"
@@ -314,6 +318,18 @@ class TestHuggingFace:
         ):
             opened(tmp_path / "d", split="dev")
 
+    @pytest.mark.parametrize("kind", ["PNG", "EPS"])
+    def test_columns_of_images_are_not_decoded(self, tmp_path, kind):
+        """Else that library would open them, in any format that Pillow knows."""
+        data = {"PNG": encoded(drawn()), "EPS": b"\xc5\xd0\xd3\xc6" + bytes(26) + b"%!PS"}[kind]
+        kinds = {"question": datasets.Value("string"), "images": [datasets.Image()]}
+        columns = {"question": ["<image>How many?"], "images": [[{"bytes": data}]], "answer": ["3"]}
+        kinds["answer"] = datasets.Value("string")
+        made = datasets.Dataset.from_dict(columns, features=datasets.Features(kinds))
+        made.save_to_disk(str(tmp_path / "d"))
+        [task] = opened(tmp_path / "d")
+        assert task.images == (Picture(data=data),)
+
     def test_verl_rows_and_a_damaged_folder(self, tmp_path):
         folder = write_hf(tmp_path / "d", [VERL])
         [task] = opened(folder)
@@ -323,6 +339,24 @@ class TestHuggingFace:
             opened(folder)
         with pytest.raises(FileNotFoundError, match="is no folder"):
             opened(tmp_path / "none", format="hf")
+
+
+class TestTFDS:
+    @pytest.mark.parametrize("is_deep", [False, True])
+    def test_images_are_refused_before_any_is_decoded(self, tmp_path, is_deep):
+        image = tensorflow_datasets.features.Image()
+        kinds = {"question": tensorflow_datasets.features.Text()}
+        kinds["pictures"] = (
+            tensorflow_datasets.features.Sequence({"a": image}) if is_deep else image
+        )
+        file = io.BytesIO(encoded(drawn()))
+        row = {"question": "q", "pictures": [{"a": file}] if is_deep else file}
+        folder = tfds_tasks.prepare(tmp_path, "seen", "1.0.0", kinds, {"train": [row]})
+        name = "pictures/a" if is_deep else "pictures"
+        with pytest.raises(
+            ValueError, match=f"has images or sound in '{name}', which are not read"
+        ):
+            opened(folder)
 
 
 class TestGenerated:

@@ -60,17 +60,15 @@ class _Rows(Reader):
     """The rows of one data set."""
 
     def __init__(self, rows: Any, name: str):
-        """Holds what is mapped."""
-        self._rows, self._name = rows, name
+        """Holds what is mapped; images, sound and the like are the bytes they are stored as."""
+        self._rows, self._name = rows.with_format("arrow"), name
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         """See `Reader`."""
-        table = self._rows[list(indices)]
-        names = list(table)
-        rows = (dict(zip(names, row, strict=True)) for row in zip(*table.values(), strict=True))
+        rows = self._rows[list(indices)].to_pylist()
         return [present(row, self.place(i)) for row, i in zip(rows, indices, strict=True)]
 
     def place(self, index: int) -> str:

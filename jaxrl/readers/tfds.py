@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
         config_key: the configuration config_key that named the folder, for errors.
 
     Raises:
-        ValueError: the folder is no data set, of another format, damaged, or without the split.
+        ValueError: the folder is no data set, of another format, damaged, without the split, or
+            with images or sound.
     """
     folder = Path(source)
     _check_tfds(folder, config_key)
@@ -32,6 +33,12 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
         builder = tensorflow_datasets.builder_from_directory(folder)
     except Exception as error:  # protobuf's, TFDS's own and others, as the damage has it
         raise ValueError(f"{folder} cannot be read: {_one_line(error)}.") from error
+    # TFDS would decode it by itself, in any format that Pillow knows, of any size.
+    if decoded := list(_decoded(builder.info.features, tensorflow_datasets.features)):
+        raise ValueError(
+            f"{folder} has images or sound in {decoded[0]!r}, which are not read from TFDS; write "
+            f"its examples as Parquet, with images as bytes, and name that file in {config_key}."
+        )
     try:
         is_empty = not builder.info.splits[split].num_examples
         examples: Any = () if is_empty else builder.as_data_source(split)
@@ -45,6 +52,17 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
             f"{folder} holds no example in {split!r}; {config_key} must name at least one."
         )
     return _Examples(examples, folder, split)
+
+
+def _decoded(feature: Any, kinds: Any, name: str = "") -> Iterator[str]:
+    """Names of what TFDS would decode, in sequences and dictionaries too."""
+    if isinstance(feature, kinds.FeaturesDict):
+        for key, inner in feature.items():
+            yield from _decoded(inner, kinds, f"{name}{'/' if name else ''}{key}")
+    elif isinstance(feature, kinds.Sequence | kinds.Dataset):
+        yield from _decoded(feature.feature, kinds, name)
+    elif isinstance(feature, kinds.Image | kinds.Audio):
+        yield name
 
 
 class _Examples(Reader):
