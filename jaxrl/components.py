@@ -640,7 +640,8 @@ def _make_env(config: ConfigDict, engine: Tool | None, tools: Sequence[Tool]) ->
         tools=tools,
         prompt=Prompt(**prompt),
         protocol=toolbox.protocol(config),
-        max_calls=config.rollout.max_turns,
+        max_turns=config.rollout.max_turns,
+        max_calls=config.rollout.max_calls,
         correct_by=toolbox.correct_by(config),
         budget=Budget(prices=config.ledger.prices, max_cost=config.rollout.max_cost),
     )

@@ -413,7 +413,8 @@ def default_config() -> ConfigDict:
     rollout.max_image_tokens = 0
     # Tokens of one result, the rest of which is cut off inside its tags.
     rollout.max_observation_tokens = 500
-    rollout.max_turns = 4  # turns that search; asking once more ends the episode
+    rollout.max_turns = 4  # turns that call tools; asking once more ends the episode
+    rollout.max_calls = 0  # calls in all these turns; the model is told of one beyond. 0: no limit
     # What the calls of a trajectory may cost at ledger.prices, each counted once; a call that would
     # cost more ends it, out of budget. 0: no limit.
     rollout.max_cost = 0.0

@@ -29,6 +29,7 @@ from tests.servers import Retriever, served
 from tests.toys import toy_tokenizer
 
 KEY = "config.tasks.train.source"
+TASK = Task(id="t", question="?", answers=("x",))
 
 
 def fit(wish, *questions):
@@ -226,6 +227,26 @@ def test_each_key_that_stands_around_an_engine_reaches_it():
     assert keys == flat - {"engine", "replay", "replay_folder"}
     for key in keys:
         assert getattr(policy, key) == config.search[key]
+
+
+def test_bounds_of_turns_and_calls_reach_the_environment():
+    def outcomes(**limits):
+        config = default_config()
+        config.rollout.update(limits)
+        env = _make_env(config, EmptySearch(), [])
+        text, turns, outcomes = "<search>a</search>", [], []
+        for _ in range(3):
+            [reply] = env.step([Episode(task=TASK, turns=turns)], [text])
+            body = reply.observation and reply.observation.body
+            turns.append(Turn(text=text, observation=body, records=reply.records))
+            outcomes.append(reply.outcome or body.partition(":")[0])
+        return outcomes
+
+    found = EmptySearch().run("a")
+    assert outcomes() == [found] * 3
+    assert outcomes(max_turns=2) == [found, found, "out_of_budget"]
+    assert outcomes(max_calls=2) == [found, found, "error"]
+    assert outcomes(max_turns=2, max_calls=1) == [found, "error", "out_of_budget"]
 
 
 def test_offloading_is_refused_where_the_host_has_no_memory_for_it():
