@@ -13,6 +13,7 @@ The parameter tree, with the leading layer axis L of stacked blocks:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.models.attention.reference import LOWEST
-from jaxrl.models.decoder import layer_norm
+from jaxrl.models.decoder import EPSILON, check_kinds, layer_norm, whole_number
 from jaxrl.models.layers import Stacks
 from jaxrl.types import Params
 
@@ -84,35 +85,38 @@ class BertConfig:
             ValueError: one is missing, of another kind, or asks for what is not computed here.
         """
         fields = {name: value for name, value in fields.items() if value is not None}
+        activation, places = (
+            fields.get(name, default)
+            for name, default in (("hidden_act", "gelu"), ("position_embedding_type", "absolute"))
+        )
         refused = {
-            f"hidden_act {fields.get('hidden_act')!r}": fields.get("hidden_act", "gelu")
-            not in ACTIVATIONS,
-            f"position_embedding_type {fields.get('position_embedding_type')!r}": fields.get(
-                "position_embedding_type", "absolute"
-            )
-            != "absolute",
+            f"hidden_act {activation!r:.80}": activation not in [*ACTIVATIONS],
+            f"position_embedding_type {places!r:.80}": places != "absolute",
             "a decoder (is_decoder)": bool(fields.get("is_decoder")),
         }
         for feature, is_asked_for in refused.items():
             if is_asked_for:
                 raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
 
-        def size(name: str, default: int | None = None) -> int:
-            value = fields.get(name, default)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{source}: {name!r} is {value!r}; expected a whole number.")
-            return value
-
+        size = partial(whole_number, fields, source=source)
+        width, num_heads = size("hidden_size"), size("num_attention_heads")
+        if width % num_heads:
+            raise ValueError(
+                f"{source}: 'num_attention_heads' is {num_heads}; expected a divisor of "
+                f"'hidden_size', {width}."
+            )
+        epsilon = fields.get("layer_norm_eps", 1e-12)
+        check_kinds({"layer_norm_eps": epsilon}, {"layer_norm_eps": EPSILON}, source)
         return cls(
             vocab_size=size("vocab_size"),
-            width=size("hidden_size"),
+            width=width,
             mlp_width=size("intermediate_size"),
             num_layers=size("num_hidden_layers"),
-            num_heads=size("num_attention_heads"),
+            num_heads=num_heads,
             max_positions=size("max_position_embeddings", 512),
             num_kinds=size("type_vocab_size", 2),
-            epsilon=float(fields.get("layer_norm_eps", 1e-12)),
-            activation=fields.get("hidden_act", "gelu"),
+            epsilon=float(epsilon),
+            activation=activation,
         )
 
     def hf_names(self) -> dict[str, str]:

@@ -24,7 +24,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxrl.models.architecture import Fused, MemoryTerms
-from jaxrl.models.decoder import Kinds, check_kinds, project, without_nulls
+from jaxrl.models.decoder import (
+    LAYER_LIST,
+    SIZE,
+    SWITCH,
+    Kinds,
+    check_kinds,
+    project,
+    without_nulls,
+)
 from jaxrl.models.experts.routing import Found, Routing, route
 from jaxrl.models.layers import Stacks
 from jaxrl.models.qwen import QwenConfig
@@ -48,9 +56,12 @@ _DEFAULTS = {
 """Of `config.json`, as transformers has them."""
 
 _KINDS: Kinds = {
-    **dict.fromkeys((*_DEFAULTS, "num_local_experts"), (int, "a whole number")),
-    "mlp_only_layers": (list, "a list of layers"),
+    **dict.fromkeys((*_DEFAULTS, "num_local_experts"), SIZE),
+    **{"mlp_only_layers": LAYER_LIST, "norm_topk_prob": SWITCH},
 }
+
+_MOST_EXPERTS = 1_000_000
+"""Of all layers; each has tensors of its own, which are looked for by their names."""
 
 Routed = tuple[jax.Array, Found]
 """The number of the next layer with experts, and what was found in those before."""
@@ -95,7 +106,7 @@ class QwenMoeConfig(QwenConfig):
         fields = without_nulls(fields)
         if fields.get("model_type") != "qwen3_moe":
             raise ValueError(
-                f"{source}: model_type {fields.get('model_type')!r} is not supported; expected "
+                f"{source}: model_type {fields.get('model_type')!r:.80} is not supported; expected "
                 "'qwen3_moe'."
             )
         dense = QwenConfig.from_dict({**fields, "model_type": "qwen3"}, source=source)
@@ -103,9 +114,6 @@ class QwenMoeConfig(QwenConfig):
         sizes = {name: fields.get(name, default) for name, default in _DEFAULTS.items()}
         # transformers 5 has another name for it.
         sizes["num_experts"] = fields.get("num_local_experts", sizes["num_experts"])
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{source}: {name!r} is {size}; expected at least 1.")
         num_experts, num_chosen = sizes["num_experts"], sizes["num_experts_per_tok"]
         if num_chosen > num_experts:
             raise ValueError(
@@ -119,6 +127,11 @@ class QwenMoeConfig(QwenConfig):
             raise ValueError(
                 f"{source}: 'decoder_sparse_step' of {step} and 'mlp_only_layers' leave no layer "
                 "with experts; a dense model has the model_type 'qwen3'."
+            )
+        if len(expert_layers) * num_experts > _MOST_EXPERTS:
+            raise ValueError(
+                f"{source}: {num_experts} experts in each of {len(expert_layers)} layers; expected "
+                f"at most {_MOST_EXPERTS:,} in all."
             )
         return cls(
             **vars(dense),
