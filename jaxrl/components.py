@@ -548,7 +548,7 @@ def _as_recorded(asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = asked["settings"]
     missing = [key for key, value in settings.items() if value is None and key in _FILES]
     fitting = []
-    for there in map(json.loads, recorded_engines(folder) if missing else []):
+    for there in recorded_engines(folder) if missing else []:
         held = dict.fromkeys(missing)
         if {**there, "settings": {**there.get("settings", {}), **held}} == asked:
             fitting.append(there["settings"])
@@ -581,7 +581,7 @@ def _make_recording(config: ConfigDict, workdir: Path | None) -> Recording | Non
         asked["settings"] = _as_recorded(asked, folder)
     recording = Recording(folder, asked, process=jax.process_index())
     if settings.replay == "only" and not recording:
-        there = "; ".join(recorded_engines(folder)) or "nothing"
+        there = "; ".join(map(json.dumps, recorded_engines(folder))) or "nothing"
         raise FileNotFoundError(
             f"config.search.replay is 'only', but {folder} has no searches of {json.dumps(asked)}; "
             f"there is: {there}. Name the folder by config.search.replay_folder, or set the engine "

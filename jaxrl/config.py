@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
+from jaxrl.envs.json_text import read_object
 from jaxrl.renamed import RENAMED, RENAMED_VALUES, with_present_names
 
 DTYPES = ("float32", "bfloat16")
@@ -717,7 +718,7 @@ def _with_tuples(value: Any) -> Any:
 
 def flat_json(path: Path) -> dict[str, Any]:
     """The keys of a workdir's `config.json`, with their sections, joined by dots."""
-    return dict(_flatten(json.loads(path.read_text(encoding="utf-8"))))
+    return dict(_flatten(read_object(path)))
 
 
 def to_json(config: ConfigDict) -> str:

@@ -11,6 +11,7 @@ import tokenizers
 
 from jaxrl.chat import Chat, Piece
 from jaxrl.envs.base import Message
+from jaxrl.envs.json_text import read_object
 
 _SLACK_TOKENS = 128  # behind the last id that is taken of a prefix
 _USUAL_CHARACTERS = 8  # a token, of a prefix that is tried first
@@ -372,10 +373,10 @@ def _check_arguments(arguments: Mapping[str, Any], template: str) -> None:
 def _ids_of_images(folder: Path) -> dict[str, int]:
     """The `image_token_id` and the `video_token_id` of `config.json`, where there are any."""
     try:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        found = {f"{kind}_id": fields.get(f"{kind}_token_id") for kind in ("image", "video")}
-    except (OSError, ValueError, AttributeError):
+        fields = read_object(folder / "config.json")
+    except (OSError, ValueError):
         return {}  # who reads the model says what is wrong with it
+    found = {f"{kind}_id": fields.get(f"{kind}_token_id") for kind in ("image", "video")}
     return {name: id for name, id in found.items() if isinstance(id, int)}
 
 
@@ -384,16 +385,11 @@ def _generation_eos_ids(folder: Path) -> list[int]:
     file = folder / "generation_config.json"
     if not file.is_file():
         return []
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{file} holds a {type(fields).__name__}; expected a JSON object.")
-    ids = fields.get("eos_token_id")
-    if ids is None:
-        return []
-    return [ids] if isinstance(ids, int) else list(ids)
+    given = read_object(file).get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(id) is int and id >= 0 for id in ids):
+        raise ValueError(f"{file}: 'eos_token_id' is {given!r:.80}; expected ids of tokens.")
+    return ids
 
 
 def _vocab_bytes(spec: dict[str, Any]) -> list[bytes]:

@@ -40,6 +40,7 @@ from jaxrl.envs.corpus import (
     make_once,
     read_corpus,
 )
+from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.retrieval import Progress
 
 FILE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -283,7 +284,7 @@ def _written_chunks(folder: Path) -> dict[int, str]:
     with contextlib.suppress(FileNotFoundError):
         for line in (folder / _CHUNKS).read_bytes().split(b"\n"):
             with contextlib.suppress(ValueError, KeyError, TypeError):  # one that a kill has cut
-                fields = json.loads(line)
+                fields = parse_json(line, _CHUNKS)
                 found[int(fields["chunk"])] = str(fields["sha256"])
     return found
 
@@ -409,7 +410,7 @@ class _OfFaiss(Prebuilt):
 
 def _read_json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return parse_json(file.read_bytes(), str(file))
     except (OSError, ValueError):
         return None
 

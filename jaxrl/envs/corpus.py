@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.envs.base import ToolError
+from jaxrl.envs.json_text import read_object
 from jaxrl.envs.jsonl import read_objects
 from jaxrl.envs.retrieval import Document
 
@@ -315,8 +316,7 @@ def _digest(file: Path, size: int, mtime_ns: int) -> str:
 
 def _read_digests(path: Path) -> dict[str, str]:
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        known = read_object(path)
+    except (OSError, ValueError):
         return {}
-    is_whole = isinstance(known, dict) and all(isinstance(x, str) for x in known.values())
-    return known if is_whole else {}
+    return known if all(isinstance(digest, str) for digest in known.values()) else {}

@@ -19,8 +19,7 @@ def parse_json(text: str | bytes, place: str) -> Any:
     """
     try:
         value = json.loads(text)
-        data = text.encode("utf-8", "replace") if isinstance(text, str) else text
-        if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        if is_too_deep(text, value):
             raise RecursionError
     except RecursionError:
         raise ValueError(f"{place} is nested too deeply to be read; flatten it.") from None
@@ -40,6 +39,12 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} holds a {type(value).__name__}; expected a JSON object.")
     return value
+
+
+def is_too_deep(text: str | bytes, value: Any) -> bool:
+    """Return True if what a text holds is nested deeper than `MAX_DEPTH`."""
+    data = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    return data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH
 
 
 def _depth(value: Any) -> int:

@@ -34,6 +34,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import error_text
 from jaxrl.envs.corpus import num_lines
+from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.retrieval import ENGINES, DocumentSearch, Hit
 
 MAX_TOPK = 1_000
@@ -130,9 +131,9 @@ def read_request(body: bytes, dialect: Dialect, topk: int) -> tuple[list[str], i
         RefusedError: the body is not of the protocol; says what arrived.
     """
     try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(BAD_REQUEST, f"the body is not JSON: {error_text(error)}") from None
+        fields = parse_json(body, "the body")
+    except ValueError as error:
+        raise RefusedError(BAD_REQUEST, str(error)) from None
     if not isinstance(fields, dict):
         raise RefusedError(
             BAD_REQUEST, f"the body is a {type(fields).__name__}; expected an object"
