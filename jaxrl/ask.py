@@ -39,6 +39,7 @@ from jaxrl.session import Components, Progress
 from jaxrl.toolbox import correct_by, environment_parts
 from jaxrl.training.health import first_error
 from jaxrl.types import Draw, Params, Trajectory
+from jaxrl.values import load_values
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -139,7 +140,7 @@ def read_config(run: Path) -> ConfigDict:
     if not file.is_file():
         raise FileNotFoundError(f"{run} is no run: it holds no config.json. Name a run's workdir.")
     config = configuration.default_config()
-    configuration.load_values(config, str(file), takes_old_keys=True)
+    load_values(config, str(file), takes_old_keys=True)
     return config
 
 

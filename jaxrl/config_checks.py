@@ -29,8 +29,6 @@ from jaxrl.config import (
     REPLAY,
     STAGES,
     SUITES,
-    check_keys,
-    check_type,
     default_config,
     flatten,
     refuse,
@@ -71,6 +69,7 @@ from jaxrl.toolbox import (
     named_weights,
     own_parts,
 )
+from jaxrl.values import check_keys, check_type
 
 
 @dataclass(frozen=True)
