@@ -28,11 +28,12 @@ from jaxrl.components import assemble
 from jaxrl.data import parse_task
 from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
+from jaxrl.envs.text import printable, writable
 from jaxrl.logs.display import Display
 from jaxrl.models.adapters import load_frozen
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params
-from jaxrl.runtime.files import printable, system_message, writable
+from jaxrl.runtime.files import system_message
 from jaxrl.runtime.sharding import mesh_sizes, param_shardings
 from jaxrl.sampling.rollout import Sampling, Seeds
 from jaxrl.session import Components, Progress

@@ -28,6 +28,7 @@ from jaxrl.envs.answers import normalize_answer
 from jaxrl.envs.attribution import Attribution, attribute
 from jaxrl.envs.base import Outcome
 from jaxrl.envs.json_text import read_object
+from jaxrl.envs.text import printable
 from jaxrl.logs.metrics import plain_number
 from jaxrl.logs.statistics import (
     bootstrap_means,
@@ -39,7 +40,7 @@ from jaxrl.logs.statistics import (
 from jaxrl.logs.writers import write_images
 from jaxrl.objectives.metrics import mean
 from jaxrl.runtime import distributed
-from jaxrl.runtime.files import printable, written_whole
+from jaxrl.runtime.files import written_whole
 from jaxrl.sampling.rollout import Sampling, Seeds
 from jaxrl.session import OF_CODE, Progress, Session
 from jaxrl.training.health import first_error

@@ -40,7 +40,8 @@ from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
 from jaxrl import config_checks, values
-from jaxrl.runtime.files import REMEDIES, full_disk, held, printable, system_message
+from jaxrl.envs.text import printable
+from jaxrl.runtime.files import REMEDIES, full_disk, held, system_message
 from jaxrl.runtime.stopping import stop_on_signals
 
 if TYPE_CHECKING:

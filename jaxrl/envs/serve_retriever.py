@@ -36,6 +36,7 @@ from jaxrl.envs.calls import error_text
 from jaxrl.envs.corpus import num_lines
 from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.retrieval import ENGINES, DocumentSearch, Hit
+from jaxrl.envs.text import printable
 
 MAX_TOPK = 1_000
 """Documents that one query may ask for."""
@@ -318,7 +319,7 @@ def make_app(
             found = await together.search(queries, topk)
         except RefusedError as error:
             if error.status >= FAILED:
-                print(f"{request.url.path}: {error}", file=sys.stderr, flush=True)
+                print(printable(f"{request.url.path}: {error}"), file=sys.stderr, flush=True)
             return as_json({"detail": str(error)}, error.status, error.headers)
         except ClientDisconnect:
             return Response()  # which nobody reads
@@ -492,7 +493,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         serve(app, listener)
     except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"error: {in_arguments(str(error), name)}")
+        sys.exit(printable(f"error: {in_arguments(str(error), name)}"))
     print("stopped", flush=True)
 
 

@@ -29,8 +29,8 @@ from jax.experimental import multihost_utils
 
 from jaxrl import codecs
 from jaxrl.envs.base import OutageError
+from jaxrl.envs.text import printable
 from jaxrl.runtime import monitor
-from jaxrl.runtime.files import printable
 from jaxrl.sampling.rollout import Interrupted, Sampling
 from jaxrl.types import Draw, Group
 
