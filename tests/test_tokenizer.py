@@ -309,7 +309,7 @@ def test_any_value_of_any_field_makes_a_tokenizer_or_one_line(name, tmp_path, ca
     assert load(folder)
     cases = [(place, value) for place in places(fields) for value in WRONG]
     refused = 0
-    for place, value in random.Random(0).sample(cases, 100):
+    for place, value in random.Random(0).sample(cases, min(len(cases), 100)):
         (folder / name).write_text(json.dumps(changed(fields, place, value)))
         refused += not load(folder)
     assert refused >= 10
