@@ -16,7 +16,7 @@ from absl.testing import flagsaver
 
 from jaxrl import launch
 from jaxrl.config_checks import validate
-from tests.helpers import ROOT, blocks, text
+from tests.helpers import ROOT, blocks, readme_config, text
 from tests.published import CASES, parquet
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -92,6 +92,9 @@ def place(tmp_path_factory):
         (folder / own).symlink_to(ROOT / own)
     [code] = [code for code in blocks(ROOT / "README.md", "python") if "get_config" in code]
     (folder / "my_run.py").write_text(code)
+    model = folder / readme_config().model.path
+    model.parent.mkdir(parents=True, exist_ok=True)
+    model.symlink_to(ROOT / "configs" / "models" / "qwen3-4b")
     task = {"question": "?", "answers": ["x"]}
     for file in ("my_data/train.jsonl", "my_data/test.jsonl"):
         path = folder / file
