@@ -32,8 +32,10 @@ RUN = (
 """Beginnings of commands that are run as they stand, beside all that plan."""
 
 NOT_RUN = {
-    r"python -m jaxrl\.launch (?!.*--plan\b)": "minutes; the same configurations, and whole runs "
+    r"python -m jaxrl\.launch (?!.*--plan)": "minutes; the same configurations, and whole runs "
     "of tiny worlds, are in tests/test_runs.py, test_quickstart.py and test_restarts.py",
+    r"python -m jaxrl\.launch --config=my_run\.py --plan$": "README's configuration is for eight "
+    "devices, and this plans for those at hand; with --plan_devices it is run",
     r"python -m jaxrl\.ask ": "a trained run, which takes minutes; tests/test_ask.py",
     r"python -m examples\.quickstart_world ": "half a minute each; many tests make smaller ones",
     r"python -m jaxrl\.envs\.serve_retriever ": "serves until it is ended, on a fixed port, and "
@@ -81,7 +83,9 @@ def module_and_arguments(line):
 
 
 def is_run(line):
-    return line.startswith(RUN) or (line.startswith("python -m jaxrl.launch") and "--plan" in line)
+    return line.startswith(RUN) or (
+        line.startswith("python -m jaxrl.launch") and "--plan_devices" in line
+    )
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +209,7 @@ def test_it_runs_as_it_stands(line, place):
     done = subprocess.run(
         ["bash", "-c", line], cwd=place, env=env, capture_output=True, text=True, timeout=60
     )
-    is_plan = "--plan" in line  # which ends with 1 where this machine has too little memory
+    is_plan = "--plan_devices" in line  # which ends with 1 where this machine has too little memory
     assert done.returncode in ((0, 1) if is_plan else (0,)), done.stderr
     assert re.search("^(fits|does not fit): ", done.stdout, re.MULTILINE) or not is_plan
     assert "Traceback" not in done.stderr
