@@ -58,7 +58,8 @@ def prepare(
 ) -> Path:
     """Writes a data set; returns its folder, `out/name/version`."""
 
-    class Builder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    class TaskBuilder(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        # Its own name is no `Builder`, for which TFDS asks the package, which a script has not.
         VERSION = tfds.core.Version(version)
         # Where to look for checksums of downloads: nowhere. In a package TFDS would look for it by
         # a module that it does not ask for, importlib_resources.
@@ -74,9 +75,9 @@ def prepare(
         def _generate_examples(self, rows: Iterable[Any]) -> Iterator[tuple[int, Any]]:
             yield from enumerate(rows)
 
-    Builder.name = name
+    TaskBuilder.name = name
     # Without TensorFlow, array_record is the one format that is written and read whole.
-    builder = Builder(data_dir=str(out), file_format="array_record")
+    builder = TaskBuilder(data_dir=str(out), file_format="array_record")
     builder.download_and_prepare()
     return Path(str(builder.data_path))
 

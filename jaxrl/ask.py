@@ -17,7 +17,6 @@ if __name__ == "__main__":
 import argparse
 import ast
 import contextlib
-import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,11 +35,13 @@ from jaxrl.config_checks import validate
 from jaxrl.data import parse_task
 from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
+from jaxrl.envs.json_text import parse_json
+from jaxrl.envs.text import printable, writable
 from jaxrl.logs.display import Display
 from jaxrl.models.adapters import load_frozen
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params
-from jaxrl.runtime.files import printable, system_message, writable
+from jaxrl.runtime.files import system_message
 from jaxrl.runtime.history import check_step
 from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import mesh_sizes, param_shardings
@@ -49,6 +50,7 @@ from jaxrl.session import Components, Progress
 from jaxrl.toolbox import correct_by, environment_parts
 from jaxrl.training.health import first_error
 from jaxrl.types import Draw, Params, Trajectory
+from jaxrl.values import as_default, check_keys, check_type, load_values
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -127,8 +129,8 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"{argument}: expected --config.key=value.")
         key = name.removeprefix("--config.")
-        configuration.check_keys([key])
-        value: Any = configuration.as_default(text, defaults[key])
+        check_keys([key])
+        value: Any = as_default(text, defaults[key])
         if type(defaults[key]) is int and text.isdecimal():
             value = int(text)
         if isinstance(defaults[key], tuple | dict):
@@ -137,7 +139,7 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
             except (ValueError, SyntaxError) as error:
                 kind = type(defaults[key]).__name__
                 raise ValueError(f"{argument}: expected a {kind} as Python writes it.") from error
-        configuration.check_type(key, value, defaults[key])
+        check_type(key, value, defaults[key])
         keys[key] = value
     return keys
 
@@ -145,9 +147,9 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
 def folder_of(run: Path) -> Path:
     """The folder in which a run was started last; this one where nothing tells, or it is gone."""
     try:
-        starts = json.loads((run / "environment.json").read_text(encoding="utf-8"))
-        folder = Path(starts[-1]["folder"])
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        file = run / "environment.json"
+        folder = Path(parse_json(file.read_bytes(), str(file))[-1]["folder"])
+    except (OSError, ValueError, LookupError, TypeError):
         return Path.cwd()
     return folder if folder.is_dir() else Path.cwd()
 
@@ -222,7 +224,7 @@ def read_config(run: Path) -> ConfigDict:
     if not file.is_file():
         raise FileNotFoundError(f"{run} is no run: it holds no config.json. Name a run's workdir.")
     config = configuration.default_config()
-    configuration.load_values(config, str(file), takes_old_keys=True)
+    load_values(config, str(file), takes_old_keys=True)
     return config
 
 

@@ -5,6 +5,7 @@ Everything that can be refused is refused here, before any long work.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -25,7 +26,7 @@ from jaxrl.choices import is_own, made
 from jaxrl.config import OWN_MODEL
 from jaxrl.demonstrations import Demonstration, read_demonstrations
 from jaxrl.envs.base import Env, Prompt, Task
-from jaxrl.envs.corpus import num_lines
+from jaxrl.envs.corpus import check_corpus, index_folder, is_indexed, num_lines, read_corpus
 from jaxrl.envs.costs import SEARCH, Budget
 from jaxrl.envs.images import UnreadableError
 from jaxrl.envs.judges import Judge
@@ -77,7 +78,7 @@ def assemble(
         config: checked.
         show: told what it is at, where that may take long.
         workdir: of the run; beside it searches are recorded, where no folder is named.
-        log: told what happens to the search engine in the run.
+        log: told what tools are offered, and what happens to the search engine in the run.
 
     Raises:
         FileNotFoundError, ValueError: with what arrived, what was expected, where to change it.
@@ -90,12 +91,12 @@ def assemble(
     adapter = adapter_of(config, model_config) if external is None else None
     if adapter is not None and config.model.lora.path:
         check_adapter(config.model.lora.path, adapter)
-    tools = _make_tools(config)
+    tools = _make_tools(config, log)
     control = _make_control(config, tokenizer, tools)
     automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
     processor = _make_processor(config, tokenizer, model_config)
-    demonstrations = _read_demonstrations(config, tokenizer, control, tools, processor)
     tasks, eval_tasks = _read_data(config, show)
+    demonstrations = _read_demonstrations(config, tokenizer, control, tools, processor)
     engine = None
     if external is None:
         engine = _make_engine(config, adapter or model_config, mesh, automaton, tokenizer)
@@ -424,6 +425,7 @@ def _read_data(
         eval_tasks = open_tasks(sources_of(config, "eval"), show)
         check_data_sources(eval_tasks, "config.tasks.eval.source")
         eval_tasks = _first_of_each(eval_tasks, config.eval.max_tasks)
+    _check_documents(config, show)
     return tasks, eval_tasks
 
 
@@ -445,6 +447,26 @@ def _read_demonstrations(
         chat_tools=getattr(env, "chat_tools", ()),
         processor=processor,
     )
+
+
+def _check_documents(config: ConfigDict, show: Callable[[str], None]) -> None:
+    """Reads the corpus of which an index is to be built, where demonstrations come before that.
+
+    A wrong document is told before they are read, which may take minutes. A corpus that has an
+    index was read for that.
+
+    Raises:
+        FileNotFoundError, ValueError: a document is wrong, or there is none.
+    """
+    section = environment.corpus_section(config)
+    if not section or "sft" not in config.stages:
+        return
+    settings = config.search[section]
+    corpus, index = Path(settings.corpus), index_folder(settings.corpus, settings.index)
+    check_corpus(corpus, index, section=f"search.{section}")
+    if not is_indexed(corpus, index):
+        show(f"checking {corpus}")
+        collections.deque(read_corpus(corpus), maxlen=0)
 
 
 def _first_of_each(tasks: Mixture[Task], count: int) -> Mixture[Task]:
@@ -560,7 +582,7 @@ def _as_recorded(asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     settings: dict[str, Any] = asked["settings"]
     missing = [key for key, value in settings.items() if value is None and key in _FILES]
     fitting = []
-    for there in map(json.loads, recorded_engines(folder) if missing else []):
+    for there in recorded_engines(folder) if missing else []:
         held = dict.fromkeys(missing)
         if {**there, "settings": {**there.get("settings", {}), **held}} == asked:
             fitting.append(there["settings"])
@@ -595,7 +617,7 @@ def _make_recording(
         asked["settings"] = _as_recorded(asked, folder)
     recording = Recording(folder, asked, process=jax.process_index(), log=log)
     if settings.replay == "only" and not recording:
-        there = "; ".join(recorded_engines(folder)) or "nothing"
+        there = "; ".join(map(json.dumps, recorded_engines(folder))) or "nothing"
         raise FileNotFoundError(
             f"config.search.replay is 'only', but {folder} has no searches of {json.dumps(asked)}; "
             f"there is: {there}. Name the folder by config.search.replay_folder, or set the engine "
@@ -654,7 +676,8 @@ def _make_env(config: ConfigDict, engine: Tool | None, tools: Sequence[Tool]) ->
         tools=tools,
         prompt=Prompt(**prompt),
         protocol=toolbox.protocol(config),
-        max_calls=config.rollout.max_turns,
+        max_turns=config.rollout.max_turns,
+        max_calls=config.rollout.max_calls,
         correct_by=toolbox.correct_by(config),
         budget=Budget(prices=config.ledger.prices, max_cost=config.rollout.max_cost),
     )
@@ -711,14 +734,14 @@ def _open_judges(pay: Payment, workdir: Path | None, log: Callable[[str], None])
             part.open(workdir, process=jax.process_index(), log=log)
 
 
-def _make_tools(config: ConfigDict) -> list[Tool]:
+def _make_tools(config: ConfigDict, log: Callable[[str], None]) -> list[Tool]:
     try:
         own = [offer.make() for offer in toolbox.tools(config)]
     except ImportError as error:
         raise ValueError(
             f"config.env.search.tools is {config.env.search.tools!r}, but {error}"
         ) from error
-    return [*own, *toolbox.mcp_tools(config)]
+    return [*own, *toolbox.mcp_tools(config, log)]
 
 
 def _make_engine(

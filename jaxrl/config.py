@@ -1,20 +1,14 @@
-"""Every configuration key, once, with its unit and meaning; and how values are read."""
+"""Every configuration key, once, with its unit and meaning."""
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import json
-import math
-import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import yaml
 from ml_collections import ConfigDict
 
-from jaxrl.renamed import RENAMED, RENAMED_VALUES, with_present_names
+from jaxrl.envs.json_text import read_object
 
 DTYPES = ("float32", "bfloat16")
 DENSE_DTYPES = (*DTYPES, "int8")
@@ -415,7 +409,8 @@ def default_config() -> ConfigDict:
     rollout.max_image_tokens = 0
     # Tokens of one result, the rest of which is cut off inside its tags.
     rollout.max_observation_tokens = 500
-    rollout.max_turns = 4  # turns that search; asking once more ends the episode
+    rollout.max_turns = 4  # turns that call tools; asking once more ends the episode
+    rollout.max_calls = 0  # calls in all these turns; the model is told of one beyond. 0: no limit
     # What the calls of a trajectory may cost at ledger.prices, each counted once; a call that would
     # cost more ends it, out of budget. 0: no limit.
     rollout.max_cost = 0.0
@@ -580,103 +575,6 @@ def default_config() -> ConfigDict:
     return config
 
 
-def load_values(config: ConfigDict, path: str, *, takes_old_keys: bool = False) -> None:
-    """Sets keys from a YAML or JSON file, nested or with dots.
-
-    Args:
-        config: to set them in.
-        path: of the file.
-        takes_old_keys: a program wrote the file, so keys of earlier versions are read as what they
-            are called now; those that a person wrote are refused.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is not YAML, not a mapping, or names a key that does not exist.
-    """
-    file = Path(path)
-    if not file.is_file():
-        raise FileNotFoundError(f"--values={path!r} is not a file; expected YAML or JSON.")
-    try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply to be read; flatten it.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not valid YAML or JSON: {error}") from error
-    if values is None:
-        raise ValueError(f"{path} is empty; expected keys and values.")
-    if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}; expected keys and values.")
-    flat = dict(_flatten(values))
-    if takes_old_keys:
-        flat = with_present_names(flat)
-    check_keys(flat, source=f"{path}: ")
-    defaults = flatten(default_config())
-    for key, value in flat.items():
-        value = flat[key] = as_default(value, defaults[key])
-        try:
-            check_type(key, value, defaults[key])
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-    config.update_from_flattened_dict(flat)
-
-
-SWITCHES = dict.fromkeys(("true", "t", "1", "yes", "y", "on"), True)
-SWITCHES |= dict.fromkeys(("false", "f", "0", "no", "n", "off"), False)
-"""Words for True and False, in lower case."""
-
-
-def as_default(value: Any, default: Any) -> Any:
-    """A value as the key's default has it, where it stands for one; else the value itself.
-
-    A switch may be `yes` or `off`, a whole number `1e3`; YAML takes a number without a point, such
-    as 1e-6, for text.
-    """
-    if not isinstance(value, str):
-        return value
-    if isinstance(default, bool):
-        return SWITCHES.get(value.lower(), value)
-    if isinstance(default, int | float):
-        with contextlib.suppress(ValueError):
-            if isinstance(default, float):
-                return float(value)
-            if not value.isdecimal() and float(value).is_integer():
-                return int(float(value))
-    return value
-
-
-def check_keys(keys: Iterable[str], *, source: str = "") -> None:
-    """Refuses keys, with their sections and dots, that do not exist.
-
-    Raises:
-        ValueError: names the key, and the nearest one that there is.
-    """
-    known = flatten(default_config())
-    for key in keys:
-        if key in known:
-            continue
-        inside = [name for name in known if name.startswith(f"{key}.")]
-        if inside:
-            raise ValueError(f"{source}config.{key} is a section; set its keys, as {inside[0]}.")
-        whole = next((mapping for mapping in MAPPINGS if key.startswith(f"{mapping}.")), None)
-        if whole is not None:
-            name, value = key.removeprefix(f"{whole}."), MAPPINGS[whole]
-            raise ValueError(
-                f"{source}config.{whole} takes a mapping; set it whole, as "
-                + (
-                    f"{{{name!r}: {value}}}."
-                    if source
-                    else f'--config.{whole}="{{{name!r}: {value}}}".'
-                )
-            )
-        if key in RENAMED:
-            raise ValueError(f"{source}config.{key} is called config.{RENAMED[key]} now.")
-        last = key.rpartition(".")[2]
-        near = [name for name in known if name.rpartition(".")[2] == last]
-        near = near or difflib.get_close_matches(key, known, n=1)
-        hint = f"did you mean {' or '.join(near)}?" if near else "jaxrl/config.py has all keys."
-        raise ValueError(f"{source}there is no key config.{key}; {hint}")
-
-
 MAPPINGS = {
     "prompt.chat_template_kwargs": False,
     **{f"tasks.{kind}.settings": 1 for kind in ("train", "eval")},
@@ -695,11 +593,12 @@ MAPPINGS = {
 """Keys whose values are mappings with names that are not ours, and a value as an example."""
 
 
-def _flatten(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def flat_pairs(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Keys with their sections, joined by dots, and their values, in the order of a mapping."""
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():
         if isinstance(value, dict) and f"{prefix}{key}" not in MAPPINGS:
-            flat += _flatten(value, f"{prefix}{key}.")
+            flat += flat_pairs(value, f"{prefix}{key}.")
         else:
             flat.append((f"{prefix}{key}", _with_tuples(value)))
     return flat
@@ -718,7 +617,7 @@ def _with_tuples(value: Any) -> Any:
 
 def flat_json(path: Path) -> dict[str, Any]:
     """The keys of a workdir's `config.json`, with their sections, joined by dots."""
-    return dict(_flatten(json.loads(path.read_text(encoding="utf-8"))))
+    return dict(flat_pairs(read_object(path)))
 
 
 def to_json(config: ConfigDict) -> str:
@@ -728,24 +627,9 @@ def to_json(config: ConfigDict) -> str:
 
 def flatten(config: ConfigDict) -> dict[str, Any]:
     """Every key with its sections, joined by dots."""
-    return dict(_flatten(config.to_dict()))
+    return dict(flat_pairs(config.to_dict()))
 
 
 def refuse(key: str, value: Any, expected: str) -> None:
     """Raises a ValueError that says what a key holds and what was expected."""
     raise ValueError(f"config.{key} is {value!r}; expected {expected}.")
-
-
-def check_type(key: str, value: Any, default: Any) -> None:
-    """Beyond what ml_collections checks: it takes None for anything and a bool for a number."""
-    now = RENAMED_VALUES.get(key, {})
-    if isinstance(value, bool) and value in now:
-        refuse(key, value, f"{now[value]!r}, as it is called now")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(default, float):
-        if not is_number or not math.isfinite(value):
-            refuse(key, value, "a finite number")
-    elif type(value) is not type(default):
-        refuse(key, value, f"a value of type {type(default).__name__}, as {default!r}")
-    elif key.startswith("prompt.") and re.search("[\\ud800-\\udfff]", str(value)):
-        refuse(key, value, "text in UTF-8")

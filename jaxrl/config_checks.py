@@ -29,8 +29,6 @@ from jaxrl.config import (
     REPLAY,
     STAGES,
     SUITES,
-    check_keys,
-    check_type,
     default_config,
     flatten,
     refuse,
@@ -71,6 +69,7 @@ from jaxrl.toolbox import (
     named_weights,
     own_parts,
 )
+from jaxrl.values import check_keys, check_type
 
 
 @dataclass(frozen=True)
@@ -272,6 +271,11 @@ RULES = (
         "rollout.max_cost",
         lambda c: c.rollout.max_cost > 0 and not takes(c, "budget"),
         "0 with an environment that does not ask for `budget`: no trajectory would be ended by it",
+    ),
+    Rule(
+        "rollout.max_calls",
+        lambda c: c.rollout.max_calls > 0 and not takes(c, "max_calls"),
+        "0 with an environment that does not ask for `max_calls`: no call would be refused by it",
     ),
     Rule(
         "ledger.max_cost",
@@ -640,8 +644,8 @@ NOT_NEGATIVE = [
     "env.step_deadline_s", "reward.deadline_s", "rollout.max_failed_steps", "search.hybrid.k",
     "search.cache_mib", "search.cache_ttl_s", "search.queries_per_second", "search.max_concurrent",
     "search.retries", "search.backoff_s", "search.breaker_failures",
-    "rollout.max_turns", "rollout.cache_gib", "advantage.grpo.epsilon", "loss.clip_low",
-    "loss.clip_high", "loss.correction.low", "kl.coef", "kl.budget.step",
+    "rollout.max_turns", "rollout.max_calls", "rollout.cache_gib", "advantage.grpo.epsilon",
+    "loss.clip_low", "loss.clip_high", "loss.correction.low", "kl.coef", "kl.budget.step",
     "filter.accuracy_range.low",
     "filter.tasks_per_batch", "filter.max_batches", "filter.resample_attempts",
     "filter.skip_entropy", "shaping.overlong_buffer", "shaping.overlong_max_tokens",

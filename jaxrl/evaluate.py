@@ -28,6 +28,8 @@ from jaxrl.environment import has_tools
 from jaxrl.envs.answers import normalize_answer
 from jaxrl.envs.attribution import Attribution, attribute
 from jaxrl.envs.base import Outcome
+from jaxrl.envs.json_text import read_object
+from jaxrl.envs.text import printable
 from jaxrl.logs.metrics import plain_number
 from jaxrl.logs.statistics import (
     bootstrap_means,
@@ -39,7 +41,7 @@ from jaxrl.logs.statistics import (
 from jaxrl.logs.writers import write_images
 from jaxrl.objectives.metrics import mean
 from jaxrl.runtime import distributed
-from jaxrl.runtime.files import printable, written_whole
+from jaxrl.runtime.files import written_whole
 from jaxrl.sampling.rollout import Sampling, Seeds
 from jaxrl.session import OF_CODE, Progress, Session
 from jaxrl.training.health import first_error
@@ -335,7 +337,7 @@ def read_metrics(path: Path, weights_step: int, made_with: str) -> dict[str, flo
         made_with: what else it must have been made with.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        record = read_object(path)
         if (record["weights_step"], record["made_with"]) != (weights_step, made_with):
             return None
         metrics: dict[str, float] = {}
@@ -351,15 +353,15 @@ def read_metrics(path: Path, weights_step: int, made_with: str) -> dict[str, flo
                 suite, Summary(num_samples=num_samples, means=numbers, intervals={})
             )
         return metrics
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def read_ledger(path: Path) -> Ledger:
     """What an evaluation took that `write` wrote; nothing where its file does not tell."""
     try:
-        return Ledger.from_json(json.loads(path.read_text(encoding="utf-8"))["ledger"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return Ledger.from_json(read_object(path)["ledger"])
+    except (OSError, ValueError, KeyError, TypeError):
         return Ledger()
 
 

@@ -39,9 +39,10 @@ from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
-from jaxrl import config_checks
+from jaxrl import config_checks, values
 from jaxrl.envs.redaction import redacted_output
-from jaxrl.runtime.files import REMEDIES, full_disk, held, printable, system_message
+from jaxrl.envs.text import printable
+from jaxrl.runtime.files import REMEDIES, full_disk, held, system_message
 from jaxrl.runtime.stopping import stop_on_signals
 
 if TYPE_CHECKING:
@@ -456,7 +457,7 @@ def _check_config_flags(argv: Sequence[str]) -> None:
     for name in names:
         _check_prefix(name)
     overrides = [_OVERRIDE.fullmatch(name) for name in names]
-    configuration.check_keys([match[1] for match in overrides if match])
+    values.check_keys([match[1] for match in overrides if match])
 
 
 class _MappingParser(flags.ArgumentParser):
@@ -502,7 +503,7 @@ def _plain(argument: str) -> str:
     default = configuration.flatten(configuration.default_config())[match[1]]
     if type(default) is int and value.isdecimal():
         return argument
-    read = configuration.as_default(value, default)
+    read = values.as_default(value, default)
     for kind, expected in ((bool, "true or false"), (int, "a whole number"), (float, "a number")):
         if type(default) is kind and type(read) is not kind:
             raise ValueError(f"{argument}: expected {expected}.")
@@ -537,7 +538,7 @@ def _read(argv: Sequence[str]) -> tuple[ConfigDict, Path]:
     if not _PLAN.value and (config is None or _WORKDIR.value is None):
         raise ValueError("--config=configs/X.py and --workdir=runs/X are both needed.")
     if _VALUES.value is not None:
-        configuration.load_values(config, _VALUES.value)
+        values.load_values(config, _VALUES.value)
         overrides = config_flags.get_override_values(flags.FLAGS["config"])
         config.update_from_flattened_dict(overrides)
     workdir = Path(_WORKDIR.value or "")

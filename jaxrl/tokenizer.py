@@ -1,9 +1,10 @@
 """Text to token ids and back, by way of bytes."""
 
+import contextlib
 import json
 import os
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,12 @@ import tokenizers
 
 from jaxrl.chat import Chat, Piece
 from jaxrl.envs.base import Message
+from jaxrl.envs.calls import error_text
+from jaxrl.envs.json_text import read_object
+from jaxrl.envs.text import printable
+
+MAX_IDS = 2**24
+"""Of a vocabulary, which is a list of them; published ones end near 260,000."""
 
 _SLACK_TOKENS = 128  # behind the last id that is taken of a prefix
 _USUAL_CHARACTERS = 8  # a token, of a prefix that is tried first
@@ -143,28 +150,24 @@ class Tokenizer:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
         from transformers import AutoTokenizer
 
-        try:
+        with _loading(folder):
             hf_tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # whatever transformers makes of a damaged file
-            raise ValueError(
-                f"the tokenizer in {folder} cannot be loaded (tokenizer.json, "
-                f"tokenizer_config.json, config.json): {type(error).__name__}: {error}"
-            ) from error
         if not hf_tokenizer.chat_template:
             raise ValueError(
                 f"the tokenizer in {folder} has no chat template; expected `chat_template` in "
                 "tokenizer_config.json or a file chat_template.jinja. Add one, or set `model.path` "
                 "to an instruction-tuned model."
             )
-        return cls(
-            hf_tokenizer,
-            eos_ids=_generation_eos_ids(folder),
-            eos_tokens=eos_tokens,
-            template_arguments=template_arguments,
-            **_ids_of_images(folder),
-        )
+        with _loading(folder, ValueError):
+            return cls(
+                hf_tokenizer,
+                eos_ids=_generation_eos_ids(folder),
+                eos_tokens=eos_tokens,
+                template_arguments=template_arguments,
+                **_ids_of_images(folder),
+            )
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`; strings of special tokens become these tokens, none are added."""
@@ -369,13 +372,28 @@ def _check_arguments(arguments: Mapping[str, Any], template: str) -> None:
             )
 
 
+@contextlib.contextmanager
+def _loading(folder: Path, *ours: type[Exception]) -> Iterator[None]:
+    """Tells in one line whatever libraries make of a damaged file; `ours` tell it themselves."""
+    try:
+        yield
+    except (KeyboardInterrupt, *ours):
+        raise
+    except BaseException as error:  # tokenizers panics with what is no Exception
+        why = " ".join(printable(error_text(error)).split())
+        raise ValueError(
+            f"the tokenizer in {folder} cannot be loaded (tokenizer.json, tokenizer_config.json, "
+            f"config.json): {why[:500]}"
+        ) from error
+
+
 def _ids_of_images(folder: Path) -> dict[str, int]:
     """The `image_token_id` and the `video_token_id` of `config.json`, where there are any."""
     try:
-        fields = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        found = {f"{kind}_id": fields.get(f"{kind}_token_id") for kind in ("image", "video")}
-    except (OSError, ValueError, AttributeError):
+        fields = read_object(folder / "config.json")
+    except (OSError, ValueError):
         return {}  # who reads the model says what is wrong with it
+    found = {f"{kind}_id": fields.get(f"{kind}_token_id") for kind in ("image", "video")}
     return {name: id for name, id in found.items() if isinstance(id, int)}
 
 
@@ -384,16 +402,11 @@ def _generation_eos_ids(folder: Path) -> list[int]:
     file = folder / "generation_config.json"
     if not file.is_file():
         return []
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{file} holds a {type(fields).__name__}; expected a JSON object.")
-    ids = fields.get("eos_token_id")
-    if ids is None:
-        return []
-    return [ids] if isinstance(ids, int) else list(ids)
+    given = read_object(file).get("eos_token_id")
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(id) is int and id >= 0 for id in ids):
+        raise ValueError(f"{file}: 'eos_token_id' is {given!r:.80}; expected ids of tokens.")
+    return ids
 
 
 def _vocab_bytes(spec: dict[str, Any]) -> list[bytes]:
@@ -419,6 +432,8 @@ def _vocab_bytes(spec: dict[str, Any]) -> list[bytes]:
         for token, id in model["vocab"].items()
         if id not in added
     } | added
+    if max(known) >= MAX_IDS:
+        raise ValueError(f"tokenizer.json has the id {max(known)}; expected less than {MAX_IDS}.")
     return [known.get(id, b"") for id in range(max(known) + 1)]
 
 

@@ -74,8 +74,8 @@ def _offer(config: ConfigDict, name: str) -> Offer:
     return Offer(name=kind.name, make=partial(made, key, kind, {}))
 
 
-def mcp_tools(config: ConfigDict) -> list[Tool]:
-    """The tools of the MCP servers, which are asked for them.
+def mcp_tools(config: ConfigDict, log: Callable[[str], None]) -> list[Tool]:
+    """The tools of the MCP servers, which are asked for them; `log` is told them.
 
     Raises:
         ValueError: a server cannot be reached, or is configured by what there is not.
@@ -86,9 +86,13 @@ def mcp_tools(config: ConfigDict) -> list[Tool]:
     found: list[Tool] = []
     for spec in config.env.search.mcp:
         try:
-            found += kind(spec, deadline_s=config.env.search.tool_deadline_s).tools()
+            server = kind(spec, deadline_s=config.env.search.tool_deadline_s)
+            offered = server.tools()
         except (ImportError, ToolError) as error:
             raise ValueError(f"config.env.search.mcp holds {spec!r}: {error}.") from error
+        names = ", ".join(tool.name for tool in offered)
+        log(f"the MCP server {server.name!r} offers {names}")
+        found += offered
     return found
 
 

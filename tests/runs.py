@@ -205,7 +205,7 @@ class Sampler:
             Unreliable(EmptySearch()),
             prompt=Prompt(system=config.prompt.system, template=config.prompt.template),
             protocol=protocol,
-            max_calls=config.rollout.max_turns,
+            max_turns=config.rollout.max_turns,
         )
         limits = Limits(
             max_prompt_tokens=config.rollout.max_prompt_tokens,

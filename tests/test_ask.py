@@ -168,7 +168,7 @@ def test_an_episode_is_shown_as_it_was():
     lines = out.getvalue().splitlines()
     assert lines[2:] == [
         "<think>",
-        "<search>q\ufffd[2J</search>",
+        "<search>q\\x1b[2J</search>",
         "<information>a [b]</information>",
         "<answer>c</answer>",
         "answer: x",

@@ -1,8 +1,11 @@
 """What becomes of tasks whose prompts are too long, before anything runs."""
 
 import json
+import os
 import shutil
+import sys
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,10 +14,12 @@ import pytest
 from configs import debug_tiny
 from jaxrl import environment
 from jaxrl.components import (
+    _check_documents,
     _make_env,
     _make_plain_search,
     _make_random_search,
     _make_search,
+    _make_tools,
     assemble,
     check_offload,
     fit_prompts,
@@ -25,10 +30,12 @@ from jaxrl.envs.math import MathEnv
 from jaxrl.envs.resilient import PROBE
 from jaxrl.envs.retrieval import EmptySearch
 from jaxrl.sampling.rollout import Limits, Rollout
+from tests.helpers import ROOT
 from tests.servers import Retriever, served
 from tests.toys import toy_tokenizer
 
 KEY = "config.tasks.train.source"
+TASK = Task(id="t", question="?", answers=("x",))
 
 
 def fit(wish, *questions):
@@ -109,6 +116,57 @@ def test_training_and_evaluation_leave_them_out_alike(tiny_world):
     train, evaluation = parts.notes
     assert train.startswith("config.tasks.train.source: 96 of 128 tasks have prompts of more than")
     assert evaluation.startswith("config.tasks.eval.source: 6 of 8 tasks have prompts of more than")
+
+
+def test_tasks_and_documents_are_checked_before_demonstrations(tiny_world, tmp_path):
+    """Demonstrations are many and take long; here the first of them cannot be read."""
+    config = debug_tiny.get_config(str(tiny_world))
+    (tmp_path / "bad.jsonl").write_text("no demonstration\n")
+    config.sft.source = str(tmp_path / "bad.jsonl")
+    whole = shutil.copy(config.search.local.corpus, tmp_path / "whole.jsonl")
+    config.search.local.corpus = str(whole)
+    shown = []
+    with pytest.raises(ValueError, match=r"bad\.jsonl:1 is not valid JSON"):
+        assemble(config, shown.append)
+    assert f"checking {whole}" in shown
+    assert not any(line.startswith("building the index") for line in shown)
+
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text('{"id": 1, "title": "a", "text": "b"}\n' * 2)
+    config.search.local.corpus = str(corpus)
+    with pytest.raises(ValueError, match=r"corpus\.jsonl:2: the id '1' is that of line 1 already"):
+        assemble(config)
+    lines = (tiny_world / "questions_train.jsonl").read_text().splitlines(keepends=True)
+    twice = tmp_path / "twice.jsonl"
+    twice.write_text("".join([*lines[:5], lines[0]]))
+    config.tasks.train.source = str(twice)
+    with pytest.raises(ValueError, match=r"twice\.jsonl:6.*"):
+        assemble(config)
+
+
+def test_documents_that_an_index_was_built_of_are_not_checked_again(tiny_world, tmp_path):
+    config, shown = debug_tiny.get_config(str(tiny_world)), []
+    corpus = Path(shutil.copy(config.search.local.corpus, tmp_path / "corpus.jsonl"))
+    config.search.local.corpus = str(corpus)
+    os.utime(corpus, (1e9, 1e9))  # settled
+    _check_documents(config, shown.append)
+    assert shown == [f"checking {corpus}"]
+    searching(config)
+    _check_documents(config, shown.append)
+    assert len(shown) == 1
+
+
+def test_the_tools_of_each_server_are_told():
+    """As a run begins: what a server offers may be another thing than it was."""
+    server = str(ROOT / "tests" / "extending" / "my_server.py")
+    config, told = default_config(), []
+    config.env.search.protocol, config.search.engine = "qwen", "none"
+    config.env.search.mcp = ({"command": (sys.executable, server)},)
+    assert [tool.name for tool in _make_tools(config, told.append)] == ["look_up"]
+    assert told == [f"the MCP server '{sys.executable} {server}' offers look_up"]
+    config.env.search.mcp = ()
+    assert _make_tools(config, told.append) == []
+    assert len(told) == 1
 
 
 def test_the_amounts_of_the_configuration_are_what_is_paid():
@@ -226,6 +284,26 @@ def test_each_key_that_stands_around_an_engine_reaches_it():
     assert keys == flat - {"engine", "replay", "replay_folder"}
     for key in keys:
         assert getattr(policy, key) == config.search[key]
+
+
+def test_bounds_of_turns_and_calls_reach_the_environment():
+    def outcomes(**limits):
+        config = default_config()
+        config.rollout.update(limits)
+        env = _make_env(config, EmptySearch(), [])
+        text, turns, outcomes = "<search>a</search>", [], []
+        for _ in range(3):
+            [reply] = env.step([Episode(task=TASK, turns=turns)], [text])
+            body = reply.observation and reply.observation.body
+            turns.append(Turn(text=text, observation=body, records=reply.records))
+            outcomes.append(reply.outcome or body.partition(":")[0])
+        return outcomes
+
+    found = EmptySearch().run("a")
+    assert outcomes() == [found] * 3
+    assert outcomes(max_turns=2) == [found, found, "out_of_budget"]
+    assert outcomes(max_calls=2) == [found, found, "error"]
+    assert outcomes(max_turns=2, max_calls=1) == [found, "error", "out_of_budget"]
 
 
 def test_offloading_is_refused_where_the_host_has_no_memory_for_it():

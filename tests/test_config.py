@@ -1,13 +1,11 @@
-import json
 import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from configs import ares_looking, debug_tiny, looking, quickstart, seeking
 from jaxrl import config as configuration
-from jaxrl.config import default_config, flat_json, flatten, load_values, to_json
+from jaxrl.config import default_config, flatten
 from jaxrl.config_checks import validate
 from jaxrl.tasks import FIELDS
 from jaxrl.training.controllers import BUCKETS
@@ -186,97 +184,6 @@ def test_a_key_added_by_a_config_file(config):
         config.rollout.groupsize = 8
     with pytest.raises(ValueError, match=r"no key config\.rollout\.groupsize; did you mean"):
         validate(config)
-
-
-@pytest.mark.parametrize("extension", ["yaml", "json"])
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"rollout": {"group_size": 3}, "optimizer": {"lr": 1e-4}, "stages": ["train"]},
-        {"rollout.group_size": 3, "optimizer.lr": 1e-4, "stages": ["train"]},
-    ],
-)
-def test_values_nested_and_dotted(config, tmp_path, extension, values):
-    file = tmp_path / f"my.{extension}"
-    file.write_text(json.dumps(values) if extension == "json" else yaml.safe_dump(values))
-    load_values(config, str(file))
-    assert (config.rollout.group_size, config.optimizer.lr) == (3, 1e-4)
-    assert config.stages == ("train",)
-    validate(config)
-
-
-def test_a_whole_number_for_a_float_and_an_exponent_without_a_point(config, tmp_path):
-    file = tmp_path / "my.yaml"
-    file.write_text("optimizer: {lr: 1e-6, grad_clip: 1}\n")
-    load_values(config, str(file))
-    assert (config.optimizer.lr, config.optimizer.grad_clip) == (1e-6, 1.0)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"prompt": {"chat_template_kwargs": {"enable_thinking": False}}},
-        {"prompt.chat_template_kwargs": {"enable_thinking": False}},
-    ],
-)
-def test_arguments_of_the_chat_template_are_one_value(config, tmp_path, values):
-    file = tmp_path / "my.yaml"
-    file.write_text(yaml.safe_dump(values))
-    load_values(config, str(file))
-    assert config.prompt.chat_template_kwargs == {"enable_thinking": False}
-    validate(config)
-    other = default_config().lock()
-    other.prompt.chat_template_kwargs = {"enable_thinking": False}
-    other.prompt.chat_template_kwargs["depth"] = 2
-    assert flatten(other)["prompt.chat_template_kwargs"] == {"enable_thinking": False, "depth": 2}
-    assert default_config().prompt.chat_template_kwargs == {}
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "prompt: {chat_template_kwargs: 1}",
-            "chat_template_kwargs is 1; expected a value of type",
-        ),
-        ("prompt.chat_template_kwargs.x: 1", "takes a mapping; set it whole, as {'x': False}"),
-        ("rollout: {group_size: many}", "rollout.group_size is 'many'; expected a value of type"),
-        ("rollout: {group_size: 2.0}", "rollout.group_size is 2.0; expected a value of type int"),
-        ("optimizer.lr: fast", "optimizer.lr is 'fast'; expected a finite number"),
-        ("model.scan_layers: 1", "model.scan_layers is 1; expected a value of type bool"),
-        ("model.remat: true", "model.remat is True; expected 'full', as it is called now"),
-        ("model.remat: off", "model.remat is False; expected 'none', as it is called now"),
-        ("stages: train", "stages is 'train'; expected a value of type tuple"),
-        ("rollout: 3", "config.rollout is a section; set its keys"),
-        ("lr: 1.0", "no key config.lr; did you mean optimizer.lr or sft.optimizer.lr?"),
-        ("xyzzy: 1", "no key config.xyzzy; jaxrl/config.py has all keys."),
-        ("- 1", "holds a list; expected keys and values"),
-        ("", "is empty; expected keys and values"),
-        ("[" * 10_000, "is nested too deeply to be read; flatten it"),
-        ("a: [", "is not valid YAML or JSON"),
-    ],
-)
-def test_bad_values(config, tmp_path, text, message):
-    file = tmp_path / "my.yaml"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=re.escape(message)) as raised:
-        load_values(config, str(file))
-    assert str(file) in str(raised.value)
-
-
-def test_json_round_trip(config, tmp_path):
-    config.prompt.examples = ({"role": "user", "content": "Où ?"},)
-    config.optimizer.lr = 1e-7
-    config.advantage.pass_at_k.k_schedule = ((0, 4), (60, 1))
-    config.prompt.chat_template_kwargs = {"enable_thinking": False}
-    config.model.eos_tokens = ("<|im_end|>",)
-    file = tmp_path / "config.json"
-    file.write_text(to_json(config), encoding="utf-8")
-    other = default_config().lock()
-    load_values(other, str(file))
-    assert other == config
-    assert flat_json(file) == flatten(config)
-    assert to_json(other) == to_json(config)
 
 
 def test_what_computes_sees_no_configuration():

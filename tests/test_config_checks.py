@@ -73,6 +73,13 @@ BROKEN = [
             **{"rollout.max_cost": 1.0, "ledger.prices": {"search": 1.0}},
         },
     ),
+    (
+        "rollout.max_calls",
+        {
+            **{"env.name": "math", "eval.final_suites": ("greedy",), "reward.correct": "math"},
+            "rollout.max_calls": 3,
+        },
+    ),
     ("ledger.max_cost", {"ledger.max_cost": 1.0}),
     ("rollout.group_size", {"rollout.group_size": 1}),
     ("advantage.pass_at_k.k", {"advantage.name": "pass_at_k", "advantage.pass_at_k.k": 8}),

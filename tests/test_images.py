@@ -669,7 +669,7 @@ class TestTools:
             EmptySearch(),
             tools=[Zoom()],
             prompt=Prompt(system="", template="{question}"),
-            max_calls=2,
+            max_turns=2,
             protocol=protocol,
         )
         call = '{"name": "zoom", "arguments": {"call": "left"}}'

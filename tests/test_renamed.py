@@ -2,8 +2,9 @@
 
 import pytest
 
-from jaxrl.config import check_keys, default_config, flat_json, flatten
+from jaxrl.config import default_config, flat_json, flatten
 from jaxrl.renamed import RENAMED, WEIGHTS, contents_with_present_names, with_present_names
+from jaxrl.values import check_keys
 from tests.helpers import ROOT
 
 FIRST = ROOT / "tests/golden/configs/before_sections.json"

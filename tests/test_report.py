@@ -667,7 +667,7 @@ class TestPage:
 
     def test_numbers_for_people(self):
         assert [duration(s) for s in (1.25, 245, 7800)] == ["1.2 s", "4 min 05 s", "2 h 10 min"]
-        assert visible("a\x00b") == "a�b"
+        assert visible("a\x00b\u202ec") == r"a\x00b\u202ec"
         assert visible("x" * 4000).endswith(" … (1,000 more characters)")
 
 
@@ -699,7 +699,9 @@ class TestForeignText:
         assert "{{ 7 * 7 }}{% raw %}" in page.text
         assert "49" not in page.text.replace("0.49", "")
         controls = [chr(code) for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"]
-        assert not set(controls) & set(page.text)
+        assert not {*controls, "\u202e"} & set(page.text)
+        assert r"\x00\x1b[2J" in page.text
+        assert r"\u202e" in page.text
 
     @needs_chromium
     def test_runs_nothing_in_a_browser(self, tmp_path):

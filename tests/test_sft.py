@@ -105,7 +105,7 @@ def play(tokenizer, chat, **settings):
     env = SearchEnv(
         search,
         prompt=Prompt(system="", template="{question}"),
-        max_calls=2,
+        max_turns=2,
         **settings,
     )
     turns = [tokenizer.encode(m["content"]) for m in chat if m["role"] == "assistant"]
@@ -172,7 +172,7 @@ def test_what_the_template_opens_is_part_of_the_response(protocol, turn):
     env = SearchEnv(
         KeywordSearch({}),
         prompt=Prompt(system="", template="{question}"),
-        max_calls=1,
+        max_turns=1,
         protocol=protocol,
     )
     automaton = StopAutomaton(tokenizer.vocab_bytes, env.stop_strings)

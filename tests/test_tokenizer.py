@@ -1,4 +1,6 @@
+import copy
 import json
+import random
 import subprocess
 import sys
 
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from jaxrl.tokenizer import Tokenizer
+from tests.damage import JSON_BOMBS
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
@@ -242,3 +245,98 @@ def test_loading_prints_nothing(tmp_path):
     code = f"from jaxrl.tokenizer import Tokenizer; Tokenizer.from_folder({str(save(tmp_path))!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def places(value, before=()):
+    """The way to each value, of large lists and objects to the first two and the last."""
+    pairs = [*(value.items() if isinstance(value, dict) else enumerate(value))]
+    for key, inner in pairs if len(pairs) <= 20 else [*pairs[:2], pairs[-1]]:
+        yield (*before, key)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*before, key))
+
+
+def changed(value, place, new):
+    """A copy with another value in that place; without it where that is `DELETED`."""
+    value = copy.deepcopy(value)
+    inner = value
+    for key in place[:-1]:
+        inner = inner[key]
+    if new is DELETED:
+        del inner[place[-1]]
+    else:
+        inner[place[-1]] = new
+    return value
+
+
+DELETED = object()
+WRONG = (
+    DELETED,
+    None,
+    -1,
+    0,
+    4_000_000_000,
+    10**30,
+    1.5,
+    True,
+    "x\n\x1b[2J",
+    [],
+    [[1]],
+    {},
+    {"a": 1},
+)
+
+
+def load(folder):
+    """Whether there is a tokenizer; else the error is one line that names the folder."""
+    told = ""
+    try:
+        made = Tokenizer.from_folder(folder)
+    except ValueError as error:
+        told = str(error)
+    if not told:
+        assert isinstance(made.decode(made.encode("a")), str)
+        return True
+    assert told.isprintable()
+    assert len(told) < 1500
+    return False
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_any_value_of_any_field_makes_a_tokenizer_or_one_line(name, tmp_path, capfd):
+    folder = save(tmp_path)
+    fields = json.loads((folder / name).read_text())
+    assert load(folder)
+    cases = [(place, value) for place in places(fields) for value in WRONG]
+    refused = 0
+    for place, value in random.Random(0).sample(cases, min(len(cases), 100)):
+        (folder / name).write_text(json.dumps(changed(fields, place, value)))
+        refused += not load(folder)
+    assert refused >= 10
+    capfd.readouterr()  # the library tells on stderr that it has panicked
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_damaged_file_of_the_tokenizer_is_one_line(name, tmp_path):
+    whole = (save(tmp_path) / name).read_bytes()
+    cuts = (whole[: len(whole) * n // 8] for n in range(8))
+    flips = (
+        whole[:n] + bytes([whole[n] ^ 0x80]) + whole[n + 1 :] for n in range(5, len(whole) // 2, 50)
+    )
+    for data in (*cuts, *flips, *JSON_BOMBS.values(), b"\0" * 100):
+        (tmp_path / name).write_bytes(data)
+        load(tmp_path)
+    (tmp_path / name).write_bytes(b"[" * 100_000)
+    assert not load(tmp_path)
+
+
+@pytest.mark.parametrize("ids", ["7", -1, True, 1.5, [[1]], {"a": 1}, ["</s>"]])
+def test_ids_that_end_a_message_are_whole_numbers(ids, tmp_path):
+    (save(tmp_path) / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    with pytest.raises(
+        ValueError, match=r"generation_config\.json: 'eos_token_id' is .*; expected"
+    ):
+        Tokenizer.from_folder(tmp_path)
+    for bomb in JSON_BOMBS.values():
+        (tmp_path / "generation_config.json").write_bytes(bomb)
+        assert not load(tmp_path)

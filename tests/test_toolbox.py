@@ -71,10 +71,10 @@ def test_servers_and_functions_make_the_tools():
     config.eval.final_suites = ("greedy",)
     config.env.search.mcp = ({"command": (sys.executable, SERVER)},)
     validate(config)
-    assert [tool.name for tool in _make_tools(config)] == ["look_up"]
+    assert [tool.name for tool in _make_tools(config, print)] == ["look_up"]
     config.env.search.mcp = ({"command": (sys.executable, "-c", "pass")},)
     with pytest.raises(ValueError, match=r"config\.env\.search\.mcp holds .*Connection closed"):
-        _make_tools(config)
+        _make_tools(config, print)
     config.env.search.mcp, config.env.search.tools = (), ("os.path.join",)
     with pytest.raises(ValueError, match=r"config\.env\.search\.tools names 'os\.path\.join'.*t"):
         validate(config)

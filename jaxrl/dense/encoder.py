@@ -14,6 +14,7 @@ import tokenizers
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl.envs.json_text import read_object
 from jaxrl.models.encoders import EmbeddingModel, encode_rows, load_encoder
 
 SHORTEST = 16
@@ -129,7 +130,7 @@ def read_tokenizer(folder: str | Path, model: EmbeddingModel) -> tokenizers.Toke
             "there with transformers' `save_pretrained`."
         )
     try:
-        spec = json.loads(file.read_text(encoding="utf-8"))
+        spec = read_object(file)
         tokenizer = tokenizers.Tokenizer.from_str(
             json.dumps(spec | {"truncation": None, "padding": None})
         )

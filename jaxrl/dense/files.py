@@ -41,6 +41,7 @@ from jaxrl.envs.corpus import (
     make_once,
     read_corpus,
 )
+from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.retrieval import Progress
 
 FILE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -340,10 +341,9 @@ def _written_chunks(folder: Path) -> dict[int, str]:
     found: dict[int, str] = {}
     with contextlib.suppress(FileNotFoundError):
         for line in (folder / _CHUNKS).read_bytes().split(b"\n"):
-            with contextlib.suppress(
-                ValueError, KeyError, TypeError, OverflowError
-            ):  # a kill cut it
-                fields = json.loads(line)
+            # A kill may have cut it.
+            with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
+                fields = parse_json(line, _CHUNKS)
                 found[int(fields["chunk"])] = str(fields["sha256"])
     return found
 
@@ -472,7 +472,7 @@ class _OfFaiss(Prebuilt):
 
 def _read_json(file: Path) -> Any:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return parse_json(file.read_bytes(), str(file))
     except (OSError, ValueError):
         return None
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.envs.base import ToolError
+from jaxrl.envs.json_text import read_object
 from jaxrl.envs.jsonl import read_objects
 from jaxrl.envs.retrieval import Document
 
@@ -307,6 +308,13 @@ def corpus_digest(corpus: Path, index_dir: Path) -> str:
     return digest
 
 
+def is_indexed(corpus: Path, index_dir: Path) -> bool:
+    """Return True if an index of what a corpus holds is there, which names its digest."""
+    made_of = [path for path in index_dir.glob("*/*.json") if path.parent.name != "building"]
+    digest = corpus_digest(corpus, index_dir) if made_of else ""
+    return any(digest in path.read_text("utf-8", "replace") for path in made_of)
+
+
 @functools.lru_cache(maxsize=8)
 def _digest(file: Path, size: int, mtime_ns: int) -> str:
     return file_digest(file)
@@ -320,8 +328,7 @@ def file_digest(file: Path) -> str:
 
 def _read_digests(path: Path) -> dict[str, str]:
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        known = read_object(path)
+    except (OSError, ValueError):
         return {}
-    is_whole = isinstance(known, dict) and all(isinstance(x, str) for x in known.values())
-    return known if is_whole else {}
+    return known if all(isinstance(digest, str) for digest in known.values()) else {}

@@ -25,6 +25,7 @@ import httpx2
 
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import error_text, new_loop, once
+from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.pacing import bounded_wait_s
 from jaxrl.envs.redaction import hide, redacted, redacted_content
 
@@ -178,8 +179,8 @@ class JsonClient:
 
     def _parse(self, request: Request, body: bytes) -> Any | ToolError:
         try:
-            return redacted_content(json.loads(body))
-        except (ValueError, RecursionError) as error:
+            return redacted_content(parse_json(body, "the answer"))
+        except ValueError as error:
             what = f"{len(body)} bytes that are not JSON ({error_text(error)})"
             return self._error(request, f"gives {what}: {self._start(body)}")
 

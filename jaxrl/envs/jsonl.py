@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from jaxrl.envs.json_text import is_too_deep
 
 MAGIC = {
     b"PAR1": "a Parquet file",
@@ -17,9 +18,6 @@ MAGIC = {
     b"PK\x03\x04": "a zip archive",
 }
 """What files that people have in place of JSONL begin with."""
-
-MAX_DEPTH = 100
-"""Objects and lists in one another; what is copied and written later on goes into each of them."""
 
 
 def read_objects(
@@ -79,7 +77,7 @@ def parse_line(line: bytes, place: str) -> dict[str, Any]:
         fields = json.loads(line.decode("utf-8-sig"))
         # Escapes may leave what no file can hold.
         is_text = b"\\u" not in line or _is_text(fields)
-        if line.count(b"[") + line.count(b"{") > MAX_DEPTH and _depth(fields) > MAX_DEPTH:
+        if is_too_deep(line, fields):
             raise RecursionError
     except RecursionError:
         raise ValueError(f"{place} is nested too deeply to be read; flatten it.") from None
@@ -95,16 +93,6 @@ def parse_line(line: bytes, place: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{place} holds a {type(fields).__name__}; expected a JSON object.")
     return fields
-
-
-def _depth(fields: Any) -> int:
-    """How many objects and lists lie in one another."""
-    depth, level = 0, [fields]
-    while level := [value for value in level if isinstance(value, dict | list)]:
-        depth += 1
-        inner = (value.values() if isinstance(value, dict) else value for value in level)
-        level = list(itertools.chain.from_iterable(inner))
-    return depth
 
 
 def _is_text(fields: Any) -> bool:

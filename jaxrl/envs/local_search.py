@@ -34,6 +34,7 @@ from jaxrl.envs.corpus import (
     make_once,
     read_corpus,
 )
+from jaxrl.envs.json_text import read_object
 from jaxrl.envs.retrieval import Document, DocumentSearch, Hit, Progress
 
 # Scripts written without blanks between words (Han, kana, and Hangul, whose words carry endings):
@@ -319,7 +320,7 @@ def _known_part(corpus: Path, index_dir: Path) -> tuple[Path | None, Known]:
     sizes: dict[str, int] = {}
     for path in index_dir.glob(f"*/{_READ}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            read = json.loads(path.read_text(encoding="utf-8"))
+            read = read_object(path)
             if read["format"] == _format() and path.parent.name != "building":
                 folders[read["sha256"]] = path.parent
                 sizes[read["sha256"]] = int(read["num_bytes"])

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxrl.envs.json_text import parse_json, read_object
+
 
 class Recording:
     """What an engine with certain settings found for each query, in files that only grow.
@@ -111,13 +113,13 @@ class Recording:
         return _digest(f"{self._engine}\n{query}")
 
 
-def recorded_engines(folder: Path) -> list[str]:
-    """Engines and settings of which a folder has recordings, as JSON."""
-    texts = []
+def recorded_engines(folder: Path) -> list[dict[str, Any]]:
+    """Engines and settings of which a folder has recordings, those whose file can be read."""
+    found = []
     for path in sorted(folder.glob("*/engine.json")):
         with contextlib.suppress(OSError, ValueError):
-            texts.append(path.read_text(encoding="utf-8").strip())
-    return texts
+            found.append(read_object(path))
+    return [engine for engine in found if isinstance(engine.get("settings", {}), dict)]
 
 
 def _digest(text: str) -> str:
@@ -142,8 +144,8 @@ _NAMES = {"key", "query", "result"}
 
 def _read_line(data: bytes) -> tuple[str, str] | None:
     """Key and result; None where a line is not what was written."""
-    with contextlib.suppress(ValueError, RecursionError):
-        match json.loads(data):
+    with contextlib.suppress(ValueError):
+        match parse_json(data, "a line"):
             case {"key": str() as key, "result": str() as result, **rest}:
                 is_whole = rest.get("digest") == _digest(f"{key}\n{result}")
                 if is_whole or {"key", "result", *rest} == _NAMES:  # of before there were digests

@@ -22,7 +22,7 @@ from jaxrl.envs.base import (
     ToolError,
 )
 from jaxrl.envs.calls import side_by_side
-from jaxrl.envs.costs import Budget
+from jaxrl.envs.costs import Budget, calls_of
 from jaxrl.envs.protocol import Asked, Protocol, Unreadable, search_r1
 from jaxrl.envs.tools import CallError, Tool, chat_schema
 
@@ -52,7 +52,8 @@ class SearchEnv(Env):
         *,
         tools: Sequence[Tool] = (),
         prompt: Prompt,
-        max_calls: int,
+        max_turns: int,
+        max_calls: int = 0,
         protocol: Callable[[Sequence[str]], Protocol] = search_r1,
         correct_by: str = "exact_match",
         budget: Budget | None = None,
@@ -64,16 +65,20 @@ class SearchEnv(Env):
                 protocol of the chat template allows.
             tools: answer other calls.
             prompt: puts the question.
-            max_calls: turns allowed that call a tool, blank calls included. One more
+            max_turns: turns allowed that call a tool, blank calls included. One more
                 generation follows them; if that calls again, the episode is out of budget.
+            max_calls: calls of tools allowed over the turns of an episode; blank and wrong calls
+                reach none and do not count. Those beyond are not made, and are told so. 0: no
+                limit.
             protocol: the tags, and how format and answers are judged, for the names of `tools`.
             correct_by: the part by which an episode is correct: where it is above 0, or for the
                 protocol's own part where its `is_correct` says so.
             budget: what the calls of an episode may cost; one that would cost more is not made and
                 ends it, out of budget. None: no limit.
         """
-        if max_calls < 0:
-            raise ValueError(f"max_calls is {max_calls}; expected 0 or more.")
+        for name, limit in (("max_turns", max_turns), ("max_calls", max_calls)):
+            if limit < 0:
+                raise ValueError(f"{name} is {limit}; expected 0 or more.")
         offered = [*([] if engine is None else [engine]), *tools]
         names = [tool.name for tool in offered]
         self._protocol = spoken = with_tools(protocol, names)
@@ -100,7 +105,7 @@ class SearchEnv(Env):
             self.stop_strings = (*spoken.stop_strings, *closings)
         self._tools = dict(zip(names, offered, strict=True))
         self._prompt = prompt
-        self._max_calls = max_calls
+        self._max_turns, self._max_calls = max_turns, max_calls
         self._correct_by = correct_by
         self._budget = budget or Budget()
 
@@ -129,11 +134,25 @@ class SearchEnv(Env):
             return StepResult(outcome=Outcome.MALFORMED)
         if not reading.calls:
             return StepResult()
-        if _num_calls(episode) >= self._max_calls:
+        if _num_turns(episode) >= self._max_turns:
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
-        calls = [self._resolve(asked) for asked in reading.calls]
+        calls = self._allowed(episode, [self._resolve(asked) for asked in reading.calls])
         if not self._budget.allows(episode, [call.tool.name for call in calls if call.tool]):
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
+        return calls
+
+    def _allowed(self, episode: Episode, calls: list[_Call]) -> list[_Call]:
+        """The calls of a turn; those of a tool beyond `max_calls` are answered that they are."""
+        if not self._max_calls:
+            return calls
+        left = self._max_calls - sum(len(calls_of(turn)) for turn in episode.turns)
+        beyond = [call for call in calls if call.tool is not None][max(left, 0) :]
+        for call in beyond:
+            call.tool = None
+            call.found = (
+                f"error: this call was not made: no call is left of the {self._max_calls} allowed; "
+                "answer now"
+            )
         return calls
 
     def _resolve(self, asked: Asked | Unreadable) -> _Call:
@@ -286,6 +305,6 @@ def check_spoken(protocol: Protocol) -> None:
             )
 
 
-def _num_calls(episode: Episode) -> int:
+def _num_turns(episode: Episode) -> int:
     """Turns so far that called a tool; blank calls reach none, but are answered like the others."""
     return sum(turn.observation is not None for turn in episode.turns)

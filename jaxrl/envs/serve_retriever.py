@@ -34,8 +34,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import error_text
 from jaxrl.envs.corpus import num_lines
+from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.pacing import bounded_wait_s
 from jaxrl.envs.retrieval import ENGINES, DocumentSearch, Hit
+from jaxrl.envs.text import printable
 
 MAX_TOPK = 1_000
 """Documents that one query may ask for."""
@@ -131,9 +133,9 @@ def read_request(body: bytes, dialect: Dialect, topk: int) -> tuple[list[str], i
         RefusedError: the body is not of the protocol; says what arrived.
     """
     try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError(BAD_REQUEST, f"the body is not JSON: {error_text(error)}") from None
+        fields = parse_json(body, "the body")
+    except ValueError as error:
+        raise RefusedError(BAD_REQUEST, str(error)) from None
     if not isinstance(fields, dict):
         raise RefusedError(
             BAD_REQUEST, f"the body is a {type(fields).__name__}; expected an object"
@@ -318,7 +320,7 @@ def make_app(
             found = await together.search(queries, topk)
         except RefusedError as error:
             if error.status >= FAILED:
-                print(f"{request.url.path}: {error}", file=sys.stderr, flush=True)
+                print(printable(f"{request.url.path}: {error}"), file=sys.stderr, flush=True)
             return as_json({"detail": str(error)}, error.status, error.headers)
         except ClientDisconnect:
             return Response()  # which nobody reads
@@ -492,7 +494,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
         serve(app, listener)
     except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"error: {in_arguments(str(error), name)}")
+        sys.exit(printable(f"error: {in_arguments(str(error), name)}"))
     print("stopped", flush=True)
 
 

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.status import Status
 from rich.table import Column
 
-from jaxrl.runtime.files import printable
+from jaxrl.envs.text import printable
 
 
 class Display:
@@ -88,6 +88,7 @@ class Display:
 
     def activity(self, text: str) -> None:
         """Shows what a step, or what comes before the first one, is at."""
+        text = printable(text)
         if self._progress is not None:
             self._progress.update(self._bar, activity=text)
         elif self.console.is_terminal and not self.console.quiet:

@@ -19,6 +19,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.summary_pb2 import Summary
 
 from jaxrl.codecs import trajectory_record
+from jaxrl.envs.json_text import parse_json
 from jaxrl.logs.metrics import plain_numbers
 from jaxrl.runtime.files import set_aside, taking_place, written_whole
 from jaxrl.types import Trajectory
@@ -126,8 +127,8 @@ class MetricsLog:
 def parse_record(line: bytes) -> dict[str, Any] | None:
     """A line of `metrics.jsonl`; None for what is none."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parse_json(line, "")
+    except ValueError:
         return None
     is_record = isinstance(record, dict) and type(record.get("step")) is int
     return record if is_record and isinstance(record.get("stage", "train"), str) else None

@@ -6,7 +6,6 @@ and `adapter_model.safetensors`, which holds A as [r, in] and B as [out, r] of e
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, Sharding
 from safetensors.numpy import save_file
 
+from jaxrl.envs.json_text import read_object
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import (
     StoredTensor,
@@ -169,11 +169,7 @@ def check_adapter(path: str | Path, adapter: Adapter) -> None:
                 f"config.model.lora.path is {str(path)!r}, which has no {file.name}; expected a "
                 f"folder with {CONFIG_FILE} and {TENSORS_FILE}, as PEFT writes it."
             )
-    try:
-        fields = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        assert isinstance(fields, dict)
-    except (ValueError, AssertionError, RecursionError) as error:
-        raise ValueError(f"{folder / CONFIG_FILE} is not a JSON object; fetch it again.") from error
+    fields = read_object(folder / CONFIG_FILE)
     _check_fields(fields, adapter, folder / CONFIG_FILE)
     stored = {tensor.name: tensor for tensor in open_file(folder / TENSORS_FILE)}
     _check_tensors(stored, fields, adapter, folder / TENSORS_FILE)

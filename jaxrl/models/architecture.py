@@ -9,7 +9,6 @@ compute is pure, so that callers jit, split and differentiate it as they need.
 from __future__ import annotations
 
 import inspect
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.choices import chosen, failure_text, own_module
+from jaxrl.envs.json_text import read_object
 from jaxrl.models.layers import Attend, SamplerThrough, Stacks, Through
 from jaxrl.types import Image, Params
 
@@ -364,13 +364,7 @@ def read_fields(path: str | Path) -> tuple[dict[str, Any], str]:
             f"{str(path)!r} holds no config.json; config.model.path must be a folder in "
             "Hugging Face format."
         )
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{file} holds a {type(fields).__name__}, expected a JSON object.")
-    return fields, str(file)
+    return read_object(file), str(file)
 
 
 def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Architecture]:
@@ -379,7 +373,7 @@ def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Ar
         name = str(fields.get("model_type"))
         if name not in ARCHITECTURES:
             raise ValueError(
-                f"{source}: model_type {fields.get('model_type')!r} is not supported; expected "
+                f"{source}: model_type {fields.get('model_type')!r:.80} is not supported; expected "
                 f"{' or '.join(map(repr, ARCHITECTURES))}, or an architecture "
                 "of your own in config.model.architecture."
             )

@@ -13,6 +13,7 @@ The parameter tree, with the leading layer axis L of stacked blocks:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ from flax.traverse_util import unflatten_dict
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl.models.attention.reference import LOWEST
-from jaxrl.models.decoder import layer_norm
+from jaxrl.models.decoder import EPSILON, check_kinds, layer_norm, whole_number
 from jaxrl.models.defaults import completed
 from jaxrl.models.layers import Stacks
 from jaxrl.types import Params
@@ -85,34 +86,35 @@ class BertConfig:
             ValueError: one is missing, of another kind, or asks for what is not computed here.
         """
         fields = completed(fields, "bert")
+        activation = fields["hidden_act"]
+        places = fields.get("position_embedding_type", "absolute")
         refused = {
-            f"hidden_act {fields.get('hidden_act')!r}": fields["hidden_act"] not in ACTIVATIONS,
-            f"position_embedding_type {fields.get('position_embedding_type')!r}": fields.get(
-                "position_embedding_type", "absolute"
-            )
-            != "absolute",
+            f"hidden_act {activation!r:.80}": activation not in [*ACTIVATIONS],
+            f"position_embedding_type {places!r:.80}": places != "absolute",
             "a decoder (is_decoder)": bool(fields.get("is_decoder")),
         }
         for feature, is_asked_for in refused.items():
             if is_asked_for:
                 raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
 
-        def size(name: str) -> int:
-            value = fields.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{source}: {name!r} is {value!r}; expected a whole number.")
-            return value
-
+        size = partial(whole_number, fields, source=source)
+        width, num_heads = size("hidden_size"), size("num_attention_heads")
+        if width % num_heads:
+            raise ValueError(
+                f"{source}: 'num_attention_heads' is {num_heads}; expected a divisor of "
+                f"'hidden_size', {width}."
+            )
+        check_kinds(fields, {"layer_norm_eps": EPSILON}, source)
         return cls(
             vocab_size=size("vocab_size"),
-            width=size("hidden_size"),
+            width=width,
             mlp_width=size("intermediate_size"),
             num_layers=size("num_hidden_layers"),
-            num_heads=size("num_attention_heads"),
+            num_heads=num_heads,
             max_positions=size("max_position_embeddings"),
             num_kinds=size("type_vocab_size"),
             epsilon=float(fields["layer_norm_eps"]),
-            activation=fields["hidden_act"],
+            activation=activation,
         )
 
     def hf_names(self) -> dict[str, str]:

@@ -22,9 +22,9 @@ values). The first reads `train_weights`, the second `decode_weights`.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from numbers import Real
 from typing import Any
 
 import jax
@@ -42,31 +42,81 @@ from jaxrl.models.layers import SamplerThrough, Through
 from jaxrl.models.rope_scaling import SCALINGS, Fields, RopeScaling
 from jaxrl.types import Params
 
-Kinds = dict[str, tuple[type, str]]
+Kind = tuple[Callable[[Any], bool], str]
+"""What a field of a `config.json` has to be, and the words for it."""
+
+Kinds = Mapping[str, Kind]
+
+
+def whole(highest: int, *, lowest: int = 1) -> Kind:
+    """A whole number within bounds."""
+    words = f"a whole number from {lowest} to {highest}"
+    return (lambda value: type(value) is int and lowest <= value <= highest), words
+
+
+def number(above: float, below: float) -> Kind:
+    """A number between two others."""
+    words = f"a number between {above:g} and {below:g}"
+    return (lambda value: type(value) in (int, float) and above < value < below), words
+
+
+def list_of(kind: Kind, words: str) -> Kind:
+    """A list of values of a kind."""
+    return (lambda value: isinstance(value, list) and all(map(kind[0], value))), words
+
+
+SIZE = whole(2**24)  # larger ones than any model has end neither a plan nor a trace
+LAYERS = whole(4096)
+POSITIONS = whole(2**31 - 1)
+LAYER_LIST = list_of(whole(4095, lowest=0), "a list of layers' numbers")
+TEXT: Kind = ((lambda value: isinstance(value, str)), "text")
+SWITCH: Kind = ((lambda value: isinstance(value, bool)), "true or false")
+OBJECT: Kind = ((lambda value: isinstance(value, dict)), "an object")
+BASE = number(1, 1e15)  # of rotary frequencies
+EPSILON = number(0, 1)  # of norms
 
 KINDS: Kinds = {
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "an object")),
-    **dict.fromkeys(("rope_theta", "rms_norm_eps"), (Real, "a number")),
-    **dict.fromkeys(
-        (
-            "vocab_size",
-            "hidden_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "max_position_embeddings",
-        ),
-        (int, "a whole number"),
-    ),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), OBJECT),
+    **{"rope_theta": BASE, "rms_norm_eps": EPSILON},
+    **dict.fromkeys(("vocab_size", "hidden_size", "num_attention_heads"), SIZE),
+    **{"num_key_value_heads": SIZE, "head_dim": SIZE},
+    **{"num_hidden_layers": LAYERS, "max_position_embeddings": POSITIONS},
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "use_sliding_window"), SWITCH),
+    "layer_types": list_of(TEXT, "a list of names"),
 }
 
 
-def check_kinds(fields: dict[str, Any], kinds: Kinds, source: str) -> None:
+def check_kinds(fields: Mapping[str, Any], kinds: Kinds, source: str) -> None:
     """Refuses a field that holds something of another kind than it should."""
-    for name, (kind, expected) in kinds.items():
-        if name in fields and not isinstance(fields[name], kind):
+    for name, (is_of_kind, expected) in kinds.items():
+        if name in fields and not is_of_kind(fields[name]):
             raise ValueError(f"{source}: {name!r} is {fields[name]!r:.80}; expected {expected}.")
+
+
+def whole_number(fields: Mapping[str, Any], name: str, source: str = "config.json") -> int:
+    """A field that is a whole number above 0.
+
+    Raises:
+        ValueError: it is something else, or is not there.
+    """
+    value = fields.get(name)
+    kind = LAYERS if name in ("depth", "num_hidden_layers") else SIZE
+    check_kinds({name: value}, {name: kind}, source)
+    return int(value or 0)
+
+
+def check_heads(width: int, num_heads: int, num_kv_heads: int, head_dim: int, source: str) -> None:
+    """Refuses heads that cannot be shared or turned."""
+    if not head_dim or head_dim % 2:
+        raise ValueError(
+            f"{source}: 'head_dim' is {head_dim}, of a 'hidden_size' of {width} and {num_heads} "
+            "heads; expected an even number above 0."
+        )
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"{source}: 'num_key_value_heads' is {num_kv_heads}; expected a divisor of "
+            f"'num_attention_heads', {num_heads}."
+        )
 
 
 def without_nulls(fields: dict[str, Any]) -> dict[str, Any]:
@@ -86,27 +136,28 @@ def _rope_fields(fields: dict[str, Any]) -> dict[str, Any]:
 def _rope_type(fields: dict[str, Any]) -> str:
     """The kind of RoPE, by its name since transformers 5 or before."""
     rope = _rope_fields(fields)
-    return rope.get("rope_type", rope.get("type", "default"))
+    return str(rope.get("rope_type", rope.get("type", "default")))
 
 
-def _rope_theta(fields: dict[str, Any]) -> float:
+def _rope_theta(fields: dict[str, Any], source: str) -> float:
     """The RoPE base: among the RoPE settings since transformers 5, `rope_theta` before."""
-    rope = _rope_fields(fields)
-    return rope["rope_theta"] if "rope_theta" in rope else fields["rope_theta"]
+    theta: Any = _rope_fields(fields).get("rope_theta", fields.get("rope_theta"))
+    check_kinds({"rope_theta": theta}, KINDS, source)
+    return float(theta)
 
 
 def refuse_unsupported(fields: dict[str, Any], source: str) -> None:
     """Refuses by name what no parity test covers."""
     rope, rope_type = _rope_fields(fields), _rope_type(fields)
-    layer_types = set(fields.get("layer_types") or ())
+    layer_types = fields.get("layer_types", [])
     refused = {
-        f"RoPE scaling {rope_type!r}": rope_type not in ("default", *SCALINGS),
+        f"RoPE scaling {rope_type!r:.80}": rope_type not in ("default", *SCALINGS),
         "RoPE by layer type": any(isinstance(value, dict) for value in rope.values()),
         "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) != 1.0
         or fields.get("partial_rotary_factor", 1.0) != 1.0,
         "sliding-window attention": bool(fields.get("use_sliding_window"))
         or "sliding_attention" in layer_types,
-        f"hidden_act {fields.get('hidden_act')!r}": fields.get("hidden_act", "silu") != "silu",
+        f"hidden_act {fields.get('hidden_act')!r:.80}": fields.get("hidden_act", "silu") != "silu",
         "weight quantisation (quantization_config)": "quantization_config" in fields,
     }
     for feature, present in refused.items():
@@ -137,17 +188,20 @@ def common_fields(fields: dict[str, Any], *, source: str = "config.json") -> dic
         KeyError: a size is missing.
         ValueError: the settings of the scaled RoPE are wrong.
     """
-    num_heads = fields["num_attention_heads"]
+    num_heads, width = fields["num_attention_heads"], fields["hidden_size"]
+    num_kv_heads = fields.get("num_key_value_heads") or num_heads
+    head_dim = fields.get("head_dim") or width // num_heads
+    check_heads(width, num_heads, num_kv_heads, head_dim, source)
     max_positions = fields["max_position_embeddings"]
     scaling = _rope_scaling(fields, source)
     return {
         "vocab_size": fields["vocab_size"],
-        "width": fields["hidden_size"],
+        "width": width,
         "num_layers": fields["num_hidden_layers"],
         "num_heads": num_heads,
-        "num_kv_heads": fields.get("num_key_value_heads") or num_heads,
-        "head_dim": fields.get("head_dim") or fields["hidden_size"] // num_heads,
-        "rope_theta": float(_rope_theta(fields)),
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "rope_theta": _rope_theta(fields, source),
         "rms_norm_eps": float(fields["rms_norm_eps"]),
         "tie_embeddings": bool(fields["tie_word_embeddings"]),
         "max_positions": scaling.max_positions(max_positions) if scaling else max_positions,

@@ -8,7 +8,6 @@ the family is known to do counts, and the configuration before all.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxrl.envs.json_text import parse_json, read_object
 from jaxrl.models.architecture import Architecture, read_fields, read_model
 from jaxrl.models.attention.kernels import XLA
 from jaxrl.models.bert import BertConfig
@@ -210,9 +210,14 @@ def read_embedding_model(
 
 def _as_sentence_transformers(model: EmbeddingModel, folder: Path) -> EmbeddingModel:
     """The model as the files of sentence-transformers in its folder have it."""
-    settings = _read_json(folder / "config_sentence_transformers.json") or {}
+    settings = _read_fields(folder / "config_sentence_transformers.json")
     prompts = settings.get("prompts")
     if isinstance(prompts, dict) and any(prompts.values()):
+        if not all(isinstance(text, str) for text in prompts.values()):
+            raise ValueError(
+                f"{folder / 'config_sentence_transformers.json'}: 'prompts' is {prompts!r:.80}; "
+                "expected a text for each."
+            )
         # Where all are empty nobody has set them; what the family needs is known better.
         passage = prompts.get("document", prompts.get("passage"))
         model = replace(
@@ -220,23 +225,24 @@ def _as_sentence_transformers(model: EmbeddingModel, folder: Path) -> EmbeddingM
             query_prefix=prompts.get("query", model.query_prefix),
             passage_prefix=model.passage_prefix if passage is None else passage,
         )
-    limit = (_read_json(folder / "sentence_bert_config.json") or {}).get("max_seq_length")
-    if isinstance(limit, int) and limit > 0:
+    limit = _read_fields(folder / "sentence_bert_config.json").get("max_seq_length")
+    if type(limit) is int and limit > 0:
         model = replace(model, max_tokens=min(model.max_tokens, limit))
-    modules = _read_json(folder / "modules.json")
-    if modules is None:
+    file = folder / "modules.json"
+    if not file.is_file():
         return model
+    modules = parse_json(file.read_bytes(), str(file))
     try:
         kinds = {str(one["type"]).rpartition(".")[2]: str(one.get("path", "")) for one in modules}
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"{folder / 'modules.json'} is damaged: expected a list of objects with 'type' and "
+            f"{file} is damaged: expected a list of objects with 'type' and "
             f"'path' ({type(error).__name__}: {error})."
         ) from error
     unknown = kinds.keys() - {"Transformer", "Pooling", "Normalize"}
     if unknown:
         raise ValueError(
-            f"{folder / 'modules.json'} names the module {sorted(unknown)[0]}, which is not "
+            f"{file} names the module {sorted(unknown)[0]}, which is not "
             "computed here; expected Transformer, Pooling and Normalize."
         )
     if "Pooling" in kinds:
@@ -252,9 +258,9 @@ _POOLING_MODES = {
 
 
 def _pooling(file: Path) -> str:
-    fields = _read_json(file)
-    if not isinstance(fields, dict):
-        raise ValueError(f"{file}, which modules.json names, is not there or holds no object.")
+    if not file.is_file():
+        raise ValueError(f"{file}, which modules.json names, is not there.")
+    fields = read_object(file)
     modes = [name for name, is_on in fields.items() if "pooling_mode_" in name and is_on is True]
     if isinstance(fields.get("pooling_mode"), str):
         modes.append(fields["pooling_mode"])
@@ -266,14 +272,9 @@ def _pooling(file: Path) -> str:
     return _POOLING_MODES[modes[0]]
 
 
-def _read_json(file: Path) -> Any:
-    """The content of a JSON file; None where there is none."""
-    if not file.is_file():
-        return None
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
+def _read_fields(file: Path) -> dict[str, Any]:
+    """The object of a JSON file; an empty one where there is no such file."""
+    return read_object(file) if file.is_file() else {}
 
 
 def load_encoder(

@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from jaxrl.envs.json_text import read_object
 from jaxrl.models.architecture import Architecture, read_fields, read_model
 from jaxrl.models.layers import Stacks
 from jaxrl.runtime import sharding
@@ -283,9 +284,9 @@ def open_tensors(folder: Path) -> dict[str, StoredTensor]:
             "safetensors format only."
         )
     try:
-        weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_object(index_file)["weight_map"]
         files = sorted({folder / file for file in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{index_file} is damaged: expected a JSON object with a 'weight_map' of tensor to "
             f"file name ({type(error).__name__}: {error}); fetch it again."
@@ -494,7 +495,7 @@ def _check_source(config: Architecture, source: Path, path: Path) -> None:
 def tensor_dtypes(source: Path, config: Architecture) -> dict[str, str]:
     """The dtype of each tensor of an HF folder of that model, or of a checkpoint's `source/`."""
     if (source / DTYPES_FILE).is_file():
-        return json.loads((source / DTYPES_FILE).read_text(encoding="utf-8"))
+        return read_object(source / DTYPES_FILE)
     return {name: tensor.dtype for name, tensor in open_checked(source, config).items()}
 
 

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 from jaxrl.models.architecture import MemoryTerms
 from jaxrl.models.decoder import (
     KINDS,
+    SIZE,
     Decoder,
     check_kinds,
     common_fields,
@@ -57,11 +58,11 @@ class QwenConfig(Decoder):
         if model_type in ("qwen2", "qwen3"):
             fields = completed(fields, model_type)
         fields = without_nulls(fields)
-        check_kinds(fields, {**KINDS, "intermediate_size": (int, "a whole number")}, source)
+        check_kinds(fields, {**KINDS, "intermediate_size": SIZE}, source)
         if model_type not in ("qwen2", "qwen3"):
             raise ValueError(
-                f"{source}: model_type {model_type!r} is not supported; expected 'qwen2' (Qwen2.5) "
-                "or 'qwen3', dense text models."
+                f"{source}: model_type {model_type!r:.80} is not supported; expected 'qwen2' "
+                "(Qwen2.5) or 'qwen3', dense text models."
             )
         refuse_unsupported(fields, source)
         is_qwen3 = model_type == "qwen3"

@@ -35,7 +35,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl.models.architecture import Arranged, MemoryTerms
-from jaxrl.models.decoder import layer_norm, linear
+from jaxrl.models.decoder import layer_norm, linear, whole_number
 from jaxrl.models.layers import Through
 from jaxrl.models.qwen_vl import QwenVLConfig
 from jaxrl.models.tower import (
@@ -47,7 +47,6 @@ from jaxrl.models.tower import (
     biased,
     linear_names,
     refuse,
-    whole_number,
 )
 from jaxrl.types import Image, Params
 
@@ -109,7 +108,7 @@ class Qwen3Vision(Tower):
         refuse(
             {
                 f"num_position_embeddings {count}, no square,": side**2 != count,
-                f"deepstack_visual_indexes {deep!r} with {len(layers)} layers": not deep
+                f"deepstack_visual_indexes {deep!r:.80} with {len(layers)} layers": not deep
                 or not isinstance(deep, list)
                 or {*map(type, deep)} != {int}
                 or not layers.issuperset(deep)

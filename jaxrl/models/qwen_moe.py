@@ -24,7 +24,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxrl.models.architecture import Fused, MemoryTerms
-from jaxrl.models.decoder import KINDS, Kinds, check_kinds, project, without_nulls
+from jaxrl.models.decoder import (
+    KINDS,
+    LAYER_LIST,
+    SIZE,
+    SWITCH,
+    Kinds,
+    check_kinds,
+    project,
+    without_nulls,
+)
 from jaxrl.models.defaults import completed
 from jaxrl.models.experts.routing import Found, Routing, route
 from jaxrl.models.layers import Stacks
@@ -47,9 +56,12 @@ _SIZES = (
 )
 
 _KINDS: Kinds = {
-    **dict.fromkeys((*_SIZES, "num_experts", "num_local_experts"), (int, "a whole number")),
-    "mlp_only_layers": (list, "a list of layers"),
+    **dict.fromkeys((*_SIZES, "num_experts", "num_local_experts"), SIZE),
+    **{"mlp_only_layers": LAYER_LIST, "norm_topk_prob": SWITCH},
 }
+
+_MOST_EXPERTS = 1_000_000
+"""Of all layers; each has tensors of its own, which are looked for by their names."""
 
 Routed = tuple[jax.Array, Found]
 """The number of the next layer with experts, and what was found in those before."""
@@ -93,23 +105,20 @@ class QwenMoeConfig(QwenConfig):
         """
         if fields.get("model_type") != "qwen3_moe":
             raise ValueError(
-                f"{source}: model_type {fields.get('model_type')!r} is not supported; expected "
+                f"{source}: model_type {fields.get('model_type')!r:.80} is not supported; expected "
                 "'qwen3_moe'."
             )
         check_kinds(without_nulls(fields), {**KINDS, **_KINDS}, source)
         given, complete = fields, completed(fields, "qwen3_moe")
         if {"hidden_size", "num_attention_heads"} <= complete.keys():  # `qwen3` has 128
             width, heads = complete["hidden_size"], complete["num_attention_heads"]
-            complete.setdefault("head_dim", width // max(heads, 1))
+            complete.setdefault("head_dim", width // heads)
         dense = QwenConfig.from_dict({**complete, "model_type": "qwen3"}, source=source)
         fields = without_nulls(complete)
         sizes = {name: fields[name] for name in _SIZES}
         # transformers 5 has another name for it; a default stands under that one.
         is_old = given.get("num_local_experts") is None and "num_experts" in fields
         sizes["num_experts"] = fields["num_experts" if is_old else "num_local_experts"]
-        for name, size in sizes.items():
-            if size < 1:
-                raise ValueError(f"{source}: {name!r} is {size}; expected at least 1.")
         num_experts, num_chosen = sizes["num_experts"], sizes["num_experts_per_tok"]
         if num_chosen > num_experts:
             raise ValueError(
@@ -123,6 +132,11 @@ class QwenMoeConfig(QwenConfig):
             raise ValueError(
                 f"{source}: 'decoder_sparse_step' of {step} and 'mlp_only_layers' leave no layer "
                 "with experts; a dense model has the model_type 'qwen3'."
+            )
+        if len(expert_layers) * num_experts > _MOST_EXPERTS:
+            raise ValueError(
+                f"{source}: {num_experts} experts in each of {len(expert_layers)} layers; expected "
+                f"at most {_MOST_EXPERTS:,} in all."
             )
         return cls(
             **vars(dense),

@@ -17,10 +17,11 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.models.architecture import Attend
 from jaxrl.models.attention import reference
+from jaxrl.models.decoder import SWITCH, check_kinds, whole_number, without_nulls
 from jaxrl.models.defaults import completed
 from jaxrl.models.layers import SamplerThrough, Through
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.tower import Tower, section, whole_number
+from jaxrl.models.tower import Tower, section
 from jaxrl.models.vision import QwenVision
 from jaxrl.types import BatchImages, Params
 
@@ -59,7 +60,7 @@ class QwenVLConfig(QwenConfig):
         """
         if fields.get("model_type") != cls.model_type:
             raise ValueError(
-                f"{source}: model_type {fields.get('model_type')!r} is not supported; expected "
+                f"{source}: model_type {fields.get('model_type')!r:.80} is not supported; expected "
                 f"{cls.model_type!r}."
             )
         text = QwenConfig.from_dict(cls._text_fields(fields, source), source=source)
@@ -73,15 +74,15 @@ class QwenVLConfig(QwenConfig):
         order = rope.get("mrope_interleaved", cls.is_interleaved)
         if order is not cls.is_interleaved:
             raise ValueError(
-                f"{source}: 'mrope_interleaved' is {order!r}; expected "
+                f"{source}: 'mrope_interleaved' is {order!r:.80}; expected "
                 f"{str(cls.is_interleaved).lower()} in {cls.model_type!r}."
             )
         sections = rope.get("mrope_section", [*cls.default_sections])
         is_whole = isinstance(sections, list) and [*map(type, sections)] == [int] * 3
         if not is_whole or min(sections) < 0 or 2 * sum(sections) != text.head_dim:
             raise ValueError(
-                f"{source}: 'mrope_section' is {sections!r}; expected three whole numbers that add "
-                f"up to half of a head, {text.head_dim // 2}."
+                f"{source}: 'mrope_section' is {sections!r:.80}; expected three whole numbers that "
+                f"add up to half of a head, {text.head_dim // 2}."
             )
         own = fields.get("vision_config")
         if not isinstance(own, dict):
@@ -117,6 +118,8 @@ class QwenVLConfig(QwenConfig):
         own = section(fields, "text_config", source)
         text = completed({**fields, **own}, cls.model_type, "text_config")
         text["model_type"] = cls.text_type
+        for given in (fields, own):
+            check_kinds(without_nulls(given), {"tie_word_embeddings": SWITCH}, source)
         text["tie_word_embeddings"] = bool(
             fields.get("tie_word_embeddings")
             or (cls.ties_in_text and own.get("tie_word_embeddings"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, ClassVar
 
 import numpy as np
@@ -45,6 +44,9 @@ class RopeScaling(ABC):
         return given
 
 
+_LARGEST = 1e12
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fields:
     """The RoPE settings of a `config.json`, read with errors that name it.
@@ -66,11 +68,11 @@ class Fields:
             ValueError: it is something else, or is not there and has no default.
         """
         value: Any = self.values.get(name, default)
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if not is_number or not above < value < math.inf:
+        is_number = type(value) in (int, float)
+        if not is_number or not above < value < _LARGEST:
             raise ValueError(
                 f"{self.source}: {name!r} of the RoPE scaling is {value!r:.80}; expected a number "
-                f"greater than {above:g}."
+                f"greater than {above:g}, and less than {_LARGEST:g}."
             )
         return float(value)
 
@@ -187,7 +189,7 @@ class Yarn(RopeScaling):
         """Without `attention_factor` it follows from `factor`, `mscale` and `mscale_all_dim`."""
         factor = fields.factor()
         attention_factor = _mscale(factor)
-        if fields.values.get("mscale") and fields.values.get("mscale_all_dim"):
+        if all(fields.values.get(name) not in (None, 0) for name in ("mscale", "mscale_all_dim")):
             of_all = _mscale(factor, fields.number("mscale_all_dim"))
             attention_factor = _mscale(factor, fields.number("mscale")) / of_all
         truncate = fields.values.get("truncate", True)

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.models.architecture import Vision
 from jaxrl.models.attention.reference import LOWEST
-from jaxrl.models.decoder import Angles, linear, rope
+from jaxrl.models.decoder import BASE, Angles, linear, rope, whole_number
 from jaxrl.models.layers import Attend
 from jaxrl.types import Image, Params
 
@@ -34,18 +34,6 @@ QUERY_BLOCK = 256
 """Patches whose scores over a whole row are in memory at a time."""
 
 
-def whole_number(fields: Mapping[str, Any], name: str, source: str) -> int:
-    """A field of a `config.json` that is a whole number above 0.
-
-    Raises:
-        ValueError: it is something else.
-    """
-    value = fields.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{source}: {name!r} is {value!r}; expected a whole number above 0.")
-    return value
-
-
 def section(fields: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:
     """A field of a `config.json` that is an object; an empty one where it is not there.
 
@@ -54,7 +42,7 @@ def section(fields: Mapping[str, Any], name: str, source: str) -> dict[str, Any]
     """
     value = fields.get(name) or {}
     if not isinstance(value, dict):
-        raise ValueError(f"{source}: {name!r} is {value!r}; expected an object.")
+        raise ValueError(f"{source}: {name!r} is {value!r:.80}; expected an object.")
     return value
 
 
@@ -135,8 +123,8 @@ class Tower(Vision):
         }
         refuse(
             {
-                f"rope_theta {theta!r}": type(theta) not in (int, float) or not theta > 0,
-                f"hidden_act {act!r}": act != cls.activation,
+                f"rope_theta {theta!r:.80}": not BASE[0](theta),
+                f"hidden_act {act!r:.80}": act != cls.activation,
                 f"a head of {width} / {heads}": width % heads != 0 or width // heads % 4 != 0,
             },
             source,

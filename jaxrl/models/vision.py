@@ -31,7 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from jaxrl.models.architecture import Arranged, MemoryTerms
-from jaxrl.models.decoder import linear, rms_norm
+from jaxrl.models.decoder import LAYER_LIST, linear, rms_norm, whole_number
 from jaxrl.models.layers import Through
 from jaxrl.models.tower import (
     ATTENTION_AXES,
@@ -43,7 +43,6 @@ from jaxrl.models.tower import (
     biased,
     linear_names,
     refuse,
-    whole_number,
 )
 from jaxrl.types import Image, Params
 
@@ -92,9 +91,8 @@ class QwenVision(Tower):
         full = own["fullatt_block_indexes"]
         refuse(
             {
-                f"window_size {own.get('window_size')!r}": window < 1,
-                f"fullatt_block_indexes {full!r}": not isinstance(full, list)
-                or any(not isinstance(one, int) for one in full),
+                f"window_size {own.get('window_size')!r:.80}": window < 1,
+                f"fullatt_block_indexes {full!r:.80}": not LAYER_LIST[0](full),
             },
             source,
         )

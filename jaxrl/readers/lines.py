@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import json
 from array import array
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.jsonl import parse_line, refuse_other_formats
 from jaxrl.readers.base import Held, Reader, Record, open_files
 
@@ -168,14 +168,11 @@ class _Csv(Reader):
 def _value(name: str, cell: str, place: str) -> object:
     """What a cell stands for: JSON in the columns that may hold it, lists of texts, text."""
     if name in OBJECTS and cell.lstrip()[:1] in ("{", "["):
-        try:
-            return json.loads(cell)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{place}: {name!r} is not valid JSON: {error}") from error
+        return parse_json(cell, f"{place}: {name!r}")
     if cell.startswith("["):
         try:
-            value = json.loads(cell)
-        except (ValueError, RecursionError):
+            value = parse_json(cell, place)
+        except ValueError:
             return cell
         if isinstance(value, list) and value and all(isinstance(one, str) for one in value):
             return value

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxrl.envs.json_text import parse_json, read_object
 from jaxrl.readers.base import Reader, Record, present
 
 
@@ -98,11 +98,8 @@ def _check_tfds(folder: Path, key: str) -> None:
             f"{str(folder)!r} has no dataset_info.json; set {key} to a JSONL file, or to the "
             f"folder of one version of a TFDS data set, as data/tfds/bridges/1.0.0{hint}."
         )
-    try:
-        # Data sets of before the field was introduced are TFRecord.
-        found = json.loads(file.read_text(encoding="utf-8")).get("fileFormat", "tfrecord")
-    except (ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is no JSON object: {error}") from error
+    # Data sets of before the field was introduced are TFRecord.
+    found = read_object(file).get("fileFormat", "tfrecord")
     if found != "array_record":
         raise ValueError(
             f"{folder} holds {found} files, of which TFDS would need TensorFlow or lose examples; "
@@ -121,10 +118,7 @@ def _task_fields(example: dict[str, Any], place: str) -> dict[str, Any]:
         if not fields["messages"]:
             del fields["messages"]
     if isinstance(metadata, str):
-        try:
-            fields["metadata"] = json.loads(metadata)
-        except ValueError as error:
-            raise ValueError(f"{place}: 'metadata' is not valid JSON: {error}") from error
+        fields["metadata"] = parse_json(metadata, f"{place}: 'metadata'")
     return fields
 
 

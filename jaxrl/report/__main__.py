@@ -12,8 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from jaxrl.envs.text import printable
 from jaxrl.report import write_report
-from jaxrl.runtime.files import printable, system_message
+from jaxrl.runtime.files import system_message
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, StrMethodFormatter
 
+from jaxrl.envs.text import printable
 from jaxrl.report.curves import Chart, Series
 from jaxrl.report.facts import STAGES
 from jaxrl.runtime.files import taking_place
@@ -128,7 +129,7 @@ def _draw(chart: Chart, *, is_page: bool) -> Figure:
 
 def _label(text: str) -> str:
     """A name as a font can draw it; not so long that it pushes the picture away."""
-    text = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+    text = " ".join(printable(text).split())
     text = text if len(text) <= 40 else f"{text[:39]}…"
     # One that begins with an underscore would be left out.
     return "\N{ZERO WIDTH SPACE}" * text.startswith("_") + text

@@ -9,6 +9,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from jaxrl.envs.text import printable
 from jaxrl.report.costs import ATTRIBUTED
 from jaxrl.report.curves import MAX_POINTS, Chart, Group, spread
 from jaxrl.report.drawing import legend_of, svg
@@ -23,7 +24,6 @@ from jaxrl.report.facts import (
     segments,
 )
 from jaxrl.report.reading import number_of
-from jaxrl.runtime.files import printable
 
 MAX_SEGMENT = 3000  # characters shown of one piece of a response
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.config import STAGES, flat_json
+from jaxrl.envs.json_text import parse_json, read_object
 from jaxrl.renamed import with_present_names
 from jaxrl.runtime.history import HISTORY, read_history
 
@@ -68,9 +68,9 @@ def _first_error(
     for step in failed[:1]:
         try:
             lines = (workdir / "trajectories" / f"step_{step:06d}.jsonl").read_bytes().splitlines()
-            turns = [turn for line in lines for turn in json.loads(line)["turns"]]
+            turns = [turn for line in lines for turn in parse_json(line, "")["turns"]]
             return next(str(turn["error"]) for turn in turns if turn["error"])
-        except (OSError, ValueError, KeyError, TypeError, StopIteration, RecursionError):
+        except (OSError, ValueError, KeyError, TypeError, StopIteration):
             pass  # not written, or not to be read
     asked = [q for found in evaluations for qs in found["questions"].values() for q in qs]
     return next((str(question["error"]) for question in asked if question.get("error")), "")
@@ -101,13 +101,13 @@ def _try(path: Path, read: Callable[[Path], Any], problems: list[str]) -> Any:
         return read(path)
     except FileNotFoundError:
         problems.append(f"{path.name} is missing")
-    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         problems.append(f"{path.name} could not be read: {error}")
     return None
 
 
 def _starts(path: Path) -> list[dict[str, Any]]:
-    starts = json.loads(path.read_text(encoding="utf-8"))
+    starts = parse_json(path.read_bytes(), path.name)
     parts = ("versions", "machine", "model")
     return [{**start, **{part: mapping(start.get(part)) for part in parts}} for start in starts]
 
@@ -117,8 +117,8 @@ def _read_records(path: Path, problems: list[str]) -> list[dict[str, Any]]:
     records, bad = [], 0
     for line in lines:
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = parse_json(line, path.name)
+        except ValueError:
             record = None
         if (
             isinstance(record, dict)
@@ -148,7 +148,7 @@ def _read_evaluations(
     first: dict[str, Any] = {}  # by suite
     last: dict[str, Any] = {}
     for at, path in sorted(places, key=lambda item: place(item[0])):
-        content = _try(path, lambda p: json.loads(p.read_text(encoding="utf-8")), problems)
+        content = _try(path, read_object, problems)
         if not isinstance(content, dict):
             continue
         weights = content.get("weights_step")

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from jaxrl.envs.json_text import read_object
 from jaxrl.runtime import distributed
 from jaxrl.runtime.files import begin_replacing, free_name, remove_whole, settle, written_whole
 from jaxrl.types import Params, TrainState
@@ -291,11 +292,9 @@ def read_newest_position(folder: Path) -> tuple[int, dict[str, Any]]:
     for step in steps:
         try:
             path = folder / str(step) / "position" / "metadata"
-            position = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError):
+            return step, read_object(path)
+        except (OSError, ValueError):
             continue
-        if isinstance(position, dict):
-            return step, position
     return max(steps, default=0), {}
 
 
@@ -364,15 +363,15 @@ def write_manifest(folder: Path, step: int, value: float | None) -> None:
 def read_value(folder: Path) -> float | None:
     """The value in a checkpoint's manifest; None where it has none or cannot be read."""
     try:
-        return json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["value"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_object(folder / MANIFEST)["value"]
+    except (OSError, ValueError, KeyError):
         return None
 
 
 def find_damage(folder: Path, step: int) -> str | None:
     """What is wrong with a checkpoint's files, the first one by name; None: nothing."""
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = read_object(folder / MANIFEST)
         digest = content.pop("sha256")
         files = {
             name: (entry["bytes"], entry["sha256"]) for name, entry in content["files"].items()

@@ -1,16 +1,11 @@
-"""Files and folders that appear whole or not at all, whenever the process is killed.
-
-And the text that is fit for them.
-"""
+"""Files and folders that appear whole or not at all, whenever the process is killed."""
 
 from __future__ import annotations
 
-import codecs
 import errno
 import fcntl
 import itertools
 import os
-import re
 import shutil
 import socket
 from collections.abc import Iterator
@@ -18,35 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-# What a terminal obeys or a page may not hold: C0 but newline and tab, DEL, C1.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def _replaced(error: UnicodeError) -> tuple[bytes, int]:
-    assert isinstance(error, UnicodeEncodeError)
-    return _REPLACEMENT.encode() * (error.end - error.start), error.end
-
-
-codecs.register_error("jaxrl.replaced", _replaced)
-
-
-def writable(text: str) -> str:
-    """Text that UTF-8 has bytes for: a half of a surrogate pair becomes a replacement character.
-
-    Text of a server, a library or a file name may hold such halves, and no file takes them.
-    """
-    return text.encode("utf-8", "jaxrl.replaced").decode("utf-8")
-
-
-def printable(text: str) -> str:
-    """Text to show on a terminal or a page: writable, and of control characters newline and tab.
-
-    Others become replacement characters, so an escape sequence shows and is not obeyed.
-    """
-    return _CONTROL.sub(_REPLACEMENT, writable(text))
-
+from jaxrl.envs.text import writable
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system says where a file cannot grow: the disk, a quota, a limit."""

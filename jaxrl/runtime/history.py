@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 
 from jaxrl import config as configuration
 from jaxrl.config import default_config, flatten
+from jaxrl.envs.json_text import parse_json
 from jaxrl.method import has_gate
 from jaxrl.renamed import contents_with_present_names, name_now, old_keys, with_present_names
 from jaxrl.runtime.files import append_line, set_aside, written_whole
@@ -172,7 +173,7 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
     path = workdir / "config.json"
     try:
         told = configuration.flat_json(path)
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         told = {}
         damage = f"{_damage(path, error)}; "
         if saved:
@@ -363,8 +364,8 @@ def read_history(workdir: Path) -> tuple[list[dict[str, Any]], list[int]]:
     bad: list[int] = []
     for number, text in enumerate(data.splitlines(), start=1):
         try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
+            line = parse_json(text, str(path))
+        except ValueError:
             line = None
         fields = (line.get("changes"), line.get("contents", {})) if isinstance(line, dict) else ()
         if fields and all(isinstance(value, dict) for value in fields):
@@ -380,7 +381,7 @@ def write_config(workdir: Path, config: ConfigDict) -> None:
     if path.exists():
         try:
             configuration.flat_json(path)
-        except (OSError, ValueError, AttributeError, RecursionError):
+        except (OSError, ValueError):
             set_aside(path)
     with written_whole(path) as file:
         file.write(configuration.to_json(config))

@@ -19,9 +19,9 @@ from typing import Any
 
 import jax
 
+from jaxrl.envs.text import printable
 from jaxrl.runtime import monitor
 from jaxrl.runtime.distributed import from_main, gather
-from jaxrl.runtime.files import printable
 
 EXIT_LOST = 76
 """Exit code of a process that ended because another one was lost (EX_PROTOCOL of sysexits.h)."""

@@ -24,6 +24,7 @@ from jaxrl.choices import is_own
 from jaxrl.config import flatten
 from jaxrl.environment import CORPORA, corpus_section
 from jaxrl.envs.corpus import corpus_digest, index_folder
+from jaxrl.envs.json_text import parse_json
 from jaxrl.models.adapters import TENSORS_FILE
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.runtime.distributed import gather
@@ -43,13 +44,13 @@ def write_environment(
     """
     starts = []
     try:
-        starts = json.loads(path.read_text(encoding="utf-8"))
+        starts = parse_json(path.read_bytes(), str(path))
         if not (isinstance(starts, list) and all(isinstance(start, dict) for start in starts)):
             raise ValueError("no list of starts")
     except FileNotFoundError:
         if step > 0:
             log(f"warning: {path} is missing: what earlier starts ran on is lost")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         log(
             f"warning: {path} cannot be read ({reason}); kept as {set_aside(path).name}, and begun "

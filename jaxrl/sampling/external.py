@@ -40,9 +40,9 @@ from jaxrl.envs.images import Picture, Pictured, UnreadableError, images_behind
 from jaxrl.envs.json_http import check_url, plain_text, shown_url
 from jaxrl.envs.recording import Recording
 from jaxrl.envs.resilient import Nobody, ResilientSearch
+from jaxrl.envs.text import writable
 from jaxrl.envs.tools import Tool
 from jaxrl.processor import BlankProcessor, Processor
-from jaxrl.runtime.files import writable
 from jaxrl.sampling.rollout import (
     LOOK_S,
     EpisodePlayer,

@@ -39,9 +39,9 @@ from jaxrl.envs.base import (
 )
 from jaxrl.envs.calls import MAX_ERROR, error_text, failure_report, in_thread, side_by_side
 from jaxrl.envs.images import MARK, Picture, UnreadableError
+from jaxrl.envs.text import writable
 from jaxrl.models.experts.routing import unknown_experts
 from jaxrl.processor import Processor
-from jaxrl.runtime.files import writable
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Event, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from jaxrl.envs.text import printable
 from jaxrl.objectives.metrics import Metric
-from jaxrl.runtime.files import printable
 from jaxrl.types import Trajectory
 
 _LONGEST_ERROR = 200  # characters of an error's text that a warning shows

@@ -62,7 +62,7 @@ def test_a_call_beyond_the_budget_is_not_made():
         Engine({}),
         tools=[Echo()],
         prompt=Prompt(system="", template="{question}"),
-        max_calls=9,
+        max_turns=9,
         budget=Budget(prices={"search": 1.0}, max_cost=2.0),
     )
     episode = Episode(task=Task(id="t", question="?", answers=("x",)))

@@ -238,7 +238,7 @@ def test_a_function_that_does_not_say_how_it_is_called_is_refused(function):
 
 
 TASK = Task(id="t", question="?", answers=("x",))
-SETTINGS = {"prompt": Prompt(system="", template="{question}"), "max_calls": 2}
+SETTINGS = {"prompt": Prompt(system="", template="{question}"), "max_turns": 2}
 
 
 def test_a_function_of_one_text_is_called_by_tags_too():

@@ -268,7 +268,7 @@ def test_a_pattern_is_left_to_the_server(monkeypatch):
 @pytest.mark.parametrize("depth", [600, 900])
 def test_arguments_too_deep_to_be_checked_are_the_models_mistake(stdio, depth):
     prompt = Prompt(system="", template="{question}")
-    env = SearchEnv(None, tools=[stdio["add"]], prompt=prompt, max_calls=5, protocol=qwen)
+    env = SearchEnv(None, tools=[stdio["add"]], prompt=prompt, max_turns=5, protocol=qwen)
     deep = '{"x": ' * depth + "1" + "}" * depth
     call = f'<tool_call>{{"name": "add", "arguments": {{"a": {deep}}}}}</tool_call>'
     [reply] = env.step([Episode(task=Task(id="t", question="?", answers=("x",)))], [call])
@@ -289,7 +289,7 @@ def test_no_server_is_left():
 
 
 def test_they_answer_tool_calls(stdio):
-    settings = {"prompt": Prompt(system="", template="{question}"), "max_calls": 2}
+    settings = {"prompt": Prompt(system="", template="{question}"), "max_turns": 2}
     chosen = [stdio[name] for name in ("add", "several", "die")]
     env = SearchEnv(None, tools=chosen, protocol=qwen, **settings)
     assert [tool["function"]["name"] for tool in env.chat_tools] == ["add", "several", "die"]

@@ -37,7 +37,7 @@ def make_env(engine=None, **settings):
     prompt |= {
         key: settings.pop(key) for key in ("system", "template", "examples") if key in settings
     }
-    defaults = {"prompt": Prompt(**prompt), "max_calls": 2}
+    defaults = {"prompt": Prompt(**prompt), "max_turns": 2}
     return SearchEnv(engine or EmptySearch(), **(defaults | settings))
 
 
@@ -211,7 +211,7 @@ def test_latency_is_that_of_the_search():
 
 def test_searches_are_capped_and_one_generation_follows():
     search = "<search>France</search>"
-    env = make_env(max_calls=2)
+    env = make_env(max_turns=2)
     searching = play(env, TASK, [search, search, search, "<answer>Paris</answer>"])
     assert searching.outcome == Outcome.OUT_OF_BUDGET
     assert len(searching.turns) == 3
@@ -227,14 +227,28 @@ def test_blank_queries_count_as_searching_turns():
 
 def test_no_search_at_all():
     engine = RecordingSearch()
-    [result] = step(make_env(engine, max_calls=0), "<search>a</search>")
+    [result] = step(make_env(engine, max_turns=0), "<search>a</search>")
     assert result.outcome == Outcome.OUT_OF_BUDGET
     assert engine.batches == []
 
 
+def test_a_search_beyond_the_bound_of_calls_is_told_so_and_not_made():
+    engine = RecordingSearch()
+    env = make_env(engine, max_calls=1, max_turns=3)
+    texts = [f"<search>{word}</search>" for word in "ab"]
+    episode = play(env, TASK, [*texts, "<answer>Paris</answer>"])
+    assert engine.batches == [["a"]]
+    assert episode.turns[1].observation == (
+        "\n\n<information>error: this call was not made: no call is left of the 1 allowed; "
+        "answer now</information>\n\n"
+    )
+    assert episode.outcome == Outcome.ANSWERED
+    assert play(env, TASK, texts * 2).outcome == Outcome.OUT_OF_BUDGET  # the fourth turn
+
+
 def test_a_search_never_opened_does_not_spend_the_budget():
     texts = ["oops</search>"] * 5 + ["<answer>Paris</answer>"]
-    assert play(make_env(max_calls=0), TASK, texts).outcome == Outcome.ANSWERED
+    assert play(make_env(max_turns=0), TASK, texts).outcome == Outcome.ANSWERED
 
 
 def test_score_of_a_perfect_episode():
@@ -373,6 +387,7 @@ def test_blank_queries_are_answered_in_the_protocol():
         ({"correct_by": "format"}, "expected one of answer, exact_match, f1"),
         ({"correct_by": "bapo"}, "in the protocol 'search_r1'"),
         ({"template": "Question: {q}"}, "question"),
+        ({"max_turns": -1}, "max_turns is -1"),
         ({"max_calls": -1}, "max_calls is -1"),
     ],
 )

@@ -32,7 +32,7 @@ class Echo(Tool):
 DEFAULTS = {
     "protocol": bapo,
     "tools": [Echo()],
-    "max_calls": 2,
+    "max_turns": 2,
 }
 
 
@@ -111,7 +111,7 @@ def test_calls_of_both_tools_share_the_budget():
     episode = Episode(task=TASK, turns=turns)
     for text in ("<python>1</python>", "<search>1</search>"):
         assert make_env().step([episode], [text])[0].outcome == Outcome.OUT_OF_BUDGET
-        assert make_env(max_calls=3).step([episode], [text])[0].outcome is None
+        assert make_env(max_turns=3).step([episode], [text])[0].outcome is None
 
 
 def test_the_stop_strings_say_whether_there_is_a_tool():

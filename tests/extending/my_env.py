@@ -26,8 +26,8 @@ class CalculatorEnv(Env):
     stop_strings = ("</calc>", "</answer>")
     reward_parts = ("exact_match", "economy")
 
-    def __init__(self, *, max_calls: int, hint: str = "Calculate with <calc> 2*3 </calc>.\n"):
-        self._max_calls, self._hint = max_calls, hint
+    def __init__(self, *, max_turns: int, hint: str = "Calculate with <calc> 2*3 </calc>.\n"):
+        self._max_turns, self._hint = max_turns, hint
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
         return [[{"role": "user", "content": self._hint + (task.question or "")}] for task in tasks]
@@ -40,7 +40,7 @@ class CalculatorEnv(Env):
             return StepResult(outcome=Outcome.ANSWERED)
         if not text.endswith("</calc>"):
             return StepResult(outcome=Outcome.MALFORMED)
-        if episode.num_tool_calls >= self._max_calls:
+        if episode.num_tool_calls >= self._max_turns:
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
         expression = text.removesuffix("</calc>").rpartition("<calc>")[2].strip()
         result = Observation(prefix="<result>", body=calculate(expression), suffix="</result>")

@@ -143,7 +143,7 @@ def test_the_environment_keeps_the_contract():
     from my_env import CalculatorEnv
 
     turns = ["<calc> 6*7 </calc>", "<answer> 42 </answer>", "Hm."]
-    check_env(CalculatorEnv(max_calls=1), TASKS, turns)
+    check_env(CalculatorEnv(max_turns=1), TASKS, turns)
 
 
 def test_the_calculator_survives_what_a_model_writes():
@@ -152,7 +152,7 @@ def test_the_calculator_survives_what_a_model_writes():
     assert calculate("3*(4+5)") == "27"
     for expression in ("", "2**9", "__import__('os')", "1 +", "(" * 500, "\0", "3.5*2"):
         assert calculate(expression).startswith("error: ")
-    [malformed] = CalculatorEnv(max_calls=1).step([Episode(task=TASKS[0])], ["I give up"])
+    [malformed] = CalculatorEnv(max_turns=1).step([Episode(task=TASKS[0])], ["I give up"])
     assert malformed.outcome == Outcome.MALFORMED
 
 
@@ -189,7 +189,7 @@ def test_the_function_and_the_server_answer_tool_calls():
         None,
         tools=[FunctionTool(weekday), *server.tools()],
         prompt=Prompt(system="", template="{question}"),
-        max_calls=1,
+        max_turns=1,
         protocol=qwen,
     )
     assert [tool["function"]["name"] for tool in env.chat_tools] == ["weekday", "look_up"]

@@ -63,7 +63,7 @@ class TestDisplay:
     def test_foreign_text_does_nothing_to_a_terminal(self):
         display = shown(width=80, terminal=True)
         display.log("a :heart: \x1b[2J\ud800 b")
-        assert display.console.file.getvalue() == "a :heart: \ufffd[2J\ufffd b\n"
+        assert display.console.file.getvalue() == "a :heart: \\x1b[2J\ufffd b\n"
 
     @pytest.mark.parametrize("width", [80, 120, 200])
     def test_a_terminal_shows_everything(self, width):

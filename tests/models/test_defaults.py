@@ -10,15 +10,15 @@ from jaxrl.models.bert import BertConfig
 from jaxrl.models.defaults import SIZES
 
 TEXT = {
-    "vocab_size": 300, "hidden_size": 96, "intermediate_size": 80, "num_hidden_layers": 30,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+    "vocab_size": 300, "hidden_size": 768, "intermediate_size": 80, "num_hidden_layers": 30,
+    "num_attention_heads": 32, "num_key_value_heads": 2, "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-3, "tie_word_embeddings": True, "hidden_act": "silu",
     "use_sliding_window": False, "rope_theta": 5000.0,
 }  # fmt: skip
 QWEN3 = {**TEXT, "head_dim": 48, "attention_bias": True}
 TOWER = {
     "depth": 40, "hidden_size": 192, "intermediate_size": 90, "num_heads": 8, "in_channels": 1,
-    "patch_size": 7, "spatial_merge_size": 4, "temporal_patch_size": 1, "out_hidden_size": 96,
+    "patch_size": 7, "spatial_merge_size": 4, "temporal_patch_size": 1, "out_hidden_size": 768,
 }  # fmt: skip
 ROPE = {"rope_theta": 5000.0, "rope_type": "default"}
 FAMILIES = {
@@ -183,7 +183,7 @@ def test_null_is_as_missing(family):
             continue
         missing = {key: value for key, value in fields.items() if key != name}
         if name == "num_key_value_heads":  # transformers has as many as queries then
-            assert read(family, {**fields, name: None}).num_kv_heads == 4
+            assert read(family, {**fields, name: None}).num_kv_heads == 32
         else:
             assert read(family, {**fields, name: None}) == read(family, missing)
 

@@ -113,7 +113,7 @@ def test_what_is_not_known_has_to_be_said(name, settings, message):
         ({"1_Pooling/config": {"pooling_mode_max_tokens": True}}, "pooling_mode_max_tokens"),
         ({"config": {"model_type": "xlm-roberta"}}, "model_type 'xlm-roberta' makes no vectors"),
         ({"config": {"model_type": "bert", "hidden_act": "swish"}}, "hidden_act 'swish'"),
-        ({"config": {"model_type": "bert"}}, "'vocab_size' is None; expected a whole number"),
+        ({"config": {"model_type": "bert"}}, "'hidden_size' is None; expected a whole number"),
     ],
 )
 def test_what_is_not_computed_is_refused(tmp_path, files, message):

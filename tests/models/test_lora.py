@@ -287,7 +287,9 @@ def test_an_adapter_names_no_layer_that_it_does_not_have(source, shared, tmp_pat
 def test_a_damaged_or_missing_adapter_is_named(folder):
     adapter = adapter_of("lora_all_linear")
     (folder / "adapter_config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"adapter_config\.json is not a JSON object"):
+    with pytest.raises(
+        ValueError, match=r"adapter_config\.json holds a list; expected a JSON object"
+    ):
         check_adapter(folder, adapter)
     (folder / "adapter_model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"has no adapter_model\.safetensors"):

@@ -5,17 +5,16 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl.envs.text import writable
 from jaxrl.runtime.files import (
     append_line,
     begin_replacing,
     folder_taking_place,
     full_disk,
     held,
-    printable,
     remove_whole,
     set_aside,
     settle,
-    writable,
     written_whole,
 )
 from tests.helpers import no_file_beyond
@@ -90,13 +89,6 @@ def test_text_of_any_kind_can_be_written(tmp_path):
     with written_whole(path) as file:
         file.write(f"no {HALF} text\n")
     assert path.read_text(encoding="utf-8") == "no \ufffd text\n"
-
-
-def test_text_of_any_kind_can_be_shown():
-    assert printable(f"a\tb\n{HALF} é 😀") == "a\tb\n\ufffd é 😀"
-    assert printable("\x1b]0;title\x07\x1b[2J\x9b31m\r\x7f\0") == (
-        "\ufffd]0;title\ufffd\ufffd[2J\ufffd31m\ufffd\ufffd\ufffd"
-    )
 
 
 def test_a_full_disk_takes_nothing_away_and_is_told(tmp_path):

@@ -104,7 +104,7 @@ def environment():
         Capitals(),
         prompt=Prompt(system="", template="{question}"),
         protocol=PROTOCOLS["search_r1"],
-        max_calls=2,
+        max_turns=2,
     )
 
 
@@ -355,7 +355,7 @@ def test_calls_in_the_chat_template_are_refused():
         chat_tools = ({"type": "function"},)
 
     prompt = Prompt(system="", template="{question}")
-    env = Templated(Capitals(), prompt=prompt, max_calls=1)
+    env = Templated(Capitals(), prompt=prompt, max_turns=1)
     model = ChatModel(ChatSettings(url="http://127.0.0.1:1", model="m"))
     with pytest.raises(ValueError, match=r"config\.env\.search\.protocol='search_r1'"):
         ChatRollout(model, env, toy_tokenizer(), LIMITS, Schedule(), lambda groups: [])
@@ -387,7 +387,7 @@ class Moody(SearchEnv):
 
 def test_an_environment_that_fails_later_on_is_no_score():
     prompt = Prompt(system="", template="{question}")
-    env = Moody(Capitals(), prompt=prompt, max_calls=1)
+    env = Moody(Capitals(), prompt=prompt, max_turns=1)
     [trajectory], _ = play(capital, env=env)
     assert trajectory.outcome == Outcome.ENVIRONMENT_ERROR
     assert "not twice" in trajectory.error

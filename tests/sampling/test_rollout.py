@@ -73,7 +73,7 @@ def player(players):
 def search_env(engine=None, **settings):
     settings = {
         "prompt": Prompt(system="", template="{question}"),
-        "max_calls": 2,
+        "max_turns": 2,
         **settings,
     }
     return SearchEnv(engine or KeywordSearch({"tower": FOUND}), **settings)
@@ -412,7 +412,7 @@ def test_what_cannot_be_scored_is_an_environment_error_and_not_a_score(player, n
     env = Picky(
         KeywordSearch({"tower": FOUND}),
         prompt=Prompt(system="", template="{question}"),
-        max_calls=2,
+        max_turns=2,
     )
     wanted = player.play(plain, ["Where?"], group_size=3)
     got = player.play(env, ["Where?"], group_size=3)
@@ -520,7 +520,7 @@ def test_with_a_fallback_an_episode_goes_on_and_ends_as_an_environment_error(pla
             scored.extend(group)
             return super().score(group)
 
-    env = Scored(Down(FOUND), prompt=Prompt(system="", template="{question}"), max_calls=2)
+    env = Scored(Down(FOUND), prompt=Prompt(system="", template="{question}"), max_turns=2)
     got = play_one(player, env)
     assert got.outcome == Outcome.ENVIRONMENT_ERROR
     assert (got.error, got.reward, got.reward_parts, scored) == ("nobody is there", 0.0, {}, [])

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.runtime.plan.advice import Advice
-from jaxrl.runtime.plan.memory import GIB, USABLE, Plan, gib
+from jaxrl.runtime.plan.memory import USABLE, Plan, gib, unit_of
 
 
 def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
@@ -22,21 +22,22 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
     title = f"one of {target.num_devices} {target.platform} devices{processes} ({mesh})"
     table = Table(title=title)
     table.add_column("part")
-    table.add_column("GiB", justify="right")
+    unit, scale = unit_of(plan.peak)
+    table.add_column(unit, justify="right")
     for phase in plan.phases:
-        table.add_row(f"[bold]{phase.name}[/bold]", f"[bold]{phase.peak / GIB:.2f}[/bold]")
+        table.add_row(f"[bold]{phase.name}[/bold]", f"[bold]{phase.peak / scale:.2f}[/bold]")
         for name, size in phase.kept.items():
-            table.add_row(f"  {name}", f"{size / GIB:.2f}")
+            table.add_row(f"  {name}", f"{size / scale:.2f}")
         for moment, terms in phase.moments.items():
             mark = " (the peak)" if moment == phase.moment else ""
-            table.add_row(f"  while at: {moment}{mark}", f"{sum(terms.values()) / GIB:.2f}")
+            table.add_row(f"  while at: {moment}{mark}", f"{sum(terms.values()) / scale:.2f}")
             for name, size in terms.items():
                 if size:
-                    table.add_row(f"    {name}", f"{size / GIB:.2f}")
+                    table.add_row(f"    {name}", f"{size / scale:.2f}")
         table.add_section()
-    table.add_row("[bold]between phases[/bold]", f"{sum(plan.between.values()) / GIB:.2f}")
+    table.add_row("[bold]between phases[/bold]", f"{sum(plan.between.values()) / scale:.2f}")
     for name, size in plan.between.items():
-        table.add_row(f"  {name}", f"{size / GIB:.2f}")
+        table.add_row(f"  {name}", f"{size / scale:.2f}")
     tokens, flops = plan.tokens_per_step, plan.flops_per_step
     is_part = plan.num_trained != plan.num_params
     trained = f", {plan.num_trained:,} are trained" if is_part else ""

@@ -1107,5 +1107,11 @@ def _shapes(config: ConfigDict, model: Architecture, target: Target) -> dict[str
 
 
 def gib(size: int) -> str:
-    """A number of bytes for people."""
-    return f"{size / GIB:.2f} GiB" if size >= 0.01 * GIB or not size else f"{size / GIB:.1e} GiB"
+    """A number of bytes for people, of less than a GiB in MiB."""
+    unit, scale = unit_of(size)
+    return f"{size / scale:.2f} {unit}"
+
+
+def unit_of(size: int) -> tuple[str, int]:
+    """The unit in which people read a number of bytes, and its bytes."""
+    return ("GiB", GIB) if size >= GIB else ("MiB", 2**20)

@@ -1,5 +1,6 @@
 """The plan as the command shows it, and as it decides whether a run starts."""
 
+import io
 import json
 import os
 import re
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import pytest
 from absl.testing import flagsaver
+from rich.console import Console
 
 from configs import debug_tiny
 from jaxrl import launch
 from jaxrl.models.architecture import read_model
-from jaxrl.runtime.plan import advice, memory
+from jaxrl.runtime.plan import advice, display, memory
 from tests.helpers import readme_config
 from tests.runtime.plan.cases import NODE, ROOT, large_run
 
@@ -29,6 +31,27 @@ SMALL = [
     if "def get_config" in path.read_text(encoding="utf-8")
     and f"configs/{path.name}" not in [row[1] for row in FITS]
 ]
+
+
+def test_bytes_for_people_by_hand():
+    assert [memory.gib(n) for n in (0, 3 * 2**19, 2**30 - 1, 2**30, 5 * 2**29)] == [
+        *("0.00 MiB", "1.50 MiB", "1024.00 MiB", "1.00 GiB", "2.50 GiB"),
+    ]
+
+
+def test_the_plan_of_a_tiny_model_is_in_mib(tiny_world):
+    """In GiB each of its rows is 0.00."""
+    config, model = debug_tiny.get_config(str(tiny_world)), read_model(tiny_world / "model")
+    laptop = memory.Target(platform="cpu", num_devices=1, memory_bytes=4 * memory.GIB)
+    plan = memory.make_plan(config, model, laptop)
+    out = io.StringIO()
+    Console(file=out, width=120, color_system=None).print(display.show(plan, [], None))
+    table = out.getvalue()
+    assert "MiB" in table.split("part")[1].splitlines()[0]
+    rows = [float(n) for n in re.findall(r"│ +([\d.]+) │", table)]
+    assert max(rows) == pytest.approx(plan.peak / 2**20, abs=0.01)
+    assert sum(row > 0.005 for row in rows) > 0.7 * len(rows)
+    assert f"fits: {plan.peak / 2**20:.2f} MiB at the peak, 3.60 GiB may be used" in table
 
 
 class TestShipped:

@@ -1,0 +1,57 @@
+"""JSON from outside: a value, or an error that says in one line why there is none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+MAX_DEPTH = 100
+"""Objects and lists in one another; what is copied and written later on goes into each of them."""
+
+
+def parse_json(text: str | bytes, place: str) -> Any:
+    """The value that a text holds.
+
+    Raises:
+        ValueError: it is no JSON, or nested too deeply; `place` is named.
+    """
+    try:
+        value = json.loads(text)
+        if is_too_deep(text, value):
+            raise RecursionError
+    except RecursionError:
+        raise ValueError(f"{place} is nested too deeply to be read; flatten it.") from None
+    except ValueError as error:
+        raise ValueError(f"{place} is not valid JSON: {error}") from error
+    return value
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object that a file holds.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it holds none.
+    """
+    value = parse_json(path.read_bytes(), str(path))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}; expected a JSON object.")
+    return value
+
+
+def is_too_deep(text: str | bytes, value: Any) -> bool:
+    """Return True if what a text holds is nested deeper than `MAX_DEPTH`."""
+    data = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    return data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH
+
+
+def _depth(value: Any) -> int:
+    """How many objects and lists lie in one another."""
+    depth, level = 0, [value]
+    while level := [one for one in level if isinstance(one, dict | list)]:
+        depth += 1
+        inner = (one.values() if isinstance(one, dict) else one for one in level)
+        level = list(itertools.chain.from_iterable(inner))
+    return depth

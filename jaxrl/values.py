@@ -1,0 +1,185 @@
+"""Values of keys, from files and the command line: how they are read, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ml_collections import ConfigDict
+
+from jaxrl.config import MAPPINGS, default_config, flat_pairs, flatten, refuse
+from jaxrl.renamed import RENAMED, RENAMED_VALUES, with_present_names
+
+
+def load_values(config: ConfigDict, path: str, *, takes_old_keys: bool = False) -> None:
+    """Sets keys from a YAML or JSON file, nested or with dots.
+
+    Args:
+        config: to set them in.
+        path: of the file.
+        takes_old_keys: a program wrote the file, so keys of earlier versions are read as what they
+            are called now; those that a person wrote are refused.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is not YAML, not a mapping, or names a key that does not exist.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise FileNotFoundError(f"--values={path!r} is not a file; expected YAML or JSON.")
+    values = _read_yaml(file)
+    if values is None:
+        raise ValueError(f"{path} is empty; expected keys and values.")
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} holds a {type(values).__name__}; expected keys and values.")
+    pairs = flat_pairs(values)
+    flat = dict(pairs)
+    for key, count in Counter(key for key, _ in pairs).items():
+        if count > 1:
+            raise ValueError(f"{path} sets {key} twice, nested and with dots; leave one out.")
+    if takes_old_keys:
+        flat = with_present_names(flat)
+    check_keys(flat, source=f"{path}: ")
+    defaults = flatten(default_config())
+    for key, value in flat.items():
+        value = flat[key] = as_default(value, defaults[key])
+        try:
+            check_type(key, value, defaults[key])
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    config.update_from_flattened_dict(flat)
+
+
+MOST_VALUES = 100_000
+"""Of a file, each counted where it stands and wherever an alias repeats it."""
+
+
+def _read_yaml(file: Path) -> Any:
+    """What a YAML or JSON file holds.
+
+    Raises:
+        ValueError: it cannot be read, or aliases make it endless.
+    """
+    try:
+        loader = yaml.SafeLoader(file.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _num_values(node, {}) > MOST_VALUES:
+            raise ValueError(f"its aliases make more than {MOST_VALUES:,} values of it")
+        return loader.construct_document(node)
+    except RecursionError:
+        raise ValueError(f"{file} is nested too deeply to be read; flatten it.") from None
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(
+            f"{file} is not valid YAML or JSON: {' '.join(str(error).split())}."
+        ) from error
+
+
+def _num_values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """Values of a node with all that aliases repeat in it.
+
+    Raises:
+        ValueError: it holds itself, or a key twice, of which the last would win.
+    """
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if known.get(node) == 0:  # begun, and met again
+        raise ValueError(f"what begins in line {node.start_mark.line + 1} holds itself")
+    if node not in known:
+        known[node] = 0
+        inner = node.value
+        if isinstance(node, yaml.MappingNode):
+            _refuse_second_keys([key for key, _ in node.value])
+            inner = itertools.chain(*node.value)
+        known[node] = 1 + sum(_num_values(one, known) for one in inner)
+    return known[node]
+
+
+def _refuse_second_keys(keys: Iterable[yaml.Node]) -> None:
+    lines: dict[tuple[str, str], int] = {}
+    for key in keys:
+        name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+        if isinstance(key, yaml.ScalarNode) and name in lines:
+            raise ValueError(f"{key.value!r:.80} stands in line {lines[name]} and in line {line}")
+        lines[name] = line
+
+
+SWITCHES = dict.fromkeys(("true", "t", "1", "yes", "y", "on"), True)
+SWITCHES |= dict.fromkeys(("false", "f", "0", "no", "n", "off"), False)
+"""Words for True and False, in lower case."""
+
+
+def as_default(value: Any, default: Any) -> Any:
+    """A value as the key's default has it, where it stands for one; else the value itself.
+
+    A switch may be `yes` or `off`, a whole number `1e3`; YAML takes a number without a point, such
+    as 1e-6, for text.
+    """
+    if not isinstance(value, str):
+        return value
+    if isinstance(default, bool):
+        return SWITCHES.get(value.lower(), value)
+    if isinstance(default, int | float):
+        with contextlib.suppress(ValueError):
+            if isinstance(default, float):
+                return float(value)
+            if not value.isdecimal() and float(value).is_integer():
+                return int(float(value))
+    return value
+
+
+def check_keys(keys: Iterable[str], *, source: str = "") -> None:
+    """Refuses keys, with their sections and dots, that do not exist.
+
+    Raises:
+        ValueError: names the key, and the nearest one that there is.
+    """
+    known = flatten(default_config())
+    for key in keys:
+        if key in known:
+            continue
+        inside = [name for name in known if name.startswith(f"{key}.")]
+        if inside:
+            raise ValueError(f"{source}config.{key} is a section; set its keys, as {inside[0]}.")
+        whole = next((mapping for mapping in MAPPINGS if key.startswith(f"{mapping}.")), None)
+        if whole is not None:
+            name, value = key.removeprefix(f"{whole}."), MAPPINGS[whole]
+            raise ValueError(
+                f"{source}config.{whole} takes a mapping; set it whole, as "
+                + (
+                    f"{{{name!r}: {value}}}."
+                    if source
+                    else f'--config.{whole}="{{{name!r}: {value}}}".'
+                )
+            )
+        if key in RENAMED:
+            raise ValueError(f"{source}config.{key} is called config.{RENAMED[key]} now.")
+        last = key.rpartition(".")[2]
+        near = [name for name in known if name.rpartition(".")[2] == last]
+        near = near or difflib.get_close_matches(key, known, n=1)
+        hint = f"did you mean {' or '.join(near)}?" if near else "jaxrl/config.py has all keys."
+        raise ValueError(f"{source}there is no key config.{key}; {hint}")
+
+
+def check_type(key: str, value: Any, default: Any) -> None:
+    """Beyond what ml_collections checks: it takes None for anything and a bool for a number."""
+    now = RENAMED_VALUES.get(key, {})
+    if isinstance(value, bool) and value in now:
+        refuse(key, value, f"{now[value]!r}, as it is called now")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if isinstance(default, float):
+        if not is_number or not math.isfinite(value):
+            refuse(key, value, "a finite number")
+    elif type(value) is not type(default):
+        refuse(key, value, f"a value of type {type(default).__name__}, as {default!r}")
+    elif key.startswith("prompt.") and re.search("[\\ud800-\\udfff]", str(value)):
+        refuse(key, value, "text in UTF-8")
