@@ -571,6 +571,8 @@ def _is_of(error: Exception, folder: Path) -> bool:
     return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
 
 
+_MAX_MESSAGE = 10_000  # characters of an error's text that are read
+
 _PLAINER = (
     (r' Other fields present: "\{.*\}"', ""),
     (
@@ -609,6 +611,7 @@ def _message(error: Exception, remedy: str = "", place_of: Path | None = None) -
     text = str(origin.args[0]) if isinstance(origin, KeyError) and origin.args else str(origin)
     if "Error whilst parsing config file" in text and not place:  # and a whole traceback
         place, text = f"{_config_file(sys.argv)}: ", text.strip().splitlines()[-1]
+    text = text[:_MAX_MESSAGE]
     for theirs, ours in _PLAINER:
         text = re.sub(theirs, ours, text, flags=re.DOTALL)
     return place + " ".join(text.split())

@@ -161,16 +161,21 @@ def test_flags_and_keys_are_those_of_the_program(command, place, monkeypatch):
             config, _ = launch._read(launch.parse_flags(argv))
         validate(config, needs_data=False)
         return
-    for method in ("parse_args", "parse_intermixed_args"):
-        original = getattr(argparse.ArgumentParser, method)
+    program = importlib.import_module(f"{module}.__main__" if module == "jaxrl.report" else module)
+    if module == "jaxrl.ask":  # which takes keys of the configuration beside its own flags
 
-        def parse(self, args=None, namespace=None, original=original):
-            if original is not argparse.ArgumentParser.parse_args:
-                original(self, args, namespace)
+        def answer(*_):
             raise ParsedError
 
-        monkeypatch.setattr(argparse.ArgumentParser, method, parse)
-    program = importlib.import_module(f"{module}.__main__" if module == "jaxrl.report" else module)
+        monkeypatch.setattr(program, "answer", answer)
+    else:
+
+        def parse(self, args=None, namespace=None):
+            _, others = self.parse_known_args(args, namespace)
+            assert not others
+            raise ParsedError
+
+        monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse)
     with pytest.raises(ParsedError):
         program.main(arguments)
 

@@ -222,7 +222,10 @@ class TestCsv:
             ("", "expected a line of names"),
             ('question,answer\n"a,b\n', "tasks.csv:2 is no CSV: unexpected end of data"),
             ('question,answer,metadata\na,b,{"x"\n', r"tasks.csv:2: 'metadata' is not valid JSON"),
-            (f"question,metadata\na,{'[' * 9000}\n", r"tasks.csv:2: 'metadata' is not valid JSON"),
+            (
+                f"question,metadata\na,{'[' * 9000}\n",
+                r"tasks.csv:2: 'metadata' is nested too deeply",
+            ),
         ],
     )
     def test_what_is_wrong_is_told_with_its_row(self, tmp_path, text, message):

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,19 @@ from jaxrl.envs.recording import Recording
 from jaxrl.envs.resilient import Nobody, ResilientSearch
 from jaxrl.envs.reward_functions import Call, Measured
 from jaxrl.envs.tools import Answer, Tool
+from jaxrl.envs.worker_pool import WorkerPool
 
 PLACES = ("question", "response", "answers")
 _PLACE = re.compile(rf"\{{({'|'.join(PLACES)})\}}")
 SCORE = (
-    r"(?im)score\W{0,3}(?:\([^)\n]*\)\W{0,3})?[:=]\W{0,5}?"
+    r"(?im)score\W{0,3}(?:\([^)\n]{0,100}\)\W{0,3})?[:=]\W{0,5}?"
     r"(-?\d+(?:\.\d+)?)(?:\s*/\s*\d+)?\W*$"
 )
 """A number that ends a line after `score:`, as in `**Score (0-10): 7/10**` or `{"score": 7}`."""
 
 _MAX_SHOWN = 200  # characters of a reply that an error shows
+_MAX_READ = 4096  # characters at a reply's end that a user's own pattern reads
+_SEARCH_S = 1.0  # of computing time for it, which may otherwise take forever
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,8 @@ class JudgeSettings:
             other braces are plain text.
         system: the system message; "" for none.
         pattern: regular expression with one group, which holds the number. The last match in the
-            reply counts.
+            reply counts; of a pattern of your own, in the reply's last 4,096 characters. It gets a
+            second of computing time, in a process of its own.
         low: the number that is worth 0; a lower one cannot be read.
         high: the number that is worth 1; a higher one cannot be read.
         key_env: environment variable with the key; "" for none.
@@ -198,12 +203,11 @@ def read_number(reply: str, settings: JudgeSettings) -> float:
     """What a reply is worth, from 0 to 1.
 
     Raises:
-        ToolError: it holds no number, or one out of bounds.
+        ToolError: it holds no number, or one out of bounds, or the pattern took too long.
     """
-    found = re.findall(settings.pattern, reply)
     try:
-        number = float(found[-1])
-    except (IndexError, ValueError):
+        number = float(_last_match(settings.pattern, reply))
+    except ValueError:
         number = math.nan
     if not settings.low <= number <= settings.high:
         raise ToolError(
@@ -211,6 +215,27 @@ def read_number(reply: str, settings: JudgeSettings) -> float:
             f"{settings.high:g} where {settings.pattern!r} finds it"
         )
     return (number - settings.low) / (settings.high - settings.low)
+
+
+def _last_match(pattern: str, reply: str) -> str:
+    """What the pattern's group holds at its last match; "" without one."""
+    if pattern == SCORE:  # whose time is in proportion to the text
+        found = re.findall(pattern, reply)
+        return str(found[-1]) if found else ""
+    answer = _searchers().ask({"pattern": pattern, "text": reply[-_MAX_READ:]})
+    if "error" in answer:
+        raise ToolError(
+            f"the judge's pattern {pattern!r:.100} was not done with the last {_MAX_READ:,} "
+            f"characters of a reply after {_SEARCH_S:g} s of computing ({answer['error']}); repeat "
+            "nothing in it that is repeated inside"
+        )
+    return str(answer["found"] or "")
+
+
+@cache
+def _searchers() -> WorkerPool:
+    """Those of all judges; none is started before it is asked."""
+    return WorkerPool("pattern", deadline_s=_SEARCH_S, memory_mib=1024, size=4)
 
 
 class Judge:

@@ -206,12 +206,14 @@ def qwen_format(text: str) -> bool:
     tags = "".join(_LETTERS[tag] for tag in _CALL_TAGS.findall(text))
     if not (text.endswith("</answer>") and re.fullmatch(r"(?:(?:cC)+(?:rR)+)*aA", tags)):
         return False
-    if any(len(calls) != len(results) for calls, results in re.findall("([cC]+)([rR]+)", tags)):
+    if any(len(calls) != len(results) for calls, results in _ROUND.findall(tags)):
         return False
-    calls = re.findall("<tool_call>(.*?)</tool_call>", text, re.DOTALL)  # all closed, as seen above
-    return all(isinstance(read_call(call), Asked) for call in calls)
+    # All are closed, as seen above.
+    return all(isinstance(read_call(call), Asked) for call in _CALL.findall(text))
 
 
+_ROUND = re.compile(r"(?<![cC])([cC]+)([rR]+)")
+_CALL = re.compile(r"<tool_call>((?:(?!<tool_call>).)*?)</tool_call>", re.DOTALL)
 _CALL_TAGS = re.compile(r"</?(?:think|tool_call|tool_response|answer)>")
 _LETTERS = {
     **{"<tool_call>": "c", "</tool_call>": "C", "<tool_response>": "r", "</tool_response>": "R"},

@@ -52,7 +52,7 @@ def hide(secret: str) -> None:
             if secret.lower().startswith("basic "):
                 parts.add(base64.b64decode(part, validate=True).decode())
     for part in list(parts):
-        address = re.search(r"://[^/@\s]*?:([^/@\s]+)@", part)
+        address = re.search(r"://[^/@\s:]*:([^/@\s]+)@", part)
         _, colon, password = part.partition(":")
         parts |= {address[1]} if address else {password} if colon and "//" not in part else set()
     for part in sorted(parts - {""}, key=len, reverse=True):  # the whole before its parts

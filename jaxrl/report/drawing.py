@@ -76,7 +76,7 @@ def svg(chart: Chart) -> str:
         figure.savefig(file, format="svg", transparent=True, metadata=metadata)
     text = file.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r"<(metadata|style)\b(?:(?!<\1\b).)*?</\1>", "", text, flags=re.DOTALL)
     text = re.sub(r' id="[\w.]+_\d+"', "", text)  # of every group: a page has many charts
     opening, rest = text.split(">", 1)
     opening = re.sub(r' (?:width|height|version|xmlns:xlink)="[^"]*"', "", opening)

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import itertools
 import json
 import math
 import threading
@@ -301,6 +302,34 @@ def test_what_a_reply_is_worth(reply, worth):
         return
     with pytest.raises(ToolError, match="expected a number from -1 to 1"):
         read_number(reply, settings)
+
+
+def test_a_pattern_of_ones_own_reads_the_end_of_a_reply_and_cannot_hold_up_a_run():
+    """Other threads go on while it is searched, and it is ended."""
+    base = {"url": "http://judge:8000/v1", "model": "m", "prompt": "{response}"}
+    own = JudgeSettings(**base, pattern=r"worth (\d+)")
+    assert read_number("worth 10" + " " * 4096 + "worth 3, or worth 4", own) == 0.4
+    with pytest.raises(ToolError, match="expected a number from 0 to 10"):
+        read_number("worth 3" + " " * 4096, own)
+    endless = JudgeSettings(**base, pattern=r"((?:a|aa)+)$")
+    turns, began = [], time.monotonic()
+    counting = threading.Event()
+
+    def count():
+        while not counting.wait(0.01):
+            turns.append(time.monotonic())
+
+    counter = threading.Thread(target=count)
+    counter.start()
+    with pytest.raises(
+        ToolError, match=r"was not done .* after 1 s of computing \(its time is over"
+    ):
+        read_number("a" * 60 + "!", endless)
+    counting.set()
+    counter.join()
+    assert time.monotonic() - began < 20
+    assert max(b - a for a, b in itertools.pairwise(turns)) < 0.5  # a busy machine's
+    assert read_number("worth 5", own) == 0.5  # the others are not lost
 
 
 def test_an_address_of_an_endpoint_may_have_parameters():

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from jaxrl.envs.base import Episode, Finished, Reward, Task
-from jaxrl.envs.symbolic_math import MAX_CHARACTERS, MathVerify, WorkerLostError, WorkerPool
+from jaxrl.envs.symbolic_math import MAX_CHARACTERS, MathVerify
+from jaxrl.envs.worker_pool import WorkerLostError, WorkerPool
 
 EQUAL = [
     (r"\sqrt{4}", "2"),
@@ -52,7 +53,7 @@ def children():
     """Processes that this one has started and that still run."""
     found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = [int(pid) for path in found for pid in path.read_text().split()]
-    return {pid for pid in pids if b"math_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return {pid for pid in pids if b"worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 @pytest.fixture(scope="module")
@@ -122,18 +123,20 @@ def test_memory_is_bounded(math):
     limits = Path(f"/proc/{worker}/limits").read_text().splitlines()
     [space] = [line.split()[3:5] for line in limits if line.startswith("Max address space")]
     assert space == [str(1024 << 20)] * 2
-    small, long = WorkerPool(deadline_s=20.0, memory_mib=1, size=1), "+".join(["y^{12}"] * 280)
-    assert small.ask(f"x+{long}", (f"{long}+x",)) is not True  # though it is
+    small = WorkerPool("math", deadline_s=20.0, memory_mib=1, size=1)
+    long = "+".join(["y^{12}"] * 280)
+    found = small.ask({"answer": f"x+{long}", "truths": [f"{long}+x"]})
+    assert found.get("equal") is not True  # though it is
     small.close()
 
 
 def test_a_worker_that_cannot_begin_is_our_failure():
-    broken = WorkerPool(deadline_s=1.0, memory_mib=1024, size=1)
-    broken._command[2:] = ["/nowhere/math_worker.py"]
+    broken = WorkerPool("math", deadline_s=1.0, memory_mib=1024, size=1)
+    broken._command[2:] = ["/nowhere/worker.py"]
     with pytest.raises(WorkerLostError, match="ended with 2 before it was ready"):
-        broken.ask("x", ("y",))
+        broken.ask({"answer": "x", "truths": ["y"]})
     with pytest.raises(WorkerLostError):  # and it may be tried again
-        broken.ask("x", ("y",))
+        broken.ask({"answer": "x", "truths": ["y"]})
 
 
 def test_no_process_outlives_the_one_that_started_it():

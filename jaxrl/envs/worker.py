@@ -1,9 +1,9 @@
-"""Says whether two mathematical expressions are equal: a process of its own, which may be killed.
+"""Answers questions that may take forever: a process of its own, which may be killed.
 
-It is run as a file, without the rest of jaxrl, by `symbolic_math`. Each line of its input is a JSON
-object with an answer and the accepted ones, each line of its output what became of it. A question
-that takes more computing time than allowed ends the process by SIGPROF, whatever it is doing: what
-hangs is often one operation on whole numbers, which no exception can interrupt.
+It is run as a file, without the rest of jaxrl, by `worker_pool`. Each line of its input is a JSON
+object, each line of its output what became of it. A question that takes more computing time than
+allowed ends the process by SIGPROF, whatever it is doing: what hangs is often one operation on
+whole numbers, or one match of a pattern, which no exception can interrupt.
 """
 
 from __future__ import annotations
@@ -20,23 +20,22 @@ from typing import Any, TextIO
 def main() -> None:
     """Answers lines until there are no more.
 
-    Arguments of the command: seconds of computing time a question, MiB of memory.
+    Arguments of the command: a name of `KINDS`, seconds of computing time for a question, MiB of
+    memory.
     """
-    seconds, memory_mib = float(sys.argv[1]), int(sys.argv[2])
+    kind, seconds, memory_mib = KINDS[sys.argv[1]], float(sys.argv[2]), int(sys.argv[3])
     # What a library prints is not an answer.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    same = _comparison()
+    answer = kind()
     resource.setrlimit(resource.RLIMIT_AS, (memory_mib << 20, memory_mib << 20))
     _tell(answers, {"ready": True})
     for line in sys.stdin:
         asked = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            found: dict[str, Any] = {
-                "equal": any(same(asked["answer"], truth) for truth in asked["truths"])
-            }
+            found = answer(asked)
         except Exception as error:  # MemoryError and RecursionError too
             found = {"error": type(error).__name__}
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -48,8 +47,19 @@ def _tell(answers: TextIO, found: Mapping[str, Any]) -> None:
     answers.flush()
 
 
-def _comparison() -> Callable[[str, str], bool]:
-    """Whether an answer is a truth, both of them LaTeX; expressions are compared by their value.
+def search() -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Finds what the one group of a `pattern` holds at its last match in a `text`; None without."""
+    import re
+
+    def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+        found = re.findall(asked["pattern"], asked["text"])
+        return {"found": found[-1] if found else None}
+
+    return answer
+
+
+def comparison() -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Says whether an `answer` is one of the `truths`, all LaTeX, by the values of expressions.
 
     Only an expression that is read whole counts: math-verify could also look for a number anywhere
     in the text, by which an answer with several numbers would be right. The time limits of
@@ -74,8 +84,15 @@ def _comparison() -> Callable[[str, str], bool]:
     def same(answer: str, truth: str) -> bool:
         return bool(verify(read(truth), read(answer), timeout_seconds=None, raise_on_error=True))
 
+    def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+        return {"equal": any(same(asked["answer"], truth) for truth in asked["truths"])}
+
     same("x", "x")  # what is loaded at the first call is loaded now
-    return same
+    return answer
+
+
+KINDS = {"math": comparison, "pattern": search}
+"""What a worker may be, by its name."""
 
 
 if __name__ == "__main__":
