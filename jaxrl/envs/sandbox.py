@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import json
 import os
 import selectors
@@ -33,6 +34,13 @@ _ENVIRONMENT = {
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
 """All of the environment that code sees."""
+
+NOBODY = 65534
+"""The user and group that code has in bubblewrap."""
+
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+
+_CLONE_NEWUSER = 0x10000000
 
 _LOOK_S = 3600.0  # the system's call takes no more than 24 days
 
@@ -92,6 +100,10 @@ class ProcessTool(Tool):
             scratch: a folder, removed afterwards.
         """
 
+    def files(self) -> tuple[int, ...]:
+        """Open files that the command refers to by number."""
+        return ()
+
     @property
     @abc.abstractmethod
     def child(self) -> str:
@@ -128,6 +140,7 @@ class ProcessTool(Tool):
                     env=_ENVIRONMENT,
                     cwd=scratch,
                     start_new_session=True,
+                    pass_fds=self.files(),
                 )
             with process:
                 return self._answer(process)
@@ -211,21 +224,72 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         process.kill()
 
 
+def _owns_devices() -> bool:
+    """Return True for root, but not for a user whom a container merely calls so."""
+    return os.geteuid() == 0 and os.stat(os.devnull).st_uid == 0
+
+
+@functools.cache
+def _root_namespace() -> int:
+    """Make a user namespace that holds root and `NOBODY`; return it as an open file.
+
+    bwrap alone maps one user into its namespace. For root this would be root, who owns the host's
+    devices and programs whatever the user is called inside.
+
+    Raises:
+        OSError: root may not do so here.
+    """
+    program = (
+        "import ctypes, os\n"
+        "libc = ctypes.CDLL(None, use_errno=True)\n"
+        f"failed = libc.unshare({_CLONE_NEWUSER})\n"
+        "print(os.strerror(ctypes.get_errno()) if failed else 'made', flush=True)\n"
+        "os.read(0, 1)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        told = process.stdout.readline().decode().strip()
+        if told != "made":
+            raise OSError(f"root may not make a user namespace: {told}")
+        try:
+            for name in ("uid_map", "gid_map"):
+                Path(f"/proc/{process.pid}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+        except OSError as error:
+            raise OSError(f"root may not map users into a namespace: {error.strerror}") from error
+        return os.open(f"/proc/{process.pid}/ns/user", os.O_RDONLY)
+
+
 class BubblewrapTool(ProcessTool):
     """Python inside bubblewrap (https://github.com/containers/bubblewrap).
 
     Code sees the system's programs and libraries and this interpreter with its packages, all of
     them read-only, and a scratch folder in memory that ends with it. It has no network, no other
-    processes, and no rights.
+    processes, and no rights. Root's code runs as `NOBODY`, outside as well as inside: root sets the
+    sandbox up, makes its devices read-only, and is given up before the code is read.
     """
 
     child = "/sandbox_child.py"
-    remedy = (
+    _remedy = (
         "bubblewrap needs its program bwrap and user namespaces (a container may forbid them, and "
         "so may the sysctls kernel.unprivileged_userns_clone and "
         "kernel.apparmor_restrict_unprivileged_userns); allow them, or set "
         "config.env.search.python.sandbox='monty'"
     )
+    _remedy_of_root = (
+        ". As root it also needs the capabilities CAP_SETUID, CAP_SETGID and CAP_SETFCAP, the user "
+        f"{NOBODY}, and libraries that this user may read; or start the run as another user"
+    )
+
+    @property
+    def remedy(self) -> str:
+        """See `ProcessTool`."""
+        return self._remedy + self._remedy_of_root * _owns_devices()
+
+    def files(self) -> tuple[int, ...]:
+        """See `ProcessTool`."""
+        return (_root_namespace(),) if _owns_devices() else ()
 
     def command(self, program: list[str], scratch: str) -> list[str]:
         """See `ProcessTool`."""
@@ -240,18 +304,30 @@ class BubblewrapTool(ProcessTool):
                 places += ["--ro-bind", path, path]
         for path in dict.fromkeys((sys.base_prefix, sys.prefix)):
             if not path.startswith("/usr"):
-                places += ["--ro-bind", path, path]
-        for path in ("/dev/null", "/dev/zero", "/dev/urandom"):
+                # Folders on the way to a bind would be open to root alone.
+                places += ["--dir", os.path.dirname(path), "--ro-bind", path, path]
+        places += ["--dir", "/dev"]
+        for path in _DEVICES:
             places += ["--dev-bind", path, path]
+        if _owns_devices():
+            # The child makes the devices read-only, since bwrap's own read-only binds hold none
+            # that can be opened, and becomes another user.
+            user = ["--userns", str(_root_namespace())]
+            for right in ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"):
+                user += ["--cap-add", right]
+            program = [*program, json.dumps({"user": NOBODY, "devices": _DEVICES})]
+        else:
+            user = ["--unshare-user", "--uid", str(NOBODY), "--gid", str(NOBODY)]
         return [
-            *(bwrap, "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net"),
-            *("--unshare-uts", "--unshare-cgroup-try", "--die-with-parent", "--new-session"),
-            *("--uid", "65534", "--gid", "65534", "--hostname", "sandbox", "--cap-drop", "ALL"),
+            *(bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
+            *("--unshare-cgroup-try", "--die-with-parent", "--new-session"),
+            *("--hostname", "sandbox", "--cap-drop", "ALL", *user),
             *("--clearenv", *(x for item in _ENVIRONMENT.items() for x in ("--setenv", *item))),
             *places,
             *("--ro-bind", str(CHILD), self.child),
             *("--ro-bind-try", "/etc/ld.so.cache", "/etc/ld.so.cache"),
-            *("--size", str(self._max_memory), "--tmpfs", "/tmp", "--remount-ro", "/"),
+            *("--perms", "1777", "--size", str(self._max_memory), "--tmpfs", "/tmp"),
+            *("--remount-ro", "/"),
             *("--chdir", "/tmp", "--", sys.executable, *program),
         ]
 
@@ -259,8 +335,8 @@ class BubblewrapTool(ProcessTool):
 class SubprocessTool(ProcessTool):
     """Python as a plain process: for code that is trusted not to mean harm.
 
-    It reads, and writes, whatever the user of this process may. The limits stand, and the filter of
-    system calls.
+    It reads, and writes, whatever the user of this process may; as root, the whole machine. The
+    limits stand, which root may raise again, and the filter of system calls.
     """
 
     child = str(CHILD)

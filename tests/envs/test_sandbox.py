@@ -4,6 +4,7 @@ Nothing here runs unconfined. What could harm this machine is tried only where a
 was refused before.
 """
 
+import contextlib
 import glob
 import os
 import shutil
@@ -11,13 +12,14 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 
 import pytest
 
 from configs import debug_tiny
 from jaxrl import toolbox
-from jaxrl.envs import sandbox_child
+from jaxrl.envs import sandbox, sandbox_child
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.sandbox import BubblewrapTool, SubprocessTool
 from jaxrl.envs.tools import MontyTool, run_one
@@ -266,6 +268,247 @@ def test_nothing_is_left(tools, kind, tmp_path, monkeypatch):
     tools(name)  # skips where it does not work
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     check_nothing_is_left(kind(**{**LIMITS, "timeout_s": 0.5}), 5, tmp_path)
+
+
+MARKS = """
+import os, stat
+def marks(path):
+    found = os.stat(path)
+    return stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid
+"""
+
+ON_ANY = (
+    "os.chmod(path, marks(path)[0])",
+    "os.fchmod(os.open(path, os.O_RDONLY), marks(path)[0])",
+    "os.chown(path, *marks(path)[1:])",
+    "os.chown(path, -1, -1)",
+    "os.fchown(os.open(path, os.O_RDONLY), -1, -1)",
+    "os.utime(path, ns=(os.stat(path).st_atime_ns, os.stat(path).st_mtime_ns))",
+    "os.utime(path)",
+    "os.utime(os.open(path, os.O_RDONLY))",
+    "os.setxattr(path, 'user.jaxrl', b'')",
+    "os.removexattr(path, 'system.posix_acl_access')",
+    "import ctypes; assert not ctypes.CDLL(None).mount(None, path.encode(), None, 4096 | 32, None)",
+    "import ctypes; assert not ctypes.CDLL(None).umount2(path.encode(), 2)",
+)
+"""Ways to change `path` that leave all but its times as they are."""
+
+ON_FILES = (
+    "os.close(os.open(path, os.O_WRONLY | os.O_APPEND))",
+    "os.truncate(path, os.stat(path).st_size)",
+    "import fcntl; fcntl.fcntl(os.open(path, os.O_RDONLY), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
+    "import fcntl; f = os.open(path, 0); n = fcntl.ioctl(f, 0x80086601, bytes(8)); "
+    "fcntl.ioctl(f, 0x40086602, n)",
+)
+
+ON_FOLDERS = (
+    "os.mkdir(path + '/planted')",
+    "os.mkfifo(path + '/planted')",
+    "os.symlink('x', path + '/planted')",
+    "open(path + '/planted', 'x')",
+)
+
+ON_THE_SYSTEM = (
+    "os.setuid(0)",
+    "os.setgid(0)",
+    "os.setgroups([0])",
+    "os.mknod('/tmp/device', 0o666 | stat.S_IFCHR, os.makedev(1, 3))",
+    "import socket; socket.sethostname('sandbox')",
+    "import time; time.clock_settime(0, time.clock_gettime(0))",
+    "os.listdir('/proc')",
+    "os.listdir('/sys')",
+)
+
+
+def state(path):
+    """All of a file's state that a write to it changes."""
+    found = os.stat(path)
+    times = (found.st_mtime_ns, found.st_ctime_ns)
+    return found.st_mode, found.st_uid, found.st_gid, *times, os.listxattr(path)
+
+
+@pytest.fixture
+def as_root(tools, monkeypatch):
+    """A sandbox that root starts, and a folder of the host's, open to all, that it sees."""
+    if not sandbox._owns_devices():
+        pytest.skip("needs a process that is the system's administrator")
+    tools("bubblewrap")
+    folder = tempfile.mkdtemp(dir="/var/tmp", prefix="jaxrl-test-")  # /tmp inside is another
+    try:
+        monkeypatch.setattr(sys, "prefix", folder)
+        monkeypatch.setattr(sys, "executable", os.path.realpath(sys.executable))
+        for name, mode in (("open", 0o666), ("secret", 0o600)):
+            with open(os.path.join(folder, name), "w") as file:
+                file.write("hunter2")
+            os.chmod(file.name, mode)
+        os.chmod(folder, 0o777)
+        yield BubblewrapTool(**LIMITS), folder
+    finally:
+        shutil.rmtree(folder)
+
+
+def change_child(monkeypatch, folder, old, new):
+    """Run a copy of the child in which `new` stands for `old`."""
+    with open(sandbox_child.__file__) as file, open(os.path.join(folder, "child.py"), "w") as copy:
+        text = file.read()
+        assert text.count(old) == 1
+        copy.write(text.replace(old, new))
+    monkeypatch.setattr(sandbox, "CHILD", copy.name)
+
+
+@pytest.mark.parametrize("filtered", [True, False])
+def test_nothing_that_root_could_write_is_written(as_root, filtered, monkeypatch):
+    """Each try is harmless where it succeeds; that it succeeds is the failure.
+
+    Mounts and rights hold alone, too, without the filter of system calls.
+    """
+    tool, folder = as_root
+    if not filtered:
+        change_child(monkeypatch, folder, "        deny_calls()\n", "")
+    devices = ["/dev/null", "/dev/zero", "/dev/urandom"]
+    files = [os.path.join(folder, "open"), os.__file__, tool.child]
+    folders = [folder, "/usr", sys.base_prefix, "/", "/dev"]
+    watched = [*devices, *files[:2], sandbox_child.__file__, *folders]
+    before = {path: state(path) for path in watched}
+    try:
+        for path in (*devices, *files, *folders):
+            tries = ON_ANY
+            tries += ON_FILES if path in files else ON_FOLDERS if path in folders else ()
+            answer = tool.run(f"{MARKS}path = {path!r}\n{trying(*tries)}")
+            assert answer.split("\n") == ["refused"] * len(tries), (path, answer)
+        answer = tool.run(MARKS + trying(*ON_THE_SYSTEM))
+        assert answer.split("\n") == ["refused"] * len(ON_THE_SYSTEM), answer
+        assert {path: state(path) for path in watched} == before
+    finally:
+        for path, (mode, user, group, *_) in before.items():
+            if os.stat(path)[:1] + os.stat(path)[4:6] != (mode, user, group):
+                os.chown(path, user, group)
+                os.chmod(path, mode & 0o7777)
+
+
+def test_root_keeps_what_only_it_may_read(as_root):
+    tool, folder = as_root
+    code = f"print(open({os.path.join(folder, 'open')!r}).read())"
+    assert tool.run(code) == "hunter2"
+    answer = tool.run(code.replace("/open'", "/secret'"))
+    assert answer.startswith("PermissionError"), answer
+
+
+def test_code_that_root_starts_is_nobody_with_no_rights(as_root):
+    """As the host sees it, from outside the namespace that maps its ids."""
+    tool, _ = as_root
+    groups = os.getgroups()
+    os.setgroups([0])
+    thread = threading.Thread(target=tool.run, args=("import time\ntime.sleep(4)",))
+    thread.start()
+    try:
+        rights, ends = {}, time.monotonic() + 4
+        while rights.get("Seccomp") != ["2"] and time.monotonic() < ends:
+            rights = {}
+            for path in glob.glob("/proc/[0-9]*/cmdline"):
+                with contextlib.suppress(OSError):
+                    with open(path, "rb") as file:
+                        if not file.read().startswith(os.fsencode(sys.executable) + b"\0-I\0/sand"):
+                            continue
+                    with open(path.replace("cmdline", "status")) as file:
+                        rights = {k: v.split() for k, v in (line.split(":", 1) for line in file)}
+        assert rights["Uid"] == rights["Gid"] == ["65534"] * 4
+        assert rights["Groups"] == []
+        assert {rights[name][0] for name in ("CapPrm", "CapEff", "CapAmb")} == {"0" * 16}
+        assert (rights["NoNewPrivs"], rights["Seccomp"]) == (["1"], ["2"])
+    finally:
+        os.setgroups(groups)
+        thread.join()
+
+
+def test_devices_and_scratch_can_be_used(tools):
+    code = """
+import os, shutil
+with open(os.devnull, "w") as file: file.write("x")
+assert open(os.devnull).read() == ""
+assert open("/dev/zero", "rb").read(3) == bytes(3)
+assert len(open("/dev/urandom", "rb").read(3)) == len(os.urandom(3)) == 3
+open("a", "w").write("hey")
+os.chmod("a", 0o700); os.utime("a", (1, 2)); os.mkdir("b"); os.rename("a", "b/a")
+shutil.copy2("b/a", "c"); shutil.move("c", "d"); shutil.copytree("b", "e")
+print(oct(os.stat("d").st_mode), os.stat("e/a").st_mtime, sorted(os.listdir()))
+"""
+    assert tools("bubblewrap").run(code) == "0o100700 2.0 ['b', 'd', 'e']"
+
+
+@pytest.mark.parametrize("is_root", [True, False])
+def test_only_root_has_rights_to_give_up(monkeypatch, is_root):
+    """The command line alone, which needs no bwrap; bwrap obeys its words in their order."""
+    monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/bwrap")
+    monkeypatch.setattr(sandbox, "_owns_devices", lambda: is_root)
+    monkeypatch.setattr(sandbox, "_root_namespace", lambda: 7)
+    tool = object.__new__(BubblewrapTool)
+    tool._max_memory = 2**20
+    command = tool.command(["-I"], "/scratch")
+    words = " ".join(command)
+    assert tool.files() == ((7,) if is_root else ())
+    assert ("--userns 7" in words) == ('"user": 65534' in words) == is_root
+    assert ("--unshare-user --uid 65534 --gid 65534" in words) == (not is_root)
+    rights = [command[i + 1] for i, word in enumerate(command) if word == "--cap-add"]
+    assert rights == (["CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID"] if is_root else [])
+    assert words.index("--cap-drop ALL") < words.find("--cap-add") or not is_root
+    assert words.index("--dir /dev ") < words.index("--dev-bind /dev/null")
+    assert "bind" not in words[words.index("--remount-ro /") :]
+
+
+def test_a_user_whom_a_container_calls_root_is_an_ordinary_user(monkeypatch):
+    for user, owner, expected in ((0, 0, True), (0, 65534, False), (1000, 0, False)):
+        found = os.stat_result((0o20666, 0, 0, 1, owner, owner, 0, 0, 0, 0))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "geteuid", lambda user=user: user)
+            patch.setattr(os, "stat", lambda path, found=found: found)
+            owns = sandbox._owns_devices()
+        assert owns == expected
+
+
+def test_root_is_refused_where_it_cannot_be_given_up(monkeypatch):
+    """Code is never run as root instead."""
+    monkeypatch.setattr(sandbox, "_owns_devices", lambda: True)
+    monkeypatch.setattr(shutil, "which", lambda name: "/bin/false")
+    monkeypatch.setattr(sandbox, "_root_namespace", lambda: os.open("/nowhere", os.O_RDONLY))
+    with pytest.raises(ValueError, match=r"No such file.*As root it also needs .*another user"):
+        BubblewrapTool()
+
+
+def test_a_library_that_nobody_may_read_is_refused_by_name(as_root, monkeypatch):
+    tool, folder = as_root
+    os.makedirs(os.path.join(folder, "lib"))
+    monkeypatch.setattr(sys, "prefix", os.path.join(folder, "lib"))
+    os.chmod(os.path.join(folder, "lib"), 0o700)
+    change_child(monkeypatch, folder, "def main()", f"sys.path.append({sys.prefix!r})\ndef main()")
+    with pytest.raises(ToolError, match=r"user 65534 may not read .*/lib\b"):
+        tool.run("print(1)")
+
+
+def test_a_sandbox_dies_with_the_process_that_started_it(tools, tmp_path):
+    tools("bubblewrap")
+    code = (
+        "from jaxrl.envs.sandbox import BubblewrapTool\n"
+        "tool = BubblewrapTool(timeout_s=60)\nprint('made', flush=True)\n"
+        "tool.run('import time\\ntime.sleep(30)')"
+    )
+    before = len(processes())
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}  # nobody is left to clear it
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        try:
+            assert process.stdout.readline() == b"made\n"
+            wait_until(lambda: len(processes()) >= before + 3)  # two of bwrap's, and Python
+        finally:
+            process.kill()
+    wait_until(lambda: len(processes()) == before)
+
+
+def wait_until(is_so, seconds=10):
+    ends = time.monotonic() + seconds
+    while not is_so() and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert is_so()
 
 
 @pytest.mark.slow
