@@ -53,7 +53,9 @@ def children():
     """Processes that this one has started and that still run."""
     found = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     pids = [int(pid) for path in found for pid in path.read_text().split()]
-    return {pid for pid in pids if b"worker.py" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+    return {
+        pid for pid in pids if b"worker.py\0math\0" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    }
 
 
 @pytest.fixture(scope="module")
