@@ -42,7 +42,7 @@ def test_the_readme_says_which_marks_make_test_leaves_out():
     markers = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     meaning = "minutes long, or a further case of what a quicker test shows"
     assert f'"slow: {meaning};' in markers
-    assert "one takes minutes, or repeats with a further case what a quicker one shows" in said[1]
+    assert "they take minutes, or repeat a quicker test with one more case" in said[1]
 
 
 @pages
