@@ -15,7 +15,7 @@ export JAX_PLATFORMS ?= cpu
 setup: $(STAMP)
 
 # Runs again only when the dependencies change.
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
 	  { echo "error: $$($(PYTHON) --version) found; jaxrl needs Python 3.11 to 3.13. Set PYTHON=..."; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || \
@@ -27,7 +27,7 @@ data/quickstart/questions_eval.jsonl: $(STAMP) examples/quickstart_world.py
 	$(BIN)/python -m examples.quickstart_world --out=data/quickstart --seed=0
 
 quickstart: data/quickstart/questions_eval.jsonl
-	$(BIN)/python -m jaxrl.launch --config=configs/quickstart.py --workdir=runs/quickstart
+	$(BIN)/jaxrl quickstart
 
 # What a warm start on perfect demonstrations alone would score; see docs/quickstart.md.
 perfect-start: data/quickstart/questions_eval.jsonl

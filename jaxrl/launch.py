@@ -46,6 +46,7 @@ from jaxrl.runtime.files import REMEDIES, full_disk, held, system_message
 from jaxrl.runtime.stopping import stop_on_signals
 
 if TYPE_CHECKING:
+    from jaxrl.logs.display import Display
     from jaxrl.runtime.history import Begun, Change
     from jaxrl.runtime.job import Job
     from jaxrl.runtime.plan.memory import Target
@@ -155,7 +156,7 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
 def _run(
     config: ConfigDict, workdir: Path, should_stop: Callable[[], bool], begin: Callable[[], None]
 ) -> None:
-    """Holds the workdir, assembles the components, refusing what is wrong, and runs the stages.
+    """Makes the run ready, refusing what is wrong, and plays its stages; errors end the process.
 
     Args:
         config: checked.
@@ -164,16 +165,11 @@ def _run(
         begin: called when there will be something to save.
     """
     from jaxrl.choices import OwnCodeError
-    from jaxrl.components import assemble
     from jaxrl.envs.base import OutageError
     from jaxrl.envs.images import UnreadableError
     from jaxrl.logs.display import Display
-    from jaxrl.logs.writers import check_mirrors
-    from jaxrl.run import evaluate_step, run
-    from jaxrl.runtime import distributed, history
+    from jaxrl.runtime import distributed
     from jaxrl.runtime.checkpoint import CheckpointError
-    from jaxrl.runtime.program_cache import keep_programs
-    from jaxrl.runtime.versions import check_alike, fingerprints
     from jaxrl.sampling.rollout import Interrupted
     from jaxrl.training.collect import NotEnoughGroupsError
     from jaxrl.training.health import NothingWorksError
@@ -183,37 +179,22 @@ def _run(
         display = Display(is_shown=distributed.is_main())
         stack.callback(display.stop)
         try:
-            is_accepted = _ACCEPT.value
-            _check_workdir(config, workdir, is_accepted=is_accepted)
-            _check_step(config, workdir, _STEP.value)
-            check_mirrors(config.log.wandb_project)
-            contents = fingerprints(config)
-            check_alike(config, workdir, contents)
-            begun, changes = _compare(config, workdir, contents, is_accepted=is_accepted)
-            notes = [*config_checks.warnings(config), *_told_changes(begun, changes)]
-            notes += _fit_memory(config, workdir, ignores_plan=_IGNORE_PLAN.value)
-            keep_programs(config.compilation_cache, display.log)
-            components = assemble(config, display.activity, workdir=workdir, log=display.log)
-            if distributed.is_main():
-                stack.enter_context(held(workdir))
+            play = make_ready(
+                config,
+                workdir,
+                display,
+                stack,
+                accept_changes=_ACCEPT.value,
+                ignore_plan=_IGNORE_PLAN.value,
+                step=_STEP.value,
+            )
         except INPUT_ERRORS as error:
             _refuse(error)
         except OutageError as error:
             _end_unserved(error)
-        for line in (*notes, *components.notes):
-            display.log(line)
-
-        def adopt() -> None:
-            if distributed.is_main():
-                history.adopt(workdir, begun, changes, config, contents)
-
         begin()
         try:
-            given = (config, workdir, components, display, should_stop, contents)
-            if _STEP.value is None:
-                run(*given, adopt)
-            else:
-                evaluate_step(*given, _STEP.value)
+            play(should_stop)
         except (Interrupted, BudgetSpentError) as error:
             sys.exit(EXIT_TRY_AGAIN if isinstance(error, Interrupted) else EXIT_BUDGET_SPENT)
         except (NothingWorksError, OutageError) as error:
@@ -223,6 +204,73 @@ def _run(
         except Exception as error:
             _refuse_of_disk(error, workdir)
             raise
+
+
+def make_ready(
+    config: ConfigDict,
+    workdir: Path,
+    display: Display,
+    stack: contextlib.ExitStack,
+    *,
+    accept_changes: bool = False,
+    ignore_plan: bool = False,
+    step: int | None = None,
+) -> Callable[[Callable[[], bool]], None]:
+    """Check a run against its workdir, files and code, and build what it works with.
+
+    Args:
+        config: checked; micro-batches that it leaves to the memory are chosen in it.
+        workdir: the folder to run in; it is made.
+        display: progress.
+        stack: holds the workdir for this process until it is closed.
+        accept_changes: go on in a workdir that began with other data or another method.
+        ignore_plan: start although the plan needs more memory than a device has.
+        step: evaluate and export this step's checkpoint alone.
+
+    Returns:
+        Plays the stages when it is called with a function that is true once the run is to save
+        and end; see `run.run` for its errors.
+
+    Raises:
+        ValueError, KeyError, AttributeError, TypeError, OSError: what is wrong, and where to
+            change it.
+        OutageError: what the environment asks has not answered a first time.
+    """
+    # Imported late: a mistake in the configuration is told at once, without loading JAX.
+    from jaxrl.components import assemble
+    from jaxrl.logs.writers import check_mirrors
+    from jaxrl.run import evaluate_step, run
+    from jaxrl.runtime import distributed, history
+    from jaxrl.runtime.program_cache import keep_programs
+    from jaxrl.runtime.versions import check_alike, fingerprints
+
+    _check_workdir(config, workdir, is_accepted=accept_changes)
+    _check_step(config, workdir, step)
+    check_mirrors(config.log.wandb_project)
+    contents = fingerprints(config)
+    check_alike(config, workdir, contents)
+    begun, changes = _compare(config, workdir, contents, is_accepted=accept_changes)
+    notes = [*config_checks.warnings(config), *_told_changes(begun, changes, step)]
+    notes += _fit_memory(config, workdir, ignores_plan=ignore_plan)
+    keep_programs(config.compilation_cache, display.log)
+    components = assemble(config, display.activity, workdir=workdir, log=display.log)
+    if distributed.is_main():
+        stack.enter_context(held(workdir))
+    for line in (*notes, *components.notes):
+        display.log(line)
+
+    def adopt() -> None:
+        if distributed.is_main():
+            history.adopt(workdir, begun, changes, config, contents)
+
+    def play(should_stop: Callable[[], bool]) -> None:
+        given = (config, workdir, components, display, should_stop, contents)
+        if step is None:
+            run(*given, adopt)
+        else:
+            evaluate_step(*given, step)
+
+    return play
 
 
 def _end_unserved(error: Exception) -> NoReturn:
@@ -407,12 +455,18 @@ def _compare(
     return begun, changes
 
 
-def _told_changes(begun: Begun | None, changes: Sequence[Change]) -> list[str]:
-    """What to tell of a run that goes on: warnings, and what is another than before."""
+def _told_changes(begun: Begun | None, changes: Sequence[Change], step: int | None) -> list[str]:
+    """Warnings about a run that goes on, and how it differs from before.
+
+    Args:
+        begun: what began in the workdir.
+        changes: since then.
+        step: whose checkpoint is evaluated alone, which changes nothing of the run.
+    """
     if begun is None:
         return []
-    changed = f"changed after step {begun.step}: "
-    return [*begun.warnings, *(f"{changed}{change}" for change in changes)]
+    place = f"changed after step {begun.step}" if step is None else "differs from the run"
+    return [*begun.warnings, *(f"{place}: {change}" for change in changes)]
 
 
 def parse_flags(argv: Sequence[str]) -> list[str]:

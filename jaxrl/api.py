@@ -1,0 +1,174 @@
+"""Training and evaluation from Python: what a notebook wants of the command.
+
+    from jaxrl.api import evaluate, train
+    from jaxrl.config import default_config
+
+    config = default_config().lock()
+    config.model.path = "models/Qwen3-0.6B"
+    ...
+    run = train(config, "runs/first")
+    run.metrics.to_pandas().plot(x="step", y="reward/total")
+
+A run lives in its workdir as one of the command does: called again, it goes on where it stopped,
+and `python -m jaxrl.launch`, `ask` and `report` read the same folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from ml_collections import ConfigDict
+
+from jaxrl import config_checks, launch
+from jaxrl.envs.redaction import redacted_output
+from jaxrl.logs.display import Display
+from jaxrl.logs.writers import parse_record
+from jaxrl.runtime.checkpoint import by_value, raises_once, read_value, steps_in
+from jaxrl.sampling.rollout import Interrupted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run's results, as its workdir holds them.
+
+    Attributes:
+        workdir: the folder.
+        metrics: a row for each record of `metrics.jsonl`, in order: `step` counts over all stages,
+            `stage` names the stage; null where a record lacks a metric.
+        scores: the last evaluation's means by their names, as `val-core/all/exact_match/mean@1`;
+            empty where nothing was evaluated.
+        best_checkpoint: the checkpoint with the highest `eval.best_metric`, or the newest where
+            none has a value; None without checkpoints.
+        report: the page about the run; None where there is none yet.
+    """
+
+    workdir: Path
+    metrics: pa.Table
+    scores: dict[str, float]
+    best_checkpoint: Path | None
+    report: Path | None
+
+
+def train(
+    config: ConfigDict,
+    workdir: str | Path,
+    *,
+    accept_changes: bool = False,
+    ignore_plan: bool = False,
+) -> Run:
+    """Run the stages of a configuration in this process, from where the workdir stands.
+
+    Args:
+        config: `jaxrl.config.default_config()` with changes; it is not changed.
+        workdir: the run's folder; it is made. Relative paths are the working folder's, as those
+            in the configuration are.
+        accept_changes: go on in a workdir that began with other data, rewards or another method.
+        ignore_plan: start although the plan needs more memory than a device has.
+
+    Raises:
+        ValueError, KeyError, AttributeError, TypeError, OSError: the configuration, a file or the
+            workdir is wrong; says what arrived, what was expected and where to change it.
+        KeyboardInterrupt: the user interrupted; the steps that were done are saved, and the same
+            call goes on. A second interrupt ends at once.
+        OutageError, NothingWorksError, BudgetSpentError, NotEnoughGroupsError, OwnCodeError,
+            UnreadableError, CheckpointError: as `jaxrl.run.run`.
+    """
+    return _play(config, Path(workdir), accept_changes=accept_changes, ignore_plan=ignore_plan)
+
+
+def evaluate(config: ConfigDict, workdir: str | Path, *, step: int | None = None) -> Run:
+    """Evaluate a run on its held-out tasks, and export its model.
+
+    In a workdir without checkpoints this measures the model of `config.model.path` as it is.
+
+    Args:
+        config: of the run; `eval.*` and `tasks.eval` may have changed, and `stages` is ignored.
+        workdir: the run's folder.
+        step: evaluate this step's checkpoint, into `eval/evaluate_<step>.json` and
+            `steps/<step>/`, and leave everything else of the run as it is.
+
+    Raises:
+        The errors of `train`.
+    """
+    config = config.copy_and_resolve_references()
+    config.stages = ("evaluate",)
+    return _play(config, Path(workdir), step=step)
+
+
+def open_run(workdir: str | Path) -> Run:
+    """Read the results of a run that was made before, or that is under way.
+
+    Raises:
+        FileNotFoundError: the folder holds no `metrics.jsonl`.
+    """
+    workdir = Path(workdir)
+    file, page = workdir / "metrics.jsonl", workdir / "report.html"
+    if not file.is_file():
+        raise FileNotFoundError(f"{workdir} holds no metrics.jsonl; expected a run's workdir.")
+    lines = file.read_bytes().splitlines()
+    # The last line may be half written by a run that is under way.
+    records = [record for record in map(parse_record, lines) if record is not None]
+    scores: dict[str, float] = {}
+    for record in records:
+        found = {name: value for name, value in record.items() if name.startswith("val-")}
+        scores = found or scores
+    checkpoints = workdir / "checkpoints"
+    steps = steps_in(checkpoints)
+    ranked = by_value({step: read_value(checkpoints / str(step)) for step in steps}) or steps[-1:]
+    return Run(
+        workdir=workdir,
+        metrics=_table(records),
+        scores=scores,
+        best_checkpoint=checkpoints / str(ranked[0]) if ranked else None,
+        report=page if page.is_file() else None,
+    )
+
+
+def _table(records: list[dict[str, Any]]) -> pa.Table:
+    names = list(dict.fromkeys(name for record in records for name in record))
+    return pa.table({name: [record.get(name) for record in records] for name in names})
+
+
+def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
+    # A copy: what is left to the memory is chosen in it.
+    config = config.copy_and_resolve_references()
+    config_checks.validate(config)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(redacted_output())
+        stack.enter_context(raises_once())
+        display = Display()
+        stack.callback(display.stop)
+        play = launch.make_ready(config, workdir, display, stack, **settings)
+        should_stop = stack.enter_context(_asked_to_stop())
+        try:
+            play(should_stop)
+        except Interrupted as error:
+            raise KeyboardInterrupt(f"the steps done are saved in {workdir}") from error
+    return open_run(workdir)
+
+
+@contextlib.contextmanager
+def _asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Let a first interrupt ask for the end of the run; a second one interrupts at once."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set  # where Python delivers no signals
+        return
+    before = signal.getsignal(signal.SIGINT)
+
+    def ask(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, before)
+        asked.set()
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
