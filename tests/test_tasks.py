@@ -223,7 +223,7 @@ class TestCsv:
             ('question,answer\n"a,b\n', "tasks.csv:2 is no CSV: unexpected end of data"),
             ('question,answer,metadata\na,b,{"x"\n', r"tasks.csv:2: 'metadata' is not valid JSON"),
             (
-                f"question,metadata\na,{'[' * 9000}\n",
+                f"question,metadata\na,{'[' * 9000 + ']' * 9000}\n",
                 r"tasks.csv:2: 'metadata' is nested too deeply",
             ),
         ],
