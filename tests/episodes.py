@@ -128,3 +128,18 @@ def wavering(count, *, length=40, percentile=1.5, excess=0.0):
         percentile=percentile,
         excess=excess,
     )
+
+
+def is_same(one, other):
+    """Return True if two records are equal in each field; arrays and NaN are compared by value."""
+    if one is other:
+        return True
+    if dataclasses.is_dataclass(one):
+        names = [field.name for field in dataclasses.fields(one) if field.compare]
+        values = [(getattr(one, name), getattr(other, name)) for name in names]
+        return type(one) is type(other) and all(is_same(*pair) for pair in values)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    return bool(one == other)

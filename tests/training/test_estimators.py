@@ -11,7 +11,7 @@ from jaxrl.choices import OwnCodeError
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.training.estimators import Estimator
 from jaxrl.types import members
-from tests.episodes import grouped, in_turns, make_failure, make_trajectory
+from tests.episodes import grouped, in_turns, is_same, make_failure, make_trajectory
 from tests.helpers import settings
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -30,7 +30,7 @@ def estimate(name, trajectories, step=0, k=4, **changes):
     groups = grouped([*trajectories, *rest])
     changes = {"advantage.pass_at_k.k": k, **changes}
     got = members(estimator(name, tuple(changes.items()))(groups, step, 0))
-    assert [dataclasses.replace(t, advantage=None) for t in got] == members(groups)
+    assert is_same([dataclasses.replace(t, advantage=None) for t in got], members(groups))
     assert all(t.advantage == 0 for t in got[len(trajectories) :])
     return np.array([t.advantage for t in got[: len(trajectories)]])
 

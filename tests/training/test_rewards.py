@@ -18,7 +18,15 @@ from jaxrl.training.controllers import (
 )
 from jaxrl.training.rewards import charge_kl, kl_penalties, pay_entropy, shape
 from jaxrl.types import members, with_fields
-from tests.episodes import grouped, in_turns, make_failure, make_trajectory, strayed, wavering
+from tests.episodes import (
+    grouped,
+    in_turns,
+    is_same,
+    make_failure,
+    make_trajectory,
+    strayed,
+    wavering,
+)
 from tests.helpers import settings
 
 
@@ -86,7 +94,7 @@ def test_the_penalty_by_hand():
     assert [t.reward for t in got] == [0.0, 0.0, -0.25]
     assert got[0].reward_parts["kl"] == -1
     assert got[2].reward_parts["kl"] == -0.5
-    assert got[1] == members(BATCH)[1]
+    assert is_same(got[1], members(BATCH)[1])
 
 
 def test_the_penalty_has_the_coefficient_as_it_stands():
@@ -150,10 +158,10 @@ def test_environment_errors_and_methods_without_it_earn_no_entropy_reward():
     config = entropy_settings()
     groups = with_windows([make_failure(), make_trajectory(sample_index=1)], [wavering(20)] * 2)
     failed, scored = members(pay_entropy(groups, CALIBRATED, config))
-    assert failed == members(groups)[0]
+    assert is_same(failed, members(groups)[0])
     assert scored.reward == pytest.approx(0.6 * 0.5 / (1 + np.exp(-(10 - 1.5) / 2)))
     plain = settings()
-    assert pay_entropy(groups, Controllers.init(plain), plain) == groups
+    assert is_same(pay_entropy(groups, Controllers.init(plain), plain), groups)
 
 
 def test_a_centred_gain_where_asked_for():
