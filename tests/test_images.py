@@ -402,6 +402,22 @@ class TestProcessor:
             processor(Picture(data=data))
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KiB
 
+    def test_the_scans_of_a_jpeg_are_counted_before_it_is_decoded(self, processor, monkeypatch):
+        """Each is a pass over all pixels, and may be of a few bytes."""
+        jpeg = encoded(drawn(40, 25), "JPEG", progressive=True)
+        last = jpeg.rfind(b"\xff\xda")
+        many = jpeg[:-2] + jpeg[last:-2] * 100 + b"\xff\xd9"
+        # What looks like scans in a comment, or behind the image, is none.
+        marks = b"\xff\xda" * 300
+        comment = b"\xff\xfe" + (2 + len(marks)).to_bytes(2) + marks
+        for data in (jpeg[:2] + comment + jpeg[2:], jpeg + marks):
+            assert processor(Picture(data=data)).patches.size
+        monkeypatch.setattr("PIL.ImageFile.ImageFile.load", None)
+        for use in (processor.num_tokens, processor, partial(sent_image, is_blank=True)):
+            for data in (many, jpeg[:2] + comment + many[2:]):
+                with pytest.raises(UnreadableError, match="a JPEG of 110 scans; expected at most"):
+                    use(Picture(data=data))
+
     def test_a_folder_without_a_processor_or_with_another(self, tmp_path):
         with pytest.raises(ValueError, match=r"holds no preprocessor_config.json, and images"):
             Processor(str(tmp_path))

@@ -85,6 +85,10 @@ def test_arguments_of_the_chat_template_are_one_value(config, tmp_path, values):
         ("", "is empty; expected keys and values"),
         ("[" * 10_000, "is nested too deeply to be read; flatten it"),
         ("a: [", "is not valid YAML or JSON"),
+        ('seed: !!float ""', "is not valid YAML or JSON: string index out of range"),
+        ("seed: !!bool zz", "is not valid YAML or JSON: 'zz'"),
+        ("seed: !!timestamp x", "is not valid YAML or JSON: "),
+        (f"seed: !!bool {'z' * 10_000}", "is not valid YAML or JSON: 'zz"),
     ],
 )
 def test_bad_values(config, tmp_path, text, message):
@@ -93,6 +97,7 @@ def test_bad_values(config, tmp_path, text, message):
     with pytest.raises(ValueError, match=re.escape(message)) as raised:
         load_values(config, str(file))
     assert str(file) in str(raised.value)
+    assert len(str(raised.value)) < 2_000
 
 
 def test_json_round_trip(config, tmp_path):
@@ -108,6 +113,17 @@ def test_json_round_trip(config, tmp_path):
     assert other == config
     assert flat_json(file) == flatten(config)
     assert to_json(other) == to_json(config)
+
+
+def test_a_file_of_many_values_is_not_read_to_its_end(tmp_path, monkeypatch):
+    file = tmp_path / "values.yaml"
+    file.write_text(f"a: [{'1,' * 50}]\nb: [")
+    monkeypatch.setattr("jaxrl.values.MOST_VALUES", 40)
+    with pytest.raises(ValueError, match="it has more than 40 values"):
+        load_values(default_config(), str(file))
+    monkeypatch.setattr("jaxrl.values.MOST_BYTES", 100)
+    with pytest.raises(ValueError, match="has 110 bytes; expected at most 100"):
+        load_values(default_config(), str(file))
 
 
 BOMB = "a: &a0 [x, x]\n" + "".join(f"b{n}: &a{n} [*a{n - 1}, *a{n - 1}]\n" for n in range(1, 40))

@@ -6,7 +6,7 @@ A folder of the index holds
     offsets.npy     int64 [N], where each document's line begins in the corpus
     checks.npy      uint32 [N], CRC-32 of that line
     chunks.jsonl    a line for each chunk of vectors that is written: its number and SHA-256
-    manifest.json   what the vectors were made of, and SHA-256 of the two files of lines
+    manifest.json   what the vectors were made of, and SHA-256 of the three files above
 
 It is named after all that its vectors depend on. While it is built it has another name, so a folder
 with that name is whole.
@@ -54,7 +54,7 @@ _VERSION = 2  # part of every folder's name: raise it when what is stored change
 _VECTORS, _OFFSETS, _CHECKS, _CHUNKS, _MANIFEST = (
     "vectors.bin", "offsets.npy", "checks.npy", "chunks.jsonl", "manifest.json",
 )  # fmt: skip
-_LINE_FILES, _LINES = (_OFFSETS, _CHECKS), "lines"
+_LINE_FILES, _LINES = (_OFFSETS, _CHECKS), "lines"  # the manifest's key for digests of files
 
 Rows = Callable[[int, int], np.ndarray]
 """Vectors of the documents from one place in the corpus to before another, float [n, D]."""
@@ -186,7 +186,7 @@ def _open(source: Source, folder: Path) -> VectorFiles:
 
 
 def _check_lines(source: Source, folder: Path) -> None:
-    """Refuses an index whose files of lines are not those that were written.
+    """Refuses an index whose files of lines and chunks are not those that were written.
 
     An index of before there were digests gets them, once its lines are those of the corpus.
 
@@ -198,29 +198,35 @@ def _check_lines(source: Source, folder: Path) -> None:
     if manifest != source.manifest:
         raise ValueError(f"{_MANIFEST} is not the file that was written")
     if digests is None:
-        lines = line_offsets(source.corpus, lambda _: None)
-        same = [
-            np.array_equal(np.load(folder / n), x) for n, x in zip(_LINE_FILES, lines, strict=True)
-        ]
-        found = dict(zip(_LINE_FILES, same, strict=True))
+        for name, lines in zip(
+            _LINE_FILES, line_offsets(source.corpus, lambda _: None), strict=True
+        ):
+            if not np.array_equal(np.load(folder / name), lines):
+                raise ValueError(f"{name} is not the file that was written")
     else:
-        written = _line_digests(folder)
-        found = {name: digests.get(name) == written[name] for name in _LINE_FILES}
-    for name, is_whole in found.items():
-        if not is_whole:
-            raise ValueError(f"{name} is not the file that was written")
-    if digests is None:
+        _check_digests(folder, digests)
+    if digests is None or _CHUNKS not in digests:
         with contextlib.suppress(OSError):  # of others: the next start compares again
             _write_manifest(source, folder)
 
 
+def _check_digests(folder: Path, digests: object) -> None:
+    """Refuses files that are not those of a manifest.
+
+    Raises:
+        OSError, ValueError: says which is another.
+    """
+    if not isinstance(digests, dict) or not set(digests) <= {*_LINE_FILES, _CHUNKS}:
+        raise ValueError(f"{_MANIFEST} is not the file that was written")
+    for name in (*_LINE_FILES, *digests):
+        if digests.get(name) != file_digest(folder / name):
+            raise ValueError(f"{name} is not the file that was written")
+
+
 def _write_manifest(source: Source, folder: Path) -> None:
-    manifest = {**source.manifest, _LINES: _line_digests(folder)}
-    _write(folder / _MANIFEST, json.dumps(manifest, indent=1) + "\n")
-
-
-def _line_digests(folder: Path) -> dict[str, str]:
-    return {name: file_digest(folder / name) for name in _LINE_FILES}
+    names = [name for name in (*_LINE_FILES, _CHUNKS) if (folder / name).is_file()]
+    digests = {name: file_digest(folder / name) for name in names}
+    _write(folder / _MANIFEST, json.dumps({**source.manifest, _LINES: digests}, indent=1) + "\n")
 
 
 def _vectors(source: Source, folder: Path, count: int) -> np.ndarray:
@@ -302,6 +308,7 @@ def _build(
                 os.fsync(log.fileno())
             progress(stop)
     del vectors
+    _write_manifest(source, building)  # now with its chunks
     check_unchanged(source.corpus, source.index_dir, digest)
     building.rename(folder)
 
@@ -365,20 +372,22 @@ def _digest(rows: np.ndarray) -> str:
 
 def _with_earlier(source: Source, rows: Rows) -> Rows:
     """Takes from an earlier index what it has of the corpus, which has grown at its end since."""
-    folders: dict[str, tuple[int, Path]] = {}
+    folders: dict[str, tuple[int, Path, object]] = {}
     for manifest in source.index_dir.glob(f"dense-*/{_MANIFEST}"):
         match _read_json(manifest):
             case {"corpus": {"digest": str() as digest, "bytes": int() as size}, **fields}:
-                fields.pop(_LINES, None)
+                digests = fields.pop(_LINES, None)  # which an early one lacks
                 if fields == source.made_of and manifest.parent.suffix != ".building":
-                    folders[digest] = size, manifest.parent
+                    folders[digest] = size, manifest.parent, digests
     whole = source.corpus.stat().st_size
-    sizes = {digest: size for digest, (size, _) in folders.items() if size < whole}
+    sizes = {digest: size for digest, (size, *_) in folders.items() if size < whole}
     digest, _ = longest_known(source.corpus, sizes)
     if not digest:
         return rows
     try:
-        folder = folders[digest][1]
+        _, folder, digests = folders[digest]
+        if digests is not None:
+            _check_digests(folder, digests)
         earlier = _vectors(source, folder, len(_documents(source, folder)))
     except (OSError, ValueError):  # damaged: it helps nobody
         return rows

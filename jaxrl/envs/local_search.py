@@ -125,9 +125,9 @@ class LocalSearch(DocumentSearch):
             raise ValueError(f"topk is {topk}; a search must show at least 1 document.")
         self.topk = topk
         self.documents = CorpusDocuments(Path(corpus))
-        folder = _built_index(Path(corpus), index_dir, progress)
+        folder, digest = _built_index(Path(corpus), index_dir, progress)
         with _damage_told(folder, ValueError):
-            _check_files(folder)
+            _check_files(folder, digest)
             opened = _open(folder)
             self._searcher = opened.searcher()
         self._folder, self._schema = folder, opened.schema
@@ -193,19 +193,22 @@ def _damage_told(folder: Path, kind: Callable[[str], Exception]) -> Iterator[Non
         ) from error
 
 
-def _check_files(folder: Path) -> None:
+def _check_files(folder: Path, corpus_sha256: str) -> None:
     """Refuses an index with a file that is not as it was written; about a second a GB.
 
     Raises:
         PermissionError: one may not be read.
-        ValueError: one is another, or missing.
+        ValueError: one is another, or missing, or the index is of another corpus.
     """
     try:
-        digests = dict(json.loads((folder / _READ).read_text(encoding="utf-8"))["files"])
+        read = dict(json.loads((folder / _READ).read_text(encoding="utf-8")))
+        digests, made_of = dict(read["files"]), (read["sha256"], read["format"])
     except FileNotFoundError:
         raise ValueError(f"{_READ} is missing") from None
     except (LookupError, TypeError, ValueError, RecursionError):
         raise ValueError(f"{_READ} is not the file that was written") from None
+    if made_of != (corpus_sha256, _format()):
+        raise ValueError(f"{_READ} says that it was made of another corpus, or in another format")
     for name, found in _digests(folder, list(digests)).items():
         if found != digests[name]:
             what = "is not the file that was written" if found else "is missing"
@@ -256,8 +259,8 @@ def _group_ties(hits: Sequence[tuple[float, Any]]) -> list[tuple[float, list[Any
     return groups
 
 
-def _built_index(corpus: Path, index_dir: Path, progress: Progress) -> Path:
-    """The folder that holds the index of `corpus`, built if it was missing."""
+def _built_index(corpus: Path, index_dir: Path, progress: Progress) -> tuple[Path, str]:
+    """The folder that holds the index of `corpus`, built if it was missing, and its SHA-256."""
     check_corpus(corpus, index_dir, section="search.local")
     digest = corpus_digest(corpus, index_dir)
     folder = index_dir / hashlib.sha256(f"{digest} {_format()}".encode()).hexdigest()[:32]
@@ -268,7 +271,7 @@ def _built_index(corpus: Path, index_dir: Path, progress: Progress) -> Path:
         corpus=corpus,
         section="search.local",
     )
-    return folder
+    return folder, digest
 
 
 def _format() -> str:
@@ -330,7 +333,7 @@ def _known_part(corpus: Path, index_dir: Path) -> tuple[Path | None, Known]:
     ids = array("Q")
     try:
         with _damage_told(folders[digest], ValueError):
-            _check_files(folders[digest])
+            _check_files(folders[digest], digest)
             ids.frombytes((folders[digest] / _IDS).read_bytes())
             num_documents = _open(folders[digest]).searcher().num_docs
     except (OSError, ValueError):  # damaged, or not ours to read: built afresh

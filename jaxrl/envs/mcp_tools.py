@@ -18,9 +18,11 @@ from typing import Any
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import MAX_ERROR, LateError, error_text, event_loop, within
 from jaxrl.envs.images import Picture, Pictured
+from jaxrl.envs.json_text import is_too_deep
 from jaxrl.envs.mcp_transport import MAX_ANSWER_MIB, StdioServer, bounded_client
 from jaxrl.envs.redaction import hide, redacted, redacted_content
 from jaxrl.envs.tools import CallError, JsonTool, check_names
+from jaxrl.envs.worker_pool import WorkerLostError, WorkerPool
 
 _INVALID_PARAMS = -32602  # of JSON-RPC: the arguments are wrong
 _CLOSING_S = 5.0
@@ -271,24 +273,14 @@ def _text(result: Any) -> str:
     return Pictured("\n".join(texts), (Picture(data=data) for data in decoded))
 
 
-def _missing_references(schema: Mapping[str, Any]) -> list[str]:
-    """To what a schema refers that is not in it."""
-    unresolvable = importlib.import_module("referencing.exceptions").Unresolvable
-    specifications = importlib.import_module("referencing.jsonschema")
-    root = specifications.DRAFT202012.create_resource(schema)
-    resolver = specifications.EMPTY_REGISTRY.resolver_with_root(root)
-    missing, waiting = [], [(resolver.in_subresource(root), root)]
-    while waiting:
-        resolver, resource = waiting.pop()
-        if isinstance(resource.contents, Mapping):
-            for name in ("$ref", "$dynamicRef"):
-                if isinstance(reference := resource.contents.get(name), str):
-                    try:
-                        resolver.lookup(reference)
-                    except unresolvable:
-                        missing.append(reference)
-        waiting += [(resolver.in_subresource(one), one) for one in resource.subresources()]
-    return missing
+_CHECK_S = 1.0
+"""Computing time of one check by a schema; an ordinary one takes less than a thousandth of it."""
+
+
+@functools.cache
+def _checkers() -> WorkerPool:
+    """Those of all tools; none is started before a schema is listed."""
+    return WorkerPool("schema", deadline_s=_CHECK_S, memory_mib=1024, size=4)
 
 
 class McpTool(JsonTool):
@@ -298,7 +290,7 @@ class McpTool(JsonTool):
         """`listed` is the tool as the server lists it.
 
         Raises:
-            ToolError: its schema is none.
+            ToolError: its schema is none, or cannot be read in time.
         """
         self.name = redacted_content(str(listed.name))
         self._server = server
@@ -307,17 +299,11 @@ class McpTool(JsonTool):
             **{"properties": {}, "required": []},
             **redacted_content(listed.input_schema),
         }
-        try:
-            self._validator.check_schema(self._schema)
-        except importlib.import_module("jsonschema").SchemaError as error:
+        self._schema_text = json.dumps(self._schema)
+        if problem := self._problem({}):
             raise ToolError(
                 f"the MCP server {server.name!r} lists the tool {self.name!r} with a schema that "
-                f"cannot be read: {error.message[:_SHOWN]}"
-            ) from error
-        if missing := _missing_references(self._schema):
-            raise ToolError(
-                f"the MCP server {server.name!r} lists the tool {self.name!r} with a schema that "
-                f"cannot be read: it refers to {missing[0][:_SHOWN]!r}, which is not in it"
+                f"cannot be read: {problem}"
             )
 
     @property
@@ -330,30 +316,37 @@ class McpTool(JsonTool):
         """The JSON schema of its arguments."""
         return self._schema
 
-    @functools.cached_property
-    def _validator(self) -> Any:
-        """Of all but patterns, which are the server's to check: some never end on some texts."""
-        checks = importlib.import_module("jsonschema")
-        kind = checks.validators.extend(
-            checks.Draft202012Validator,
-            dict.fromkeys(("pattern", "patternProperties"), lambda *_: None),
-        )
-        # Without a registry it would fetch what a schema refers to from anywhere.
-        registry = importlib.import_module("referencing.jsonschema").EMPTY_REGISTRY
-        return kind(self._schema, registry=registry)
-
     def check(self, arguments: Mapping[str, Any]) -> None:
         """Refuses arguments that are not as the schema has them.
 
         Raises:
             CallError: says what is wrong.
+            ToolError: the schema makes the check too long.
         """
         if not self._schema.get("additionalProperties"):  # which most servers leave unsaid
             check_names(arguments, list(self._schema["properties"]), self._schema["required"])
-        error = next(iter(sorted(self._validator.iter_errors(dict(arguments)), key=str)), None)
-        if error is not None:
-            where = "".join(f"[{key!r}]" for key in error.absolute_path)
-            raise CallError(f"arguments{where}: {error.message[:500]}")
+        if is_too_deep(json.dumps(arguments), arguments):
+            raise CallError("the call is nested too deeply")
+        if problem := self._problem({"arguments": arguments}):
+            raise CallError(problem)
+
+    def _problem(self, question: Mapping[str, Any]) -> str | None:
+        """What a worker finds wrong: of a few lines of schema, a check may take hours.
+
+        Raises:
+            ToolError: it could not be done.
+        """
+        try:
+            found = _checkers().ask({"schema": self._schema_text, **question})
+        except (WorkerLostError, TimeoutError) as error:
+            raise ToolError(f"the arguments of {self.name!r} cannot be checked: {error}") from error
+        if "error" in found:
+            raise ToolError(
+                f"the MCP server {self._server.name!r} gives the tool {self.name!r} a schema by "
+                f"which a check was not done after {_CHECK_S:g} s of computing ({found['error']}); "
+                "leave that tool out, or have its schema made simpler"
+            )
+        return found["problem"]
 
     def run(self, call: str, /) -> str:
         """What the server returns.

@@ -94,17 +94,24 @@ def answer_reward(
     return reward if is_right_answer(answer, truth) else 0.0
 
 
+MAX_COMPARED = 400
+"""Characters, without blanks, of an answer and a truth that may be close without being equal."""
+
+
 def is_right_answer(answer: str, truth: str) -> bool:
     """Whether an answer is the truth or close to it; `NOT_FOUND` is right only as the truth itself.
 
     Close means a `SequenceMatcher` ratio of at least one half, blanks and case aside. The ratio
-    is not symmetric, so the order of the arguments matters.
+    is not symmetric, so the order of the arguments matters. Where either has more than
+    `MAX_COMPARED` characters, only the truth itself is close, since the time grows with the cube.
     """
     answer, truth = answer.strip(), truth.strip()
     if answer in ("", truth, NOT_FOUND):
         return answer != "" and answer == truth
-    matcher = SequenceMatcher(None, _squeeze(answer), _squeeze(truth), autojunk=False)
-    return matcher.ratio() >= 0.5
+    answer, truth = _squeeze(answer), _squeeze(truth)
+    if max(len(answer), len(truth)) > MAX_COMPARED:
+        return answer == truth
+    return SequenceMatcher(None, answer, truth, autojunk=False).ratio() >= 0.5
 
 
 def _squeeze(text: str) -> str:

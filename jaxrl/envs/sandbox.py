@@ -113,18 +113,20 @@ class ProcessTool(Tool):
         """What the code printed; the type and text of its error if it failed.
 
         A process that is killed may have been so from outside, as the system does when memory runs
-        out, so its code runs again. Where it is killed again, it is the code's doing.
+        out, so its code runs again in what is left of its time. Where it is killed again, it is the
+        code's doing.
         """
+        ends = time.monotonic() + self._timeout_s
         try:
-            for _ in range(2):
-                answer = self._run_once(code)
+            for is_second in (False, True):
+                answer = self._run_once(code, ends, is_second)
                 if answer is not None:
                     return answer
         except OSError as error:
             raise ToolError(f"the Python sandbox failed: {error}") from error
         return _CRASH
 
-    def _run_once(self, code: str) -> str | None:
+    def _run_once(self, code: str, ends: float, is_second: bool) -> str | None:
         """The answer; None where the process was killed."""
         scratch = tempfile.mkdtemp(prefix="jaxrl-sandbox-")
         try:
@@ -143,7 +145,7 @@ class ProcessTool(Tool):
                     pass_fds=self.files(),
                 )
             with process:
-                return self._answer(process)
+                return self._answer(process, ends, is_second)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -153,8 +155,10 @@ class ProcessTool(Tool):
             **{"CPU": int(self._timeout_s) + 2, "NOFILE": 64, "MSGQUEUE": 0, "MEMLOCK": 0},
         }
 
-    def _answer(self, process: subprocess.Popen[bytes]) -> str | None:
-        printed, report, ended = _outputs(process, self._timeout_s, self._max_output)
+    def _answer(self, process: subprocess.Popen[bytes], ends: float, is_second: bool) -> str | None:
+        printed, report, ended = _outputs(process, ends, self._max_output)
+        if ended == "late" and is_second:  # maybe before it began: little time was left
+            return TIMEOUT
         ready, _, error = report.partition(READY)
         if ready or not report.startswith(READY):
             if ended == "late":
@@ -176,9 +180,14 @@ class ProcessTool(Tool):
 
 
 def _outputs(
-    process: subprocess.Popen[bytes], timeout_s: float, max_output: int
+    process: subprocess.Popen[bytes], ends: float, max_output: int
 ) -> tuple[bytes, bytes, str]:
     """What a process prints, and reports on its standard error, until it has ended.
+
+    Args:
+        process: with both streams open.
+        ends: when it is killed, on the clock `time.monotonic`.
+        max_output: bytes that it may print.
 
     Returns:
         Both, and why it was ended: "late", "much" (printed more than it may), or "" if it was not.
@@ -186,7 +195,7 @@ def _outputs(
     assert process.stdout is not None
     assert process.stderr is not None
     taken = {process.stdout: bytearray(), process.stderr: bytearray()}
-    ends, ended = time.monotonic() + timeout_s, ""
+    ended = ""
     with selectors.DefaultSelector() as selector:
         for stream in taken:
             os.set_blocking(stream.fileno(), False)

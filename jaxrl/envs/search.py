@@ -167,6 +167,8 @@ class SearchEnv(Env):
             text = tool.call_of(asked.arguments)
         except CallError as error:
             return _Call(found=f"error: {error}")
+        except ToolError as error:  # it could not tell whether they fit
+            return _Call(found=error)
         except RecursionError:  # JSON that can be read may be too deep to be compared or written
             return _Call(found="error: the call is nested too deeply")
         return _Call(tool=tool, text=text) if text.strip() else _Call(found=tool.blank)

@@ -91,7 +91,85 @@ def comparison() -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     return answer
 
 
-KINDS = {"math": comparison, "pattern": search}
+def schema() -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Checks the JSON `arguments` of a call by a JSON `schema`, or without them the schema itself.
+
+    Patterns are left to the server that the schema is of: it may mean another dialect.
+    """
+    import functools
+
+    import jsonschema
+    from referencing.exceptions import Unresolvable
+    from referencing.jsonschema import DRAFT202012, EMPTY_REGISTRY
+
+    # A tree of arguments takes some ten calls for each of its levels.
+    sys.setrecursionlimit(5_000)
+    kind = jsonschema.validators.extend(
+        jsonschema.Draft202012Validator,
+        {**dict.fromkeys(("pattern", "patternProperties"), _unchecked), "uniqueItems": _unique},
+    )
+
+    @functools.lru_cache(maxsize=64)
+    def checker(text: str) -> Any:
+        # Without a registry it would fetch what a schema refers to from anywhere.
+        return kind(json.loads(text), registry=EMPTY_REGISTRY)
+
+    def problem_of(schema: Mapping[str, Any]) -> str | None:
+        try:
+            kind.check_schema(schema)
+        except jsonschema.SchemaError as error:
+            return str(error.message[:500])
+        root = DRAFT202012.create_resource(schema)
+        resolver = EMPTY_REGISTRY.resolver_with_root(root)
+        waiting = [(resolver.in_subresource(root), root)]
+        while waiting:
+            resolver, resource = waiting.pop()
+            if isinstance(resource.contents, Mapping):
+                for name in ("$ref", "$dynamicRef"):
+                    if isinstance(reference := resource.contents.get(name), str):
+                        try:
+                            resolver.lookup(reference)
+                        except Unresolvable:
+                            return f"it refers to {reference[:500]!r}, which is not in it"
+            waiting += [(resolver.in_subresource(one), one) for one in resource.subresources()]
+        return None
+
+    def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+        if "arguments" not in asked:
+            return {"problem": problem_of(json.loads(asked["schema"]))}
+        # One is enough, and all of them may be very many.
+        error = next(checker(asked["schema"]).iter_errors(asked["arguments"]), None)
+        if error is None:
+            return {"problem": None}
+        where = "".join(f"[{key!r}]" for key in error.absolute_path)
+        return {"problem": f"arguments{where}: {error.message[:500]}"}
+
+    return answer
+
+
+def _unchecked(*_: Any) -> None:
+    """A keyword of a schema that is not looked at."""
+
+
+def _unique(validator: Any, is_unique: bool, items: Any, _: Any) -> Any:
+    """The keyword `uniqueItems`; jsonschema compares each item with every other."""
+    import jsonschema
+
+    is_checked = is_unique and validator.is_type(items, "array")
+    if is_checked and len({_hashable(item) for item in items}) < len(items):
+        yield jsonschema.ValidationError(f"{items!r} has non-unique elements")
+
+
+def _hashable(value: Any) -> Any:
+    """Equal for values that JSON Schema calls equal: 1 and 1.0 are, true and 1 are not."""
+    if isinstance(value, dict):
+        return frozenset((name, _hashable(one)) for name, one in value.items())
+    if isinstance(value, list):
+        return tuple(map(_hashable, value))
+    return (bool, value) if isinstance(value, bool) else value
+
+
+KINDS = {"math": comparison, "pattern": search, "schema": schema}
 """What a worker may be, by its name."""
 
 

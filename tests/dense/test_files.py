@@ -163,6 +163,22 @@ def test_damage_is_told(tmp_path, damage):
     np.testing.assert_array_equal(build(source(corpus), Rows()).vectors, wanted(34))
 
 
+def test_vectors_of_another_index_are_told(tmp_path):
+    corpus = write_corpus(tmp_path / "corpus.jsonl", 34)
+    folder = build(source(corpus), Rows()).folder
+    negative = lambda documents: lambda start, stop: -Rows()(documents)(start, stop)  # noqa: E731
+    other = build(source(corpus, settings={"encoder": "b"}), negative).folder
+    for name in ("vectors.bin", "chunks.jsonl"):
+        shutil.copyfile(other / name, folder / name)
+    with pytest.raises(ValueError, match=r"chunks\.jsonl is not the file that was written"):
+        build(source(corpus), Rows())
+    # Nor does an index of a longer corpus go on from it.
+    write_corpus(corpus, 40)
+    rows = Rows()
+    np.testing.assert_array_equal(build(source(corpus), rows).vectors, wanted(40))
+    assert rows.asked[0] == (0, 10)
+
+
 def test_a_corpus_that_changes_while_it_is_encoded_is_told(tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", 34)
 
@@ -252,11 +268,16 @@ def test_an_index_of_before_there_were_checksums_gets_them(tmp_path):
     folder = build(source(corpus), Rows()).folder
     manifest = folder / "manifest.json"
     whole = json.loads(manifest.read_text())
-    assert set(whole["lines"]) == {"offsets.npy", "checks.npy"}
+    assert set(whole["lines"]) == {"offsets.npy", "checks.npy", "chunks.jsonl"}
     earlier = {name: value for name, value in whole.items() if name != "lines"}
     manifest.write_text(json.dumps(earlier))
     rows = Rows()
     assert build(source(corpus), rows).documents[33].id == "d33"
+    assert rows.asked == []
+    assert json.loads(manifest.read_text()) == whole
+    of_lines = {n: d for n, d in whole["lines"].items() if n != "chunks.jsonl"}
+    manifest.write_text(json.dumps(earlier | {"lines": of_lines}))
+    build(source(corpus), rows)
     assert rows.asked == []
     assert json.loads(manifest.read_text()) == whole
     # Nothing that is damaged gets a checksum: lines are compared with those of the corpus.

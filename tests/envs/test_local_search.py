@@ -33,6 +33,7 @@ CITIES = [
 
 def write_corpus(folder, documents):
     path = Path(folder) / "corpus.jsonl"
+    path.parent.mkdir(exist_ok=True)
     path.write_text("".join(json.dumps(d._asdict()) + "\n" for d in documents), encoding="utf-8")
     return path
 
@@ -678,6 +679,22 @@ def test_what_an_index_is_damaged_by_is_named(tmp_path):
     store.unlink()
     with pytest.raises(ValueError, match=f"{store.name} is missing"):
         LocalSearch(tmp_path / "corpus.jsonl", tmp_path / "index")
+
+
+def test_an_index_of_another_corpus_is_told(tmp_path):
+    folders = []
+    for number, name in enumerate("ab"):
+        make_search(tmp_path / name, [Document(str(number), name, f"{name} is here")])
+        folders += [path for path in (tmp_path / name / "index").iterdir() if path.is_dir()]
+    first, second = folders
+    shutil.rmtree(first)
+    shutil.copytree(second, first)
+    corpus_a = tmp_path / "a" / "corpus.jsonl"
+    with pytest.raises(ValueError, match=r"is damaged; delete .* made of another corpus"):
+        LocalSearch(corpus_a, tmp_path / "a" / "index")
+    # A corpus that goes on from the first one is read whole.
+    append(corpus_a, [Document("9", "c", "c is here")])
+    assert ids(LocalSearch(corpus_a, tmp_path / "a" / "index"), "here") == ["0", "9"]
 
 
 def test_a_panic_of_the_library_is_an_error_of_the_tool(tmp_path):

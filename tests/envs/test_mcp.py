@@ -7,6 +7,7 @@ import http.server
 import itertools
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -123,6 +124,76 @@ def test_references_within_a_schema_are_followed():
     assert tool.call_of({"places": ["here"], "$ref": 1})
     with pytest.raises(CallError, match=r"arguments\['places'\]\[0\]: 'nowhere' is not one of"):
         tool.call_of({"places": ["nowhere"]})
+
+
+def doubling(levels):
+    """A schema whose check takes twice as long for each level."""
+    wider = {f"a{j}": {"anyOf": [{"$ref": f"#/$defs/a{j - 1}"}] * 2} for j in range(1, levels + 1)}
+    return {
+        "type": "object",
+        "properties": {"x": {"$ref": f"#/$defs/a{levels}"}},
+        "$defs": {"a0": {"type": "integer"}, **wider},
+    }
+
+
+ENDLESS_REFERENCE = {
+    "type": "object",
+    "properties": {"x": {"$ref": "#/$defs/a"}},
+    "$defs": {"a": {"$ref": "#/$defs/a"}},
+}
+
+
+@pytest.mark.parametrize("schema", [doubling(30), ENDLESS_REFERENCE])
+def test_a_check_by_a_schema_has_an_end(schema):
+    tool = McpTool(McpServer({"command": COMMAND}), listed(schema))
+    held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began = time.process_time()
+    with pytest.raises(ToolError, match=r"mcp_server.py' gives the tool 'find' a schema by which"):
+        tool.call_of({"x": "no number"})
+    assert time.process_time() - began < 0.5  # of this process, in whose thread the rollout is
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held < 50 * 2**10
+    prompt = Prompt(system="", template="{question}")
+    env = SearchEnv(None, tools=[tool], prompt=prompt, max_turns=5, protocol=qwen)
+    call = '<tool_call>{"name": "find", "arguments": {"x": ""}}</tool_call>'
+    [reply] = env.step([Episode(task=Task(id="t", question="?", answers=("x",)))], [call])
+    assert reply.outcome == Outcome.ENVIRONMENT_ERROR
+    assert "gives the tool 'find' a schema" in reply.error
+
+
+def test_a_schema_that_takes_long_to_read_is_refused_at_the_start():
+    schema = {"type": "object", "allOf": [{"enum": [1]}] * 300_000}
+    with pytest.raises(ToolError, match="a schema by which a check was not done after 1 s"):
+        McpTool(McpServer({"command": COMMAND}), listed(schema))
+
+
+def test_unique_items_are_told_apart_in_linear_time():
+    items = {"type": "array", "uniqueItems": True}
+    schema = {"type": "object", "properties": {"q": items}}
+    tool = McpTool(McpServer({"command": COMMAND}), listed(schema))
+    many = [{"a": [n]} for n in range(5_000)]
+    assert tool.call_of({"q": many})
+    assert tool.call_of({"q": [1, True, "1", [1], [True], {"1": 1}, 0, False, None]})
+    for same in ([1, 1.0], [True, True], [{"a": 1, "b": [2]}, {"b": [2.0], "a": 1}], many * 2):
+        with pytest.raises(CallError, match=r"arguments\['q'\]: \[.*"):
+            tool.call_of({"q": same})
+
+
+def test_a_tree_of_arguments_is_checked_to_its_depth():
+    inner = {"anyOf": [{"$ref": "#/$defs/n"}, {"type": "null"}]}
+    node = {"type": "object", "properties": {"in": inner}}
+    schema = {"type": "object", "properties": {"q": {"$ref": "#/$defs/n"}}, "$defs": {"n": node}}
+    tool = McpTool(McpServer({"command": COMMAND}), listed(schema))
+
+    def tree(leaf):
+        for _ in range(97):
+            leaf = {"in": leaf}
+        return {"q": leaf}
+
+    assert tool.call_of(tree(None))
+    with pytest.raises(CallError, match=r"^arguments\['q'\]\['in'\]: "):
+        tool.call_of(tree(1))
+    with pytest.raises(CallError, match="the call is nested too deeply"):
+        tool.call_of({"q": tree(tree(None))})
 
 
 @pytest.mark.parametrize(

@@ -1,3 +1,5 @@
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -131,6 +133,16 @@ def test_amounts_are_arguments():
 def test_long_answers_are_compared_without_the_junk_heuristic():
     # SequenceMatcher would ignore letters that make up over 1% of 200 or more.
     assert answer_reward("ab" * 150, "ab" * 120) == 1.0
+
+
+def test_a_comparison_has_an_end():
+    # Each letter that both have in common is looked up in every place again.
+    spaced = "".join(f"a{chr(0x4E00 + i)}" for i in range(2_000))
+    start = time.process_time()
+    assert not is_right_answer("a" * 2_000, spaced)
+    assert is_right_answer(f" {spaced.upper()} ", spaced[:1_000] + "\n" + spaced[1_000:])
+    assert is_right_answer("a" * 200, spaced[:400])  # the longest that are compared
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ was refused before.
 import contextlib
 import glob
 import os
+import platform
 import shutil
 import struct
 import subprocess
@@ -174,6 +175,16 @@ def test_nobody_can_be_signalled(process_tool):
     assert set(process_tool.run(code).split()) == {"refused"}
 
 
+def test_what_all_users_of_a_machine_share_is_not_taken(process_tool):
+    number = {"x86_64": 206, "aarch64": 0}[platform.machine()]  # of `io_setup`
+    code = trying(
+        "import fcntl, os; fcntl.flock(os.open('/usr/bin/env', os.O_RDONLY), fcntl.LOCK_EX)",
+        "import ctypes; context = ctypes.c_ulong()\n"
+        f"    assert ctypes.CDLL(None).syscall({number}, 1, ctypes.byref(context)) != -1",
+    )
+    assert set(process_tool.run(code).split()) == {"refused"}
+
+
 def test_nothing_is_inherited(process_tool):
     """Neither files that are open here nor what is on the standard input."""
     with tempfile.TemporaryFile() as file:
@@ -228,6 +239,14 @@ def test_odd_ends(process_tool, code, answer):
     found = process_tool.run(code)
     assert found.startswith(answer), found
     assert process_tool.run("print(1)") == "1"
+
+
+def test_a_process_that_ends_like_one_that_was_killed_has_no_more_time(tools):
+    tool = type(tools("subprocess"))(timeout_s=4.0)
+    began = time.monotonic()
+    answer = tool.run("import os, time\ntime.sleep(2.5)\nos._exit(137)")
+    assert answer == "TimeoutError: time limit exceeded"
+    assert time.monotonic() - began < 6
 
 
 def processes():
