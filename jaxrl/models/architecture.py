@@ -394,6 +394,8 @@ def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Ar
 ARCHITECTURES = {
     "qwen2": "jaxrl.models.qwen.QwenConfig",
     "qwen3": "jaxrl.models.qwen.QwenConfig",
+    "llama": "jaxrl.models.llama.LlamaConfig",
+    "mistral": "jaxrl.models.llama.LlamaConfig",
     "qwen2_5_vl": "jaxrl.models.qwen_vl.QwenVLConfig",
     "qwen3_vl": "jaxrl.models.qwen3_vl.Qwen3VLConfig",
     "qwen3_moe": "jaxrl.models.qwen_moe.QwenMoeConfig",
