@@ -357,7 +357,8 @@ def read_fields(path: str | Path) -> tuple[dict[str, Any], str]:
     if not Path(path).is_dir():
         raise FileNotFoundError(
             f"model folder {str(path)!r} does not exist; set config.model.path to a local "
-            "folder in Hugging Face format (config.json, *.safetensors, tokenizer.json)."
+            "folder in Hugging Face format (config.json, *.safetensors, tokenizer.json), or to a "
+            ".gguf file."
         )
     if not file.is_file():
         raise FileNotFoundError(
