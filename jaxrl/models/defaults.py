@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection
 from functools import cache
 from typing import Any
+
+from jaxrl.envs.quiet import quiet_transformers
 
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -46,8 +47,8 @@ def completed(
 @cache
 def _defaults(model_type: str, part: str) -> dict[str, Any]:
     """All fields of a fresh configuration as JSON has them, but those that are null."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # which advise torch
-    from transformers import CONFIG_MAPPING
+    with quiet_transformers():
+        from transformers import CONFIG_MAPPING
 
     fields = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
     found = fields[part] if part else fields
