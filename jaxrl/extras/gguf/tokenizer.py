@@ -21,17 +21,6 @@ def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, dict[str,
     Raises:
         ValueError: the vocabulary is of another kind, or has no chat template.
     """
-    kind, pre = metadata.get(f"{KEY}model"), metadata.get(f"{KEY}pre")
-    if kind != "gpt2":
-        raise ValueError(
-            f"{path}: {KEY}model is {kind!r:.80}; expected 'gpt2', byte-level BPE. Other "
-            "vocabularies are not read here."
-        )
-    if pre not in PRE_TOKENIZERS:
-        raise ValueError(
-            f"{path}: {KEY}pre is {pre!r:.80}; expected one of {', '.join(PRE_TOKENIZERS)}. A "
-            "folder in Hugging Face format has its own tokenizer.json."
-        )
     template = metadata.get("tokenizer.chat_template")
     if not (isinstance(template, str) and template):
         raise ValueError(
@@ -62,7 +51,7 @@ def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, dict[str,
             raise ValueError(f"{path}: {KEY}{name}_token_id is {id!r:.80}; expected an id.")
         named[name] = id
     bos = named["bos"] if metadata.get(f"{KEY}add_bos_token") else None
-    normalizer, pieces, ignores_merges = PRE_TOKENIZERS[pre]
+    normalizer, pieces, ignores_merges = PRE_TOKENIZERS[metadata[f"{KEY}pre"]]
     tokenizer = {
         **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": added},
         "normalizer": normalizer,
@@ -95,7 +84,18 @@ def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, dict[str,
 def _vocabulary(
     path: Path, metadata: dict[str, Any]
 ) -> tuple[list[str], list[int], list[list[str]]]:
-    """Tokens by id, what kinds they are, and merges in their order."""
+    """Tokens by id, what kinds they are, and merges in their order; of a kind that is read."""
+    kind, pre = metadata.get(f"{KEY}model"), metadata.get(f"{KEY}pre")
+    if kind != "gpt2":
+        raise ValueError(
+            f"{path}: {KEY}model is {kind!r:.80}; expected 'gpt2', byte-level BPE. Other "
+            "vocabularies are not read here."
+        )
+    if pre not in PRE_TOKENIZERS:
+        raise ValueError(
+            f"{path}: {KEY}pre is {pre!r:.80}; expected one of {', '.join(PRE_TOKENIZERS)}. A "
+            "folder in Hugging Face format has its own tokenizer.json."
+        )
     lists: list[Any] = [metadata.get(KEY + n) for n in ("tokens", "token_type", "merges")]
     tokens, kinds, merges = lists
     if not all(isinstance(one, list) for one in lists) or len(tokens) != len(kinds):

@@ -60,10 +60,11 @@ def test_a_run_begins_with_a_file_and_goes_on(tiny_world, tmp_path, quick_compil
 
     # The same content elsewhere is the same model; another content here is told.
     (tmp_path / "moved").mkdir()
-    again = launch(shutil.copy(file, tmp_path / "moved"))
+    moved = shutil.copy(file, tmp_path / "moved")
+    again = launch(moved)
     assert again.returncode == 0, again.stderr
     tensors = tensors_of(model)
     tensors["output_norm.weight"] = tensors["output_norm.weight"] + 1
-    other = launch(write_gguf(file, model, tensors=tensors, **given))
+    other = launch(write_gguf(moved, model, tensors=tensors, **given))
     assert other.returncode == 1
-    assert "model.path/model.safetensors (content)" in other.stderr.splitlines()[-1]
+    assert "config.model.path/model.safetensors (content): another one" in other.stderr
