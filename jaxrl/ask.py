@@ -39,6 +39,7 @@ from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.text import printable, writable
 from jaxrl.logs.display import Display
 from jaxrl.models.adapters import load_frozen
+from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params
 from jaxrl.runtime.files import system_message
@@ -172,7 +173,7 @@ def open_run(
 
     Args:
         run: its workdir.
-        model: a folder in Hugging Face's format, in place of what the run has trained.
+        model: as `config.model.path`, in place of what the run has trained.
         display: progress.
         step: whose checkpoint answers; by default what the run has come to.
         keys: that are set to other values than the run's.
@@ -207,6 +208,7 @@ def open_run(
     config.search.replay = "off"  # a question of now is in no recording, and the run stays as it is
     fit_host(config)
     keep_programs(config.compilation_cache, display.log)
+    model_folder(config.model.path, display.log)
     components = assemble(config, display.activity)
     params, weights = load_weights(components, config, run, model, display, step=step)
     display.log(f"weights: {weights}")
@@ -264,10 +266,11 @@ def load_weights(
     if model is not None:
         progress = display.counter("loading weights, MiB")
         named = config.model.architecture
-        params = load_hf(model, components.mesh, architecture=named, progress=progress)
+        folder = model_folder(str(model))
+        params = load_hf(folder, components.mesh, architecture=named, progress=progress)
         return params, str(model)
     policy, mesh = components.model, components.mesh
-    policy.base = load_frozen(config.model.path, policy, config.model.architecture)
+    policy.base = load_frozen(model_folder(config.model.path), policy, config.model.architecture)
     target = abstract(policy.trained.abstract_params(), param_shardings(mesh, policy.trained))
     found, params = restore_params(run / "checkpoints", target, step)
     return params, f"checkpoint of step {found}" + ", in the middle of its stage" * (step is None)

@@ -172,7 +172,8 @@ class Chat:
         own = whole.removesuffix(header)
         if not (begin and middle.startswith(end) and whole == own + header):
             return "", ""
-        instead = bos if begin.startswith(bos) else ""
+        # A first token stands before all messages; one that begins each stands in the header too.
+        instead = bos if begin.startswith(bos) and not header.startswith(bos) else ""
         return (own, instead) if own.startswith(begin) else ("", "")
 
     def _find_opener(self) -> str:

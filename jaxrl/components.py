@@ -41,6 +41,7 @@ from jaxrl.models.adapters import check_adapter
 from jaxrl.models.architecture import Architecture, read_model
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.experts.choice import choose as choose_experts
+from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import check_hf
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.lora import Adapter
@@ -156,7 +157,7 @@ def _make_processor(
     """
     if tokenizer.image_id is None:
         return None
-    processor = Processor(config.model.path, **config.images)
+    processor = Processor(model_folder(config.model.path), **config.images)
     made = processor.patch_values, processor.merge_size**2
     if model.vision and made != (wanted := (model.vision.patch_values, model.vision.unit)):
         raise ValueError(
@@ -247,17 +248,18 @@ def _read_model(
     config: ConfigDict, mesh: Mesh, *, is_played: bool
 ) -> tuple[Architecture, Tokenizer]:
     """The model's architecture and tokenizer; of one that plays, all else of it is checked."""
-    model_config = read_model(config.model.path, config.model.architecture)
+    folder = model_folder(config.model.path)
+    model_config = read_model(folder, config.model.architecture)
     if is_played:
         _check_mesh(config, mesh, model_config)
     tokenizer = Tokenizer.from_folder(
-        config.model.path,
+        folder,
         eos_tokens=config.model.eos_tokens,
         template_arguments=config.prompt.chat_template_kwargs,
     )
     if is_played:
-        check_tokenizer(config.model.path, tokenizer, model_config)
-        check_hf(config.model.path, config.model.architecture)
+        check_tokenizer(folder, tokenizer, model_config)
+        check_hf(folder, config.model.architecture)
     return model_config, tokenizer
 
 

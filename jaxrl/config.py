@@ -167,7 +167,7 @@ def default_config() -> ConfigDict:
     config.compilation_cache = ""
 
     config.model = model = ConfigDict()
-    model.path = ""  # local folder in Hugging Face format
+    model.path = ""  # local folder in Hugging Face format, or a .gguf file (extra gguf)
     model.architecture = ""  # name or dotted name of its class; "": by model_type of config.json
     model.dtype = "float32"  # of activations, matrix products and KV cache; weights stay float32
     # Further tokens that end a message, by their texts, as ("<|im_end|>",): beside eos_token in

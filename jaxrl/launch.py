@@ -133,6 +133,9 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
         # JAX would tell on a host without accelerators that it found none.
         for name in ("absl", "jax._src.xla_bridge", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)
+        from jaxrl.models.folder import model_folder
+
+        model_folder(config.model.path, lambda text: print(printable(text), file=sys.stderr))
         if _PLAN.value:
             sys.exit(_plan(config))
         # Imported late: a mistake in the configuration is told at once, without loading JAX.
@@ -300,15 +303,16 @@ def _plan(config: ConfigDict) -> int:
     from rich.console import Console
 
     from jaxrl.models.architecture import read_model
+    from jaxrl.models.folder import model_folder
     from jaxrl.runtime.plan import advice, display, memory
 
-    target = _plan_target()
-    if not (Path(config.model.path) / "config.json").is_file():
+    target, folder = _plan_target(), model_folder(config.model.path)
+    if not (Path(folder) / "config.json").is_file():
         raise FileNotFoundError(
             f"config.model.path is {config.model.path!r}, which holds no config.json; a plan reads "
             "nothing else of a model, and configs/models has one for several."
         )
-    model = read_model(config.model.path, config.model.architecture)
+    model = read_model(folder, config.model.architecture)
     chosen = advice.choose_micro_rows(config, model, target, must_fit=False)
     plan = memory.make_plan(config, model, target)
     would_fit = [] if plan.fits else advice.advise(config, model, target)
@@ -365,13 +369,15 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
     if config.policy.name != configuration.OWN_MODEL:
         return []
     from jaxrl.models.architecture import read_model
+    from jaxrl.models.folder import model_folder
     from jaxrl.runtime import distributed
     from jaxrl.runtime.history import read_begun
     from jaxrl.runtime.plan import advice, memory
 
     begun = read_begun(workdir, is_accepted=True)
     began = begun.config if begun else {}
-    model, target = read_model(config.model.path, config.model.architecture), memory.host_target()
+    folder, target = model_folder(config.model.path), memory.host_target()
+    model = read_model(folder, config.model.architecture)
     least = min(distributed.gather(target.memory_bytes))  # all processes must choose the same
     target = replace(target, memory_bytes=least)
     must_fit = target.platform != "cpu" and not ignores_plan

@@ -22,6 +22,7 @@ import PIL.Image
 from PIL.Image import Transpose
 
 from jaxrl.envs.images import Picture, UnreadableError
+from jaxrl.envs.quiet import quiet_transformers
 from jaxrl.types import Group, Image, Trajectory
 
 FILE = "preprocessor_config.json"
@@ -170,12 +171,13 @@ def _load(folder: str) -> Any:
             f"{folder!r} holds no {FILE}, and images are to be read; copy that file of the model "
             "into config.model.path."
         )
-    from transformers import AutoImageProcessor
-
     try:
-        found = AutoImageProcessor.from_pretrained(
-            folder, backend="pil", local_files_only=True, trust_remote_code=False
-        )
+        with quiet_transformers():
+            from transformers import AutoImageProcessor
+
+            found = AutoImageProcessor.from_pretrained(
+                folder, backend="pil", local_files_only=True, trust_remote_code=False
+            )
     except Exception as error:  # whatever transformers makes of a damaged file
         raise ValueError(
             f"{file} cannot be loaded: {type(error).__name__}: {error}; expected the image "

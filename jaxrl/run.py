@@ -18,6 +18,7 @@ from jaxrl.evaluate import evaluate
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import open_log
 from jaxrl.models.adapters import load_adapter, load_frozen, new_adapter
+from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import Checkpointer, abstract, optimizer_items
@@ -290,7 +291,8 @@ def start_params(session: Session) -> Params:
     display.log(f"sampler shapes: {session.components.engine.shapes()}")
     counter = display.counter("loading weights, MiB")
     model = session.components.model
-    model.base = load_frozen(config.model.path, model, config.model.architecture, counter)
+    folder = model_folder(config.model.path)
+    model.base = load_frozen(folder, model, config.model.architecture, counter)
     if session.saved:
         display.log(f"resuming after step {progress.step} ({progress.stage} {progress.stage_step})")
         return session.restored.pop("params")
@@ -301,7 +303,7 @@ def start_params(session: Session) -> Params:
             return load_adapter(path, model.adapter, mesh)
         return new_adapter(model.adapter, mesh, config.seed)
     return load_hf(
-        config.model.path,
+        folder,
         session.components.mesh,
         architecture=config.model.architecture,
         entries=tuple(model.trained.abstract_params()),

@@ -23,6 +23,7 @@ from jaxrl.logs.metrics import plain_numbers
 from jaxrl.logs.writers import MetricsLog, Record
 from jaxrl.models.adapters import save_adapter, save_merged
 from jaxrl.models.architecture import Architecture
+from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import save_hf
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
@@ -253,7 +254,7 @@ class Session:
 
     def export(self, params: Params, parent: Path) -> None:
         """Writes the trained model as an HF folder; of an adapter also itself, as PEFT has it."""
-        folder, source = parent / "export", self.config.model.path
+        folder, source = parent / "export", model_folder(self.config.model.path)
         adapter = self.components.model.adapter
         if adapter is None:
             whole = self.components.model.whole(params)

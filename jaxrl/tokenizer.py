@@ -14,6 +14,7 @@ from jaxrl.chat import Chat, Piece
 from jaxrl.envs.base import Message
 from jaxrl.envs.calls import error_text
 from jaxrl.envs.json_text import read_object
+from jaxrl.envs.quiet import quiet_transformers
 from jaxrl.envs.text import printable
 
 MAX_IDS = 2**24
@@ -145,12 +146,10 @@ class Tokenizer:
             )
         for file in folder.glob("*.json"):
             file.open("rb").close()  # what may not be read is told by name
-        # transformers asks the hub about a path it does not know, and advises installing torch.
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-        from transformers import AutoTokenizer
+        with quiet_transformers(), _loading(folder):
+            from transformers import AutoTokenizer
 
-        with _loading(folder):
+            # The hub is never asked: not about the folder, and not about what its files name.
             hf_tokenizer = AutoTokenizer.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )

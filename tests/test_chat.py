@@ -90,6 +90,12 @@ def test_a_first_token_stays_when_a_system_message_goes():
     assert rendered(tokenizer, QUESTION).startswith("<|endoftext|><|im_start|>user\nWhere")
 
 
+def test_a_first_token_that_begins_each_message_is_there_once():
+    # SmolLM2's bos_token is <|im_start|>, and its template has a system message of its own.
+    tokenizer = tokenizer_of(OWN_SYSTEM, bos_token="<|im_start|>")
+    assert rendered(tokenizer, QUESTION).startswith("<|im_start|>user\nWhere")
+
+
 @pytest.mark.parametrize("template", [FORGETS_THOUGHTS, THINKS])
 def test_examples_keep_their_thoughts(template):
     tokenizer = tokenizer_of(template)

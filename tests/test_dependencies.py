@@ -109,6 +109,40 @@ def test_imports_point_one_way():
     assert wrong == []
 
 
+def test_the_core_never_imports_an_extra():
+    """It names one in a table, so that the folder of each can be deleted; nor do extras meet."""
+    found = []
+    for path in (ROOT / "jaxrl").rglob("*.py"):
+        parts = path.relative_to(ROOT / "jaxrl").with_suffix("").parts
+        own = f"jaxrl.{'.'.join(parts[:2])}" if parts[0] == "extras" else ""
+        for module in own_imports(path):
+            if module.startswith("jaxrl.extras") and not (own and module.startswith(own)):
+                found.append(f"{path.relative_to(ROOT)} imports {module}")
+    assert found == []
+    assert (ROOT / "jaxrl/extras/gguf/__init__.py").exists()  # whose table is in models/folder.py
+
+
+def test_every_reader_of_the_models_path_asks_for_its_folder():
+    """`config.model.path` may name a file, so only `model_folder` and messages read it."""
+    found = []
+    for path in (ROOT / "jaxrl").rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        is_fine = {
+            inner
+            for node in ast.walk(tree)
+            if isinstance(node, ast.JoinedStr)
+            or (isinstance(node, ast.Call) and ast.unparse(node.func) == "model_folder")
+            for inner in ast.walk(node)
+        }
+        found += [
+            path.relative_to(ROOT / "jaxrl").as_posix()
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+            if ast.unparse(node).endswith("config.model.path") and node not in is_fine
+        ]
+    assert found == ["config_checks.py"]  # that there is one
+
+
 def test_the_table_of_rooms_is_whole_and_in_order():
     table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]

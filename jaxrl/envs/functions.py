@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import LateError, in_time, within
+from jaxrl.envs.quiet import quiet_transformers
 from jaxrl.envs.tools import CallError, JsonTool, check_names
 
 
@@ -119,8 +120,8 @@ class FunctionTool(JsonTool):
 
 def _schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Description, properties and required names, in the form that chat templates know."""
-    from transformers.utils import get_json_schema
-
+    with quiet_transformers():
+        from transformers.utils import get_json_schema
     kinds = {p.kind for p in inspect.signature(function).parameters.values()}
     if kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}:
         raise TypeError("it takes * or **")

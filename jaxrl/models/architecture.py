@@ -357,7 +357,8 @@ def read_fields(path: str | Path) -> tuple[dict[str, Any], str]:
     if not Path(path).is_dir():
         raise FileNotFoundError(
             f"model folder {str(path)!r} does not exist; set config.model.path to a local "
-            "folder in Hugging Face format (config.json, *.safetensors, tokenizer.json)."
+            "folder in Hugging Face format (config.json, *.safetensors, tokenizer.json), or to a "
+            ".gguf file."
         )
     if not file.is_file():
         raise FileNotFoundError(
@@ -394,6 +395,8 @@ def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Ar
 ARCHITECTURES = {
     "qwen2": "jaxrl.models.qwen.QwenConfig",
     "qwen3": "jaxrl.models.qwen.QwenConfig",
+    "llama": "jaxrl.models.llama.LlamaConfig",
+    "mistral": "jaxrl.models.llama.LlamaConfig",
     "qwen2_5_vl": "jaxrl.models.qwen_vl.QwenVLConfig",
     "qwen3_vl": "jaxrl.models.qwen3_vl.Qwen3VLConfig",
     "qwen3_moe": "jaxrl.models.qwen_moe.QwenMoeConfig",

@@ -1,4 +1,4 @@
-"""What Qwen's decoders share: the parameter tree, attention, norms, rotary angles, both passes.
+"""The decoder that families share: parameter tree, attention, norms, rotary angles, both passes.
 
 The parameter tree, with the leading layer axis L of stacked blocks:
 
@@ -315,7 +315,7 @@ def rope_angles(positions: Int[Array, "*M"], config: Decoder) -> Angles:
 
 
 def rope(x: Float[Array, "M heads H"], angles: Angles) -> Float[Array, "M heads H"]:
-    """Rotary embedding (https://arxiv.org/abs/2104.09864), pairs (i, i + H/2) as Qwen has them."""
+    """Rotary embedding (https://arxiv.org/abs/2104.09864), pairs (i, i + H/2) as HF has them."""
     cos, sin = angles
     halves = x.reshape(*x.shape[:-1], 2, -1).astype(jnp.float32)
     # The halves are swapped by reversing an axis, which a CPU does faster than joining slices.

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
+from collections.abc import Collection
 from functools import cache
 from typing import Any
+
+from jaxrl.envs.quiet import quiet_transformers
 
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -14,7 +16,9 @@ SIZES = (
 """Of models and their towers."""
 
 
-def completed(fields: dict[str, Any], model_type: str, part: str = "") -> dict[str, Any]:
+def completed(
+    fields: dict[str, Any], model_type: str, part: str = "", derived: Collection[str] = ()
+) -> dict[str, Any]:
     """The fields and, for those that are missing or null, the defaults of transformers' class.
 
     A size that every model has its own of (`SIZES`) stays missing, as the file is then no model's.
@@ -25,9 +29,11 @@ def completed(fields: dict[str, Any], model_type: str, part: str = "") -> dict[s
         fields: of a `config.json`, or of a part of it.
         model_type: whose configuration class it is.
         part: the name of the part; "" for all.
+        derived: fields that the class makes of others; in a fresh configuration they are of its own
+            sizes, so they stay missing.
     """
     known = {name: value for name, value in fields.items() if value is not None}
-    defaults = dict(_defaults(model_type, part))
+    defaults = {k: v for k, v in _defaults(model_type, part).items() if k not in derived}
     if "num_key_value_heads" in fields:
         defaults["num_key_value_heads"] = None
     rope = defaults.pop("rope_parameters", {})
@@ -41,8 +47,8 @@ def completed(fields: dict[str, Any], model_type: str, part: str = "") -> dict[s
 @cache
 def _defaults(model_type: str, part: str) -> dict[str, Any]:
     """All fields of a fresh configuration as JSON has them, but those that are null."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # which advise torch
-    from transformers import CONFIG_MAPPING
+    with quiet_transformers():
+        from transformers import CONFIG_MAPPING
 
     fields = json.loads(json.dumps(CONFIG_MAPPING[model_type]().to_dict(), default=str))
     found = fields[part] if part else fields

@@ -445,17 +445,43 @@ def write_hf(
     with folder_taking_place(Path(path), marker="config.json", is_writer=is_writer) as folder:
         if is_writer:
             _write_small_files(folder, config, source)
-        for file, names in _split(sizes, max_shard_size).items():
-            # One file's tensors are on the host at a time.
-            tensors = {name: tensor_of(name, DTYPES[dtypes[name]]) for name in names}
-            if is_writer:
-                save_file(tensors, folder / file, metadata={"format": "pt"})
-                # safetensors lets nobody but the owner read its files.
-                shutil.copymode(folder / "config.json", folder / file)
-        if is_writer:
-            _write_index(folder, sizes, max_shard_size)
+        write_tensors(
+            folder,
+            sizes,
+            lambda name: tensor_of(name, DTYPES[dtypes[name]]),
+            max_shard_size=max_shard_size,
+            is_writer=is_writer,
+        )
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("wrote an export")  # none leaves before it is there
+
+
+def write_tensors(
+    folder: Path,
+    sizes: Mapping[str, int],
+    tensor_of: Callable[[str], np.ndarray],
+    *,
+    max_shard_size: int = 5 * 10**9,
+    is_writer: bool = True,
+) -> None:
+    """Writes the safetensors of an HF folder that has a config.json, and their index.
+
+    Args:
+        folder: where they are written.
+        sizes: bytes of each tensor, by HF name.
+        tensor_of: from a name to the value on the host; asked of each in turn.
+        max_shard_size: bytes of tensors a file holds at most.
+        is_writer: whether this process touches the disk.
+    """
+    for file, names in _split(sizes, max_shard_size).items():
+        # One file's tensors are on the host at a time.
+        tensors = {name: tensor_of(name) for name in names}
+        if is_writer:
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+            # safetensors lets nobody but the owner read its files.
+            shutil.copymode(folder / "config.json", folder / file)
+    if is_writer:
+        _write_index(folder, sizes, max_shard_size)
 
 
 def _export_places(config: Architecture, names: Iterable[str]) -> dict[str, Place]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ def hugging_face(
     Raises:
         ValueError: the extra is missing, or the folder is no such one, or without the split.
     """
-    # Read once, when these packages are imported: no hub, whatever a folder may name.
-    os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     try:
         import datasets
     except ImportError as error:

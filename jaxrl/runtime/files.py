@@ -59,6 +59,16 @@ def full_disk(error: BaseException | None) -> OSError | None:
     return None
 
 
+def users_cache() -> Path:
+    """`$XDG_CACHE_HOME/jaxrl`; a relative path counts as none, as that specification has it.
+
+    Raises:
+        RuntimeError: the user has no home.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "jaxrl"
+
+
 @contextmanager
 def written_whole(path: Path) -> Iterator[TextIO]:
     """A text file to write to, which takes the place of `path` at the end; folders are made.

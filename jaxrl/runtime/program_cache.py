@@ -24,7 +24,7 @@ from jax._src import compilation_cache  # the public module does not have `get_f
 from jax._src.lru_cache import LRUCache
 
 from jaxrl.runtime.distributed import from_main, gather, is_main
-from jaxrl.runtime.files import system_message
+from jaxrl.runtime.files import system_message, users_cache
 
 OFF = "off"
 """The value of `config.compilation_cache` without a cache."""
@@ -86,7 +86,7 @@ def _open(setting: str) -> tuple[Path | None, str]:
     """The folder of this version and processor, made; or None, and what is wrong with it."""
     folder, reason = None, "it fails in another process"
     try:
-        base = Path(setting).absolute() if setting else _users_folder()
+        base = Path(setting).absolute() if setting else users_cache()
         wanted = base / f"jax-{jax.__version__}-{processor_type()}"
         _make_private(base, wanted)
         folder = wanted
@@ -97,12 +97,6 @@ def _open(setting: str) -> tuple[Path | None, str]:
     if not _is_one(wanted):
         return None, "the processes of the job have no such folder in common"
     return folder, ""
-
-
-def _users_folder() -> Path:
-    """`$XDG_CACHE_HOME/jaxrl`; a relative path counts as none, as that specification has it."""
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (base if base.is_absolute() else Path.home() / ".cache") / "jaxrl"
 
 
 def processor_type() -> str:

@@ -26,6 +26,7 @@ from jaxrl.environment import CORPORA, corpus_section
 from jaxrl.envs.corpus import corpus_digest, index_folder
 from jaxrl.envs.json_text import parse_json
 from jaxrl.models.adapters import TENSORS_FILE
+from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.runtime.distributed import gather
 from jaxrl.runtime.files import set_aside, written_whole
@@ -132,7 +133,7 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
     of gigabytes, the hash covers the size, the header with all names and shapes, and
     `WEIGHT_SAMPLES` blocks spread evenly; trained weights differ from others in nearly all blocks.
     """
-    found = _model_digests("model.path", Path(config.model.path))
+    found = _model_digests("model.path", Path(model_folder(config.model.path)))
     adapter = Path(config.model.lora.path) / TENSORS_FILE
     if config.model.lora.path and adapter.is_file():
         found[f"model.lora.path/{TENSORS_FILE}"] = _digest(adapter)
@@ -302,11 +303,16 @@ def _digest(path: Path) -> str:
 
 def _weights_digest(path: Path) -> str:
     """SHA-256 of a safetensors file's size, header and some of its blocks."""
+    return sampled_digest(path, header=_header_bytes(path))
+
+
+def sampled_digest(path: Path, *, header: int) -> str:
+    """SHA-256 of a large file's size, its first `header` bytes and some of its blocks."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         digest.update(str(size).encode())
-        for start, length in _weight_blocks(size, header=_header_bytes(path)):
+        for start, length in _weight_blocks(size, header=header):
             file.seek(start)
             digest.update(file.read(length))
     return digest.hexdigest()

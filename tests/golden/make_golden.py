@@ -21,7 +21,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 SHARED = {"num_hidden_layers": 2, "hidden_act": "silu", "max_position_embeddings": 4096}
@@ -157,6 +164,49 @@ MODELS = {
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=False,
     ),
+    "llama_tied": LlamaConfig(
+        **SHARED,
+        vocab_size=200,
+        hidden_size=36,
+        intermediate_size=56,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        rope_parameters={"rope_type": "default", "rope_theta": 100_000.0},
+        tie_word_embeddings=True,
+    ),
+    # Waves of 6 to 400 tokens: some are kept, some divided, some between.
+    "llama3_biased": LlamaConfig(
+        **SHARED | {"max_position_embeddings": 128},
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=12,
+        attention_bias=True,
+        rope_parameters={
+            "rope_type": "llama3",
+            "rope_theta": 100.0,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        tie_word_embeddings=False,
+    ),
+    "mistral_old_spelling": MistralConfig(
+        **SHARED,
+        vocab_size=200,
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=False,
+    ),
 }
 
 SCALINGS: list[dict[str, Any]] = [
@@ -230,7 +280,8 @@ def spell_as_before_transformers_5(file: Path) -> None:
         fields["rope_scaling"] = {"type": kind, **rope}
     fields["torch_dtype"] = fields.pop("dtype")
     fields.pop("layer_types", None)
-    fields["sliding_window"] = 4096  # as published: set, and switched off by use_sliding_window
+    if "use_sliding_window" in fields:
+        fields["sliding_window"] = 4096  # as published: set, and switched off by that
     fields["transformers_version"] = "4.51.0"
     file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -14,6 +14,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = (
     *("qwen2_tied", "qwen2_old_spelling", "qwen2_yarn_old_spelling", "qwen3_untied", "qwen3_yarn"),
     *("qwen3_moe_mixed", "qwen2_5_vl", "qwen3_vl", "encoder_bge"),
+    *("llama3_biased", "mistral_old_spelling"),
 )
 WRONG = (
     *(-1, 0, 10**12, 10**30, 10**400, -0.5, 1.5, float("nan"), float("inf"), float("-inf")),
@@ -115,7 +116,9 @@ def test_a_number_that_is_read_is_never_nonsense(name, tmp_path):
     assert taken == []
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe_mixed", "qwen2_5_vl", "qwen3_vl", "qwen3_untied"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe_mixed", "qwen2_5_vl", "qwen3_vl", "qwen3_untied", "llama3_biased"]
+)
 def test_a_switch_that_is_read_is_true_or_false(name, tmp_path):
     fields = {"attention_bias": False, **fields_of(name)}
     switches = [place for place in places(fields) if isinstance(held(fields, place), bool)]

@@ -24,6 +24,8 @@ ROPE = {"rope_theta": 5000.0, "rope_type": "default"}
 FAMILIES = {
     "qwen2": TEXT,
     "qwen3": QWEN3,
+    "llama": {**QWEN3, "pretraining_tp": 1, "mlp_bias": False},
+    "mistral": {**TEXT, "head_dim": 48, "sliding_window": 131_072},
     "qwen3_moe": {
         **QWEN3, "num_experts": 12, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "norm_topk_prob": True, "decoder_sparse_step": 2, "mlp_only_layers": [3],
@@ -184,6 +186,11 @@ def test_null_is_as_missing(family):
         missing = {key: value for key, value in fields.items() if key != name}
         if name == "num_key_value_heads":  # transformers has as many as queries then
             assert read(family, {**fields, name: None}).num_kv_heads == 32
+        elif name == "sliding_window":  # null is none, and missing one of 4096 tokens
+            longer = {**missing, "max_position_embeddings": 4097}
+            assert read(family, {**longer, name: None}).max_positions == 4097
+            with pytest.raises(ValueError, match="a sliding window of 4096 tokens"):
+                read(family, longer)
         else:
             assert read(family, {**fields, name: None}) == read(family, missing)
 

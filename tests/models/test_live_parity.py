@@ -12,6 +12,7 @@ from jaxrl.models import kv_cache
 from jaxrl.models.architecture import read_model
 from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import load_hf, save_hf
+from jaxrl.models.llama import LlamaConfig
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.qwen_moe import QwenMoeConfig
 from jaxrl.models.rope_scaling import Linear, Llama3, Yarn
@@ -58,6 +59,16 @@ def random_config(seed):
         max_positions=4096,
         rope_scaling=scaling,
     )
+
+
+def random_llama(seed):
+    """A small Llama: heads of any even size, biases on all of attention or on none."""
+    rng = np.random.default_rng(seed)
+    dense = random_config(2 * seed + 1)  # of Qwen3, whose heads need not share the width
+    has_bias = bool(rng.integers(2))
+    width = dense.num_heads * int(rng.integers(2, 12))  # transformers wants a multiple
+    changes = {"width": width, "qk_norm": False, "qkv_bias": has_bias, "output_bias": has_bias}
+    return LlamaConfig(**vars(dense) | changes)
 
 
 def random_moe(seed):
@@ -132,7 +143,7 @@ def greedy(params, config, prompts, num_tokens):
     return token_ids.T
 
 
-@pytest.mark.parametrize("make", [random_config, random_moe])
+@pytest.mark.parametrize("make", [random_config, random_llama, random_moe])
 @pytest.mark.parametrize("seed", range(8))
 def test_transformers_reads_our_export(tmp_path, seed, make):
     config = make(seed)

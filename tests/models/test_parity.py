@@ -12,6 +12,7 @@ from jaxrl.models import kv_cache
 from jaxrl.models.architecture import read_model
 from jaxrl.models.attention.reference import LOWEST
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.llama import LlamaConfig
 from jaxrl.models.qwen import QwenConfig
 from tests.helpers import full_pass, read_tokens
 
@@ -21,6 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = [
     *("qwen2_old_spelling", "qwen2_tied", "qwen3_biased_bf16", "qwen3_untied"),
     *("qwen2_yarn_old_spelling", "qwen3_yarn"),
+    *("llama_tied", "llama3_biased", "mistral_old_spelling"),
 ]
 
 
@@ -171,7 +173,7 @@ def test_null_is_as_absent():
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"model_type": "gemma"}, "model_type 'gemma'"),
         ({"model_type": None}, "model_type None"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "RoPE scaling 'dynamic'"),
         ({"rope_parameters": {"rope_type": "longrope"}}, "RoPE scaling 'longrope'"),
@@ -207,6 +209,60 @@ def test_refused_by_name(tmp_path, changes, named):
     with pytest.raises(ValueError, match=named) as error:
         read_model(tmp_path)
     assert str(tmp_path / "config.json") in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("llama_tied", {"mlp_bias": True}, "mlp_bias is not supported"),
+        ("llama_tied", {"pretraining_tp": 2}, "pretraining_tp 2 is not supported"),
+        ("llama_tied", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("llama_tied", {"rope_parameters": {"rope_type": "dynamic"}}, "RoPE scaling 'dynamic'"),
+        ("llama_tied", {"hidden_size": 34, "head_dim": 6}, "34; expected a multiple of .*, 6"),
+        ("llama_tied", {"mlp_bias": "no"}, "'mlp_bias' is 'no'; expected true or false"),
+        ("mistral_old_spelling", {"sliding_window": 4095}, "a sliding window of 4095 tokens"),
+        ("mistral_old_spelling", {"sliding_window": 0}, "'sliding_window' is 0; expected a whole"),
+    ],
+)
+def test_what_llama_refuses(name, changes, named):
+    fields = json.loads((GOLDEN / name / "config.json").read_text())
+    with pytest.raises(ValueError, match=named):
+        LlamaConfig.from_dict(fields | changes, source="here")
+
+
+def test_a_window_that_hides_nothing():
+    # The longest sequence has 4096 tokens. transformers' default is a window of 4096.
+    fields = json.loads((GOLDEN / "mistral_old_spelling" / "config.json").read_text())
+    assert fields["sliding_window"] is None
+    without = {name: value for name, value in fields.items() if name != "sliding_window"}
+    model = LlamaConfig.from_dict(fields)
+    assert LlamaConfig.from_dict(without) == model
+    assert LlamaConfig.from_dict(fields | {"sliding_window": 4096}) == model
+    longer = {"max_position_embeddings": 8192}
+    assert LlamaConfig.from_dict(fields | longer).max_positions == 8192
+    with pytest.raises(ValueError, match="a sliding window of 4096 tokens"):
+        LlamaConfig.from_dict(without | longer)
+
+
+@pytest.mark.parametrize("absent", [None, "missing"])
+def test_sizes_that_llama_makes_of_others(absent):
+    # transformers' fresh LlamaConfig has 32 heads of 128 values, which is no default for others.
+    fields = json.loads((GOLDEN / "llama_tied" / "config.json").read_text())
+    names = ("head_dim", "num_key_value_heads")
+    found = {name: value for name, value in fields.items() if name not in names}
+    model = LlamaConfig.from_dict(found | (dict.fromkeys(names) if absent is None else {}))
+    assert (model.num_heads, model.num_kv_heads, model.head_dim) == (6, 6, 6)
+
+
+def test_biases_of_llama_are_on_all_of_attention():
+    fields = json.loads((GOLDEN / "llama3_biased" / "config.json").read_text())
+    biased = {f"model.layers.{{}}.self_attn.{name}_proj.bias" for name in "qkvo"}
+    assert biased <= set(LlamaConfig.from_dict(fields).hf_names().values())
+    none = LlamaConfig.from_dict(fields | {"attention_bias": False}).hf_names().values()
+    assert not [name for name in none if name.endswith("bias")]
+    # Mistral's class has no such field.
+    mistral = fields | {"model_type": "mistral", "sliding_window": None}
+    assert not LlamaConfig.from_dict(mistral).qkv_bias
 
 
 def test_missing_folder():

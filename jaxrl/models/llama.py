@@ -1,0 +1,92 @@
+"""Llama's dense decoders, and Mistral's: that of Qwen2.5 with biases everywhere or nowhere.
+
+SmolLM2, Llama 3.x and Mistral's dense models are of this class. It is the example of an
+architecture that derives from another one: `config.json` is read differently, and all that is
+computed is inherited.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl.models.decoder import (
+    KINDS,
+    POSITIONS,
+    SIZE,
+    SWITCH,
+    check_kinds,
+    common_fields,
+    refuse_unsupported,
+    without_nulls,
+)
+from jaxrl.models.defaults import completed
+from jaxrl.models.qwen import QwenConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig(QwenConfig):
+    """A Llama or Mistral `config.json`; neither normalises queries and keys."""
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> LlamaConfig:
+        """Fields that are missing or null are what transformers takes for them, see `completed`.
+
+        Raises:
+            ValueError: the file names an architecture or a feature without a parity test here.
+        """
+        model_type = fields.get("model_type")
+        if model_type not in ("llama", "mistral"):
+            raise ValueError(
+                f"{source}: model_type {model_type!r:.80} is not supported; expected 'llama' "
+                "(SmolLM2, Llama 3) or 'mistral', dense text models."
+            )
+        # A window that is missing is 4096 tokens to transformers, and null is none.
+        has_window = model_type == "mistral" and fields.get("sliding_window", 0) is not None
+        derived = {"llama": ("head_dim", "num_key_value_heads"), "mistral": ("head_dim",)}
+        fields = without_nulls(completed(fields, model_type, derived=derived[model_type]))
+        kinds = {
+            **{"intermediate_size": SIZE, "sliding_window": POSITIONS, "pretraining_tp": SIZE},
+            "mlp_bias": SWITCH,
+        }
+        check_kinds(fields, {**KINDS, **kinds}, source)
+        refuse_unsupported(fields, source)
+        try:
+            common = common_fields(fields, source=source)
+            has_bias = model_type == "llama" and bool(fields["attention_bias"])
+            model = cls(
+                **common,
+                mlp_width=fields["intermediate_size"],
+                qkv_bias=has_bias,
+                output_bias=has_bias,
+                qk_norm=False,
+            )
+        except KeyError as error:
+            raise ValueError(f"{source} lacks the field {error.args[0]!r}.") from error
+        refused = {
+            "mlp_bias": bool(fields.get("mlp_bias")),
+            f"pretraining_tp {fields.get('pretraining_tp')}": fields.get("pretraining_tp", 1) > 1,
+            # A window of at least the longest sequence hides nothing.
+            f"a sliding window of {fields.get('sliding_window')} tokens": has_window
+            and fields["sliding_window"] < model.max_positions,
+        }
+        for feature, is_asked in refused.items():
+            if is_asked:
+                raise ValueError(f"{source}: {feature} is not supported; no parity test covers it.")
+        if model.width % model.num_heads:  # transformers refuses to read such a file
+            raise ValueError(
+                f"{source}: 'hidden_size' is {model.width}; expected a multiple of "
+                f"'num_attention_heads', {model.num_heads}."
+            )
+        return model
+
+    def hf_config(self) -> dict[str, Any]:
+        """The inverse of `from_dict`; a model of Mistral's is a Llama without biases."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "intermediate_size": self.mlp_width,
+            **self.common_hf_fields(),
+            "attention_bias": self.qkv_bias,
+            "mlp_bias": False,
+        }

@@ -1,0 +1,121 @@
+"""A published model from a GGUF file: ours against what transformers makes of the same file.
+
+`JAXRL_REAL_GGUF=SmolLM2-135M-Instruct.Q4_1.gguf make parity`, or with the file at data/real/.
+[docs/models.md](../../../docs/models.md) says where it comes from. transformers reads the file by
+code of its own: tensors, order of rows, vocabulary.
+"""
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.models import kv_cache
+from jaxrl.models.architecture import read_model
+from jaxrl.models.folder import model_folder
+from jaxrl.models.hf_weights import load_hf
+from jaxrl.tokenizer import Tokenizer
+from tests.helpers import full_pass, read_tokens
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="transformers wants it for GGUF files")
+pytest.importorskip("gguf", reason="the extra gguf is not installed")
+
+ROOT = Path(__file__).parents[3]
+DEFAULT = ROOT / "data" / "real" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+FILE = Path(os.environ.get("JAXRL_REAL_GGUF") or DEFAULT)
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(not FILE.is_file(), reason=f"there is no {FILE}; set JAXRL_REAL_GGUF"),
+]
+
+PAGE = """The harbour of Avington was dug in 1842, when 1,250 men moved 3.5 million tons of clay.
+It's still in use; ships of up to 12,000 tons don't wait for the tide.
+
+Der Hafen wurde 1842 ausgehoben. Größere Schiffe müssen draußen ankern, weil die Schleuse nur
+dreißig Meter breit ist – das ändert sich frühestens 2031.
+
+Le port fut creusé en 1842 ; à marée basse, on voit encore les pieux du premier quai. « C'était
+l'œuvre d'une génération », écrit Émile.
+
+def tide(hours: float, *, height: float = 4.2) -> float:
+    # Twice a day, and a little later each time: 12 h 25 min.
+    return height * math.cos(2 * math.pi * hours / 12.42)
+
+>>> [round(tide(h), 2) for h in range(0, 13, 3)]
+[4.2, 0.22, -4.17, -0.66, 4.1]
+"""
+QUESTION = "<|im_start|>user\nExplain in a few sentences why the sea has tides.<|im_end|>\n"
+QUESTION += "<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """Our model, parameters and tokenizer, and transformers' of the same file."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # whose cache lasts for a session already
+        os.environ.setdefault("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+    folder = model_folder(str(FILE))
+    theirs = {"pretrained_model_name_or_path": str(FILE.parent), "gguf_file": FILE.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(**theirs, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**theirs)
+    ours = (read_model(folder), load_hf(folder), Tokenizer.from_folder(folder))
+    return ours, (model, tokenizer)
+
+
+def test_log_probabilities_of_a_page(both):
+    (config, params, tokenizer), (model, their_tokenizer) = both
+    ids = tokenizer.encode(PAGE)
+    assert ids == their_tokenizer(PAGE, add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids) == PAGE
+    row = np.asarray(ids)[None]
+    positions = np.arange(len(ids))[None]
+    hidden = jax.jit(full_pass, static_argnums=0)(
+        config, params, row, positions, np.ones_like(positions)
+    )
+    logits = config.unembed(params, hidden, num_tokens=config.vocab_size)
+    got = np.asarray(jax.nn.log_softmax(logits))[0]
+    with torch.no_grad():
+        wanted = model(torch.tensor(row)).logits.log_softmax(-1).numpy()[0]
+    difference = np.abs(got - wanted)
+    print(
+        f"{len(ids)} tokens: largest difference {difference.max():.1e}, mean "
+        f"{difference.mean():.1e}, argmax equal "
+        f"{(got.argmax(-1) == wanted.argmax(-1)).sum()}/{len(ids)}"
+    )
+    assert difference.max() < 5e-4
+    np.testing.assert_array_equal(got.argmax(-1), wanted.argmax(-1))
+
+
+def test_greedy_continuation(both):
+    (config, params, tokenizer), (model, _) = both
+    ids, count = tokenizer.encode(QUESTION), 100
+    weights = config.decode_weights(params, jnp.float32)
+    cache = kv_cache.allocate(config, 16, 16, jnp.float32)
+    tables = jnp.arange(16)[None]
+    assert len(ids) + count <= 256
+
+    @jax.jit
+    def read(weights, cache, start, chunk):
+        counts = jnp.full(1, chunk.shape[1])
+        hidden, cache = read_tokens(config, weights, cache, tables, start, counts, chunk)
+        logits = config.unembed(weights, hidden[:, -1], num_tokens=config.vocab_size)
+        return logits.argmax(-1), cache
+
+    chosen, cache = read(weights, cache, jnp.zeros(1, jnp.int32), jnp.asarray([ids]))
+    got = [int(chosen[0])]
+    while len(got) < count:
+        start = jnp.asarray([len(ids) + len(got) - 1])
+        chosen, cache = read(weights, cache, start, chosen[:, None])
+        got.append(int(chosen[0]))
+    wanted = model.generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones((1, len(ids)), dtype=torch.long),
+        **{"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0},
+    )
+    print(tokenizer.decode(got))
+    assert got == wanted[0, len(ids) :].tolist()
