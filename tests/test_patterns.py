@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrl import launch
-from jaxrl.envs import judges, math_answers, redaction
+from jaxrl.envs import judges, math_answers
 from tests.helpers import ROOT
 
 METHODS = ("search", "match", "fullmatch", "sub", "subn", "split", "findall", "finditer")
@@ -23,8 +23,7 @@ EXAMPLES = {
     # Names in patterns that functions make: an example of each.
     "names": "think|search|information|answer",
     "name": "enable_thinking",
-    "part": "hunter2-and-more",
-    "text": redaction._spelled("hunter2-and-more"),
+    "part": "hunter2" + 9 * "\\" + "and-more",
     "good": r"(?:<(search)></\1><information></information>)*<answer></answer>",
     "theirs": "|".join(f"(?:{theirs})" for theirs, _ in launch._PLAINER),
     "pattern": judges.SCORE,
@@ -115,7 +114,9 @@ def worst_texts(pattern):
 def seconds(pattern, method, case, size):
     (prefix, repeated), tail = case
     text = (prefix + repeated * (size // len(repeated)))[:size] + tail
-    arguments = ("", text) if method in ("sub", "subn") else (text,)
+    if isinstance(pattern.pattern, bytes):
+        text = text.encode("latin-1")
+    arguments = (text[:0], text) if method in ("sub", "subn") else (text,)
     began = time.process_time()
     found = getattr(pattern, method)(*arguments)
     for _ in found if method == "finditer" else ():

@@ -27,13 +27,11 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import error_text, new_loop, once
 from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.pacing import bounded_wait_s
-from jaxrl.envs.redaction import hide, redacted, redacted_content
+from jaxrl.envs.redaction import hide, redacted, redacted_content, redacted_start
 
 Result = TypeVar("Result")
 
 MAX_SHOWN = 200  # characters of an answer that an error shows
-_MAX_READ = 2**18  # bytes of it that are looked at for that
-_MAX_KEY = 2**13  # characters of a key in its longest spelling
 
 MAY_PASS = frozenset({408, 425, 429})
 """Statuses below 500 after which another try may succeed."""
@@ -167,7 +165,7 @@ class JsonClient:
     def _status_error(self, request: Request, response: Any, body: bytes) -> ToolError:
         status, places = response.status_code, response.headers.get_list("location")
         # Of several, each might hold a part of a key.
-        elsewhere = shown_url(places[0]) if len(places) == 1 else f"{len(places)} places"
+        elsewhere = shown_url(redacted(places[0])) if len(places) == 1 else f"{len(places)} places"
         redirects = f", redirecting to {elsewhere}" if places else ""
         return self._error(
             request,
@@ -186,10 +184,7 @@ class JsonClient:
 
     def _start(self, body: bytes) -> str:
         """How an answer begins, for a message; keys are left out before anything is cut."""
-        text = redacted(body[:_MAX_READ].decode("utf-8", "replace"))
-        if len(body) > _MAX_READ:  # what was cut there may be the beginning of a key
-            text = text[:-_MAX_KEY]
-        text = " ".join(text.split())
+        text = " ".join(redacted_start(body.decode("utf-8", "replace"), len(body)).split())
         return repr(text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " ..")
 
     def _error(self, request: Request, text: str, **about: Any) -> ToolError:

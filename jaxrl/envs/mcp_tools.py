@@ -19,8 +19,8 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import MAX_ERROR, LateError, error_text, event_loop, within
 from jaxrl.envs.images import Picture, Pictured
 from jaxrl.envs.json_text import is_too_deep
-from jaxrl.envs.mcp_transport import MAX_ANSWER_MIB, StdioServer, bounded_client
-from jaxrl.envs.redaction import hide, redacted, redacted_content
+from jaxrl.envs.mcp_transport import MAX_ANSWER_MIB, MAX_TOLD, StdioServer, bounded_client
+from jaxrl.envs.redaction import hide, redacted_content, redacted_end, redacted_start
 from jaxrl.envs.tools import CallError, JsonTool, check_names
 from jaxrl.envs.worker_pool import WorkerLostError, WorkerPool
 
@@ -99,10 +99,10 @@ class McpServer:
             ) from error
         except Exception as error:  # of transports of several kinds
             if getattr(error, "code", None) == _INVALID_PARAMS:
-                raise CallError(redacted(str(error))[:MAX_ERROR]) from error
+                raise CallError(redacted_start(str(error), MAX_ERROR)) from error
             told = self._told()
             self._drop()
-            text = "; ".join(redacted(error_text(one)) for one in _leaves(error))[:MAX_ERROR]
+            text = "; ".join(map(error_text, _leaves(error)))[:MAX_ERROR]
             raise ToolError(f"the MCP server {self.name!r}: {text}{told}") from None
 
     async def _list(self) -> list[Any]:
@@ -171,8 +171,10 @@ class McpServer:
         held = self._held
         if held is not None and held.client.done() and held.client.exception() is None:
             return ""
+        is_cut = len(self._stderr) >= MAX_TOLD
         text = self._stderr.decode("utf-8", "replace").strip()
-        return f" (it says: {redacted(text)[-_SHOWN:]})" if text else ""
+        shown = redacted_end(text, _SHOWN, is_cut=is_cut)
+        return f" (it says: {shown})" if shown else ""
 
 
 class _Held:

@@ -73,7 +73,8 @@ def bounded_client(headers: Mapping[str, str], *, timeout_s: float) -> httpx2.As
 
 
 _ENDING_S = 2.0  # in which a server ends whose input does, and then one that is asked to
-_SHOWN = 2_000  # bytes of what it wrote on its standard error
+MAX_TOLD = 2**16
+"""Bytes of what it wrote on its standard error that are kept: the last ones."""
 
 
 class StdioServer:
@@ -131,7 +132,7 @@ class StdioServer:
 async def _keep_end(stream: asyncio.StreamReader, told: bytearray) -> None:
     while chunk := await stream.read(2**16):
         told += chunk
-        del told[:-_SHOWN]
+        del told[:-MAX_TOLD]
 
 
 async def _pass_on(stdout: asyncio.StreamReader, found: Any, pending: set[Any]) -> None:

@@ -10,10 +10,16 @@ import base64
 import binascii
 import contextlib
 import html.entities
+import itertools
+import operator
 import re
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+import threading
+import traceback
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import MemberDescriptorType
 from typing import IO, Any, TypeVar, cast
 
 from jaxrl.envs.images import Pictured
@@ -23,73 +29,148 @@ Value = TypeVar("Value")
 SHOWN = "***"
 """In place of a key."""
 
-_MAX_SPELLED = 128  # characters of a key that are looked for in all spellings
+_MAX_SPELLED = 128  # bytes of a key that are looked for; what goes on as the key is one too
 _MIN_FOUND = 6  # characters of what may be a key in a result; fewer are many a word of it
 _MAX_WORD = 15  # letters of a word, as EMPTY or placeholder, which some write for a key
+_MAX_READ = 2**18  # characters of a text of which only the start is shown
+_MAX_ESCAPED = 12  # characters for one of a key
+_ROUNDS = 8  # of unescaping: hands that escaped a text one after another, each in its own way
+_ANCHOR = 12  # bytes of a needle that are looked for first: a short one is found much faster
 
-_patterns: dict[str, list[re.Pattern[str]]] = {}  # by key
+_needles: dict[str, list[tuple[bytes, bool]]] = {}  # by key: its codings, and if in base64
 _words: dict[str, re.Pattern[str]] = {}  # by what stands for a key and may be any word
 
-_NAMES: dict[str, list[str]] = defaultdict(list)
-for _name, _text in html.entities.html5.items():
-    if len(_text) == 1 and _text.isascii() and _name.endswith(";"):
-        _NAMES[_text].append(_name)
+_SPACES = bytes([*range(33), 127])  # NUL too, which stands between the letters in UTF-16
+_SPACE = re.compile(rb"[\x00-\x20\x7f]+")
+_DROPPED = re.compile(rb"[\\\x00-\x20\x7f]+")
 
-# The same character escaped by several hands, one after another, has more of these.
-_BACKSLASH = r"(?:\\|%(?:25){0,3}5[cC]){1,8}"
-_PERCENT = r"%(?:25){0,3}"
-_AMPERSAND = r"&(?:amp;){0,3}"
+# Base64 has two alphabets, hex capitals and small letters.
+_ALIKE = bytes.maketrans(b"-_", b"+/").lower()
+_BASE64_END = re.compile(rb"[0-9a-z+/]?={0,2}")
+
+# What several hands have escaped in the same way, one after another, is read in one go.
+_ESCAPE = re.compile(
+    rb"\\++(?:u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]{1,6})\}|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})|([nrt]))?"
+    rb"|%(?:25)*+(?:u([0-9a-fA-F]{4})|([0-9a-fA-F]{2}))?"
+    rb"|&(?:amp;)*+(?:#0*+([0-9]{1,7});?|#[xX]0*+([0-9a-fA-F]{1,6});?|([a-zA-Z0-9]{2,31};))?"
+)
+_CODE, _BYTE, _SPACE_NAMED, _NAME = {1, 2, 3, 6, 9}, {4, 7}, 5, 10  # groups; 8 is decimal
 
 
 def hide(secret: str) -> None:
     """Has a key left out of all texts from now on, with what in it is a key itself.
 
-    That is the token behind `Bearer`, the password behind a user's name, also in base64.
+    That is the token behind `Bearer`, the value of `token=`, the password behind a user's name,
+    also in base64.
     """
     parts = {secret, *(part for part in secret.split() if len(part) >= _MIN_FOUND)}
     for part in list(parts):
         with contextlib.suppress(binascii.Error, UnicodeDecodeError):
             if secret.lower().startswith("basic "):
-                parts.add(base64.b64decode(part, validate=True).decode())
+                padded = part + "=" * (-len(part) % 4)
+                parts.add(base64.b64decode(padded, validate=True).decode())
     for part in list(parts):
         address = re.search(r"://[^/@\s:]*:([^/@\s]+)@", part)
         _, colon, password = part.partition(":")
         parts |= {address[1]} if address else {password} if colon and "//" not in part else set()
-    for part in sorted(parts - {""}, key=len, reverse=True):  # the whole before its parts
+        parts |= set(re.findall(r"(?<![^\s;,])[\w.-]{1,64}=\"?([^\s;,\"]{6,})", part))
+    for part in sorted(parts - {""}):
+        # What holds a key and little else needs no codings: that key's are found in them.
+        is_covered = any(one in part and len(part) / 2 < len(one) < len(part) for one in parts)
         is_word = part.isalpha() and len(part) <= _MAX_WORD
         if not is_word and len(part) >= _MIN_FOUND:
-            _patterns.setdefault(part, _spellings(part))
+            codings = _codings(part)
+            _needles.setdefault(part, codings[:1] if is_covered else codings)
         elif part == secret:
             _words[part] = re.compile(rf"(?<![^\W_]){re.escape(part)}(?![^\W_])")
 
 
 def redacted(text: str) -> str:
     """A message without keys; one that may be any word is left out where it stands alone."""
-    for word in _words.values():
-        text = word.sub(SHOWN, text)
+    for word, pattern in list(_words.items()):
+        if word in text:
+            text = pattern.sub(SHOWN, text)
     return redacted_content(text)
 
 
+def redacted_start(text: str, length: int) -> str:
+    """The first characters of a message, without keys and without the beginning of one."""
+    start = redacted(text[:_MAX_READ])
+    if len(text) > _MAX_READ:  # what was cut there may be the beginning of a key
+        start = start[: max(0, len(start) - _margin())]
+    return start[:length]
+
+
+def redacted_end(text: str, length: int, *, is_cut: bool) -> str:
+    """The last characters of a message, without keys.
+
+    Args:
+        text: the message.
+        length: how many characters, at most.
+        is_cut: the text may begin with the rest of a key, which is left out too.
+    """
+    end = redacted(text)
+    return end[_margin() if is_cut else 0 :][-length:]
+
+
+def _margin() -> int:
+    """Characters of the longest key, escaped."""
+    return _MAX_ESCAPED * max(map(len, [*_needles, *_words]), default=0)
+
+
 def redacted_content(value: Value) -> Value:
-    """Text, or JSON with all texts in it, without keys; one that may be any word stays."""
-    if not _patterns:
-        return value
-    return _redacted(value)
+    """Text, or JSON with all texts and numbers in it, without keys; any word stays.
+
+    A key is found that is split over texts of a list, or over lines.
+    """
+    texts: list[str] = []
+    _collect(value, texts)
+    places = _places("\n".join(texts)) if _needles else []
+    return _rebuilt(value, _cut(texts, places)) if places else value
 
 
 def redact_error(error: BaseException) -> None:
-    """Leaves keys out of an exception's texts, and of those of the exceptions behind it."""
-    waiting: list[BaseException | None] = [error]
+    """Leaves keys out of an exception's texts, and of those of the exceptions behind it.
+
+    Where it makes its text of anything else, that may hold a key still.
+    """
+    waiting: list[Any] = [error]
     seen: set[int] = set()
     while waiting:
         one = waiting.pop()
-        if one is None or id(one) in seen:
+        if not isinstance(one, BaseException) or id(one) in seen:
             continue
         seen.add(id(one))
-        one.args = tuple(redacted(text) if isinstance(text, str) else text for text in one.args)
-        if isinstance(one, SystemExit) and isinstance(one.code, str):
-            one.code = redacted(one.code)
-        waiting += [one.__cause__, one.__context__, *getattr(one, "exceptions", ())]
+        slots = [
+            name
+            for kind in type(one).__mro__
+            for name, member in vars(kind).items()
+            if isinstance(member, MemberDescriptorType)
+        ]
+        for name in ("args", *vars(one), *slots):
+            with contextlib.suppress(Exception):  # some cannot be set, and classes are the user's
+                value = getattr(one, name)
+                if (clean := _cleaned(value)) is not value:
+                    setattr(one, name, clean)
+                waiting += value if isinstance(value, list | tuple) else [value]
+        if isinstance(one, SystemExit) and not isinstance(one.code, int | None):
+            one.code = redacted(str(one.code))
+        waiting += [one.__cause__, one.__context__]
+
+
+def _cleaned(value: Any) -> Any:
+    """A value of an exception without keys; the same object where it holds none."""
+    if isinstance(value, bytes):
+        text = value.decode("utf-8", "surrogateescape")
+        clean = redacted(text)
+        return value if clean == text else clean.encode("utf-8", "surrogateescape")
+    if isinstance(value, str):
+        clean = redacted(value)
+        return value if clean == value else clean
+    if isinstance(value, tuple):
+        cleaned = tuple(map(_cleaned, value))
+        return value if all(map(operator.is_, value, cleaned)) else cleaned
+    return redacted_content(value)
 
 
 class _RedactedStream:
@@ -111,7 +192,14 @@ class _RedactedStream:
 
 @contextlib.contextmanager
 def redacted_output() -> Iterator[None]:
-    """Leaves keys out of what is printed, logged to the terminal or raised: users' code too."""
+    """Leaves keys out of what is printed, logged to the terminal or raised: users' code too.
+
+    What shows an exception that nobody catches remains, since that comes behind it.
+    """
+    if getattr(sys.excepthook, "__func__", None) is not _Excepthook.show:
+        sys.excepthook = _Excepthook(sys.excepthook).show
+    if getattr(threading.excepthook, "__func__", None) is not _Excepthook.show_in_thread:
+        threading.excepthook = _Excepthook(threading.excepthook).show_in_thread
     out, err = (cast("IO[str]", _RedactedStream(one)) for one in (sys.stdout, sys.stderr))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -121,60 +209,209 @@ def redacted_output() -> Iterator[None]:
             raise
 
 
-def _redacted(value: Any) -> Any:
+class _Excepthook:
+    """Shows what nobody catches: as it was shown before, unless there is a key in it."""
+
+    def __init__(self, before: Callable[..., object]) -> None:
+        self._before = before
+
+    def show(self, *raised: Any) -> None:
+        self._show(raised[1], "", raised)
+
+    def show_in_thread(self, raised: threading.ExceptHookArgs) -> None:
+        name = raised.thread.name if raised.thread else "?"
+        self._show(raised.exc_value, f"Exception in thread {name}:\n", (raised,))
+
+    def _show(self, error: BaseException | None, title: str, raised: Sequence[Any]) -> None:
+        text = "".join([title, *traceback.format_exception(error)]) if error else ""
+        if (clean := redacted(text)) == text:
+            self._before(*raised)
+        else:
+            sys.stderr.write(clean)
+
+
+def _collect(value: Any, texts: list[str]) -> None:
+    """Adds all texts of a value, and its numbers where a key is one."""
     if isinstance(value, str):
-        text = str(value)
-        for pattern in [one for spellings in list(_patterns.values()) for one in spellings]:
-            text = pattern.sub(SHOWN, text)
+        texts.append(value)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            _collect(one, texts)
+    elif isinstance(value, dict):
+        for name, one in value.items():
+            _collect(name, texts)
+            _collect(one, texts)
+    elif _may_be_key(value):
+        texts.append(repr(value))
+
+
+def _rebuilt(value: Any, texts: Iterator[str]) -> Any:
+    """A value with other texts, as many and in the order that `_collect` has them."""
+    if isinstance(value, str):
+        text = next(texts)
         return Pictured(text, value.images) if isinstance(value, Pictured) else text
     if isinstance(value, list | tuple):
-        return type(value)([_redacted(one) for one in value])
+        return type(value)([_rebuilt(one, texts) for one in value])
     if isinstance(value, dict):
-        return {_redacted(name): _redacted(one) for name, one in value.items()}
+        return {_rebuilt(name, texts): _rebuilt(one, texts) for name, one in value.items()}
+    if _may_be_key(value):
+        text = next(texts)
+        return value if text == repr(value) else text
     return value
 
 
-def _spellings(secret: str) -> list[re.Pattern[str]]:
-    """Patterns of a key in all usual spellings: escaped, percent-encoded, in base64, in hex."""
+def _may_be_key(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and any(key.isdecimal() for key in list(_needles))
+
+
+def _cut(texts: Iterable[str], places: list[tuple[int, int]]) -> Iterator[str]:
+    """Texts without what stands at places of all of them, joined by one character."""
+    offset, index = 0, 0
+    for text in texts:
+        end, at, kept = offset + len(text), offset, []
+        while index < len(places) and places[index][0] < end:
+            kept += [text[at - offset : max(at, places[index][0]) - offset], SHOWN]
+            at = min(places[index][1], end)
+            if places[index][1] > end:  # it goes on in the next text
+                break
+            index += 1
+        yield "".join([*kept, text[at - offset :]])
+        while index < len(places) and places[index][1] <= end + 1:
+            index += 1
+        offset = end + 1
+
+
+def _places(text: str) -> list[tuple[int, int]]:
+    """Beginnings and ends of keys in a text, in order and apart."""
+    data = text.encode("utf-8", "surrogatepass")
+    needles = list(_needles.items())
+    found = [place for key, _ in needles for place in _occurrences(key.encode(), data)]
+    plain, steps = _unescaped(data)
+    behind = {place for _, codings in needles for one in codings for place in _matches(*one, plain)}
+    spans = sorted(behind)
+    for pattern, before in reversed(steps) if spans else ():
+        spans = _origins(pattern, before, spans)
+    apart: list[tuple[int, int]] = []
+    for start, end in sorted([*found, *spans]):
+        if apart and start < apart[-1][1]:
+            start, end = apart[-1][0], max(end, apart.pop()[1])
+        apart.append((start, end))
+    if text.isascii():
+        return apart
+    bounds = [0, *itertools.chain(*apart)]
+    sizes = (
+        len(data[start:end].decode("utf-8", "surrogatepass"))
+        for start, end in itertools.pairwise(bounds)
+    )
+    indices = list(itertools.accumulate(sizes))
+    return list(zip(indices[::2], indices[1::2], strict=True))
+
+
+def _occurrences(needle: bytes, data: bytes) -> Iterator[tuple[int, int]]:
+    at = data.find(needle[:_ANCHOR])
+    while at >= 0 and (at := data.find(needle, at)) >= 0:
+        yield at, at + len(needle)
+        at += len(needle)
+
+
+def _matches(needle: bytes, is_base64: bool, data: bytes) -> Iterator[tuple[int, int]]:
+    """Where a coding of a key begins and ends in an unescaped text."""
+    for start, end in _occurrences(needle[:_MAX_SPELLED], data):
+        more = zip(needle[_MAX_SPELLED:], data[end : end + len(needle)], strict=False)
+        end += sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], more))
+        rest = _BASE64_END.match(data, end) if is_base64 else None
+        yield start, rest.end() if rest else end
+
+
+def _unescaped(data: bytes) -> tuple[bytes, list[tuple[re.Pattern[bytes], bytes]]]:
+    """A text without escapes, spaces, backslashes and capitals; and what was done to get there.
+
+    A key comes out alike however it was escaped; for a step, there are what was replaced and in
+    which text.
+    """
+    steps = [(_SPACE, data)]
+    data = data.translate(None, _SPACES)
+    for _ in range(_ROUNDS):
+        steps.append((_ESCAPE, data))
+        data = _ESCAPE.sub(_meaning, data)
+        if data == steps[-1][1]:
+            break
+    steps.append((_DROPPED, data))
+    return data.translate(_ALIKE, _SPACES + b"\\"), steps
+
+
+def _meaning(match: re.Match[bytes]) -> bytes:
+    """The bytes for which a piece of a text stands that is replaced."""
+    group = match.lastindex
+    if group is None:
+        return match[0][:1] if match.re is _ESCAPE else b""
+    digits = match[group]
+    if group in _BYTE:
+        return bytes((int(digits, 16),))
+    if group == _SPACE_NAMED:
+        return b""
+    if group == _NAME:
+        named = html.entities.html5.get(digits.decode(), "")
+        return named.encode() if len(named) == 1 else b"&" + digits
+    code = int(digits, 16 if group in _CODE else 10)
+    return chr(code).encode("utf-8", "surrogatepass") if code <= sys.maxunicode else b""
+
+
+def _origins(
+    pattern: re.Pattern[bytes], before: bytes, spans: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Spans in the text before a step, from those in the text after it."""
+    firsts, starts, ends, sizes, gone = array("q"), array("q"), array("q"), array("q"), 0
+    for match in pattern.finditer(before):
+        start, end = match.span()
+        size = len(_meaning(match))
+        firsts.append(start - gone)  # where what replaces it begins
+        starts.append(start)
+        ends.append(end)
+        sizes.append(size)
+        gone += end - start - size
+
+    def origin(at: int) -> tuple[int, int]:
+        index = bisect_right(firsts, at) - 1
+        if index < 0:
+            return at, at + 1
+        beyond = at - firsts[index] - sizes[index]
+        if beyond < 0:
+            return starts[index], ends[index]
+        return ends[index] + beyond, ends[index] + beyond + 1
+
+    return [(origin(start)[0], origin(end - 1)[1]) for start, end in spans]
+
+
+def _codings(secret: str) -> list[tuple[bytes, bool]]:
+    """A key as it stands in an unescaped text: plain, then in hex, or once or twice in base64."""
     data = secret.encode()
-    texts = [_spelled(secret), _spelled(data.hex(), is_hex=True)]
-    for skipped in range(3):  # bytes before it in a group of three, as of a user's name
-        coded = base64.b64encode(bytes(skipped) + data).decode().rstrip("=")
+    once = _base64(data)
+    coded = {
+        **dict.fromkeys([data, data.replace(b" ", b"+"), *_hex(data)], False),  # + as in forms
+        **dict.fromkeys([*once, *(twice for one in once for twice in _base64(one))], True),
+    }
+    found = {_unescaped(one)[0]: is_base64 for one, is_base64 in coded.items()}
+    return [(one, is_base64) for one, is_base64 in found.items() if len(one) >= _MIN_FOUND]
+
+
+def _hex(data: bytes) -> list[bytes]:
+    """Bytes in hex with what may stand between them but spaces, and in decimal."""
+    joined = [
+        data.hex(),
+        *(data.hex(between) for between in ":-,"),
+        data.hex(",").replace(",", ",0x"),
+    ]
+    return [one.encode() for one in [*joined, ",".join(map(str, data))]]
+
+
+def _base64(data: bytes) -> list[bytes]:
+    """Bytes in base64 with 0 to 2 others before them, without what depends on any beside them."""
+    found = []
+    for skipped in range(3):
         bits = 8 * (skipped + len(data))
-        known = coded[-(-8 * skipped // 6) : bits // 6]  # what depends on no byte beside it
-        if len(known) >= _MIN_FOUND:
-            texts.append(_spelled(known, is_base64=True) + r"(?:[\w+/-]?(?:=|%3[dD]){0,2})")
-    return [re.compile(text) for text in texts]
-
-
-def _spelled(text: str, *, is_base64: bool = False, is_hex: bool = False) -> str:
-    start = text[:_MAX_SPELLED]
-    pattern = "".join(_character(one, is_base64=is_base64, is_hex=is_hex) for one in start)
-    rest = len(text) - len(start)
-    return pattern + (rf"[^\s\"'<>]{{0,{12 * rest}}}" if rest else "")
-
-
-def _character(one: str, *, is_base64: bool, is_hex: bool) -> str:
-    """Matches one character of a key, as any of several hands writes it."""
-    same = {one}
-    if is_base64:
-        same |= {"+": {"-"}, "/": {"_"}}.get(one, set())
-    if is_hex:
-        same |= {one.upper()}
-    if is_hex:
-        return f"[{''.join(sorted(same))}]"
-    spellings = []  # the longest first: a backslash begins what stands for one
-    for text in sorted(same):
-        code = ord(text)
-        digits = "".join(f"[{d}{d.upper()}]" if d.isalpha() else d for d in f"{code:02x}")
-        spellings += [
-            f"{_PERCENT}{digits}",
-            f"{_BACKSLASH}(?:u00|x){digits}",
-            f"{_AMPERSAND}#(?:0{{0,6}}{code}|[xX]0{{0,6}}{digits});?",
-        ]
-        if _NAMES[text]:
-            spellings.append(f"{_AMPERSAND}(?:{'|'.join(_NAMES[text])})")
-        if not text.isalnum():
-            spellings.append(f"{_BACKSLASH}{re.escape(text)}")
-        spellings += [re.escape(text), *([r"\+"] if text == " " else [])]
-    return f"(?:{'|'.join(spellings)})"
+        known = slice(-(-8 * skipped // 6), bits // 6)
+        padded = bytes(skipped) + data
+        found += [base64.b64encode(padded)[known], base64.urlsafe_b64encode(padded)[known]]
+    return list(dict.fromkeys(found))

@@ -240,8 +240,10 @@ def _as_tool_error(error: BaseException) -> ToolError:
     """An exception as the failure of a tool, with its type unless it is one already."""
     if isinstance(error, ToolError):
         redact_error(error)
-        return error
-    return ToolError(redacted(error_text(error)))
+        text = str(error)
+        if redacted(text) == text:
+            return error
+    return ToolError(error_text(error))
 
 
 PYTHON_DESCRIPTION = "Runs Python code and returns what it prints. Every call starts afresh."

@@ -21,6 +21,7 @@ import pytest
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError
 from jaxrl.envs.images import Picture, images_behind
 from jaxrl.envs.mcp_tools import McpServer, McpTool
+from jaxrl.envs.mcp_transport import MAX_TOLD
 from jaxrl.envs.protocol import qwen
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import CallError, run_one
@@ -546,4 +547,51 @@ def test_what_a_server_writes_on_its_standard_error_is_read_and_not_kept():
     server = McpServer({"command": (sys.executable, "-c", FLOODS, "stderr")}, deadline_s=60)
     [tool] = server.tools()
     assert tool.name == "t"
-    assert len(server._stderr) <= 2_000
+    assert len(server._stderr) <= MAX_TOLD
+
+
+TALKS = """
+import os, sys
+for _ in range({times}):
+    print("no access with", os.environ["LONG_KEY"], file=sys.stderr)
+sys.exit(1)
+"""
+
+
+@pytest.mark.parametrize("times", [1, 2, 100])
+@pytest.mark.parametrize("length", [1083, 1803])
+def test_what_a_server_says_before_it_ends_shows_no_piece_of_a_long_key(times, length, monkeypatch):
+    monkeypatch.setenv("LONG_KEY", "eyJ" + "ab1Cd2Ef3" * (length // 9))
+    spec = {"command": (sys.executable, "-c", TALKS.format(times=times)), "env": ("LONG_KEY",)}
+    with pytest.raises(ToolError) as raised:
+        McpServer(spec, deadline_s=60).tools()
+    assert "Cd2Ef" not in str(raised.value)
+    assert times == 100 or "no access with ***" in str(raised.value)
+
+
+ECHOES = """
+import json, os, sys
+for line in sys.stdin:
+    asked = json.loads(line)
+    if "id" not in asked:
+        continue
+    version = asked["params"].get("protocolVersion")
+    result = {"protocolVersion": version, "capabilities": {}, "serverInfo": {
+        "name": "x", "version": "1"}}
+    answer = {"jsonrpc": "2.0", "id": asked["id"], "result": result}
+    if asked["method"] != "initialize":
+        del answer["result"]
+        text = "x" * 1960 + os.environ["LONG_KEY"]
+        answer["error"] = {"code": int(sys.argv[1]), "message": text}
+    print(json.dumps(answer), flush=True)
+"""
+
+
+@pytest.mark.parametrize("code", [-32000, -32602])
+def test_an_error_of_a_server_is_redacted_before_it_is_cut(code, monkeypatch):
+    monkeypatch.setenv("LONG_KEY", "sk-live-" + "0123456789abcdef" * 8)
+    spec = {"command": (sys.executable, "-c", ECHOES, str(code)), "env": ("LONG_KEY",)}
+    with pytest.raises((ToolError, CallError)) as raised:
+        McpServer(spec, deadline_s=60).call("t", {})
+    assert "xxxx" in str(raised.value)
+    assert "012345" not in str(raised.value)

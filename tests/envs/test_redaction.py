@@ -6,14 +6,20 @@ import io
 import json
 import random
 import string
+import subprocess
 import sys
+import textwrap
+import threading
 import time
+import traceback
+import urllib.error
 import urllib.parse
 
 import pytest
 
 from jaxrl.envs import redaction
 from jaxrl.envs.base import OutageError, ToolError
+from jaxrl.envs.calls import failure_report
 from jaxrl.envs.completions import Completions
 from jaxrl.envs.http_retriever import HttpRetriever
 from jaxrl.envs.images import Picture, Pictured, images_behind
@@ -39,14 +45,20 @@ QUICK = Policy(
 
 @pytest.fixture(autouse=True)
 def no_other_keys(monkeypatch):
-    monkeypatch.setattr(redaction, "_patterns", {})
+    monkeypatch.setattr(redaction, "_needles", {})
     monkeypatch.setattr(redaction, "_words", {})
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
 
 
 def in_base64(text, before="", after="", is_url=False, is_padded=True):
     encode = base64.urlsafe_b64encode if is_url else base64.b64encode
     coded = encode(f"{before}{text}{after}".encode()).decode()
     return coded if is_padded else coded.rstrip("=")
+
+
+def in_lines(text):
+    return "\n".join(textwrap.wrap(text, 60))
 
 
 SPELLINGS = {
@@ -83,9 +95,22 @@ SPELLINGS = {
         for is_url in (False, True)
         for is_padded in (False, True)
     },
+    "hex, colons": lambda key: key.encode().hex(":"),
+    "hex, spaces": lambda key: key.encode().hex(" "),
+    "base64 twice": lambda key: in_base64(in_base64(key)),
+    "base64 in lines": lambda key: in_lines(in_base64(key, "hello world, " * 5)),
+    "two lines": lambda key: f"{key[:11]}\r\n {key[11:]}",
+    "UTF-16": lambda key: key.encode("utf-16-le").decode(),
+    "braces": lambda key: "".join(f"\\u{{{ord(c):x}}}" for c in key),
+    "eight digits": lambda key: "".join(f"\\U{ord(c):08x}" for c in key),
+    "percent, u": lambda key: "".join(f"%u{ord(c):04X}" for c in key),
     "base64, percent": lambda key: urllib.parse.quote(in_base64(key, "u:"), safe=""),
     "base64, json": lambda key: in_base64(key, "u:").replace("/", "\\/").replace("=", "\\u003d"),
 }  # fmt: skip
+
+
+# No six characters of a key stand together in these, or they do in plain.
+LOOSE = ("base64", "hex, ", "two lines", "UTF-16")
 
 
 def parts_left(text, key=KEY):
@@ -93,7 +118,7 @@ def parts_left(text, key=KEY):
     return [
         name
         for name, spell in SPELLINGS.items()
-        if not name.startswith("base64") and any(
+        if not name.startswith(LOOSE) and any(
             spell(key[i : i + 6]).strip("\"'b") in text for i in range(len(key) - 6)
         )
     ]  # fmt: skip
@@ -106,7 +131,7 @@ def test_a_key_is_left_out_in_every_spelling(name):
     hide(KEY)
     for text in (redacted(f"[{spelled}]"), redacted_content({"a": [spelled]})["a"][0]):
         assert redaction.SHOWN in text
-        assert len(text) < len(spelled) / 2 + 16
+        assert len(text) < len(spelled) / 2 + 64
         assert parts_left(text) == []
 
 
@@ -137,6 +162,43 @@ def test_what_is_in_a_key_is_one_too():
     assert text == "a *** b *** c *** d *** e Bearer ann Basic"
 
 
+@pytest.mark.parametrize(
+    ("key", "part"),
+    [
+        ('Token token="abcdef1234567"', "abcdef1234567"),
+        ("session=abcdef1234567; path=/", "abcdef1234567"),
+        ("Basic " + in_base64("ann:pass-word-1", is_padded=False), "pass-word-1"),
+        ("postgres://ann:p%40ss-word@host/db", "p@ss-word"),
+    ],
+)
+def test_the_secret_part_of_a_key_is_one(key, part):
+    hide(key)
+    assert redacted(f"<{part}>") == "<***>"
+
+
+@pytest.mark.parametrize("spell", [json.dumps, urllib.parse.quote])
+def test_a_key_may_have_any_letters(spell):
+    hide("gehe\u00efm\u20ac\u20ac12")
+    assert redacted(spell("gehe\u00efm\u20ac\u20ac12")).strip('"') == "***"
+    assert (
+        redacted("f\u00fcr \u20ac: gehe\u00efm\u20ac\u20ac12 \u20ac")
+        == "f\u00fcr \u20ac: *** \u20ac"
+    )
+
+
+def test_a_key_may_be_a_number_in_json():
+    value = {"a": 123456789012, "b": [12, True, None]}
+    hide("123456789012")
+    assert redacted_content(value) == {"a": "***", "b": [12, True, None]}
+
+
+def test_a_key_may_be_split_over_texts():
+    hide(KEY)
+    assert redacted_content([f"one {KEY[:9]}", f"{KEY[9:]} two", "three"]) == [
+        "one ***", "*** two", "three",
+    ]  # fmt: skip
+
+
 def test_a_word_for_a_key_is_left_out_of_messages_alone():
     for word in ("EMPTY", "placeholder", "x1"):
         hide(word)
@@ -153,6 +215,26 @@ def test_nothing_else_changes():
     picture = Picture(data=b"x")
     shown = redacted_content(Pictured(f"see {KEY}", [picture]))
     assert (shown, images_behind(shown)) == ("see ***", (picture,))
+
+
+def test_keys_with_backslashes_take_no_longer():
+    key = "ab" + 9 * "\\" + "cdZ9"
+    hide(key)
+    start = time.process_time()
+    assert redacted(f"{json.dumps(key)} ab{80 * chr(92)}x").startswith('"***" ab')
+    assert time.process_time() - start < 0.5
+
+
+@pytest.mark.parametrize(
+    ("text", "limit_s"),
+    [("the quick brown fox jumps " * 160_000, 1.0), (3 * "\\" + "u0061", 1.0)],
+)
+def test_a_long_text_is_read_quickly(text, limit_s):
+    for key in (KEY, "Basic dXNlcjpwYXNzd29yZDEyMw==", "a" * 20 + "1"):
+        hide(key)
+    start = time.process_time()
+    redacted((text * 50_000)[: 4 * 2**20] if len(text) < 99 else text)
+    assert time.process_time() - start < limit_s
 
 
 @pytest.mark.parametrize(
@@ -246,10 +328,37 @@ def test_a_server_that_echoes_keys_everywhere(monkeypatch, tmp_path, capfd, capl
 def test_a_key_that_is_split_over_places_is_in_none(monkeypatch):
     monkeypatch.setenv("A_KEY", KEY)
 
+    question = {"Location": f"http://h/{WITH_QUERY}"}
+    monkeypatch.setenv("B_KEY", WITH_QUERY)
+    with served(lambda request: Reply("", 307, question)) as server:
+        error = run_one(HttpRetriever(server.url, key_env="B_KEY"), "q")
+    assert "redirecting to http://h/***: ''" in str(error)
+
     places = {"Location": f"http://h/{KEY[:12]}", "location": f"http://h/{KEY[12:]}"}
     with served(lambda request: Reply("", 307, places)) as server:
         error = run_one(HttpRetriever(server.url, key_env="A_KEY"), "q")
     assert "redirecting to 2 places: ''" in str(error)
+
+
+WITH_QUERY = "sk-Live9aZq8?Bx7Lm3cD5"
+
+
+@pytest.mark.parametrize("length", range(1900, 2000, 20))
+def test_an_error_is_cut_behind_its_key(length):
+    key = "sk-live-" + "0123456789abcdef" * 8
+    hide(key)
+    error = run_one(Failing(), "x" * length + key)
+    assert "012345" not in str(error)
+    assert "012345" not in failure_report(ValueError("x" * length + key))
+    [cause] = [redaction.redacted_start("x" * (2**18 - n) + key, 2**18) for n in [50]]
+    assert "012345" not in cause
+
+
+class Failing(Tool):
+    name, blank = "failing", ""
+
+    def run(self, call):
+        raise RuntimeError(call)
 
 
 class Loose(Tool):
@@ -308,6 +417,65 @@ def test_groups_of_errors_hold_no_key():
     redact_error(group)
     assert KEY not in repr(group)
     assert group.exceptions[0].args == ("***", 3)
+
+
+class OwnTextError(Exception):
+    def __init__(self, text):
+        super().__init__()
+        self.text = [text]
+
+    def __str__(self):
+        return self.text[0]
+
+
+def errors():
+    noted = ValueError("x")
+    noted.add_note(f"see {KEY}")
+    return [
+        *(noted, FileNotFoundError(2, "no", KEY), OSError(5, f"bad {KEY}"), OwnTextError(KEY)),
+        UnicodeDecodeError("utf-8", KEY.encode(), 0, 1, f"bad {KEY}"),
+        urllib.error.HTTPError("http://x", 401, f"no {KEY}", {}, None),
+        *(ValueError({"a": KEY}), ValueError([KEY]), ValueError(ValueError(KEY))),
+        *(ValueError(KEY.encode()), SyntaxError(KEY)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("error", errors(), ids=lambda error: type(error).__name__)
+def test_no_part_of_an_error_holds_a_key(error):
+    hide(KEY)
+    redact_error(error)
+    shown = "".join(traceback.format_exception(error))
+    assert "***" in shown
+    assert parts_left(shown) == []
+
+
+RAISES = """
+import sys, threading
+from jaxrl.envs.redaction import hide, redacted_output
+hide("SECRETKEY12345")
+key = sys.argv[1]
+
+class Odd(Exception):
+    def __str__(self):
+        return f"told {key}"
+
+def fail():
+    raise ExceptionGroup(f"group {key}", [Odd()])
+
+with redacted_output():
+    thread = threading.Thread(target=fail)
+    thread.start()
+    thread.join()
+    fail()
+"""
+
+
+def test_what_nobody_catches_shows_no_key():
+    command = [sys.executable, "-c", RAISES, "SECRETKEY12345"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.count("group ***") == done.stderr.count("told ***") == 2
+    assert "SECRETKEY" not in done.stderr
 
 
 def test_random_texts_stay_as_they_are():
