@@ -28,6 +28,7 @@ Files that are there and whole are not fetched again. The same seed gives the sa
 import argparse
 import gzip
 import hashlib
+import itertools
 import json
 import random
 import re
@@ -85,8 +86,8 @@ SYSTEM = (
 PIECE_WORDS = 50  # of a document, at most
 ANSWER_WORDS = 3  # of the shortest accepted answer, at most
 
-HABITS = {"good": 0.35, "no_search": 0.25, "poor_query": 0.20, "wordy": 0.20}
-"""Shares of demonstrations by what they do; the good ones alone are sure to be right."""
+HABITS = {"good": 7, "no_search": 5, "poor_query": 4, "wordy": 4}
+"""Of 20 demonstrations, how many do what; the good ones alone are sure to be right."""
 
 # What a question is made of beside the words that say what it is about.
 _STOP_WORDS = frozenset(
@@ -307,7 +308,7 @@ def body(result: str) -> str:
 
 
 def bare_title(article: str) -> str:
-    """An article's name without what tells it from its namesakes: `Fresno` of `Fresno, California`."""
+    """`Fresno` of `Fresno, California`: an article's name without what sets it apart."""
     return re.split(r"[,(]", article)[0].strip()
 
 
@@ -451,12 +452,9 @@ def make_world(
 
     rng = random.Random(f"{seed} demonstrations")
     guesses = [question.answers[0] for question in rest]
-    habits = [
-        habit for habit, share in HABITS.items() for _ in range(round(share * num_demonstrations))
-    ]
-    rng.shuffle(habits)
     demonstrations: list[dict[str, Any]] = []
-    for question, habit in zip(rest, habits, strict=False):
+    habits = itertools.cycle(itertools.chain.from_iterable([h] * n for h, n in HABITS.items()))
+    for question, habit in zip(rest[:num_demonstrations], habits, strict=False):
         chat = demonstrate(question, habit, kept[question], engine, rng, guesses)
         while named.search(chat_text(chat)):  # a poor query or a guess hit a held-out article
             chat = demonstrate(question, "good", kept[question], engine, rng, guesses)
@@ -518,7 +516,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_held_out", type=int, default=120, help="questions, for evaluation")
-    parser.add_argument("--num_demonstrations", type=int, default=112)
+    parser.add_argument("--num_demonstrations", type=int, default=120)
     parser.add_argument("--no_model", action="store_true", help="fetch no weights")
     return parser.parse_args(argv)
 
