@@ -87,7 +87,7 @@ PIECE_WORDS = 50  # of a document, at most
 ANSWER_WORDS = 3  # of the shortest accepted answer, at most
 
 HABITS = {"good": 7, "no_search": 5, "poor_query": 4, "wordy": 4}
-"""Of 20 demonstrations, how many do what; the good ones alone are sure to be right."""
+"""Demonstrations of each kind in 20; the good ones alone are sure to be right."""
 
 # What a question is made of beside the words that say what it is about.
 _STOP_WORDS = frozenset(
@@ -296,7 +296,7 @@ def choose(
 
 
 def search(engine: LocalSearch, queries: Sequence[str]) -> list[str]:
-    """What the environment shows for each query."""
+    """Results of queries, as the environment shows them."""
     results = engine.run_batch(queries)
     assert all(isinstance(result, str) for result in results), "a local search does not fail"
     return [str(result) for result in results]
