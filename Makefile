@@ -10,7 +10,7 @@ NEWEST := .venv-newest
 JOBS ?= 2
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: setup quickstart perfect-start looking seeking test test-newest test-slow parity check bench clean
+.PHONY: setup quickstart perfect-start looking seeking real test test-newest test-slow parity check bench clean
 
 setup: $(STAMP)
 
@@ -47,6 +47,18 @@ data/seeking/questions_eval.jsonl: $(STAMP) examples/looking_world.py
 
 seeking: data/seeking/questions_eval.jsonl
 	$(BIN)/python -m jaxrl.launch --config=configs/seeking.py --workdir=runs/seeking
+
+# Published weights learn to search real documents; see docs/real.md. MODEL=FOLDER takes another model.
+data/real/questions_eval.jsonl: $(STAMP) examples/real_world.py
+	$(BIN)/python -m examples.real_world --out=data/real --seed=0
+
+REAL_RUN = runs/real$(if $(MODEL),_$(notdir $(MODEL:/=)))
+REAL = $(BIN)/python -m jaxrl.launch --config=configs/real.py $(if $(MODEL),--config.model.path=$(MODEL))
+real: data/real/questions_eval.jsonl
+	$(REAL) --workdir=$(REAL_RUN)_as_it_is --config.stages="('evaluate',)" \
+	  --config.eval.final_suites="('sampled', 'greedy')"
+	$(REAL) --workdir=$(REAL_RUN)
+	$(BIN)/python -m benchmarks.real --run=$(REAL_RUN)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not torch"
@@ -95,4 +107,4 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks.peers
 
 clean:
-	rm -rf $(VENV) $(NEWEST) runs data/quickstart data/looking data/seeking .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(NEWEST) runs data/quickstart data/looking data/seeking data/real .pytest_cache .mypy_cache .ruff_cache

@@ -38,6 +38,8 @@ NOT_RUN = {
     "devices, and this plans for those at hand; with --plan_devices it is run",
     r"python -m jaxrl\.ask ": "a trained run, which takes minutes; tests/test_ask.py",
     r"python -m examples\.quickstart_world ": "half a minute each; many tests make smaller ones",
+    r"python -m examples\.real_world ": "downloads wheels; tests/examples/test_real_world.py makes "
+    "one of small stand-ins",
     r"python -m jaxrl\.envs\.serve_retriever ": "serves until it is ended, on a fixed port, and "
     "some need weights or a server; tests/envs/test_serve_retriever.py",
     r"curl ": "asks that server",

