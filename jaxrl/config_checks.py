@@ -824,7 +824,11 @@ def _check_paths(config: ConfigDict, needs_data: bool) -> None:
     needed["search.dense.encoder"] = (config.search.dense.encoder, is_dense)
     for key, (value, is_needed) in {**needed, **(data if needs_data else {})}.items():
         if is_needed and not value:
-            refuse(key, value, "a path")
+            demonstrations = (
+                "a JSONL file of chats (docs/data.md), which the stage 'sft' learns from; or leave "
+                "'sft' out of config.stages"
+            )
+            refuse(key, value, demonstrations if key == "sft.source" else "a path")
     if searches(config):
         _check_server(config)
     if config.policy.name != OWN_MODEL:

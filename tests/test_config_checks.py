@@ -467,3 +467,13 @@ def test_reward_functions_are_called_by_their_last_pieces_where_these_differ():
 def test_settings_of_reward_functions_fit(changes, told):
     with pytest.raises(ValueError, match=told):
         validate(helpers.settings(**changes), needs_data=False)
+
+
+def test_a_warm_start_without_demonstrations_says_what_they_are(tmp_path):
+    config = default_config()
+    config.stages, config.model.path = ("sft",), str(tmp_path)
+    expected = (
+        r"sft\.source is ''; expected a JSONL file of chats .*leave 'sft' out of config\.stages"
+    )
+    with pytest.raises(ValueError, match=expected):
+        validate(config)
