@@ -640,6 +640,8 @@ def test_a_full_disk_is_one_line_whatever_its_libraries_say(tmp_path, tiny_world
     limited += "runpy.run_module('jaxrl.launch', run_name='__main__', alter_sys=True)"
     workdir = tmp_path / "run"
     arguments = [f"--config={CONFIG}:{tiny_world}", f"--workdir={workdir}"]
+    # Which cannot be written either, and has a line of its own for that.
+    arguments += ["--config.compilation_cache=off"]
     arguments += ["--config.search.engine=empty", "--config.sft.num_steps=6"]
     done = subprocess.run(
         [sys.executable, "-c", limited, *arguments], capture_output=True, text=True
