@@ -46,7 +46,7 @@ _DROPPED = re.compile(rb"[\\\x00-\x20\x7f]+")
 
 # Base64 has two alphabets, hex capitals and small letters.
 _ALIKE = bytes.maketrans(b"-_", b"+/").lower()
-_BASE64_END = re.compile(rb"[0-9a-z+/]?={0,2}")
+_BASE64_END = re.compile(rb"[0-9a-zA-Z+/_-]?(?:=|%3[dD]){0,2}")
 
 # What several hands have escaped in the same way, one after another, is read in one go.
 _ESCAPE = re.compile(
@@ -288,10 +288,15 @@ def _places(text: str) -> list[tuple[int, int]]:
     needles = list(_needles.items())
     found = [place for key, _ in needles for place in _occurrences(key.encode(), data)]
     plain, steps = _unescaped(data)
-    behind = {place for _, codings in needles for one in codings for place in _matches(*one, plain)}
-    spans = sorted(behind)
+    codings = [one for _, codings in needles for one in codings]
+    matches = [(place, coded) for one, coded in codings for place in _matches(one, plain)]
+    spans = [place for place, _ in matches]
     for pattern, before in reversed(steps) if spans else ():
         spans = _origins(pattern, before, spans)
+    # The last letter of base64 may be of what is behind the key too, so that none is looked for.
+    for index, (start, end) in enumerate(spans):
+        if matches[index][1] and (rest := _BASE64_END.match(data, end)):
+            spans[index] = (start, rest.end())
     apart: list[tuple[int, int]] = []
     for start, end in sorted([*found, *spans]):
         if apart and start < apart[-1][1]:
@@ -315,13 +320,12 @@ def _occurrences(needle: bytes, data: bytes) -> Iterator[tuple[int, int]]:
         at += len(needle)
 
 
-def _matches(needle: bytes, is_base64: bool, data: bytes) -> Iterator[tuple[int, int]]:
+def _matches(needle: bytes, data: bytes) -> Iterator[tuple[int, int]]:
     """Where a coding of a key begins and ends in an unescaped text."""
     for start, end in _occurrences(needle[:_MAX_SPELLED], data):
         more = zip(needle[_MAX_SPELLED:], data[end : end + len(needle)], strict=False)
         end += sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], more))
-        rest = _BASE64_END.match(data, end) if is_base64 else None
-        yield start, rest.end() if rest else end
+        yield start, end
 
 
 def _unescaped(data: bytes) -> tuple[bytes, list[tuple[re.Pattern[bytes], bytes]]]:

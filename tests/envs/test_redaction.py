@@ -199,6 +199,13 @@ def test_a_key_may_be_split_over_texts():
     ]  # fmt: skip
 
 
+def test_what_is_behind_a_key_stays():
+    hide(KEY)
+    for key in (KEY, in_base64(KEY, is_padded=False), KEY.encode().hex()):
+        assert redacted_content({key: [key, "contents"]}) == {"***": ["***", "contents"]}
+        assert redacted(f"{key}\n\nab {key} ab") == "***\n\nab *** ab"
+
+
 def test_a_word_for_a_key_is_left_out_of_messages_alone():
     for word in ("EMPTY", "placeholder", "x1"):
         hide(word)
