@@ -131,7 +131,8 @@ def test_a_key_is_left_out_in_every_spelling(name):
     hide(KEY)
     for text in (redacted(f"[{spelled}]"), redacted_content({"a": [spelled]})["a"][0]):
         assert redaction.SHOWN in text
-        assert len(text) < len(spelled) / 2 + 64
+        # What is around the key stays: in one spelling 65 bytes of a greeting, coded with it.
+        assert len(text) < len(spelled) / 2 + (64 if name == "base64 in lines" else 16)
         assert parts_left(text) == []
 
 
