@@ -96,7 +96,7 @@ def test_shipped_configs_are_valid(name):
         ("model.path", "", "a path"),
         ("tasks.train.source", "", "a path"),
         ("tasks.eval.source", "", "a path"),
-        ("sft.source", "", "a path"),
+        ("sft.source", "", "a JSONL file of chats"),
         ("search.local.corpus", "", "a path"),
         # What ml_collections lets through.
         ("seed", None, "a value of type int, as 0"),

