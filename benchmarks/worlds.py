@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from benchmarks.claims_report import table
 from benchmarks.claims_runs import ROOT, Job, read_steps, seconds_of
+from jaxrl.logs.statistics import bootstrap_means, percentile_interval
 from jaxrl.training.controllers import BUCKETS
 
 Figures = dict[str, float]
@@ -44,6 +47,8 @@ class World:
     acted: tuple[Acted, ...]
     scores: tuple[str, ...] = ("exact_match",)  # of the evaluations, over all questions
     suites: tuple[str, ...] = ("sampled", "greedy")  # in which the scores are read
+    # Of the sampled score from before to after, question by question, with its interval.
+    shows_gain: bool = False
 
 
 def first(values: Sequence[float]) -> float:
@@ -165,6 +170,17 @@ WORLDS = {
             Acted(name="with signal, last fifth", metric="rollout/informative_share", of=last),
         ),
     ),
+    "real": World(
+        builder="examples.real_world",
+        config="configs/real.py",
+        suites=("sampled", "greedy", "empty_search", "random_search"),
+        acted=(
+            Acted(name="searches, first fifth", metric="num_searches/mean", of=first),
+            Acted(name="searches, last fifth", metric="num_searches/mean", of=last),
+            Acted(name="logprob_diff_max", metric="rollout_corr/logprob_diff_max", of=max),
+        ),
+        shows_gain=True,
+    ),
 }
 """By the name of the method's own world."""
 
@@ -197,6 +213,11 @@ def read_figures(world: World, run: Path) -> Figures:
         for suite in world.suites
         for when, record in (("before", before), ("after", after))
     }
+    if world.shows_gain:
+        score, suite = world.scores[0], world.suites[0]
+        mean, low, high = gain(before, after, suite, score)
+        figures[f"gain, {suite}"] = mean
+        figures |= {"95% from": low, "95% to": high}
     steps = read_steps(run)
     for acted in world.acted:
         values = [value for _, value in steps.get(acted.metric, [])]
@@ -204,8 +225,35 @@ def read_figures(world: World, run: Path) -> Figures:
     return figures | {"wall s": seconds_of(run)}
 
 
-def evaluations(run: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """The first evaluation of the train stage, and the run's last one.
+def gain(
+    before: Mapping[str, Any], after: Mapping[str, Any], suite: str, score: str
+) -> tuple[float, float, float]:
+    """The mean difference over the same questions, and its 95% interval by the bootstrap.
+
+    Raises:
+        ValueError: the evaluations asked different questions.
+    """
+    old, new = (_by_question(record["questions"][suite], score) for record in (before, after))
+    if old.keys() != new.keys():
+        raise ValueError(f"the two evaluations of {suite} asked different questions")
+    difference = np.array([new[name] - old[name] for name in sorted(old)])
+    resampled = bootstrap_means(
+        difference[:, None], num_resamples=10_000, rng=np.random.default_rng(0)
+    )
+    low, high = percentile_interval(resampled) or (math.nan, math.nan)
+    return float(difference.mean()), low, high
+
+
+def _by_question(samples: Sequence[Mapping[str, Any]], score: str) -> dict[str, float]:
+    """The mean score of the samples of each question."""
+    scores: dict[str, list[float]] = {}
+    for sample in samples:
+        scores.setdefault(sample["task_id"], []).append(float(sample[score]))
+    return {name: statistics.fmean(values) for name, values in scores.items()}
+
+
+def evaluations(run: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The first evaluation of the train stage, and the last ones of the same step as one.
 
     Raises:
         FileNotFoundError: the run has not evaluated its policy twice.
@@ -219,8 +267,14 @@ def evaluations(run: Path) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
             f"{run / 'eval'} holds {len(paths)} evaluations; expected one before training and one "
             "after. Delete the run's folder and give the command again."
         )
-    records = [json.loads(paths[key].read_text(encoding="utf-8")) for key in sorted(paths)]
-    return records[0], records[-1]
+    keys = sorted(paths)
+    records = {key: json.loads(paths[key].read_text(encoding="utf-8")) for key in keys}
+    after: dict[str, Any] = {}
+    for key in keys[1:]:
+        if key[0] == keys[-1][0]:
+            parts = ("summary", "intervals", "questions")
+            after = {part: after.get(part, {}) | records[key].get(part, {}) for part in parts}
+    return records[keys[0]], after
 
 
 def value_of(record: Mapping[str, Any], suite: str, score: str) -> float:

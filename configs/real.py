@@ -28,7 +28,7 @@ def get_config(world: str = "data/real") -> ConfigDict:
     config.rollout.max_observation_tokens = 104
 
     config.sft.source = f"{world}/demonstrations.jsonl"
-    config.sft.num_steps = 15
+    config.sft.num_steps = 30
     config.sft.batch_size = 8
     config.sft.optimizer.lr = 1e-4
     config.sft.optimizer.warmup_steps = 2

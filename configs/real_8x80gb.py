@@ -1,0 +1,21 @@
+"""The same world as configs/real.py on one host of eight accelerators of 80 GB.
+
+make real MODEL=models/Qwen2.5-7B-Instruct PRESET=real_8x80gb
+
+Planned, not run: docs/real.md has the plan.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import real_24gb
+
+
+def get_config(world: str = "data/real") -> ConfigDict:
+    config = real_24gb.get_config(world)
+    config.mesh.data = 1
+    config.mesh.fsdp = 8
+    config.rollout.group_size = 16
+    config.rollout.num_rows = 128
+    config.optimizer.lr = 1e-6
+    config.sft.optimizer.lr = 1e-5
+    return config
