@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import resource
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,14 +52,13 @@ def read_row(folder: Path) -> list[str]:
     record = json.loads(path.read_text(encoding="utf-8"))
     [suite] = record["summary"]
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    seconds = json.loads(lines[-1])["timing_s/testing"]
+    metrics = json.loads(lines[-1])
     tokens = record["ledger"]["sampled_tokens"]
-    peak = json.loads((folder / "peak.json").read_text())["gib"]
     return [
         *(cell(record, suite, measure) for measure in MEASURES.values()),
         f"{tokens:,}",
-        f"{tokens / seconds:.1f}",
-        f"{peak:.1f}",
+        f"{tokens / metrics['timing_s/testing']:.1f}",
+        f"{metrics['perf/max_memory_gib']:.1f}",
     ]
 
 
@@ -75,9 +73,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not one.is_finished():
             print(f"{sys.executable} -m {one.module} {' '.join(one.arguments)}", flush=True)
             one.run(None, None)
-            # The largest child so far: rows differ by little, and the first is told apart by it.
-            peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
-            (one.folder / "peak.json").write_text(json.dumps({"gib": peak}))
         rows.append([PROTOCOLS[protocol], ENGINES[engine], *read_row(one.folder)])
     heads = ["calls", "search", *MEASURES, "tokens sampled", "tokens/s", "peak GiB"]
     print(table(heads, rows))

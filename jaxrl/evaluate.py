@@ -38,6 +38,7 @@ from jaxrl.logs.statistics import (
     pass_at_k,
     percentile_interval,
 )
+from jaxrl.logs.steps import memory_metrics
 from jaxrl.logs.writers import write_images
 from jaxrl.objectives.metrics import mean
 from jaxrl.runtime import distributed
@@ -621,7 +622,7 @@ def run_suites(
     lines = [f"{stage} {step} {one_line(suite, summary)}" for suite, summary in summaries.items()]
     for line in [text] if stage == "evaluate" else lines:
         display.log(line)
-    metrics = {"timing_s/testing": time.perf_counter() - started}
+    metrics = {"timing_s/testing": time.perf_counter() - started, **memory_metrics()}
     metrics |= _booked(session, ledger)
     for suite, summary in summaries.items():
         metrics |= as_metrics(suite, summary)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import resource
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -91,12 +93,16 @@ def lag_metrics(trajectories: Sequence[Trajectory], policy_version: int) -> dict
 
 
 def memory_metrics() -> dict[str, float]:
-    """The most memory that this process has held at once on one of its devices, where it is told.
+    """The most memory so far, GiB: on one of this process's devices, or, on CPUs, of the process.
 
-    A CPU does not tell; then there is no such metric.
+    A CPU's own memory is the process's: what is resident, programs and files in memory included.
     """
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
+    if not peaks and jax.default_backend() == "cpu":
+        # Linux counts in KiB, macOS in bytes.
+        unit = 1 if sys.platform == "darwin" else 1024
+        peaks = [unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss]
     return {"perf/max_memory_gib": max(peaks) / 2**30} if peaks else {}
 
 

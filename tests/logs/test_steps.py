@@ -3,11 +3,20 @@
 import dataclasses
 import json
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxrl.logs.steps import engine_metrics, kl_metrics, merge, sample_fields, window_metrics
+from jaxrl.logs.steps import (
+    engine_metrics,
+    kl_metrics,
+    memory_metrics,
+    merge,
+    sample_fields,
+    window_metrics,
+)
 from jaxrl.objectives.metrics import Metric
 from jaxrl.sampling.engine import Counts
 from jaxrl.training.controllers import (
@@ -193,3 +202,12 @@ def test_the_sampler_is_measured_step_by_step():
         "rollout/swapped_tokens": 70,
         "rollout/cache_use": 0.75,
     }
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_of_a_cpu_is_what_the_process_has_held():
+    """As Linux tells it: the high-water mark of what is resident."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    [(name, gib)] = memory_metrics().items()
+    assert name == "perf/max_memory_gib"
+    assert gib == pytest.approx(int(status["VmHWM"].split()[0]) / 2**20, rel=0.01)
