@@ -48,12 +48,14 @@ data/seeking/questions_eval.jsonl: $(STAMP) examples/looking_world.py
 seeking: data/seeking/questions_eval.jsonl
 	$(BIN)/python -m jaxrl.launch --config=configs/seeking.py --workdir=runs/seeking
 
-# Published weights learn to search real documents; see docs/real.md. MODEL=FOLDER takes another model.
+# Published weights learn to search real documents; see docs/real.md. MODEL=FOLDER takes another model,
+# PRESET=real_24gb or real_8x80gb the sizes for accelerators.
 data/real/questions_eval.jsonl: $(STAMP) examples/real_world.py
 	$(BIN)/python -m examples.real_world --out=data/real --seed=0
 
-REAL_RUN = runs/real$(if $(MODEL),_$(notdir $(MODEL:/=)))
-REAL = $(BIN)/python -m jaxrl.launch --config=configs/real.py $(if $(MODEL),--config.model.path=$(MODEL))
+PRESET = real
+REAL_RUN = runs/$(PRESET)$(if $(MODEL),_$(notdir $(MODEL:/=)))
+REAL = $(BIN)/python -m jaxrl.launch --config=configs/$(PRESET).py $(if $(MODEL),--config.model.path=$(MODEL))
 real: data/real/questions_eval.jsonl
 	$(REAL) --workdir=$(REAL_RUN)_as_it_is --config.stages="('evaluate',)" \
 	  --config.eval.final_suites="('sampled', 'greedy')"

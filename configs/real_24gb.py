@@ -2,8 +2,8 @@
 
 make real MODEL=models/Qwen2.5-0.5B-Instruct PRESET=real_24gb
 
-Planned, not run: docs/real.md has the plan. A model of 1.5 billion parameters or more fits with an
-adapter, --config.model.lora.rank=32.
+Planned, not run: docs/real.md has the plan. Qwen3-4B fits with an adapter on bfloat16 weights:
+--config.model.lora.rank=32 --config.model.lora.base_dtype=bfloat16, and --config.optimizer.lr=2e-5.
 """
 
 from ml_collections import ConfigDict
@@ -29,3 +29,5 @@ def set_sizes(config: ConfigDict) -> None:
     config.rollout.observation_lag_chunks = 2
     config.optimizer.micro_rows = 0
     config.sft.optimizer.micro_rows = 0
+    config.optimizer.lr = 2e-6
+    config.sft.optimizer.lr = 1e-5

