@@ -73,12 +73,16 @@ class Tokenizer:
             ValueError: the tokenizer is of another kind, or lacks what was named.
         """
         self._hf_tokenizer = hf_tokenizer
-        spec = json.loads(hf_tokenizer.backend_tokenizer.to_str())
-        spec |= {"truncation": None, "padding": None}
-        self._tokenizer = tokenizers.Tokenizer.from_str(json.dumps(spec))
+        text = hf_tokenizer.backend_tokenizer.to_str()
+        spec = json.loads(text)
+        self._tokenizer = tokenizers.Tokenizer.from_str(text)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         # Without added tokens nothing is matched ahead of the merges, which also keeps markers
         # that are not flagged as special (`<think>`, `<tool_call>`) apart.
-        self._plain = tokenizers.Tokenizer.from_str(json.dumps(spec | {"added_tokens": []}))
+        self._plain = tokenizers.Tokenizer(self._tokenizer.model)
+        self._plain.normalizer = self._tokenizer.normalizer
+        self._plain.pre_tokenizer = self._tokenizer.pre_tokenizer
         for token in spec["added_tokens"]:
             if token["special"] and token["id"] in self.encode_plain(token["content"]):
                 raise ValueError(
