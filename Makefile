@@ -10,7 +10,7 @@ NEWEST := .venv-newest
 JOBS ?= 2
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: setup quickstart perfect-start looking seeking real test test-newest test-slow parity check bench clean
+.PHONY: setup quickstart perfect-start looking seeking real vocabularies test test-newest test-slow parity check bench clean
 
 setup: $(STAMP)
 
@@ -62,7 +62,13 @@ real: data/real/questions_eval.jsonl
 	$(REAL) --workdir=$(REAL_RUN)
 	$(BIN)/python -m benchmarks.real --run=$(REAL_RUN)
 
+# Published tokenizers and chat templates, kept for all checkouts; see tests/vocabularies.py.
+vocabularies: $(STAMP)
+	$(BIN)/python -m tests.vocabularies
+
+# Without a network the tests that need them are skipped.
 test: $(STAMP)
+	-@$(BIN)/python -m tests.vocabularies
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not torch"
 
 # What depends on the version of JAX: kernels, lowering, export, sharding, and whole runs.

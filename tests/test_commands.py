@@ -45,6 +45,7 @@ NOT_RUN = {
     r"curl ": "asks that server",
     r"python -m examples\.tiny_model ": "texts of the reader's; tests/examples/test_tiny_model.py",
     r"python -m pytest ": "needs torch and weights; tests/extras/gguf/test_real_weights.py itself",
+    r"(du|rm) ": "of folders in the user's cache",
     r"(hf download|python -m zipfile|mv) ": "downloads a model, and moves it to its place",
     r"(taskset -c \d )?python -m benchmarks\.": "minutes to hours; tests/test_benchmarks.py and "
     "test_claims.py run small ones",

@@ -63,8 +63,13 @@ def unpack(path: Path, log: Callable[[str], None]) -> str:
     with FileLock(cache / f".{folder.name}.lock"):
         if (folder / "config.json").is_file():
             return str(folder)
-        log(f"reading {path}, once; later starts find it in {folder}")
         model = read_model(path)
+        held = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
+        log(
+            f"reading {path}, once; later starts find it in {folder} (at most "
+            f"{_size(model.num_bytes)}; {cache} has {_size(held)} of other models, any of which "
+            "may be deleted)"
+        )
         try:
             with folder_taking_place(folder, marker="config.json") as unfinished:
                 write_model(model, unfinished)
@@ -74,7 +79,11 @@ def unpack(path: Path, log: Callable[[str], None]) -> str:
                 raise
             limit = " (or raise ulimit -f)" if full.errno == errno.EFBIG else ""
             raise ValueError(
-                f"{cache}: {full.strerror} for the {-(-model.num_bytes // 2**20)} MiB of {path}; "
+                f"{cache}: {full.strerror} for the {_size(model.num_bytes)} of {path}; "
                 f"free some space{limit}, or set XDG_CACHE_HOME to a folder that has it."
             ) from error
     return str(folder)
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**29 else f"{-(-num_bytes // 2**20)} MiB"

@@ -97,7 +97,7 @@ def write_gguf(
         kind: a quantisation that the package writes.
         pre: how the file says that texts are cut.
         tokenizer: whose vocabulary is written; default: a small one that cuts them so.
-        tensors: other tensors than the folder's.
+        tensors: other tensors than the folder's; uint8 are blocks of `kind`.
         kinds: of single tensors, other quantisations.
         changes: keys of the metadata with `__` for a point, and their values; None leaves one out.
     """
@@ -147,7 +147,10 @@ def write_gguf(
     for name, weight in (tensors_of(Path(folder)) if tensors is None else tensors).items():
         own = (kinds or {}).get(name, kind if weight.ndim > 1 else "F32")
         stored = gguf.GGMLQuantizationType[own]
-        data = weight.astype(np.int8) if own == "I8" else gguf.quants.quantize(weight, stored)
+        if weight.dtype == np.uint8:  # blocks as they are stored
+            data = weight
+        else:
+            data = weight.astype(np.int8) if own == "I8" else gguf.quants.quantize(weight, stored)
         writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

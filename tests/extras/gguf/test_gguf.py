@@ -31,6 +31,7 @@ from tests.extras.gguf.files import (  # noqa: E402
     tensors_of,
     write_gguf,
 )
+from tests.vocabularies import needed  # noqa: E402
 
 SIZES = {
     **{"vocab_size": 320, "width": 64, "mlp_width": 96, "num_layers": 2, "num_heads": 4},
@@ -119,6 +120,84 @@ def test_every_value_is_kept_as_the_file_has_it(kind, tmp_path, folder):
         np.testing.assert_array_equal(tensor.data[:], weight)
 
 
+def of_q4_k(blocks):
+    """float32 [n, 256] of Q4_K, from the layout of `block_q4_K` in llama.cpp's ggml-common.h."""
+    scale, least = np.split(blocks[:, :4].copy().view("<f2").astype(np.float32), 2, axis=1)
+    packed, quants = blocks[:, 4:16], blocks[:, 16:]
+    found = np.zeros((len(blocks), 256), np.float32)
+    for j in range(8):  # of 32 values each, with six bits of scale and of minimum
+        if j < 4:
+            own_scale, own_least = packed[:, j] & 63, packed[:, j + 4] & 63
+        else:
+            own_scale = (packed[:, j + 4] & 15) | (packed[:, j - 4] >> 6 << 4)
+            own_least = (packed[:, j + 4] >> 4) | (packed[:, j] >> 6 << 4)
+        values = quants[:, 32 * (j // 2) :][:, :32] >> 4 * (j % 2) & 15
+        scaled = scale * own_scale[:, None] * values
+        found[:, 32 * j : 32 * j + 32] = scaled - least * own_least[:, None]
+    return found
+
+
+def of_q6_k(blocks):
+    """The same of Q6_K: four low bits, two high ones, and a scale of 16 values each."""
+    low, high = blocks[:, :128], blocks[:, 128:192]
+    scales = blocks[:, 192:208].copy().view(np.int8).astype(np.float32)
+    scale = blocks[:, 208:].copy().view("<f2").astype(np.float32)
+    found = np.zeros((len(blocks), 256), np.float32)
+    for half in range(2):
+        for j in range(4):  # of 32 values each
+            four = low[:, 64 * half + 32 * (j % 2) :][:, :32] >> 4 * (j // 2) & 15
+            two = high[:, 32 * half :][:, :32] >> 2 * j & 3
+            values = (four | two << 4).astype(np.int8) - 32
+            at = 8 * half + 2 * j
+            own = np.repeat(scales[:, at : at + 2], 16, axis=1)
+            found[:, 128 * half + 32 * j :][:, :32] = scale * own * values
+    return found
+
+
+def random_blocks(size, scales, seed):
+    """Blocks of any bits, but for their scales, which are numbers."""
+    rng = np.random.default_rng(seed)
+    blocks = rng.integers(0, 256, (2000, size), np.uint8)
+    given = rng.normal(0.0, 0.01, (2000, (scales.stop - scales.start) // 2)).astype("<f2")
+    blocks[:, scales] = given.view(np.uint8)
+    return blocks
+
+
+def real_blocks():
+    """Those behind the metadata of Qwen2.5-Coder-1.5B-Instruct: rows of its output layer."""
+    path, begin = needed("qwen2.5-coder-1.5b-instruct.gguf"), 5_950_528
+    data = np.fromfile(path, np.uint8, offset=begin)
+    return data[: len(data) // 210 * 210].reshape(-1, 210)
+
+
+@pytest.mark.parametrize(
+    ("kind", "blocks", "dequantise"),
+    [
+        ("Q4_K", lambda: random_blocks(144, slice(0, 4), seed=1), of_q4_k),
+        ("Q6_K", lambda: random_blocks(210, slice(208, 210), seed=2), of_q6_k),
+        ("Q6_K", real_blocks, of_q6_k),
+    ],
+    ids=["Q4_K", "Q6_K", "Q6_K of a published file"],
+)
+def test_k_quants_against_their_layout(kind, blocks, dequantise, tmp_path):
+    config = dataclasses.replace(LLAMA, width=256, mlp_width=256, head_dim=64, num_layers=1)
+    config = dataclasses.replace(config, num_kv_heads=4)
+    folder, _ = random_folder(tmp_path / "hf", config)
+    tensors, wanted = tensors_of(folder), {}
+    given = blocks()
+    left = np.resize(given, (320 + 7 * 256, given.shape[1]))  # some of them twice
+    for name, weight in tensors.items():
+        if weight.ndim > 1:  # a block for each row
+            rows, left = np.split(left, [len(weight)])
+            tensors[name], wanted[name] = rows, dequantise(rows)
+            assert 1e-3 < wanted[name].std() < 100
+    found = made_of(write_gguf(tmp_path / "m.gguf", folder, kind, tensors=tensors))
+    for name, weight in tensors_of(Path(found)).items():
+        if name in wanted:
+            np.testing.assert_array_equal(weight, wanted[name])
+    assert len(wanted) == 8
+
+
 @pytest.mark.parametrize(("kind", "stored", "name"), [
     ("BF16", "BF16", "bfloat16"), ("F32", "BF16", "bfloat16"), ("F16", "F16", "float16"),
     ("Q8_0", "F32", "float32"),
@@ -203,7 +282,10 @@ def test_made_once_found_by_a_copy_and_again_by_another_content(tmp_path, folder
     told = []
     path = write_gguf(tmp_path / "m.gguf", folder)
     first = model_folder(str(path), told.append)
-    assert told == [f"reading {path}, once; later starts find it in {first}"]
+    assert told == [
+        f"reading {path}, once; later starts find it in {first} (at most 1 MiB; {cache} has 0 MiB "
+        "of other models, any of which may be deleted)"
+    ]
     (tmp_path / "elsewhere").mkdir()
     copy = shutil.copy(path, tmp_path / "elsewhere")
     assert model_folder(str(copy), told.append) == first
@@ -215,6 +297,7 @@ def test_made_once_found_by_a_copy_and_again_by_another_content(tmp_path, folder
     model_paths._made.clear()  # as in another process
     assert model_folder(str(path), told.append) != first
     assert len(told) == 2
+    assert f"; {cache} has 1 MiB of other models" in told[1]
 
 
 def test_a_folder_stands_for_itself(tmp_path):

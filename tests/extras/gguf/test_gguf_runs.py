@@ -47,7 +47,8 @@ def test_a_run_begins_with_a_file_and_goes_on(tiny_world, tmp_path, quick_compil
     planned = launch(file, "--plan", "--plan_devices=1", "--plan_memory_gib=80")
     assert planned.returncode == 0, planned.stderr
     [made] = (cache / "jaxrl" / "models").glob("tiny-*")
-    assert planned.stderr == f"reading {file}, once; later starts find it in {made}\n"
+    [line] = planned.stderr.splitlines()
+    assert line.startswith(f"reading {file}, once; later starts find it in {made} (at most ")
     done = launch(file)
     assert done.returncode == 0, done.stderr
     assert "reading" not in done.stderr
