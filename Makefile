@@ -10,7 +10,7 @@ NEWEST := .venv-newest
 JOBS ?= 2
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: setup quickstart perfect-start looking seeking real vocabularies test test-newest test-slow parity check bench clean
+.PHONY: setup quickstart perfect-start looking seeking real vocabularies try-vocabularies test test-newest test-slow parity check bench clean
 
 setup: $(STAMP)
 
@@ -67,8 +67,10 @@ vocabularies: $(STAMP)
 	$(BIN)/python -m tests.vocabularies
 
 # Without a network the tests that need them are skipped.
-test: $(STAMP)
+try-vocabularies: $(STAMP)
 	-@$(BIN)/python -m tests.vocabularies
+
+test: $(STAMP) try-vocabularies
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not torch"
 
 # What depends on the version of JAX: kernels, lowering, export, sharding, and whole runs.

@@ -142,12 +142,12 @@ class _Reader(gguf.GGUFReader):
     """The package's reader on plain arrays: slices of a memory map cost it three times as much."""
 
     @property
-    def data(self) -> np.ndarray:
+    def data(self) -> Any:
         """Bytes of the file, mapped from the disk."""
         return self._bytes
 
     @data.setter
-    def data(self, mapped: np.memmap) -> None:
+    def data(self, mapped: Any) -> None:
         self._bytes = mapped.view(np.ndarray)
 
 
