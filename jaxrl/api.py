@@ -31,7 +31,7 @@ from jaxrl.envs.redaction import redacted_output
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import parse_record
 from jaxrl.runtime.checkpoint import by_value, raises_once, read_value, steps_in
-from jaxrl.sampling.rollout import Interrupted
+from jaxrl.runtime.stopping import Interrupted
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -784,7 +784,7 @@ def draw_kinds(config: ConfigDict) -> list[str]:
     kinds = []
     if "train" in config.stages:
         kinds.append(kind_of(rollout.temperature, rollout.top_p))
-    suites = {*evaluation.suites, *evaluation.final_suites}
+    suites = environment.suites_of(config)
     if "greedy" in suites or not config.stages:
         kinds.append(GREEDY)
     if suites - {"greedy"} or not config.stages:

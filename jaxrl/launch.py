@@ -110,19 +110,29 @@ INPUT_ERRORS = (ValueError, KeyError, AttributeError, TypeError, OSError, flags.
 def main(argv: Sequence[str]) -> None:
     """Checks everything, then runs."""
     begun = threading.Event()
-    with redacted_output(), stop_on_signals(begun.is_set) as should_stop:
-        config, workdir, job = _prepare(argv)
-        from jaxrl.runtime.checkpoint import raises_once
-        from jaxrl.runtime.job import join
+    try:
+        with redacted_output(), stop_on_signals(begun.is_set) as should_stop:
+            config, workdir, job = _prepare(argv)
+            from jaxrl.runtime.checkpoint import raises_once
+            from jaxrl.runtime.job import join
 
-        with raises_once():
-            try:
-                peers = join(job, deadline_s=_PEER_DEADLINE_S.value) if job else None
-            except OSError as error:
-                _refuse(error)
-            with peers or contextlib.nullcontext():
-                everywhere = peers.everywhere(should_stop) if peers else should_stop
-                _run(config, workdir, everywhere, begun.set)
+            with raises_once():
+                try:
+                    peers = join(job, deadline_s=_PEER_DEADLINE_S.value) if job else None
+                except OSError as error:
+                    _refuse(error)
+                with peers or contextlib.nullcontext():
+                    everywhere = peers.everywhere(should_stop) if peers else should_stop
+                    _run(config, workdir, everywhere, begun.set)
+    except SystemExit as end:
+        if end.code == EXIT_TRY_AGAIN:
+            from jaxrl.runtime.compilation import is_under_way
+
+            if is_under_way():  # what leaving in the usual way would wait for
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(EXIT_TRY_AGAIN)
+        raise
 
 
 def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
@@ -175,7 +185,7 @@ def _run(
     from jaxrl.logs.display import Display
     from jaxrl.runtime import distributed
     from jaxrl.runtime.checkpoint import CheckpointError
-    from jaxrl.sampling.rollout import Interrupted
+    from jaxrl.runtime.stopping import Interrupted
     from jaxrl.training.collect import NotEnoughGroupsError
     from jaxrl.training.health import NothingWorksError
     from jaxrl.training.ledger import BudgetSpentError

@@ -23,8 +23,8 @@ from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import Checkpointer, abstract, optimizer_items
 from jaxrl.runtime.sharding import param_shardings
+from jaxrl.runtime.stopping import Interrupted
 from jaxrl.runtime.versions import write_environment
-from jaxrl.sampling.rollout import Interrupted
 from jaxrl.session import Components, Progress, Session, has_reference, stage_optimizer
 from jaxrl.sft import sft
 from jaxrl.train import train

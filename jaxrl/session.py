@@ -29,6 +29,7 @@ from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
 from jaxrl.processor import Processor
 from jaxrl.runtime.checkpoint import Checkpointer
+from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.distributed import RolloutFunction
 from jaxrl.runtime.stopping import Best
 from jaxrl.sampling.engine import Engine
@@ -288,9 +289,17 @@ class Session:
         return self.progress.stage_step % self.config.checkpoint.every_steps == 0
 
     def compile_sampler(self) -> None:
-        """Compiles what samples, before the first step; the next record tells how long it took."""
+        """Compiles what samples, before the first step; the next record tells how long it took.
+
+        An accelerator's programs take minutes each, and are compiled side by side. Those of a CPU
+        keep its own cores busy, so that each waits until it is needed: few of them may be.
+        """
+        engine = self.components.engine
+        if engine.device.platform == "cpu":
+            return
         started = time.perf_counter()
-        self.components.engine.compile(self.display.activity)
+        with stopped_by(self.should_stop):
+            engine.compile(self.display.activity)
         self.metrics_log.carry("timing_s/compile", time.perf_counter() - started)
 
     def save(self) -> None:

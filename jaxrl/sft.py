@@ -12,8 +12,9 @@ from jaxrl.objectives.aggregation import token_mean, token_weights
 from jaxrl.objectives.losses import negative_log_likelihood
 from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime import distributed
+from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.sharding import num_batch_shards
-from jaxrl.sampling.rollout import Interrupted
+from jaxrl.runtime.stopping import Interrupted
 from jaxrl.session import Session, stage_optimizer
 from jaxrl.stream import Stream
 from jaxrl.training.packing import pack, sft_shape
@@ -58,7 +59,8 @@ def sft(session: Session, params: Params) -> Params:
             num_shards=num_shards,
         )
         batch = put_batch(components.mesh, packed.batch)
-        state, measured = update_step(state, batch, packed)
+        with stopped_by(session.should_stop):
+            state, measured = update_step(state, batch, packed)
         session.state = state
         metrics = {name: float(metric.value) for name, metric in measured.items()}
         step_s = time.perf_counter() - started

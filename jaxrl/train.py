@@ -33,9 +33,10 @@ from jaxrl.logs.writers import write_images, write_trajectories
 from jaxrl.method import is_measured
 from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import abstract
+from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.sharding import num_batch_shards
-from jaxrl.runtime.stopping import update_best
-from jaxrl.sampling.rollout import Interrupted, Sampling, Seeds
+from jaxrl.runtime.stopping import Interrupted, update_best
+from jaxrl.sampling.rollout import Sampling, Seeds
 from jaxrl.session import Progress, Session, stage_optimizer
 from jaxrl.stream import Stream
 from jaxrl.training import rewards
@@ -113,14 +114,18 @@ def train(session: Session, params: Params) -> Params:
             minibatches, components.mesh, score, state.params, ref_params, config
         )
         # Update. If no trajectory has a signal, the optimizer still steps, with a gradient of zero.
-        update_metrics = []
+        update_metrics: list[dict[str, Any]] = []
         session.display.activity(
             f"update, {len(batches) * config.optimizer.num_epochs} mini-batches"
         )
         for _ in range(config.optimizer.num_epochs):
             for packed, batch in zip(minibatches, batches, strict=True):
                 if packed.num_counted:  # else only environment errors: nothing to learn from
-                    state, metrics = update_step(state, batch, packed)
+                    # A first update that is still compiled may end here, as the step it belongs to
+                    # has changed nothing yet; one after it has taken the state over.
+                    may_end = session.should_stop if not update_metrics else lambda: False
+                    with stopped_by(may_end):
+                        state, metrics = update_step(state, batch, packed)
                     update_metrics.append(metrics)
         session.state = state
         # Nothing has waited for the devices: meanwhile the groups of the next step (rollout.ahead).

@@ -20,7 +20,8 @@ from jaxrl.config import STAGES
 from jaxrl.logs.display import Display
 from jaxrl.models.adapters import load_base
 from jaxrl.runtime.checkpoint import steps_in
-from jaxrl.sampling.rollout import Interrupted, Sampling, Seeds
+from jaxrl.runtime.stopping import Interrupted
+from jaxrl.sampling.rollout import Sampling, Seeds
 from jaxrl.stream import Stream
 from jaxrl.training.collect import draw
 from jaxrl.types import members

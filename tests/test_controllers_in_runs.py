@@ -20,7 +20,7 @@ from jaxrl.config_checks import validate
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import run
-from jaxrl.sampling.rollout import Interrupted
+from jaxrl.runtime.stopping import Interrupted
 from jaxrl.training.collect import NotEnoughGroupsError, collect
 from jaxrl.training.controllers import BUCKETS, Controllers, advance
 from jaxrl.training.health import Failures

@@ -16,7 +16,8 @@ from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.report import write_report
 from jaxrl.run import run
-from jaxrl.sampling.rollout import Interrupted, Sampling, Seeds
+from jaxrl.runtime.stopping import Interrupted
+from jaxrl.sampling.rollout import Sampling, Seeds
 from jaxrl.training.ledger import BudgetSpentError
 from jaxrl.types import Draw, members
 from tests.runs import evaluation, records, warm_start

@@ -27,9 +27,8 @@ from jaxrl.models.hf_weights import load_hf
 from jaxrl.report.facts import facts_of
 from jaxrl.report.reading import read_run
 from jaxrl.runtime.checkpoint import MANIFEST, steps_in
-from jaxrl.runtime.stopping import EXIT_TRY_AGAIN
+from jaxrl.runtime.stopping import EXIT_TRY_AGAIN, Interrupted
 from jaxrl.runtime.versions import fingerprints
-from jaxrl.sampling.rollout import Interrupted
 from jaxrl.session import Progress
 from tests.helpers import with_devices
 from tests.runs import (

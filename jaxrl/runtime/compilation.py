@@ -2,10 +2,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import atexit
+import queue
+import threading
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
+
+from jaxrl.runtime.stopping import Interrupted
+
+LOOK_S = 0.1
+"""Seconds between two looks, during a compilation, for whether it is still wanted."""
+
+
+_asked: list[Callable[[], bool]] = []  # by those within whom compilations are, innermost last
+_threads: list[threading.Thread] = []
+
+
+@contextmanager
+def stopped_by(should_stop: Callable[[], bool]) -> Iterator[None]:
+    """Compilations within raise `Interrupted` once `should_stop` says so.
+
+    For code of one process that leaves all as it was when it is interrupted. In a job the others
+    would wait for this process in the next program that all of them run.
+    """
+    _asked.append(lambda: jax.process_count() == 1 and should_stop())
+    try:
+        yield
+    finally:
+        _asked.pop()
+
+
+def compile_all(
+    compiling: Sequence[Callable[[], None]], done: Callable[[int], None] = lambda _: None
+) -> None:
+    """Calls functions that compile, side by side; `done` is told how many have ended.
+
+    They run in threads, since XLA gives the thread that it compiles in no turn for a signal. One
+    that is interrupted goes on, and its program may be called later.
+
+    Raises:
+        Interrupted: see `stopped_by`.
+    """
+    ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run(compile_it: Callable[[], None]) -> None:
+        try:
+            compile_it()
+        except BaseException as error:  # raised again where it is waited for
+            ended.put(error)
+        else:
+            ended.put(None)
+
+    _threads[:] = [thread for thread in _threads if thread.is_alive()]
+    for compile_it in compiling:
+        # Daemons, for which the interpreter does not wait before `is_under_way` was asked.
+        _threads.append(threading.Thread(target=run, args=(compile_it,), daemon=True))
+        _threads[-1].start()
+    count = 0
+    while count < len(compiling):
+        try:
+            error = ended.get(timeout=LOOK_S)
+        except queue.Empty:
+            if _asked and _asked[-1]():
+                raise Interrupted("a compilation was asked to stop") from None
+            continue
+        if error is not None:
+            raise error
+        count += 1
+        done(count)
+
+
+def is_under_way() -> bool:
+    """True while something compiles, for which the end of the process would wait."""
+    return any(thread.is_alive() for thread in _threads)
+
+
+@atexit.register
+def _wait() -> None:
+    """Lets compilations end: JAX frees at its own exit what they use."""
+    for thread in _threads:
+        thread.join()
 
 
 class CompiledFunction:
@@ -52,7 +131,7 @@ class CompiledFunction:
         """
         self._check(variant)
         if variant not in self._programs:
-            self.ahead(*args, variant=variant)()
+            compile_all([self.ahead(*args, variant=variant)])
         try:
             return self._programs[variant](
                 *(x for i, x in enumerate(args) if i not in self._static_argnums)

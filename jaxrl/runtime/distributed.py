@@ -18,7 +18,8 @@ from jax.experimental import multihost_utils
 
 from jaxrl import codecs
 from jaxrl.envs.base import OutageError
-from jaxrl.sampling.rollout import Interrupted, Sampling
+from jaxrl.runtime.stopping import Interrupted
+from jaxrl.sampling.rollout import Sampling
 from jaxrl.types import Draw, Group
 
 Value = TypeVar("Value")

@@ -23,6 +23,14 @@ sysexits.h."""
 
 ENDED_EARLY = "ended before the first step; there is nothing to save"
 
+
+class Interrupted(Exception):  # noqa: N818, nothing went wrong
+    """What was under way ended early because it was asked to.
+
+    A rollout that raises it leaves its engine empty, and both can be used again.
+    """
+
+
 _CURSOR = "\x1b[?25h"  # shows it again, which a live line hides
 
 

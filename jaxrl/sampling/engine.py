@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -34,7 +33,7 @@ from jaxrl.models.experts import dispatch
 from jaxrl.models.experts.dispatch import Experts
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.lora import Adapter
-from jaxrl.runtime.compilation import CompiledFunction
+from jaxrl.runtime.compilation import CompiledFunction, compile_all
 from jaxrl.runtime.sharding import (
     PIECES,
     cache_sharding,
@@ -414,11 +413,10 @@ class Engine:
             chunk, _ = self._host_rows(nobody, rows)
             arguments = (weights, cache, state, chunk, self._stops, one, one, kind)
             compiling.append(self._decode.ahead(*arguments, variant=(rows, kind)))
-        with ThreadPoolExecutor() as pool:
-            done = [pool.submit(compile_it) for compile_it in compiling]
-            for count, one_done in enumerate(as_completed(done), start=1):
-                one_done.result()
-                show(f"compiling the sampler, {count} of {len(done)} programs")
+        total = len(compiling)
+        compile_all(
+            compiling, lambda count: show(f"compiling the sampler, {count} of {total} programs")
+        )
 
     def _decodes(self) -> list[tuple[int, str]]:
         """Rows and kind of each program that decodes."""

@@ -42,6 +42,8 @@ from jaxrl.envs.images import MARK, Picture, UnreadableError
 from jaxrl.envs.text import writable
 from jaxrl.models.experts.routing import unknown_experts
 from jaxrl.processor import Processor
+from jaxrl.runtime.compilation import stopped_by
+from jaxrl.runtime.stopping import Interrupted
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Event, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -108,10 +110,6 @@ Pay = Callable[[Sequence[Sequence[Finished]]], list[list[Reward | BaseException]
 
 class StartError(ValueError):
     """The environment could not open an episode of a task."""
-
-
-class Interrupted(Exception):  # noqa: N818, nothing went wrong
-    """A rollout ended early because it was asked to; its engine is empty and can be used again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -679,7 +677,7 @@ class Rollout(EpisodePlayer):
         Args:
             draws: the tasks.
             sampling: how many trajectories of each, and how they are drawn.
-            should_stop: asked before each chunk.
+            should_stop: asked before each chunk, and while a program is compiled.
             progress: told before each chunk how many trajectories have ended, of how many.
 
         Raises:
@@ -694,7 +692,8 @@ class Rollout(EpisodePlayer):
         playing = self._submit(samples, draws, sampling)
         calls: deque[_Call] = deque()  # in the order in which they were made
         try:
-            self._play(playing, calls, should_stop, progress)
+            with stopped_by(should_stop):
+                self._play(playing, calls, should_stop, progress)
         except BaseException:
             self._engine.clear()
             wait([call.replies for call in calls], timeout=_PATIENCE_S)

@@ -1,9 +1,16 @@
+import signal
+import subprocess
+import sys
+import threading
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.runtime.compilation import CompiledFunction
+from jaxrl.runtime.compilation import CompiledFunction, compile_all, is_under_way, stopped_by
+from jaxrl.runtime.stopping import Interrupted
 
 
 def double(x):
@@ -72,3 +79,81 @@ def test_lowering_counts_as_no_compilation():
     assert compiled.num_traces == 0
     compiled(jnp.ones(2))
     assert compiled.num_traces == 1
+
+
+def test_compilations_end_side_by_side_and_are_counted():
+    both, counts = threading.Barrier(2, timeout=30), []
+    compile_all([both.wait, both.wait], counts.append)  # one after the other they would wait
+    assert counts == [1, 2]
+
+
+def test_what_fails_in_a_compilation_is_raised_where_it_is_waited_for():
+    def fail():
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        compile_all([fail])
+
+
+def test_a_compilation_is_left_to_itself_when_it_is_asked_to_stop():
+    asked, go_on = threading.Event(), threading.Event()
+    double_it = CompiledFunction(double, name="double")
+    compile_it = double_it.ahead(jnp.ones(2))
+
+    def slowly():
+        asked.set()
+        assert go_on.wait(timeout=30)
+        compile_it()
+
+    with pytest.raises(Interrupted), stopped_by(lambda: False), stopped_by(asked.is_set):
+        compile_all([slowly])
+    assert is_under_way()
+    go_on.set()
+    while is_under_way():
+        time.sleep(0.01)
+    np.testing.assert_array_equal(double_it(jnp.ones(2)), [2.0, 2.0])
+    assert double_it.num_traces == 1
+    compile_all([asked.wait])  # nobody asks any more
+
+
+DEEP = """
+import os, jax, jax.numpy as jnp
+from jaxrl.runtime.compilation import CompiledFunction, is_under_way, stopped_by
+from jaxrl.runtime.stopping import EXIT_TRY_AGAIN, Interrupted, stop_on_signals
+
+@jax.jit
+def layer(x):
+    return jnp.tanh(x @ x) + jax.nn.softmax(x)
+
+def deep(x):
+    for _ in range(5000):
+        x = layer(x)
+    return x
+
+function = CompiledFunction(deep, name="deep")
+ahead = function.ahead
+def told(*args, **settings):
+    compile_it = ahead(*args, **settings)
+    print("ready", flush=True)
+    return compile_it
+function.ahead = told
+with stop_on_signals() as should_stop:
+    try:
+        with stopped_by(should_stop):
+            function(jnp.ones((8, 8)))
+    except Interrupted:
+        print("under way", is_under_way(), flush=True)
+        os._exit(EXIT_TRY_AGAIN)
+"""
+
+
+def test_a_signal_ends_a_process_that_compiles():
+    process = subprocess.Popen(
+        [sys.executable, "-c", DEEP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)
+    output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (75, "under way True\n")
+    assert errors == "SIGTERM: stopping; once more to end at once\n"
