@@ -226,15 +226,14 @@ def read_tokens(config, weights, cache, tables, start, counts, token_ids):
     positions = start[:, None] + jnp.arange(C)
     limits = jnp.where(jnp.arange(C) < counts[:, None], positions + 1, 0)
 
-    def attend(layer, cache, q, k, v):
+    def attend(_, pages, past, q, k, v):
         q, k, v = (x.reshape(B, C, *x.shape[1:]) for x in (q, k, v))
         written = tuple(
-            kv_cache.write_tokens(pages, tables, start, counts, new.swapaxes(1, 2))
-            for pages, new in zip(cache[layer], (k, v), strict=True)
+            kv_cache.write_tokens(before, tables, start, counts, new.swapaxes(1, 2))
+            for before, new in zip(pages, (k, v), strict=True)
         )
         out, _ = attend_pages(q, *written, tables, limits)
-        cache = (*cache[:layer], written, *cache[layer + 1 :])
-        return out.astype(q.dtype).reshape(B * C, *q.shape[2:]), cache
+        return out.astype(q.dtype).reshape(B * C, *q.shape[2:]), written
 
     through = SamplerThrough(attend, cache)
     weights = for_sampler(weights, scan=False, stacks=config.stacks)

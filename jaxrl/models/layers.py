@@ -25,8 +25,8 @@ Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """Queries `[M, N, H]`, keys and values `[M, K, H]` of M tokens to outputs `[M, N, H]`."""
 
 AttendInLayer = Callable[..., tuple[jax.Array, Any]]
-"""The number of a layer, what the layers have in memory, and what `Attend` takes, to its outputs
-and the memory with the layer's new keys and values."""
+"""Which of the layers of its memory one is, that memory, what it only reads, and what `Attend`
+takes, to its outputs and the memory with the layer's new keys and values."""
 
 NAMES = ("q", "k", "v", "attended", "lse", "o", "router", "gate", "up")
 """What `names` keeps, under these names of `jax.ad_checkpoint.checkpoint_name`.
@@ -139,37 +139,45 @@ class SamplerThrough:
     """Goes through the layers of `for_sampler`, which read and write what they have in memory.
 
     Attributes:
-        attend: in a layer, whose number is an int where the layers are apart.
-        memory: of all layers; after a call with what that added.
+        attend: in a layer.
+        memory: of each layer; after a call with what that added. Of all in one, for a loop.
+        past: likewise, what is only read.
         routing: of layers with experts.
     """
 
     attend: AttendInLayer
-    memory: Any
+    memory: tuple[Any, ...]
     routing: Routing = field(default_factory=Routing)
+    past: tuple[Any, ...] = ()
 
     def __call__(self, layer: Callable[[Any, Params, Attend], Any], x: Any, blocks: Any) -> Any:
         """The activations after all layers, or the tree with them."""
 
-        def one(carry: tuple[Any, Any], numbered: tuple[Any, Params]) -> tuple[Any, None]:
-            (x, memory), (number, weights) = carry, numbered
-
+        def one(x: Any, memory: Any, past: Any, weights: Params, place: Any) -> tuple[Any, Any]:
             def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
                 nonlocal memory
-                out, memory = self.attend(number, memory, q, k, v)
+                out, memory = self.attend(place, memory, past, q, k, v)
                 return out
 
-            x = layer(x, weights, attend)
-            return (x, memory), None
+            return layer(x, weights, attend), memory
 
-        carry = x, self.memory
+        past: Sequence[Any] = self.past or [None] * len(self.memory)
+
         if isinstance(blocks, tuple):
-            for numbered in enumerate(blocks):
-                carry, _ = one(carry, numbered)
-        else:
-            count = len(jax.tree.leaves(blocks)[0])
-            carry, _ = jax.lax.scan(one, carry, (jnp.arange(count), blocks))
-        x, self.memory = carry
+            # A function of its own is traced once for all layers that are alike.
+            apart, memories = jax.jit(one), list(self.memory)
+            for number, weights in enumerate(blocks):
+                own = min(number, len(memories) - 1)  # each has its own, or all are in one
+                x, memories[own] = apart(x, memories[own], past[own], weights, number - own)
+            self.memory = tuple(memories)
+            return x
+        count = len(jax.tree.leaves(blocks)[0])
+        (x, memory), _ = jax.lax.scan(
+            lambda carry, numbered: (one(*carry, past[0], *numbered), None),
+            (x, self.memory[0]),
+            (blocks, jnp.arange(count)),
+        )
+        self.memory = (memory,)
         return x
 
 

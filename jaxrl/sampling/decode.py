@@ -24,11 +24,11 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.models import kv_cache
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import Kernels
-from jaxrl.models.attention.reference import attend_chunk, merge, past_ends
+from jaxrl.models.attention.reference import attend_chunk, merge
 from jaxrl.models.experts import dispatch
 from jaxrl.models.experts.dispatch import Experts
 from jaxrl.models.experts.routing import Routing, recorded_dtype
-from jaxrl.models.kv_cache import Cache
+from jaxrl.models.kv_cache import Cache, Pages
 from jaxrl.models.layers import SamplerThrough, Through, for_sampler
 from jaxrl.models.lora import Adapter
 from jaxrl.runtime.sharding import PIECES, cache_sharding, num_pieces, piece_sharding
@@ -178,10 +178,6 @@ class Sampler:
             function, mesh=self.mesh, in_specs=specs, out_specs=out_specs, check_vma=False
         )
 
-    def _place(self, layer: Any) -> tuple[int, Any]:
-        """In which pair of the cache a layer's pages are, and which of that pair's layers it is."""
-        return (0, layer) if self.scan_layers else (layer, 0)
-
     @property
     def _chunk(self) -> P:
         """How what a chunk adds is split: `[r, K, C, H]`, or of n layers `[n, r, K, C, H]`.
@@ -259,17 +255,15 @@ class Sampler:
         write = self._each_shard(write_layer, (_PAGES, _ROWS, P(), _ROWS, _ROWS, _PAGES), _PAGES)
 
         def attend(
-            layer: Any, cache: Cache, q: jax.Array, k: jax.Array, v: jax.Array
-        ) -> tuple[jax.Array, Cache]:
-            pair, place = self._place(layer)
+            place: Any, pages: Pages, past: None, q: jax.Array, k: jax.Array, v: jax.Array
+        ) -> tuple[jax.Array, Pages]:
             q, k, v = (x.reshape(-1, BLOCK, *x.shape[1:]) for x in (q, k, v))
             keys, values = (
-                write(pages, tables, place, blocks.start, blocks.counts, new.swapaxes(1, 2))
-                for pages, new in zip(cache[pair], (k, v), strict=True)
+                write(before, tables, place, blocks.start, blocks.counts, new.swapaxes(1, 2))
+                for before, new in zip(pages, (k, v), strict=True)
             )
-            cache = (*cache[:pair], (keys, values), *cache[pair + 1 :])
             out, _ = read(q, keys, values, tables, limits, place)
-            return out.astype(q.dtype).reshape(-1, *q.shape[2:]), cache
+            return out.astype(q.dtype).reshape(-1, *q.shape[2:]), (keys, values)
 
         through = SamplerThrough(attend, cache, self._routing)
         token_ids = blocks.token_ids.reshape(-1)
@@ -309,6 +303,7 @@ class Sampler:
         temperature: jax.Array,
         top_p: jax.Array,
         kind: str,
+        past_pages: int | None = None,
     ) -> tuple[Cache, State, Report]:
         """Samples up to `num_steps` tokens in some rows.
 
@@ -327,6 +322,9 @@ class Sampler:
             temperature: of `next_token.sample`, as `top_p` and `kind`, which is static.
             top_p: see there.
             kind: see there.
+            past_pages: of each row's table, hold all that is read; static. One that copies the past
+                copies no more: to fill what is left of a copy for the longest trajectory took a
+                third of a chunk's time. None: any may.
         """
         rows = self._by_row(rows)
         state = self._go_on(last, rows)
@@ -350,13 +348,16 @@ class Sampler:
         )
 
         def step(
-            read: Callable[..., jax.Array], index: jax.Array, carry: tuple[State, Cache, Report]
+            read: Callable[..., jax.Array],
+            past: tuple[Any, ...],
+            index: jax.Array,
+            carry: tuple[State, Cache, Report],
         ) -> tuple[State, Cache, Report]:
             state, chunk, report = carry
             limits = jnp.where(state.active, cached, 0)  # who has stopped reads nothing more
             rotary = state.length if offset is None else state.length + offset
             hidden, chunk, routed = self._read_pending(
-                weights, state.pending, rotary, limits, chunk, index, read
+                weights, state.pending, rotary, limits, chunk, index, read, past
             )
             if report.routed_experts is not None:
                 routed = report.routed_experts.at[index].set(routed)
@@ -384,12 +385,8 @@ class Sampler:
             )
             return state, chunk, report
 
-        def steps(tables: jax.Array) -> tuple[State, Cache, Report]:
-            one = partial(step, self._reader(cache, tables))
-            return jax.lax.fori_loop(0, self.num_steps, one, (state, chunk, report))
-
-        tables, which = self._live(rows.tables, cache, jnp.where(state.active, cached, 0).max())
-        state, chunk, report = jax.lax.switch(which, [partial(steps, one) for one in tables])
+        one = partial(step, *self._reader(cache, rows.tables[:, :past_pages]))
+        state, chunk, report = jax.lax.fori_loop(0, self.num_steps, one, (state, chunk, report))
         write = self._each_shard(_write_chunk, (_PAGES, _ROWS, _ROWS, _ROWS, self._chunk), _PAGES)
         cache = jax.tree.map(
             lambda pages, new: write(pages, rows.tables, cached, state.length - cached, new),
@@ -424,22 +421,21 @@ class Sampler:
         chunk: Cache,
         index: jax.Array,
         read: Callable[..., jax.Array],
+        past: tuple[Any, ...],
     ) -> tuple[jax.Array, Cache, Array | None]:
         """Of each row's pending token: hidden states, the chunk with its keys, values; experts."""
 
         def attend(
-            layer: Any, chunk: Cache, q: jax.Array, k: jax.Array, v: jax.Array
-        ) -> tuple[jax.Array, Cache]:
-            pair, place = self._place(layer)
+            place: Any, chunk: Pages, past: Any, q: jax.Array, k: jax.Array, v: jax.Array
+        ) -> tuple[jax.Array, Pages]:
             added = [
                 self._add_step(old, new, place, index)
-                for old, new in zip(chunk[pair], (k, v), strict=True)
+                for old, new in zip(chunk, (k, v), strict=True)
             ]
             (keys, values), own = zip(*added, strict=True)
-            chunk = (*chunk[:pair], (keys, values), *chunk[pair + 1 :])
-            return read(layer, q, limits, *own, index).astype(q.dtype), chunk
+            return read(place, past, q, limits, *own, index).astype(q.dtype), (keys, values)
 
-        through = SamplerThrough(attend, chunk, self._routing)
+        through = SamplerThrough(attend, chunk, self._routing, past)
         hidden = self.config.sample_states(weights, pending, rotary, through)
         return hidden, through.memory, self._routed(through.routing)
 
@@ -454,38 +450,35 @@ class Sampler:
         whole = jax.lax.dynamic_update_slice(old, new[None, :, :, None], at)
         return whole, whole[place]
 
-    def _live(
-        self, tables: jax.Array, cache: Cache, longest: jax.Array
-    ) -> tuple[list[jax.Array], jax.Array]:
-        """The tables cut to each length that a chunk is compiled for, and the one that it needs.
+    @property
+    def copies_past(self) -> bool:
+        """A chunk copies what its steps read of the cache, rather than reading pages."""
+        return self.kernels.past is not None and not self.scan_layers
 
-        One that copies the past copies no more than it reads: to fill what is left of a copy for
-        the longest trajectory took a third of a chunk's time.
+    def _reader(
+        self, cache: Cache, tables: jax.Array
+    ) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
+        """How a step's queries read a layer's past below their limits, and the chunk so far.
+
+        With the past of each layer, or of all in one.
         """
-        if self.kernels.past is None or self.scan_layers:
-            return [tables], jnp.zeros((), jnp.int32)
-        page = cache[0][0].shape[2]
-        ends = past_ends(tables.shape[1], page)
-        return [tables[:, :end] for end in ends], (jnp.array(ends[:-1]) * page < longest).sum()
-
-    def _reader(self, cache: Cache, tables: jax.Array) -> Callable[..., jax.Array]:
-        """How a step's queries read a layer's past below their limits, and the chunk so far."""
         if self.kernels.past is None or self.scan_layers:
             over_pages = self._over_pages()
 
-            def read(layer: Any, q: jax.Array, limits: jax.Array, *chunk: jax.Array) -> jax.Array:
-                pair, place = self._place(layer)
-                past, lse = over_pages(q[:, None], *cache[pair], tables, limits[:, None], place)
+            def read(
+                place: Any, pages: Pages, q: jax.Array, limits: jax.Array, *chunk: jax.Array
+            ) -> jax.Array:
+                past, lse = over_pages(q[:, None], *pages, tables, limits[:, None], place)
                 return merge(*attend_chunk(q, *chunk), past[:, 0], lse[:, 0])
 
-            return read
+            return read, cache
         open_past, attend_past = self.kernels.past
         opened = self._each_shard(open_past, (_PAGES, _PAGES, _ROWS), _PAGES)
         over_past = self._each_shard(
             attend_past, (_PAGES, _PAGES, _ROWS, _PAGES, _PAGES, P()), _PAGES
         )
-        layers = [opened(*pages, tables) for pages in cache]
-        return lambda layer, q, *arguments: over_past(q, layers[layer], *arguments)
+        past = tuple(opened(*pages, tables) for pages in cache)
+        return lambda _, past, q, *arguments: over_past(q, past, *arguments), past
 
     def _go_on(self, last: State, rows: Rows) -> State:
         """The state of each row: the host's, or what the last chunk left of it."""

@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import XLA, Kernels
+from jaxrl.models.attention.reference import past_ends
 from jaxrl.models.experts import dispatch
 from jaxrl.models.experts.dispatch import Experts
 from jaxrl.models.kv_cache import Cache
@@ -53,7 +54,10 @@ MOVED_PAGES = 8
 """Pages of a shard that are copied or swapped in one call."""
 
 MAX_PROGRAMS = 10
-"""That an engine compiles, whatever its model reads and in however many ways it draws."""
+"""That an engine compiles, whatever its model reads and in however many ways it draws.
+
+Those that differ in the length of the past alone count once.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +223,8 @@ class Engine:
 
     All its compiled shapes come from small sets: rows of a shard to decode in `row_sizes`, tokens
     of a shard to read in `append_sizes`, patches of its images in `image_sizes`; `shapes` prints
-    them. They are at most `MAX_PROGRAMS`.
+    them. They are at most `MAX_PROGRAMS`. Where a chunk copies the past that its steps read, there
+    is a program for each of `past_sizes` in the place of one.
 
     It holds memory only while it works: weights from `set_weights`, a cache from the next `submit`
     on, both until `release`.
@@ -321,6 +326,11 @@ class Engine:
         self.overlaps = self.device.platform != "cpu"
         self.row_sizes = row_sizes(self.device.platform, self._rows_per_shard)
         self.append_sizes = append_sizes(self.device.platform, max_total_tokens)
+        self.past_sizes = (
+            past_ends(self._table_pages, self.page_tokens)
+            if self.sampler.copies_past
+            else [self._table_pages]
+        )
         self._vision = model.vision
         self._max_units = max_image_tokens or max_total_tokens
         self.image_sizes = image_sizes(self._max_units, model.vision.unit) if model.vision else []
@@ -366,7 +376,7 @@ class Engine:
                 name="decode",
                 variants=self._decodes(),
                 donate_argnums=(1,),
-                static_argnums=(7,),
+                static_argnums=(7, 8),
             ),
             CompiledFunction(sampler.copy_pages, name="copy", donate_argnums=(0,)),
             CompiledFunction(sampler.swap_pages, name="swap", donate_argnums=(0,)),
@@ -409,18 +419,20 @@ class Engine:
             nothing: list[deque[_Piece]] = [deque() for _ in range(shards)]
             blocks, _ = self._host_blocks(nothing, size // BLOCK)
             compiling.append(self._append.ahead(weights, cache, blocks, seen, variant=size))
-        for rows, kind in self._decodes():
+        for variant in self._decodes():
+            rows, *how = variant
             chunk, _ = self._host_rows(nobody, rows)
-            arguments = (weights, cache, state, chunk, self._stops, one, one, kind)
-            compiling.append(self._decode.ahead(*arguments, variant=(rows, kind)))
+            arguments = (weights, cache, state, chunk, self._stops, one, one, *how)
+            compiling.append(self._decode.ahead(*arguments, variant=variant))
         total = len(compiling)
         compile_all(
             compiling, lambda count: show(f"compiling the sampler, {count} of {total} programs")
         )
 
-    def _decodes(self) -> list[tuple[int, str]]:
-        """Rows and kind of each program that decodes."""
-        return [(rows, kind) for kind in self.kinds for rows in self._row_sizes_of(kind)]
+    def _decodes(self) -> list[tuple[int, str, int]]:
+        """Rows, kind and pages of the past of each program that decodes."""
+        sizes = [(rows, kind) for kind in self.kinds for rows in self._row_sizes_of(kind)]
+        return [(*size, pages) for size in sizes for pages in self.past_sizes]
 
     def _row_sizes_of(self, kind: str) -> list[int]:
         """The largest, and of others as many as there is room for, most for the first kind."""
@@ -805,6 +817,9 @@ class Engine:
         self._copy_prefixes()
         kind = self._kind_of(self._temperature, self._top_p)
         num_rows = _fit(max(len(rows) for rows in running), self._row_sizes_of(kind))
+        cached = max(row.length + row.in_flight for rows in running for row in rows)
+        read = min(pages_for(cached, self.page_tokens), self._table_pages)
+        past_pages = _fit(read, self.past_sizes)
         chunk, members = self._host_rows(running, num_rows)
         self._cache, self._state, report = self._decode(
             self._weights,
@@ -815,7 +830,8 @@ class Engine:
             np.float32(self._temperature),
             np.float32(self._top_p),
             kind,
-            variant=(num_rows, kind),
+            past_pages,
+            variant=(num_rows, kind, past_pages),
         )
         jax.tree.map(lambda x: x.copy_to_host_async(), report)
         self._in_flight.append(_Chunk(self.counts.chunks, members, report))

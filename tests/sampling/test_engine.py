@@ -229,9 +229,10 @@ def test_what_is_compiled_ahead_is_all_there_is():
     ready = Player(SMALL, TOKENIZER, STOPS, num_rows=6, num_pages=8, max_total_tokens=80)
     said = []
     ready.engine.compile(said.append)
-    # Four sizes of rows for a way to draw, two for another, two of what is read, copying, swapping.
-    assert ready.engine.num_compilations == 10
-    assert said[-1] == "compiling the sampler, 10 of 10 programs"
+    # Four sizes of rows for a way to draw, two for another, each for a past of up to 64 tokens and
+    # of up to 80; two of what is read, copying, swapping.
+    assert ready.engine.num_compilations == 16
+    assert said[-1] == "compiling the sampler, 16 of 16 programs"
     ready.engine.set_weights(OLD)
     with count_compilations() as compiled:
         got = ready.play(noting_env(), QUESTIONS, group_size=3)

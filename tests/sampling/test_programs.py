@@ -74,6 +74,8 @@ def test_ten_programs_at_most(path, platform, tiny_world):
             kinds=draw_kinds(config),
         )
         programs = {function.name: function.variants for function in made.functions}
+        assert {pages for _, _, pages in programs["decode"]} == {*made.past_sizes}
+        programs["decode"] = {(rows, kind) for rows, kind, _ in programs["decode"]}
         assert programs.keys() == {"append", "decode", "copy", "swap", "see"}
         needed = programs.keys() - ({"see"} if model == "text" else {})
         assert {name for name, variants in programs.items() if variants} == needed
@@ -89,7 +91,8 @@ def test_ways_to_draw_share_what_is_left_of_ten(model, count, platform):
     kinds = next_token.KINDS[:count]
     made = engine_of(model, kinds=kinds)
     sizes = {kind: [] for kind in kinds}
-    for rows, kind in sorted(next(f for f in made.functions if f.name == "decode").variants):
+    variants = next(f for f in made.functions if f.name == "decode").variants
+    for rows, kind in sorted({(rows, kind) for rows, kind, _ in variants}):
         sizes[kind].append(rows)
     assert list(sizes.values()) == ROWS[platform, model][count - 1]
 
@@ -199,14 +202,18 @@ def test_a_chunk_on_a_cpu_makes_no_array_for_tokens_that_no_row_has():
     cache = jax.eval_shape(lambda: sampler.empty_cache(made.num_pages, made.page_tokens))
     state = jax.eval_shape(sampler.empty_state)
     rows, _ = made._host_rows([[]], 8)
-    jaxpr = jax.make_jaxpr(sampler.decode_chunk, static_argnums=7)(
-        weights, cache, state, rows, made._stops, 1.0, 1.0, "plain"
-    )
-    [choice] = [each for each in jaxpr.eqns if each.primitive.name == "cond"]
-    largest = [
-        max(made.aval.size for each in branch.eqns for made in each.outvars)
-        for branch in choice.params["branches"]
-    ]
+    largest = []
+    for pages in made.past_sizes:
+        jaxpr = jax.make_jaxpr(sampler.decode_chunk, static_argnums=(7, 8))(
+            weights, cache, state, rows, made._stops, 1.0, 1.0, "plain", pages
+        )
+        made_of_rows = [
+            out.aval.size
+            for each in jaxpr.eqns
+            for out in each.outvars
+            if out.aval.ndim == 4 and out.aval.shape[0] == 8
+        ]
+        largest.append(max(made_of_rows))
     by_token = 8 * SMALL.num_kv_heads * SMALL.head_dim
     # Pieces of 64, 64, 128, 256 and 512 tokens: the last of each size is its largest.
     assert largest == [by_token * tokens for tokens in (64, 64, 128, 256, 512)]
