@@ -217,7 +217,9 @@ def run_stages(session: Session) -> None:
         if isinstance(error, BudgetSpentError):
             saved = f"step {progress.step} is saved" if session.saved else "nothing is saved yet"
             display.log(f"stopped; {saved}; {error}")
-        if not isinstance(error, NotEnoughGroupsError | OwnCodeError):
+        # Drawing takes seconds, for which one who stops a run that has done nothing need not wait.
+        is_unbegun = isinstance(error, Interrupted) and not session.metrics_log.num_records
+        if not (is_unbegun or isinstance(error, NotEnoughGroupsError | OwnCodeError)):
             write_report(session, display.log)
         if isinstance(error, OwnCodeError):
             go_on = "What was finished is saved; mend the code and go on with --accept_changes."
