@@ -210,7 +210,7 @@ def train_ours(out: Path) -> None:
     """The worker of ours: trains when it is its turn, and exports to OUT/jaxrl/export."""
     model, work = read_settings(out)
     turns = Turns(out / "jaxrl.log")
-    jaxrl.train.Clock = functools.partial(TurnClock, turns)  # type: ignore[misc, assignment]
+    jaxrl.train.Clock = functools.partial(TurnClock, turns)
     config = get_config(out, model, work)
     config.stages = ("train",)
     api.train(config, out / "jaxrl")
@@ -230,7 +230,7 @@ class Worker:
         """Starts it; `start` is what it tells once it is ready for its first step."""
         self._process = subprocess.Popen(
             command,
-            env=os.environ | ONE_THREAD | {"PYTHONPATH": os.getcwd()},
+            env=os.environ | ONE_THREAD,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -44,13 +44,14 @@ class Turns:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Trajectories are sampled and rewarded meanwhile."""
+        """Trajectories are sampled and rewarded meanwhile; a step may have several such parts."""
         began = (time.perf_counter(), time.process_time())
         yield
-        self.note(
-            sampling_s=time.perf_counter() - began[0],
-            sampling_cpu_s=time.process_time() - began[1],
-        )
+        seconds = {
+            "sampling_s": time.perf_counter() - began[0],
+            "sampling_cpu_s": time.process_time() - began[1],
+        }
+        self.note(**{name: self._record.get(name, 0.0) + took for name, took in seconds.items()})
 
     def next_step(self) -> None:
         """Ends the step under way, if there is one, and waits for the turn of the next."""
