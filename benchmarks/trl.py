@@ -17,6 +17,8 @@ everything between two of them; the first two are not counted, nor is the last o
 time, `sampling` is that of prompts, sampling and rewards, `update` the rest of the step. `trained`
 are the tokens of prompts and completions, each as often as it is in a sequence. With
 `--recomputes=true`, as is the default of both, layers are computed again in the backward pass.
+Groups whose rewards are all alike go through our update forward only, as always
+(`config.optimizer.skip_signal_free`); TRL computes their gradients of zero.
 
 The first two batches of ours are then given to TRL: loss, gradient norm and reward must agree,
 which also compares the first step of the optimizers. Both exported models, and the one that they
@@ -73,7 +75,7 @@ class Work:
     """What both trainers do; every field is a flag."""
 
     num_updates: int = 12
-    tasks_per_step: int = 8
+    tasks_per_step: int = 4
     group_size: int = 4  # completions of each prompt
     max_prompt_tokens: int = 160  # questions with longer prompts are left out
     max_response_tokens: int = 24
