@@ -1,0 +1,481 @@
+r"""The same model trained on the same questions by this trainer and by TRL's `GRPOTrainer`.
+
+    python -m examples.real_world --out=data/real
+    python3 -m venv runs/trl_venv
+    runs/trl_venv/bin/pip install torch==2.13.0 trl==1.16.0
+    taskset -c 0 python -m benchmarks.trl --trl_python=runs/trl_venv/bin/python --out=runs/trl
+
+The questions are SQuAD's of `examples/real_world.py`, each behind the piece of its passage that
+shows the answer; the model answers in one turn and is paid F1. Both trainers read one folder of
+weights, the same prompts in the same order, and do the same step: `tasks_per_step` prompts with
+`group_size` completions each, sampled at temperature 1, GRPO's advantages divided by the group's
+standard deviation, the clipped loss as its mean over all tokens of the batch (TRL's
+`loss_type="dapo"`), no KL term, one step of AdamW without decay at a constant rate. All is float32.
+
+Each has a process of its own with one thread, and they take turns, a step each. A step is
+everything between two of them; the first two are not counted, nor is the last one. Of processor
+time, `sampling` is that of prompts, sampling and rewards, `update` the rest of the step. `trained`
+are the tokens of prompts and completions, each as often as it is in a sequence. With
+`--recomputes=true`, as is the default of both, layers are computed again in the backward pass.
+Groups whose rewards are all alike go through our update forward only, as always
+(`config.optimizer.skip_signal_free`); TRL computes their gradients of zero.
+
+The first two batches of ours are then given to TRL: loss, gradient norm and reward must agree,
+which also compares the first step of the optimizers. Both exported models, and the one that they
+began with, are scored by our evaluation on held-out questions, sampled and greedy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import numpy as np
+from ml_collections import ConfigDict
+
+import jaxrl.train
+from benchmarks import common
+from benchmarks.claims_report import table
+from benchmarks.peers import ONE_THREAD
+from benchmarks.trl_worker import Turns, read_jsonl
+from examples.real_world import body, good_query, write_jsonl
+from jaxrl import api
+from jaxrl.config import default_config
+from jaxrl.envs.answers import exact_match, f1
+from jaxrl.envs.base import Env, Episode, Message, Outcome, Reward, StepResult, Task
+from jaxrl.envs.local_search import LocalSearch
+from jaxrl.logs.statistics import bootstrap_means, percentile_interval
+from jaxrl.logs.steps import Clock
+from jaxrl.models.folder import model_folder
+from jaxrl.models.hf_weights import copy_side_files
+from jaxrl.stream import Stream
+from jaxrl.tokenizer import Tokenizer
+from jaxrl.types import Trajectory
+
+SYSTEM = "Answer the question in a few words from the text. Write the answer alone."
+
+NUM_WARM_UP = 2
+"""Steps before those that are counted."""
+
+TRAINERS = ("jaxrl", "TRL")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What both trainers do; every field is a flag."""
+
+    num_updates: int = 12
+    tasks_per_step: int = 4
+    group_size: int = 4  # completions of each prompt
+    max_prompt_tokens: int = 160  # questions with longer prompts are left out
+    max_response_tokens: int = 24
+    micro_rows: int = 8  # sequences of a micro-batch; of ours, as many of the longest
+    lr: float = 2e-5
+    clip: float = 0.2
+    recomputes: bool = True  # layers in the backward pass
+    num_replayed: int = 2  # batches of ours that TRL is given; 0: none
+    num_held_out: int = 120  # questions, at most
+    eval_samples: int = 2  # sampled answers to each of them
+    seed: int = 0
+
+
+class Reading(Env):
+    """A text and a question about it in the prompt; the whole response is the answer."""
+
+    stop_strings = ()
+    reward_parts = ("exact_match", "f1")
+
+    def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
+        """The messages of the tasks."""
+        return [list(task.messages or ()) for task in tasks]
+
+    def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
+        """Ends every episode."""
+        return [StepResult(outcome=Outcome.ANSWERED) for _ in texts]
+
+    def score(self, group: Sequence[Episode]) -> list[Reward]:
+        """SQuAD's measures."""
+        return [self._score_one(episode.response, episode.task.answers) for episode in group]
+
+    def _score_one(self, answer: str, truths: Sequence[str]) -> Reward:
+        right = exact_match(answer, truths)
+        parts = {"exact_match": right, "f1": f1(answer, truths)}
+        return Reward(parts=parts, final_answer=answer.strip(), is_correct=right == 1)
+
+
+def reading_task(question: Mapping[str, Any], passage: str) -> dict[str, Any]:
+    """A question of the world as a task of one turn."""
+    asked = f"{passage}\n\nQuestion: {question['question']}"
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": asked}]
+    kept = {name: question[name] for name in ("id", "answers", "data_source")}
+    return {**kept, "messages": messages}
+
+
+def write_tasks(world: Path, model: str, out: Path, work: Work) -> None:
+    """Writes the tasks of both trainers, and the held-out ones.
+
+    TRL takes its file in order; ours is drawn from in the order of the seed, so that the other file
+    has that order.
+
+    Raises:
+        SystemExit: too few questions have prompts that are short enough.
+    """
+    engine, tokenizer = LocalSearch(world / "corpus.jsonl", topk=1), Tokenizer.from_folder(model)
+    num_tasks = work.num_updates * work.tasks_per_step
+    counts = {"train": num_tasks, "eval": work.num_held_out}
+    for split, count in counts.items():
+        questions = read_jsonl(world / f"questions_{split}.jsonl")
+        found = engine.run_batch([good_query(one["question"]) for one in questions])
+        tasks = [reading_task(q, body(str(f))) for q, f in zip(questions, found, strict=True)]
+        lengths = [len(tokenizer.render_prompt(one["messages"])) for one in tasks]
+        fitting = zip(tasks, lengths, strict=True)
+        tasks = [one for one, length in fitting if length <= work.max_prompt_tokens][:count]
+        print(
+            f"{split}: {len(tasks)} of {len(questions)} questions, prompts of {min(lengths)} to "
+            f"{max(lengths)} tokens",
+            flush=True,
+        )
+        write_jsonl(out / f"{split}.jsonl", tasks)
+        if split == "train" and len(tasks) < count:
+            raise SystemExit(
+                f"error: {world} has {len(tasks)} questions with at most {work.max_prompt_tokens} "
+                f"tokens; expected {count}. Lower --num_updates or --tasks_per_step."
+            )
+        if split == "train":
+            in_order = Stream(tasks, seed=work.seed).take(0, count)
+            write_jsonl(out / "tasks_in_order.jsonl", in_order)
+
+
+def get_config(out: Path, model: str, work: Work) -> ConfigDict:
+    """Ours, to train or to evaluate."""
+    config = default_config().lock()
+    config.seed, config.num_steps = work.seed, work.num_updates
+    config.model.path = model
+    config.model.remat = "full" if work.recomputes else "none"
+    config.tasks.train.source = str(out / "train.jsonl")
+    config.tasks.eval.source = str(out / "eval.jsonl")
+    config.env.name = "benchmarks.trl.Reading"
+    config.reward.weights = {"f1": 1.0}
+    config.rollout.tasks_per_step, config.rollout.group_size = work.tasks_per_step, work.group_size
+    config.rollout.max_prompt_tokens = work.max_prompt_tokens
+    config.rollout.max_response_tokens = work.max_response_tokens
+    config.rollout.max_total_tokens = work.max_prompt_tokens + work.max_response_tokens
+    config.rollout.num_rows = work.tasks_per_step * work.group_size
+    config.rollout.chunk_tokens = 8
+    config.rollout.observation_lag_chunks = 1
+    config.advantage.grpo.epsilon = 1e-4  # TRL's
+    config.loss.clip_low = config.loss.clip_high = work.clip
+    config.optimizer.lr, config.optimizer.weight_decay = work.lr, 0.0
+    config.optimizer.micro_rows = work.micro_rows
+    config.eval.suites, config.eval.final_suites = (), ("sampled", "greedy")
+    config.eval.samples = work.eval_samples
+    config.checkpoint.every_steps = work.num_updates
+    config.log.trajectories = -1
+    return config
+
+
+class TurnClock(Clock):
+    """The clock of a step, which waits for its turn before it starts."""
+
+    def __init__(self, turns: Turns):
+        """Ends the step before."""
+        turns.next_step()
+        super().__init__()
+        self._turns = turns
+
+    def sampling(self) -> Any:
+        """Trajectories are sampled meanwhile."""
+        return self._turns.sampling()
+
+    def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """None: the benchmark measures."""
+        first = {t.task_id: t.token_ids[: t.prompt_length].tolist() for t in trajectories}
+        self._turns.note(
+            prompts=list(first.values()),
+            sampled_tokens=sum(t.num_sampled for t in trajectories),
+            all_tokens=sum(len(t.token_ids) for t in trajectories),
+        )
+        return {}
+
+
+def train_ours(out: Path) -> None:
+    """The worker of ours: trains when it is its turn, and exports to OUT/jaxrl/export."""
+    model, work = read_settings(out)
+    turns = Turns(out / "jaxrl.log")
+    jaxrl.train.Clock = functools.partial(TurnClock, turns)
+    config = get_config(out, model, work)
+    config.stages = ("train",)
+    api.train(config, out / "jaxrl")
+    turns.end_step()
+
+
+def read_settings(out: Path) -> tuple[str, Work]:
+    """The folder of the weights, and what is done."""
+    settings = json.loads((out / "settings.json").read_text())
+    return settings.pop("model"), Work(**settings)
+
+
+class Worker:
+    """A process that trains in turn."""
+
+    def __init__(self, command: Sequence[str]):
+        """Starts it; `start` is what it tells once it is ready for its first step."""
+        self._process = subprocess.Popen(
+            command,
+            env=os.environ | ONE_THREAD,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self._command = " ".join(command)
+        self.steps: list[dict[str, Any]] = []
+
+    def read(self) -> Any:
+        """The next line that it tells."""
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        raise SystemExit(f"error: {self._command} ended with {self._process.wait()}; see its log")
+
+    def step(self) -> None:
+        """Gives it its turn, and waits until that is over."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("step\n")
+        self._process.stdin.flush()
+        self.steps.append(self.read())
+
+    def join(self) -> None:
+        """Waits for its end."""
+        self._process.communicate()
+        if self._process.returncode:
+            raise SystemExit(f"error: {self._command} ended with {self._process.returncode}")
+
+
+def take_turns(workers: Sequence[Worker], num_steps: int) -> None:
+    """Trains, a step each at a time, the first one first in every other step."""
+    for number in range(num_steps):
+        for worker in workers if number % 2 == 0 else reversed(workers):
+            worker.step()
+        took = " ".join(f"{worker.steps[-1]['step_cpu_s']:.1f}" for worker in workers)
+        print(f"step {number + 1}: {took} s of processor time", flush=True)
+
+
+def check_prompts(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> None:
+    """Raises an AssertionError where both did not read the same prompts in the same order."""
+    for number, (one, other) in enumerate(zip(ours, theirs, strict=True), start=1):
+        size = len(other["prompts"]) // len(one["prompts"])
+        groups = [ids for ids in one["prompts"] for _ in range(size)]
+        assert groups == other["prompts"], f"the prompts of step {number} differ"
+
+
+def replayed_batches(out: Path, num_steps: int) -> list[dict[str, Any]]:
+    """Our trajectories of the first steps, as TRL's `rollout_func` returns them."""
+    batches = []
+    for step in range(1, num_steps + 1):
+        found = read_jsonl(out / "jaxrl" / "trajectories" / f"step_{step:06d}.jsonl")
+        batches.append(
+            {
+                "prompt_ids": [one["token_ids"][: one["prompt_length"]] for one in found],
+                "completion_ids": [one["token_ids"][one["prompt_length"] :] for one in found],
+                "logprobs": [one["rollout_logprobs"][one["prompt_length"] :] for one in found],
+            }
+        )
+    return batches
+
+
+def agreement(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Lines that compare losses, gradient norms and rewards of the same completions."""
+    names = {
+        "loss": "actor/pg_loss",
+        "grad_norm": "actor/grad_norm",
+        "reward": "critic/rewards/mean",
+    }
+    lines = []
+    for number, other in enumerate(theirs):
+        pairs = [
+            f"{name} {ours[number][own]:.6f} and {other[name]:.6f}" for name, own in names.items()
+        ]
+        lines.append(f"same completions, step {number + 1}: {', '.join(pairs)}")
+    return lines
+
+
+def speed_rows(steps: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[list[str]]:
+    """The table of what steps take.
+
+    Args:
+        steps: by trainer, what was told before the first step and of each step.
+    """
+    counted = {name: told[1 + NUM_WARM_UP : -1] for name, told in steps.items()}
+
+    def medians(figure: Any) -> list[float]:
+        return [statistics.median(map(figure, counted[name])) for name in TRAINERS]
+
+    def row(head: str, digits: int, figures: Sequence[float]) -> list[str]:
+        ratio = figures[0] / figures[1]
+        return [head, *(f"{figure:,.{digits}f}" for figure in figures), f"{ratio:.2f}"]
+
+    def update_s(one: Mapping[str, Any]) -> float:
+        return float(one["step_cpu_s"] - one["sampling_cpu_s"])
+
+    step_s = medians(lambda one: one["step_cpu_s"])
+    # Loading and compiling: what comes before the first step, and what the first ones take more.
+    before = [
+        steps[name][0]["start_cpu_s"]
+        + sum(one["step_cpu_s"] - median for one in steps[name][1 : 1 + NUM_WARM_UP])
+        for name, median in zip(TRAINERS, step_s, strict=True)
+    ]
+    return [
+        row("seconds a step", 1, medians(lambda one: one["step_s"])),
+        row("processor seconds a step", 1, step_s),
+        row("sampling", 1, medians(lambda one: one["sampling_cpu_s"])),
+        row("update", 1, medians(update_s)),
+        row("sampled tokens a step", 0, medians(lambda one: one["sampled_tokens"])),
+        row("trained tokens a step", 0, medians(lambda one: one["all_tokens"])),
+        row(
+            "sampled tokens / processor s of sampling",
+            1,
+            medians(lambda one: one["sampled_tokens"] / one["sampling_cpu_s"]),
+        ),
+        row(
+            "trained tokens / processor s of update",
+            1,
+            medians(lambda one: one["all_tokens"] / update_s(one)),
+        ),
+        row(
+            "trained tokens / processor s of step",
+            1,
+            medians(lambda one: one["all_tokens"] / one["step_cpu_s"]),
+        ),
+        row("loading and compiling, processor s", 1, before),
+        row("peak memory, GB", 2, [counted[name][-1]["peak_bytes"] / 1e9 for name in TRAINERS]),
+    ]
+
+
+def score_rows(records: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """The table of scores with 95% intervals, and of the difference of both trainers.
+
+    Args:
+        records: evaluations by what was evaluated: `before` and the trainers.
+    """
+    rows = []
+    for suite in ("sampled", "greedy"):
+        for measure in ("exact_match", "f1"):
+            cells = []
+            for name in ("before", *TRAINERS):
+                mean = records[name]["summary"][suite]["all"][measure]
+                cells.append(with_interval(mean, records[name]["intervals"][suite]["all"][measure]))
+            ours, theirs = (by_question(records[name], suite, measure) for name in TRAINERS)
+            gaps = np.array([[ours[task] - theirs[task]] for task in ours])
+            rng = np.random.default_rng(0)
+            resampled = bootstrap_means(gaps, num_resamples=1000, rng=rng)
+            cells.append(with_interval(float(gaps.mean()), percentile_interval(resampled[:, 0])))
+            rows.append([f"{measure.replace('_', ' ')}, {suite}", *cells])
+    return rows
+
+
+def with_interval(mean: float, interval: Sequence[float] | None) -> str:
+    """A mean with the bounds of its interval."""
+    return f"{mean:.3f}" + (f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else "")
+
+
+def by_question(record: Mapping[str, Any], suite: str, measure: str) -> dict[str, float]:
+    """Mean over the answers to each question."""
+    found: dict[str, list[float]] = {}
+    for one in record["questions"][suite]:
+        found.setdefault(one["task_id"], []).append(one[measure])
+    return {task: statistics.fmean(values) for task, values in found.items()}
+
+
+def evaluate(out: Path, name: str, model: str, work: Work) -> dict[str, Any]:
+    """Our evaluation of a folder of weights."""
+    workdir = out / f"eval_{name}"
+    api.evaluate(get_config(out, model, work), workdir)
+    return json.loads((workdir / "eval" / "evaluate_0.json").read_text())
+
+
+def read_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Work]:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trl_python", default=sys.executable, help="Python that has trl")
+    parser.add_argument("--world", type=Path, default=Path("data/real"))
+    parser.add_argument("--model", help="folder or file (default: the world's GGUF file)")
+    parser.add_argument("--out", type=Path, default=Path("runs/trl"), help="an empty folder")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    for name, kind in get_type_hints(Work).items():
+        kind = {"true": True, "false": False}.__getitem__ if kind is bool else kind
+        parser.add_argument(f"--{name}", type=kind, default=getattr(Work, name))
+    flags = parser.parse_args(argv)
+    return flags, Work(
+        **{field.name: getattr(flags, field.name) for field in dataclasses.fields(Work)}
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the benchmark, or one of its workers."""
+    flags, work = read_flags(argv)
+    out: Path = flags.out
+    if flags.worker:
+        train_ours(out)
+        return
+    if (out / "settings.json").exists():
+        raise SystemExit(f"error: {out} holds a run of this benchmark; set --out to a new folder.")
+    if work.num_updates < NUM_WARM_UP + 2:
+        raise SystemExit(
+            f"error: --num_updates is {work.num_updates}; expected at least "
+            f"{NUM_WARM_UP + 2}, of which {NUM_WARM_UP} warm up and the last is not "
+            "timed."
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    model = model_folder(flags.model or f"{flags.world}/SmolLM2-135M-Instruct.Q4_1.gguf", print)
+    write_tasks(flags.world, model, out, work)
+    (out / "settings.json").write_text(json.dumps({"model": model} | dataclasses.asdict(work)))
+
+    ours = Worker([sys.executable, "-m", "benchmarks.trl", "--worker", f"--out={out}"])
+    steps = {"jaxrl": [ours.read()]}
+    theirs = Worker([flags.trl_python, "-m", "benchmarks.trl_worker", str(out)])
+    steps["TRL"] = [theirs.read()]
+    take_turns([ours, theirs], work.num_updates)
+    told = theirs.read()
+    ours.join()
+    theirs.join()
+    steps["jaxrl"] += ours.steps
+    steps["TRL"] += theirs.steps
+    check_prompts(ours.steps, theirs.steps)
+    (out / "steps.json").write_text(json.dumps({"steps": steps, "trl": told}))
+    copy_side_files(Path(model), out / "trl_model")
+
+    lines = [table(["", *TRAINERS, "ratio"], speed_rows(steps)), ""]
+    print(lines[0], flush=True)
+    if work.num_replayed:
+        write_jsonl(out / "replay.jsonl", replayed_batches(out, work.num_replayed))
+        replay = Worker([flags.trl_python, "-m", "benchmarks.trl_worker", str(out), "--replay"])
+        metrics = [
+            one for one in read_jsonl(out / "jaxrl" / "metrics.jsonl") if "actor/pg_loss" in one
+        ]
+        lines += [*agreement(metrics, replay.read()), ""]
+        replay.join()
+    folders = {"before": model, "jaxrl": str(out / "jaxrl/export"), "TRL": str(out / "trl_model")}
+    records = {name: evaluate(out, name, folder, work) for name, folder in folders.items()}
+    lines += [table(["", "before", *TRAINERS, "jaxrl − TRL"], score_rows(records)), ""]
+    found = common.versions("jax", "jaxlib") | told["versions"]
+    lines.append(", ".join(f"{name} {version}" for name, version in found.items()))
+    lines.append(f"{common.processor()}, load average {os.getloadavg()[2]:.1f} at the end")
+    report = "\n".join(lines)
+    (out / "report.md").write_text(report + "\n")
+    print(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""TRL's side of `benchmarks.trl`: run by the Python that has trl, which need not have JAX.
+
+    PYTHON -m benchmarks.trl_worker OUT [--replay]
+
+Reads OUT/settings.json and OUT/tasks_in_order.jsonl, trains with `GRPOTrainer` and writes the model
+to OUT/trl_model. With `--replay` the completions are those of OUT/replay.jsonl, and only the losses
+and gradient norms are told.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jaxrl.envs.answers import f1
+
+
+class Turns:
+    """A trainer's end of two pipes: it makes a step when told to, and tells what that took.
+
+    Both trainers are measured from one call of `next_step` to the next one, so that nothing that a
+    step causes is left out, whenever it is computed.
+    """
+
+    def __init__(self, log: Path):
+        """Sends all that anybody else prints to a file."""
+        self._out = os.fdopen(os.dup(1), "w")
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        self._began: tuple[float, float] | None = None
+        self._record: dict[str, Any] = {}
+
+    def note(self, **figures: Any) -> None:
+        """Adds to what is told of the step under way."""
+        self._record |= figures
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """Trajectories are sampled and rewarded meanwhile; a step may have several such parts."""
+        began = (time.perf_counter(), time.process_time())
+        yield
+        seconds = {
+            "sampling_s": time.perf_counter() - began[0],
+            "sampling_cpu_s": time.process_time() - began[1],
+        }
+        self.note(**{name: self._record.get(name, 0.0) + took for name, took in seconds.items()})
+
+    def next_step(self) -> None:
+        """Ends the step under way, if there is one, and waits for the turn of the next."""
+        self.end_step()
+        if not sys.stdin.readline():
+            raise SystemExit("the benchmark has ended")
+        self._began = (time.perf_counter(), time.process_time())
+
+    def end_step(self) -> None:
+        """Tells what the step took; before the first one, what led to it."""
+        if self._began is None:
+            self.note(start_cpu_s=time.process_time())
+        else:
+            self.note(
+                step_s=time.perf_counter() - self._began[0],
+                step_cpu_s=time.process_time() - self._began[1],
+            )
+        self.tell(self._record | {"peak_bytes": peak_bytes()})
+        self._record = {}
+
+    def tell(self, record: Any) -> None:
+        """One line to the benchmark."""
+        print(json.dumps(record), file=self._out, flush=True)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had resident; Linux only."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    [line] = [one for one in lines if one.startswith("VmHWM")]
+    return int(line.split()[1]) * 1024
+
+
+def reward(completions: Sequence[Any], answers: Sequence[Sequence[str]], **_: Any) -> list[float]:
+    """F1 of each completion with its best accepted answer, as TRL asks for it."""
+    return [f1(one[0]["content"], truths) for one, truths in zip(completions, answers, strict=True)]
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The records of a file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def train(out: Path, turns: Turns, *, is_replay: bool) -> None:
+    """Trains with TRL.
+
+    Args:
+        out: the benchmark's folder.
+        turns: who tells when to step.
+        is_replay: take the completions of `replay.jsonl`, a line a step, and save no model.
+    """
+    import torch
+    import transformers
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    class Timed(GRPOTrainer):
+        """Tells what it sampled, and how long that took."""
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            with turns.sampling():
+                batch = super()._generate_and_score_completions(inputs)
+            pairs = zip(batch["prompt_ids"], batch["prompt_mask"].bool(), strict=True)
+            turns.note(
+                prompts=[ids[mask].tolist() for ids, mask in pairs],
+                sampled_tokens=int(batch["completion_mask"].sum()),
+                all_tokens=int(batch["completion_mask"].sum() + batch["prompt_mask"].sum()),
+            )
+            return batch
+
+    class InTurn(transformers.TrainerCallback):
+        """A step begins when it is this trainer's turn."""
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            del args, state, control
+            turns.next_step()
+
+    torch.set_num_threads(1)
+    settings = json.loads((out / "settings.json").read_text())
+    tasks = read_jsonl(out / "tasks_in_order.jsonl")
+    given = iter(read_jsonl(out / "replay.jsonl")) if is_replay else iter(())
+    num_completions = settings["tasks_per_step"] * settings["group_size"]
+    num_steps = settings["num_replayed"] if is_replay else settings["num_updates"]
+    trainer = (GRPOTrainer if is_replay else Timed)(
+        model=transformers.AutoModelForCausalLM.from_pretrained(
+            settings["model"], dtype=torch.float32
+        ),
+        processing_class=transformers.AutoTokenizer.from_pretrained(settings["model"]),
+        reward_funcs=reward,
+        train_dataset=Dataset.from_list(
+            [{"prompt": one["messages"], "answers": one["answers"]} for one in tasks]
+        ),
+        rollout_func=(lambda prompts, trainer: next(given)) if is_replay else None,
+        callbacks=[] if is_replay else [InTurn()],
+        args=GRPOConfig(
+            output_dir=str(out / "trl"),
+            use_cpu=True,
+            bf16=False,
+            report_to="none",
+            save_strategy="no",
+            logging_steps=1,
+            disable_tqdm=True,
+            seed=settings["seed"],
+            shuffle_dataset=False,
+            max_steps=num_steps,
+            per_device_train_batch_size=settings["micro_rows"],
+            gradient_accumulation_steps=num_completions // settings["micro_rows"],
+            num_generations=settings["group_size"],
+            max_completion_length=settings["max_response_tokens"],
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            learning_rate=settings["lr"],
+            lr_scheduler_type="constant",
+            adam_beta1=0.9,
+            adam_beta2=0.999,
+            adam_epsilon=1e-8,
+            weight_decay=0.0,
+            max_grad_norm=1.0,
+            beta=0.0,
+            epsilon=settings["clip"],
+            loss_type="dapo",  # the mean over all tokens of the batch, our token-mean
+            scale_rewards="group",
+            gradient_checkpointing=settings["recomputes"],
+        ),
+    )
+    trainer.train()
+    log = [one for one in trainer.state.log_history if "grad_norm" in one]
+    if is_replay:
+        names = ("loss", "grad_norm", "reward")
+        turns.tell([{name: one[name] for name in names} for one in log])
+        return
+    turns.end_step()
+    trainer.model.save_pretrained(out / "trl_model")
+    packages = {"torch": torch.__version__, "transformers": transformers.__version__}
+    turns.tell({"log": log, "versions": packages | {"trl": trl_version()}})
+
+
+def trl_version() -> str:
+    """Of the package."""
+    import trl
+
+    return str(trl.__version__)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--replay", action="store_true")
+    flags = parser.parse_args(argv)
+    name = "trl_replay" if flags.replay else "trl"
+    train(flags.out, Turns(flags.out / f"{name}.log"), is_replay=flags.replay)
+
+
+if __name__ == "__main__":
+    main()
