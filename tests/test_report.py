@@ -707,15 +707,15 @@ class TestComparison:
         change_records(runs[0], lambda r: r | ledger)
         # Three of four right. 6 s of warm start; 1.5 + 4.5 + 0.75 s of training, 4 s of evaluation.
         low, high = wilson(0.75, 4)
-        header, _, first, differs, *others = table_of(*runs)
-        assert header == [
-            *("run", "what differs", "step", "exact match, sampled"),
-            *("exact match, search finds nothing", "tokens sampled", "time"),
-        ]
-        scores = [f"0.250 → 0.750 ({low:.3f} to {high:.3f})", "0.250 (0.046 to 0.699)"]
+        measures, header, _, first, below, second, _ = table_of(*runs)
+        assert measures == ["exact match,", "exact match,", "tokens"]
+        names = ["run", "what differs", "step", "sampled", "search finds nothing"]
+        assert header == [*names, "sampled", "time"]
+        scores = ["0.250 → 0.750", "0.250"]
         assert first == ["lr_1e-06", "optimizer.lr=1e-06", "5", *scores, "12,345", "16.8 s"]
-        assert differs == ["search.local.topk=3"]
-        assert others[0][-2:] == ["–", "16.8 s"]
+        intervals = [f"{low:.3f} to {high:.3f}", "0.046 to 0.699"]
+        assert below == ["search.local.topk=3", *intervals]
+        assert second[-2:] == ["–", "16.8 s"]
         words = told(*runs)
         assert f"0.250 → 0.750{low:.3f} to {high:.3f}" in words
         assert "12,345 16.8 s" in words
@@ -734,22 +734,23 @@ class TestComparison:
         begun = make_run(tmp_path / "begun", **{"kl.coef": 0.2})
         shutil.rmtree(begun / "eval")
         (begun / "metrics.jsonl").write_text("")
-        header, _, one, two, three = table_of(whole, other, begun)
-        assert header[3:6] == [
-            *("exact match, sampled", "exact match, search finds nothing", "brevity, greedy")
-        ]
+        measures, header, _, one, _, two, below, *three = table_of(whole, other, begun)
+        assert measures == ["exact match,", "exact match,", "brevity,", "tokens"]
+        assert header[3:] == ["sampled", "search finds nothing", "greedy", "sampled", "time"]
         assert one[5] == "–"
-        assert two[3:6] == ["–", "–", "0.250 → 0.500 (0.375 to 0.625)"]
-        assert three == ["begun", "kl.coef=0.2", "–, not finished", *"–––––"]
+        assert two[3:6] == ["–", "–", "0.250 → 0.500"]
+        assert below == ["0.375 to 0.625"]
+        assert three == [["begun", "kl.coef=0.2", *"––––––"], ["not finished"]]
         words = told(whole, other, begun)
         assert "brevity, greedy" in words
         assert "0.250 → 0.5000.375 to 0.625" in words
 
     def test_seeds_end_in_their_mean(self, tmp_path):
         runs = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in (0, 1)]
-        header, _, _, _, mean = table_of(*runs)
+        _, header, *_, mean, below = table_of(*runs)
         assert "what differs" not in header
-        assert mean[:2] == ["mean ± deviation", "0.250 ± 0.000 → 0.750 ± 0.000, 2 finished"]
+        assert mean[:2] == ["mean ± deviation", "0.250 ± 0.000 → 0.750 ± 0.000"]
+        assert below[0] == "of 2 finished"
 
     def test_foreign_text_is_shown_as_it_is(self, tmp_path):
         bad = make_hostile(tmp_path / "[red]x")
@@ -763,7 +764,7 @@ class TestComparison:
         runs = [make_run(tmp_path / f"lr_{lr}", **{"optimizer.lr": lr}) for lr in (1e-6, 3e-6)]
         main([*map(str, runs)])
         printed = capsys.readouterr().out.splitlines()
-        assert "optimizer.lr=3e-06" in printed[-2]
+        assert "optimizer.lr=3e-06" in printed[-3]
         assert printed[-1] == str(tmp_path / "report.html")
 
 

@@ -32,8 +32,8 @@ def table(groups: Sequence[Group]) -> str:
         found.add_column("what differs", overflow="fold")
     found.add_column("step", justify="right")
     for measure, suite in scores:
-        found.add_column(Text(visible(f"{measure}, {SUITES.get(suite, (suite,))[0]}")))
-    found.add_column("tokens sampled", justify="right")
+        found.add_column(Text(visible(f"{measure},\n{SUITES.get(suite, (suite,))[0]}")))
+    found.add_column("tokens\nsampled", justify="right")
     found.add_column("time", justify="right")
 
     def add(*cells: str) -> None:
@@ -50,16 +50,15 @@ def table(groups: Sequence[Group]) -> str:
             for name in scores:
                 before, after = held_out(run).get(name, (None, None))
                 start = f"{score(before)} → " if before else ""
-                around = f" ({interval(after)})" if interval(after) else ""
-                cells.append(f"{start}{score(after)}{around}")
-            step += "" if run.is_finished else ", not finished"
+                cells.append(f"{start}{score(after)}\n{interval(after)}".rstrip())
+            step += "" if run.is_finished else "\nnot finished"
             add(visible(run.name), *differs, step, *cells, tokens(run), seconds(run))
         if len(group.runs) > 1:
             means = []
             for name in scores:
                 first, last, count = spread_of(group.runs, name)
                 start = f"{first} → " if first else ""
-                means.append(f"{start}{last}, {count} finished" if last else "–")
+                means.append(f"{start}{last}\nof {count} finished" if last else "–")
             add("mean ± deviation", *differs, "", *means, "", "")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     console = Console(file=io.StringIO(), width=width, color_system=None)
