@@ -91,7 +91,6 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(whole, settings, tmp_path)
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    settings.eval.samples = 1  # as the notebook had while it trained
     thread = threading.Thread(target=interrupt)
     thread.start()
     before = signal.getsignal(signal.SIGINT)
