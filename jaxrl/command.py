@@ -5,6 +5,7 @@
     jaxrl plan --config=FILE                      the memory each device needs; runs nothing
     jaxrl ask RUN [QUESTION ...]                  questions for a trained model
     jaxrl report RUN [RUN ...]                    a page about a run, or one that compares several
+    jaxrl tiny-model --texts=FILE --out=FOLDER    a model of random weights, to rehearse a run
 
 Everything behind the word is the program's own; `jaxrl WORD --help` lists it. A file
 `configs/...` that the working folder does not have is the one that came with the package.
@@ -24,6 +25,7 @@ PROGRAMS = {
     "plan": ("jaxrl.launch", "--plan"),
     "ask": ("jaxrl.ask",),
     "report": ("jaxrl.report",),
+    "tiny-model": ("examples.tiny_model",),
 }
 """The module that runs for a word, and arguments before the user's."""
 

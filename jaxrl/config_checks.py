@@ -782,7 +782,8 @@ def _check_rules(config: ConfigDict) -> None:
             "0, unless checkpoint.keep_best and eval.every_steps are above 0: the stage ends with "
             "the best checkpoint, and only evaluations while training can find one",
         )
-    if config.checkpoint.keep_best:
+    # No other stage looks for the best: an evaluation alone may draw more samples.
+    if config.checkpoint.keep_best and "train" in config.stages:
         _check_best_metric(config)
 
 

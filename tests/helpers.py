@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -374,12 +375,17 @@ def blocks(page, language):
     return [code for found, code in BLOCK.findall(text(page)) if found == language]
 
 
+def shown_config(page):
+    """The module of the configuration that a document shows, with its text as `code`."""
+    [code] = [code for code in blocks(page, "python") if "def get_config" in code]
+    names = {"code": code}
+    exec(code, names)
+    return SimpleNamespace(**names)
+
+
 def readme_config():
     """The configuration that README shows."""
-    [code] = [code for code in blocks(ROOT / "README.md", "python") if "def get_config" in code]
-    names = {}
-    exec(code, names)
-    return names["get_config"]()
+    return shown_config(ROOT / "README.md").get_config()
 
 
 def per_token_of(policy_loss):

@@ -1,59 +1,80 @@
-"""Runs that Python starts: what they return, and what interrupts and mistakes do to them."""
+"""Runs that Python starts, the notebook's first: what they return, interrupts and mistakes."""
 
+import contextlib
+import json
 import os
 import signal
+import sys
 import threading
 import time
 
 import pytest
+from matplotlib import pyplot
 
 from jaxrl import api, report
-from tests.runs import SIZES, lasting, records, run_settings
+from tests.helpers import ROOT
+from tests.runs import lasting, records
 
 pytestmark = [
     pytest.mark.minutes,
     pytest.mark.usefixtures("quick_compilation", "one_size", "no_pictures"),
 ]
 
-SETTINGS = {
-    **SIZES,
-    **{"sft.num_steps": 8, "num_steps": 4, "optimizer.micro_rows": 0},
-    **{"checkpoint.every_steps": 1, "checkpoint.keep": 100, "checkpoint.keep_best": 1},
-    **{"eval.every_steps": 2, "eval.suites": ("greedy",), "eval.final_suites": ("greedy",)},
-}
-BEST = "val-core/all/exact_match/greedy"
+NOTEBOOK = json.loads((ROOT / "examples" / "first_day.ipynb").read_text(encoding="utf-8"))
+CODE = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+BEST = "val-core/all/exact_match/mean@1"
 
 
 @pytest.fixture(scope="module")
-def settings(tiny_world):
-    return run_settings(tiny_world, **SETTINGS, **{"eval.best_metric": BEST})
+def notebook(tmp_path_factory, quick_compilation, one_size, no_pictures):
+    """The names of the notebook after its last cell, in the folder where it ran."""
+    names = {}
+    with pytest.MonkeyPatch.context() as patch, contextlib.chdir(tmp_path_factory.mktemp("day")):
+        patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(pyplot, "show", lambda: pyplot.close("all"))
+        for index, cell in enumerate(CODE):
+            exec(compile("".join(cell["source"]), f"cell {index} of the notebook", "exec"), names)
+        yield names
 
 
-@pytest.fixture(scope="module")
-def whole(settings, tmp_path_factory, quick_compilation, one_size, no_pictures):
-    """A run from its beginning to its end."""
-    workdir = tmp_path_factory.mktemp("runs") / "whole"
-    before = settings.to_json()
-    run = api.train(settings, workdir)
-    assert settings.to_json() == before  # micro_rows=0 is chosen in a copy
-    return run
+@pytest.fixture
+def settings(notebook):
+    return notebook["config"].copy_and_resolve_references()
 
 
-def test_a_run_returns_what_its_folder_holds(whole):
+@pytest.fixture
+def whole(notebook):
+    """The notebook's run, trained and evaluated."""
+    return notebook["run"]
+
+
+def test_the_notebook_is_kept_as_it_ran():
+    assert [cell["execution_count"] for cell in CODE] == [*range(1, len(CODE) + 1)]
+    outputs = [output for cell in CODE for output in cell["outputs"]]
+    assert {output["output_type"] for output in outputs} <= {"stream", "display_data"}
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    told = json.dumps([{**output, "data": ""} for output in outputs])
+    assert "Traceback" not in told
+    assert str(ROOT) not in told
+
+
+def test_a_run_returns_what_its_folder_holds(whole, settings):
     written = records(whole.workdir)
     table = whole.metrics.to_pylist()
     names = {name for record in written for name in record}
     assert [{name: record.get(name) for name in names} for record in written] == table
-    assert [row["step"] for row in table if row["stage"] == "train"][-1] == 12
+    steps = settings.sft.num_steps + settings.num_steps
+    assert [row["step"] for row in table if row["stage"] == "train"][-1] == steps
     assert whole.report is None  # the fixture leaves it out
     page = report.write_report([whole.workdir])
-    assert api.open_run(whole.workdir).report == page
+    assert api.open_run(whole.workdir).report.resolve() == page
     assert whole.scores == {n: v for n, v in written[-1].items() if n.startswith("val-")}
-    assert BEST in whole.scores
+    assert "val-core/all/exact_match/mean@4" in whole.scores
 
 
-def test_the_best_checkpoint_is_that_of_the_highest_value(whole):
-    values = {r["step"]: r[BEST] for r in records(whole.workdir) if BEST in r and r["step"] > 8}
+def test_the_best_checkpoint_is_that_of_the_highest_value(whole, settings):
+    first = settings.sft.num_steps
+    values = {r["step"]: r[BEST] for r in records(whole.workdir) if BEST in r and r["step"] > first}
     # The first of the highest, as the run itself has it.
     best = min(step for step, value in values.items() if value == max(values.values()))
     assert whole.best_checkpoint == whole.workdir / "checkpoints" / str(best)
@@ -62,9 +83,11 @@ def test_the_best_checkpoint_is_that_of_the_highest_value(whole):
 
 def test_an_interrupt_saves_and_the_same_call_goes_on(whole, settings, tmp_path):
     workdir = tmp_path / "run"
+    first, last = settings.sft.num_steps, settings.sft.num_steps + settings.num_steps
+    saved = workdir / "checkpoints" / str(first + settings.checkpoint.every_steps)
 
     def interrupt():
-        while not (workdir / "checkpoints" / "9").is_dir():
+        while not saved.is_dir():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
@@ -76,16 +99,18 @@ def test_an_interrupt_saves_and_the_same_call_goes_on(whole, settings, tmp_path)
     thread.join()
     assert signal.getsignal(signal.SIGINT) is before
     done = api.open_run(workdir)
-    assert 8 < done.metrics["step"].to_pylist()[-1] < 12
+    assert first < done.metrics["step"].to_pylist()[-1] < last
     again = api.train(settings, workdir)
-    assert lasting(again.workdir) == lasting(whole.workdir)
+    trained = [record for record in lasting(whole.workdir) if record["stage"] != "evaluate"]
+    assert lasting(again.workdir) == trained
 
 
 def test_a_checkpoint_is_evaluated(whole, settings):
     written = records(whole.workdir)
-    run = api.evaluate(settings, whole.workdir, step=10)
-    assert (run.workdir / "eval" / "evaluate_10.json").is_file()
-    assert (run.workdir / "steps" / "10" / "export" / "config.json").is_file()
+    step = settings.sft.num_steps + settings.num_steps - settings.checkpoint.every_steps
+    run = api.evaluate(settings, whole.workdir, step=step)
+    assert (run.workdir / "eval" / f"evaluate_{step}.json").is_file()
+    assert (run.workdir / "steps" / str(step) / "export" / "config.json").is_file()
     assert records(whole.workdir) == written
 
 
@@ -105,11 +130,13 @@ def test_mistakes_are_raised(settings, tmp_path, whole):
 
 def test_a_run_in_another_thread(settings, tmp_path):
     """As notebooks and servers may have it, where Python delivers no signals."""
-    short = settings.copy_and_resolve_references()
-    short.stages = ("sft",)
+    settings.stages, settings.sft.num_steps = ("sft",), 8
+    settings.optimizer.micro_rows = settings.sft.optimizer.micro_rows = 0
+    before = settings.to_json()
     found = []
-    thread = threading.Thread(target=lambda: found.append(api.train(short, tmp_path / "run")))
+    thread = threading.Thread(target=lambda: found.append(api.train(settings, tmp_path / "run")))
     thread.start()
     thread.join()
     assert found[0].metrics["step"].to_pylist()[-1] == 8
     assert found[0].scores == {}
+    assert settings.to_json() == before  # micro_rows=0 is chosen in a copy

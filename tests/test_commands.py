@@ -15,8 +15,9 @@ import pytest
 from absl.testing import flagsaver
 
 from jaxrl import launch
+from jaxrl.command import PROGRAMS
 from jaxrl.config_checks import validate
-from tests.helpers import ROOT, blocks, readme_config, text
+from tests.helpers import ROOT, blocks, shown_config, text
 from tests.published import CASES, parquet
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -27,23 +28,26 @@ RUN = (
     "python -m examples.math_world ",
     "python -m examples.tfds_tasks ",
     "python -m jaxrl.report ",
+    "jaxrl report ",
     "cat data/nq/train.jsonl ",
 )
 """Beginnings of commands that are run as they stand, beside all that plan."""
 
 NOT_RUN = {
-    r"python -m jaxrl\.launch (?!.*--plan)": "minutes; the same configurations, and whole runs "
-    "of tiny worlds, are in tests/test_runs.py, test_quickstart.py and test_restarts.py",
+    r"(python -m jaxrl\.launch|jaxrl train) (?!.*--plan)": "minutes; the same "
+    "configurations, and whole runs of tiny worlds, are in tests/test_runs.py, test_quickstart.py "
+    "and test_restarts.py",
     r"python -m jaxrl\.launch --config=my_run\.py --plan$": "README's configuration is for eight "
     "devices, and this plans for those at hand; with --plan_devices it is run",
-    r"python -m jaxrl\.ask ": "a trained run, which takes minutes; tests/test_ask.py",
+    r"(python -m jaxrl\.|jaxrl )ask ": "a trained run, which takes minutes; tests/test_ask.py",
     r"python -m examples\.quickstart_world ": "half a minute each; many tests make smaller ones",
     r"python -m examples\.real_world ": "downloads wheels; tests/examples/test_real_world.py makes "
     "one of small stand-ins",
     r"python -m jaxrl\.envs\.serve_retriever ": "serves until it is ended, on a fixed port, and "
     "some need weights or a server; tests/envs/test_serve_retriever.py",
     r"curl ": "asks that server",
-    r"python -m examples\.tiny_model ": "texts of the reader's; tests/examples/test_tiny_model.py",
+    r"(python -m examples\.tiny_model|jaxrl tiny-model) ": "texts of the reader's; "
+    "tests/examples/test_tiny_model.py",
     r"python -m pytest ": "needs torch and weights; tests/extras/gguf/test_real_weights.py itself",
     r"(du|rm) ": "of folders in the user's cache",
     r"(hf download|python -m zipfile|mv) ": "downloads a model, and moves it to its place",
@@ -57,7 +61,9 @@ NOT_RUN = {
 """The others, and why they are not."""
 
 PROMPTED = re.compile(r"""^(?:[A-Z_]+=(?:"[^"]*"|'[^']*'|[^\s"']*) +)+(?=\S)""")
-DEPARTED = re.compile(r"(?:^|(?<=until ))(?:taskset -c \d )?python -m ([\w.]+)(.*)$")
+DEPARTED = re.compile(
+    r"(?:^|(?<=until ))(?:taskset -c \d )?(?:python -m ([\w.]+)|jaxrl ([\w-]+))(.*)$"
+)
 
 
 def commands_of(page):
@@ -79,38 +85,43 @@ def name(command):
 
 
 def module_and_arguments(line):
-    """What `python -m` is given; None for another command."""
+    """What `python -m` or `jaxrl` is given; None for another command."""
     found = DEPARTED.search(line)
     if not found:
         return None
-    given = found[2].replace("$LARGER", shlex.split(LARGER)[0].partition("=")[2])
-    words = shlex.split(given.replace("$i", "0").removesuffix("; do").removesuffix(" &"))
-    return found[1], words
+    module, *own = PROGRAMS[found[2]] if found[2] else (found[1],)
+    given = found[3].replace("$LARGER", shlex.split(LARGER)[0].partition("=")[2])
+    given = given.replace("$i", "0").replace("$lr", "1e-6")
+    return module, [*own, *shlex.split(given.removesuffix("; do").removesuffix(" &"))]
 
 
 def is_run(line):
     return line.startswith(RUN) or (
-        line.startswith("python -m jaxrl.launch") and "--plan_devices" in line
+        line.startswith(("python -m jaxrl.launch", "jaxrl plan")) and "--plan_devices" in line
     )
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with the repository's own folders, README's configuration and what it names."""
+    """A folder with the repository's own folders, configurations of pages and what they name."""
     folder = tmp_path_factory.mktemp("place")
     for own in ("configs", "examples", "benchmarks", "launch", "docs"):
         (folder / own).symlink_to(ROOT / own)
-    [code] = [code for code in blocks(ROOT / "README.md", "python") if "def get_config" in code]
-    (folder / "my_run.py").write_text(code)
-    model = folder / readme_config().model.path
-    model.parent.mkdir(parents=True, exist_ok=True)
-    model.symlink_to(ROOT / "configs" / "models" / "qwen3-4b")
+    for page, file, model in (
+        (ROOT / "README.md", "my_run.py", "qwen3-4b"),
+        (ROOT / "docs" / "guide.md", "first.py", "qwen2.5-0.5b"),
+    ):
+        config = shown_config(page)
+        (folder / file).write_text(config.code)
+        path = folder / config.get_config().model.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.symlink_to(ROOT / "configs" / "models" / model)
     task = {"question": "?", "answers": ["x"]}
     for file in ("my_data/train.jsonl", "my_data/test.jsonl"):
         path = folder / file
         path.parent.mkdir(exist_ok=True)
         path.write_text("".join(json.dumps({"id": f"{i}", **task}) + "\n" for i in range(3)))
-    for run in ("my_run", "seed0", "seed1", "seed2"):
+    for run in ("my_run", "seed0", "seed1", "seed2", "first", "lr_1e-6", "lr_3e-6"):
         (folder / "runs" / run).mkdir(parents=True)
         record = {"step": 1, "stage": "train", "reward/total": 0.5}
         (folder / "runs" / run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
@@ -124,6 +135,9 @@ def test_the_commands_are_found():
     assert sum(map(is_run, lines)) > 20
     assert module_and_arguments("until python -m jaxrl.launch --config=a.py; do") == (
         *("jaxrl.launch", ["--config=a.py"]),
+    )
+    assert module_and_arguments("jaxrl plan --config=a.py") == (
+        *("jaxrl.launch", ["--plan", "--config=a.py"]),
     )
 
 

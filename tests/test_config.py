@@ -237,6 +237,7 @@ def test_every_key_is_explained():
         ("val-core/all/exact_match/mean@4", {"eval.samples": 4}, True),
         ("val-core/all/exact_match/maj@4/mean", {"eval.samples": 4}, True),
         ("val-core/all/exact_match/mean@1", {"eval.samples": 4}, False),
+        ("val-core/all/exact_match/mean@1", {"eval.samples": 4, "stages": ("evaluate",)}, True),
         ("val-core/all/exact_match/mean@1", {"eval.suites": ("greedy",)}, False),
         ("val-core/openai/gsm8k/exact_match/mean@1", {}, True),
         ("val-core/openai/gsm8k/exact_match/mean@3", {}, False),

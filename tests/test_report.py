@@ -27,6 +27,7 @@ from jaxrl.report.drawing import COLORS, DASHES, _draw
 from jaxrl.report.facts import Segment, facts_of, failure_kind, segments, wilson
 from jaxrl.report.page import duration, page, searched, visible
 from jaxrl.report.reading import read_run
+from jaxrl.report.table import table
 
 CORPUS = {"search.local.corpus": "/a/b/c.jsonl", "search.local.topk": 3}
 
@@ -688,6 +689,85 @@ def make_hostile(workdir):
     return run
 
 
+def table_of(*workdirs):
+    """Cells of the terminal's table, by line."""
+    lines = table(group_runs([_facts(workdir) for workdir in workdirs])).splitlines()
+    return [re.split(r"\s{2,}", line.strip()) for line in lines]
+
+
+class TestComparison:
+    """The same numbers for several runs on the page and on the terminal."""
+
+    def test_a_sweep(self, tmp_path):
+        runs = [
+            make_run(tmp_path / f"lr_{lr}", **{"optimizer.lr": lr, "search.local.topk": 3 + index})
+            for index, lr in enumerate((1e-6, 3e-6))
+        ]
+        ledger = {"ledger/total/trajectories": 9, "ledger/total/sampled_tokens": 12_345}
+        change_records(runs[0], lambda r: r | ledger)
+        # Three of four right. 6 s of warm start; 1.5 + 4.5 + 0.75 s of training, 4 s of evaluation.
+        low, high = wilson(0.75, 4)
+        measures, header, _, first, below, second, _ = table_of(*runs)
+        assert measures == ["exact match,", "exact match,", "tokens"]
+        names = ["run", "what differs", "step", "sampled", "search finds nothing"]
+        assert header == [*names, "sampled", "time"]
+        scores = ["0.250 → 0.750", "0.250"]
+        assert first == ["lr_1e-06", "optimizer.lr=1e-06", "5", *scores, "12,345", "16.8 s"]
+        intervals = [f"{low:.3f} to {high:.3f}", "0.046 to 0.699"]
+        assert below == ["search.local.topk=3", *intervals]
+        assert second[-2:] == ["–", "16.8 s"]
+        words = told(*runs)
+        assert f"0.250 → 0.750{low:.3f} to {high:.3f}" in words
+        assert "12,345 16.8 s" in words
+
+    def test_runs_with_other_measures_on_their_way_or_only_begun(self, tmp_path):
+        whole = make_run(tmp_path / "whole")
+        other = make_run(tmp_path / "other", **{"kl.coef": 0.1})
+        change_records(other, lambda r: {k: v for k, v in r.items() if "exact_match" not in k})
+        for stage, step, mean in (("train", 2, 0.25), ("evaluate", 5, 0.5)):
+            write_evaluation(
+                *(other, stage, step, {}),
+                summary={"greedy": {"all": {"brevity": mean}}},
+                reward_weights={"greedy": {"brevity": 0.5}},
+                intervals={"greedy": {"all": {"brevity": [0.375, 0.625]}}},
+            )
+        begun = make_run(tmp_path / "begun", **{"kl.coef": 0.2})
+        shutil.rmtree(begun / "eval")
+        (begun / "metrics.jsonl").write_text("")
+        measures, header, _, one, _, two, below, *three = table_of(whole, other, begun)
+        assert measures == ["exact match,", "exact match,", "brevity,", "tokens"]
+        assert header[3:] == ["sampled", "search finds nothing", "greedy", "sampled", "time"]
+        assert one[5] == "–"
+        assert two[3:6] == ["–", "–", "0.250 → 0.500"]
+        assert below == ["0.375 to 0.625"]
+        assert three == [["begun", "kl.coef=0.2", *"––––––"], ["not finished"]]
+        words = told(whole, other, begun)
+        assert "brevity, greedy" in words
+        assert "0.250 → 0.5000.375 to 0.625" in words
+
+    def test_seeds_end_in_their_mean(self, tmp_path):
+        runs = [make_run(tmp_path / f"s{seed}", seed=seed) for seed in (0, 1)]
+        _, header, *_, mean, below = table_of(*runs)
+        assert "what differs" not in header
+        assert mean[:2] == ["mean ± deviation", "0.250 ± 0.000 → 0.750 ± 0.000"]
+        assert below[0] == "of 2 finished"
+
+    def test_foreign_text_is_shown_as_it_is(self, tmp_path):
+        bad = make_hostile(tmp_path / "[red]x")
+        words = table(group_runs([_facts(bad), _facts(make_run(tmp_path / "b"))]))
+        assert "[red]x" in words
+        assert "\x1b" not in words
+        assert "\u202e" not in words
+        assert r"\x1b[2J" in words
+
+    def test_the_command_prints_it_before_the_page(self, tmp_path, capsys):
+        runs = [make_run(tmp_path / f"lr_{lr}", **{"optimizer.lr": lr}) for lr in (1e-6, 3e-6)]
+        main([*map(str, runs)])
+        printed = capsys.readouterr().out.splitlines()
+        assert "optimizer.lr=3e-06" in printed[-3]
+        assert printed[-1] == str(tmp_path / "report.html")
+
+
 class TestForeignText:
     def test_shows_as_text(self, tmp_path):
         path = write_report([make_hostile(tmp_path / "<b>$run")])
@@ -856,7 +936,8 @@ class TestTolerance:
 class TestCommand:
     def test_writes_where_it_is_told(self, run, tmp_path, capsys):
         main([str(run), f"--out={tmp_path / 'x' / 'page.html'}"])
-        assert capsys.readouterr().out.strip() == str(tmp_path / "x" / "page.html")
+        told = ["exact match: sampled 0.250 -> 0.750, search finds nothing 0.250"]
+        assert capsys.readouterr().out.splitlines() == [*told, str(tmp_path / "x" / "page.html")]
         assert (tmp_path / "x" / "page.html").exists()
         assert (tmp_path / "x" / "page_plots" / "reward.png").exists()
 
@@ -956,7 +1037,8 @@ class TestReward:
             path.write_text(json.dumps(json.loads(path.read_text()) | more))
         [brevity, exact] = facts_of(read_run(run)).parts
         assert (brevity.name, brevity.weight) == ("my_reward.brevity", 0.5)
-        assert brevity.means == {"sampled": (-0.5, 0.25)}
+        [(before, after)] = brevity.means.values()
+        assert (before.value, after.value) == (-0.5, 0.25)
         assert (exact.name, exact.weight) == ("exact_match", 0.0)
         words = told(run)
         assert "Reward part weight sampled" in words

@@ -9,7 +9,11 @@ from pathlib import Path
 
 
 def write_report(
-    workdirs: Sequence[Path], *, out: Path | None = None, ignore: Sequence[str] = ()
+    workdirs: Sequence[Path],
+    *,
+    out: Path | None = None,
+    ignore: Sequence[str] = (),
+    log: Callable[[str], None] | None = None,
 ) -> Path:
     """Writes the page, and beside it pictures of its charts.
 
@@ -19,6 +23,7 @@ def write_report(
             run, or where several runs lie, with `plots/`.
         ignore: keys or sections of the configuration in which runs of one group may differ,
             besides the seed.
+        log: told what the run came to, in a line, or several of them in a table.
 
     Returns:
         Where the page is.
@@ -29,9 +34,10 @@ def write_report(
     # Imported here: a run loads matplotlib when it has something to draw.
     from jaxrl.report.curves import CHART_NAMES, charts_of, group_runs
     from jaxrl.report.drawing import png
-    from jaxrl.report.facts import facts_of
+    from jaxrl.report.facts import facts_of, gain
     from jaxrl.report.page import page
     from jaxrl.report.reading import read_run
+    from jaxrl.report.table import table
     from jaxrl.runtime.files import written_whole
 
     folders = {workdir.resolve(): workdir for workdir in workdirs}
@@ -49,6 +55,8 @@ def write_report(
         (out.parent / plots / f"{name}.png").unlink(missing_ok=True)
     with written_whole(out) as file:
         file.write(page(groups, charts, zero, plots))
+    if log and (summary := table(groups) if len(runs) > 1 else gain(runs[0])):
+        log(summary)
     return out
 
 
@@ -58,13 +66,7 @@ def write_or_warn(workdir: Path, log: Callable[[str], None]) -> None:
     Told are what the run came to, in a line, and where the page is.
     """
     try:
-        path = write_report([workdir])
-        from jaxrl.report.facts import facts_of, gain
-        from jaxrl.report.reading import read_run
-
-        if line := gain(facts_of(read_run(workdir))):
-            log(line)
-        log(f"report: {path}")
+        log(f"report: {write_report([workdir], log=log)}")
     except Exception as error:
         log(
             f"warning: no report: {error!r}. The run is whole; "

@@ -34,8 +34,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_args(argv)
     ignore = [key for key in arguments.ignore.split(",") if key]
+
+    def log(text: str) -> None:
+        print(printable(text))
+
     try:
-        print(printable(str(write_report(arguments.runs, out=arguments.out, ignore=ignore))))
+        log(str(write_report(arguments.runs, out=arguments.out, ignore=ignore, log=log)))
     except OSError as error:
         sys.exit(printable(f"error: {system_message(error) or error}"))
     except Exception as error:  # a file with something in it that nobody thought of

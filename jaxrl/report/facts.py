@@ -90,7 +90,7 @@ class Part:
 
     name: str
     weight: float  # 0 for one that is measured alone
-    means: dict[str, tuple[float | None, float]]  # the first is None where there is only one
+    means: dict[str, tuple[Score | None, Score]]  # the first is None where there is only one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,15 +321,18 @@ def first_and_last(evaluations: Sequence[Evaluation]) -> list[Row]:
 def parts_of(evaluations: Sequence[dict[str, Any]]) -> list[Part]:
     """All parts of the reward that evaluations tell of, those with weight first."""
     weights: dict[str, float] = {}
-    means: dict[str, dict[str, list[float]]] = {}
+    means: dict[str, dict[str, list[Score]]] = {}
     for found in evaluations:
         for suite, own in mapping(found.get("reward_weights")).items():
             by_set = mapping(mapping(found.get("summary")).get(suite))
+            intervals = mapping(mapping(found.get("intervals")).get(suite))
             for name, weight in mapping(own).items():
                 mean = number_of(mapping(by_set.get("all")).get(name))
                 if mean is not None and (known := number_of(weight)) is not None:
                     weights[name] = known
-                    means.setdefault(name, {}).setdefault(suite, []).append(mean)
+                    interval = mapping(intervals.get("all")).get(name)
+                    score = _score(mean, interval, None)
+                    means.setdefault(name, {}).setdefault(suite, []).append(score)
     return [
         Part(
             name=name,
@@ -340,34 +343,33 @@ def parts_of(evaluations: Sequence[dict[str, Any]]) -> list[Part]:
     ]
 
 
-def gain(facts: Facts) -> str:
-    """What a run came to, in a line: scores before and after; "" where it has none.
+def held_out(facts: Facts) -> dict[tuple[str, str], tuple[Score | None, Score]]:
+    """First and last score over all held-out questions, by measure and suite.
 
-    Exact match over all questions, else the parts of the reward with weight.
+    The measure is exact match; where no evaluation has that, each part of the reward with weight.
+    The first score is None where there is only one.
     """
-    scores = {
-        "exact match": [
-            (row.suite, row.before.value if row.before else None, row.after.value)
-            for row in facts.rows
-            if row.data_set == "all"
-        ]
+    exact = {
+        ("exact match", row.suite): (row.before, row.after)
+        for row in facts.rows
+        if row.data_set == "all"
     }
-    if not scores["exact match"]:
-        scores = {
-            part.name: [(suite, *means) for suite, means in part.means.items()]
-            for part in facts.parts
-            if part.weight
-        }
+    return exact or {
+        (part.name, suite): means
+        for part in facts.parts
+        if part.weight
+        for suite, means in part.means.items()
+    }
 
-    def told(suite: str, before: float | None, after: float) -> str:
+
+def gain(facts: Facts) -> str:
+    """What a run came to, in a line: held-out scores before and after; "" where it has none."""
+    told: dict[str, list[str]] = {}
+    for (measure, suite), (before, after) in held_out(facts).items():
         name = SUITES[suite][0] if suite in SUITES else suite
-        return f"{name} {'' if before is None else f'{before:.3f} -> '}{after:.3f}"
-
-    return "; ".join(
-        f"{name}: {', '.join(told(*one) for one in found)}"
-        for name, found in scores.items()
-        if found
-    )
+        start = "" if before is None else f"{before.value:.3f} -> "
+        told.setdefault(measure, []).append(f"{name} {start}{after.value:.3f}")
+    return "; ".join(f"{measure}: {', '.join(scores)}" for measure, scores in told.items())
 
 
 def _shown_suite(asked: Sequence[dict[str, Any]]) -> str | None:

@@ -21,6 +21,7 @@ from jaxrl.report.facts import (
     Facts,
     Row,
     Score,
+    held_out,
     segments,
 )
 from jaxrl.report.reading import number_of
@@ -45,6 +46,8 @@ def page(
         "change": change,
         "duration": duration,
         "wait": wait,
+        "tokens": tokens,
+        "seconds": seconds,
         "value": value,
         "visible": visible,
         "key_name": key_name,
@@ -67,30 +70,29 @@ def page(
         sentence=sentence,
         all_rows=lambda run: [row for row in run.rows if row.data_set == "all"],
         other_rows=lambda run: [row for row in run.rows if row.data_set != "all"],
-        common_suites=[s for s in SUITES if any(find(r, s) for r in runs)],
-        find=find,
+        compared=list(dict.fromkeys(name for run in runs for name in held_out(run))),
+        held_out=held_out,
         spread_of=spread_of,
         plots=plots,
     )
     return printable(html)  # what came from files may stand anywhere, in a chart's label too
 
 
-def find(run: Facts, suite: str) -> Row | None:
-    """A suite's row over all questions."""
-    rows = [row for row in run.rows if (row.suite, row.data_set) == (suite, "all")]
-    return rows[0] if rows else None
-
-
-def spread_of(runs: Sequence[Facts], suite: str) -> tuple[str, str, int]:
-    """Mean and deviation of a suite's score before and after, and over how many runs.
+def spread_of(runs: Sequence[Facts], name: tuple[str, str]) -> tuple[str, str, int]:
+    """Mean and deviation of a held-out score before and after, and over how many runs.
 
     These are the finished ones with such a score: the last score of another is of some step on the
     way. `before` is empty where one of them has none.
+
+    Args:
+        runs: seeds of one configuration.
+        name: measure and suite, as of `held_out`.
     """
-    rows = [row for run in runs if run.is_finished and (row := find(run, suite))]
-    before = [row.before.value for row in rows if row.before]
-    after = spread([row.after.value for row in rows])
-    return spread(before) if len(before) == len(rows) else "", after, len(rows)
+    found = [held_out(run).get(name) for run in runs if run.is_finished]
+    scores = [pair for pair in found if pair]
+    before = [first.value for first, _ in scores if first]
+    after = spread([last.value for _, last in scores])
+    return spread(before) if len(before) == len(scores) else "", after, len(scores)
 
 
 def sentence(run: Facts) -> str:
@@ -174,6 +176,16 @@ def wait(seconds: float) -> str:
     if seconds < 1:
         return f"{1000 * seconds:.2g} ms" if seconds < 0.1 else f"{1000 * seconds:.0f} ms"
     return f"{seconds:.3g} s" if seconds < 60 else duration(seconds)
+
+
+def tokens(run: Facts) -> str:
+    """The tokens that a run has sampled, evaluations included."""
+    return f"{run.costs.sampled_tokens:,}" if run.costs else "–"
+
+
+def seconds(run: Facts) -> str:
+    """The time that a run has taken."""
+    return duration(sum(stage.total for stage in run.timings)) if run.timings else "–"
 
 
 def value(setting: Any) -> str:

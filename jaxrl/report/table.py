@@ -1,0 +1,67 @@
+"""Several runs as a table for the terminal: what sets them apart, and what they came to."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxrl.report.curves import Group
+from jaxrl.report.facts import SUITES, held_out
+from jaxrl.report.page import interval, score, seconds, spread_of, tokens, visible
+
+MAX_VALUE = 60  # characters shown of a setting
+
+
+def table(groups: Sequence[Group]) -> str:
+    """A line for each run, and for each group of seeds one of means, as wide as the terminal.
+
+    Where the output is no terminal, the table is as wide as its content.
+    """
+    runs = [run for group in groups for run in group.runs]
+    scores = list(dict.fromkeys(name for run in runs for name in held_out(run)))
+    found = Table(box=box.SIMPLE, pad_edge=False)
+    found.add_column("run", overflow="fold")
+    if len(groups) > 1:
+        found.add_column("what differs", overflow="fold")
+    found.add_column("step", justify="right")
+    for measure, suite in scores:
+        found.add_column(Text(visible(f"{measure},\n{SUITES.get(suite, (suite,))[0]}")))
+    found.add_column("tokens\nsampled", justify="right")
+    found.add_column("time", justify="right")
+
+    def add(*cells: str) -> None:
+        # Not as markup: names, keys and values are foreign text.
+        found.add_row(*(Text(cell) for cell in cells))
+
+    for group in groups:
+        settings = [f"{key}={value!r}" for key, value in group.config.items()]
+        cut = [text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}…" for text in settings]
+        differs = [visible("\n".join(cut))] if len(groups) > 1 else []
+        for run in group.runs:
+            step = f"{run.files.records[-1]['step']:,}" if run.files.records else "–"
+            cells = []
+            for name in scores:
+                before, after = held_out(run).get(name, (None, None))
+                start = f"{score(before)} → " if before else ""
+                cells.append(f"{start}{score(after)}\n{interval(after)}".rstrip())
+            step += "" if run.is_finished else "\nnot finished"
+            add(visible(run.name), *differs, step, *cells, tokens(run), seconds(run))
+        if len(group.runs) > 1:
+            means = []
+            for name in scores:
+                first, last, count = spread_of(group.runs, name)
+                start = f"{first} → " if first else ""
+                means.append(f"{start}{last}\nof {count} finished" if last else "–")
+            add("mean ± deviation", *differs, "", *means, "", "")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    with console.capture() as lines:
+        console.print(found)
+    return "\n".join(line.rstrip() for line in lines.get().splitlines() if line.strip())
