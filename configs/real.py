@@ -28,24 +28,24 @@ def get_config(world: str = "data/real") -> ConfigDict:
     config.rollout.max_observation_tokens = 104
 
     config.sft.source = f"{world}/demonstrations.jsonl"
-    config.sft.num_steps = 30
+    config.sft.num_steps = 60
     config.sft.batch_size = 8
-    config.sft.optimizer.lr = 1e-4
+    config.sft.optimizer.lr = 2e-4
     config.sft.optimizer.warmup_steps = 2
     config.sft.optimizer.micro_rows = 5
 
     config.rollout.tasks_per_step = 8
-    config.rollout.group_size = 4
+    config.rollout.group_size = 8
     config.rollout.max_prompt_tokens = 96
     config.rollout.max_response_tokens = 64
     config.rollout.max_total_tokens = 288
     config.rollout.max_turns = 2
-    config.rollout.num_rows = 32
+    config.rollout.num_rows = 64
     config.rollout.observation_lag_chunks = 1
 
     config.advantage.grpo.normalize_std = False
     config.loss.clip_high = 0.28
-    config.optimizer.lr = 2e-5
+    config.optimizer.lr = 5e-5
     config.optimizer.warmup_steps = 2
     config.optimizer.micro_rows = 5
 

@@ -24,9 +24,10 @@ those of SQuAD.
 Some articles are held out: their passages are in the corpus, but no training question and no
 demonstration, search results included, is about them or names them.
 
-Demonstrations are made by a program from questions that are in neither set. Three in ten are poor
-on purpose: they guess without a search, search for a word or two, or answer with more than was
-asked for. Their form is right, so reinforcement learning has habits to select.
+Demonstrations are made by a program from questions that are in neither set, two of each: a good
+one, and one that is poor on purpose, which guesses without a search, searches for a word or two, or
+answers with more than was asked for. Their form is right, so reinforcement learning has habits to
+select.
 
 Files that are there and whole are not fetched again. The same seed gives the same bytes.
 """
@@ -34,7 +35,6 @@ Files that are there and whole are not fetched again. The same seed gives the sa
 import argparse
 import gzip
 import hashlib
-import itertools
 import json
 import random
 import re
@@ -146,8 +146,11 @@ SYSTEM = (
 PIECE_WORDS = 50  # of a document, at most
 ANSWER_WORDS = 3  # of the shortest accepted answer, at most
 
-HABITS = {"good": 14, "no_search": 2, "poor_query": 2, "wordy": 2}
-"""Demonstrations of each kind in 20; the good ones alone are sure to be right."""
+HABITS = {"good": 10, "no_search": 3, "poor_query": 3, "wordy": 4}
+"""Demonstrations of each kind in 20; the good ones alone are sure to be right.
+
+A question has two, ten places apart: one that is good and one that is not.
+"""
 
 # What a question is made of beside the words that say what it is about.
 _STOP_WORDS = frozenset(
@@ -499,7 +502,7 @@ def make_world(
         sources: the files of SQuAD, BoolQ and DROP.
         seed: of the split and of the demonstrations.
         num_held_out: questions of the evaluation.
-        num_demonstrations: to make, of the questions that remain.
+        num_demonstrations: to make, two of each of the questions that are not trained on.
     """
     squad, boolq, drop = sources
     questions, passages = read_sources(squad, boolq, drop)
@@ -517,20 +520,22 @@ def make_world(
     reasons["held-out article, beyond the number asked for"] = (
         len(kept) - len(others) - len(held_out)
     )
-    if not held_out or len(rest) <= num_demonstrations:
+    if not held_out or len(rest) <= num_demonstrations // 2:
         raise SystemExit(
             f"error: {len(held_out)} held-out questions and {len(rest)} others; expected more than "
-            f"{num_demonstrations} others, for the demonstrations. Lower --num_held_out or "
+            f"{num_demonstrations // 2} others, for the demonstrations. Lower --num_held_out or "
             "--num_demonstrations."
         )
     rng.shuffle(rest)
-    train = rest[num_demonstrations:]
+    train = rest[num_demonstrations // 2 :]
 
     rng = random.Random(f"{seed} demonstrations")
     guesses = [question.answers[0] for question in rest]
     demonstrations: list[dict[str, Any]] = []
-    habits = itertools.cycle(itertools.chain.from_iterable([h] * n for h, n in HABITS.items()))
-    for question, habit in zip(rest[:num_demonstrations], habits, strict=False):
+    habits = [habit for habit, number in HABITS.items() for _ in range(number)]
+    shown = [(i + shift, rest[i]) for shift in (0, 10) for i in range(num_demonstrations // 2)]
+    for place, question in shown:
+        habit = habits[place % len(habits)]
         chat = demonstrate(question, habit, kept[question], engine, rng, guesses)
         while named.search(chat_text(chat)):  # a poor query or a guess hit a held-out article
             chat = demonstrate(question, "good", kept[question], engine, rng, guesses)
@@ -595,7 +600,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num_held_out", type=int, default=120, help="questions, for evaluation")
-    parser.add_argument("--num_demonstrations", type=int, default=240)
+    parser.add_argument("--num_demonstrations", type=int, default=480)
     parser.add_argument(
         "--with_coder", action="store_true", help="also fetch the models of configs/real_coder.py"
     )

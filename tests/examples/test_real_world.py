@@ -123,7 +123,7 @@ def packages(wheels, monkeypatch):
 
 
 def make(folder, *flags):
-    world.main([f"--out={folder}", "--num_held_out=10", "--num_demonstrations=20", *flags])
+    world.main([f"--out={folder}", "--num_held_out=10", "--num_demonstrations=40", *flags])
     return {name: read(folder / f"{name}.jsonl") for name in FILES}
 
 
@@ -205,7 +205,7 @@ def test_documents_are_pieces_of_all_passages(files):
 def test_questions_are_left_out_for_these_reasons(packages, tmp_path, capsys):
     files = make(tmp_path / "real")
     kept = [*files["questions_train"], *files["questions_eval"]]
-    assert len(kept) + len(files["demonstrations"]) <= NUM_QUESTIONS
+    assert len(kept) + len(files["demonstrations"]) // 2 <= NUM_QUESTIONS
     assert not [question for question in kept if question["metadata"]["article"] == "Castle"]
     printed = capsys.readouterr().out
     share = NUM_QUESTIONS / (NUM_QUESTIONS + 3)
@@ -254,7 +254,17 @@ def test_demonstrations_are_of_the_right_form(files):
                 content = block.prefix + block.body + block.suffix
             response += content
         assert SEARCH_R1.is_well_formed(response)
-    assert {name: len(chats) for name, chats in habits.items()} == world.HABITS
+    assert {name: len(chats) / 2 for name, chats in habits.items()} == world.HABITS
+    # Each question is shown once well and once not.
+    good = {chat["metadata"]["id"] for chat in habits["good"]}
+    poor = {
+        chat["metadata"]["id"]
+        for habit, chats in habits.items()
+        for chat in chats
+        if habit != "good"
+    }
+    assert len(good) == 20
+    assert good == poor
     truths = {question["doc"]["id"]: question["doc"]["answers_text"] for question in squad_lines()}
     for habit, chats in habits.items():
         for chat in chats:
