@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -152,6 +153,7 @@ def load_hf(
     entries: Sequence[str] | None = None,
     dtype: DTypeLike = jnp.float32,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    is_late: bool = False,
 ) -> Params:
     """Parameters of an HF folder, each device reading only its own part of each tensor.
 
@@ -163,6 +165,7 @@ def load_hf(
         entries: of the parameters, which alone are read; None: all.
         dtype: of the parameters; float32 holds every checkpoint exactly.
         progress: told after each parameter how many MiB are loaded, of how many.
+        is_late: leave them on disk: each is a function that reads and returns it.
 
     Raises:
         FileNotFoundError: the folder, its `config.json` or a weights file is not there.
@@ -176,7 +179,7 @@ def load_hf(
         layouts = flatten_dict(sharding.param_shardings(mesh, config), sep="/")
     if entries is not None:
         layouts = {p: layout for p, layout in layouts.items() if p.split("/")[0] in entries}
-    return load_stored(config, stored, layouts, dtype=dtype, progress=progress)
+    return load_stored(config, stored, layouts, dtype=dtype, progress=progress, is_late=is_late)
 
 
 def load_stored(
@@ -186,6 +189,7 @@ def load_stored(
     *,
     dtype: DTypeLike = jnp.float32,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    is_late: bool = False,
 ) -> Params:
     """Parameters out of tensors on disk, those that have a layout.
 
@@ -195,33 +199,38 @@ def load_stored(
         layouts: by the paths of the parameters, `/` between names.
         dtype: of the parameters.
         progress: as `load_hf` has it.
+        is_late: likewise.
     """
     names, leaves = config.hf_names(), flatten_dict(config.abstract_params(), sep="/")
     shapes = {param: leaves[param] for param in leaves if param in layouts}
+
+    item, done = jnp.dtype(dtype).itemsize, 0
+    sizes = {param: math.prod(leaf.shape) * item for param, leaf in shapes.items()}
+    total = sum(sizes.values())
 
     def load_leaf(param: str) -> jax.Array:
         def read(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None  # only shapeless arrays have none
             axes, shape = names[param].count("{}"), shapes[param].shape
-            wanted = [range(size)[part] for size, part in zip(shape, index[:axes], strict=False)]
-            found = [
-                _read_part(stored[_hf_name(config, param, names[param], at)], param, index[axes:])
-                for at in product(*wanted)
-            ]
-            sizes = [len(numbers) for numbers in wanted]
-            return np.stack([part.astype(dtype) for part in found]).reshape(*sizes, *found[0].shape)
+            ranges = [range(size)[part] for size, part in zip(shape, index, strict=True)]
+            wanted = [len(numbers) for numbers in ranges]
+            array = np.empty(wanted, dtype)  # filled as it is read: there is no second copy of it
+            places = product(*map(range, wanted[:axes]))
+            for place, at in zip(places, product(*ranges[:axes]), strict=True):
+                tensor = stored[_hf_name(config, param, names[param], at)]
+                array[place] = _read_part(tensor, param, index[axes:])
+            return array
 
-        return jax.make_array_from_callback(shapes[param].shape, layouts[param], read)
-
-    item, done = jnp.dtype(dtype).itemsize, 0
-    sizes = {param: math.prod(leaf.shape) * item for param, leaf in shapes.items()}
-    total = sum(sizes.values())
-    loaded = {}
-    for param, size in sizes.items():
-        loaded[param] = load_leaf(param)
-        done += size
+        loaded = jax.make_array_from_callback(shapes[param].shape, layouts[param], read)
+        nonlocal done
+        done += sizes[param]
         progress(-(-done // 2**20), -(-total // 2**20))
-    return unflatten_dict(loaded, sep="/")
+        return loaded
+
+    return unflatten_dict(
+        {param: partial(load_leaf, param) if is_late else load_leaf(param) for param in shapes},
+        sep="/",
+    )
 
 
 def check_hf(
