@@ -43,8 +43,8 @@ from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params
 from jaxrl.runtime.files import system_message
+from jaxrl.runtime.heap import give_back_after_compiling
 from jaxrl.runtime.history import check_step
-from jaxrl.runtime.host_memory import give_back_after_compiling
 from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import mesh_sizes, param_shardings
 from jaxrl.sampling.rollout import Sampling, Seeds

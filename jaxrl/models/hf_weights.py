@@ -179,27 +179,28 @@ def load_hf(
         layouts = flatten_dict(sharding.param_shardings(mesh, config), sep="/")
     if entries is not None:
         layouts = {p: layout for p, layout in layouts.items() if p.split("/")[0] in entries}
-    return load_stored(config, stored, layouts, dtype=dtype, progress=progress, is_late=is_late)
+    found = partial(open_known, config, Path(path)) if is_late else stored
+    return load_stored(config, found, layouts, dtype=dtype, progress=progress)
 
 
 def load_stored(
     config: HasWeights,
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, StoredTensor] | Callable[[], Mapping[str, StoredTensor]],
     layouts: Mapping[str, Sharding],
     *,
     dtype: DTypeLike = jnp.float32,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    is_late: bool = False,
 ) -> Params:
     """Parameters out of tensors on disk, those that have a layout.
 
     Args:
         config: of the model.
-        stored: tensors by the names of `config.hf_names()`, checked.
+        stored: tensors by the names of `config.hf_names()`, checked. Or what opens them: then
+            nothing is read yet, and each parameter is a function that opens them, reads its own and
+            returns it. What was read of a file is in memory until the file is closed.
         layouts: by the paths of the parameters, `/` between names.
         dtype: of the parameters.
         progress: as `load_hf` has it.
-        is_late: likewise.
     """
     names, leaves = config.hf_names(), flatten_dict(config.abstract_params(), sep="/")
     shapes = {param: leaves[param] for param in leaves if param in layouts}
@@ -209,6 +210,8 @@ def load_stored(
     total = sum(sizes.values())
 
     def load_leaf(param: str) -> jax.Array:
+        tensors = stored() if callable(stored) else stored
+
         def read(index: tuple[slice, ...] | None) -> np.ndarray:
             assert index is not None  # only shapeless arrays have none
             axes, shape = names[param].count("{}"), shapes[param].shape
@@ -217,7 +220,7 @@ def load_stored(
             array = np.empty(wanted, dtype)  # filled as it is read: there is no second copy of it
             places = product(*map(range, wanted[:axes]))
             for place, at in zip(places, product(*ranges[:axes]), strict=True):
-                tensor = stored[_hf_name(config, param, names[param], at)]
+                tensor = tensors[_hf_name(config, param, names[param], at)]
                 array[place] = _read_part(tensor, param, index[axes:])
             return array
 
@@ -228,8 +231,7 @@ def load_stored(
         return loaded
 
     return unflatten_dict(
-        {param: partial(load_leaf, param) if is_late else load_leaf(param) for param in shapes},
-        sep="/",
+        {p: partial(load_leaf, p) if callable(stored) else load_leaf(p) for p in shapes}, sep="/"
     )
 
 

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.lora import TRAINED, Adapter
-from jaxrl.runtime.host_memory import give_back
+from jaxrl.runtime.heap import give_back
 from jaxrl.runtime.sharding import decode_shardings, on_local_mesh, param_shardings
 from jaxrl.types import Params
 

@@ -1,14 +1,9 @@
-"""The host's memory, which is a CPU's: how much of it is free, and giving it back."""
+"""The memory of this host that a process can have, which is a CPU's."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
-
-import jax
 
 NO_LIMIT = 2**60
 """What a control group of version 1 has without a limit is a little less than 2**63."""
@@ -78,38 +73,3 @@ def _groups(root: Path) -> Iterator[tuple[Path, int]]:
         for base in bases:
             for group in (within, *within.parents):
                 yield base / group, 2 if not controllers else 1
-
-
-COMPILED = "/jax/core/compile/backend_compile_duration"
-"""The event of JAX that tells how long a program was compiled."""
-
-LONG_COMPILE_S = 0.5
-"""What takes less to compile leaves little behind."""
-
-
-def give_back() -> None:
-    """Gives memory that nothing uses any more back to the system.
-
-    The C library keeps what was freed in small pieces, for later. What is never given back counts
-    as this process's: of a compiler that is most of what it took. Only glibc can be asked.
-    """
-    _trim()(0)
-
-
-@functools.cache
-def _trim() -> Callable[[int], Any]:
-    try:
-        return ctypes.CDLL(None).malloc_trim  # type: ignore[no-any-return]
-    except (AttributeError, OSError):
-        return lambda _: None
-
-
-@functools.cache
-def give_back_after_compiling() -> None:
-    """From now on gives back what the compiler has left behind, wherever something is compiled."""
-
-    def listen(event: str, duration: float, **_: Any) -> None:
-        if event == COMPILED and duration > LONG_COMPILE_S:
-            give_back()
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
