@@ -43,10 +43,12 @@ from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params
 from jaxrl.runtime.files import system_message
+from jaxrl.runtime.heap import give_back_after_compiling
 from jaxrl.runtime.history import check_step
 from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import mesh_sizes, param_shardings
 from jaxrl.sampling.rollout import Sampling, Seeds
+from jaxrl.sampling.weights import given_up
 from jaxrl.session import Components, Progress
 from jaxrl.toolbox import correct_by, environment_parts
 from jaxrl.training.health import first_error
@@ -208,11 +210,12 @@ def open_run(
     config.search.replay = "off"  # a question of now is in no recording, and the run stays as it is
     fit_host(config)
     keep_programs(config.compilation_cache, display.log)
+    give_back_after_compiling()
     model_folder(config.model.path, display.log)
     components = assemble(config, display.activity)
     params, weights = load_weights(components, config, run, model, display, step=step)
     display.log(f"weights: {weights}")
-    components.engine.set_weights(components.model.whole(params))
+    components.engine.set_weights(given_up(components.model.whole(params)))
     return components, config
 
 
@@ -267,7 +270,9 @@ def load_weights(
         progress = display.counter("loading weights, MiB")
         named = config.model.architecture
         folder = model_folder(str(model))
-        params = load_hf(folder, components.mesh, architecture=named, progress=progress)
+        params = load_hf(
+            folder, components.mesh, architecture=named, progress=progress, is_late=True
+        )
         return params, str(model)
     policy, mesh = components.model, components.mesh
     policy.base = load_frozen(model_folder(config.model.path), policy, config.model.architecture)
