@@ -37,6 +37,7 @@ from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
 from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.text import printable, writable
+from jaxrl.flat_config import flatten
 from jaxrl.logs.display import Display
 from jaxrl.models.adapters import load_frozen
 from jaxrl.models.folder import model_folder
@@ -124,7 +125,7 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
         ValueError: an argument is no such, or a key or value is wrong.
     """
     keys: dict[str, Any] = {}
-    defaults = configuration.flatten(configuration.default_config())
+    defaults = flatten(configuration.default_config())
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if not name.startswith("--config."):

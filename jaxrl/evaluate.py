@@ -23,13 +23,13 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.codecs import question_record
-from jaxrl.config import STAGES
 from jaxrl.environment import has_tools
 from jaxrl.envs.answers import normalize_answer
 from jaxrl.envs.attribution import Attribution, attribute
 from jaxrl.envs.base import Outcome
 from jaxrl.envs.json_text import read_object
 from jaxrl.envs.text import printable
+from jaxrl.flat_config import STAGES
 from jaxrl.logs.metrics import plain_number
 from jaxrl.logs.statistics import (
     bootstrap_means,

@@ -42,6 +42,7 @@ from jaxrl import config as configuration
 from jaxrl import config_checks, values
 from jaxrl.envs.redaction import redacted_output
 from jaxrl.envs.text import printable
+from jaxrl.flat_config import flatten
 from jaxrl.runtime.files import REMEDIES, full_disk, held, system_message
 from jaxrl.runtime.stopping import stop_on_signals
 
@@ -432,7 +433,7 @@ def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = Fal
         return
     from jaxrl.runtime.history import plain
 
-    began, now = begun.config, plain(configuration.flatten(config))
+    began, now = begun.config, plain(flatten(config))
     # Its checkpoints hold what is trained, and no more.
     is_adapter = bool(config.model.lora.rank)
     fixed = ["model.lora.rank", "model.lora.targets" if is_adapter else "model.vision.train"]
@@ -570,7 +571,7 @@ def _check_prefix(name: str) -> None:
     key = name.lstrip("-")
     if not name.startswith("-") or key in flags.FLAGS or key.partition(".")[0] == "config":
         return
-    if key in configuration.flatten(configuration.default_config()):
+    if key in flatten(configuration.default_config()):
         raise ValueError(f"{name} is not a flag; set this key as --config.{key}=value.")
 
 
@@ -584,7 +585,7 @@ def _plain(argument: str) -> str:
     match = _OVERRIDE.fullmatch(name)
     if not (equals and match):
         return argument
-    default = configuration.flatten(configuration.default_config())[match[1]]
+    default = flatten(configuration.default_config())[match[1]]
     if type(default) is int and value.isdecimal():
         return argument
     read = values.as_default(value, default)

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxrl import codecs
-from jaxrl.config import STAGES, flatten
 from jaxrl.envs.base import Task
+from jaxrl.flat_config import STAGES, flatten
 from jaxrl.logs.display import Display
 from jaxrl.logs.metrics import plain_numbers
 from jaxrl.logs.writers import MetricsLog, Record
