@@ -37,16 +37,19 @@ from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
 from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.text import printable, writable
+from jaxrl.flat_config import flatten
 from jaxrl.logs.display import Display
 from jaxrl.models.adapters import load_frozen
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params
 from jaxrl.runtime.files import system_message
+from jaxrl.runtime.heap import give_back_after_compiling
 from jaxrl.runtime.history import check_step
 from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import mesh_sizes, param_shardings
 from jaxrl.sampling.rollout import Sampling, Seeds
+from jaxrl.sampling.weights import given_up
 from jaxrl.session import Components, Progress
 from jaxrl.toolbox import correct_by, environment_parts
 from jaxrl.training.health import first_error
@@ -122,7 +125,7 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
         ValueError: an argument is no such, or a key or value is wrong.
     """
     keys: dict[str, Any] = {}
-    defaults = configuration.flatten(configuration.default_config())
+    defaults = flatten(configuration.default_config())
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if not name.startswith("--config."):
@@ -208,11 +211,12 @@ def open_run(
     config.search.replay = "off"  # a question of now is in no recording, and the run stays as it is
     fit_host(config)
     keep_programs(config.compilation_cache, display.log)
+    give_back_after_compiling()
     model_folder(config.model.path, display.log)
     components = assemble(config, display.activity)
     params, weights = load_weights(components, config, run, model, display, step=step)
     display.log(f"weights: {weights}")
-    components.engine.set_weights(components.model.whole(params))
+    components.engine.set_weights(given_up(components.model.whole(params)))
     return components, config
 
 
@@ -267,7 +271,9 @@ def load_weights(
         progress = display.counter("loading weights, MiB")
         named = config.model.architecture
         folder = model_folder(str(model))
-        params = load_hf(folder, components.mesh, architecture=named, progress=progress)
+        params = load_hf(
+            folder, components.mesh, architecture=named, progress=progress, is_late=True
+        )
         return params, str(model)
     policy, mesh = components.model, components.mesh
     policy.base = load_frozen(model_folder(config.model.path), policy, config.model.architecture)

@@ -19,7 +19,6 @@ from jaxrl.config import (
     KL_CONTROLLERS,
     LORA_BASE_DTYPES,
     LORA_SAMPLERS,
-    MAPPINGS,
     ON_OUTAGE,
     OVERLONG_PROMPTS,
     OWN_MODEL,
@@ -27,10 +26,8 @@ from jaxrl.config import (
     POOLINGS,
     REMAT,
     REPLAY,
-    STAGES,
     SUITES,
     default_config,
-    flatten,
     refuse,
 )
 from jaxrl.environment import (
@@ -47,6 +44,7 @@ from jaxrl.envs.calls import MAX_S
 from jaxrl.envs.json_http import check_url
 from jaxrl.envs.payment import REWARD_PARTS
 from jaxrl.envs.rewards import check_weights
+from jaxrl.flat_config import MAPPINGS, STAGES, flatten
 from jaxrl.method import (
     aggregation_of,
     estimator_of,

@@ -23,13 +23,13 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxrl.codecs import question_record
-from jaxrl.config import STAGES
 from jaxrl.environment import has_tools
 from jaxrl.envs.answers import normalize_answer
 from jaxrl.envs.attribution import Attribution, attribute
 from jaxrl.envs.base import Outcome
 from jaxrl.envs.json_text import read_object
 from jaxrl.envs.text import printable
+from jaxrl.flat_config import STAGES
 from jaxrl.logs.metrics import plain_number
 from jaxrl.logs.statistics import (
     bootstrap_means,
@@ -44,6 +44,7 @@ from jaxrl.objectives.metrics import mean
 from jaxrl.runtime import distributed
 from jaxrl.runtime.files import written_whole
 from jaxrl.sampling.rollout import Sampling, Seeds
+from jaxrl.sampling.weights import given_up
 from jaxrl.session import OF_CODE, Progress, Session
 from jaxrl.training.health import first_error
 from jaxrl.training.ledger import Ledger
@@ -511,7 +512,10 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def evaluate(session: Session, params: Params) -> Params:
-    """The stage: scores parameters in all final suites, unless that is done and on disk."""
+    """The stage: scores parameters in all final suites, unless that is done and on disk.
+
+    Nothing comes after it, so the parameters are given up: the sampler's weights take their room.
+    """
     progress, workdir = session.progress, session.workdir
     file = workdir / "eval" / f"evaluate_{progress.step}.json"
     done, spent = None, Ledger()
@@ -525,7 +529,7 @@ def evaluate(session: Session, params: Params) -> Params:
         sampler = session.components.sampler
         if sampler is not None:
             session.compile_sampler()
-            sampler.set_weights(session.components.model.whole(params))
+            sampler.set_weights(given_up(session.components.model.whole(params)))
         metrics, errors = run_suites(session, "evaluate", session.config.eval.final_suites)
         if sampler is not None:
             sampler.release()

@@ -42,6 +42,7 @@ from jaxrl import config as configuration
 from jaxrl import config_checks, values
 from jaxrl.envs.redaction import redacted_output
 from jaxrl.envs.text import printable
+from jaxrl.flat_config import flatten
 from jaxrl.runtime.files import REMEDIES, full_disk, held, system_message
 from jaxrl.runtime.stopping import stop_on_signals
 
@@ -256,6 +257,7 @@ def make_ready(
     from jaxrl.logs.writers import check_mirrors
     from jaxrl.run import evaluate_step, run
     from jaxrl.runtime import distributed, history
+    from jaxrl.runtime.heap import give_back_after_compiling
     from jaxrl.runtime.program_cache import keep_programs
     from jaxrl.runtime.versions import check_alike, fingerprints
 
@@ -268,6 +270,7 @@ def make_ready(
     notes = [*config_checks.warnings(config), *_told_changes(begun, changes, step)]
     notes += _fit_memory(config, workdir, ignores_plan=ignore_plan)
     keep_programs(config.compilation_cache, display.log)
+    give_back_after_compiling()
     components = assemble(config, display.activity, workdir=workdir, log=display.log)
     if distributed.is_main():
         stack.enter_context(held(workdir))
@@ -334,6 +337,8 @@ def _plan(config: ConfigDict) -> int:
     for line in chosen:
         console.print(printable(line), markup=False, emoji=False)
     console.print(display.show(plan, would_fit, num_needed))
+    if target.platform == "cpu" and target.free_bytes is None and not _PLAN_MEMORY.value:
+        console.print("this system does not tell what is free: no run is refused for its memory")
     if _PLAN_JSON.value is not None:
         text = json.dumps(display.as_json(plan), indent=2) + "\n"
         Path(_PLAN_JSON.value).write_text(text, encoding="utf-8")
@@ -357,6 +362,7 @@ def _plan_target() -> Target:
         given["num_devices"] = num_devices
     if memory_gib:
         given |= {"memory_bytes": int(memory_gib * memory.GIB), "platform": "gpu"}
+        given["free_bytes"] = None
     if _PLAN_PLATFORM.value:
         given["platform"] = _PLAN_PLATFORM.value
     known = {"num_devices", "memory_bytes", "platform"} <= given.keys()
@@ -372,11 +378,11 @@ def _plan_target() -> Target:
 def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False) -> list[str]:
     """Chooses micro-batches that are left to the memory, and says so.
 
-    A run that goes on keeps what it began with, which its workdir holds, while that fits. On a CPU
-    nothing is refused: its memory is a guess, and the system may swap.
+    A run that goes on keeps what it began with, which its workdir holds, while that fits.
 
     Raises:
-        ValueError: the plan needs more than an accelerator has, and `ignores_plan` is off.
+        ValueError: the plan needs more than a device has, or on a CPU more than is free, and
+            `ignores_plan` is off.
     """
     if config.policy.name != configuration.OWN_MODEL:
         return []
@@ -390,20 +396,27 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
     began = begun.config if begun else {}
     folder, target = model_folder(config.model.path), memory.host_target()
     model = read_model(folder, config.model.architecture)
-    least = min(distributed.gather(target.memory_bytes))  # all processes must choose the same
-    target = replace(target, memory_bytes=least)
-    must_fit = target.platform != "cpu" and not ignores_plan
-    notes = advice.choose_micro_rows(config, model, target, began, must_fit=must_fit)
-    if target.platform != "cpu":
-        peak = memory.make_plan(config, model, target).peak
-        if peak > target.memory_bytes:
-            needs = (
-                f"the plan needs {memory.gib(peak)} on each device, which has "
-                f"{memory.gib(target.memory_bytes)}; --plan tells what to change"
-            )
-            if must_fit:
-                raise ValueError(f"{needs}, {advice.GO_ON}.")
-            notes.append(f"warning: {needs}")
+    # All processes must choose the same.
+    sizes, free = zip(*distributed.gather((target.memory_bytes, target.free_bytes)), strict=True)
+    target = replace(
+        target, memory_bytes=min(sizes), free_bytes=None if None in free else min(free)
+    )
+    is_cpu = target.platform == "cpu"
+    notes = advice.choose_micro_rows(
+        config, model, target, began, must_fit=not (is_cpu or ignores_plan)
+    )
+    if is_cpu and target.free_bytes is None:
+        return notes  # the system does not tell
+    peak = memory.make_plan(config, model, target).peak
+    if peak > target.limit:
+        has = "of which {} are free" if is_cpu else "which has {}"
+        needs = (
+            f"the plan needs {memory.gib(peak)} on each device, "
+            f"{has.format(memory.gib(target.limit))}; --plan tells what to change"
+        )
+        if not ignores_plan:
+            raise ValueError(f"{needs}, {advice.GO_ON}.")
+        notes.append(f"warning: {needs}")
     return notes
 
 
@@ -420,7 +433,7 @@ def _check_workdir(config: ConfigDict, workdir: Path, *, is_accepted: bool = Fal
         return
     from jaxrl.runtime.history import plain
 
-    began, now = begun.config, plain(configuration.flatten(config))
+    began, now = begun.config, plain(flatten(config))
     # Its checkpoints hold what is trained, and no more.
     is_adapter = bool(config.model.lora.rank)
     fixed = ["model.lora.rank", "model.lora.targets" if is_adapter else "model.vision.train"]
@@ -558,7 +571,7 @@ def _check_prefix(name: str) -> None:
     key = name.lstrip("-")
     if not name.startswith("-") or key in flags.FLAGS or key.partition(".")[0] == "config":
         return
-    if key in configuration.flatten(configuration.default_config()):
+    if key in flatten(configuration.default_config()):
         raise ValueError(f"{name} is not a flag; set this key as --config.{key}=value.")
 
 
@@ -572,7 +585,7 @@ def _plain(argument: str) -> str:
     match = _OVERRIDE.fullmatch(name)
     if not (equals and match):
         return argument
-    default = configuration.flatten(configuration.default_config())[match[1]]
+    default = flatten(configuration.default_config())[match[1]]
     if type(default) is int and value.isdecimal():
         return argument
     read = values.as_default(value, default)

@@ -280,7 +280,10 @@ def open_session(
 
 
 def start_params(session: Session) -> Params:
-    """The parameters that the first stage begins with: the checkpoint's, else the model's."""
+    """The parameters that the first stage begins with: the checkpoint's, else the model's.
+
+    Where nothing is trained these are still on disk; see `load_hf`.
+    """
     config, display, progress = session.config, session.display, session.progress
     if session.components.external:
         display.log(f"the policy is {session.components.external}")
@@ -310,6 +313,7 @@ def start_params(session: Session) -> Params:
         architecture=config.model.architecture,
         entries=tuple(model.trained.abstract_params()),
         progress=counter,
+        is_late=config.stages == ("evaluate",),
     )
 
 

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxrl import codecs
-from jaxrl.config import STAGES, flatten
 from jaxrl.envs.base import Task
+from jaxrl.flat_config import STAGES, flatten
 from jaxrl.logs.display import Display
 from jaxrl.logs.metrics import plain_numbers
 from jaxrl.logs.writers import MetricsLog, Record
@@ -31,6 +31,7 @@ from jaxrl.processor import Processor
 from jaxrl.runtime.checkpoint import Checkpointer
 from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.distributed import RolloutFunction
+from jaxrl.runtime.heap import give_back
 from jaxrl.runtime.stopping import Best
 from jaxrl.sampling.engine import Engine
 from jaxrl.tokenizer import Tokenizer
@@ -309,6 +310,7 @@ class Session:
         self.progress.num_records = self.metrics_log.num_records
         self.progress.num_failed = self.failures.num_batches
         self.saved = dataclasses.replace(self.progress)
+        give_back()  # what was freed, of an export say, makes room for the copies that are written
         # A start that goes on compares its configuration and files with these.
         origin = {"config": flatten(self.config), "contents": dict(self.contents)}
         self.checkpointer.save(

@@ -15,7 +15,8 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
-from jaxrl.config import MAPPINGS, default_config, flat_pairs, flatten, refuse
+from jaxrl.config import default_config, refuse
+from jaxrl.flat_config import MAPPINGS, flat_pairs, flatten
 from jaxrl.renamed import RENAMED, RENAMED_VALUES, with_present_names
 
 

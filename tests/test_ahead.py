@@ -16,7 +16,7 @@ import pytest
 from jaxrl import codecs, run
 from jaxrl.choices import OwnCodeError
 from jaxrl.components import assemble
-from jaxrl.config import STAGES
+from jaxrl.flat_config import STAGES
 from jaxrl.logs.display import Display
 from jaxrl.models.adapters import load_base
 from jaxrl.runtime.checkpoint import steps_in

@@ -14,8 +14,8 @@ from rich.console import Console
 
 from configs import debug_tiny
 from jaxrl import ask
-from jaxrl.config import to_json
 from jaxrl.envs.base import OutageError, Outcome, Turn
+from jaxrl.flat_config import to_json
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import Checkpointer

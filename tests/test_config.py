@@ -5,8 +5,9 @@ import pytest
 
 from configs import ares_looking, debug_tiny, looking, quickstart, seeking
 from jaxrl import config as configuration
-from jaxrl.config import default_config, flatten
+from jaxrl.config import default_config
 from jaxrl.config_checks import validate
+from jaxrl.flat_config import flatten
 from jaxrl.tasks import FIELDS
 from jaxrl.training.controllers import BUCKETS
 

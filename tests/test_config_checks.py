@@ -23,8 +23,9 @@ from configs import (
 )
 from jaxrl import config_checks as rules
 from jaxrl import toolbox
-from jaxrl.config import default_config, flatten
+from jaxrl.config import default_config
 from jaxrl.config_checks import validate
+from jaxrl.flat_config import flatten
 from tests import helpers
 
 METHODS = (search_r1, search_r1_brief, dapo, bapo, ares, passk)

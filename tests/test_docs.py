@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.config import default_config, flatten
+from jaxrl.config import default_config
 from jaxrl.config_checks import validate
+from jaxrl.flat_config import flatten
 from tests.helpers import BLOCK, blocks, readme_config, text
 
 ROOT = Path(__file__).parents[1]

@@ -67,7 +67,12 @@ def base(tiny_world, tmp_path_factory, quick_compilation, no_pictures):
     workdir = tmp_path_factory.mktemp("lora") / "base"
     model = shutil.copytree(tiny_world / "model", workdir.parent / "model")
     config = settings(tiny_world, **{"model.path": str(model)})
-    return workdir, config, play(config, workdir)
+    before = config.copy_and_resolve_references()
+    before.stages = ("sft", "train")
+    # Parts of the stages that train: an evaluation gives the weights up.
+    parts = play(before, workdir)
+    play(config, workdir)
+    return workdir, config, parts
 
 
 def test_a_run_learns_and_the_base_stays_bit_for_bit(base):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxrl.config import default_config, flat_json, flatten
+from jaxrl.config import default_config
+from jaxrl.flat_config import flat_json, flatten
 from jaxrl.renamed import RENAMED, WEIGHTS, contents_with_present_names, with_present_names
 from jaxrl.values import check_keys
 from tests.helpers import ROOT

@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from configs import debug_tiny
-from jaxrl.config import default_config, flat_json, flatten, to_json
+from jaxrl.config import default_config
 from jaxrl.config_checks import validate
+from jaxrl.flat_config import flat_json, flatten, to_json
 from jaxrl.values import MOST_VALUES, load_values
 
 

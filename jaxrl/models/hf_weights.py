@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -152,6 +153,7 @@ def load_hf(
     entries: Sequence[str] | None = None,
     dtype: DTypeLike = jnp.float32,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    is_late: bool = False,
 ) -> Params:
     """Parameters of an HF folder, each device reading only its own part of each tensor.
 
@@ -163,6 +165,7 @@ def load_hf(
         entries: of the parameters, which alone are read; None: all.
         dtype: of the parameters; float32 holds every checkpoint exactly.
         progress: told after each parameter how many MiB are loaded, of how many.
+        is_late: leave them on disk: each is a function that reads and returns it.
 
     Raises:
         FileNotFoundError: the folder, its `config.json` or a weights file is not there.
@@ -176,12 +179,13 @@ def load_hf(
         layouts = flatten_dict(sharding.param_shardings(mesh, config), sep="/")
     if entries is not None:
         layouts = {p: layout for p, layout in layouts.items() if p.split("/")[0] in entries}
-    return load_stored(config, stored, layouts, dtype=dtype, progress=progress)
+    found = partial(open_known, config, Path(path)) if is_late else stored
+    return load_stored(config, found, layouts, dtype=dtype, progress=progress)
 
 
 def load_stored(
     config: HasWeights,
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, StoredTensor] | Callable[[], Mapping[str, StoredTensor]],
     layouts: Mapping[str, Sharding],
     *,
     dtype: DTypeLike = jnp.float32,
@@ -191,7 +195,9 @@ def load_stored(
 
     Args:
         config: of the model.
-        stored: tensors by the names of `config.hf_names()`, checked.
+        stored: tensors by the names of `config.hf_names()`, checked. Or what opens them: then
+            nothing is read yet, and each parameter is a function that opens them, reads its own and
+            returns it. What was read of a file is in memory until the file is closed.
         layouts: by the paths of the parameters, `/` between names.
         dtype: of the parameters.
         progress: as `load_hf` has it.
@@ -199,29 +205,34 @@ def load_stored(
     names, leaves = config.hf_names(), flatten_dict(config.abstract_params(), sep="/")
     shapes = {param: leaves[param] for param in leaves if param in layouts}
 
-    def load_leaf(param: str) -> jax.Array:
-        def read(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None  # only shapeless arrays have none
-            axes, shape = names[param].count("{}"), shapes[param].shape
-            wanted = [range(size)[part] for size, part in zip(shape, index[:axes], strict=False)]
-            found = [
-                _read_part(stored[_hf_name(config, param, names[param], at)], param, index[axes:])
-                for at in product(*wanted)
-            ]
-            sizes = [len(numbers) for numbers in wanted]
-            return np.stack([part.astype(dtype) for part in found]).reshape(*sizes, *found[0].shape)
-
-        return jax.make_array_from_callback(shapes[param].shape, layouts[param], read)
-
     item, done = jnp.dtype(dtype).itemsize, 0
     sizes = {param: math.prod(leaf.shape) * item for param, leaf in shapes.items()}
     total = sum(sizes.values())
-    loaded = {}
-    for param, size in sizes.items():
-        loaded[param] = load_leaf(param)
-        done += size
+
+    def load_leaf(param: str) -> jax.Array:
+        tensors = stored() if callable(stored) else stored
+
+        def read(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # only shapeless arrays have none
+            axes, shape = names[param].count("{}"), shapes[param].shape
+            ranges = [range(size)[part] for size, part in zip(shape, index, strict=True)]
+            wanted = [len(numbers) for numbers in ranges]
+            array = np.empty(wanted, dtype)  # filled as it is read: there is no second copy of it
+            places = product(*map(range, wanted[:axes]))
+            for place, at in zip(places, product(*ranges[:axes]), strict=True):
+                tensor = tensors[_hf_name(config, param, names[param], at)]
+                array[place] = _read_part(tensor, param, index[axes:])
+            return array
+
+        loaded = jax.make_array_from_callback(shapes[param].shape, layouts[param], read)
+        nonlocal done
+        done += sizes[param]
         progress(-(-done // 2**20), -(-total // 2**20))
-    return unflatten_dict(loaded, sep="/")
+        return loaded
+
+    return unflatten_dict(
+        {p: partial(load_leaf, p) if callable(stored) else load_leaf(p) for p in shapes}, sep="/"
+    )
 
 
 def check_hf(

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl.config import STAGES, flat_json
 from jaxrl.envs.json_text import parse_json, read_object
+from jaxrl.flat_config import STAGES, flat_json
 from jaxrl.renamed import with_present_names
 from jaxrl.runtime.history import HISTORY, read_history
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl import config as configuration
-from jaxrl.config import default_config, flatten
+from jaxrl.config import default_config
 from jaxrl.envs.json_text import parse_json
+from jaxrl.flat_config import flat_json, flatten, to_json
 from jaxrl.method import has_gate
 from jaxrl.renamed import contents_with_present_names, name_now, old_keys, with_present_names
 from jaxrl.runtime.files import append_line, set_aside, written_whole
@@ -172,7 +172,7 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
     warnings: list[str] = []
     path = workdir / "config.json"
     try:
-        told = configuration.flat_json(path)
+        told = flat_json(path)
     except (OSError, ValueError) as error:
         told = {}
         damage = f"{_damage(path, error)}; "
@@ -380,8 +380,8 @@ def write_config(workdir: Path, config: ConfigDict) -> None:
     path = workdir / "config.json"
     if path.exists():
         try:
-            configuration.flat_json(path)
+            flat_json(path)
         except (OSError, ValueError):
             set_aside(path)
     with written_whole(path) as file:
-        file.write(configuration.to_json(config))
+        file.write(to_json(config))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.lora import TRAINED, Adapter
+from jaxrl.runtime.heap import give_back
 from jaxrl.runtime.sharding import decode_shardings, on_local_mesh, param_shardings
 from jaxrl.types import Params
 
@@ -19,7 +23,8 @@ class Weights:
     """Makes weights of parameters, and frees them.
 
     They are copies: what becomes of the parameters does not touch them. But where an adapter's base
-    has an array just as the sampler reads it, the base's own is read: it never changes.
+    has an array just as the sampler reads it, the base's own is read: it never changes. And what
+    was given up (see `given_up`) is theirs.
     """
 
     def __init__(
@@ -40,8 +45,9 @@ class Weights:
             train_mesh: where the parameters lie.
             scan_layers: see `decode.Sampler`.
         """
-        self._mesh, self._train_mesh = mesh, train_mesh
-        self._abstract = jax.eval_shape(prepare, policy.abstract_params())
+        self._prepare, self._mesh, self._train_mesh = prepare, mesh, train_mesh
+        self._params = policy.abstract_params()
+        self._abstract = jax.eval_shape(prepare, self._params)
         layouts, made = (
             {name: tree[name] for name in self._abstract}
             for tree in (
@@ -50,16 +56,13 @@ class Weights:
             )
         )
         self.layouts: Any = layouts
-        self._borrowed = self._find_borrowed(prepare, policy)
-
-        def others(params: Params) -> list[jax.Array]:
-            leaves = jax.tree.leaves(prepare(params))
-            return [leaf for place, leaf in enumerate(leaves) if place not in self._borrowed]
-
-        layouts_of_others = [
-            layout for p, layout in enumerate(jax.tree.leaves(made)) if p not in self._borrowed
-        ]
-        self._make = jax.jit(others, out_shardings=layouts_of_others)
+        self._made: list[NamedSharding] = jax.tree.leaves(made)
+        self._same = self._find_same(policy) if train_mesh == mesh else {}
+        names = [path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(self._params)]
+        is_adapted = isinstance(policy, Adapter)
+        self._is_lent = [is_adapted and name not in TRAINED for name in names]
+        # One program in a run that trains. Compiled when they are first wanted.
+        self._program = functools.cache(self._declare)
         self._own: list[jax.Array] = []
 
     def abstract(self) -> Params:
@@ -70,45 +73,114 @@ class Weights:
             self.layouts,
         )
 
-    def _find_borrowed(
-        self, prepare: Callable[[Params], Params], policy: Architecture | Adapter
-    ) -> dict[int, int]:
-        """Of each weight that is a parameter of the base, the places of both among the leaves."""
-        if not isinstance(policy, Adapter) or self._train_mesh != self._mesh:
-            return {}
-        params = policy.abstract_params()
-        names = [path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    def _find_same(self, policy: Architecture | Adapter) -> dict[int, int]:
+        """Of each weight that is a parameter as it is, the places of both among the leaves."""
         lie = jax.tree.leaves(param_shardings(self._mesh, policy))
-        program = jax.make_jaxpr(prepare)(params)
+        program = jax.make_jaxpr(self._prepare)(self._params)
         places = {id(variable): place for place, variable in enumerate(program.jaxpr.invars)}
         found = [places.get(id(variable)) for variable in program.jaxpr.outvars]
         pairs = zip(found, program.out_avals, jax.tree.leaves(self.layouts), strict=True)
         return {
             place: param
             for place, (param, shape, layout) in enumerate(pairs)
-            if param is not None
-            and names[param] not in TRAINED
-            and lie[param].is_equivalent_to(layout, shape.ndim)
+            if param is not None and lie[param].is_equivalent_to(layout, shape.ndim)
         }
 
+    def _declare(self, given: tuple[int, ...], wanted: tuple[int, ...]) -> Any:
+        """The program that makes some weights out of some parameters, both by their places."""
+        structure, shapes = jax.tree.structure(self._params), jax.tree.leaves(self._params)
+
+        def make(params: list[jax.Array]) -> list[jax.Array]:
+            # Nothing is computed of the zeros: what would be is not wanted.
+            leaves = [jnp.zeros(x.shape, x.dtype) for x in shapes]
+            for place, param in zip(given, params, strict=True):
+                leaves[place] = param
+            weights = jax.tree.leaves(self._prepare(jax.tree.unflatten(structure, leaves)))
+            return [weights[place] for place in wanted]
+
+        return jax.jit(make, out_shardings=[self._made[place] for place in wanted])
+
     def of(self, params: Params) -> Params:
-        """The weights of parameters; those made before must be freed."""
-        own = self._make(params)
-        if self._train_mesh != self._mesh:
-            move = partial(on_local_mesh, mesh=self._train_mesh)
-            own = [
-                move(leaf, layout)
-                for leaf, layout in zip(own, jax.tree.leaves(self.layouts), strict=True)
-            ]
-        self._own, leaves, given = own, list(own), jax.tree.leaves(params)
-        for place, found in self._borrowed.items():  # in their order
-            leaves.insert(place, given[found])
+        """The weights of parameters; those made before must be freed.
+
+        Parameters that were given up are read a few at a time, the largest first, and freed as soon
+        as their weights are made: so there is never all of both.
+        """
+        given, layouts = jax.tree.leaves(params), jax.tree.leaves(self.layouts)
+        parts: list[tuple[Sequence[int], Sequence[int]]] = [
+            (range(len(given)), range(len(layouts)))
+        ]
+        if any(map(callable, given)):
+            shapes = jax.tree.leaves(self._params)
+            program = jax.make_jaxpr(self._prepare)(self._params)
+            parts = sorted(related(program), key=lambda part: -sum(shapes[p].size for p in part[0]))
+        weights: dict[int, jax.Array] = {}
+        for sources, places in parts:
+            arrays = {p: given[p]() if callable(given[p]) else given[p] for p in sources}
+            is_free = {p for p in sources if callable(given[p])}
+            for place in places:
+                same = self._same.get(place)
+                if same is not None and (self._is_lent[same] or same in is_free):
+                    weights[place] = arrays[same]
+            wanted = tuple(place for place in places if place not in weights)
+            made = self._program(tuple(sources), wanted)(list(arrays.values()))
+            if self._train_mesh != self._mesh:
+                move = partial(on_local_mesh, mesh=self._train_mesh)
+                made = [move(leaf, layouts[p]) for p, leaf in zip(wanted, made, strict=True)]
+            weights |= zip(wanted, made, strict=True)
+            self._own += made
+            if is_free:
+                jax.block_until_ready(made)
+                taken = {self._same[place] for place in places if place not in wanted}
+                self._own += [arrays[p] for p in is_free & taken]
+                delete([arrays[p] for p in is_free - taken])
+        leaves = [weights[place] for place in range(len(layouts))]
         return jax.tree.unflatten(jax.tree.structure(self._abstract), leaves)
 
     def free(self) -> None:
         """Gives back their memory at once, whoever still refers to them."""
         delete(self._own)
         self._own = []
+        if self._mesh.devices.flat[0].platform == "cpu":
+            give_back()
+
+
+def given_up(params: Params) -> Params:
+    """Parameters that nobody needs any more once weights are made of them, for `Weights.of`.
+
+    Each becomes a function that returns it, as one that is still on disk is (`load_hf`).
+    """
+    return jax.tree.map(lambda leaf: leaf if callable(leaf) else lambda: leaf, params)
+
+
+def related(program: Any) -> list[tuple[list[int], list[int]]]:
+    """The parts of a traced function that have no input in common: places of inputs and outputs."""
+    inputs = [{place} for place in range(len(program.jaxpr.invars))]
+    parts: list[tuple[set[int], set[int]]] = []
+    for place, needed in enumerate(_needs(program.jaxpr, inputs)):
+        sources, places = needed, {place}
+        for others, theirs in parts:
+            if others & needed:
+                sources, places = sources | others, places | theirs
+        parts = [part for part in parts if not part[0] & needed] + [(sources, places)]
+    return [(sorted(sources), sorted(places)) for sources, places in parts]
+
+
+def _needs(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
+    """What each output is computed of, out of what each input is."""
+    found = {id(variable): needed for variable, needed in zip(jaxpr.invars, inputs, strict=True)}
+    for equation in jaxpr.eqns:
+        given = [found.get(id(variable), set()) for variable in equation.invars]
+        made = [set[int]().union(*given)] * len(equation.outvars)
+        if equation.primitive.name in CALLS:
+            [inner] = [x for x in equation.params.values() if isinstance(x, ClosedJaxpr)]
+            made = _needs(inner.jaxpr, given)
+        found |= zip(map(id, equation.outvars), made, strict=True)
+    return [found.get(id(variable), set()) for variable in jaxpr.outvars]
+
+
+CALLS = {"jit", "pjit", "custom_vjp_call"}
+"""Primitives that call another traced function, with the same inputs and outputs."""
 
 
 def delete(arrays: Any) -> None:

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from jaxrl.config import default_config, flat_json, flatten, to_json
+from jaxrl.config import default_config
+from jaxrl.flat_config import flat_json, flatten, to_json
 from jaxrl.runtime import history as resuming
 from jaxrl.runtime.history import (
     changes_since,

@@ -11,7 +11,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.config import flatten
+from jaxrl.flat_config import flatten
 from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.plan.memory import (
     Target,
@@ -76,6 +76,8 @@ def choose_micro_rows(
     What a run began with, the flat keys `began`, is kept without a word while it divides over the
     mesh and fits. `must_fit` as in `largest_micro_rows`.
     """
+    # What is free of a CPU is another at each start, and a choice that depends on it would be too.
+    target = dataclasses.replace(target, free_bytes=None)
     shards = num_batch_shards(target_mesh(config, model, target))
     usable = target.usable
     notes = []

@@ -38,6 +38,7 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
     table.add_row("[bold]between phases[/bold]", f"{sum(plan.between.values()) / scale:.2f}")
     for name, size in plan.between.items():
         table.add_row(f"  {name}", f"{size / scale:.2f}")
+    whose = "" if target.free_bytes is None else " that are free"
     tokens, flops = plan.tokens_per_step, plan.flops_per_step
     is_part = plan.num_trained != plan.num_params
     trained = f", {plan.num_trained:,} are trained" if is_part else ""
@@ -46,7 +47,7 @@ def show(plan: Plan, advice: Sequence[Advice], num_needed: int | None) -> Group:
         f"{flops:.2e} operations, {flops / target.num_devices:.2e} on each device",
         *(f"{name}: {shape}" for name, shape in plan.shapes.items()),
         f"{'fits' if plan.fits else 'does not fit'}: {gib(plan.peak)} at the peak, "
-        f"{gib(target.usable)} may be used ({USABLE:.0%} of {gib(target.memory_bytes)})",
+        f"{gib(target.usable)} may be used ({USABLE:.0%} of {gib(target.limit)}{whose})",
     ]
     fullest = max(plan.phases, key=lambda phase: phase.peak)
     largest = ", ".join(f"{name} {gib(size)}" for name, size in fullest.largest(2))

@@ -12,7 +12,7 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -39,6 +39,7 @@ from jaxrl.models.experts.routing import recorded_dtype
 from jaxrl.models.lora import Declared, divide
 from jaxrl.models.output import block_tokens, chunks_of
 from jaxrl.models.policy import NO_TABLES
+from jaxrl.runtime.plan.host import host_memory
 from jaxrl.runtime.plan.search import search_bytes
 from jaxrl.runtime.plan.weights import PolicyWeights, decode_bytes, num_values
 from jaxrl.runtime.sharding import (
@@ -65,6 +66,18 @@ USABLE = 0.9
 
 GIB = 2**30
 
+PROCESS_BYTES = 400 * 2**20
+"""Of interpreter, libraries, tokenizer, data and small programs, measured on Linux, JAX 0.10.2."""
+
+COMPILER_BYTES, LAYER_COMPILER_BYTES = 100 * 2**20, 4 * 2**20
+"""What a CPU's compiler has at once for a program, and for each layer that it compiles apart."""
+
+NUM_COMPILED, LAYER_CODE_BYTES = 5, 5 * 2**19
+"""The sampler's programs that a run comes to need, and what each of their layers takes."""
+
+COMPUTING = ("sft update", "train update", "scoring", "rollout")
+"""Phases in which something is compiled."""
+
 WINDOWED_BYTES = 100 * 2**20
 """From which size on a TPU's compiler multiplies with a split kernel while its parts arrive.
 
@@ -83,6 +96,7 @@ class Target:
         num_processes: among which the devices are divided evenly. Each samples on its own devices
             and reads its own prompts.
         num_passages: of the corpus that `search.dense` names; 0: as many as the file holds.
+        free_bytes: of a CPU what is free now, a device's part; None: not known, or no CPU.
     """
 
     platform: str
@@ -90,6 +104,7 @@ class Target:
     memory_bytes: int
     num_processes: int = 1
     num_passages: int = 0
+    free_bytes: int | None = None
 
     @property
     def num_local(self) -> int:
@@ -97,9 +112,14 @@ class Target:
         return self.num_devices // self.num_processes
 
     @property
+    def limit(self) -> int:
+        """Bytes of a device beyond which a run cannot start."""
+        return self.memory_bytes if self.free_bytes is None else self.free_bytes
+
+    @property
     def usable(self) -> int:
         """Bytes of a device that a plan may fill."""
-        return int(self.memory_bytes * USABLE)
+        return int(self.limit * USABLE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,20 +180,23 @@ class Plan:
 def host_target() -> Target:
     """The devices that JAX sees here, with the memory that it may use of each.
 
-    A CPU reports none; its devices share half of the machine's memory.
+    A CPU reports none; its devices share half of the host's memory, and what is free of it.
     """
     devices = jax.local_devices()
-    stats = [device.memory_stats() or {} for device in devices]
+    stats, free_bytes = [device.memory_stats() or {} for device in devices], None
     if all("bytes_limit" in one for one in stats):
         memory_bytes = min(one["bytes_limit"] for one in stats)
     else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total, free = host_memory()
+        total = total or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         memory_bytes = total // 2 // len(devices)
+        free_bytes = None if free is None else free // len(devices)
     return Target(
         platform=devices[0].platform,
         num_devices=jax.device_count(),
         memory_bytes=memory_bytes,
         num_processes=jax.process_count(),
+        free_bytes=free_bytes,
     )
 
 
@@ -196,11 +219,19 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
         phases.append(score_phase(config, model, target))
     if {"train", "evaluate"} & set(config.stages):
         phases.append(rollout_phase(config, model, target))
-    if config.mesh.rollout_devices:
+    if config.mesh.rollout_devices or (_is_given_up(config) and "evaluate" in config.stages):
         phases.append(_handing_over(config, model, target))
     tokens = config.rollout.tasks_per_step * config.rollout.group_size
     tokens *= config.rollout.max_total_tokens
     held = [_between(config, model, target, stage) for stage in config.stages]
+    if target.platform == "cpu":
+        phases += [
+            _saving(config, model, target, stage)
+            for stage in ("sft", "train")
+            if stage in config.stages
+        ]
+        phases = [_with_process(phase, config, model, target) for phase in phases]
+        held = [terms | _process(config, model, target) for terms in held]
     adapter = adapter_of(config, model)
     num_trained = num_values(_trained(config, model).abstract_params())
     return Plan(
@@ -783,12 +814,59 @@ def _next_rollout(config: ConfigDict, model: Architecture, target: Target) -> di
 
 
 def _handing_over(config: ConfigDict, model: Architecture, target: Target) -> Phase:
-    """Memory of a device that trains while the weights go to those that sample."""
+    """Memory of a device that trains while the weights go to those that sample.
+
+    Where nothing is trained any more, they take the place of the parameters, one after the other.
+    Those of a checkpoint are all there before.
+    """
     stage = next((stage for stage in config.stages if stage != "sft"), "sft")
     kept = _state(config, model, target_mesh(config, model, target), stage)
     kept |= _search_bytes(config, target)[0]
     moved = {"decode weights": _decode_weights(config, model, target)}
+    if _is_given_up(config) and not config.mesh.rollout_devices:
+        largest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.abstract_params()))
+        moved = {
+            "decode weights of one parameter": largest * jnp.dtype(config.model.dtype).itemsize
+        }
     return Phase(name="weights to the sampler", kept=kept, moments={"handing over": moved})
+
+
+def _saving(config: ConfigDict, model: Architecture, target: Target, stage: str) -> Phase:
+    """Memory of a CPU while a checkpoint is made: arrays are copied before they are written."""
+    state = _state(config, model, target_mesh(config, model, target), stage)
+    saved = sum(size for name, size in state.items() if name != "frozen weights")
+    kept = _between(config, model, target, stage)
+    if config.num_steps <= config.checkpoint.every_steps:  # only the one at the end
+        kept.pop("decode weights", None)
+    return Phase(
+        name=f"{stage} checkpoint",
+        kept=kept,
+        moments={"saving": {"copies to be written": saved}},
+    )
+
+
+def _is_given_up(config: ConfigDict) -> bool:
+    """Whether the parameters are freed once the sampler has its weights; see `Weights.of`."""
+    return "train" not in config.stages
+
+
+def _process(config: ConfigDict, model: Architecture, target: Target) -> dict[str, int]:
+    """What a process has in memory of a CPU beside arrays, a device's part."""
+    layers = model.num_layers if {"train", "evaluate"} & set(config.stages) else 0
+    held = {"process": PROCESS_BYTES, "compiled programs": NUM_COMPILED * layers * LAYER_CODE_BYTES}
+    return _nonzero({name: size // target.num_local for name, size in held.items()})
+
+
+def _with_process(phase: Phase, config: ConfigDict, model: Architecture, target: Target) -> Phase:
+    """A phase on a CPU, with the process around it, and what compiles its programs."""
+    kept = _process(config, model, target) | phase.kept
+    if phase.name not in COMPUTING:
+        return replace(phase, kept=kept)
+    # The sampler's layers are compiled one by one; others in a loop, unless they are not to be.
+    layers = model.num_layers if phase.name == "rollout" or not config.model.scan_layers else 1
+    compiler = (COMPILER_BYTES + layers * LAYER_COMPILER_BYTES) // target.num_local
+    moments = phase.moments | {"compiling": {"compiler": compiler}}
+    return replace(phase, kept=kept, moments=moments)
 
 
 def cache_pages(config: ConfigDict, model: Architecture, target: Target) -> int:
@@ -894,8 +972,8 @@ class _Sampler:
             values = max_image_tokens(config) * (1 + vision.num_added) * model.width
             for terms_of_moment in moments.values():
                 terms_of_moment["images, seen last"] = values * dtype.itemsize
-        stage = "train" if "train" in config.stages else "evaluate"
-        state = {} if config.mesh.rollout_devices else _state(config, model, mesh, stage)
+        is_apart = config.mesh.rollout_devices or _is_given_up(config)
+        state = {} if is_apart else _state(config, model, mesh, "train")
         held, searching = _search_bytes(config, target)
         return cls(
             rows=rows,
@@ -999,7 +1077,8 @@ def _between(config: ConfigDict, model: Architecture, target: Target, stage: str
 
     The sampler has its weights from right after an update on.
     """
-    held = _state(config, model, target_mesh(config, model, target), stage)
+    is_freed = stage == "evaluate" and _is_given_up(config)
+    held = {} if is_freed else _state(config, model, target_mesh(config, model, target), stage)
     if stage != "sft" and not config.mesh.rollout_devices:
         held["decode weights"] = _decode_weights(config, model, target)
     return held | _search_bytes(config, target)[0]
@@ -1018,7 +1097,8 @@ def _decode_weights(config: ConfigDict, model: Architecture, target: Target) -> 
     if adapter is None:
         return dtype.itemsize * weights
     is_alone = target.num_processes == 1 and not config.mesh.rollout_devices
-    may_share = is_alone and target.platform != "cpu"  # whose sampler has its layers apart
+    # A CPU's sampler has its layers apart.
+    may_share = is_alone and target.platform != "cpu" and not _is_given_up(config)
     own = decode_bytes(adapter, mesh, dtype, may_share=may_share)
     return own + has_head_copy * dtype.itemsize * count.whole_tables
 

@@ -132,7 +132,7 @@ class TestMicroRows:
 
 
 class TestRefusal:
-    """A run on an accelerator that the plan says cannot fit does not start."""
+    """A run that the plan says cannot fit does not start."""
 
     @pytest.fixture(params=[8, 0], ids=["rows", "rows left to the memory"])
     def config(self, request):
@@ -156,10 +156,41 @@ class TestRefusal:
         assert said[-1].startswith("warning: the plan needs ")
         assert config.optimizer.micro_rows == 8  # one on each device where the memory chooses
 
-    def test_a_cpu_is_never_refused(self, config, tmp_path, monkeypatch):
+    def test_a_cpu_is_refused_by_what_is_free(self, config, tmp_path, monkeypatch):
+        # The devices share it. What they have in all counts for the choice of rows alone.
+        self.on(monkeypatch, platform="cpu", free_bytes=70 * memory.GIB)
+        assert launch._fit_memory(config, tmp_path)[1:] == []
+        assert config.optimizer.micro_rows == 8
+        self.on(monkeypatch, platform="cpu", free_bytes=memory.GIB)
+        wanted = (
+            r"needs .* GiB on each device, of which 1\.00 GiB are free; --plan .*--ignore_memory"
+        )
+        with pytest.raises(ValueError, match=wanted):
+            launch._fit_memory(config, tmp_path)
+        said = launch._fit_memory(config, tmp_path, ignores_plan=True)
+        assert said[-1].startswith("warning: the plan needs ")
+
+    def test_a_cpu_that_does_not_tell_what_is_free_is_not_refused(
+        self, config, tmp_path, monkeypatch
+    ):
         self.on(monkeypatch, platform="cpu")
         launch._fit_memory(config, tmp_path)
         assert config.optimizer.micro_rows == 8
+
+    @pytest.mark.parametrize(
+        ("free_bytes", "told"),
+        [(None, "does not tell what is free: no run"), (2**31, "(90% of 2.00 GiB that are free)")],
+    )
+    def test_the_plan_tells_what_is_free(self, tiny_world, monkeypatch, capsys, free_bytes, told):
+        here = memory.Target(
+            platform="cpu", num_devices=1, memory_bytes=memory.GIB, free_bytes=free_bytes
+        )
+        monkeypatch.setattr(memory, "host_target", lambda: here)
+        argv = ["launch", f"--config={ROOT / 'configs/debug_tiny.py'}:{tiny_world}", "--plan"]
+        monkeypatch.setattr(sys, "argv", argv)
+        with flagsaver.flagsaver(), pytest.raises(SystemExit):
+            launch.main(launch.parse_flags(argv))
+        assert told in capsys.readouterr().out
 
     def test_what_fits_goes_on_without_a_word(self, tmp_path, monkeypatch):
         monkeypatch.setattr(memory, "host_target", lambda: NODE)

@@ -1,0 +1,97 @@
+"""What is free of the host's memory, by files as Linux and its control groups have them."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from jaxrl.runtime.heap import give_back
+from jaxrl.runtime.plan.host import host_memory
+
+MIB = 2**20
+
+
+@pytest.fixture
+def system(tmp_path):
+    """Writes files under a root, of a system with 8 GiB of which 6 are free."""
+
+    def write(**files):
+        for name, text in files.items():
+            file = tmp_path / name.replace("__", "/").replace("_dot_", ".")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+        return host_memory(tmp_path)
+
+    write(proc__meminfo="MemTotal: 8388608 kB\nMemFree: 1 kB\nMemAvailable: 6291456 kB\n")
+    return write
+
+
+def group(folder, version, *, limit, used, files=0):
+    """The files of a control group, sizes in MiB."""
+    size = f"{limit * MIB}" if limit else {1: "9223372036854771712", 2: "max"}[version]
+    names = {1: ("limit_in_bytes", "usage_in_bytes", "total_"), 2: ("max", "current", "")}[version]
+    half = files * MIB // 2
+    stat = f"anon 5\n{names[2]}inactive_file {half}\n{names[2]}active_file {half}\n"
+    at = f"sys__fs__cgroup__{folder}memory_dot_"
+    return {f"{at}{names[0]}": size, f"{at}{names[1]}": f"{used * MIB}", f"{at}stat": stat}
+
+
+def in_mib(sizes):
+    return [size / MIB for size in sizes]
+
+
+def test_without_control_groups(system, tmp_path):
+    assert in_mib(system()) == [8192, 6144]
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 8388608 kB\n")
+    assert system() == (None, None)
+    (tmp_path / "proc/meminfo").unlink()  # as on macOS
+    assert system() == (None, None)
+
+
+def test_a_container_of_version_2(system):
+    # 4096 of which 1536 are used, 512 of these by files that the system can take back.
+    own = group("", 2, limit=4096, used=1536, files=512)
+    assert in_mib(system(proc__self__cgroup="0::/\n", **own)) == [4096, 3072]
+
+
+def test_the_tightest_of_nested_groups(system):
+    path = {"proc__self__cgroup": "0::/job/step\n"}
+    system(**path, **group("job__step__", 2, limit=0, used=100))
+    assert in_mib(system()) == [8192, 6144]
+    system(**group("job__", 2, limit=5000, used=2000))
+    assert in_mib(system()) == [5000, 3000]
+    # Used up: more than the limit, for a moment.
+    system(**group("job__step__", 2, limit=100, used=101))
+    assert in_mib(system()) == [100, 0]
+
+
+def test_a_container_of_version_1_sees_itself_at_the_root(system):
+    lines = "5:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n0::/docker/abc\n"
+    own = group("memory__", 1, limit=2048, used=1024, files=256)
+    assert in_mib(system(proc__self__cgroup=lines, **own)) == [2048, 1280]
+    assert in_mib(system(**group("memory__", 1, limit=0, used=1024))) == [8192, 6144]
+
+
+def test_a_limit_of_version_2_beside_version_1(system):
+    lines = "4:memory:/\n0::/job\n"
+    own = group("unified__job__", 2, limit=3000, used=1000)
+    assert in_mib(system(proc__self__cgroup=lines, **own)) == [3000, 2000]
+
+
+def test_what_is_given_back_is_the_system_s():
+    if not hasattr(ctypes.CDLL(None), "malloc_trim"):
+        pytest.skip("not glibc")
+
+    def resident():
+        with open("/proc/self/status", encoding="ascii") as lines:
+            [line] = [line for line in lines if line.startswith("VmRSS")]
+        return int(line.split()[1]) / 1024
+
+    # Small pieces, which the C library does not give back by itself once the last one stays.
+    pieces = [np.ones(2**13) for _ in range(1024)]
+    last = np.ones(2**13)
+    before = resident()
+    del pieces
+    give_back()
+    assert before - resident() > 40  # of 64 MiB
+    assert last.all()

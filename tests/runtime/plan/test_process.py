@@ -1,0 +1,34 @@
+"""The plan of a whole process on a CPU, against what it took."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from jaxrl.models.architecture import read_model
+from jaxrl.models.decoder import init_params
+from jaxrl.models.hf_weights import save_hf
+from tests.runtime.plan.cases import ROOT
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read as Linux tells it")
+def test_a_warm_start_takes_what_is_planned(tiny_world, tmp_path):
+    # 17 million parameters, so that not all of it is libraries.
+    folder = shutil.copytree(tiny_world / "model", tmp_path / "model")
+    (folder / "model.safetensors").unlink()
+    fields = json.loads((folder / "config.json").read_text())
+    fields |= {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}
+    fields |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    (folder / "config.json").write_text(json.dumps(fields))
+    model = read_model(folder)
+    save_hf(init_params(model, 0), model, tmp_path / "larger", source=None)
+    shutil.copy(tmp_path / "larger/model.safetensors", folder)
+    keys = {"stages": "('sft',)", "sft.num_steps": 1, "model.path": folder}
+    arguments = [f"--config.{key}={value}" for key, value in keys.items()]
+    command = [sys.executable, "-m", "benchmarks.host_memory", f"--json={tmp_path / 'found.json'}"]
+    config = f"--config={ROOT / 'configs/debug_tiny.py'}:{tiny_world}"
+    subprocess.run([*command, config, *arguments], cwd=ROOT, check=True)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["planned"] == pytest.approx(found["seen"], rel=0.1)
