@@ -1,9 +1,11 @@
 """Qwen2.5-Coder-1.5B-Instruct as published: three search engines, its own tool calls and tags.
 
     python -m benchmarks.real_coder --world=data/real
+    python -m benchmarks.real_coder --world=data/real --recall
 
-Evaluates `configs/real_coder.py` with each protocol and engine, one after another, and prints a
-table. What is done is kept; killed, the same command goes on. The world is that of
+The first evaluates `configs/real_coder.py` with each protocol and engine, one after another, and
+prints a table. What is done is kept; killed, the same command goes on. The second prints how often
+each engine shows an accepted answer for a whole question, without the model. The world is that of
 `python -m examples.real_world --out=data/real --with_coder`.
 """
 
@@ -19,6 +21,10 @@ from pathlib import Path
 from benchmarks.claims_report import table
 from benchmarks.claims_runs import ROOT, Job
 from benchmarks.real import cell
+from examples.real_world import shows
+from jaxrl.dense.engine import DenseSearch
+from jaxrl.dense.hybrid import HybridSearch
+from jaxrl.envs.local_search import LocalSearch
 
 PROTOCOLS = {"qwen": "tool calls", "search_r1": "tags"}
 ENGINES = {"local": "BM25", "dense": "all-MiniLM-L6-v2", "hybrid": "both fused"}
@@ -62,11 +68,44 @@ def read_row(folder: Path) -> list[str]:
     ]
 
 
+def recall(world: Path, counts: Sequence[int] = (1, 3, 5)) -> str:
+    """Shares of all questions of which one of the first documents shows an accepted answer."""
+    lines = (world / "questions_all.jsonl").read_text(encoding="utf-8").splitlines()
+    questions = [json.loads(line) for line in lines]
+    local = {"corpus": world / "corpus.jsonl"}
+    dense = {
+        **local,
+        "encoder": world / "all-MiniLM-L6-v2/model",
+        "query_prefix": "",
+        "passage_prefix": "",
+    }
+    engines = {
+        "local": LocalSearch(**local),
+        "dense": DenseSearch(**dense, progress=print),
+        "hybrid": HybridSearch(local=local, dense=dense),
+    }
+    rows = []
+    for name, head in ENGINES.items():
+        engine = engines[name]
+        found = engine.retrieve([question["question"] for question in questions], max(counts))
+        shown = [
+            [shows(question["answers"], hit.document.text) for hit in hits]
+            for question, hits in zip(questions, found, strict=True)
+        ]
+        shares = (sum(any(one[:count]) for one in shown) / len(shown) for count in counts)
+        rows.append([head, *(f"{share:.3f}" for share in shares)])
+    return table(["search", *(f"first {count}" for count in counts)], rows)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--world", type=Path, default=Path("data/real"), help="its folder")
     parser.add_argument("--workdir", type=Path, default=Path("runs/real_coder"))
+    parser.add_argument("--recall", action="store_true", help="of the search engines alone")
     args = parser.parse_args(argv)
+    if args.recall:
+        print(recall(args.world))
+        return
     rows = []
     for protocol, engine in itertools.product(PROTOCOLS, ENGINES):
         one = job(protocol, engine, args.world.resolve(), args.workdir.resolve())

@@ -192,6 +192,7 @@ class Sampler:
     def _parts(self, nucleus):
         config = self._config.copy_and_resolve_references()
         config.rollout.top_p = 0.9 if nucleus else 1.0
+        config.eval.suites = ("sampled", "greedy")  # whatever a combination evaluates
         parts = assemble(config)
         engine = parts.engine
         engine.row_sizes = engine.row_sizes[-1:]  # one will do: a compilation is seconds
