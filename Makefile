@@ -49,13 +49,14 @@ seeking: data/seeking/questions_eval.jsonl
 	$(BIN)/python -m jaxrl.launch --config=configs/seeking.py --workdir=runs/seeking
 
 # Published weights learn to search real documents; see docs/real.md. MODEL=FOLDER takes another model,
-# PRESET=real_24gb or real_8x80gb the sizes for accelerators.
+# PRESET=real_24gb or real_8x80gb the sizes for accelerators, FLAGS="..." further flags, NAME=... another workdir.
 data/real/questions_eval.jsonl: $(STAMP) examples/real_world.py
 	$(BIN)/python -m examples.real_world --out=data/real --seed=0
 
 PRESET = real
-REAL_RUN = runs/$(PRESET)$(if $(MODEL),_$(notdir $(MODEL:/=)))
-REAL = $(BIN)/python -m jaxrl.launch --config=configs/$(PRESET).py $(if $(MODEL),--config.model.path=$(MODEL))
+NAME = $(PRESET)$(if $(MODEL),_$(notdir $(MODEL:/=)))
+REAL_RUN = runs/$(NAME)
+REAL = $(BIN)/python -m jaxrl.launch --config=configs/$(PRESET).py $(if $(MODEL),--config.model.path=$(MODEL)) $(FLAGS)
 real: data/real/questions_eval.jsonl
 	$(REAL) --workdir=$(REAL_RUN)_as_it_is --config.stages="('evaluate',)" \
 	  --config.eval.final_suites="('sampled', 'greedy')"

@@ -1,9 +1,8 @@
 """The same world as configs/real.py on one accelerator of 24 GB: a larger model, longer answers.
 
-make real MODEL=models/Qwen2.5-0.5B-Instruct PRESET=real_24gb
+JAX_PLATFORMS=cuda make real MODEL=models/Qwen2.5-0.5B-Instruct PRESET=real_24gb
 
-Planned, not run: docs/real.md has the plan. Qwen3-4B fits with an adapter on bfloat16 weights:
---config.model.lora.rank=32 --config.model.lora.base_dtype=bfloat16, and --config.optimizer.lr=2e-5.
+Planned, not run: docs/real.md has the plan, what to install, and flags for a larger model.
 """
 
 from ml_collections import ConfigDict

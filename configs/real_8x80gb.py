@@ -1,8 +1,8 @@
 """The same world as configs/real.py on one host of eight accelerators of 80 GB.
 
-make real MODEL=models/Qwen2.5-7B-Instruct PRESET=real_8x80gb
+JAX_PLATFORMS=cuda make real MODEL=models/Qwen2.5-7B-Instruct PRESET=real_8x80gb
 
-Planned, not run: docs/real.md has the plan.
+Planned, not run: docs/real.md has the plan, and what to install.
 """
 
 from ml_collections import ConfigDict

@@ -8,8 +8,7 @@ python -m jaxrl.launch --config=configs/real_coder.py:search_r1 --workdir=runs/c
 What follows the file's name is the protocol: `qwen`, in which the model was taught to call tools,
 or `search_r1`, whose tags it reads of in the prompt; behind a comma the world's folder.
 `config.search.engine` is `local` (BM25), `dense` (all-MiniLM-L6-v2) or `hybrid`. The 50 questions
-are drawn from all 1,000, also from those whose answer BM25 does not find. docs/real.md has what
-came out.
+are drawn from all 1,000, also from those whose answer BM25 does not find.
 """
 
 from ml_collections import ConfigDict

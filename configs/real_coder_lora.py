@@ -5,7 +5,6 @@ python -m jaxrl.launch --config=configs/real_coder_lora.py --workdir=runs/coder_
 
 No warm start: the model follows the prompt's tags as it is. Short observations and 16 trajectories
 a step, since a step takes minutes on two cores; the command goes on where it was stopped.
-docs/real.md tells how far it came.
 """
 
 from ml_collections import ConfigDict

@@ -149,8 +149,14 @@ def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
         should_stop = stack.enter_context(_asked_to_stop())
         try:
             play(should_stop)
-        except Interrupted as error:
-            raise KeyboardInterrupt(f"the steps done are saved in {workdir}") from error
+        except Interrupted:
+            is_interrupted = True
+        else:
+            is_interrupted = False
+        del play
+    # Out here: an error that a notebook keeps would keep the frames below it, and their weights.
+    if is_interrupted:
+        raise KeyboardInterrupt(f"the steps done are saved in {workdir}")
     return open_run(workdir)
 
 

@@ -365,6 +365,8 @@ def _plan_target() -> Target:
         given["free_bytes"] = None
     if _PLAN_PLATFORM.value:
         given["platform"] = _PLAN_PLATFORM.value
+        if _PLAN_PLATFORM.value != "cpu":
+            given["free_bytes"] = None
     known = {"num_devices", "memory_bytes", "platform"} <= given.keys()
     target = memory.Target(**given) if known else replace(memory.host_target(), **given)
     if target.num_devices % target.num_processes:
@@ -381,8 +383,8 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
     A run that goes on keeps what it began with, which its workdir holds, while that fits.
 
     Raises:
-        ValueError: the plan needs more than a device has, or on a CPU more than is free, and
-            `ignores_plan` is off.
+        ValueError: the plan needs more than a device has, or for a run that begins on a CPU more
+            than is free, and `ignores_plan` is off.
     """
     if config.policy.name != configuration.OWN_MODEL:
         return []
@@ -414,7 +416,8 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
             f"the plan needs {memory.gib(peak)} on each device, "
             f"{has.format(memory.gib(target.limit))}; --plan tells what to change"
         )
-        if not ignores_plan:
+        # What is free changes from minute to minute: a run that has begun is not ended by it.
+        if not ignores_plan and not (is_cpu and begun):
             raise ValueError(f"{needs}, {advice.GO_ON}.")
         notes.append(f"warning: {needs}")
     return notes

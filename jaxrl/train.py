@@ -96,7 +96,8 @@ def train(session: Session, params: Params) -> Params:
         with clock.sampling():
             collected = collector.take(policy_version)
         # Measure the divergence from the reference, move the controllers, change rewards.
-        groups = measure(collected.groups)
+        with stopped_by(session.should_stop):
+            groups = measure(collected.groups)
         controllers, groups = advance(
             progress.controllers, groups, collected.tried, config, components.is_trigger
         )
@@ -110,9 +111,10 @@ def train(session: Session, params: Params) -> Params:
         minibatches = make_minibatches(
             groups, shape, config, controllers=current, num_shards=num_shards
         )
-        batches = put_minibatches(
-            minibatches, components.mesh, score, state.params, ref_params, config
-        )
+        with stopped_by(session.should_stop):
+            batches = put_minibatches(
+                minibatches, components.mesh, score, state.params, ref_params, config
+            )
         # Update. If no trajectory has a signal, the optimizer still steps, with a gradient of zero.
         update_metrics: list[dict[str, Any]] = []
         session.display.activity(

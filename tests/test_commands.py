@@ -54,7 +54,7 @@ NOT_RUN = {
     r"(taskset -c \d )?python -m benchmarks\.": "minutes to hours; tests/test_benchmarks.py and "
     "test_claims.py run small ones",
     r"make ": "minutes; the targets are in the Makefile, and CI runs them",
-    r"(pip|python3 -m venv) ": "installs",
+    r"((\.venv/bin/)?pip|python3 -m venv) ": "installs",
     r"tensorboard ": "serves until it is ended",
     r"(export|for|do|done|wait|until|LARGER=|\[ )": "of the shell, around other commands",
 }

