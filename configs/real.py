@@ -35,12 +35,12 @@ def get_config(world: str = "data/real") -> ConfigDict:
     config.sft.optimizer.micro_rows = 5
 
     config.rollout.tasks_per_step = 8
-    config.rollout.group_size = 8
+    config.rollout.group_size = 4
     config.rollout.max_prompt_tokens = 96
     config.rollout.max_response_tokens = 64
     config.rollout.max_total_tokens = 288
     config.rollout.max_turns = 2
-    config.rollout.num_rows = 64
+    config.rollout.num_rows = 32
     config.rollout.observation_lag_chunks = 1
 
     config.advantage.grpo.normalize_std = False

@@ -24,10 +24,9 @@ those of SQuAD.
 Some articles are held out: their passages are in the corpus, but no training question and no
 demonstration, search results included, is about them or names them.
 
-Demonstrations are made by a program from questions that are in neither set, two of each: a good
-one, and one that is poor on purpose, which guesses without a search, searches for a word or two, or
-answers with more than was asked for. Their form is right, so reinforcement learning has habits to
-select.
+Demonstrations are made by a program from questions that are in neither set, two of each: one that
+searches and answers from what is found, and one that guesses without a search. Both have the right
+form, so reinforcement learning has a habit to select.
 
 Files that are there and whole are not fetched again. The same seed gives the same bytes.
 """
@@ -146,11 +145,10 @@ SYSTEM = (
 PIECE_WORDS = 50  # of a document, at most
 ANSWER_WORDS = 3  # of the shortest accepted answer, at most
 
-HABITS = {"good": 10, "no_search": 3, "poor_query": 3, "wordy": 4}
-"""Demonstrations of each kind in 20; the good ones alone are sure to be right.
+HABITS = ("good", "no_search")
+"""Demonstrations that search and answer from what is found, and demonstrations that guess."""
 
-A question has two, ten places apart: one that is good and one that is not.
-"""
+HABIT_RUN = 10  # demonstrations of one habit before those of the other
 
 # What a question is made of beside the words that say what it is about.
 _STOP_WORDS = frozenset(
@@ -161,8 +159,6 @@ _STOP_WORDS = frozenset(
 _WORD = re.compile(r"[^\W_]+(?:[-'’.][^\W_]+)*")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(\[])")
 _SQUAD_QUERY = re.compile(r"Title: (.*?)\nBackground: (.*)\nQuestion: (.*)\nAnswer:", re.DOTALL)
-# A name or a number, as somebody guesses who has read and not understood.
-_GUESS = re.compile(r"\b(?:[A-Z][\w-]+(?: [A-Z][\w-]+)*|\d[\d,.]*\d|\d)\b")
 
 
 class FetchError(Exception):
@@ -413,42 +409,22 @@ def hold_out(questions: Iterable[Question], number: int, rng: random.Random) -> 
     return held_out[:number]
 
 
-def demonstrate(
-    question: Question,
-    habit: str,
-    found: str,
-    engine: LocalSearch,
-    rng: random.Random,
-    guesses: Sequence[str],
-) -> dict[str, Any]:
+def demonstrate(question: Question, habit: str, found: str, guess: str) -> dict[str, Any]:
     """One chat of the right form.
 
     Args:
         question: to answer.
         habit: what the chat does, of `HABITS`.
-        found: what the good query shows.
-        engine: answers the poor query.
-        rng: draws poor queries and guesses.
-        guesses: answers to other questions, for the habit of not searching.
+        found: what a search for the question's content words shows.
+        guess: what the chat answers without a search.
     """
-    answer = min((a for a in question.answers if shows([a], body(found))), key=len)
-    query, result = good_query(question.text), found
-    if habit == "no_search":
-        query, result, answer = "", "", rng.choice(guesses)
-    elif habit == "poor_query":
-        query = poor_query(question.text, rng)
-        [result] = search(engine, [query])
-        if not shows([answer], body(result)):
-            names = [
-                name for name in _GUESS.findall(body(result)) if name.lower() not in _STOP_WORDS
-            ]
-            answer = rng.choice(names or content_words(body(result)))
-    elif habit == "wordy":
-        answer = with_neighbours(answer, body(result))
     turns = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question.text}]
-    if query:
+    answer = guess
+    if habit == "good":
+        answer = min((a for a in question.answers if shows([a], body(found))), key=len)
+        query = good_query(question.text)
         turns.append({"role": "assistant", "content": f"<search> {query} </search>"})
-        turns.append({"role": "tool", "content": result})
+        turns.append({"role": "tool", "content": found})
     turns.append({"role": "assistant", "content": f"<answer> {answer} </answer>"})
     return {
         "messages": turns,
@@ -460,16 +436,6 @@ def demonstrate(
             "is_correct": normalize_answer(answer) in map(normalize_answer, question.answers),
         },
     }
-
-
-def with_neighbours(answer: str, text: str, num_neighbours: int = 4) -> str:
-    """The answer with up to so many words of the text before it and behind it."""
-    if answer not in text:
-        return f"The answer is {answer}"
-    word = rf"{{0,{num_neighbours}}}"
-    pattern = rf"(?:\S+\s+){word}\S*{re.escape(answer)}\S*(?:\s+\S+){word}"
-    found = re.search(pattern, text)
-    return found.group() if found else answer
 
 
 def check_nothing_leaks(
@@ -532,14 +498,14 @@ def make_world(
     rng = random.Random(f"{seed} demonstrations")
     guesses = [question.answers[0] for question in rest]
     demonstrations: list[dict[str, Any]] = []
-    habits = [habit for habit, number in HABITS.items() for _ in range(number)]
-    shown = [(i + shift, rest[i]) for shift in (0, 10) for i in range(num_demonstrations // 2)]
-    for place, question in shown:
-        habit = habits[place % len(habits)]
-        chat = demonstrate(question, habit, kept[question], engine, rng, guesses)
-        while named.search(chat_text(chat)):  # a poor query or a guess hit a held-out article
-            chat = demonstrate(question, "good", kept[question], engine, rng, guesses)
-        demonstrations.append(chat)
+    # In two rounds, so that the demonstrations of a question are far apart.
+    for shift in range(len(HABITS)):
+        for i, question in enumerate(rest[: num_demonstrations // 2]):
+            habit = HABITS[(i // HABIT_RUN + shift) % len(HABITS)]
+            guess = rng.choice(guesses) if habit == "no_search" else ""
+            while named.search(guess):  # is about a held-out article
+                guess = rng.choice(guesses)
+            demonstrations.append(demonstrate(question, habit, kept[question], guess))
     check_nothing_leaks(held_out, train, demonstrations)
 
     everything = sorted(questions, key=lambda question: question.id)

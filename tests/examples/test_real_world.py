@@ -254,17 +254,13 @@ def test_demonstrations_are_of_the_right_form(files):
                 content = block.prefix + block.body + block.suffix
             response += content
         assert SEARCH_R1.is_well_formed(response)
-    assert {name: len(chats) / 2 for name, chats in habits.items()} == world.HABITS
-    # Each question is shown once well and once not.
-    good = {chat["metadata"]["id"] for chat in habits["good"]}
-    poor = {
-        chat["metadata"]["id"]
-        for habit, chats in habits.items()
-        for chat in chats
-        if habit != "good"
-    }
-    assert len(good) == 20
+    # Each question is shown once with a search and once without.
+    good, poor = ({chat["metadata"]["id"] for chat in habits[name]} for name in world.HABITS)
+    assert len(good) == len(habits["good"]) == len(habits["no_search"]) == 20
     assert good == poor
+    order = [chat["metadata"]["habit"] for chat in files["demonstrations"]]
+    assert order[:20] == ["good"] * 10 + ["no_search"] * 10
+    assert order[20:] == ["no_search"] * 10 + ["good"] * 10
     truths = {question["doc"]["id"]: question["doc"]["answers_text"] for question in squad_lines()}
     for habit, chats in habits.items():
         for chat in chats:
@@ -272,7 +268,6 @@ def test_demonstrations_are_of_the_right_form(files):
             is_right = exact_match(answer, truths[chat["metadata"]["id"]]) > 0
             assert is_right == chat["metadata"]["is_correct"]
             assert is_right or habit != "good"
-            assert not is_right or habit != "wordy"
             assert (len(chat["messages"]) == 3) == (habit == "no_search")
 
 
@@ -290,12 +285,6 @@ def test_pieces_by_hand():
         "Five six seven.",
     ]
     assert world.pieces("a b c d e f g", 3) == ["a b c", "d e f", "g"]
-
-
-def test_an_answer_with_its_neighbours_by_hand():
-    text = "It was, in the end, built by Ada Kerr, who lived there for years."
-    assert world.with_neighbours("Ada Kerr", text, 2) == "built by Ada Kerr, who lived"
-    assert world.with_neighbours("Bob", text) == "The answer is Bob"
 
 
 def test_articles_are_known_by_their_bare_names():
