@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.claims_report import table
 from benchmarks.claims_runs import read_steps
+from benchmarks.worlds import gain
 
 ROWS = {
     "exact match, sampled": ("sampled", "exact_match"),
@@ -53,7 +54,10 @@ def read_stages(run: Path) -> dict[str, Mapping[str, Any]]:
     return {
         "as it is": first,
         "after the warm start": before,
-        "after training": {key: after[key] | controls[key] for key in ("summary", "intervals")},
+        "after training": {
+            key: after.get(key, {}) | controls.get(key, {})
+            for key in ("summary", "intervals", "questions")
+        },
     }
 
 
@@ -77,10 +81,14 @@ def report(run: Path) -> str:
     ]
     steps = {name: [value for _, value in values] for name, values in read_steps(run).items()}
     rewards = " ".join(f"{value:.2f}" for value in steps["reward/exact_match/mean"])
+    _, before, after = stages.values()
+    mean, low, high = gain(before, after, "sampled", "exact_match")
     return "\n".join(
         [
             table(["", *stages], rows),
             "",
+            f"sampled exact match after training, less that after the warm start, of the same "
+            f"questions: {mean:.3f} [{low:.3f}, {high:.3f}]",
             f"rewards of the {len(steps['reward/exact_match/mean'])} training steps: {rewards}",
             f"sampler against trainer, logprob_diff_max: at most "
             f"{max(steps['rollout_corr/logprob_diff_max']):.1e} nats",

@@ -16,6 +16,9 @@ def write_evaluation(run, name, **scores):
         "intervals": {
             suite: {"all": {"exact_match": [0.0, score]}} for suite, score in scores.items()
         },
+        "questions": {
+            suite: [{"task_id": "a", "exact_match": score}] for suite, score in scores.items()
+        },
     }
     (run / "eval" / f"{name}.json").write_text(json.dumps(record))
 
@@ -41,5 +44,6 @@ def test_the_table_by_hand(tmp_path):
     assert lines[4] == "| exact match, search finds nothing | – | – | 0.062 [0.00, 0.06] |"
     assert lines[6] == "| F1, sampled | – | – | – |"  # these evaluations have none
     assert "rewards of the 2 training steps: 0.25 0.50" in lines
+    assert any(line.endswith("of the same questions: 0.250 [0.250, 0.250]") for line in lines)
     assert "sampler against trainer, logprob_diff_max: at most 3.0e-05 nats" in lines
     assert lines[-1] == "seconds a step: 50 (median)"
