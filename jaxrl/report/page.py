@@ -137,7 +137,8 @@ def searched(config: Mapping[str, Any]) -> str:
         "web": f"the web by {config.get('search.web.provider')}",
         "opensearch": f"the index {config.get('search.opensearch.index')}",
     }.get(engine, corpus)
-    return f"{what}, {config.get(f'search.{engine}.topk')} documents a result" if what else ""
+    topk = config.get(f"search.{engine}.topk")
+    return f"{what}, {topk} document{'' if topk == 1 else 's'} a result" if what else ""
 
 
 def _ending(path: Any) -> str:
