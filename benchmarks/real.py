@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.claims_report import table
 from benchmarks.claims_runs import read_steps
-from benchmarks.worlds import gain
+from benchmarks.worlds import evaluations, gain
 
 ROWS = {
     "exact match, sampled": ("sampled", "exact_match"),
@@ -40,24 +40,18 @@ def read_stages(run: Path) -> dict[str, Mapping[str, Any]]:
         FileNotFoundError: an evaluation is missing.
     """
     as_it_is = run.with_name(f"{run.name}_as_it_is")
-    paths = [
-        *sorted(as_it_is.glob("eval/evaluate_*.json")),
-        *sorted(run.glob("eval/train_*.json"), key=lambda path: int(path.stem.split("_")[1])),
-        *sorted(run.glob("eval/evaluate_*.json")),
-    ]
-    if len(paths) != 4:
+    first = sorted(as_it_is.glob("eval/evaluate_*.json"))
+    count = len(first) + len(list(run.glob("eval/*.json")))
+    if count != 4:
         raise FileNotFoundError(
-            f"{as_it_is} and {run} hold {len(paths)} evaluations; expected one of the model as it "
+            f"{as_it_is} and {run} hold {count} evaluations; expected one of the model as it "
             "is, one before and one after training, and one with the controls. Run `make real`."
         )
-    first, before, after, controls = (json.loads(path.read_text("utf-8")) for path in paths)
+    before, after = evaluations(run)
     return {
-        "as it is": first,
+        "as it is": json.loads(first[0].read_text("utf-8")),
         "after the warm start": before,
-        "after training": {
-            key: after.get(key, {}) | controls.get(key, {})
-            for key in ("summary", "intervals", "questions")
-        },
+        "after training": after,
     }
 
 

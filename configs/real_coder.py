@@ -36,7 +36,14 @@ def get_config(arguments: str = "qwen") -> ConfigDict:
         config.prompt.system = SYSTEM
     else:
         config.prompt.template = TEMPLATE
-    set_engines(config, world)
+    # Over the same documents; search.engine says which is asked.
+    config.search.local.corpus = f"{world}/corpus.jsonl"
+    config.search.local.topk = 3
+    config.search.dense.corpus = f"{world}/corpus.jsonl"
+    config.search.dense.encoder = f"{world}/all-MiniLM-L6-v2/model"
+    config.search.dense.query_prefix = ""
+    config.search.dense.passage_prefix = ""
+    config.search.dense.topk = 3
     config.rollout.max_observation_tokens = 300
 
     config.rollout.max_prompt_tokens = 320
@@ -49,14 +56,3 @@ def get_config(arguments: str = "qwen") -> ConfigDict:
     config.eval.max_tasks = 50
     config.eval.final_suites = ("greedy",)
     return config
-
-
-def set_engines(config: ConfigDict, world: str) -> None:
-    """Both indexes over the same documents; `config.search.engine` says which is asked."""
-    config.search.local.corpus = f"{world}/corpus.jsonl"
-    config.search.local.topk = 3
-    config.search.dense.corpus = f"{world}/corpus.jsonl"
-    config.search.dense.encoder = f"{world}/all-MiniLM-L6-v2/model"
-    config.search.dense.query_prefix = ""
-    config.search.dense.passage_prefix = ""
-    config.search.dense.topk = 3

@@ -42,6 +42,7 @@ from jaxrl.logs.steps import memory_metrics
 from jaxrl.logs.writers import write_images
 from jaxrl.objectives.metrics import mean
 from jaxrl.runtime import distributed
+from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.files import written_whole
 from jaxrl.sampling.rollout import Sampling, Seeds
 from jaxrl.sampling.weights import given_up
@@ -529,7 +530,8 @@ def evaluate(session: Session, params: Params) -> Params:
         sampler = session.components.sampler
         if sampler is not None:
             session.compile_sampler()
-            sampler.set_weights(given_up(session.components.model.whole(params)))
+            with stopped_by(session.should_stop):
+                sampler.set_weights(given_up(session.components.model.whole(params)))
         metrics, errors = run_suites(session, "evaluate", session.config.eval.final_suites)
         if sampler is not None:
             sampler.release()

@@ -126,13 +126,13 @@ def main(argv: Sequence[str]) -> None:
                     everywhere = peers.everywhere(should_stop) if peers else should_stop
                     _run(config, workdir, everywhere, begun.set)
     except SystemExit as end:
-        if end.code == EXIT_TRY_AGAIN:
-            from jaxrl.runtime.compilation import is_under_way
-
-            if is_under_way():  # what leaving in the usual way would wait for
-                sys.stdout.flush()
-                sys.stderr.flush()
-                os._exit(EXIT_TRY_AGAIN)
+        # Not imported: a run that is stopped before JAX is loaded need not load it.
+        compilation = sys.modules.get("jaxrl.runtime.compilation")
+        if end.code == EXIT_TRY_AGAIN and compilation and compilation.is_under_way():
+            # Leaving in the usual way would wait for the compilation.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(EXIT_TRY_AGAIN)
         raise
 
 

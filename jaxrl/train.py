@@ -81,7 +81,8 @@ def train(session: Session, params: Params) -> Params:
     measure = measure_for(session, score, shape)
     collector = Collector(session=session, stream=stream, measure=measure)
     session.compile_sampler()
-    components.engine.set_weights(components.model.whole(state.params))
+    with stopped_by(session.should_stop):
+        components.engine.set_weights(components.model.whole(state.params))
     if not is_resumed:
         begin_training(session)
     session.display.start("train", progress.stage_step, config.num_steps)

@@ -13,7 +13,7 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 """The event of JAX that tells how long a program was compiled."""
 
 LONG_COMPILE_S = 0.5
-"""What takes less to compile leaves little behind."""
+"""A shorter compilation leaves little behind."""
 
 
 def give_back() -> None:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.lora import TRAINED, Adapter
+from jaxrl.runtime.compilation import compile_all
 from jaxrl.runtime.heap import give_back
 from jaxrl.runtime.sharding import decode_shardings, on_local_mesh, param_shardings
 from jaxrl.types import Params
@@ -74,7 +75,7 @@ class Weights:
         )
 
     def _find_same(self, policy: Architecture | Adapter) -> dict[int, int]:
-        """Of each weight that is a parameter as it is, the places of both among the leaves."""
+        """Places of weights that are parameters as they are, with the places of these."""
         lie = jax.tree.leaves(param_shardings(self._mesh, policy))
         program = jax.make_jaxpr(self._prepare)(self._params)
         places = {id(variable): place for place, variable in enumerate(program.jaxpr.invars)}
@@ -98,7 +99,16 @@ class Weights:
             weights = jax.tree.leaves(self._prepare(jax.tree.unflatten(structure, leaves)))
             return [weights[place] for place in wanted]
 
-        return jax.jit(make, out_shardings=[self._made[place] for place in wanted])
+        jitted = jax.jit(make, out_shardings=[self._made[place] for place in wanted])
+        compiled: list[Any] = []
+
+        def call(params: list[jax.Array]) -> list[jax.Array]:
+            if not compiled:
+                lowered = jitted.lower(params)
+                compile_all([lambda: compiled.append(lowered.compile())])
+            return compiled[0](params)
+
+        return call
 
     def of(self, params: Params) -> Params:
         """The weights of parameters; those made before must be freed.
@@ -167,7 +177,7 @@ def related(program: Any) -> list[tuple[list[int], list[int]]]:
 
 
 def _needs(jaxpr: Any, inputs: Sequence[set[int]]) -> list[set[int]]:
-    """What each output is computed of, out of what each input is."""
+    """The sources of each output, given those of each input."""
     found = {id(variable): needed for variable, needed in zip(jaxpr.invars, inputs, strict=True)}
     for equation in jaxpr.eqns:
         given = [found.get(id(variable), set()) for variable in equation.invars]

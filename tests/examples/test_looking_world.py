@@ -145,11 +145,20 @@ def test_a_run_looks_in_all_stages(world, tmp_path):
     module = looking if world.name.startswith("looking") else seeking
     config = module.get_config(str(world))
     config.update_from_flattened_dict(FEW)
-    run(config, tmp_path, assemble(config), Display())
+    parts = assemble(config)
+    run(config, tmp_path, parts, Display())
     *steps, record = lines(tmp_path / "metrics.jsonl")
+    # Each of the declared programs at most once, when it is first needed; those that decode are
+    # there for each length of the past.
+    declared = {
+        (function.name, variant)
+        for function in parts.engine.functions
+        for variant in function.variants
+    }
+    assert len({(name, v[:2] if name == "decode" else v) for name, v in declared}) <= 10
     name = "perf/num_compilations/sampler"
     counts = [step[name] for step in steps if name in step]
-    assert counts == sorted(counts)
+    assert 0 < counts[0] <= counts[-1] <= len(declared)
     assert "val-core/all/exact_match/blank_images" in record
     first = lines(tmp_path / "trajectories" / "step_000041.jsonl")[0]
     assert first["images"][0]["file"].endswith(".png")

@@ -160,6 +160,13 @@ def test_no_program_is_compiled_but_those_ahead():
     said = []
     played.compile(said.append)
     assert len(said) == played.num_compilations
+    # Rows and way to draw of a program that decodes; on a CPU there is one for each past.
+    kinds = {
+        (function.name, variant[:2] if function.name == "decode" else variant)
+        for function in played.functions
+        for variant in function.variants
+    }
+    assert len(kinds) <= 10
     played.set_weights(params)
     words = Request(prompt_ids=(5, 6, 7), sample_key=KEY, budget=TURN)
     prompt = tuple(map(int, wanted["token_ids"][0]))

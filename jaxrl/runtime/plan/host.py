@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 NO_LIMIT = 2**60
-"""What a control group of version 1 has without a limit is a little less than 2**63."""
+"""Without a limit a control group of version 1 tells a little less than 2**63."""
 
 VERSIONS = {
     # Files of the limit and of what is used; fields of memory.stat that the system can take back.
@@ -17,7 +17,7 @@ VERSIONS = {
     ),
     2: ("memory.max", "memory.current", ("inactive_file", "active_file")),
 }
-"""How each version of control groups calls what is read of it."""
+"""Files and fields that are read, by version of control groups."""
 
 
 def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:

@@ -67,10 +67,10 @@ USABLE = 0.9
 GIB = 2**30
 
 PROCESS_BYTES = 400 * 2**20
-"""Of interpreter, libraries, tokenizer, data and small programs, measured on Linux, JAX 0.10.2."""
+"""Interpreter, libraries, tokenizer, data and small programs; measured on Linux, JAX 0.10.2."""
 
 COMPILER_BYTES, LAYER_COMPILER_BYTES = 100 * 2**20, 4 * 2**20
-"""What a CPU's compiler has at once for a program, and for each layer that it compiles apart."""
+"""Taken by a CPU's compiler for a program, and for each layer that it compiles apart."""
 
 NUM_COMPILED, LAYER_CODE_BYTES = 5, 5 * 2**19
 """The sampler's programs that a run comes to need, and what each of their layers takes."""
@@ -847,12 +847,12 @@ def _saving(config: ConfigDict, model: Architecture, target: Target, stage: str)
 
 
 def _is_given_up(config: ConfigDict) -> bool:
-    """Whether the parameters are freed once the sampler has its weights; see `Weights.of`."""
+    """Return True if the parameters are freed once the sampler has its weights: `Weights.of`."""
     return "train" not in config.stages
 
 
 def _process(config: ConfigDict, model: Architecture, target: Target) -> dict[str, int]:
-    """What a process has in memory of a CPU beside arrays, a device's part."""
+    """A device's part of what a process holds beside arrays, on a CPU."""
     layers = model.num_layers if {"train", "evaluate"} & set(config.stages) else 0
     held = {"process": PROCESS_BYTES, "compiled programs": NUM_COMPILED * layers * LAYER_CODE_BYTES}
     return _nonzero({name: size // target.num_local for name, size in held.items()})
