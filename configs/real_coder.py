@@ -5,8 +5,9 @@ python -m jaxrl.launch --config=configs/real_coder.py:qwen --workdir=runs/coder_
 python -m jaxrl.launch --config=configs/real_coder.py:search_r1 --workdir=runs/coder_tags_dense \
     --config.search.engine=dense
 
-What follows the file's name is the protocol: `qwen`, in which the model was taught to call tools,
-or `search_r1`, whose tags it reads of in the prompt; behind a comma the world's folder.
+What follows the file's name is the protocol: `qwen`, the tool calls of the chat template, of which
+this model makes none, or `search_r1`, whose tags it reads of in the prompt; behind a comma the
+world's folder.
 `config.search.engine` is `local` (BM25), `dense` (all-MiniLM-L6-v2) or `hybrid`. The 50 questions
 are drawn from all 1,000, also from those whose answer BM25 does not find.
 """

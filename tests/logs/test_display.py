@@ -114,4 +114,6 @@ class TestDisplay:
         display.stop()
         display.start("train", 0, 6)
         display.stop()
+        written = display.console.file.getvalue()
         display.stop()
+        assert display.console.file.getvalue() == written
