@@ -37,14 +37,16 @@ _MAX_MATH = 200  # characters; longer answers are text, so that nobody can nest 
 
 def last_boxed(text: str) -> str | None:
     r"""What is in the last `\boxed{..}` whose braces are balanced, stripped; None without one."""
-    opened: list[tuple[int, bool]] = []  # where a brace's content begins, and whether it is boxed
+    # Where the content of each open brace begins, negative where it is not boxed. Numbers, since
+    # hundreds of thousands of pairs set off the garbage collector again and again.
+    opened: list[int] = []
     found: tuple[int, int] | None = None
     for brace in _BRACE.finditer(text):
         if brace[0] in ("{", "\\boxed{"):
-            opened.append((brace.end(), brace[0] != "{"))
+            opened.append(-brace.end() if brace[0] == "{" else brace.end())
         elif brace[0] == "}" and opened:
-            start, is_boxed = opened.pop()
-            if is_boxed and (found is None or start > found[0]):
+            start = opened.pop()
+            if start > 0 and (found is None or start > found[0]):
                 found = start, brace.start()
     return None if found is None else text[found[0] : found[1]].strip()
 
