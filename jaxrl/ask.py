@@ -29,15 +29,14 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.text import Text
 
-from jaxrl import config as configuration
 from jaxrl.components import assemble
+from jaxrl.config import KEYS, OWN_MODEL, default_config
 from jaxrl.config_checks import validate
 from jaxrl.data import parse_task
 from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
 from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.text import printable, writable
-from jaxrl.flat_config import flatten
 from jaxrl.logs.display import Display
 from jaxrl.models.adapters import load_frozen
 from jaxrl.models.folder import model_folder
@@ -54,7 +53,7 @@ from jaxrl.session import Components, Progress
 from jaxrl.toolbox import correct_by, environment_parts
 from jaxrl.training.health import first_error
 from jaxrl.types import Draw, Params, Trajectory
-from jaxrl.values import as_default, check_keys, check_type, load_values
+from jaxrl.values import as_default, check_keys, load_values
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -125,7 +124,6 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
         ValueError: an argument is no such, or a key or value is wrong.
     """
     keys: dict[str, Any] = {}
-    defaults = flatten(configuration.default_config())
     for argument in arguments:
         name, equals, text = argument.partition("=")
         if not name.startswith("--config."):
@@ -134,16 +132,17 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
             raise ValueError(f"{argument}: expected --config.key=value.")
         key = name.removeprefix("--config.")
         check_keys([key])
-        value: Any = as_default(text, defaults[key])
-        if type(defaults[key]) is int and text.isdecimal():
+        default = KEYS[key].default
+        value: Any = as_default(text, default)
+        if type(default) is int and text.isdecimal():
             value = int(text)
-        if isinstance(defaults[key], tuple | dict):
+        if isinstance(default, tuple | dict):
             try:
                 value = ast.literal_eval(text)
             except (ValueError, SyntaxError) as error:
-                kind = type(defaults[key]).__name__
+                kind = type(default).__name__
                 raise ValueError(f"{argument}: expected a {kind} as Python writes it.") from error
-        check_type(key, value, defaults[key])
+        KEYS[key].check(key, value)
         keys[key] = value
     return keys
 
@@ -203,7 +202,7 @@ def open_run(
             f"{run} holds neither export/ nor a checkpoint: no weights are trained yet. Name a "
             "model with --model=DIR."
         )
-    config.policy.name = configuration.OWN_MODEL  # whose weights these are
+    config.policy.name = OWN_MODEL  # whose weights these are
     leave_out_scores(config)
     if keys:
         validate(config, needs_data=False)
@@ -229,8 +228,8 @@ def read_config(run: Path) -> ConfigDict:
     file = run / "config.json"
     if not file.is_file():
         raise FileNotFoundError(f"{run} is no run: it holds no config.json. Name a run's workdir.")
-    config = configuration.default_config()
-    load_values(config, str(file), takes_old_keys=True)
+    config = default_config()
+    load_values(config, str(file))
     return config
 
 

@@ -10,11 +10,26 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ml_collections import ConfigDict
+
 from jaxrl.envs.calls import error_text
+
+STAGES = ("sft", "train", "evaluate")
+"""Stages of a run, in their order."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A combination of keys that is refused, or warned of."""
+
+    key: str  # what to change
+    is_broken: Callable[[ConfigDict], bool]
+    expected: str  # instead, and why
 
 
 class OwnCodeError(ValueError):

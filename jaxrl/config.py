@@ -1,575 +1,824 @@
-"""Every configuration key, once, with its unit and meaning."""
+"""Every configuration key, once: default, meaning, what it takes, and what a restart may change.
+
+Checks of single values, `default_config()`, what a restart compares and the tables of
+docs/configuration.md come from `KEYS`. Rules between keys stand beside the feature that needs them
+(`method.py`, `environment.py`, `config_checks.py`).
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxrl.choices import STAGES
+from jaxrl.envs.calls import MAX_S
+from jaxrl.envs.json_text import read_object
+
+FREE = "free"
+"""A restart may change it: results stay the same, to rounding."""
+EVALUATION = "evaluation"
+"""Likewise, unless evaluations steer training: it decides what they measure."""
+TRAINING = "training"
+"""Another value makes another experiment, but an evaluation alone may change it."""
+RESULTS = "results"
+"""Another value makes another experiment."""
+
 DTYPES = ("float32", "bfloat16")
-DENSE_DTYPES = (*DTYPES, "int8")
-POOLINGS = ("", "mean", "first", "last")
-REMAT = ("none", "dots", "names", "full", "offload")
-LORA_BASE_DTYPES = (*DTYPES, "int8")
-LORA_SAMPLERS = ("separate", "merged")
-ON_OUTAGE = ("stop", "empty")
-REPLAY = ("off", "record", "only")
-ATTENTION = ("auto", "xla", "triton", "mosaic")
 EXPERTS = ("auto", "xla", "triton", "megablox")
-FILTER_METRICS = ("acc", "score", "seq_reward", "seq_final_reward")
+ATTENTION = ("auto", "xla", "triton", "mosaic")
 KL_CONTROLLERS = ("fixed", "adaptive", "log", "budget")
-OVERLONG_PROMPTS = ("refuse", "drop", "truncate_left")
+REPLAY = ("off", "record", "only")
 OWN_MODEL = "model"
-POLICIES = (OWN_MODEL, "openai")
 SUITES = ("sampled", "greedy", "empty_search", "random_search", "blank_images")
 
+MIN_TEMPERATURE = 1e-3
+"""Less draws the most likely token all but always, and far less makes logits infinite."""
 
-def _optimizer() -> ConfigDict:
+
+@dataclass(frozen=True)
+class Key:
+    """One key: what is known of it by itself."""
+
+    default: Any
+    meaning: str  # with its unit; Markdown
+    _: KW_ONLY
+    restart: str = RESULTS
+    above: float | None = None  # bounds of a number
+    at_least: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    one_of: tuple[Any, ...] = ()  # choices; a name that a table holds is checked beside the table
+    some_of: tuple[str, ...] = ()  # choices for the entries of a tuple
+    is_valid: Callable[[Any], bool] | None = None  # what else holds of it
+    expected: str = ""  # told with a refusal; "": as the fields above say
+    example: Any = None  # value of a mapping whose names are not ours, for messages
+    is_nested: bool = False  # the values of such a mapping may be lists and mappings
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuses a value of another type, out of range or none of the choices.
+
+        Beyond ml_collections, which takes None for anything and a bool for a number.
+
+        Raises:
+            ValueError: says what the key holds and what is expected.
+        """
+        is_number = isinstance(self.default, int | float) and not isinstance(self.default, bool)
+        if isinstance(self.default, float):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                refuse(name, value, "a finite number")
+            if not math.isfinite(value):
+                refuse(name, value, "a finite number")
+        elif type(value) is not type(self.default):
+            expected = f"a value of type {type(self.default).__name__}, as {self.default!r}"
+            refuse(name, value, expected)
+        if self.one_of and value not in self.one_of:
+            refuse(name, value, self.expected or f"one of {', '.join(map(str, self.one_of))}")
+        if self.some_of and not set(value) <= set(self.some_of):
+            refuse(name, value, f"a tuple out of {self.some_of}")
+        if is_number and not self._is_in_range(value):
+            refuse(name, value, self.expected or f"a number {self.range()}")
+        if name.endswith("_s") and is_number and value > MAX_S:
+            refuse(name, value, f"at most {MAX_S:g} seconds, which are 31 years")
+        if isinstance(self.default, dict):
+            self._check_mapping(name, value)
+        if self.is_valid is not None and not self.is_valid(value):
+            refuse(name, value, self.expected)
+        if name.startswith("prompt.") and re.search("[\\ud800-\\udfff]", str(value)):
+            refuse(name, value, "text in UTF-8")
+
+    def _is_in_range(self, value: float) -> bool:
+        return (
+            (self.above is None or value > self.above)
+            and (self.at_least is None or value >= self.at_least)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def range(self) -> str:
+        """The bounds of a number in words; "" where there are none."""
+        bounds = {
+            "above": self.above, "of at least": self.at_least, "of at most": self.at_most,
+            "below": self.below,
+        }  # fmt: skip
+        return " and ".join(f"{w} {bound}" for w, bound in bounds.items() if bound is not None)
+
+    def _check_mapping(self, name: str, value: dict[Any, Any]) -> None:
+        for inner, one in value.items():
+            if not isinstance(inner, str) or not _is_plain(one, is_flat=not self.is_nested):
+                kinds = "true, false, a number or a text each"
+                kinds += ", or lists of these" * self.is_nested
+                refuse(name, value, f"names with {kinds}, as {{'name': {self.example!r}}}")
+
+
+def _is_plain(value: Any, *, is_flat: bool) -> bool:
+    """Return True for values such as JSON has, which can be read back."""
+    if isinstance(value, dict) and not is_flat:
+        return all(isinstance(k, str) and _is_plain(v, is_flat=False) for k, v in value.items())
+    if isinstance(value, list | tuple) and not is_flat:
+        return all(_is_plain(one, is_flat=False) for one in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _are_texts(values: tuple[Any, ...]) -> bool:
+    return all(isinstance(one, str) and one for one in values)
+
+
+def _are_messages(values: tuple[Any, ...]) -> bool:
+    return all(isinstance(one, dict) and set(one) == {"role", "content"} for one in values)
+
+
+def _are_mappings(values: dict[str, Any]) -> bool:
+    return all(isinstance(one, dict) for one in values.values())
+
+
+def _is_k_schedule(pairs: tuple[Any, ...]) -> bool:
+    """Return True for pairs (step, k) of whole numbers, steps rising from 0."""
+    if not all(isinstance(one, tuple) and [type(n) for n in one] == [int, int] for one in pairs):
+        return False
+    steps = [step for step, _ in pairs]
+    is_rising = steps[:1] in ([], [0]) and steps == sorted(set(steps))
+    return is_rising and all(k >= 1 for _, k in pairs)
+
+
+# A table, laid out by hand: key, default, meaning; then what it takes, and what a restart may do.
+# fmt: off
+def _optimizer(section: str) -> dict[str, Key]:
     """The keys that supervised and reinforcement learning share."""
-    optimizer = ConfigDict()
-    optimizer.lr = 1e-6  # peak learning rate of AdamW
-    optimizer.warmup_steps = 0  # steps that rise to the peak, the first at 1 / warmup_steps of it
-    # After the warm-up: constant, linear, cosine, or one of your own by its dotted name.
-    optimizer.schedule = "constant"
-    optimizer.final_lr_fraction = 0.0  # of the peak, where linear and cosine end
-    optimizer.weight_decay = 0.01  # decoupled, on every parameter
-    optimizer.beta1 = 0.9  # of AdamW: decay of the mean of gradients
-    optimizer.beta2 = 0.999  # decay of the mean of their squares
-    optimizer.epsilon = 1e-8  # added to the root of that
-    optimizer.grad_clip = 1.0  # global norm; 0 clips nothing
-    # Of the mean of gradients. The mean of squares stays float32: with beta2 = 0.999 a step changes
-    # it by less than bfloat16 can tell apart.
-    optimizer.moments_dtype = "float32"
-    optimizer.offload = False  # keep both means in the host's memory between updates
-    # Packed rows of a micro-batch; a multiple of data * fsdp * expert. 0: as many as the
-    # memory holds.
-    optimizer.micro_rows = 8
-    return optimizer
+    return {
+        f"{section}.lr": Key(1e-6, "Peak learning rate of AdamW.", at_least=0, restart=TRAINING),
+        f"{section}.warmup_steps": Key(0, "Steps in which the rate rises to its peak; the first "
+            "has 1 / `warmup_steps` of it.", at_least=0, restart=TRAINING),
+        f"{section}.schedule": Key("constant", "Learning rate after the warm-up: `constant`, "
+            "`linear`, `cosine`, or one of your own by its dotted name.", restart=TRAINING),
+        f"{section}.final_lr_fraction": Key(0.0, "Share of the peak at which `linear` and `cosine` "
+            "end.", at_least=0, at_most=1, restart=TRAINING),
+        f"{section}.weight_decay": Key(0.01, "Decoupled weight decay of every parameter.",
+            at_least=0, restart=TRAINING),
+        f"{section}.beta1": Key(0.9, "Decay of AdamW's first moment.", at_least=0, below=1,
+            restart=TRAINING),
+        f"{section}.beta2": Key(0.999, "Decay of AdamW's second moment.", at_least=0, below=1,
+            restart=TRAINING),
+        f"{section}.epsilon": Key(1e-8, "Added to the root of the second moment.", above=0,
+            restart=TRAINING),
+        f"{section}.grad_clip": Key(1.0, "Global norm to which gradients are clipped. 0: none.",
+            at_least=0, restart=TRAINING),
+        # The second moment has no such key: with beta2 = 0.999 a step changes it by less than
+        # bfloat16 can tell apart.
+        f"{section}.moments_dtype": Key("float32", "Dtype of AdamW's first moment; the second is "
+            "float32.", one_of=DTYPES, restart=TRAINING),
+        f"{section}.offload": Key(False, "Keep both moments in the host's memory between updates.",
+            restart=FREE),
+        f"{section}.micro_rows": Key(8, "Packed rows of a micro-batch; a multiple of `data` × "
+            "`fsdp` × `expert`. 0: as many as the memory holds.", at_least=0, restart=FREE),
+    }
 
 
-def _lora() -> ConfigDict:
-    """The keys of an adapter, which alone is trained; docs/lora.md has more."""
-    lora = ConfigDict()
-    lora.rank = 0  # of its matrices; 0: there is none, and all of the model is trained
-    lora.alpha = 32.0  # what the adapter adds is multiplied with alpha / rank
-    lora.rslora = False  # with alpha / sqrt(rank) instead (rsLoRA)
-    # Layers that have it: all-linear, or names as q and attention/q, or HF's, as q_proj.
-    lora.targets = ("all-linear",)
-    # Of the weights that stay as they are: float32, bfloat16, or int8 with a scale for each output
-    # of a linear layer, and all else in model.dtype.
-    lora.base_dtype = "float32"
-    # The sampler's weights. separate: those of base and adapter, as the update has them. merged:
-    # their sum, a copy of the layers that have an adapter, which takes fewer products a token.
-    lora.sampler = "separate"
-    # Folder of an adapter in PEFT's format to go on with, of the same rank, alpha and targets; "":
-    # a new one, which changes nothing at first
-    lora.path = ""
-    return lora
+def _tasks(name: str, what: str, split: str, restart: str) -> dict[str, Key]:
+    """The keys of a set of tasks."""
+    return {
+        f"tasks.{name}.source": Key("", f"{what}: a file, a pattern with `*`, a folder, or the "
+            "name of what a generator makes.", restart=restart),
+        f"tasks.{name}.format": Key("", "`jsonl`, `csv`, `parquet` (verl's too), `tfds`, `hf` "
+            "(`save_to_disk`; extra `datasets`), `reasoning_gym` (extra `reasoning-gym`), or a "
+            "reader of your own by its dotted name. Empty: by the source.", restart=restart),
+        f"tasks.{name}.split": Key(split, "Split of `tfds` and `hf`; of `tfds` also a part: "
+            "`train[:90%]`.", restart=restart),
+        f"tasks.{name}.settings": Key({}, "Keyword arguments of the reader, as `{'delimiter': "
+            "';'}` of `csv`.", example=1, is_nested=True, restart=restart),
+        f"tasks.{name}.columns": Key({}, "Columns under other names than ours: `{'problem': "
+            "'question'}`. An empty name leaves a column out.", example="question",
+            restart=restart),
+        f"tasks.{name}.data_source": Key("", "Data source of all tasks, and prefix of their ids. "
+            "Empty: as the tasks have it.", restart=restart),
+        f"tasks.{name}.sources": Key((), "Several sources in place of the one above: mappings of "
+            "these keys and, of training, `weight` (default 1), as `({'source': 'a.csv', 'weight': "
+            "2.0}, {'source': 'b.jsonl'})`.", restart=restart),
+    }
 
 
-def _dense() -> ConfigDict:
-    """The keys of dense retrieval."""
-    dense = ConfigDict()
-    dense.corpus = ""  # JSONL of documents: id, title, text
-    dense.encoder = ""  # local folder in Hugging Face format: BERT (E5, BGE) or Qwen3-Embedding
-    dense.index = ""  # folder of the vectors; default: a folder index beside the corpus
-    # Vectors that were made elsewhere, in the order of the corpus: .npy [N, D], or a FAISS flat
-    # index (extra faiss); "": the encoder makes them.
-    dense.embeddings = ""
-    dense.topk = 3  # documents a query returns
-    # Of the vectors on the devices: float32, bfloat16, or int8 with a scale for each vector. The
-    # best candidates are scored again by the vectors in the file.
-    dense.dtype = "float32"
-    dense.file_dtype = "float32"  # of the vectors in the file; or bfloat16, which has half the size
-    dense.devices = "run"  # run: those of each process, which split the passages; cpu: the host's
-    dense.candidates = 100  # documents of a query that are scored again, at least
-    dense.query_rows = 16  # queries whose documents are looked for at once
-    # Of hidden states to a vector: mean, first (token) or last; "": as the encoder's folder says
-    dense.pooling = ""
-    # Before a query, as "query: " (E5) or "Instruct: <task>\nQuery:" (Qwen3-Embedding); auto: as
-    # the encoder's folder says, and Qwen3-Embedding's own where it says nothing
-    dense.query_prefix = "auto"
-    dense.passage_prefix = "auto"  # before a document, as "passage: " (E5); auto: likewise
-    dense.max_tokens = 512  # of a text, prefix included, at most; the rest is cut off
-    dense.encoder_dtype = "float32"  # of the encoder's weights and activations; or bfloat16
-    dense.batch_tokens = 16_384  # of documents that each device encodes at once, padding included
-    dense.query_batch_tokens = 256  # of queries that each device encodes at once
-    return dense
-
-
-def _policy() -> ConfigDict:
-    """The keys that say who writes."""
-    policy = ConfigDict()
-    # model: that of model.path; openai: one behind an OpenAI-compatible endpoint, which can be
-    # evaluated and not trained. Of model.path, config.json, the tokenizer and the processor of
-    # images are read then.
-    policy.name = OWN_MODEL
-    policy.openai = openai = ConfigDict(convert_dict=False)
-    openai.url = ""  # up to /chat/completions, as http://localhost:8000/v1
-    openai.model = ""  # its name there
-    openai.key_env = ""  # the environment variable that holds the key; "": no key is sent
-    openai.max_concurrent = 16  # episodes played, and so requests in flight, at most
-    openai.deadline_s = 120.0  # of a request, to the last byte of its answer
-    # Further tries of a request that fails while others are answered; then its episode ends as an
-    # environment error. While none is answered, tries do not count.
-    openai.retries = 3
-    # Seconds before the first of them, doubled from try to try up to 30. A server's Retry-After
-    # counts for all requests.
-    openai.backoff_s = 1.0
-    # Seconds in which no request was answered, after which episodes end as environment errors.
-    openai.outage_deadline_s = 300.0
-    # False: what the environment says is the next message of the user. True: the model's message
-    # goes on behind it, as servers of vLLM and SGLang can (continue_final_message).
-    openai.continues_message = False
-    # Further fields of a request, as {"reasoning_effort": "low"}; None leaves one of ours out.
-    openai.options = {}
-    # What a million tokens cost that the endpoint reads and writes, in the unit of ledger.prices.
-    openai.prompt_price = 0.0
-    openai.completion_price = 0.0
-    # record: answers are kept on disk, and what is there is not asked again; only: these alone
-    # answer, without the endpoint; off: neither.
-    openai.replay = "record"
-    openai.replay_folder = ""  # of the recording; "": replies/ in the workdir
-    return policy
-
-
-def _tasks(split: str) -> ConfigDict:
-    """The keys of training and of held-out tasks."""
-    tasks = ConfigDict(convert_dict=False)
-    # A file, a pattern with * or a folder; of a generator the name of what it makes
-    tasks.source = ""
-    # jsonl, csv, parquet (verl's too), tfds, hf (save_to_disk; extra datasets), reasoning_gym
-    # (extra reasoning-gym); or a reader of your own by its dotted name. "": by the source.
-    tasks.format = ""
-    tasks.split = split  # of tfds and hf; of tfds also a part, as train[:90%]
-    tasks.settings = {}  # keyword arguments of the reader, as {"delimiter": ";"} of csv
-    # Columns whose names are others than ours, as {"problem": "question"}; "" leaves one out.
-    tasks.columns = {}
-    tasks.data_source = ""  # of all tasks, and before their ids; "": as the tasks have it
-    # Several sources in place of the one above: mappings with these keys, and of training weight,
-    # as ({"source": "a.csv", "weight": 2.0}, {"source": "b.jsonl"}); weights are 1 by default.
-    tasks.sources = ()
-    return tasks
+KEYS: dict[str, Key] = {
+    "stages": Key(("train", "evaluate"), "Stages of the run, in this order: `sft`, `train`, "
+        "`evaluate`.", some_of=STAGES,
+        is_valid=lambda v: v and v == tuple(sorted(set(v), key=STAGES.index)),
+        expected=f"each at most once, in the order of {STAGES}", restart=FREE),
+    "seed": Key(0, "Seed of task order and samples.", at_least=0, below=2**31),
+    "num_steps": Key(100, "Steps of the stage `train`: rollouts and their updates.", above=0,
+        restart=TRAINING),
+    "compilation_cache": Key("", "Folder of compiled programs, which later starts find. Empty: "
+        "`$XDG_CACHE_HOME/jaxrl`; `off`: none.", restart=FREE),
+    # ---------------------------------------------------------------------------- model
+    "model.path": Key("", "Local folder in Hugging Face's format, or a `.gguf` file (extra "
+        "`gguf`)."),
+    "model.architecture": Key("", "Name of the architecture, or dotted name of its class. Empty: "
+        "by `model_type` of `config.json`."),
+    "model.dtype": Key("float32", "Dtype of activations, matrix products and KV cache; weights "
+        "that are trained stay float32.", one_of=DTYPES),
+    "model.eos_tokens": Key((), "Texts of further tokens that end a message, as `('<|im_end|>',)`, "
+        "beside `eos_token` of `tokenizer_config.json` and `eos_token_id` of "
+        "`generation_config.json`.", is_valid=_are_texts,
+        expected="a tuple of texts, as ('<|im_end|>',)"),
+    "model.attention": Key("auto", "Attention kernels: `xla`, everywhere; `triton`, on GPUs; "
+        "`mosaic`, on TPUs; `auto`: the platform's own.", one_of=ATTENTION, restart=FREE),
+    "model.experts": Key("auto", "Products with experts: `xla`, everywhere; `triton`, on GPUs; "
+        "`megablox`, on TPUs; `auto`: the platform's own.", one_of=EXPERTS, restart=FREE),
+    "model.router.balance_coef": Key(0.0, "Coefficient of the loss by which the tokens of a "
+        "mini-batch use experts alike, in both stages. 0: none.", at_least=0),
+    "model.router.replay": Key(False, "Send each token in training to the experts that the sampler "
+        "chose for it, which are recorded."),
+    "model.remat": Key("full", "What the update computes again instead of keeping it. `full`: a "
+        "whole layer; `names`: all but products with weights and attention's result; `dots`: all "
+        "but products with weights, of any architecture; `none`: nothing. `offload`: all but a "
+        "layer's input and attention's result, which wait in the host's memory.",
+        one_of=("none", "dots", "names", "full", "offload"), restart=FREE),
+    "model.scan_layers": Key(True, "Compile one layer for all. False compiles each, which takes "
+        "longer; a CPU then keeps all of them, whatever `remat` says. The sampler compiles each on "
+        "a CPU in any case.", restart=FREE),
+    "model.vision.train": Key(True, "Train what reads images too, in a model that does; else it is "
+        "frozen."),
+    "model.logits_chunk_tokens": Key(2048, "Tokens whose logits the update holds in memory at a "
+        "time.", above=0, restart=FREE),
+    "model.lora.rank": Key(0, "Rank of an adapter, which alone is trained. 0: none; all weights "
+        "are.", at_least=0),
+    "model.lora.alpha": Key(32.0, "The adapter's output is multiplied with `alpha / rank`.",
+        above=0),
+    "model.lora.rslora": Key(False, "Multiply with `alpha / sqrt(rank)` instead (rsLoRA)."),
+    "model.lora.targets": Key(("all-linear",), "Layers with an adapter: `all-linear`, or names as "
+        "`q`, `attention/q` or, as Hugging Face has them, `q_proj`.", is_valid=_are_texts,
+        expected="a tuple of texts, as ('all-linear',)"),
+    "model.lora.base_dtype": Key("float32", "Dtype of the frozen weights: `float32`, `bfloat16`, "
+        "or `int8` with a scale for each output of a linear layer, all else in `model.dtype`.",
+        one_of=(*DTYPES, "int8")),
+    "model.lora.sampler": Key("separate", "Weights of the sampler. `separate`: base and adapter, "
+        "as the update has them; `merged`: their sum, a copy of the layers that have an adapter, "
+        "with fewer products a token.", one_of=("separate", "merged")),
+    "model.lora.path": Key("", "Folder of an adapter in PEFT's format to go on with, of the same "
+        "rank, alpha and targets. Empty: a new one, which changes nothing at first."),
+    "images.min_pixels": Key(0, "Pixels to which a smaller image is enlarged. 0: as "
+        "`preprocessor_config.json` has it.", at_least=0),
+    "images.max_pixels": Key(0, "Pixels to which a larger image is reduced. 0: as "
+        "`preprocessor_config.json` has it.", at_least=0),
+    "images.cache_mib": Key(256.0, "MiB of images, cut into patches, that stay in memory; the last "
+        "used ones.", at_least=0, restart=FREE),
+    # --------------------------------------------------------------------------- policy
+    "policy.name": Key(OWN_MODEL, "Who writes. `model`: that of `model.path`; `openai`: one behind "
+        "an OpenAI-compatible endpoint, which is evaluated and not trained; of `model.path`, "
+        "`config.json`, tokenizer and image processor are read then.",
+        one_of=(OWN_MODEL, "openai")),
+    "policy.openai.url": Key("", "Address up to `/chat/completions`, as "
+        "`http://localhost:8000/v1`."),
+    "policy.openai.model": Key("", "Name of the model there."),
+    "policy.openai.key_env": Key("", "Environment variable that holds the key. Empty: no key is "
+        "sent."),
+    "policy.openai.max_concurrent": Key(16, "Episodes played side by side, and so requests in "
+        "flight, at most.", above=0),
+    "policy.openai.deadline_s": Key(120.0, "Seconds of a request, to the last byte of its answer.",
+        above=0),
+    "policy.openai.retries": Key(3, "Further tries of a request that fails while others are "
+        "answered; then its episode ends as an environment error. While none is answered, tries do "
+        "not count.", at_least=0),
+    "policy.openai.backoff_s": Key(1.0, "Seconds before the first of them, doubled from try to try "
+        "up to 30. A server's `Retry-After` counts for all requests.", at_least=0),
+    "policy.openai.outage_deadline_s": Key(300.0, "Seconds without any answer, after which "
+        "episodes end as environment errors.", above=0),
+    "policy.openai.continues_message": Key(False, "False: what the environment says is the next "
+        "message of the user. True: the model's message goes on behind it, as servers of vLLM and "
+        "SGLang can (`continue_final_message`)."),
+    "policy.openai.options": Key({}, "Further fields of a request, as `{'reasoning_effort': "
+        "'low'}`; None leaves one of ours out.", example="low", is_nested=True),
+    "policy.openai.prompt_price": Key(0.0, "Price of a million tokens that the endpoint reads, in "
+        "the unit of `ledger.prices`.", at_least=0),
+    "policy.openai.completion_price": Key(0.0, "Price of a million tokens that it writes.",
+        at_least=0),
+    "policy.openai.replay": Key("record", "`record`: answers are kept on disk, and what is there "
+        "is not asked again; `only`: these alone answer, without the endpoint; `off`: neither.",
+        one_of=REPLAY),
+    "policy.openai.replay_folder": Key("", "Folder of the recording. Empty: `replies/` in the "
+        "workdir."),
+    # ----------------------------------------------------------------------------- mesh
+    "mesh.data": Key(-1, "Devices over which rows are split, weights copied. -1: all that are "
+        "left.", restart=FREE),
+    "mesh.fsdp": Key(1, "Devices over which rows and weights are split.", restart=FREE),
+    "mesh.context": Key(1, "Devices over which each packed row is split, for long ones, and "
+        "weights; the sampler splits its trajectories over them.", restart=FREE),
+    "mesh.expert": Key(1, "Devices over which rows, experts and other weights are split.",
+        restart=FREE),
+    "mesh.tensor": Key(1, "Devices over which heads and vocabulary are split.", restart=FREE),
+    "mesh.rollout_devices": Key(0, "Devices of each process that only sample, with "
+        "`rollout.ahead`; the others train. A multiple of `expert` × `tensor`. 0: all do both.",
+        at_least=0, restart=FREE),
+    # ---------------------------------------------------------------- tasks and prompts
+    **_tasks("train", "Training tasks", "train", TRAINING),
+    **_tasks("eval", "Held-out tasks", "test", RESULTS),
+    "prompt.system": Key("", "System message. Empty: none, also where the model's template has one "
+        "of its own."),
+    "prompt.template": Key("{question}", "Message of the user, around the question.",
+        is_valid=lambda v: "{question}" in v, expected="text that contains {question}"),
+    "prompt.examples": Key((), "Messages (`{'role', 'content'}`) between the two, as worked "
+        "examples.", is_valid=_are_messages, expected="messages with 'role' and 'content'"),
+    "prompt.chat_template_kwargs": Key({}, "Variables of the model's chat template, as "
+        "`{'enable_thinking': False}`.", example=False),
+    # ---------------------------------------------------------------------- environment
+    "env.name": Key("search", "`search`: questions answered with a search engine; `math`: problems "
+        "solved in one turn; or one of your own by its dotted name, as `my_env.MyEnv`."),
+    "env.settings": Key({}, "Keyword arguments of an environment of your own.", example=1,
+        is_nested=True),
+    "env.step_deadline_s": Key(600.0, "Seconds after which a call of the environment is given up, "
+        "its episodes environment errors. 0: never.", at_least=0, restart=FREE),
+    "env.search.protocol": Key("search_r1", "`search_r1` (`<information>`), `bapo` (`<result>`, "
+        "`\\boxed{}`), `qwen` (the model's own tool calls, as its chat template has them), or a "
+        "dotted name."),
+    "env.search.tools": Key((), "Tools beside the search engine: `python`, a sandbox (extra "
+        "`python-tool`), or dotted names of classes and of functions (extra `tools`)."),
+    "env.search.mcp": Key((), "MCP servers (extra `mcp`) whose tools are offered: `{'command': "
+        "('python', 'server.py')}` or `{'url': 'http://localhost:8000/mcp'}`. `'env': ('MY_KEY',)` "
+        "beside a command and `'headers': {'Authorization': 'MY_KEY'}` beside a url name "
+        "environment variables."),
+    "env.search.tool_deadline_s": Key(60.0, "Seconds for a call of a function or an MCP server.",
+        above=0),
+    "env.search.python.sandbox": Key("monty", "`monty`: an interpreter of much of Python (extra "
+        "`python-tool`); `bubblewrap`: all of it, in a sandbox of the system's; `subprocess`: a "
+        "process that may read and write what the run may; or a dotted name."),
+    "env.search.python.timeout_s": Key(5.0, "Seconds of one snippet.", above=0),
+    "env.search.python.memory_mib": Key(64.0, "MiB of one snippet; packages as NumPy need about "
+        "1024.", above=0),
+    "env.search.python.max_output": Key(100_000, "Bytes that a snippet may print.", above=0),
+    "env.search.search_r1.format_reward": Key(0.5, "Pay of a response that keeps to the protocol."),
+    "env.search.search_r1.format_failure": Key(-1.0, "Pay of one that does not."),
+    "env.search.search_r1.answer_reward": Key(1.0, "Pay of an answer close to the truth."),
+    "env.search.search_r1.exact_match_bonus": Key(2.0, "Pay of the truth itself, in place of "
+        "that."),
+    "env.search.search_r1.not_found": Key(0.5, 'Pay of the answer 未找到相关内容, '
+        '"no relevant content found".'),
+    "env.search.qwen.format_reward": Key(0.0, "Pay of a response that keeps to the protocol."),
+    "env.search.qwen.format_failure": Key(-1.0, "Pay of one that does not."),
+    # --------------------------------------------------------------------------- search
+    "search.engine": Key("local", "`local`: embedded index over a corpus; `http`: a retriever on a "
+        "port; `web`: a provider of web searches; `opensearch`: an index of OpenSearch or "
+        "Elasticsearch; `dense`: vectors of an encoder; `hybrid`: `local` and `dense`, fused; "
+        "`empty`: finds nothing; `none`: there is no such tool, with `env.search.protocol='qwen'`; "
+        "or a dotted name."),
+    "search.settings": Key({}, "Keyword arguments of an engine of your own.", example=1,
+        is_nested=True),
+    # What stands around any engine, in this order; docs/environments.md has the whole.
+    "search.cache_mib": Key(64.0, "MiB of results kept in memory; the least recently used go. 0: "
+        "none.", at_least=0, restart=FREE),
+    "search.cache_ttl_s": Key(0.0, "Seconds for which a kept result counts. 0: for ever.",
+        at_least=0, restart=FREE),
+    "search.queries_per_second": Key(0.0, "Queries sent a second at most, those of a batch one by "
+        "one. 0: no limit.", at_least=0, restart=FREE),
+    "search.max_concurrent": Key(0, "Calls of the engine under way at most; a batch is one. 0: as "
+        "many as the engine says.", at_least=0, restart=FREE),
+    "search.deadline_s": Key(120.0, "Seconds after which one call of the engine has failed.",
+        above=0, restart=FREE),
+    "search.retries": Key(3, "Further tries of a query that fails while the engine answers others; "
+        "then its episode ends as an environment error. While nobody gets an answer, tries do not "
+        "count.", at_least=0, restart=FREE),
+    "search.backoff_s": Key(1.0, "Seconds before the first of them, doubled from try to try up to "
+        "30, and a quarter more or less. A server's `Retry-After` counts for all queries.",
+        at_least=0, restart=FREE),
+    "search.breaker_failures": Key(8, "Failed calls in a row after which nobody asks. 0: never.",
+        at_least=0, restart=FREE),
+    "search.breaker_rest_s": Key(5.0, "Seconds until one call tries again.", above=0, restart=FREE),
+    "search.outage_deadline_s": Key(300.0, "Seconds without any answer, after which the engine "
+        "counts as down.", above=0, restart=FREE),
+    "search.on_outage": Key("stop", "What follows. `stop`: the run saves and ends with exit code "
+        "69; `empty`: episodes go on with what an old cache holds or an empty result, and end as "
+        "environment errors.", one_of=("stop", "empty"), restart=FREE),
+    "search.replay": Key("off", "`record`: results are kept on disk, and what is there is not "
+        "asked again; `only`: these alone answer, without an engine; `off`: neither.",
+        one_of=REPLAY, restart=FREE),
+    "search.replay_folder": Key("", "Folder of the recording. Empty: `searches/` in the workdir.",
+        restart=FREE),
+    "search.local.corpus": Key("", "JSONL of documents: `id`, `title`, `text`."),
+    "search.local.index": Key("", "Folder of the index. Empty: beside the corpus."),
+    "search.local.topk": Key(3, "Documents that a query returns.", above=0),
+    "search.http.url": Key("", "Address of the server, as `http://127.0.0.1:8000/retrieve`.",
+        restart=FREE),
+    "search.http.protocol": Key("search_r1", "`search_r1` or `flashrag`."),
+    "search.http.topk": Key(3, "Documents that a query returns.", above=0),
+    "search.http.key_env": Key("", "Environment variable that holds a bearer's key. Empty: none is "
+        "sent.", restart=FREE),
+    "search.http.timeout_s": Key(30.0, "Seconds of a request, to the last byte of its answer.",
+        above=0, restart=FREE),
+    "search.http.connections": Key(16, "Requests in flight at most.", above=0, restart=FREE),
+    "search.http.batch_size": Key(64, "Queries in a request at most.", above=0, restart=FREE),
+    "search.http.max_response_mib": Key(64.0, "MiB of an answer at most; a larger one is a "
+        "failure.", above=0, restart=FREE),
+    "search.web.provider": Key("serper", "`serper`, `brave`, `tavily` or `searxng`."),
+    "search.web.url": Key("", "Address of a service of your own, as a SearXNG. Empty: the "
+        "provider's.", restart=FREE),
+    "search.web.topk": Key(3, "Results that a query returns.", above=0),
+    "search.web.key_env": Key("", "Environment variable that holds the key. Empty: "
+        "`SERPER_API_KEY`, `BRAVE_API_KEY`, `TAVILY_API_KEY`, and none for `searxng`.",
+        restart=FREE),
+    "search.web.timeout_s": Key(30.0, "Seconds of a request, to the last byte of its answer.",
+        above=0, restart=FREE),
+    "search.web.connections": Key(8, "Requests in flight at most.", above=0, restart=FREE),
+    "search.web.max_response_mib": Key(16.0, "MiB of an answer at most; a larger one is a failure.",
+        above=0, restart=FREE),
+    "search.opensearch.url": Key("", "Address of the cluster, as `https://search:9200`.",
+        restart=FREE),
+    "search.opensearch.index": Key("", "Name of the index, or an alias."),
+    "search.opensearch.fields": Key(("title", "text"), "Fields of a document: title and text, or "
+        "its text alone."),
+    "search.opensearch.topk": Key(3, "Documents that a query returns.", above=0),
+    "search.opensearch.auth": Key("", "`basic:VARIABLE`, `api_key:VARIABLE` or `bearer:VARIABLE`, "
+        "with the environment variable that holds `user:password`, the encoded key, or the token. "
+        "Empty: none.", restart=FREE),
+    "search.opensearch.timeout_s": Key(30.0, "Seconds of a request, to the last byte of its "
+        "answer.", above=0, restart=FREE),
+    "search.opensearch.connections": Key(8, "Requests in flight at most.", above=0, restart=FREE),
+    "search.opensearch.batch_size": Key(64, "Queries in a request at most.", above=0, restart=FREE),
+    "search.dense.corpus": Key("", "JSONL of documents: `id`, `title`, `text`."),
+    "search.dense.encoder": Key("", "Local folder in Hugging Face's format: BERT (E5, BGE) or "
+        "Qwen3-Embedding."),
+    "search.dense.index": Key("", "Folder of the vectors. Empty: a folder `index` beside the "
+        "corpus."),
+    "search.dense.embeddings": Key("", "Vectors made elsewhere, in the order of the corpus: `.npy` "
+        "[N, D], or a FAISS flat index (extra `faiss`). Empty: the encoder makes them."),
+    "search.dense.topk": Key(3, "Documents that a query returns.", above=0),
+    "search.dense.dtype": Key("float32", "Dtype of the vectors on the devices: `float32`, "
+        "`bfloat16`, or `int8` with a scale for each vector. The best candidates are scored again "
+        "by the vectors in the file.", one_of=(*DTYPES, "int8")),
+    "search.dense.file_dtype": Key("float32", "Dtype of the vectors in the file; `bfloat16` has "
+        "half the size.", one_of=DTYPES),
+    "search.dense.devices": Key("run", "`run`: those of each process, which split the passages; "
+        "`cpu`: the host's.", one_of=("run", "cpu")),
+    "search.dense.candidates": Key(100, "Documents of a query that are scored again, at least.",
+        above=0),
+    "search.dense.query_rows": Key(16, "Queries searched at once.", above=0),
+    "search.dense.pooling": Key("", "How hidden states become a vector: `mean`, `first` (token) or "
+        "`last`. Empty: as the encoder's folder says.", one_of=("", "mean", "first", "last")),
+    "search.dense.query_prefix": Key("auto", "Text before a query, as `query: ` (E5) or `Instruct: "
+        "<task>\\nQuery:` (Qwen3-Embedding). `auto`: as the encoder's folder says, and "
+        "Qwen3-Embedding's own where it says nothing."),
+    "search.dense.passage_prefix": Key("auto", "Text before a document, as `passage: ` (E5). "
+        "`auto`: likewise."),
+    "search.dense.max_tokens": Key(512, "Tokens of a text at most, prefix included; the rest is "
+        "cut off.", above=0),
+    "search.dense.encoder_dtype": Key("float32", "Dtype of the encoder's weights and activations.",
+        one_of=DTYPES),
+    "search.dense.batch_tokens": Key(16_384, "Tokens of documents that each device encodes at "
+        "once, padding included.", above=0),
+    "search.dense.query_batch_tokens": Key(256, "Tokens of queries that each device encodes at "
+        "once.", above=0),
+    "search.hybrid.topk": Key(3, "Documents that a query returns, of `search.local` and "
+        "`search.dense`.", above=0),
+    "search.hybrid.k": Key(60.0, "A document scores the sum of 1 / (`k` + rank) over both engines: "
+        "the larger `k`, the less the first ranks count before those behind them.", at_least=0),
+    "search.hybrid.candidates": Key(100, "Documents of each engine that are fused.", above=0),
+    # --------------------------------------------------------------------------- reward
+    "reward.weights": Key({"exact_match": 1.0}, "Weights of the environment's reward parts and of "
+        "further ones: `math_verify`, which compares final answers as mathematics (extra `math`); "
+        "judges, by their names; functions of your own, by dotted name, in our, verl's or TRL's "
+        "signature. The reward is the weighted sum.", example=1.0,
+        is_valid=lambda v: all(type(w) in (int, float) and math.isfinite(w) for w in v.values()),
+        expected="a finite number for each part"),
+    "reward.settings": Key({}, "Keyword arguments of functions of your own, as "
+        "`{'my_reward.brevity': {'words': 50}}`.", example={}, is_nested=True,
+        is_valid=_are_mappings, expected="names with mappings, as {'name': {'setting': 50}}"),
+    "reward.deadline_s": Key(600.0, "Seconds for the functions of a batch, after which the "
+        "episodes that still wait are environment errors. 0: never, and functions that are not "
+        "async run in the run's own thread, one by one.", at_least=0, restart=FREE),
+    "reward.correct": Key("exact_match", "Part that makes an answer correct: `exact_match`, `f1`, "
+        "`bapo`, `math` or one that is not the environment's, where it is above 0; `answer`, where "
+        "the answer is the truth or close to it, whatever that pays."),
+    "reward.judges": Key({}, "Language models that grade responses, by name, as `{'helpful': "
+        "{'url': 'http://judge:8000/v1', 'model': 'judge', 'prompt': '..{response}..'}}`; "
+        "`jaxrl/envs/judges.py` has all settings.", example={}, is_nested=True,
+        is_valid=_are_mappings, expected="names with mappings, as {'name': {'setting': 50}}"),
+    "reward.math_verify.deadline_s": Key(5.0, "Seconds of computing that a comparison may take; an "
+        "answer that takes more is not equal.", above=0),
+    "reward.math_verify.memory_mib": Key(1024, "MiB of each worker; likewise.", above=0),
+    "reward.math_verify.workers": Key(2, "Processes that compare, of each process of the run.",
+        above=0, restart=FREE),
+    # -------------------------------------------------------------------------- shaping
+    "shaping.overlong_buffer": Key(0, "Tokens before the limit over which the penalty grows. 0: "
+        "off.", at_least=0, restart=TRAINING),
+    "shaping.overlong_max_tokens": Key(0, "The limit, tool text counted. 0: in math "
+        "`rollout.max_response_tokens`, and where there are tools what `rollout.max_total_tokens` "
+        "leaves beside the longest prompt.", at_least=0, restart=TRAINING),
+    "shaping.overlong_factor": Key(1.0, "Reward lost at the limit and beyond.", at_least=0,
+        restart=TRAINING),
+    "shaping.boundary_aware": Key(False, 'Pay for "I don\'t know" in groups without a correct '
+        'answer.', restart=TRAINING),
+    "shaping.abstention_bonus": Key(0.5, "Pay of an abstention.", at_least=0, restart=TRAINING),
+    "shaping.abstention_rate": Key(0.1, "Share of abstentions in a batch from which it pays "
+        "nothing in the early stage.", at_least=0, at_most=1, restart=TRAINING),
+    "shaping.stage_level": Key(True, "Have an early stage first; the late one begins once "
+        "evaluations stop improving.", restart=TRAINING),
+    "shaping.stage_tolerance": Key(5, "Evaluations below the best one that the early stage "
+        "outlives, over the whole run.", at_least=0, restart=TRAINING),
+    "shaping.sample_level": Key(True, "In the late stage, pay nothing to groups whose answers "
+        "still differ much.", restart=TRAINING),
+    "shaping.entropy_reward": Key(False, "Pay by difficulty for tokens before which the policy "
+        "wavers.", restart=TRAINING),
+    "shaping.centred_gain": Key(False, "Its gains start at 0 rather than at half of their size.",
+        restart=TRAINING),
+    "shaping.entropy_window": Key(4, "Tokens whose mean entropy makes a window.", above=0,
+        restart=TRAINING),
+    "shaping.entropy_percentile": Key(95.0, "Percentile of each trajectory's windows; their median "
+        "is the threshold.", at_least=0, at_most=100, restart=TRAINING),
+    "shaping.entropy_decay": Key(0.99, "Decay of the threshold's moving average.", at_least=0,
+        at_most=1, restart=TRAINING),
+    "shaping.trigger_words": Key((), "Words; only tokens that are one of them count. Empty: all.",
+        is_valid=lambda v: all(isinstance(word, str) and word.strip() for word in v),
+        expected="a tuple of words", restart=TRAINING),
+    "shaping.alpha_init": Key(0.5, "First coefficient of the entropy reward, by difficulty.",
+        at_least=0, restart=TRAINING),
+    "shaping.alpha_step": Key(0.05, "Change of the coefficient per token of distance from the "
+        "target.", at_least=0, restart=TRAINING),
+    "shaping.alpha_max": Key(2.0, "The coefficient stays between 0 and this.", at_least=0,
+        restart=TRAINING),
+    "shaping.bootstrap_tasks": Key(0, "Tasks rolled out before the first step, to set all this up. "
+        "-1: all.", at_least=-1, restart=TRAINING),
+    # -------------------------------------------------------------------------- rollout
+    "rollout.tasks_per_step": Key(16, "Groups trained on in a step; without a filter the tasks "
+        "drawn.", above=0, restart=TRAINING),
+    "rollout.group_size": Key(8, "Trajectories of each task.", above=0, restart=TRAINING),
+    "rollout.temperature": Key(1.0, "Temperature of sampling, and of the log-probabilities that "
+        "are trained on; evaluation has its own.", at_least=MIN_TEMPERATURE,
+        expected=f"a number of at least {MIN_TEMPERATURE}; the suite 'greedy' is that of 0",
+        restart=TRAINING),
+    "rollout.top_p": Key(1.0, "Draw from the likeliest tokens of this probability. 1: from all.",
+        above=0, at_most=1, restart=TRAINING),
+    "rollout.max_prompt_tokens": Key(1024, "Tokens of a task's prompt.", above=0),
+    "rollout.overlong_prompts": Key("refuse", "What becomes of a longer prompt. `refuse`: the run "
+        "does not begin; `drop`: its task is left out; `truncate_left`: its first tokens are cut "
+        "off.", one_of=("refuse", "drop", "truncate_left")),
+    "rollout.max_response_tokens": Key(512, "Sampled tokens of a trajectory, over all turns.",
+        above=0),
+    "rollout.max_total_tokens": Key(2048, "Prompt, sampled tokens and observations of a "
+        "trajectory.", above=0),
+    "rollout.max_image_tokens": Key(0, "Image tokens of a trajectory, in prompt and observations, "
+        "for which sampler and update have room where images are read. 0: as many as "
+        "`max_total_tokens`, or where nothing answers a turn as `max_prompt_tokens`.", at_least=0),
+    "rollout.max_observation_tokens": Key(500, "Tokens of one result, the rest of which is cut off "
+        "inside its tags.", above=0),
+    "rollout.max_turns": Key(4, "Turns that call tools; asking once more ends the episode.",
+        at_least=0),
+    "rollout.max_calls": Key(0, "Calls in all these turns; the model is told of one beyond. 0: no "
+        "limit.", at_least=0),
+    "rollout.max_cost": Key(0.0, "Cost of a trajectory's calls at `ledger.prices`, each counted "
+        "once; a call that would cost more ends it, out of budget. 0: no limit.", at_least=0),
+    "rollout.num_rows": Key(64, "Trajectories decoded side by side, in all; a multiple of `data` × "
+        "`fsdp` × `expert` × `context`.", above=0, restart=FREE),
+    # The bound is more than any device has, in numbers that stay whole.
+    "rollout.cache_gib": Key(0.0, "GiB of each device for their keys and values. 0: what the plan "
+        "leaves, or on a CPU what `num_rows` trajectories of full length fill.", at_least=0,
+        at_most=2**20, restart=FREE),
+    "rollout.chunk_tokens": Key(16, "Decoding steps between two looks of the host.", above=0,
+        restart=FREE),
+    "rollout.deterministic": Key(True, "True: replies of the environment enter after a fixed "
+        "number of chunks, and a run repeats bit for bit. False: at the first chunk after they "
+        "have arrived, for slow tools.", restart=FREE),
+    "rollout.observation_lag_chunks": Key(2, "Chunks from the one in which a row stops to the one "
+        "before which the reply enters. With 1 the device waits for host and environment between "
+        "chunks, with more it decodes meanwhile.", above=0, restart=FREE),
+    "rollout.ahead": Key(0, "1: the groups of a step are sampled while the step before updates, by "
+        "the weights before that update. 0: after it.", one_of=(0, 1), expected="0 or 1",
+        restart=TRAINING),
+    "rollout.max_failed_steps": Key(3, "Batches in a row of which every episode failed, after "
+        "which the run stops with exit code 69; without a filter a step is a batch. So does a "
+        "final evaluation of which all failed. 0: never.", at_least=0, restart=FREE),
+    # --------------------------------------------------------------------------- filter
+    "filter.name": Key("none", "`none`; `varied`: groups whose metric differs (dynamic sampling); "
+        "`accuracy_range`: groups whose mean accuracy lies in a range (online filtering); or one "
+        "of your own by its dotted name.", restart=TRAINING),
+    "filter.settings": Key({}, "Keyword arguments of a filter of your own.", example=1,
+        restart=TRAINING),
+    "filter.varied.metric": Key("acc", "`acc`: correct or not; `score`: reward before shaping; "
+        "`seq_reward`: after it; `seq_final_reward`: less the KL term in the reward.",
+        one_of=("acc", "score", "seq_reward", "seq_final_reward"), restart=TRAINING),
+    "filter.accuracy_range.low": Key(0.01, "Lower end, itself out.", at_least=0, at_most=1,
+        restart=TRAINING),
+    "filter.accuracy_range.high": Key(0.99, "Upper end, itself out.", at_least=0, at_most=1,
+        restart=TRAINING),
+    "filter.tasks_per_batch": Key(0, "Tasks drawn at a time until enough groups are kept. 0: "
+        "`rollout.tasks_per_step`.", at_least=0, restart=TRAINING),
+    "filter.max_batches": Key(10, "Batches of one step, after which the run gives up. 0: never.",
+        at_least=0, restart=FREE),
+    "filter.carry_over": Key(False, "Keep leftover groups for the next step instead of dropping "
+        "them.", restart=TRAINING),
+    "filter.resample_attempts": Key(0, "New tries at groups all wrong without an abstention. 0: "
+        "none.", at_least=0, restart=TRAINING),
+    "filter.resample_early": Key(False, "Try in the early stage of `shaping.stage_level` too.",
+        restart=TRAINING),
+    "filter.skip_solved": Key(False, "Draw tasks no more once all their samples are right and "
+        "sure.", restart=TRAINING),
+    "filter.skip_entropy": Key(0.1, "Nats; below this mean entropy they are sure.", at_least=0,
+        restart=TRAINING),
+    # ----------------------------------------------------------------------- advantages
+    "advantage.name": Key("grpo", "`grpo`, `rloo`, `reinforce_plus_plus`, `pass_at_k`, and of the "
+        "last `pass_at_k_combination`, `pass_at_k_exceeding`, `pass_at_k_full_sampling`, "
+        "`pass_at_k_bootstrap`, `pass_at_k_entropy_guided`; or one of your own by its dotted name, "
+        "as `my_estimator.estimate`.", restart=TRAINING),
+    "advantage.settings": Key({}, "Keyword arguments of an estimator of your own.", example=1,
+        restart=TRAINING),
+    "advantage.by_turn": Key(False, "True: a turn's tokens carry what is earned from that turn on, "
+        "compared with what the others of the group earn from that turn on. False: all tokens "
+        "carry the whole reward.", restart=TRAINING),
+    "advantage.turn_discount": Key(1.0, "By turns: factor on a reward for each turn that lies "
+        "before it.", at_least=0, at_most=1, restart=TRAINING),
+    "advantage.grpo.normalize_std": Key(True, "Divide by the group's standard deviation.",
+        restart=TRAINING),
+    "advantage.grpo.ddof": Key(1, "0: standard deviation of the population; 1: of the sample.",
+        one_of=(0, 1), expected="0 (population) or 1 (sample)", restart=TRAINING),
+    "advantage.grpo.epsilon": Key(1e-6, "Added to the standard deviation.", at_least=0,
+        restart=TRAINING),
+    "advantage.reinforce_plus_plus.baseline": Key(False, "Subtract the group's mean first.",
+        restart=TRAINING),
+    "advantage.pass_at_k.k": Key(4, "Answers of which one has to be right, also of the variants.",
+        above=0, restart=TRAINING),
+    "advantage.pass_at_k.k_schedule": Key((), "Pairs (step, k), the first at step 0: `k` once so "
+        "many steps of the stage `train` are done, as `((0, 4), (60, 1))`. Empty: `k` throughout.",
+        is_valid=_is_k_schedule, expected="pairs (step, k) of whole numbers with the first at "
+        "step 0 and steps rising, k at least 1, or ()", restart=TRAINING),
+    # ----------------------------------------------------------------------------- loss
+    "loss.name": Key("clip", "`clip`, `gspo` or `cispo`; or one of your own by its dotted name.",
+        restart=TRAINING),
+    "loss.settings": Key({}, "Keyword arguments of a loss of your own.", example=1,
+        restart=TRAINING),
+    "loss.clip_low": Key(0.2, "The ratio's floor is 1 - `clip_low`. GSPO was published with 3e-4, "
+        "CISPO with 1 (no floor).", at_least=0, restart=TRAINING),
+    "loss.clip_high": Key(0.2, "The ratio's ceiling is 1 + `clip_high`. GSPO was published with "
+        "4e-4, CISPO with 4.", at_least=0, restart=TRAINING),
+    "loss.clip.dual_clip": Key(0.0, "Bound of the loss at negative advantages, above 1. 0: none.",
+        is_valid=lambda v: v == 0 or v > 1, expected="a number above 1, or 0 for no bound",
+        restart=TRAINING),
+    "loss.aggregation": Key("token-mean", "`token-mean`, `seq-mean-token-mean`, "
+        "`seq-mean-token-sum` or `seq-mean-token-sum-norm`; or one of your own by its dotted name.",
+        restart=TRAINING),
+    "loss.entropy_coef": Key(0.0, "Coefficient of a bonus on the entropy of the sampled tokens' "
+        "distributions.", restart=TRAINING),
+    "loss.mask_observations": Key(True, "False also trains on what the search engine wrote.",
+        restart=TRAINING),
+    "loss.correction.level": Key("none", "Importance weights, trainer over sampler: `none`, "
+        "`token` or `sequence`.", one_of=("none", "token", "sequence"), restart=TRAINING),
+    "loss.correction.mode": Key("truncate", "`truncate`: at most `cap`; `mask`: 0 outside `low` to "
+        "`high`.", one_of=("truncate", "mask"), restart=TRAINING),
+    "loss.correction.cap": Key(2.0, "Largest weight of `truncate`.", above=0, restart=TRAINING),
+    "loss.correction.low": Key(0.5, "Smallest weight that `mask` keeps.", at_least=0,
+        restart=TRAINING),
+    "loss.correction.high": Key(5.0, "Largest weight that `mask` keeps.", above=0,
+        restart=TRAINING),
+    # ------------------------------------------------------------------------------- KL
+    "kl.coef": Key(0.0, "Weight of the KL term, where controlled its first value. 0: no term.",
+        at_least=0, restart=TRAINING),
+    "kl.estimator": Key("k3", "`k1`, `k2`, `k3`, `abs`, with `+` for the gradient of `k2`; or one "
+        "of your own by its dotted name.", restart=TRAINING),
+    "kl.anchor": Key("ref", "`ref`: the policy at the start of the stage; `old`: before the "
+        "update.", one_of=("ref", "old"), restart=TRAINING),
+    "kl.place": Key("loss", "`loss`, or `reward`: taken off the trajectory's reward.",
+        one_of=("loss", "reward"), restart=TRAINING),
+    "kl.controller": Key("fixed", "`fixed`; `adaptive`: towards a target; `log`: the same by the "
+        "logarithm; `budget`: by difficulty.", one_of=KL_CONTROLLERS, restart=TRAINING),
+    "kl.adaptive.target": Key(0.1, "Nats a token.", above=0, restart=TRAINING),
+    "kl.adaptive.horizon": Key(10_000, "Trajectories in which the coefficient moves.", above=0,
+        restart=TRAINING),
+    "kl.log.target": Key(0.1, "Nats a token; ARES's code has 0.01.", above=0, restart=TRAINING),
+    "kl.budget.budgets.easy": Key(0.05, "Nats a token of easy tasks.", above=0, restart=TRAINING),
+    "kl.budget.budgets.medium": Key(0.1, "Nats a token of medium ones.", above=0, restart=TRAINING),
+    "kl.budget.budgets.hard": Key(0.2, "Nats a token of hard ones.", above=0, restart=TRAINING),
+    "kl.budget.step": Key(0.01, "Step of the multiplier, per nat beyond the budget.", at_least=0,
+        restart=TRAINING),
+    "kl.low_factor": Key(1.0, "Factor on the term where a window of high entropy follows. 1: off.",
+        at_least=0, at_most=1, restart=TRAINING),
+    "kl.second_chance": Key(False, "Less of the term on wrong answers to easy tasks that wavered "
+        "much.", restart=TRAINING),
+    # ------------------------------------------------------------ optimizer, warm start
+    **_optimizer("optimizer"),
+    "optimizer.num_minibatches": Key(1, "Optimizer steps per batch and epoch; whole groups each.",
+        above=0, restart=TRAINING),
+    "optimizer.num_epochs": Key(1, "Times each batch is gone through.", above=0, restart=TRAINING),
+    "optimizer.skip_signal_free": Key(True, "Trajectories without a gradient go forward through "
+        "the update, for its metrics, and not back: the step is the same and quicker.",
+        restart=FREE),
+    "sft.source": Key("", "JSONL of chats: `{'messages': [user, assistant, tool, assistant, …]}`.",
+        restart=TRAINING),
+    "sft.num_steps": Key(100, "Optimizer steps of the stage `sft`.", above=0, restart=TRAINING),
+    "sft.batch_size": Key(32, "Demonstrations a step.", above=0, restart=TRAINING),
+    **_optimizer("sft.optimizer"),
+    # ----------------------------------------------------------------------- evaluation
+    "eval.every_steps": Key(0, "Steps between evaluations while training; always before the first "
+        "and after the last step.", at_least=0, restart=EVALUATION),
+    "eval.suites": Key(("sampled", "greedy"), "Suites while training: `sampled`, `greedy`, "
+        "`empty_search` (sampled; the engine finds nothing), `random_search` (sampled; it finds "
+        "documents of the corpus drawn at random), `blank_images` (sampled; images are there, and "
+        "show nothing).", some_of=SUITES, restart=EVALUATION),
+    "eval.final_suites": Key(("sampled", "greedy", "empty_search"), "Suites of the stage "
+        "`evaluate`, out of the same.", some_of=SUITES, restart=FREE),
+    # More take seconds a question: votes are counted over all subsets.
+    "eval.samples": Key(1, "Samples of each question; `greedy` has one.", above=0, at_most=256,
+        restart=EVALUATION),
+    "eval.temperature": Key(1.0, "Temperature of these samples.", at_least=MIN_TEMPERATURE,
+        expected=f"a number of at least {MIN_TEMPERATURE}; the suite 'greedy' is that of 0",
+        restart=EVALUATION),
+    "eval.top_p": Key(1.0, "As `rollout.top_p`, of these samples.", above=0, at_most=1,
+        restart=EVALUATION),
+    "eval.ks": Key((), "Numbers of samples for pass@k and maj@k. Empty: powers of two below "
+        "`samples`, and `samples`.", restart=FREE),
+    "eval.resamples": Key(1000, "Bootstrap resamples of the questions, for the intervals.", above=0,
+        restart=FREE),
+    "eval.max_tasks": Key(0, "The first so many tasks of each held-out source. 0: all.", at_least=0,
+        restart=EVALUATION),
+    "eval.best_metric": Key("val-core/all/exact_match/mean@1", "Name in `metrics.jsonl`, higher is "
+        "better, that `checkpoint.keep_best` and `patience` go by.", restart=EVALUATION),
+    "eval.patience": Key(0, "Evaluations in a row without improvement that end the stage `train`. "
+        "0: off.", at_least=0, restart=EVALUATION),
+    "eval.min_delta": Key(0.0, "Improvement of `best_metric` that counts for `patience`; above "
+        "this.", at_least=0, restart=EVALUATION),
+    # --------------------------------------------------------- costs, checkpoints, logs
+    "ledger.prices": Key({}, "Price of asking a tool or a judge once, in a unit of yours, by its "
+        "name, as `{'search': 0.001}`; the others are free. Answers of a cache or a recording cost "
+        "nothing.", example=0.001,
+        is_valid=lambda v: all(type(p) in (int, float) and 0 <= p < math.inf for p in v.values()),
+        expected="a price of at least 0 for each tool", restart=FREE),
+    "ledger.max_cost": Key(0.0, "What the run may spend, in that unit. Once a step or an "
+        "evaluation has reached it, the run saves and ends with exit code 78. 0: no limit.",
+        at_least=0, restart=FREE),
+    "ledger.max_calls": Key(0, "How often it may ask them; likewise.", at_least=0, restart=FREE),
+    "checkpoint.every_steps": Key(20, "Steps between checkpoints; stages end with one.", above=0,
+        restart=FREE),
+    "checkpoint.keep": Key(2, "Newest checkpoints kept.", above=0, restart=FREE),
+    "checkpoint.keep_best": Key(0, "Checkpoints kept beside them, those with the highest "
+        "`eval.best_metric`; above 0, the best evaluation so far makes a checkpoint due.",
+        at_least=0, restart=FREE),
+    "log.trajectories": Key(32, "First trajectories of a step written to `trajectories/`. -1: all.",
+        at_least=-1, expected="0 or more, or -1 for all", restart=FREE),
+    "log.wandb_project": Key("", "Project on Weights & Biases that metrics also go to. Empty: "
+        "none.", restart=FREE),
+}
+"""All keys, with their sections."""
+# fmt: on
 
 
 def default_config() -> ConfigDict:
     """All keys with their defaults. A config file changes what its run needs."""
     config = ConfigDict()
-    config.stages = ("train", "evaluate")  # in this order, out of sft, train, evaluate
-    config.seed = 0  # of task order and samples
-    config.num_steps = 100  # steps of the train stage: rollouts and their updates
-    # Folder of compiled programs, which later starts find; "": $XDG_CACHE_HOME/jaxrl; "off": none.
-    config.compilation_cache = ""
-
-    config.model = model = ConfigDict()
-    model.path = ""  # local folder in Hugging Face format, or a .gguf file (extra gguf)
-    model.architecture = ""  # name or dotted name of its class; "": by model_type of config.json
-    model.dtype = "float32"  # of activations, matrix products and KV cache; weights stay float32
-    # Further tokens that end a message, by their texts, as ("<|im_end|>",): beside eos_token in
-    # tokenizer_config.json and eos_token_id in generation_config.json.
-    model.eos_tokens = ()
-    # Attention kernels: xla, everywhere; triton, on GPUs; mosaic, on TPUs; auto: the platform's own
-    model.attention = "auto"
-    # Products with experts: xla, everywhere; triton, on GPUs; megablox, on TPUs; auto: as the
-    # platform has them
-    model.experts = "auto"
-    model.router = router = ConfigDict()
-    # Of the loss by which the tokens of a mini-batch use experts alike, in both stages; 0 is none
-    router.balance_coef = 0.0
-    # Training sends each token to the experts that the sampler chose for it, which are recorded
-    router.replay = False
-    # What of each layer the update computes again, in place of keeping it. full: all of it; names:
-    # all but products with weights and attention's result; dots: all but products with weights,
-    # of any architecture; none: nothing. offload: all but a layer's input and attention's result,
-    # which wait in the host's memory.
-    model.remat = "full"
-    # Compile one layer for all. False compiles each, which takes longer; a CPU then keeps all of
-    # them, whatever remat says. The sampler compiles each on a CPU in any case.
-    model.scan_layers = True
-    model.vision = ConfigDict()
-    model.vision.train = True  # of a model that reads images, also what reads them; else frozen
-    model.logits_chunk_tokens = 2048  # tokens whose logits are in memory at a time, in the update
-    model.lora = _lora()
-
-    config.images = images = ConfigDict()
-    # Of an image; a smaller one is enlarged to so many pixels, a larger one made smaller. 0: as
-    # preprocessor_config.json in model.path has it.
-    images.min_pixels = 0
-    images.max_pixels = 0
-    images.cache_mib = 256.0  # of images cut into patches, which stay in memory; the last ones
-
-    config.policy = _policy()
-
-    config.mesh = mesh = ConfigDict()
-    mesh.data = -1  # devices over which rows are split, weights copied; -1: all that are left
-    mesh.fsdp = 1  # devices over which rows and weights are split
-    # Devices over which each packed row is split, for long ones, and weights; the sampler splits
-    # its trajectories over them.
-    mesh.context = 1
-    mesh.expert = 1  # devices over which rows, experts and other weights are split
-    mesh.tensor = 1  # devices over which heads and vocabulary are split
-    # Devices of each process that only sample, with rollout.ahead; the others train. A multiple of
-    # expert * tensor. 0: all do both.
-    mesh.rollout_devices = 0
-
-    config.tasks = tasks = ConfigDict()
-    tasks.train = _tasks("train")
-    tasks.eval = _tasks("test")  # held-out tasks
-
-    config.prompt = prompt = ConfigDict(convert_dict=False)  # a mapping stays one value
-    # System message; none when empty, also where the model's template has one of its own.
-    prompt.system = ""
-    prompt.template = "{question}"  # user message around the question
-    prompt.examples = ()  # messages ({"role", "content"}) between the two, as worked examples
-    prompt.chat_template_kwargs = {}  # of the model's chat template, as {"enable_thinking": False}
-
-    config.env = env = ConfigDict(convert_dict=False)
-    # search: questions answered with a search engine; math: in one turn, alone; or one of your own
-    # by its dotted name, as my_env.MyEnv
-    env.name = "search"
-    env.settings = {}  # keyword arguments of an environment of your own
-    # Seconds after which a call of the environment is given up, its episodes environment errors;
-    # 0: never.
-    env.step_deadline_s = 600.0
-    env.search = ConfigDict()
-    # search_r1 (<information>), bapo (<result>, \boxed{}), qwen (the model's own tool calls, as its
-    # chat template has them), or a dotted name
-    env.search.protocol = "search_r1"
-    # Offered beside the search engine: python, a sandbox (extra python-tool), or dotted names of
-    # classes and of functions (extra tools).
-    env.search.tools = ()
-    # MCP servers (extra mcp) whose tools are offered: {"command": ("python", "server.py")}, or
-    # {"url": "http://localhost:8000/mcp"}. "env": ("MY_KEY",) beside a command, and
-    # "headers": {"Authorization": "MY_KEY"} beside a url, name environment variables.
-    env.search.mcp = ()
-    env.search.tool_deadline_s = 60.0  # for a call of a function or an MCP server, in seconds
-    env.search.python = python = ConfigDict()  # of the tool python
-    # monty: an interpreter of much of Python (extra python-tool); bubblewrap: all of it, in a
-    # sandbox of the system's; subprocess: as a process that may read and write what the run may;
-    # or a dotted name
-    python.sandbox = "monty"
-    python.timeout_s = 5.0  # of one snippet
-    python.memory_mib = 64.0  # of one snippet; packages as numpy need about 1024
-    python.max_output = 100_000  # bytes that a snippet may print
-    env.search.search_r1 = amounts = ConfigDict()  # what this protocol's format and answer pay
-    amounts.format_reward = 0.5  # a response that keeps to the protocol
-    amounts.format_failure = -1.0  # one that does not
-    amounts.answer_reward = 1.0  # an answer close to the truth
-    amounts.exact_match_bonus = 2.0  # the truth itself, in place of that
-    amounts.not_found = 0.5  # the answer 未找到相关内容, "no relevant content found"
-    env.search.qwen = ConfigDict()  # what this protocol's format pays
-    env.search.qwen.format_reward = 0.0  # a response that keeps to the protocol
-    env.search.qwen.format_failure = -1.0  # one that does not
-
-    config.search = search = ConfigDict(convert_dict=False)
-    # local: embedded index over a corpus; http: a retriever on a port; web: a provider of web
-    # searches; opensearch: an index of OpenSearch or Elasticsearch; dense: vectors of an encoder;
-    # hybrid: local and dense, fused; empty: finds nothing; none: there is no such tool, with
-    # env.search.protocol='qwen'; or a dotted name
-    search.engine = "local"
-    search.settings = {}  # keyword arguments of an engine of your own
-    # What stands around any engine, in this order; docs/environments.md has the whole.
-    search.cache_mib = 64.0  # MiB of results kept in memory, the least recently used go; 0: none
-    search.cache_ttl_s = 0.0  # seconds for which a kept result counts; 0: for ever
-    search.queries_per_second = 0.0  # sent at most, those of a batch one by one; 0: no limit
-    # Calls of the engine under way at most, a batch is one; 0: as many as the engine says.
-    search.max_concurrent = 0
-    search.deadline_s = 120.0  # seconds after which one call of the engine has failed
-    # Further tries of a query that fails while the engine answers others; then its episode ends as
-    # an environment error. While nobody gets an answer, tries do not count.
-    search.retries = 3
-    # Seconds before the first of them, doubled from try to try up to 30, and a quarter more or
-    # less. A server's Retry-After counts for all queries.
-    search.backoff_s = 1.0
-    search.breaker_failures = 8  # failed calls in a row after which nobody asks; 0: never
-    search.breaker_rest_s = 5.0  # seconds until one call tries again
-    # Seconds in which nobody has got an answer, after which the engine counts as down.
-    search.outage_deadline_s = 300.0
-    # What follows. stop: the run saves and ends with exit code 69. empty: episodes go on with what
-    # an old cache holds or with an empty result, and end as environment errors.
-    search.on_outage = "stop"
-    # record: results are kept on disk, and what is there is not asked again; only: these alone
-    # answer, without an engine; off: neither.
-    search.replay = "off"
-    search.replay_folder = ""  # of the recording; "": searches/ in the workdir
-    search.local = ConfigDict()
-    search.local.corpus = ""  # JSONL of documents: id, title, text
-    search.local.index = ""  # folder of the index; default: beside the corpus
-    search.local.topk = 3  # documents a query returns
-    search.http = http = ConfigDict()
-    http.url = ""  # of the server, as http://127.0.0.1:8000/retrieve
-    http.protocol = "search_r1"  # or flashrag
-    http.topk = 3  # documents a query returns
-    # The environment variable that holds a key, which is sent as a bearer's; "": none is sent.
-    http.key_env = ""
-    http.timeout_s = 30.0  # of a request, to the last byte of its answer
-    http.connections = 16  # requests in flight at most
-    http.batch_size = 64  # queries in a request at most
-    http.max_response_mib = 64.0  # of an answer; one that is larger is a failure
-    search.web = web = ConfigDict()
-    web.provider = "serper"  # or brave, tavily, searxng
-    web.url = ""  # of a service of your own, as a SearXNG; default: the provider's
-    web.topk = 3  # results a query returns
-    # The environment variable that holds the key; default: SERPER_API_KEY, BRAVE_API_KEY,
-    # TAVILY_API_KEY, and none for searxng.
-    web.key_env = ""
-    web.timeout_s = 30.0  # of a request, to the last byte of its answer
-    web.connections = 8  # requests in flight at most
-    web.max_response_mib = 16.0  # of an answer; one that is larger is a failure
-    search.opensearch = opensearch = ConfigDict()
-    opensearch.url = ""  # of the cluster, as https://search:9200
-    opensearch.index = ""  # its name, or an alias
-    opensearch.fields = ("title", "text")  # of a document: title and text, or its text alone
-    opensearch.topk = 3  # documents a query returns
-    # basic:VARIABLE, api_key:VARIABLE or bearer:VARIABLE, with the environment variable that holds
-    # user:password, the encoded key, or the token; "": none
-    opensearch.auth = ""
-    opensearch.timeout_s = 30.0  # of a request, to the last byte of its answer
-    opensearch.connections = 8  # requests in flight at most
-    opensearch.batch_size = 64  # queries in a request at most
-    search.dense = _dense()
-    search.hybrid = hybrid = ConfigDict()  # its engines are those of search.local and search.dense
-    hybrid.topk = 3  # documents a query returns
-    # A document scores the sum of 1 / (k + rank) over both engines: the larger, the less the first
-    # ranks count before those behind them.
-    hybrid.k = 60.0
-    hybrid.candidates = 100  # documents of each engine that are fused
-
-    config.reward = reward = ConfigDict(convert_dict=False)
-    # Weights of the environment's reward parts, and of further ones: math_verify, which compares
-    # final answers as mathematics (extra math); judges, by their names; functions of your own, by
-    # dotted name, in our, verl's or TRL's signature. The reward is the weighted sum.
-    reward.weights = {"exact_match": 1.0}
-    # Keyword arguments of functions of your own, as {"my_reward.brevity": {"words": 50}}.
-    reward.settings = {}
-    # Seconds for the functions of a batch, after which the episodes that still wait are environment
-    # errors. 0: never, and functions that are not async run in the run's own thread, one by one.
-    reward.deadline_s = 600.0
-    # The part that makes an answer correct: exact_match, f1, bapo, math or one that is not the
-    # environment's, where it is above 0; answer, where the answer is the truth or close to it,
-    # whatever that pays.
-    reward.correct = "exact_match"
-
-    # Language models that grade responses, by name, as {"helpful": {"url": "http://judge:8000/v1",
-    # "model": "judge", "prompt": "..{response}.."}}; jaxrl/envs/judges.py has all settings.
-    reward.judges = {}
-    reward.math_verify = ConfigDict()
-    # Seconds of computing that a comparison may take; an answer that takes more is not equal.
-    reward.math_verify.deadline_s = 5.0
-    reward.math_verify.memory_mib = 1024  # of each worker; likewise
-    reward.math_verify.workers = 2  # processes that compare, of each process of the run
-
-    config.shaping = shaping = ConfigDict()
-    shaping.overlong_buffer = 0  # tokens before the limit over which the penalty grows; 0: off
-    # The limit, tool text counted. 0: in math rollout.max_response_tokens, and where there are
-    # tools what rollout.max_total_tokens leaves beside the longest prompt.
-    shaping.overlong_max_tokens = 0
-    shaping.overlong_factor = 1.0  # reward lost at the limit and beyond
-    shaping.boundary_aware = False  # pay for "I don't know" in groups without a correct answer
-    shaping.abstention_bonus = 0.5  # what it pays
-    # Share of abstentions in a batch from which it pays nothing in the early stage.
-    shaping.abstention_rate = 0.1
-    shaping.stage_level = True  # an early stage first; late once evaluations stop improving
-    # Evaluations below the best one that the early stage outlives, over the whole run.
-    shaping.stage_tolerance = 5
-    shaping.sample_level = True  # late, pay nothing to groups whose answers still differ much
-    shaping.entropy_reward = False  # pay by difficulty for tokens before which the policy wavers
-    shaping.centred_gain = False  # its gains start at 0 rather than at half of their size
-    shaping.entropy_window = 4  # tokens whose mean entropy makes a window
-    shaping.entropy_percentile = 95.0  # of each trajectory's windows; their median is the threshold
-    shaping.entropy_decay = 0.99  # of the threshold's moving average
-    shaping.trigger_words = ()  # only tokens that are one of these words count; (): all
-    shaping.alpha_init = 0.5  # coefficient of the entropy reward, by difficulty
-    shaping.alpha_step = 0.05  # its change per token of distance from the target
-    shaping.alpha_max = 2.0  # it stays between 0 and this
-    shaping.bootstrap_tasks = (
-        0  # tasks rolled out before the first step, to set all this up; -1: all
-    )
-
-    config.rollout = rollout = ConfigDict()
-    rollout.tasks_per_step = 16  # groups trained on a step; without a filter the tasks drawn
-    rollout.group_size = 8  # trajectories of each task
-    # Of sampling, and of the log-probabilities that are trained on; evaluation has its own.
-    rollout.temperature = 1.0
-    rollout.top_p = 1.0  # draw from the likeliest tokens of this probability; 1: from all
-    rollout.max_prompt_tokens = 1024  # of a task's prompt
-    # What becomes of a longer prompt. refuse: the run does not begin; drop: its task is left out;
-    # truncate_left: its first tokens are cut off.
-    rollout.overlong_prompts = "refuse"
-    rollout.max_response_tokens = 512  # sampled tokens of a trajectory, over all turns
-    rollout.max_total_tokens = 2048  # prompt, sampled tokens and observations of a trajectory
-    # Image tokens of a trajectory, in prompt and observations: for so many sampler and update have
-    # room where images are read. 0: as many as max_total_tokens, or where nothing answers a turn as
-    # max_prompt_tokens.
-    rollout.max_image_tokens = 0
-    # Tokens of one result, the rest of which is cut off inside its tags.
-    rollout.max_observation_tokens = 500
-    rollout.max_turns = 4  # turns that call tools; asking once more ends the episode
-    rollout.max_calls = 0  # calls in all these turns; the model is told of one beyond. 0: no limit
-    # What the calls of a trajectory may cost at ledger.prices, each counted once; a call that would
-    # cost more ends it, out of budget. 0: no limit.
-    rollout.max_cost = 0.0
-    # Trajectories decoded side by side, in all; a multiple of data * fsdp * expert * context.
-    rollout.num_rows = 64
-    # GiB of each device for their keys and values. 0: what the plan leaves, or on a CPU what
-    # num_rows trajectories of full length fill.
-    rollout.cache_gib = 0.0
-    rollout.chunk_tokens = 16  # decoding steps between two looks of the host
-    # True: replies of the environment enter after a fixed number of chunks, and a run repeats bit
-    # for bit. False: at the first chunk after they have arrived, for slow tools.
-    rollout.deterministic = True
-    # Chunks from the one in which a row stops to the one before which the reply enters. With 1
-    # the device waits for host and environment between chunks, with more it decodes meanwhile.
-    rollout.observation_lag_chunks = 2
-    # 1: the groups of a step are sampled while the step before updates, by the weights before that
-    # update. 0: after it.
-    rollout.ahead = 0
-    # Batches in a row of which every episode failed, after which the run stops with exit code 69;
-    # without a filter a step is a batch. So does a final evaluation of which all failed. 0: never.
-    rollout.max_failed_steps = 3
-
-    config.filter = group_filter = ConfigDict(convert_dict=False)
-    # none; varied: groups whose metric differs (dynamic sampling); accuracy_range: groups whose
-    # mean accuracy lies in a range (online filtering); or one of your own by its dotted name.
-    group_filter.name = "none"
-    group_filter.settings = {}  # keyword arguments of a filter of your own
-    group_filter.varied = ConfigDict()
-    # acc: correct or not; score: reward before shaping; seq_reward: after it; seq_final_reward:
-    # less the KL term in the reward.
-    group_filter.varied.metric = "acc"
-    group_filter.accuracy_range = ConfigDict()
-    group_filter.accuracy_range.low = 0.01  # both ends are out
-    group_filter.accuracy_range.high = 0.99
-    group_filter.tasks_per_batch = 0  # drawn at a time until enough are kept; 0: tasks_per_step
-    group_filter.max_batches = 10  # of one step, after which the run gives up; 0: never
-    group_filter.carry_over = (
-        False  # keep leftover groups for the next step instead of dropping them
-    )
-    group_filter.resample_attempts = (
-        0  # new tries at groups all wrong without an abstention; 0: none
-    )
-    group_filter.resample_early = False  # in the early stage of shaping.stage_level too
-    group_filter.skip_solved = False  # draw tasks no more once all their samples are right and sure
-    group_filter.skip_entropy = 0.1  # nats; below this mean entropy they are sure
-
-    config.advantage = advantage = ConfigDict(convert_dict=False)
-    # grpo, rloo, reinforce_plus_plus, pass_at_k, and of the last pass_at_k_combination,
-    # pass_at_k_exceeding, pass_at_k_full_sampling, pass_at_k_bootstrap, pass_at_k_entropy_guided;
-    # or one of your own by its dotted name, as my_estimator.estimate
-    advantage.name = "grpo"
-    advantage.settings = {}  # keyword arguments of an estimator of your own
-    # True: a turn's tokens carry what is earned from that turn on, compared with what the others of
-    # the group earn from that turn on. False: all tokens carry the whole reward.
-    advantage.by_turn = False
-    advantage.turn_discount = 1.0  # by turns: of a reward for each turn that lies before it
-    advantage.grpo = ConfigDict()
-    advantage.grpo.normalize_std = True  # divide by the group's standard deviation
-    advantage.grpo.ddof = 1  # 0: standard deviation of the population, 1: of the sample
-    advantage.grpo.epsilon = 1e-6  # added to the standard deviation
-    advantage.reinforce_plus_plus = ConfigDict()
-    advantage.reinforce_plus_plus.baseline = False  # subtract the group's mean first
-    advantage.pass_at_k = ConfigDict()  # of its variants too
-    advantage.pass_at_k.k = 4  # answers of which one has to be right
-    # Pairs (step, k), the first at step 0: k once so many steps of the train stage are done, as
-    # ((0, 4), (60, 1)); (): advantage.pass_at_k.k throughout.
-    advantage.pass_at_k.k_schedule = ()
-
-    config.loss = loss = ConfigDict(convert_dict=False)
-    loss.name = "clip"  # clip, gspo or cispo; or one of your own by its dotted name
-    loss.settings = {}  # keyword arguments of a loss of your own
-    # The ratio's floor is 1 - clip_low, its ceiling 1 + clip_high. GSPO was published with 3e-4 and
-    # 4e-4, CISPO with 1 (no floor) and 4.
-    loss.clip_low = 0.2
-    loss.clip_high = 0.2
-    loss.clip = ConfigDict()
-    loss.clip.dual_clip = 0.0  # bound of the loss at negative advantages, above 1; 0: none
-    # token-mean, seq-mean-token-mean, seq-mean-token-sum or seq-mean-token-sum-norm; or one of
-    # your own by its dotted name
-    loss.aggregation = "token-mean"
-    loss.entropy_coef = 0.0  # bonus on the entropy of the sampled tokens' distributions
-    loss.mask_observations = True  # False also trains on what the search engine wrote
-    loss.correction = correction = ConfigDict()  # importance weights, trainer over sampler
-    correction.level = "none"  # none, token or sequence
-    correction.mode = "truncate"  # truncate: at most cap; mask: 0 outside low to high
-    correction.cap = 2.0
-    correction.low = 0.5
-    correction.high = 5.0
-
-    config.kl = kl = ConfigDict()
-    kl.coef = 0.0  # weight of the KL term, where controlled its first value; 0: no term
-    # k1, k2, k3, abs, with + for the gradient of k2; or one of your own by its dotted name
-    kl.estimator = "k3"
-    kl.anchor = "ref"  # ref: the policy at the start of the stage; old: before the update
-    kl.place = "loss"  # loss, or reward: taken off the trajectory's reward
-    # fixed; adaptive: towards target; log: the same by the logarithm; budget: by difficulty
-    kl.controller = "fixed"
-    kl.adaptive = ConfigDict()
-    kl.adaptive.target = 0.1  # nats a token
-    kl.adaptive.horizon = 10_000  # trajectories in which it moves
-    kl.log = ConfigDict()
-    kl.log.target = 0.1  # nats a token; ARES's code has 0.01
-    kl.budget = ConfigDict()
-    kl.budget.budgets = ConfigDict({"easy": 0.05, "medium": 0.1, "hard": 0.2})  # nats a token
-    kl.budget.step = 0.01  # of the multiplier, per nat beyond the budget
-    kl.low_factor = 1.0  # on the term where a window of high entropy follows; 1: off
-    kl.second_chance = False  # less of it on wrong answers to easy tasks that wavered much
-
-    config.optimizer = _optimizer()
-    config.optimizer.num_minibatches = 1  # optimizer steps per batch and epoch; whole groups each
-    config.optimizer.num_epochs = 1  # times each batch is gone through
-    # Trajectories without a gradient go forward through the update, for its metrics, and not back:
-    # the step is the same and quicker.
-    config.optimizer.skip_signal_free = True
-
-    config.sft = sft = ConfigDict()
-    sft.source = ""  # JSONL of chats: {"messages": [user, assistant, tool, assistant, …]}
-    sft.num_steps = 100  # optimizer steps of the sft stage
-    sft.batch_size = 32  # demonstrations a step
-    sft.optimizer = _optimizer()
-
-    config.eval = evaluation = ConfigDict()
-    # Steps between evaluations while training; always before the first and after the last step.
-    evaluation.every_steps = 0
-    # While training, out of sampled, greedy, empty_search (sampled; the engine finds nothing),
-    # random_search (sampled; it finds documents of the corpus drawn at random) and blank_images
-    # (sampled; images are there, and show nothing).
-    evaluation.suites = ("sampled", "greedy")
-    evaluation.final_suites = ("sampled", "greedy", "empty_search")  # of the evaluate stage
-    # Of each question, at most 256; greedy has one.
-    evaluation.samples = 1
-    evaluation.temperature = 1.0  # of these samples
-    evaluation.top_p = 1.0  # as rollout.top_p, of these samples
-    evaluation.ks = ()  # of pass@k and maj@k; (): powers of two below samples, and samples
-    evaluation.resamples = 1000  # bootstrap resamples of the questions, for the intervals
-    evaluation.max_tasks = 0  # the first so many tasks of each held-out source; 0: all
-    # A name in metrics.jsonl, higher is better: what checkpoint.keep_best and patience go by.
-    evaluation.best_metric = "val-core/all/exact_match/mean@1"
-    # Evaluations in a row without improvement that end the train stage; 0: off.
-    evaluation.patience = 0
-    evaluation.min_delta = 0.0  # improvement of best_metric that counts for patience; above this
-
-    config.ledger = ledger = ConfigDict(convert_dict=False)
-    # What a tool or a judge is paid each time that it is asked, in a unit of yours, by its name: as
-    # {"search": 0.001}; the others are free. Answers of a cache or a recording cost nothing.
-    ledger.prices = {}
-    # What the run may spend, in that unit, and how often it may ask them. Once a step or an
-    # evaluation has reached it, the run saves and ends with exit code 78. 0: no limit.
-    ledger.max_cost = 0.0
-    ledger.max_calls = 0
-
-    config.checkpoint = checkpoint = ConfigDict()
-    checkpoint.every_steps = 20  # steps between checkpoints; stages end with one
-    checkpoint.keep = 2  # newest ones kept
-    # Kept beside them: so many with the highest eval.best_metric; above 0, the best evaluation so
-    # far makes a checkpoint due.
-    checkpoint.keep_best = 0
-
-    config.log = log = ConfigDict()
-    log.trajectories = 32  # a step's first trajectories written to trajectories/; -1: all
-    log.wandb_project = ""  # project on Weights & Biases that metrics also go to; none when empty
+    for key, entry in KEYS.items():
+        *sections, name = key.split(".")
+        place = config
+        for depth, section in enumerate(sections, start=1):
+            if section not in place:
+                # A mapping stays one value where a section holds one; elsewhere it is a section.
+                prefix = ".".join(sections[:depth])
+                place[section] = ConfigDict(convert_dict=prefix not in _WITH_MAPPINGS)
+            place = place[section]
+        place[name] = dict(entry.default) if isinstance(entry.default, dict) else entry.default
     return config
+
+
+MAPPINGS = {key: entry.example for key, entry in KEYS.items() if isinstance(entry.default, dict)}
+"""Keys whose values are mappings with names that are not ours, and a value as an example."""
+
+_WITH_MAPPINGS = {key.rpartition(".")[0] for key in MAPPINGS}
 
 
 def refuse(key: str, value: Any, expected: str) -> None:
     """Raises a ValueError that says what a key holds and what was expected."""
     raise ValueError(f"config.{key} is {value!r}; expected {expected}.")
+
+
+def flat_pairs(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Keys with their sections, joined by dots, and their values, in the order of a mapping."""
+    flat: list[tuple[str, Any]] = []
+    for key, value in values.items():
+        if isinstance(value, dict) and f"{prefix}{key}" not in MAPPINGS:
+            flat += flat_pairs(value, f"{prefix}{key}.")
+        else:
+            flat.append((f"{prefix}{key}", _with_tuples(value)))
+    return flat
+
+
+def _with_tuples(value: Any) -> Any:
+    """Lists, also those inside of others, as the tuples they are in a configuration."""
+    if not isinstance(value, list | tuple):
+        return value
+    inner = [
+        {key: _with_tuples(inside) for key, inside in one.items()} if isinstance(one, dict) else one
+        for one in value
+    ]
+    return tuple(map(_with_tuples, inner))
+
+
+def flatten(config: ConfigDict) -> dict[str, Any]:
+    """Every key with its sections, joined by dots."""
+    return dict(flat_pairs(config.to_dict()))
+
+
+def flat_json(path: Path) -> dict[str, Any]:
+    """The keys of a workdir's `config.json`, with their sections, joined by dots."""
+    return dict(flat_pairs(read_object(path)))
+
+
+def to_json(config: ConfigDict) -> str:
+    """The configuration as JSON, for `config.json` of the workdir."""
+    return json.dumps(config.to_dict(), indent=2, ensure_ascii=False) + "\n"

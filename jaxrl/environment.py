@@ -6,10 +6,7 @@ import inspect
 
 from ml_collections import ConfigDict
 
-from jaxrl.choices import (
-    check_texts,
-    chosen,
-)
+from jaxrl.choices import Rule, check_texts, chosen, is_own
 from jaxrl.envs.base import ENVS, Env
 
 NO_ENGINE = "none"
@@ -101,3 +98,79 @@ def overlong_limit(config: ConfigDict) -> int:
     room = rollout.max_total_tokens - rollout.max_prompt_tokens
     limit = room if has_tools(config) else rollout.max_response_tokens
     return int(config.shaping.overlong_max_tokens or limit)
+
+
+def _never_searches(config: ConfigDict) -> bool:
+    """True where an environment of ours has no search engine."""
+    return bool(config.env.name == "math" or config.search.engine == NO_ENGINE)
+
+
+def _has_nothing_to_draw(config: ConfigDict) -> bool:
+    """True where there is no corpus; of engines of the user's own it is not known yet."""
+    if not searches(config):
+        return True
+    return not is_own(config.search.engine) and config.search.engine not in CORPORA
+
+
+_NOTHING_TO_DRAW = (
+    "where no corpus is searched: it draws documents from that of search.engine 'local', 'dense' "
+    "or 'hybrid', or from `documents` of an engine of your own"
+)
+
+
+RULES = (
+    Rule(
+        "eval.suites",
+        lambda c: _never_searches(c) and "empty_search" in c.eval.suites,
+        "suites without empty_search where nothing is searched, as with env.name='math' or "
+        "search.engine='none'",
+    ),
+    Rule(
+        "eval.final_suites",
+        lambda c: (
+            _never_searches(c) and "evaluate" in c.stages and "empty_search" in c.eval.final_suites
+        ),
+        "suites without empty_search where nothing is searched, as with env.name='math' or "
+        "search.engine='none'",
+    ),
+    Rule(
+        "env.step_deadline_s",
+        lambda c: searches(c) and 0 < c.env.step_deadline_s < longest_search_s(c),
+        "0, or at least search.deadline_s + search.outage_deadline_s + rollout.num_rows / "
+        "search.queries_per_second: else it ends episodes before search.on_outage can",
+    ),
+    Rule(
+        "eval.suites",
+        lambda c: "random_search" in c.eval.suites and _has_nothing_to_draw(c),
+        f"suites without random_search {_NOTHING_TO_DRAW}",
+    ),
+    Rule(
+        "eval.final_suites",
+        lambda c: (
+            "evaluate" in c.stages
+            and "random_search" in c.eval.final_suites
+            and _has_nothing_to_draw(c)
+        ),
+        f"suites without random_search {_NOTHING_TO_DRAW}",
+    ),
+    # Budgets.
+    Rule(
+        "rollout.max_cost",
+        lambda c: (
+            c.rollout.max_cost > 0
+            and not any(p for name, p in c.ledger.prices.items() if name not in c.reward.judges)
+        ),
+        "0 without ledger.prices of tools: no call of a tool would cost anything",
+    ),
+    Rule(
+        "rollout.max_cost",
+        lambda c: c.rollout.max_cost > 0 and not takes(c, "budget"),
+        "0 with an environment that does not ask for `budget`: no trajectory would be ended by it",
+    ),
+    Rule(
+        "rollout.max_calls",
+        lambda c: c.rollout.max_calls > 0 and not takes(c, "max_calls"),
+        "0 with an environment that does not ask for `max_calls`: no call would be refused by it",
+    ),
+)
+"""What the environment refuses of a configuration."""

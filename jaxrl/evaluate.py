@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxrl.choices import STAGES
 from jaxrl.codecs import question_record
 from jaxrl.environment import has_tools
 from jaxrl.envs.answers import normalize_answer
@@ -29,7 +30,6 @@ from jaxrl.envs.attribution import Attribution, attribute
 from jaxrl.envs.base import Outcome
 from jaxrl.envs.json_text import read_object
 from jaxrl.envs.text import printable
-from jaxrl.flat_config import STAGES
 from jaxrl.logs.metrics import plain_number
 from jaxrl.logs.statistics import (
     bootstrap_means,
@@ -571,7 +571,7 @@ def made_with(session: Session) -> str:
     read = ("model.path/", "tasks.eval.source", "search.local.corpus", "search.dense.")
     content = {
         name: value
-        for name, value in session.contents.items()
+        for name, value in session.origin["contents"].items()
         if name.startswith(read) or name.endswith(OF_CODE)
     }
     return hashlib.sha256(json.dumps([settings, content], sort_keys=True).encode()).hexdigest()

@@ -40,9 +40,9 @@ from ml_collections import ConfigDict, config_flags
 
 from jaxrl import config as configuration
 from jaxrl import config_checks, values
+from jaxrl.config import flatten
 from jaxrl.envs.redaction import redacted_output
 from jaxrl.envs.text import printable
-from jaxrl.flat_config import flatten
 from jaxrl.runtime.files import REMEDIES, full_disk, held, system_message
 from jaxrl.runtime.stopping import stop_on_signals
 
@@ -574,7 +574,7 @@ def _check_prefix(name: str) -> None:
     key = name.lstrip("-")
     if not name.startswith("-") or key in flags.FLAGS or key.partition(".")[0] == "config":
         return
-    if key in flatten(configuration.default_config()):
+    if key in configuration.KEYS:
         raise ValueError(f"{name} is not a flag; set this key as --config.{key}=value.")
 
 
@@ -588,7 +588,7 @@ def _plain(argument: str) -> str:
     match = _OVERRIDE.fullmatch(name)
     if not (equals and match):
         return argument
-    default = flatten(configuration.default_config())[match[1]]
+    default = configuration.KEYS[match[1]].default
     if type(default) is int and value.isdecimal():
         return argument
     read = values.as_default(value, default)

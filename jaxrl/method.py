@@ -13,7 +13,17 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.choices import arrays_of, check_arrays, check_settings, chosen, settings_of
+from jaxrl.choices import (
+    Rule,
+    arrays_of,
+    check_arrays,
+    check_settings,
+    chosen,
+    is_own,
+    settings_of,
+    subsection,
+)
+from jaxrl.environment import has_tools, overlong_limit
 
 
 def estimator_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]]:
@@ -196,3 +206,317 @@ def adapter_of(config: ConfigDict, model: Any) -> Any:
         other_dtype=config.model.dtype,
         is_merged=lora.sampler == "merged",
     )
+
+
+def _is_never_overlong(config: ConfigDict) -> bool:
+    """True where even the longest response, after a prompt of one token, costs nothing."""
+    free = overlong_limit(config) - config.shaping.overlong_buffer
+    longest = config.rollout.max_total_tokens - 1
+    if not has_tools(config):
+        longest = min(longest, config.rollout.max_response_tokens)
+    return bool(free >= longest)
+
+
+def _passable(config: ConfigDict) -> bool:
+    """True where the accuracy of some group lies between the filter's bounds."""
+    size, bounds = config.rollout.group_size, config.filter.accuracy_range
+    return any(bounds.low < count / size < bounds.high for count in range(size + 1))
+
+
+def _is_scheduled(config: ConfigDict) -> bool:
+    """True where the estimator compares sets of k answers, and k changes by a schedule."""
+    advantage = config.advantage
+    return not is_own(advantage.name) and bool(subsection(advantage).get("k_schedule"))
+
+
+def _largest_k(config: ConfigDict) -> int:
+    """Of the sets of answers that the estimator compares; 0 where it compares none."""
+    if is_own(config.advantage.name):
+        return 0
+    settings = subsection(config.advantage)
+    scheduled = [k for _, k in settings.get("k_schedule", ())]
+    return max(scheduled, default=settings.get("k", 0))
+
+
+def _shapes(config: ConfigDict) -> bool:
+    shaping = config.shaping
+    return bool(shaping.overlong_buffer or shaping.boundary_aware or shaping.entropy_reward)
+
+
+def _tasks_per_batch(config: ConfigDict) -> int:
+    return config.filter.tasks_per_batch or config.rollout.tasks_per_step
+
+
+RULES = (
+    # Advantages.
+    Rule(
+        "rollout.group_size",
+        lambda c: (
+            "train" in c.stages
+            and c.rollout.group_size < 2
+            and (
+                c.advantage.name != "reinforce_plus_plus"
+                or c.advantage.reinforce_plus_plus.baseline
+            )
+            and not is_own(c.advantage.name)
+        ),
+        "at least 2, since the estimator compares the trajectories of a group; only "
+        "advantage.name='reinforce_plus_plus' without baseline does not",
+    ),
+    Rule(
+        "advantage.pass_at_k.k",
+        lambda c: not _is_scheduled(c) and _largest_k(c) >= c.rollout.group_size,
+        "less than rollout.group_size: sets of k answers are compared, and the whole group is only "
+        "one set",
+    ),
+    Rule(
+        "advantage.pass_at_k.k",
+        lambda c: (
+            c.advantage.name == "pass_at_k_full_sampling"
+            and not _is_scheduled(c)
+            and c.rollout.group_size < 2 * _largest_k(c)
+        ),
+        "at most half of rollout.group_size: full sampling compares at least two sets of k",
+    ),
+    Rule(
+        "advantage.pass_at_k.k_schedule",
+        lambda c: _is_scheduled(c) and _largest_k(c) >= c.rollout.group_size,
+        "every k less than rollout.group_size: sets of k answers are compared, and the whole group "
+        "is only one set",
+    ),
+    Rule(
+        "advantage.pass_at_k.k_schedule",
+        lambda c: (
+            c.advantage.name == "pass_at_k_full_sampling"
+            and _is_scheduled(c)
+            and c.rollout.group_size < 2 * _largest_k(c)
+        ),
+        "every k at most half of rollout.group_size: full sampling compares at least two sets of k",
+    ),
+    Rule(
+        "shaping",
+        lambda c: _shapes(c) and not reads_rewards(c),
+        "overlong_buffer=0, boundary_aware=False and entropy_reward=False with an advantage.name "
+        "that reads only which answers are correct: no shaped reward would count",
+    ),
+    Rule(
+        "kl.place",
+        lambda c: c.kl.coef != 0 and c.kl.place == "reward" and not reads_rewards(c),
+        "'loss' with an advantage.name that reads only which answers are correct: nothing in the "
+        "reward would count",
+    ),
+    Rule(
+        "advantage.by_turn",
+        lambda c: c.advantage.by_turn and not reads_rewards(c),
+        "False with an advantage.name that reads only which answers are correct: it has one number "
+        "a trajectory to compare",
+    ),
+    Rule(
+        "advantage.turn_discount",
+        lambda c: c.advantage.turn_discount != 1 and not c.advantage.by_turn,
+        "1 without advantage.by_turn: no reward would be discounted",
+    ),
+    # Losses.
+    Rule(
+        "loss.aggregation",
+        lambda c: c.loss.name == "gspo" and c.loss.aggregation != "seq-mean-token-mean",
+        "'seq-mean-token-mean' with loss.name='gspo': its ratio is a trajectory's, not a token's",
+    ),
+    Rule(
+        "loss.correction.level",
+        lambda c: c.loss.correction.level != "none" and not c.loss.mask_observations,
+        "'none' where loss.mask_observations is False: nobody sampled what the search engine "
+        "wrote, so there is no sampler's log-probability to correct by",
+    ),
+    Rule(
+        "loss.correction.level",
+        lambda c: c.rollout.ahead == 1 and c.loss.correction.level == "none",
+        "'token' or 'sequence' with rollout.ahead=1: weights one step older have sampled what is "
+        "trained on",
+    ),
+    Rule(
+        "loss.correction.low",
+        lambda c: c.loss.correction.low >= c.loss.correction.high,
+        "less than loss.correction.high",
+    ),
+    # The KL term.
+    Rule(
+        "kl.coef",
+        lambda c: (
+            c.kl.coef == 0
+            and (
+                c.kl.place == "reward"
+                or c.kl.controller != "fixed"
+                or c.kl.low_factor != 1
+                or c.kl.second_chance
+            )
+        ),
+        "above 0 with kl.place='reward', a kl.controller, kl.low_factor or kl.second_chance: there "
+        "would be no term for them to change",
+    ),
+    Rule(
+        "kl.anchor",
+        lambda c: is_measured(c) and c.kl.anchor == "old",
+        "'ref' with kl.place='reward' or a kl.controller: before the update the policy is the old "
+        "one, and the divergence always 0",
+    ),
+    Rule(
+        "kl.estimator",
+        lambda c: c.kl.coef != 0 and c.kl.place == "reward" and c.kl.estimator != "k1",
+        "'k1' with kl.place='reward': its expected penalty has the gradient of the divergence",
+    ),
+    Rule(
+        "kl.place",
+        lambda c: (
+            c.kl.place == "reward"
+            and (c.kl.controller == "budget" or c.kl.low_factor != 1 or c.kl.second_chance)
+        ),
+        "'loss' with kl.controller='budget', kl.low_factor or kl.second_chance: they weigh the "
+        "term token by token or by trajectory",
+    ),
+    Rule(
+        "kl.adaptive.horizon",
+        lambda c: (
+            c.kl.controller == "adaptive"
+            and c.kl.adaptive.horizon < c.rollout.tasks_per_step * c.rollout.group_size
+        ),
+        "at least rollout.tasks_per_step * rollout.group_size with kl.controller='adaptive': a "
+        "step would move the coefficient by more than a fifth, at last below 0",
+    ),
+    Rule(
+        "kl.coef",
+        lambda c: c.kl.controller == "log" and not 1e-4 <= c.kl.coef <= 100,
+        "1e-4 to 100 with kl.controller='log', which stays in these bounds",
+    ),
+    # Filters.
+    Rule(
+        "filter.name",
+        lambda c: c.filter.name == "none" and (c.filter.carry_over or c.filter.tasks_per_batch),
+        "'varied' or 'accuracy_range' with filter.carry_over or filter.tasks_per_batch; without a "
+        "filter nothing is left over",
+    ),
+    Rule(
+        "filter.accuracy_range.low",
+        lambda c: c.filter.accuracy_range.low >= c.filter.accuracy_range.high,
+        "less than filter.accuracy_range.high",
+    ),
+    Rule(
+        "filter.accuracy_range.low",
+        lambda c: c.filter.name == "accuracy_range" and not _passable(c),
+        "bounds between which the accuracy of a group of rollout.group_size can lie, both ends "
+        "out; no group could pass these",
+    ),
+    Rule(
+        "filter.resample_early",
+        lambda c: c.filter.resample_early and not (c.filter.resample_attempts and has_gate(c)),
+        "False, unless filter.resample_attempts is above 0 and shaping.boundary_aware with "
+        "shaping.stage_level has an early stage",
+    ),
+    Rule(
+        "filter.varied.metric",
+        lambda c: (
+            c.filter.name == "varied"
+            and c.filter.varied.metric == "seq_final_reward"
+            and (c.kl.coef == 0 or c.kl.place != "reward")
+        ),
+        "'seq_reward', unless kl.place='reward': there is no KL term to take off",
+    ),
+    Rule(
+        "filter.varied.metric",
+        lambda c: (
+            c.rollout.ahead == 1
+            and c.filter.name == "varied"
+            and c.filter.varied.metric == "seq_final_reward"
+        ),
+        "'seq_reward' with rollout.ahead=1: groups are filtered before there are the weights by "
+        "which their KL term is measured",
+    ),
+    Rule(
+        "filter.max_batches",
+        lambda c: (
+            c.filter.name != "none"
+            and 0 < c.filter.max_batches * _tasks_per_batch(c) < c.rollout.tasks_per_step
+        ),
+        "enough batches of filter.tasks_per_batch to fill rollout.tasks_per_step, or 0 for no "
+        "limit",
+    ),
+    Rule(
+        "filter.varied.metric",
+        lambda c: (
+            c.shaping.boundary_aware
+            and c.filter.name == "varied"
+            and c.filter.varied.metric in ("acc", "score")
+        ),
+        "'seq_reward' with shaping.boundary_aware: by any measure before shaping the filter drops "
+        "the groups whose abstentions it pays for",
+    ),
+    Rule(
+        "filter.name",
+        lambda c: c.shaping.boundary_aware and c.filter.name == "accuracy_range",
+        "'varied' or 'none' with shaping.boundary_aware: accuracy_range drops the groups without "
+        "a correct answer, whose abstentions it pays for",
+    ),
+    # Shaping.
+    Rule(
+        "shaping.overlong_buffer",
+        lambda c: c.shaping.overlong_buffer > max(0, overlong_limit(c)),
+        "at most shaping.overlong_max_tokens; where that is 0, at most rollout.max_response_tokens "
+        "with env.name='math', and else rollout.max_total_tokens - rollout.max_prompt_tokens",
+    ),
+    Rule(
+        "shaping.overlong_max_tokens",
+        lambda c: c.shaping.overlong_buffer > 0 and _is_never_overlong(c),
+        "a length that, less shaping.overlong_buffer, a response can pass: else nothing would ever "
+        "be charged",
+    ),
+    Rule(
+        "shaping.boundary_aware",
+        lambda c: c.shaping.boundary_aware and c.env.name == "math",
+        "False where env.name='math': its problems have answers",
+    ),
+    Rule(
+        "reward.weights",
+        lambda c: (
+            (c.shaping.boundary_aware or c.filter.resample_attempts > 0)
+            and c.env.name == "search"
+            and c.env.search.protocol == "search_r1"
+            and bool(c.reward.weights.get("format") or c.reward.weights.get("answer"))
+        ),
+        "format=0 and answer=0 with shaping.boundary_aware or filter.resample_attempts: a group "
+        "is without success where no reward is above 0, and these two pay for wrong answers",
+    ),
+    Rule(
+        "shaping.stage_level",
+        lambda c: c.shaping.boundary_aware and c.shaping.sample_level and not c.shaping.stage_level,
+        "True with shaping.sample_level, which works in the late stage only",
+    ),
+    Rule(
+        "eval.every_steps",
+        lambda c: has_gate(c) and not (c.eval.every_steps and "greedy" in c.eval.suites),
+        "above 0, and 'greedy' among eval.suites, with shaping.stage_level: evaluations end the "
+        "early stage",
+    ),
+    Rule(
+        "shaping.centred_gain",
+        lambda c: c.shaping.centred_gain and not c.shaping.entropy_reward,
+        "False without shaping.entropy_reward, whose gains it is about",
+    ),
+    Rule(
+        "shaping.alpha_init",
+        lambda c: c.shaping.alpha_init > c.shaping.alpha_max,
+        "at most shaping.alpha_max",
+    ),
+    Rule(
+        "shaping.bootstrap_tasks",
+        lambda c: c.shaping.bootstrap_tasks != 0 and not (needs_windows(c) or needs_buckets(c)),
+        "0 without shaping.entropy_reward, kl.low_factor, kl.second_chance and "
+        "kl.controller='budget': nothing would be set up",
+    ),
+    Rule(
+        "shaping.trigger_words",
+        lambda c: bool(c.shaping.trigger_words) and not needs_windows(c),
+        "() without shaping.entropy_reward, kl.low_factor and kl.second_chance: no window is "
+        "looked for",
+    ),
+)
+"""What the method refuses of a configuration."""

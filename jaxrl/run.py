@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from jaxrl import report
 from jaxrl.choices import OwnCodeError
+from jaxrl.config import flatten
 from jaxrl.evaluate import evaluate
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import open_log
@@ -151,6 +152,7 @@ def evaluate_step(
             step,
         ) or ({}, {})
         progress = Progress.from_json(position, config)
+        origin = {"config": flatten(config), "contents": dict(contents)}
         session = Session(
             config=config,
             workdir=workdir,
@@ -161,7 +163,7 @@ def evaluate_step(
             progress=progress,
             restored=restored,
             should_stop=should_stop,
-            contents=contents,
+            origin=origin,
             failures=Failures(
                 limit=config.rollout.max_failed_steps, log=display.log, num_batches=0
             ),
@@ -273,7 +275,8 @@ def open_session(
         progress=progress,
         restored=found[1] if found else {},
         should_stop=should_stop,
-        contents=contents,
+        # A start that goes on compares its configuration and files with these.
+        origin={"config": flatten(config), "contents": dict(contents)},
         failures=failures,
         saved=dataclasses.replace(progress) if found else None,
     )

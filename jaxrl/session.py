@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxrl import codecs
+from jaxrl.choices import STAGES
 from jaxrl.envs.base import Task
-from jaxrl.flat_config import STAGES, flatten
 from jaxrl.logs.display import Display
 from jaxrl.logs.metrics import plain_numbers
 from jaxrl.logs.writers import MetricsLog, Record
@@ -198,7 +198,7 @@ class Session:
     progress: Progress
     restored: dict[str, Any]  # from the checkpoint the run began with; each stage takes its own
     should_stop: Callable[[], bool]
-    contents: Mapping[str, str]  # fingerprints of the files that the run reads
+    origin: Mapping[str, Any]  # configuration and contents of files, for a start that goes on
     failures: Failures  # batches in a row of which every episode failed
     state: TrainState | None = None  # as progress says, in the middle of a stage that trains
     ref_params: Params | None = None  # the reference of the train stage's KL term
@@ -311,12 +311,10 @@ class Session:
         self.progress.num_failed = self.failures.num_batches
         self.saved = dataclasses.replace(self.progress)
         give_back()  # what was freed, of an export say, makes room for the copies that are written
-        # A start that goes on compares its configuration and files with these.
-        origin = {"config": flatten(self.config), "contents": dict(self.contents)}
         self.checkpointer.save(
             self.progress.step,
             self.state,
-            self.progress.to_json() | origin,
+            {**self.progress.to_json(), **self.origin},
             self.ref_params,
             value=self.progress.value,
         )

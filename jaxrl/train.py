@@ -13,9 +13,9 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from jaxrl.choices import STAGES
 from jaxrl.envs.base import Task
 from jaxrl.evaluate import num_unscored_suites, run_suites, totals
-from jaxrl.flat_config import STAGES
 from jaxrl.logs.metrics import plain_number, rollout_metrics
 from jaxrl.logs.steps import (
     SHOWN,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import itertools
-import math
-import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,23 +13,20 @@ from typing import Any
 import yaml
 from ml_collections import ConfigDict
 
-from jaxrl.config import default_config, refuse
-from jaxrl.flat_config import MAPPINGS, flat_pairs, flatten
-from jaxrl.renamed import RENAMED, RENAMED_VALUES, with_present_names
+from jaxrl.config import KEYS, MAPPINGS, flat_pairs
 
 
-def load_values(config: ConfigDict, path: str, *, takes_old_keys: bool = False) -> None:
+def load_values(config: ConfigDict, path: str) -> None:
     """Sets keys from a YAML or JSON file, nested or with dots.
 
     Args:
         config: to set them in.
         path: of the file.
-        takes_old_keys: a program wrote the file, so keys of earlier versions are read as what they
-            are called now; those that a person wrote are refused.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is not YAML, not a mapping, or names a key that does not exist.
+        ValueError: it is not YAML, not a mapping, names a key that does not exist, or holds a value
+            that the key does not take.
     """
     file = Path(path)
     if not file.is_file():
@@ -46,14 +41,11 @@ def load_values(config: ConfigDict, path: str, *, takes_old_keys: bool = False) 
     for key, count in Counter(key for key, _ in pairs).items():
         if count > 1:
             raise ValueError(f"{path} sets {key} twice, nested and with dots; leave one out.")
-    if takes_old_keys:
-        flat = with_present_names(flat)
     check_keys(flat, source=f"{path}: ")
-    defaults = flatten(default_config())
     for key, value in flat.items():
-        value = flat[key] = as_default(value, defaults[key])
+        flat[key] = as_default(value, KEYS[key].default)
         try:
-            check_type(key, value, defaults[key])
+            KEYS[key].check(key, flat[key])
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
     config.update_from_flattened_dict(flat)
@@ -163,11 +155,10 @@ def check_keys(keys: Iterable[str], *, source: str = "") -> None:
     Raises:
         ValueError: names the key, and the nearest one that there is.
     """
-    known = flatten(default_config())
     for key in keys:
-        if key in known:
+        if key in KEYS:
             continue
-        inside = [name for name in known if name.startswith(f"{key}.")]
+        inside = [name for name in KEYS if name.startswith(f"{key}.")]
         if inside:
             raise ValueError(f"{source}config.{key} is a section; set its keys, as {inside[0]}.")
         whole = next((mapping for mapping in MAPPINGS if key.startswith(f"{mapping}.")), None)
@@ -181,25 +172,8 @@ def check_keys(keys: Iterable[str], *, source: str = "") -> None:
                     else f'--config.{whole}="{{{name!r}: {value}}}".'
                 )
             )
-        if key in RENAMED:
-            raise ValueError(f"{source}config.{key} is called config.{RENAMED[key]} now.")
         last = key.rpartition(".")[2]
-        near = [name for name in known if name.rpartition(".")[2] == last]
-        near = near or difflib.get_close_matches(key, known, n=1)
+        near = [name for name in KEYS if name.rpartition(".")[2] == last]
+        near = near or difflib.get_close_matches(key, KEYS, n=1)
         hint = f"did you mean {' or '.join(near)}?" if near else "jaxrl/config.py has all keys."
         raise ValueError(f"{source}there is no key config.{key}; {hint}")
-
-
-def check_type(key: str, value: Any, default: Any) -> None:
-    """Beyond what ml_collections checks: it takes None for anything and a bool for a number."""
-    now = RENAMED_VALUES.get(key, {})
-    if isinstance(value, bool) and value in now:
-        refuse(key, value, f"{now[value]!r}, as it is called now")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if isinstance(default, float):
-        if not is_number or not math.isfinite(value):
-            refuse(key, value, "a finite number")
-    elif type(value) is not type(default):
-        refuse(key, value, f"a value of type {type(default).__name__}, as {default!r}")
-    elif key.startswith("prompt.") and re.search("[\\ud800-\\udfff]", str(value)):
-        refuse(key, value, "text in UTF-8")

@@ -14,9 +14,8 @@ import numpy as np
 import pytest
 
 from jaxrl import codecs, run
-from jaxrl.choices import OwnCodeError
+from jaxrl.choices import STAGES, OwnCodeError
 from jaxrl.components import assemble
-from jaxrl.flat_config import STAGES
 from jaxrl.logs.display import Display
 from jaxrl.models.adapters import load_base
 from jaxrl.runtime.checkpoint import steps_in

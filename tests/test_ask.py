@@ -14,15 +14,15 @@ from rich.console import Console
 
 from configs import debug_tiny
 from jaxrl import ask
+from jaxrl.config import default_config, to_json
 from jaxrl.envs.base import OutageError, Outcome, Turn
-from jaxrl.flat_config import to_json
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime.checkpoint import Checkpointer
 from jaxrl.session import Progress
 from jaxrl.types import TrainState
 from tests.episodes import make_failure, make_trajectory
-from tests.helpers import ROOT, as_nobody
+from tests.helpers import as_nobody
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -214,14 +214,10 @@ def test_what_the_system_refuses_says_what_to_do(run, open_folder):
     assert message.startswith(wanted)
 
 
-def test_a_run_of_an_earlier_version_is_read(tmp_path):
-    before = json.loads((ROOT / "tests/golden/configs/before_sections.json").read_text())
-    before["search"]["topk"], before["env"]["python"] = 5, True
-    (tmp_path / "config.json").write_text(json.dumps(before))
-    config = ask.read_config(tmp_path)
-    assert (config.search.local.topk, config.env.search.tools) == (5, ("python",))
-    before["search"]["tokp"] = 5
-    (tmp_path / "config.json").write_text(json.dumps(before))
+def test_a_run_with_keys_that_this_version_does_not_have_is_refused(tmp_path):
+    config = default_config().to_dict()
+    config["search"]["tokp"] = 5
+    (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"config.json: there is no key config.search.tokp"):
         ask.read_config(tmp_path)
 

@@ -11,9 +11,8 @@ import pytest
 from benchmarks import claims, claims_config, claims_report, claims_runs
 from benchmarks.claims_report import Claim, Criterion, Finding, Measure, Panel
 from benchmarks.claims_runs import Job, Record
-from jaxrl.config import default_config
+from jaxrl.config import default_config, flatten
 from jaxrl.config_checks import validate
-from jaxrl.flat_config import flatten
 
 
 def answer(task, *, right=False, source="one_hop", outcome="answered", tokens=10, searches=1):

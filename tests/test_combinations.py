@@ -17,9 +17,8 @@ from configs import (
 )
 from jaxrl import report
 from jaxrl.components import assemble
-from jaxrl.config import KL_CONTROLLERS
+from jaxrl.config import KL_CONTROLLERS, flatten
 from jaxrl.config_checks import check_rules, validate
-from jaxrl.flat_config import flatten
 from jaxrl.logs.display import Display
 from jaxrl.method import has_kl_loss
 from jaxrl.models.hf_weights import load_hf

@@ -23,9 +23,8 @@ from configs import (
 )
 from jaxrl import config_checks as rules
 from jaxrl import toolbox
-from jaxrl.config import default_config
+from jaxrl.config import default_config, flatten
 from jaxrl.config_checks import validate
-from jaxrl.flat_config import flatten
 from tests import helpers
 
 METHODS = (search_r1, search_r1_brief, dapo, bapo, ares, passk)
@@ -51,9 +50,11 @@ BROKEN = [
     ("policy.name", ENDPOINT | {"stages": ("sft", "evaluate")}),
     ("rollout.overlong_prompts", ENDPOINT | {"rollout.overlong_prompts": "truncate_left"}),
     ("model.router.replay", ENDPOINT | {"model.router.replay": True}),
+    ("ledger.max_cost", {"ledger.max_cost": 1.0}),
     ("model.lora.path", {"model.lora.path": "adapter"}),
     ("model.lora.targets", {"model.lora.rank": 8, "model.lora.targets": ()}),
     ("images.max_pixels", {"images.min_pixels": 64, "images.max_pixels": 32}),
+    ("mesh.rollout_devices", {"mesh.rollout_devices": 1}),
     ("eval.suites", {"env.name": "math", "eval.suites": ("empty_search",)}),
     ("eval.final_suites", {"env.name": "math"}),
     ("env.step_deadline_s", {"env.step_deadline_s": 400.0}),
@@ -81,7 +82,6 @@ BROKEN = [
             "rollout.max_calls": 3,
         },
     ),
-    ("ledger.max_cost", {"ledger.max_cost": 1.0}),
     ("rollout.group_size", {"rollout.group_size": 1}),
     ("advantage.pass_at_k.k", {"advantage.name": "pass_at_k", "advantage.pass_at_k.k": 8}),
     (
@@ -141,7 +141,6 @@ BROKEN = [
             "loss.correction.level": "token",
         },
     ),
-    ("mesh.rollout_devices", {"mesh.rollout_devices": 1}),
     (
         "filter.max_batches",
         {"filter.name": "varied", "filter.tasks_per_batch": 1, "filter.max_batches": 2},

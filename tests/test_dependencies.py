@@ -164,7 +164,6 @@ def test_the_table_of_rooms_is_whole_and_in_order():
 
 MAX_CODE_LINES, MAX_PARAMETERS = 60, 8
 LARGER = {
-    "jaxrl/config.py:default_config",  # a table: every key, once
     "jaxrl/train.py:train",  # the loop
     "jaxrl/sampling/decode.py:decode_chunk",  # what a step does stands inside the loop of steps
     # Sizes and programs that are fixed for its life; arrays and settings of an objective.

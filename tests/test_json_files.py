@@ -4,9 +4,9 @@ import shutil
 
 import pytest
 
+from jaxrl.config import flat_json
 from jaxrl.dense.encoder import read_tokenizer
 from jaxrl.envs.recording import recorded_engines
-from jaxrl.flat_config import flat_json
 from jaxrl.models.adapters import check_adapter
 from jaxrl.models.architecture import read_model
 from jaxrl.models.encoders import read_embedding_model

@@ -16,7 +16,7 @@ from absl.testing import flagsaver
 from configs import debug_tiny
 from jaxrl import launch
 from jaxrl.choices import OwnCodeError
-from jaxrl.flat_config import to_json
+from jaxrl.config import to_json
 from jaxrl.models.architecture import read_model
 from jaxrl.models.hf_weights import open_tensors
 from jaxrl.tokenizer import Tokenizer

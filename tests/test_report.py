@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from scipy.stats import binomtest
 
-from jaxrl.config import default_config
-from jaxrl.flat_config import to_json
+from jaxrl.config import default_config, to_json
 from jaxrl.report import write_or_warn, write_report
 from jaxrl.report.__main__ import main
 from jaxrl.report.curves import (

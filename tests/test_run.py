@@ -39,7 +39,7 @@ def test_more_steps_are_done_than_are_asked_for():
         progress=Progress(stage="train", stage_step=6),
         restored={},
         should_stop=lambda: False,
-        contents={},
+        origin={},
         failures=None,
     )
     assert train(session, "weights") == "weights"

@@ -8,9 +8,8 @@ import pytest
 from configs import debug_tiny
 from jaxrl import toolbox
 from jaxrl.components import _make_tools
-from jaxrl.config import default_config
+from jaxrl.config import default_config, flat_json, flatten, to_json
 from jaxrl.config_checks import validate
-from jaxrl.flat_config import flat_json, flatten, to_json
 from tests.helpers import ROOT, blocks
 
 SERVER = str(Path(__file__).parent / "extending" / "my_server.py")

@@ -8,9 +8,8 @@ import pytest
 import yaml
 
 from configs import debug_tiny
-from jaxrl.config import default_config
+from jaxrl.config import default_config, flat_json, flatten, to_json
 from jaxrl.config_checks import validate
-from jaxrl.flat_config import flat_json, flatten, to_json
 from jaxrl.values import MOST_VALUES, load_values
 
 
@@ -76,8 +75,8 @@ def test_arguments_of_the_chat_template_are_one_value(config, tmp_path, values):
         ("rollout: {group_size: 2.0}", "rollout.group_size is 2.0; expected a value of type int"),
         ("optimizer.lr: fast", "optimizer.lr is 'fast'; expected a finite number"),
         ("model.scan_layers: 1", "model.scan_layers is 1; expected a value of type bool"),
-        ("model.remat: true", "model.remat is True; expected 'full', as it is called now"),
-        ("model.remat: off", "model.remat is False; expected 'none', as it is called now"),
+        ("model.remat: true", "model.remat is True; expected a value of type str, as 'full'"),
+        ("model.remat: off", "model.remat is False; expected a value of type str, as 'full'"),
         ("stages: train", "stages is 'train'; expected a value of type tuple"),
         ("rollout: 3", "config.rollout is a section; set its keys"),
         ("lr: 1.0", "no key config.lr; did you mean optimizer.lr or sft.optimizer.lr?"),
@@ -168,13 +167,13 @@ def test_aliases_and_merges_are_read(config, tmp_path):
     file = tmp_path / "my.yaml"
     file.write_text(
         "optimizer: &o {lr: 1e-6, beta1: 0.5}\nsft: {optimizer: {<<: *o, lr: 1e-5}}\n"
-        "advantage: {settings: {a: &n {b: [1]}, c: {<<: *n, d: 2}, e: {<<: [*n], b: 3}}}\n"
+        "env: {settings: {a: &n {b: [1]}, c: {<<: *n, d: 2}, e: {<<: [*n], b: 3}}}\n"
     )
     load_values(config, str(file))
     assert (config.optimizer.lr, config.sft.optimizer.lr) == (1e-6, 1e-5)
     assert config.sft.optimizer.beta1 == 0.5
     settings = {"a": {"b": [1]}, "c": {"b": [1], "d": 2}, "e": {"b": 3}}
-    assert config.advantage.settings == settings
+    assert config.env.settings == settings
 
 
 def test_a_bomb_costs_no_time(config, tmp_path):

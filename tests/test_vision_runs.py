@@ -21,11 +21,10 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxrl import ask
 from jaxrl.components import assemble
-from jaxrl.config import default_config
+from jaxrl.config import default_config, to_json
 from jaxrl.envs.base import Observation, StepResult
 from jaxrl.envs.images import Picture
 from jaxrl.envs.math import MathEnv
-from jaxrl.flat_config import to_json
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig

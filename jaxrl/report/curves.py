@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.config import default_config
-from jaxrl.flat_config import flatten
+from jaxrl.config import default_config, flatten
 from jaxrl.report.facts import SUITES, Evaluation, Facts
 from jaxrl.report.reading import number_of
 

@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxrl.config import default_config
+from jaxrl.config import default_config, flatten
 from jaxrl.envs.answers import normalize_answer
 from jaxrl.envs.protocol import PROTOCOLS
-from jaxrl.flat_config import flatten
 from jaxrl.report.costs import Costs, attribution_of, costs_of
 from jaxrl.report.reading import ENVIRONMENT_ERRORS, RunFiles, mapping, number_of, place
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxrl.choices import STAGES
+from jaxrl.config import flat_json
 from jaxrl.envs.json_text import parse_json, read_object
-from jaxrl.flat_config import STAGES, flat_json
-from jaxrl.renamed import with_present_names
 from jaxrl.runtime.history import HISTORY, read_history
 
 
@@ -50,7 +50,7 @@ def read_run(workdir: Path) -> RunFiles:
     return RunFiles(
         name=workdir.resolve().name,
         workdir=workdir,
-        config=with_present_names(_try(workdir / "config.json", flat_json, problems) or {}),
+        config=_try(workdir / "config.json", flat_json, problems) or {},
         records=records,
         evaluations=evaluations,
         starts=starts,

@@ -16,100 +16,12 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.config import default_config
+from jaxrl.config import EVALUATION, FREE, KEYS, RESULTS, flat_json, flatten, to_json
 from jaxrl.envs.json_text import parse_json
-from jaxrl.flat_config import flat_json, flatten, to_json
 from jaxrl.method import has_gate
-from jaxrl.renamed import contents_with_present_names, name_now, old_keys, with_present_names
 from jaxrl.runtime.files import append_line, set_aside, written_whole
 
 HISTORY = "config_history.jsonl"
-
-FREE = (
-    "stages",
-    "log",
-    "checkpoint",
-    "compilation_cache",
-    "mesh",
-    "eval",
-    "model.attention",
-    "model.experts",
-    "model.remat",
-    "model.scan_layers",
-    "model.logits_chunk_tokens",
-    "optimizer.micro_rows",
-    "optimizer.skip_signal_free",
-    "optimizer.offload",
-    "sft.optimizer.micro_rows",
-    "sft.optimizer.offload",
-    "rollout.num_rows",
-    "rollout.cache_gib",
-    "rollout.chunk_tokens",
-    "rollout.deterministic",
-    "rollout.observation_lag_chunks",
-    "rollout.max_failed_steps",
-    "filter.max_batches",
-    "images.cache_mib",
-    "env.step_deadline_s",
-    "reward.deadline_s",
-    "reward.math_verify.workers",
-    # Where a server of searches is and how it is asked; not what it has.
-    *(f"search.{engine}.url" for engine in ("http", "web", "opensearch")),
-    *(f"search.{engine}.timeout_s" for engine in ("http", "web", "opensearch")),
-    *(f"search.{engine}.connections" for engine in ("http", "web", "opensearch")),
-    *(f"search.{engine}.max_response_mib" for engine in ("http", "web")),
-    *(f"search.{engine}.batch_size" for engine in ("http", "opensearch")),
-    "search.http.key_env",
-    "search.web.key_env",
-    "search.opensearch.auth",
-    "search.cache_mib",
-    "search.cache_ttl_s",
-    "search.queries_per_second",
-    "search.max_concurrent",
-    "search.deadline_s",
-    "search.retries",
-    "search.backoff_s",
-    "search.breaker_failures",
-    "search.breaker_rest_s",
-    "search.outage_deadline_s",
-    "search.on_outage",
-    "search.replay",
-    "search.replay_folder",
-    "ledger",
-)
-"""Keys and sections that may change without a word of consent: what is computed stays the same,
-to rounding. Any other key makes another experiment, also one that is added later."""
-
-STEERING = (
-    "eval.every_steps",
-    "eval.suites",
-    "eval.samples",
-    "eval.temperature",
-    "eval.top_p",
-    "eval.max_tasks",
-    "eval.best_metric",
-    "eval.patience",
-    "eval.min_delta",
-)
-"""What evaluations depend on; no free keys where the course of training depends on evaluations."""
-
-TRAINING = (
-    "num_steps",
-    "tasks.train",
-    "sft",
-    "optimizer",
-    "advantage",
-    "loss",
-    "kl",
-    "filter",
-    "shaping",
-    "rollout.tasks_per_step",
-    "rollout.group_size",
-    "rollout.temperature",
-    "rollout.top_p",
-    "rollout.ahead",
-)
-"""What an evaluation by itself does not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,13 +99,12 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
                 "with the configuration that is given now."
             ) from error
     # What was written last, so that a run that was once accepted needs no further consent.
-    old = old_keys(told or saved)
-    if old and not is_accepted:
-        named = ", ".join(f"config.{key} ({name_now(key)} now)" for key in old)
+    unknown = sorted((told or saved).keys() - KEYS.keys())
+    if unknown and not is_accepted:
         raise ValueError(
-            f"{workdir} was begun by an earlier version, with {named}. Name another --workdir to "
-            "begin anew; --accept_changes goes on with this version, and the history says which "
-            "values are others."
+            f"{workdir} was begun by another version, with keys that this one does not have: "
+            f"{', '.join(f'config.{key}' for key in unknown)}. Name another --workdir to begin "
+            "anew; --accept_changes goes on without them."
         )
     lines, bad = read_history(workdir)
     warnings += [f"warning: {workdir / HISTORY}:{number} is no line of it" for number in bad]
@@ -202,12 +113,11 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
     contents = dict(position.get("contents") or {})
     for line in lines:
         contents |= line.get("contents") or {}
-    saved, told = with_present_names(saved), with_present_names(told)
-    defaults = plain(flatten(default_config()))
+    defaults = plain({name: key.default for name, key in KEYS.items()})
     return Begun(
         step=step,
         config={**defaults, **plain(saved), **plain(told)} if saved or told else {},
-        contents=contents_with_present_names(contents),
+        contents=contents,
         warnings=warnings,
     )
 
@@ -271,23 +181,20 @@ def is_free(key: str, before: Mapping[str, Any], config: ConfigDict) -> bool:
         before: the flat configuration so far.
         config: the present one.
     """
+    restart = KEYS[key].restart if key in KEYS else RESULTS
     if set(config.stages) == {"evaluate"}:
-        return _is_of(key, (*FREE, *TRAINING))
+        return restart != RESULTS
     if key in ("num_steps", "sft.num_steps"):
         # The course of a rate that falls is a matter of how many steps there are.
         schedule = f"{key.removesuffix('num_steps')}optimizer.schedule"
         is_constant = {before.get(schedule), flatten(config)[schedule]} == {"constant"}
         return is_constant or (key.startswith("sft") and "sft" not in config.stages)
-    if _is_of(key, ("sft",)) and "sft" not in config.stages:
+    if key.startswith("sft.") and "sft" not in config.stages:
         return True
     if key == "ledger.prices" and config.rollout.max_cost:
         return False  # they decide when trajectories end
     is_steered = config.checkpoint.keep_best or config.eval.patience or has_gate(config)
-    return _is_of(key, FREE) and not (is_steered and key in STEERING)
-
-
-def _is_of(key: str, names: Sequence[str]) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in names)
+    return restart == FREE or (restart == EVALUATION and not is_steered)
 
 
 def _is_moved(key: str, before: Mapping[str, str], now: Mapping[str, str]) -> bool:

@@ -21,10 +21,10 @@ from ml_collections import ConfigDict
 
 import jaxrl
 from jaxrl.choices import is_own
+from jaxrl.config import flatten
 from jaxrl.environment import CORPORA, corpus_section
 from jaxrl.envs.corpus import corpus_digest, index_folder
 from jaxrl.envs.json_text import parse_json
-from jaxrl.flat_config import flatten
 from jaxrl.models.adapters import TENSORS_FILE
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxrl.config import to_json
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.retrieval import Document, Hit
 from jaxrl.envs.web_search import PROVIDERS, WebSearch
-from jaxrl.flat_config import to_json
 from tests.servers import Reply, served
 
 KEY = "k3y-of-a-test"

@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from jaxrl.config import default_config
-from jaxrl.flat_config import flat_json, flatten, to_json
+from jaxrl.config import default_config, flatten, to_json
 from jaxrl.runtime import history as resuming
 from jaxrl.runtime.history import (
     changes_since,
@@ -14,7 +13,6 @@ from jaxrl.runtime.history import (
     read_history,
     write_history,
 )
-from tests.helpers import ROOT
 
 CONTENTS = {"tasks.train.source": "aa", "search.local.corpus": "cc", "model.path/config.json": "mm"}
 
@@ -37,18 +35,6 @@ def begin(workdir, *, step=40, config=None, position=None):
     (workdir / "config.json").write_text(to_json(config))
     (workdir / resuming.HISTORY).touch()
     return config
-
-
-def nested(flat):
-    """A flat configuration with a mapping for each section."""
-    values = {}
-    for key, value in flat.items():
-        *sections, name = key.split(".")
-        inner = values
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[name] = value
-    return values
 
 
 def refused(workdir, contents=None, **changes):
@@ -163,12 +149,6 @@ def test_an_evaluation_alone_may_leave_training_aside(tmp_path):
     assert refused(tmp_path, **only, **asked) == ["search.local.topk", "tasks.eval.source"]
 
 
-def test_names_of_free_keys_are_keys():
-    known = flatten(default_config())
-    for name in (*resuming.FREE, *resuming.STEERING, *resuming.TRAINING):
-        assert any(key == name or key.startswith(f"{name}.") for key in known), name
-
-
 class TestContents:
     def test_the_same_path_with_another_content(self, tmp_path):
         begin(tmp_path)
@@ -214,41 +194,19 @@ class TestOlderRuns:
         # It ran with what is the default now.
         assert refused(tmp_path, **{"rollout.top_p": 0.9}) == ["rollout.top_p"]
 
-    def test_of_an_earlier_version_is_refused_without_consent(self, tmp_path):
-        self.begin_early(tmp_path)
-        with pytest.raises(ValueError, match=r"begun by an earlier version.* --workdir") as refusal:
+    def test_with_keys_that_are_gone_is_refused_without_consent(self, tmp_path):
+        begin(tmp_path)
+        fields = json.loads((tmp_path / "config.json").read_text())
+        fields["rollout"]["num_slots"] = 8
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        told = r"another version.* have: config\.rollout\.num_slots\. Name another --workdir"
+        with pytest.raises(ValueError, match=told):
             read_begun(tmp_path)
-        for names in (
-            "advantage.k (config.advantage.pass_at_k.k now)",
-            "kl.target (config.kl.",
-            "model.remat ('full' or 'none' now)",
-        ):
-            assert f"config.{names}" in str(refusal.value)
-
-    def test_of_an_earlier_version_keeps_its_values(self, tmp_path):
-        self.begin_early(tmp_path)
         begun = read_begun(tmp_path, is_accepted=True)
-        settings = {"env.search.tools": ("python",), "reward.weights": {"f1": 1.0}}
-        now = configured(**settings, **{"advantage.pass_at_k.k": 8, "kl.log.target": 0.01})
-        now.kl.controller = "log"
-        [change] = changes_since(begun, now, CONTENTS)
-        assert str(change) == "config.advantage.pass_at_k.k: 4 -> 8"
+        assert changes_since(begun, configured(), CONTENTS) == []
         # From then on the workdir is of this version, also before its next checkpoint.
-        resuming.adopt(tmp_path, begun, [change], now, CONTENTS)
-        assert changes_since(read_begun(tmp_path), now, CONTENTS) == []
-
-    @staticmethod
-    def begin_early(workdir):
-        """A workdir as the version before sections left it, in which some keys are set."""
-        path = ROOT / "tests/golden/configs/before_sections.json"
-        flat = flat_json(path)
-        flat |= {"model.path": "models/small", "tasks.train.source": "data/train.jsonl"}
-        flat |= {"env.python": True, "kl.target": 0.01, "kl.controller": "log"}
-        weights = dict.fromkeys(flat.pop("reward.weights"), 0.0) | {"f1": 1.0}
-        flat |= {f"reward.weights.{name}": weight for name, weight in weights.items()}
-        contents = {"search.corpus" if "corpus" in k else k: v for k, v in CONTENTS.items()}
-        begin(workdir, position={"config": flat, "contents": contents})
-        (workdir / "config.json").write_text(json.dumps(nested(flat)))
+        resuming.adopt(tmp_path, begun, [], configured(), CONTENTS)
+        assert changes_since(read_begun(tmp_path), configured(), CONTENTS) == []
 
     @pytest.mark.parametrize("damage", [None, "", "[]", "{", "nu\xff", "[" * 100_000])
     def test_a_lost_configuration_does_not_switch_the_guard_off(self, tmp_path, damage):

@@ -11,7 +11,7 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.components import assemble
-from jaxrl.flat_config import flatten
+from jaxrl.config import flatten
 from jaxrl.runtime import versions
 from jaxrl.runtime.history import Begun, changes_since, plain
 from jaxrl.runtime.versions import check_alike, commit, differences, fingerprints, write_environment

@@ -11,7 +11,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.flat_config import flatten
+from jaxrl.config import flatten
 from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.plan.memory import (
     Target,
