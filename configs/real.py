@@ -20,6 +20,7 @@ def get_config(world: str = "data/real") -> ConfigDict:
     config.stages = ("sft", "train", "evaluate")
     config.num_steps = 16
     config.model.path = f"{world}/SmolLM2-135M-Instruct.Q4_1.gguf"
+    config.model.remat = "names"
     config.tasks.train.source = f"{world}/questions_train.jsonl"
     config.tasks.eval.source = f"{world}/questions_eval.jsonl"
     config.prompt.system = SYSTEM
@@ -32,7 +33,7 @@ def get_config(world: str = "data/real") -> ConfigDict:
     config.sft.batch_size = 8
     config.sft.optimizer.lr = 2e-4
     config.sft.optimizer.warmup_steps = 2
-    config.sft.optimizer.micro_rows = 5
+    config.sft.optimizer.micro_rows = 2
 
     config.rollout.tasks_per_step = 8
     config.rollout.group_size = 4
@@ -47,7 +48,7 @@ def get_config(world: str = "data/real") -> ConfigDict:
     config.loss.clip_high = 0.28
     config.optimizer.lr = 5e-5
     config.optimizer.warmup_steps = 2
-    config.optimizer.micro_rows = 5
+    config.optimizer.micro_rows = 2
 
     config.eval.final_suites = ("empty_search", "random_search")
     config.checkpoint.every_steps = 4

@@ -19,6 +19,7 @@ def get_config(world: str = "data/real") -> ConfigDict:
 def set_sizes(config: ConfigDict) -> None:
     """Settings of one device that has memory to spare and is fast at wide products."""
     config.model.dtype = "bfloat16"
+    config.model.remat = "full"
     config.search.local.topk = 3
     config.rollout.max_observation_tokens = 320
     config.rollout.max_response_tokens = 256

@@ -176,7 +176,8 @@ def _optimizer(section: str) -> dict[str, Key]:
         f"{section}.offload": Key(False, "Keep both moments in the host's memory between updates.",
             restart=FREE),
         f"{section}.micro_rows": Key(8, "Packed rows of a micro-batch; a multiple of `data` × "
-            "`fsdp` × `expert`. 0: as many as the memory holds.", at_least=0, restart=FREE),
+            "`fsdp` × `expert`. 0: as many as the memory holds, on a CPU two or 512 tokens.",
+            at_least=0, restart=FREE),
     }
 
 

@@ -5,8 +5,11 @@ import json
 import sys
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from absl.testing import flagsaver
 
 from benchmarks import (
     agreement,
@@ -17,6 +20,7 @@ from benchmarks import (
     lora,
     memory,
     peers,
+    profile_step,
     rollout,
     scaling,
     step,
@@ -293,6 +297,57 @@ def test_agreement_of_experts_notices_a_row_of_another_group(monkeypatch, tmp_pa
 
     monkeypatch.setattr(choice, "grouped_product", wrong)
     assert agreement.main(flags) == 1
+
+
+def test_operations_of_a_program_by_their_layer_and_pass():
+    def layer(x, weights):
+        with jax.named_scope("mlp"):
+            return jnp.tanh(x @ weights)
+
+    def loss(weights):
+        x = jax.lax.scan(
+            lambda x, w: (jax.checkpoint(layer)(x, w), None), jnp.ones((32, 8)), weights
+        )
+        return (x[0] ** 2).sum()
+
+    program = jax.jit(jax.grad(loss)).lower(jnp.ones((3, 8, 8))).compile()
+    operations = profile_step.read_program(program.as_text()).values()
+    products = {
+        (one.layer, one.pass_): one.flops for one in operations if one.operator == "product"
+    }
+    # Each is of [32, 8] and [8, 8]; backward there are two, of which one stands for both here.
+    assert products == dict.fromkeys(
+        [("MLP", "forward"), ("MLP", "recomputed"), ("MLP", "backward")], 2 * 32 * 8 * 8
+    )
+
+
+def test_an_operation_is_told_without_those_inside():
+    # A loop of 10 s with operations of 2 and 3 s, the second with one of 1 s; then one alone.
+    stats = [{"hlo_module": "jit_update", "hlo_op": name} for name in ("while", "a", "b", "c", "d")]
+    spans = [(0, 10), (1, 2), (4, 3), (5, 1), (10, 7)]
+    found = [(s * 1e9, -d * 1e9, one) for (s, d), one in zip(spans, stats, strict=True)]
+    events = profile_step._without_inner(found)
+    seconds = {event.name: event.seconds for event in events}
+    assert seconds == {"while": 5, "a": 2, "b": 2, "c": 1, "d": 7}
+
+
+@pytest.mark.minutes
+def test_where_the_time_of_a_step_goes(tiny_world, capsys):
+    with flagsaver.flagsaver():
+        profile_step.main(["--stage=sft", f"--config=configs/debug_tiny.py:{tiny_world}"])
+    jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
+    by_layer = {row[1]: row for row in rows if row[0] == "| update"}
+    assert by_layer.keys() >= {
+        "MLP",
+        "attention",
+        "attention's products",
+        "output layer",
+        "product",
+    }
+    forward, recomputed, backward = by_layer["product"][2:5]
+    assert forward != recomputed != backward != ""
+    assert float(by_layer["product"][7].rstrip(" |")) > 0
 
 
 def test_what_experts_cost_is_told_of_each_number_and_gradient(tmp_path, capsys):

@@ -275,6 +275,7 @@ def cast(params: Params, dtype: DTypeLike) -> Params:
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
+@jax.named_scope("norm")
 def rms_norm(
     x: Float[Array, "... D"], scale: Float[Array, " D"], epsilon: float
 ) -> Float[Array, "... D"]:
@@ -314,6 +315,7 @@ def rope_angles(positions: Int[Array, "*M"], config: Decoder) -> Angles:
     return cos[:, :, None], jnp.stack([-sin, sin], axis=2)
 
 
+@jax.named_scope("rope")
 def rope(x: Float[Array, "M heads H"], angles: Angles) -> Float[Array, "M heads H"]:
     """Rotary embedding (https://arxiv.org/abs/2104.09864), pairs (i, i + H/2) as HF has them."""
     cos, sin = angles
@@ -323,6 +325,7 @@ def rope(x: Float[Array, "M heads H"], angles: Angles) -> Float[Array, "M heads 
     return rotated.reshape(x.shape).astype(x.dtype)
 
 
+@jax.named_scope("linear")
 def linear(layer: Params, x: Float[Array, "M I"]) -> Float[Array, "M O"]:
     """The product with `kernel` [I, O], and `bias` [O] where the layer has one.
 
@@ -568,10 +571,12 @@ class Decoder(Architecture):
             q = rms_norm(q, weights["q_norm"]["scale"], self.rms_norm_eps)
             k = rms_norm(k, weights["k_norm"]["scale"], self.rms_norm_eps)
         q, k = rope(q, angles), rope(k, angles)
-        attended = attend(q, k, v).reshape(x.shape[0], self.num_heads * self.head_dim)
+        with jax.named_scope("attention"):
+            attended = attend(q, k, v).reshape(x.shape[0], self.num_heads * self.head_dim)
         x = x + checkpoint_name(linear(weights["o"], attended), "o")
         normed = rms_norm(x, layer["post_attention_norm"]["scale"], self.rms_norm_eps)
-        added, routed = self.routed_feed_forward(layer, normed, routed, routing)
+        with jax.named_scope("mlp"):
+            added, routed = self.routed_feed_forward(layer, normed, routed, routing)
         return x + added, routed
 
     def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
@@ -613,6 +618,7 @@ class Decoder(Architecture):
         hidden = self._full_pass(params, x, positions.reshape(-1), attend, through)
         return hidden.reshape(*token_ids.shape, -1)
 
+    @jax.named_scope("embed")
     def _embed(self, table: Params, ids: Int[Array, " M"]) -> Float[Array, "M D"]:
         if "master" in table:
             return look_up(table["embedding"], table["master"], ids)
@@ -641,6 +647,7 @@ class Decoder(Architecture):
         routing.end(routed)
         return rms_norm(x, params["norm"]["scale"], self.rms_norm_eps)
 
+    @jax.named_scope("head")
     def unembed(
         self, params: Params, hidden: Float[Array, "... D"], *, num_tokens: int
     ) -> Float[Array, "... V"]:
@@ -666,7 +673,7 @@ class Decoder(Architecture):
         through: SamplerThrough,
     ) -> Float[Array, "M D"]:
         """Final normed hidden states."""
-        x = weights["embed"]["embedding"][token_ids]
+        x = self._embed(weights["embed"], token_ids)
         return self._sampler_pass(weights, x, positions, through)
 
     def _sampler_pass(

@@ -49,6 +49,7 @@ def of_layer(
     return apart, tables * num_layers + layer
 
 
+@jax.named_scope("cache")
 def write_tokens(
     pages: Float[Array, "P K page H"],
     tables: Int[Array, "B M"],

@@ -163,6 +163,7 @@ class OutputLayer:
     entropy_gradient: bool
     trains_tables: bool = True
 
+    @jax.named_scope("head")
     def logprobs_and_entropies(
         self, tables: Any, hidden: jax.Array, targets: jax.Array, temperature: float | jax.Array
     ) -> tuple[jax.Array, jax.Array]:

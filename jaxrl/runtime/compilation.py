@@ -111,16 +111,10 @@ class CompiledFunction:
         self.name = name
         self.variants = frozenset(variants)
         self.num_traces = 0
-
-        def traced(*args: Any) -> Any:
-            result = function(*args)
-            self.num_traces += 1
-            return result
-
         self._programs: dict[Hashable, Callable[..., Any]] = {}
         self.function = function
         self._static_argnums = static_argnums
-        self._jitted = jax.jit(traced, donate_argnums=donate_argnums, static_argnums=static_argnums)
+        self._donate_argnums = donate_argnums
 
     def __call__(self, *args: Any, variant: Hashable = ()) -> Any:
         """Calls the function.
@@ -150,12 +144,25 @@ class CompiledFunction:
         self._check(variant)
         if variant in self._programs:
             return lambda: None
-        lowered = self._jitted.lower(*args)
+        lowered = self.jitted(variant).lower(*args)
 
         def compile_it() -> None:
             self._programs[variant] = lowered.compile()
 
         return compile_it
+
+    def jitted(self, variant: Hashable = ()) -> Any:
+        """The function with `jax.jit`, by the name that a profile shows: jit_decode__32_..."""
+
+        def traced(*args: Any) -> Any:
+            result = self.function(*args)
+            self.num_traces += 1
+            return result
+
+        traced.__name__ = self.name if variant == () else f"{self.name}__{variant}"
+        return jax.jit(
+            traced, donate_argnums=self._donate_argnums, static_argnums=self._static_argnums
+        )
 
     def _check(self, variant: Hashable) -> None:
         if variant not in self.variants:

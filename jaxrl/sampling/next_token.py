@@ -34,6 +34,7 @@ def kind_of(temperature: float, top_p: float) -> str:
     return PLAIN if top_p == 1.0 else NUCLEUS
 
 
+@jax.named_scope("draw")
 def sample(
     logits: Float[Array, "B V"],
     uniform: Float[Array, " B"],

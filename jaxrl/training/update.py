@@ -339,7 +339,8 @@ class Gradient:
         def add(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
             differentiate = jax.grad(micro_loss, has_aux=True)
             new, found = differentiate(*model.split(params), micro, sums.balance, quarters)
-            gradients = jax.tree.map(jnp.add, sums.gradients, new)
+            with jax.named_scope("sum"):
+                gradients = jax.tree.map(jnp.add, sums.gradients, new)
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)
             return replace(sums.with_measured(*found), gradients=gradients)
 

@@ -371,6 +371,7 @@ Past = tuple[tuple[jax.Array, jax.Array], ...]
 """Pieces of the rows' past, one behind the other: keys `[B, K, H, w]`, values `[B, K, w, H]`."""
 
 
+@jax.named_scope("cache")
 def open_past(
     keys: Float[Array, "P K page H"],
     values: Float[Array, "P K page H"],

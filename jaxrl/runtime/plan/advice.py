@@ -26,13 +26,19 @@ from jaxrl.runtime.sharding import BATCH, num_batch_shards
 GO_ON = "--ignore_memory_plan goes on all the same, since the plan may err"
 
 
-def largest_micro_rows(
+CPU_TOKENS = 512
+"""Tokens of a micro-batch on a CPU that are worth a pass over the gradients of all weights."""
+
+
+def best_micro_rows(
     config: ConfigDict, model: Architecture, target: Target, stage: str, *, must_fit: bool = True
 ) -> tuple[int, int]:
-    """The largest micro-batch of a stage whose update fits a device.
+    """The micro-batch of a stage that is computed the fastest among those that fit a device.
 
-    No larger than a mini-batch needs. Where not even one row on each device fits, it is that,
-    unless `must_fit`.
+    On a GPU or TPU the largest one, but no larger than a mini-batch needs. On a CPU a token takes
+    about as long in a small one, of which less is padding: there it is the smallest of two rows and
+    `CPU_TOKENS`, two so that sequences of a prompt meet. Where not even one row on each device
+    fits, it is that, unless `must_fit`.
 
     Returns:
         Rows, a multiple of data * fsdp * expert, and the bytes of a device at the peak.
@@ -47,11 +53,13 @@ def largest_micro_rows(
         return update_phase(changed, model, target, stage).peak
 
     most = -(-num_sequences(config, stage) // shards)
+    if target.platform == "cpu":
+        most = min(most, max(-(-CPU_TOKENS // config.rollout.max_total_tokens), 2))
     usable = target.usable
     fitting = bisect.bisect_right(range(1, most + 1), usable, key=peak)
     if fitting == 0 and must_fit:
         raise ValueError(
-            f"config.{_MICRO_ROWS[stage]}=0 asks for the largest micro-batch that fits, but "
+            f"config.{_MICRO_ROWS[stage]}=0 asks for a micro-batch that fits, but "
             f"{shards} rows, one on each device, would need {gib(peak(1))} of the "
             f"{gib(usable)} that may be used of each; --plan tells what to "
             f"change, {GO_ON}."
@@ -71,10 +79,10 @@ def choose_micro_rows(
     *,
     must_fit: bool = True,
 ) -> list[str]:
-    """Replaces a `micro_rows` of 0 by the largest that fits, in place; says what it chose.
+    """Replaces a `micro_rows` of 0 by the best that fits, in place; says what it chose.
 
     What a run began with, the flat keys `began`, is kept without a word while it divides over the
-    mesh and fits. `must_fit` as in `largest_micro_rows`.
+    mesh and fits. `must_fit` as in `best_micro_rows`.
     """
     # What is free of a CPU is another at each start, and a choice that depends on it would be too.
     target = dataclasses.replace(target, free_bytes=None)
@@ -94,7 +102,7 @@ def choose_micro_rows(
                 _optimizer(config, stage).micro_rows = kept
                 continue
             note = f" (not the {kept} it began with: they would need {gib(peak)})"
-        rows, peak = largest_micro_rows(config, model, target, stage, must_fit=must_fit)
+        rows, peak = best_micro_rows(config, model, target, stage, must_fit=must_fit)
         _optimizer(config, stage).micro_rows = rows
         notes.append(f"config.{key}=0: {rows} rows{note}, planned at {gib(peak)} on each device")
     return notes

@@ -12,7 +12,7 @@ from tests.runtime.plan.cases import AHEAD, NODE, QWEN_7B, QWEN_32B, large_run, 
 class TestMicroRows:
     def test_the_largest_that_fits(self):
         config = large_run(**{"optimizer.micro_rows": 0, "rollout.tasks_per_step": 64})
-        rows, peak = advice.largest_micro_rows(config, QWEN_7B, NODE, "train")
+        rows, peak = advice.best_micro_rows(config, QWEN_7B, NODE, "train")
         usable = NODE.memory_bytes * memory.USABLE
         assert rows % 8 == 0
         assert peak <= usable
@@ -25,7 +25,28 @@ class TestMicroRows:
     def test_no_more_than_a_batch_needs(self):
         endless = replace(NODE, memory_bytes=10**15)
         config = large_run(**{"optimizer.micro_rows": 0, "optimizer.num_minibatches": 2})
-        assert advice.largest_micro_rows(config, QWEN_7B, endless, "train")[0] == 16 * 8 // 2
+        assert advice.best_micro_rows(config, QWEN_7B, endless, "train")[0] == 16 * 8 // 2
+
+    @pytest.mark.parametrize(
+        ("row_tokens", "rows"), [(64, 8), (100, 6), (288, 2), (512, 2), (4096, 2)]
+    )
+    def test_a_cpu_takes_few_tokens_and_two_rows_at_least(self, row_tokens, rows):
+        cpu = replace(NODE, platform="cpu", num_devices=1, memory_bytes=10**15)
+        keys = {"rollout.max_prompt_tokens": 32, "rollout.max_total_tokens": row_tokens}
+        config = large_run(fsdp=1, **keys, **{"optimizer.micro_rows": 0})
+        assert advice.best_micro_rows(config, QWEN_7B, cpu, "train")[0] == rows
+
+    def test_a_cpu_takes_fewer_where_they_do_not_fit_or_are_not_needed(self):
+        cpu = replace(NODE, platform="cpu", num_devices=1, memory_bytes=10**15)
+        config = large_run(fsdp=1, **{"optimizer.micro_rows": 0})
+        peaks = [
+            train_phase(advice._changed(config, {"optimizer.micro_rows": rows}), target=cpu).peak
+            for rows in (1, 2)
+        ]
+        tight = replace(cpu, memory_bytes=round(sum(peaks) / 2 / memory.USABLE))
+        assert advice.best_micro_rows(config, QWEN_7B, tight, "train") == (1, peaks[0])
+        config.stages, config.sft.batch_size = ("sft",), 1
+        assert advice.best_micro_rows(config, QWEN_7B, cpu, "sft")[0] == 1
 
     def test_where_nothing_fits(self):
         small = replace(NODE, memory_bytes=16 * memory.GIB)

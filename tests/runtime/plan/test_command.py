@@ -95,10 +95,10 @@ class TestMicroRows:
         roomy = memory.Target(platform="cpu", num_devices=1, memory_bytes=memory.GIB)
         monkeypatch.setattr(memory, "host_target", lambda: roomy)
         [sft, _] = launch._fit_memory(config, tmp_path)
-        assert config.sft.optimizer.micro_rows == 8  # the batch
-        assert config.optimizer.micro_rows == 16  # tasks_per_step * group_size
+        assert config.sft.optimizer.micro_rows == 3  # of 192 tokens: more than 512
+        assert config.optimizer.micro_rows == 3
         assert re.match(
-            r"config\.sft\.optimizer\.micro_rows=0: 8 rows, planned at \d+\.\d+ MiB", sft
+            r"config\.sft\.optimizer\.micro_rows=0: 3 rows, planned at \d+\.\d+ MiB", sft
         )
         (tmp_path / "checkpoints" / "5").mkdir(parents=True)
         (tmp_path / "config.json").write_text(json.dumps({"optimizer": {"micro_rows": 12}}))
@@ -109,9 +109,9 @@ class TestMicroRows:
     @pytest.mark.parametrize(
         ("num_devices", "began", "rows", "note"),
         [
-            (4, 2, 16, "not the 2 it began with: no multiple of data * fsdp * expert = 4"),
+            (4, 2, 12, "not the 2 it began with: no multiple of data * fsdp * expert = 4"),
             (4, 8, 8, None),
-            (1, 2**20, 16, "not the 1048576 it began with: they would need "),
+            (1, 2**20, 3, "not the 1048576 it began with: they would need "),
         ],
     )
     def test_resumed_on_other_devices(
@@ -304,6 +304,6 @@ def test_a_run_that_leaves_the_micro_batch_to_the_memory_trains(tmp_path, tiny_w
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert "config.optimizer.micro_rows=0: 16 rows, planned at" in done.stdout
+    assert "config.optimizer.micro_rows=0: 3 rows, planned at" in done.stdout
     stored = json.loads((tmp_path / "run" / "config.json").read_text())
-    assert stored["optimizer"]["micro_rows"] == 16  # all trajectories of a step
+    assert stored["optimizer"]["micro_rows"] == 3
