@@ -1,0 +1,75 @@
+"""Things that the cases of `benchmarks.same_numbers` bring of their own: a tool and an endpoint.
+
+The folder of this file is on the path of each run, behind the tree, so that revisions which do not
+have the file find the tool too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import re
+import threading
+import zlib
+from collections.abc import Iterator
+
+
+def shout(text: str) -> str:
+    """Says it loudly.
+
+    Args:
+        text: What is said.
+    """
+    return f"{text.upper()}!"
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """An OpenAI-compatible endpoint whose replies depend on nothing but the request.
+
+    The model `judge` scores a text by its hash, so that rewards differ and any changed character
+    shows. The model `policy` plays an episode: it searches for the question, calls `python` and
+    `shout`, and answers with a town or a job that the first document names.
+    """
+
+    protocol_version = "HTTP/1.1"  # connections are kept
+
+    def do_POST(self) -> None:
+        """Replies to a chat."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        first, *later = [message["content"] for message in body["messages"]]
+        if body["model"] == "judge":
+            text = f"Score: {zlib.crc32(first.encode()) % 11}"
+        else:
+            found = re.search(r"is a (\w+) born in (\w+)", " ".join(later))
+            answer = found[1 if "job" in first else 2] if found else "nobody"
+            calls = (
+                f"<search> {first} </search>",
+                f"<python> print({len(first)} * 7) </python>",
+                f"<shout> {answer} </shout>",
+            )
+            num_turns = len(later) // 2  # each with an observation behind it
+            turns = (*calls, f"<answer> {answer} </answer>")
+            text = turns[min(num_turns, len(calls))]
+        reply = {
+            "choices": [{"message": {"content": text}, "finish_reason": "stop"}],
+            "usage": {"prompt_tokens": len(first), "completion_tokens": len(text)},
+        }
+        content = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Prints nothing."""
+
+
+@contextlib.contextmanager
+def served() -> Iterator[str]:
+    """The address of the endpoint, on a free port of this machine."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    server.server_close()
