@@ -1,10 +1,8 @@
 """Packages asked for and used, imports that point one way, and how large the code may grow."""
 
 import ast
-import io
 import re
 import sys
-import tokenize
 import tomllib
 from pathlib import Path
 
@@ -160,69 +158,6 @@ def test_the_table_of_rooms_is_whole_and_in_order():
         if module.split(".")[1] not in free and row[module.split(".")[1]] > row[name]
     }
     assert found == {("method", "training")}  # the table of schedules
-
-
-MAX_CODE_LINES, MAX_PARAMETERS = 60, 8
-LARGER = {
-    "jaxrl/train.py:train",  # the loop
-    "jaxrl/sampling/decode.py:decode_chunk",  # what a step does stands inside the loop of steps
-    # Sizes and programs that are fixed for its life; arrays and settings of an objective.
-    "jaxrl/sampling/engine.py:__init__",
-    "jaxrl/models/policy.py:__init__",
-    "jaxrl/objectives/corrections.py:importance_weights",
-    "jaxrl/objectives/shaping.py:boundary_aware_rewards",
-    # A kernel gets each of its operands and results as a reference.
-    "jaxrl/models/attention/gpu.py:_backward_queries_kernel",
-    "jaxrl/models/attention/gpu.py:_backward_keys_kernel",
-    "jaxrl/models/attention/tpu.py:_pages_kernel",
-}
-"""Functions that may be longer, or take more."""
-
-LAYOUT = {
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
-    tokenize.ENDMARKER,
-}
-
-
-def code_lines(source):
-    """Numbers of the lines that hold more than a comment."""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return {
-        line
-        for token in tokens
-        if token.type not in LAYOUT
-        for line in range(token.start[0], token.end[0] + 1)
-    }
-
-
-def sizes(source):
-    """Of each function: name, lines of code with what is nested but no docstring, parameters."""
-    code = code_lines(source)
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            doc = node.body[0] if ast.get_docstring(node) is not None else None
-            told = range(doc.lineno, doc.end_lineno + 1) if doc else ()
-            own = code & {*range(node.lineno, node.end_lineno + 1)} - {*told}
-            each = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-            yield node.name, len(own), len([a for a in each if a.arg not in ("self", "cls")])
-
-
-def test_sizes_by_hand():
-    source = (
-        'def f(self, a, *, b=1):\n    """Two\n    lines."""\n\n    # A reason.\n'
-        '    text = """x\n\n    """\n    def g(c, /): return c  # short\n    return g(text)\n'
-    )
-    assert list(sizes(source)) == [("f", 6, 2), ("g", 1, 1)]
-
-
-def test_functions_are_short():
-    found = {
-        f"{path.relative_to(ROOT).as_posix()}:{name}"
-        for path in (ROOT / "jaxrl").rglob("*.py")
-        for name, num_lines, num_parameters in sizes(path.read_text(encoding="utf-8"))
-        if num_lines > MAX_CODE_LINES or num_parameters > MAX_PARAMETERS
-    }
-    assert found == LARGER
 
 
 MAX_LINES_OF_THE_LOOP = 20_000
