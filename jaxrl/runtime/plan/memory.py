@@ -9,7 +9,6 @@ analysis of the same programs says. What the terms owe to the architecture is in
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
 from collections.abc import Callable
@@ -81,6 +80,8 @@ With the program itself, some of which is left when it is done.
 NUM_COMPILED, LAYER_CODE_BYTES = 5, 9 * 2**18
 """The sampler's programs that a run comes to need at most, and what each of their layers takes."""
 
+HANDING_OVER = "weights to the sampler"
+
 COMPUTING = ("sft update", "train update", "scoring", "rollout")
 """Phases in which something is compiled."""
 
@@ -96,7 +97,7 @@ class Target:
     """The devices that a plan is made for.
 
     Attributes:
-        platform: cpu, gpu or tpu. A CPU multiplies bfloat16 in float32, from copies.
+        platform: cpu, gpu or tpu.
         num_devices: devices of all machines together.
         memory_bytes: what JAX may use of one device.
         num_processes: among which the devices are divided evenly. Each samples on its own devices
@@ -496,8 +497,8 @@ class _Update:
     def cast_weights(self) -> int:
         """The weights in the compute dtype, unless they are kept in it.
 
-        A CPU has float32 copies of the layers instead, and the tables where they are gathered. A
-        TPU's compiler gathers tables before the first micro-batch, and has no more of their parts.
+        A CPU that copies has the layers in float32 instead, and the tables where they are gathered.
+        A TPU's compiler gathers tables before the first micro-batch and has no more of their parts.
         """
         if self.copies_tables:
             return 0
@@ -833,12 +834,12 @@ def _handing_over(config: ConfigDict, model: Architecture, target: Target) -> Ph
     Where nothing is trained at all, each parameter is read from disk as its turn comes; but those
     of a checkpoint, which a workdir may have, and of an adapter's base are all there before.
     """
-    mesh, name = target_mesh(config, model, target), "weights to the sampler"
+    mesh = target_mesh(config, model, target)
     held = _search_bytes(config, target)[0]
     is_on_disk = config.stages == ("evaluate",) and adapter_of(config, model) is None
     if is_on_disk and not config.mesh.rollout_devices:
         made = _made_in_turn(config, model, target)
-        return Phase(name=name, kept=held, moments={"handing over": made})
+        return Phase(name=HANDING_OVER, kept=held, moments={"handing over": made})
     stage = next((stage for stage in config.stages if stage != "sft"), "sft")
     kept = _state(config, model, mesh, stage) | held
     moved = {"decode weights": _decode_weights(config, model, target)}
@@ -847,7 +848,7 @@ def _handing_over(config: ConfigDict, model: Architecture, target: Target) -> Ph
         moved = {
             "decode weights of one parameter": largest * jnp.dtype(config.model.dtype).itemsize
         }
-    return Phase(name=name, kept=kept, moments={"handing over": moved})
+    return Phase(name=HANDING_OVER, kept=kept, moments={"handing over": moved})
 
 
 def _made_in_turn(config: ConfigDict, model: Architecture, target: Target) -> dict[str, int]:
@@ -861,15 +862,20 @@ def _made_in_turn(config: ConfigDict, model: Architecture, target: Target) -> di
     has_head_copy = target.platform == "cpu" and model.tie_embeddings
     parts = []
     for name in params:
-        copies = 2 if has_head_copy and name not in NO_TABLES else 1
+        num_made = 2 if has_head_copy and name not in NO_TABLES else 1
         for leaf, read, made in zip(
             *(jax.tree.leaves(tree[name]) for tree in (params, of_params, of_weights)), strict=True
         ):
             sizes = [math.prod(layout.shard_shape(leaf.shape)) for layout in (read, made)]
-            parts.append((math.prod(leaf.shape), 4 * sizes[0], copies * itemsize * sizes[1]))
+            parts.append((math.prod(leaf.shape), 4 * sizes[0], num_made * itemsize * sizes[1]))
     parts.sort(key=lambda part: -part[0])
-    ends = itertools.accumulate(made for _, _, made in parts)
-    moments = [(sum_made, read) for sum_made, (_, read, _) in zip(ends, parts, strict=True)]
+    # A CPU has it in the pages of its file, as it is read and as an array, before it is cast.
+    copies, moments, so_far = (3 if target.platform == "cpu" else 1), [], 0
+    for _, read, made in parts:
+        if copies > 1:
+            moments.append((so_far, copies * read))
+        so_far += made
+        moments.append((so_far, read))
     sum_made, read = max(moments, key=sum)
     return {"decode weights so far": sum_made, "one parameter": read}
 
@@ -915,6 +921,8 @@ def _num_compiled(config: ConfigDict, model: Architecture, target: Target) -> in
 def _with_process(phase: Phase, config: ConfigDict, model: Architecture, target: Target) -> Phase:
     """A phase on a CPU, with the process around it, and what compiles its programs."""
     kept = _process(config, model, target) | phase.kept
+    if phase.name == HANDING_OVER and config.stages == ("evaluate",):
+        kept.pop("compiled programs", None)  # they come after the weights
     if phase.name not in COMPUTING:
         return replace(phase, kept=kept)
     # The sampler's layers are compiled one by one; others in a loop, unless they are not to be.
@@ -1020,11 +1028,9 @@ class _Sampler:
         }
         full = rows * table_pages
         cache = page_bytes * (_given_pages(config, target, full, page_bytes) or full)
-        copied = _float32_copies(_Counts.of(model, mesh), model, cache)
-        if is_short and (upcast > 1 or busy == 1):  # a single row is copied for by all versions
-            moments["decode"]["float32 copies"] = copied["decode"]
-        if upcast > 1:
-            moments["reading"]["float32 copies"] = copied["reading"]
+        for name, size in _float32_copies(_Counts.of(model, mesh), model, cache).items():
+            if is_short and (upcast > 1 or (name == "decode" and busy == 1)):
+                moments[name]["float32 copies"] = size
         vision = model.vision
         if vision is not None:
             added = read * vision.num_added * model.width * dtype.itemsize
@@ -1034,18 +1040,14 @@ class _Sampler:
             for terms_of_moment in moments.values():
                 terms_of_moment["images, seen last"] = values * dtype.itemsize
         is_apart = config.mesh.rollout_devices or _is_given_up(config)
-        state = {} if is_apart else _state(config, model, mesh, "train")
+        kept = {} if is_apart else _state(config, model, mesh, "train")
+        kept["decode weights"] = _decode_weights(config, model, target)
         held, searching = _search_bytes(config, target)
         return cls(
             rows=rows,
             table_pages=table_pages,
             page_bytes=page_bytes,
-            kept={
-                **state,
-                "decode weights": _decode_weights(config, model, target),
-                **held,
-                **searching,
-            },
+            kept=kept | held | searching,
             moments=moments,
         )
 
