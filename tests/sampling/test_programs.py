@@ -36,8 +36,25 @@ def platform(request, monkeypatch):
     """For which engines take their sizes, wherever they are."""
     for sizes in (row_sizes, append_sizes):
         chosen = partial(sizes, request.param)
-        monkeypatch.setattr(engine, sizes.__name__, lambda _, size, chosen=chosen: chosen(size))
+        monkeypatch.setattr(engine, sizes.__name__, lambda _, *rest, chosen=chosen: chosen(*rest))
     return request.param
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "is_multiplied", "sizes"),
+    [
+        ("cpu", "float32", True, [1, 4, 8, 16]),
+        ("cpu", "bfloat16", True, [2, 4, 8, 16]),  # one row would be multiplied from copies
+        ("cpu", "bfloat16", False, [1, 4, 8, 16]),  # all are
+        ("gpu", "bfloat16", True, [1, 4, 16]),
+    ],
+)
+def test_a_cpu_decodes_two_rows_at_least_in_bfloat16(
+    platform, dtype, is_multiplied, sizes, monkeypatch
+):
+    monkeypatch.setattr(engine, "MULTIPLIES_BFLOAT16", is_multiplied)
+    assert row_sizes(platform, 16, dtype) == sizes
+    assert row_sizes(platform, 1, dtype) == [1]
 
 
 def engine_of(model, *, num_rows=256, max_total_tokens=4096, **settings):

@@ -39,6 +39,7 @@ from jaxrl.models.experts.routing import recorded_dtype
 from jaxrl.models.lora import Declared, divide
 from jaxrl.models.output import block_tokens, chunks_of
 from jaxrl.models.policy import NO_TABLES
+from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16
 from jaxrl.runtime.plan.host import host_memory
 from jaxrl.runtime.plan.search import search_bytes
 from jaxrl.runtime.plan.weights import PolicyWeights, decode_bytes, num_values
@@ -54,8 +55,9 @@ from jaxrl.runtime.sharding import (
     spans_processes,
 )
 from jaxrl.sampling.decode import BLOCK
-from jaxrl.sampling.engine import append_sizes
+from jaxrl.sampling.engine import append_sizes, row_sizes
 from jaxrl.sampling.pages import pages_for
+from jaxrl.tasks import sources_of
 from jaxrl.training.minibatches import takes_own_logprobs
 from jaxrl.training.optimizer import make_optimizer, stage_settings
 from jaxrl.training.packing import BatchShape, sft_shape, train_shape
@@ -70,10 +72,15 @@ PROCESS_BYTES = 400 * 2**20
 """Interpreter, libraries, tokenizer, data and small programs; measured on Linux, JAX 0.10.2."""
 
 COMPILER_BYTES, LAYER_COMPILER_BYTES = 100 * 2**20, 4 * 2**20
-"""Taken by a CPU's compiler for a program, and for each layer that it compiles apart."""
+"""Taken by a CPU's compiler for a program, and for each layer that it compiles apart.
 
-NUM_COMPILED, LAYER_CODE_BYTES = 5, 5 * 2**19
-"""The sampler's programs that a run comes to need, and what each of their layers takes."""
+With the program itself, some of which is left when it is done.
+"""
+
+NUM_COMPILED, LAYER_CODE_BYTES = 5, 9 * 2**18
+"""The sampler's programs that a run comes to need at most, and what each of their layers takes."""
+
+HANDING_OVER = "weights to the sampler"
 
 COMPUTING = ("sft update", "train update", "scoring", "rollout")
 """Phases in which something is compiled."""
@@ -90,7 +97,7 @@ class Target:
     """The devices that a plan is made for.
 
     Attributes:
-        platform: cpu, gpu or tpu. A CPU multiplies bfloat16 in float32, from copies.
+        platform: cpu, gpu or tpu.
         num_devices: devices of all machines together.
         memory_bytes: what JAX may use of one device.
         num_processes: among which the devices are divided evenly. Each samples on its own devices
@@ -383,7 +390,7 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
         "activations kept for the backward pass": saved,
         "images, kept for the backward pass": seen,
         "images, added in first layers": (1 + trains_images) * update.added_of_images,
-        "float32 copies of these": update.is_cpu * update.is_cast * copied,
+        "float32 copies of these": update.copies_bfloat16 * copied,
         "replayed experts": update.replayed,
     }
     held_by_search, _ = _search_bytes(config, target)
@@ -412,10 +419,7 @@ def score_phase(config: ConfigDict, model: Architecture, target: Target) -> Phas
     count = update.count
     held = {
         "weights in the compute dtype": update.cast_weights,
-        "float32 copies of these": update.is_cpu
-        * update.is_cast
-        * 4
-        * (count.params - count.tables),
+        "float32 copies of these": update.copies_bfloat16 * 4 * (count.params - count.tables),
         "replayed experts": update.replayed,
     }
     kept = {
@@ -480,11 +484,21 @@ class _Update:
         return self.itemsize < 4
 
     @property
+    def copies_bfloat16(self) -> bool:
+        """Whether bfloat16 is multiplied in float32, from copies."""
+        return self.is_cpu and self.is_cast and not MULTIPLIES_BFLOAT16
+
+    @property
+    def operand(self) -> int:
+        """Bytes of a value that is multiplied."""
+        return 4 if self.copies_bfloat16 else self.itemsize
+
+    @property
     def cast_weights(self) -> int:
         """The weights in the compute dtype, unless they are kept in it.
 
-        A CPU has float32 copies of the layers instead, and the tables where they are gathered. A
-        TPU's compiler gathers tables before the first micro-batch, and has no more of their parts.
+        A CPU that copies has the layers in float32 instead, and the tables where they are gathered.
+        A TPU's compiler gathers tables before the first micro-batch and has no more of their parts.
         """
         if self.copies_tables:
             return 0
@@ -494,7 +508,7 @@ class _Update:
     @property
     def copies_tables(self) -> bool:
         """Whether a CPU has copies of trained tables to multiply with."""
-        return self.is_cpu and self.is_cast and not self.policy.has_adapter
+        return self.copies_bfloat16 and not self.policy.has_adapter
 
     @property
     def gathers(self) -> bool:
@@ -584,7 +598,7 @@ class _Update:
         vision = self.shape.vision
         if vision is None:
             return {}
-        terms, operand = vision.memory_terms(), 4 if self.is_cpu else self.itemsize
+        terms, operand = vision.memory_terms(), self.operand
         inner = terms.activations if is_trained else terms.read_activations
         scores = vision.num_scores(self.num_patches)
         return {
@@ -613,7 +627,7 @@ class _Update:
         A CPU keeps them in bfloat16, and copies those that it multiplies: three bytes on average.
         """
         terms = ModelTerms(self.model, self.mesh).experts
-        if terms is None or not (self.is_cpu and self.is_cast):
+        if terms is None or not self.copies_bfloat16:
             return 0
         return self.tokens * experts(terms)
 
@@ -663,7 +677,7 @@ class _Update:
     @property
     def read_tables(self) -> int:
         """The same for the output layer where nothing is differentiated."""
-        if self.is_cpu and self.is_cast:
+        if self.copies_bfloat16:
             if self.gathers:
                 return self.gathered_tables + self.turned_table
             return self.itemsize * self.output_table + self.looked_up
@@ -675,7 +689,7 @@ class _Update:
 
         It makes that once for all micro-batches.
         """
-        return (self.is_cpu and self.is_cast and self.shape.num_micro > 1) * 4 * self.embedding
+        return (self.copies_bfloat16 and self.shape.num_micro > 1) * 4 * self.embedding
 
     @property
     def turned_table(self) -> int:
@@ -700,7 +714,7 @@ class _Update:
         elif self.splits_gradients and self.is_cpu:  # the embedding's: all ids, a part of the width
             values, sizes = self.model.vocab_size * self.model.width, self.mesh.shape
             of_tables = 4 * _split(values, sizes["fsdp"] * sizes["context"])
-        operand = 4 if self.is_cpu else self.itemsize
+        operand = self.operand
         terms = ModelTerms(self.model, self.mesh)
         inner = self.tokens * terms.layer.activations
         return {
@@ -735,8 +749,7 @@ class _Update:
                 "embedding and output gathered": self.gathered_tables,
             }
         # In bfloat16 a CPU has the gradient of logits as it is, and to multiply with in float32.
-        copies_bfloat16 = self.is_cpu and self.is_cast
-        of_logits = copies_bfloat16 * self.itemsize * ids * chunk
+        of_logits = self.copies_bfloat16 * self.itemsize * ids * chunk
         if copies and self.splits_gradients:
             return {
                 "a micro-batch's gradients": self.new_gradients + (1 + self.is_cast) * table,
@@ -748,7 +761,7 @@ class _Update:
         # The output layer's of each device's own tokens, then of all; the embedding's is split.
         tables = 0 if self.policy.has_adapter else 4 * self.count.whole_tables
         whole = max(tables, self.splits_gradients * 2 * table)
-        has_product = copies_bfloat16 and (self.gathers or num_chunks > 1)  # beside the sums
+        has_product = self.copies_bfloat16 and (self.gathers or num_chunks > 1)  # beside the sums
         return {
             "a micro-batch's gradients": self.is_cpu * self.new_gradients
             + (1 + copies) * whole
@@ -772,7 +785,7 @@ class _Update:
 
     def at_layers_forward(self) -> dict[str, int]:
         """What a layer needs where nothing is differentiated."""
-        operand = 4 if self.is_cpu else self.itemsize
+        operand = self.operand
         is_float32 = self.is_cpu and not self.is_cast
         return {
             "attention scores": self.scores * 4,
@@ -818,18 +831,53 @@ def _handing_over(config: ConfigDict, model: Architecture, target: Target) -> Ph
     """Memory of a device that trains while the weights go to those that sample.
 
     Where nothing is trained any more, they take the place of the parameters, one after the other.
-    Those of a checkpoint are all there before.
+    Where nothing is trained at all, each parameter is read from disk as its turn comes; but those
+    of a checkpoint, which a workdir may have, and of an adapter's base are all there before.
     """
+    mesh = target_mesh(config, model, target)
+    held = _search_bytes(config, target)[0]
+    is_on_disk = config.stages == ("evaluate",) and adapter_of(config, model) is None
+    if is_on_disk and not config.mesh.rollout_devices:
+        made = _made_in_turn(config, model, target)
+        return Phase(name=HANDING_OVER, kept=held, moments={"handing over": made})
     stage = next((stage for stage in config.stages if stage != "sft"), "sft")
-    kept = _state(config, model, target_mesh(config, model, target), stage)
-    kept |= _search_bytes(config, target)[0]
+    kept = _state(config, model, mesh, stage) | held
     moved = {"decode weights": _decode_weights(config, model, target)}
     if _is_given_up(config) and not config.mesh.rollout_devices:
         largest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.abstract_params()))
         moved = {
             "decode weights of one parameter": largest * jnp.dtype(config.model.dtype).itemsize
         }
-    return Phase(name="weights to the sampler", kept=kept, moments={"handing over": moved})
+    return Phase(name=HANDING_OVER, kept=kept, moments={"handing over": moved})
+
+
+def _made_in_turn(config: ConfigDict, model: Architecture, target: Target) -> dict[str, int]:
+    """The fullest moment while parameters are read and cast, the largest first: `Weights.of`."""
+    mesh = target_mesh(config, model, target)
+    params, itemsize = model.abstract_params(), jnp.dtype(config.model.dtype).itemsize
+    of_params, of_weights = (
+        param_shardings(mesh, model),
+        param_shardings(mesh, model, for_decode=True),
+    )
+    has_head_copy = target.platform == "cpu" and model.tie_embeddings
+    parts = []
+    for name in params:
+        num_made = 2 if has_head_copy and name not in NO_TABLES else 1
+        for leaf, read, made in zip(
+            *(jax.tree.leaves(tree[name]) for tree in (params, of_params, of_weights)), strict=True
+        ):
+            sizes = [math.prod(layout.shard_shape(leaf.shape)) for layout in (read, made)]
+            parts.append((math.prod(leaf.shape), 4 * sizes[0], num_made * itemsize * sizes[1]))
+    parts.sort(key=lambda part: -part[0])
+    # A CPU has it in the pages of its file, as it is read and as an array, before it is cast.
+    copies, moments, so_far = (3 if target.platform == "cpu" else 1), [], 0
+    for _, read, made in parts:
+        if copies > 1:
+            moments.append((so_far, copies * read))
+        so_far += made
+        moments.append((so_far, read))
+    sum_made, read = max(moments, key=sum)
+    return {"decode weights so far": sum_made, "one parameter": read}
 
 
 def _saving(config: ConfigDict, model: Architecture, target: Target, stage: str) -> Phase:
@@ -853,19 +901,36 @@ def _is_given_up(config: ConfigDict) -> bool:
 
 def _process(config: ConfigDict, model: Architecture, target: Target) -> dict[str, int]:
     """A device's part of what a process holds beside arrays, on a CPU."""
-    layers = model.num_layers if {"train", "evaluate"} & set(config.stages) else 0
-    held = {"process": PROCESS_BYTES, "compiled programs": NUM_COMPILED * layers * LAYER_CODE_BYTES}
+    held = {"process": PROCESS_BYTES}
+    if {"train", "evaluate"} & set(config.stages):
+        code = _num_compiled(config, model, target) * model.num_layers * LAYER_CODE_BYTES
+        held["compiled programs"] = code
     return _nonzero({name: size // target.num_local for name, size in held.items()})
+
+
+def _num_compiled(config: ConfigDict, model: Architecture, target: Target) -> int:
+    """The sampler's programs: those that read, and those that decode as many rows as there are."""
+    mesh = target_mesh(config, model, target)
+    rows = config.rollout.num_rows // _sampling_shards(config, mesh, target.num_processes)
+    busy = _busy_rows(config, target, rows)
+    decoding = sum(size <= busy for size in _row_sizes(config, target, rows))
+    reading = len(append_sizes(target.platform, config.rollout.max_total_tokens))
+    return min(NUM_COMPILED, decoding + reading)
 
 
 def _with_process(phase: Phase, config: ConfigDict, model: Architecture, target: Target) -> Phase:
     """A phase on a CPU, with the process around it, and what compiles its programs."""
     kept = _process(config, model, target) | phase.kept
+    if phase.name == HANDING_OVER and config.stages == ("evaluate",):
+        kept.pop("compiled programs", None)  # they come after the weights
     if phase.name not in COMPUTING:
         return replace(phase, kept=kept)
     # The sampler's layers are compiled one by one; others in a loop, unless they are not to be.
     layers = model.num_layers if phase.name == "rollout" or not config.model.scan_layers else 1
-    compiler = (COMPILER_BYTES + layers * LAYER_COMPILER_BYTES) // target.num_local
+    compiler = COMPILER_BYTES + layers * LAYER_COMPILER_BYTES
+    if phase.name == "rollout":  # what is left of the last program is among the compiled ones
+        compiler -= layers * LAYER_CODE_BYTES
+    compiler //= target.num_local
     moments = phase.moments | {"compiling": {"compiler": compiler}}
     return replace(phase, kept=kept, moments=moments)
 
@@ -939,9 +1004,10 @@ class _Sampler:
         table_pages = pages_for(rollout.max_total_tokens, page_tokens)
         token_bytes = terms.cache_bytes(dtype)
         page_bytes = page_tokens * token_bytes
-        # A CPU multiplies bfloat16 in float32, from copies.
-        upcast = 4 // dtype.itemsize if target.platform == "cpu" else 1
-        past = rows * table_pages * page_bytes if copies else 0
+        is_short = target.platform == "cpu" and dtype.itemsize < 4
+        upcast = 4 // dtype.itemsize if is_short and not MULTIPLIES_BFLOAT16 else 1
+        busy = _busy_rows(config, target, rows)
+        past = busy * table_pages * page_bytes if copies else 0
         read = append_sizes(target.platform, rollout.max_total_tokens)[-1]
         turn_tokens = read // BLOCK * TURN_TOKENS  # of each turn of the XLA loop over pages
         is_recorded = records_experts(config)
@@ -949,9 +1015,9 @@ class _Sampler:
         moments = {
             "decode": {
                 "rows' past": past,
-                "the chunk's keys and values": 2 * rows * rollout.chunk_tokens * token_bytes,
-                "logits": 3 * rows * terms.logits * 4,
-                "recorded experts": rows * rollout.chunk_tokens * routed,
+                "the chunk's keys and values": 2 * busy * rollout.chunk_tokens * token_bytes,
+                "logits": 3 * busy * terms.logits * 4,
+                "recorded experts": busy * rollout.chunk_tokens * routed,
             },
             "reading": {
                 "activations": read * terms.layer.read_activations * dtype.itemsize * upcast,
@@ -960,10 +1026,10 @@ class _Sampler:
                 "recorded experts": read * routed,
             },
         }
-        if upcast > 1:
-            full = rows * table_pages
-            cache = page_bytes * (_given_pages(config, target, full, page_bytes) or full)
-            for name, size in _float32_copies(_Counts.of(model, mesh), model, cache).items():
+        full = rows * table_pages
+        cache = page_bytes * (_given_pages(config, target, full, page_bytes) or full)
+        for name, size in _float32_copies(_Counts.of(model, mesh), model, cache).items():
+            if is_short and (upcast > 1 or (name == "decode" and busy == 1)):
                 moments[name]["float32 copies"] = size
         vision = model.vision
         if vision is not None:
@@ -974,20 +1040,38 @@ class _Sampler:
             for terms_of_moment in moments.values():
                 terms_of_moment["images, seen last"] = values * dtype.itemsize
         is_apart = config.mesh.rollout_devices or _is_given_up(config)
-        state = {} if is_apart else _state(config, model, mesh, "train")
+        kept = {} if is_apart else _state(config, model, mesh, "train")
+        kept["decode weights"] = _decode_weights(config, model, target)
         held, searching = _search_bytes(config, target)
         return cls(
             rows=rows,
             table_pages=table_pages,
             page_bytes=page_bytes,
-            kept={
-                **state,
-                "decode weights": _decode_weights(config, model, target),
-                **held,
-                **searching,
-            },
+            kept=kept | held | searching,
             moments=moments,
         )
+
+
+def _busy_rows(config: ConfigDict, target: Target, rows: int) -> int:
+    """Rows of the largest decoding program that a device comes to run.
+
+    An evaluation alone, of a part of the questions, may ask fewer than there are rows.
+
+    Args:
+        config: of the run.
+        target: the devices.
+        rows: of a device.
+    """
+    asked = rows
+    if "train" not in config.stages and config.eval.max_tasks:
+        is_greedy = {*config.eval.final_suites} == {"greedy"}
+        samples = 1 if is_greedy else config.eval.samples
+        asked = len(sources_of(config, "eval")) * config.eval.max_tasks * samples
+    return next(size for size in _row_sizes(config, target, rows) if size >= min(asked, rows))
+
+
+def _row_sizes(config: ConfigDict, target: Target, rows: int) -> list[int]:
+    return row_sizes(target.platform, rows, config.model.dtype)
 
 
 def _sampled_images(config: ConfigDict, vision: Vision, operand: int) -> dict[str, int]:

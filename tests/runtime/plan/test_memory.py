@@ -29,6 +29,12 @@ from tests.runtime.plan.cases import (
 )
 
 
+@pytest.fixture
+def copies_bfloat16(monkeypatch):
+    """A CPU's compiler that multiplies float32 copies, as with JAX 0.10.2."""
+    monkeypatch.setattr(memory, "MULTIPLIES_BFLOAT16", False)
+
+
 class TestByHand:
     def test_7b_on_eight_devices(self):
         # 28 layers of 3584 x (3584 + 2*512 + 3584) attention, 3 x 3584 x 18944 MLP, the biases and
@@ -172,7 +178,7 @@ class TestByHand:
             ("cpu", 1, 2 * (2 * 18_944 + 2 * 3_584)),  # twice the bytes
         ],
     )
-    def test_what_a_layer_has_while_it_scores(self, platform, tensor, values):
+    def test_what_a_layer_has_while_it_scores(self, platform, tensor, values, copies_bfloat16):
         config = large_run(8 // tensor, tensor, **{"kl.coef": 0.01, "optimizer.micro_rows": 8})
         target = replace(NODE, platform=platform)
         layers = memory.score_phase(config, QWEN_7B, target).moments["layers"]
@@ -226,7 +232,7 @@ class TestByHand:
         assert parts[names[0]] == pytest.approx(4 * 152_064 * 3584, rel=1e-3)
         assert parts[names[1]] == 2 * 512 * 152_064
 
-    def test_a_cpu_turns_a_tied_table_over_in_bfloat16(self):
+    def test_a_cpu_turns_a_tied_table_over_in_bfloat16(self, copies_bfloat16):
         cpu = memory.Target(platform="cpu", num_devices=8, memory_bytes=80 * memory.GIB)
         tied, table = replace(QWEN_7B, tie_embeddings=True), 152_064 * 3584
         found = {
@@ -240,7 +246,7 @@ class TestByHand:
         name = "logits chunk, gradients of all"
         assert found["bfloat16"][name] - found["float32"][name] == 2 * 256 * 152_064
 
-    def test_a_cpu_samples_in_bfloat16_from_copies_in_float32(self):
+    def test_a_cpu_samples_in_bfloat16_from_copies_in_float32(self, copies_bfloat16):
         cpu = replace(NODE, platform="cpu")
         phases = {
             dtype: memory.rollout_phase(large_run(**{"model.dtype": dtype}), QWEN_7B, cpu)
@@ -258,7 +264,99 @@ class TestByHand:
         assert decode == pytest.approx(4 * (layers + 152_064 * 3584) + cache, rel=1e-6)
         assert reading == 4 * layers // 2 + cache
 
-    def test_a_cpu_finds_tokens_of_bfloat16_in_a_float32_table(self):
+    @pytest.mark.parametrize("num_rows", [8, 16])
+    def test_a_cpu_that_multiplies_bfloat16_copies_for_one_row_alone(self, num_rows, monkeypatch):
+        monkeypatch.setattr(memory, "MULTIPLIES_BFLOAT16", True)
+        config = large_run(**{"rollout.num_rows": num_rows})  # on eight devices
+        phase = memory.rollout_phase(config, QWEN_7B, replace(NODE, platform="cpu"))
+        copies = 4 * (28 * 233_057_792 + 152_064 * 3584) + 2 * phase.kept["KV cache"]
+        wanted = pytest.approx(copies, rel=1e-6) if num_rows == 8 else 0
+        assert phase.moments["decode"].get("float32 copies", 0) == wanted
+        assert "float32 copies" not in phase.moments["reading"]
+        # A value that is multiplied is as large as it is kept.
+        reading, layer = phase.moments["reading"], QWEN_7B.memory_terms(1).read_activations
+        assert reading["activations"] == 256 * 2 * layer
+
+    def test_a_cpu_that_multiplies_bfloat16_trains_like_an_accelerator(self, monkeypatch):
+        monkeypatch.setattr(memory, "MULTIPLIES_BFLOAT16", True)
+        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * memory.GIB)
+        config = large_run(fsdp=1, **{"kl.coef": 0.01, "optimizer.micro_rows": 2})
+        for phase in (train_phase(config, target=one), memory.score_phase(config, QWEN_7B, one)):
+            layers = phase.moments["layers"]
+            assert "float32 copies of these" not in layers
+            assert layers["weights in the compute dtype"] == 2 * 7_615_616_512
+
+    def test_an_evaluation_reads_parameters_from_disk_one_at_a_time(self):
+        one = replace(NODE, num_devices=1)
+        config = large_run(fsdp=1)
+        config.stages = ("evaluate",)
+        made = memory.make_plan(config, QWEN_7B, one)
+        assert [phase.name for phase in made.phases] == ["rollout", "weights to the sampler"]
+        # The three kernels of the MLP are the largest: all are cast while the third is there.
+        kernel = 28 * 3584 * 18_944
+        assert not made.phases[1].kept
+        assert made.phases[1].moments["handing over"] == {
+            "decode weights so far": 3 * 2 * kernel,
+            "one parameter": 4 * kernel,
+        }
+        # After a warm start all parameters are there.
+        config.stages = ("sft", "evaluate")
+        config.sft.optimizer.micro_rows = 1
+        handing = memory.make_plan(config, QWEN_7B, one).phases[-1]
+        assert handing.kept["parameters"] == 4 * made.num_params
+
+    def test_a_cpu_makes_an_output_layer_of_a_tied_table_too(self):
+        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * memory.GIB)
+        tied = replace(QWEN_7B, num_layers=1, tie_embeddings=True)
+        config = large_run(fsdp=1)
+        config.stages = ("evaluate",)
+        made = memory.make_plan(config, tied, one).phases[-1].moments["handing over"]
+        table = 152_064 * 3584
+        # The table is the largest: in its file, as it is read and as an array.
+        assert made == {"decode weights so far": 0, "one parameter": 3 * 4 * table}
+        # Of 28 layers the third kernel of the MLP is read when two are cast.
+        tied, kernel = replace(tied, num_layers=28), 28 * 3584 * 18_944
+        made = memory.make_plan(config, tied, one).phases[-1]
+        assert "compiled programs" not in made.kept
+        assert made.moments["handing over"] == {
+            "decode weights so far": 2 * 2 * kernel,
+            "one parameter": 3 * 4 * kernel,
+        }
+
+    def test_few_questions_are_asked_in_few_rows(self):
+        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * memory.GIB)
+        keys = {"model.dtype": "float32", "rollout.num_rows": 64, "eval.max_tasks": 3}
+        config = large_run(fsdp=1, **keys, **{"eval.samples": 2})
+        kept = memory.rollout_phase(config, QWEN_7B, one).kept
+        past = {}
+        for stages, suites in (
+            (("train",), ("greedy",)),
+            (("evaluate",), ("sampled", "greedy")),
+            (("evaluate",), ("greedy",)),
+        ):
+            config.stages, config.eval.final_suites = stages, suites
+            phase = memory.make_plan(config, QWEN_7B, one).phases[-2 if "train" in stages else 0]
+            decode = phase.moments["decode"]
+            past[stages, suites] = decode["rows' past"], decode["logits"], phase.kept
+        # 64, then 6 and 3 questions, in programs of 64, 32, 16 or 4 rows of 2048 tokens.
+        row = 28 * 2 * 4 * 128 * 2048 * 4
+        assert [found[:2] for found in past.values()] == [
+            (rows * row, 3 * rows * 152_064 * 4) for rows in (64, 16, 4)
+        ]
+        for *_, others in past.values():  # the cache is made for all rows
+            assert others["KV cache"] == kept["KV cache"] == 64 * row
+        # Two programs read, of 64 and 256 tokens; 4, 2 or 1 decode, of which three count at most.
+        programs = [found[2]["compiled programs"] for found in past.values()]
+        assert programs == [number * 28 * 9 * 2**18 for number in (5, 4, 3)]
+
+    def test_what_is_left_of_a_program_is_counted_once(self):
+        one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * memory.GIB)
+        config = large_run(fsdp=1)
+        config.stages = ("evaluate",)
+        rollout = memory.make_plan(config, QWEN_7B, one).phases[0]
+        assert rollout.moments["compiling"]["compiler"] == (100 + 28 * 4) * 2**20 - 28 * 9 * 2**18
+
+    def test_a_cpu_finds_tokens_of_bfloat16_in_a_float32_table(self, copies_bfloat16):
         one = memory.Target(platform="cpu", num_devices=1, memory_bytes=80 * memory.GIB)
         table = 4 * 152_064 * 3584
         for keys in ({}, {**ADAPTED, "model.lora.base_dtype": "bfloat16"}):
@@ -503,7 +601,7 @@ class TestAdapters:
     [("cpu", "float32", 4, 4), ("cpu", "bfloat16", 4, 3), ("gpu", "bfloat16", 2, 2)],
 )
 def test_what_experts_compute_is_copied_in_part_on_a_cpu(
-    platform, dtype, dense_bytes, expert_bytes
+    platform, dtype, dense_bytes, expert_bytes, copies_bfloat16
 ):
     config = default_config()
     config.model.dtype = dtype
