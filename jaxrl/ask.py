@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxrl.components import assemble
-from jaxrl.config import KEYS, OWN_MODEL, default_config
+from jaxrl.config import KEYS, OWN_MODEL, default_config, with_tuples
 from jaxrl.config_checks import validate
 from jaxrl.data import parse_task
 from jaxrl.envs.base import OutageError, Outcome
@@ -142,6 +142,7 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
             except (ValueError, SyntaxError) as error:
                 kind = type(default).__name__
                 raise ValueError(f"{argument}: expected a {kind} as Python writes it.") from error
+        value = with_tuples(value)
         KEYS[key].check(key, value)
         keys[key] = value
     return keys

@@ -8,8 +8,8 @@ docs/configuration.md come from `KEYS`. Rules between keys stand beside the feat
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -71,16 +71,15 @@ class Key:
         """
         is_number = isinstance(self.default, int | float) and not isinstance(self.default, bool)
         if isinstance(self.default, float):
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                refuse(name, value, "a finite number")
-            if not math.isfinite(value):
+            if not is_finite(value):
                 refuse(name, value, "a finite number")
         elif type(value) is not type(self.default):
             expected = f"a value of type {type(self.default).__name__}, as {self.default!r}"
             refuse(name, value, expected)
         if self.one_of and value not in self.one_of:
-            refuse(name, value, self.expected or f"one of {', '.join(map(str, self.one_of))}")
-        if self.some_of and not set(value) <= set(self.some_of):
+            names = ", ".join(str(one) or repr(one) for one in self.one_of)
+            refuse(name, value, self.expected or f"one of {names}")
+        if self.some_of and not all(one in self.some_of for one in value):
             refuse(name, value, f"a tuple out of {self.some_of}")
         if is_number and not self._is_in_range(value):
             refuse(name, value, self.expected or f"a number {self.range()}")
@@ -115,6 +114,12 @@ class Key:
                 kinds = "true, false, a number or a text each"
                 kinds += ", or lists of these" * self.is_nested
                 refuse(name, value, f"names with {kinds}, as {{'name': {self.example!r}}}")
+
+
+def is_finite(value: Any) -> bool:
+    """Return True for a number that a float can hold; bool is none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def _is_plain(value: Any, *, is_flat: bool) -> bool:
@@ -480,7 +485,7 @@ KEYS: dict[str, Key] = {
         "further ones: `math_verify`, which compares final answers as mathematics (extra `math`); "
         "judges, by their names; functions of your own, by dotted name, in our, verl's or TRL's "
         "signature. The reward is the weighted sum.", example=1.0,
-        is_valid=lambda v: all(type(w) in (int, float) and math.isfinite(w) for w in v.values()),
+        is_valid=lambda v: all(map(is_finite, v.values())),
         expected="a finite number for each part"),
     "reward.settings": Key({}, "Keyword arguments of functions of your own, as "
         "`{'my_reward.brevity': {'words': 50}}`.", example={}, is_nested=True,
@@ -539,7 +544,7 @@ KEYS: dict[str, Key] = {
     "shaping.alpha_max": Key(2.0, "The coefficient stays between 0 and this.", at_least=0,
         restart=TRAINING),
     "shaping.bootstrap_tasks": Key(0, "Tasks rolled out before the first step, to set all this up. "
-        "-1: all.", at_least=-1, restart=TRAINING),
+        "-1: all.", at_least=-1, expected="-1 (all) or more", restart=TRAINING),
     # -------------------------------------------------------------------------- rollout
     "rollout.tasks_per_step": Key(16, "Groups trained on in a step; without a filter the tasks "
         "drawn.", above=0, restart=TRAINING),
@@ -740,7 +745,7 @@ KEYS: dict[str, Key] = {
     "ledger.prices": Key({}, "Price of asking a tool or a judge once, in a unit of yours, by its "
         "name, as `{'search': 0.001}`; the others are free. Answers of a cache or a recording cost "
         "nothing.", example=0.001,
-        is_valid=lambda v: all(type(p) in (int, float) and 0 <= p < math.inf for p in v.values()),
+        is_valid=lambda v: all(is_finite(price) and price >= 0 for price in v.values()),
         expected="a price of at least 0 for each tool", restart=FREE),
     "ledger.max_cost": Key(0.0, "What the run may spend, in that unit. Once a step or an "
         "evaluation has reached it, the run saves and ends with exit code 78. 0: no limit.",
@@ -795,19 +800,19 @@ def flat_pairs(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]
         if isinstance(value, dict) and f"{prefix}{key}" not in MAPPINGS:
             flat += flat_pairs(value, f"{prefix}{key}.")
         else:
-            flat.append((f"{prefix}{key}", _with_tuples(value)))
+            flat.append((f"{prefix}{key}", with_tuples(value)))
     return flat
 
 
-def _with_tuples(value: Any) -> Any:
+def with_tuples(value: Any) -> Any:
     """Lists, also those inside of others, as the tuples they are in a configuration."""
     if not isinstance(value, list | tuple):
         return value
     inner = [
-        {key: _with_tuples(inside) for key, inside in one.items()} if isinstance(one, dict) else one
+        {key: with_tuples(inside) for key, inside in one.items()} if isinstance(one, dict) else one
         for one in value
     ]
-    return tuple(map(_with_tuples, inner))
+    return tuple(map(with_tuples, inner))
 
 
 def flatten(config: ConfigDict) -> dict[str, Any]:

@@ -107,6 +107,11 @@ def test_shipped_configs_are_valid(name):
         ("seed", True, "a value of type int, as 0"),
         ("stages", None, "a value of type tuple, as ('train', 'evaluate')"),
         ("optimizer.lr", float("nan"), "a finite number"),
+        ("reward.weights", {"exact_match": 10**400}, "a finite number for each part"),
+        ("ledger.prices", {"search": -1.0}, "a price of at least 0 for each tool"),
+        ("eval.suites", ({},), "a tuple out of"),
+        ("stages", (("train",),), "a tuple out of"),
+        ("search.dense.pooling", "max", "one of '', mean, first, last"),
         ("loss.entropy_coef", float("inf"), "a finite number"),
         # What no clock could wait for.
         ("search.deadline_s", 1e10, "at most 1e+09 seconds"),

@@ -8,6 +8,7 @@ a line: when, after which step, and every key with its value before and now.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -102,10 +103,12 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
     unknown = sorted((told or saved).keys() - KEYS.keys())
     if unknown and not is_accepted:
         raise ValueError(
-            f"{workdir} was begun by another version, with keys that this one does not have: "
+            f"{workdir} holds a run with keys that this version does not have: "
             f"{', '.join(f'config.{key}' for key in unknown)}. Name another --workdir to begin "
             "anew; --accept_changes goes on without them."
         )
+    if told:  # without what was once accepted to be left out
+        saved = {key: value for key, value in saved.items() if key in KEYS or key in told}
     lines, bad = read_history(workdir)
     warnings += [f"warning: {workdir / HISTORY}:{number} is no line of it" for number in bad]
     if position.get("contents") and not (workdir / HISTORY).exists():
@@ -159,6 +162,10 @@ def changes_since(
         )
         for key in different
     ]
+    gone = begun.config.keys() - KEYS.keys()
+    found += [
+        Change(key=key, before=begun.config[key], now=None, is_free=False) for key in sorted(gone)
+    ]
     for name in sorted({*contents, *begun.contents}):
         key, is_model = name.partition("/")[0], name.startswith("model.path/")
         is_known = is_model and any(n.startswith("model.path/") for n in begun.contents)
@@ -177,11 +184,11 @@ def is_free(key: str, before: Mapping[str, Any], config: ConfigDict) -> bool:
     """Whether a key may change without consent.
 
     Args:
-        key: with its sections.
+        key: with its sections; or the name of a file that it names.
         before: the flat configuration so far.
         config: the present one.
     """
-    restart = KEYS[key].restart if key in KEYS else RESULTS
+    restart = _restart_of(key)
     if set(config.stages) == {"evaluate"}:
         return restart != RESULTS
     if key in ("num_steps", "sft.num_steps"):
@@ -195,6 +202,16 @@ def is_free(key: str, before: Mapping[str, Any], config: ConfigDict) -> bool:
         return False  # they decide when trajectories end
     is_steered = config.checkpoint.keep_best or config.eval.patience or has_gate(config)
     return restart == FREE or (restart == EVALUATION and not is_steered)
+
+
+def _restart_of(name: str) -> str:
+    """What a restart may do with a key, or with a file that a name in it stands for.
+
+    Files have names as `loss.name's file` and `tasks.train.sources[0].format's file`.
+    """
+    following = {key: name[len(key) :] for key in KEYS if name.startswith(key)}
+    found = [key for key, rest in following.items() if not re.match(r"\w", rest)]
+    return KEYS[max(found, key=len)].restart if found else RESULTS
 
 
 def _is_moved(key: str, before: Mapping[str, str], now: Mapping[str, str]) -> bool:

@@ -150,6 +150,22 @@ def test_an_evaluation_alone_may_leave_training_aside(tmp_path):
 
 
 class TestContents:
+    def test_code_that_only_training_reads(self, tmp_path):
+        """An evaluation by itself goes on with another loss, and not with another environment."""
+        begin(tmp_path)
+        before, now = (
+            CONTENTS | {"loss.name's file": kind, "env.name's file": kind} for kind in ("a", "b")
+        )
+        begun = read_begun(tmp_path)
+        begun.contents.update(before)
+        free = {
+            stages: {c.key: c.is_free for c in changes_since(begun, configured(stages=stages), now)}
+            for stages in (("train", "evaluate"), ("evaluate",))
+        }
+        loss, env = "loss.name's file (content)", "env.name's file (content)"
+        assert free["train", "evaluate"] == {loss: False, env: False}
+        assert (free[("evaluate",)][loss], free[("evaluate",)][env]) == (True, False)
+
     def test_the_same_path_with_another_content(self, tmp_path):
         begin(tmp_path)
         now = {**CONTENTS, "tasks.train.source": "xx", "model.path/tokenizer.json": "new"}
@@ -199,13 +215,16 @@ class TestOlderRuns:
         fields = json.loads((tmp_path / "config.json").read_text())
         fields["rollout"]["num_slots"] = 8
         (tmp_path / "config.json").write_text(json.dumps(fields))
-        told = r"another version.* have: config\.rollout\.num_slots\. Name another --workdir"
+        told = r"this version does not have: config\.rollout\.num_slots\. Name another --workdir"
         with pytest.raises(ValueError, match=told):
             read_begun(tmp_path)
         begun = read_begun(tmp_path, is_accepted=True)
-        assert changes_since(begun, configured(), CONTENTS) == []
+        [change] = changes_since(begun, configured(), CONTENTS)
+        assert (str(change), change.is_free) == ("config.rollout.num_slots: 8 -> None", False)
         # From then on the workdir is of this version, also before its next checkpoint.
-        resuming.adopt(tmp_path, begun, [], configured(), CONTENTS)
+        resuming.adopt(tmp_path, begun, [change], configured(), CONTENTS)
+        [line], _ = read_history(tmp_path)
+        assert line["changes"] == {"rollout.num_slots": {"before": 8, "now": None}}
         assert changes_since(read_begun(tmp_path), configured(), CONTENTS) == []
 
     @pytest.mark.parametrize("damage", [None, "", "[]", "{", "nu\xff", "[" * 100_000])

@@ -36,8 +36,8 @@ def best_micro_rows(
     """The micro-batch of a stage that is computed the fastest among those that fit a device.
 
     On a GPU or TPU the largest one, but no larger than a mini-batch needs. On a CPU a token takes
-    about as long in a small one, of which less is padding: there it is the smallest of two rows and
-    `CPU_TOKENS`, two so that sequences of a prompt meet. Where not even one row on each device
+    about as long in a small one, of which less is padding: there it is two rows, so that sequences
+    of a prompt meet, or `CPU_TOKENS` if that is more. Where not even one row on each device
     fits, it is that, unless `must_fit`.
 
     Returns:
