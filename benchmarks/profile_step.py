@@ -223,10 +223,9 @@ def add_up(
         names = {event.name for event in ran}
         texts = programs.get(program, [{}])
         operations = max(texts, key=lambda text: len(names & text.keys()))
-        function = program.partition("__")[0]  # and its variant behind, see `CompiledFunction`
         for event in ran:
             one = operations.get(event.name, unknown)
-            total = times[function, one.layer, one.operator, one.pass_]
+            total = times[program, one.layer, one.operator, one.pass_]
             total[0] += event.seconds
             total[1] += one.flops
     return times

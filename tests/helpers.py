@@ -332,7 +332,7 @@ def program_text(function, *args):
 
     After a call with the same shapes this compiles nothing.
     """
-    return function.jitted().lower(*args).compile().as_text()
+    return function._jitted.lower(*args).compile().as_text()
 
 
 def shapes_in(text):

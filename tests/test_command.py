@@ -96,7 +96,8 @@ def test_the_quickstart_in_an_empty_folder(site, tmp_path):
     assert done.returncode == 0, done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {"data", "runs"}
     report = jaxrl(site, "report", "runs/quickstart", cwd=tmp_path)
-    assert (report.returncode, report.stdout.splitlines()[-1]) == (0, "runs/quickstart/report.html")
+    written = tmp_path.resolve() / "runs/quickstart/report.html"
+    assert (report.returncode, report.stdout.splitlines()[-1]) == (0, str(written))
 
 
 def test_without_a_word_it_says_which_there_are(site, tmp_path):

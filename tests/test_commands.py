@@ -189,12 +189,13 @@ def test_flags_and_keys_are_those_of_the_program(command, place, monkeypatch):
         validate(config, needs_data=False)
         return
     program = importlib.import_module(f"{module}.__main__" if module == "jaxrl.report" else module)
-    if module == "jaxrl.ask":  # which takes keys of the configuration beside its own flags
+    takes_keys = {"jaxrl.ask": "answer", "benchmarks.profile_step": "settings"}
+    if module in takes_keys:  # of the configuration, beside its own flags
 
-        def answer(*_):
+        def begin(*_):
             raise ParsedError
 
-        monkeypatch.setattr(program, "answer", answer)
+        monkeypatch.setattr(program, takes_keys[module], begin)
     else:
 
         def parse(self, args=None, namespace=None):

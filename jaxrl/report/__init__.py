@@ -46,8 +46,8 @@ def write_report(
     charts, zero = charts_of(groups)
     plots = "plots" if out is None else f"{out.stem}_plots"
     if out is None:
-        [as_named, *others] = folders.values()
-        out = Path(os.path.commonpath(f.parent for f in folders)) if others else as_named
+        [first, *others] = folders
+        out = Path(os.path.commonpath(f.parent for f in folders) if others else first)
         out /= "report.html"
     for chart in charts:
         png(chart, out.parent / plots / f"{chart.name}.png")

@@ -121,7 +121,14 @@ class CompiledFunction:
         self._programs: dict[Hashable, Callable[..., Any]] = {}
         self.function = function
         self._static_argnums = static_argnums
-        self._donate_argnums = donate_argnums
+
+        def traced(*args: Any) -> Any:
+            result = function(*args)
+            self.num_traces += 1
+            return result
+
+        traced.__name__ = name  # which a profile shows
+        self._jitted = jax.jit(traced, donate_argnums=donate_argnums, static_argnums=static_argnums)
 
     def __call__(self, *args: Any, variant: Hashable = ()) -> Any:
         """Calls the function.
@@ -151,25 +158,12 @@ class CompiledFunction:
         self._check(variant)
         if variant in self._programs:
             return lambda: None
-        lowered = self.jitted(variant).lower(*args)
+        lowered = self._jitted.lower(*args)
 
         def compile_it() -> None:
             self._programs[variant] = lowered.compile()
 
         return compile_it
-
-    def jitted(self, variant: Hashable = ()) -> Any:
-        """The function with `jax.jit`, by the name that a profile shows: jit_decode__32_..."""
-
-        def traced(*args: Any) -> Any:
-            result = self.function(*args)
-            self.num_traces += 1
-            return result
-
-        traced.__name__ = self.name if variant == () else f"{self.name}__{variant}"
-        return jax.jit(
-            traced, donate_argnums=self._donate_argnums, static_argnums=self._static_argnums
-        )
 
     def _check(self, variant: Hashable) -> None:
         if variant not in self.variants:
