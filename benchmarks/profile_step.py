@@ -213,7 +213,7 @@ Times = dict[tuple[str, str, str, str], list[float]]
 def add_up(
     events: Iterable[Event], programs: Mapping[str, Sequence[Mapping[str, Operation]]]
 ) -> Times:
-    """What took how long; programs of one name are told apart by what is in them."""
+    """Add up seconds; programs of one name are told apart by their operations."""
     by_program: dict[tuple[str, int], list[Event]] = defaultdict(list)
     for event in events:
         by_program[event.program, event.number].append(event)
@@ -282,7 +282,7 @@ class Recorder(Display):
 
 
 def report(times: Times, step_s: float, cpu_s: float) -> str:
-    """What was found of a step, which took so long on the clock and of processor time."""
+    """Describe a step: tables, with its seconds on the clock and of processor time."""
     device = jax.devices()[0]
     busy = sum(seconds for seconds, _ in times.values())
     scale = min(cpu_s / busy, 1.0) if device.platform == "cpu" else 1.0

@@ -173,4 +173,4 @@ RULES = (
         "0 with an environment that does not ask for `max_calls`: no call would be refused by it",
     ),
 )
-"""What the environment refuses of a configuration."""
+"""Combinations of keys that the environment refuses."""

@@ -519,4 +519,4 @@ RULES = (
         "looked for",
     ),
 )
-"""What the method refuses of a configuration."""
+"""Combinations of keys that the method refuses."""

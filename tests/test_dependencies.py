@@ -160,6 +160,33 @@ def test_the_table_of_rooms_is_whole_and_in_order():
     assert found == {("method", "training")}  # the table of schedules
 
 
+MAX_PARAMETERS = 8
+WITH_MORE = {
+    "jaxrl/sampling/decode.py:decode_chunk",  # the state of all rows, array by array
+    # Sizes and programs that are fixed for its life; arrays and settings of an objective.
+    "jaxrl/sampling/engine.py:__init__",
+    "jaxrl/models/policy.py:__init__",
+    "jaxrl/objectives/corrections.py:importance_weights",
+    "jaxrl/objectives/shaping.py:boundary_aware_rewards",
+    # A kernel gets each of its operands and results as a reference.
+    "jaxrl/models/attention/gpu.py:_backward_queries_kernel",
+    "jaxrl/models/attention/gpu.py:_backward_keys_kernel",
+    "jaxrl/models/attention/tpu.py:_pages_kernel",
+}
+"""Functions that may take more parameters. No bound holds on a function's length."""
+
+
+def test_functions_take_few_parameters():
+    found = set()
+    for path in (ROOT / "jaxrl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                each = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                if sum(one.arg not in ("self", "cls") for one in each) > MAX_PARAMETERS:
+                    found.add(f"{path.relative_to(ROOT).as_posix()}:{node.name}")
+    assert found == WITH_MORE
+
+
 MAX_LINES_OF_THE_LOOP = 20_000
 """Of `jaxrl/train.py` and all that it imports; who reads how it trains reads no more than this."""
 

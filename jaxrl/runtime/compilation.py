@@ -14,7 +14,7 @@ import jax
 from jaxrl.runtime.stopping import Interrupted
 
 MULTIPLIES_BFLOAT16 = jax.__version_info__ >= (0, 12)
-"""Whether a CPU multiplies bfloat16 as it is, but for a single row of activations.
+"""True where a CPU multiplies bfloat16 as it is, except for a single row of activations.
 
 With JAX 0.10.2 it multiplies float32 copies, and with 0.12.0.1 where there is one row. Of weights
 that a loop reads these copies are made before it, and all of them lie there until its end.

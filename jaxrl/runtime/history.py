@@ -205,7 +205,7 @@ def is_free(key: str, before: Mapping[str, Any], config: ConfigDict) -> bool:
 
 
 def _restart_of(name: str) -> str:
-    """What a restart may do with a key, or with a file that a name in it stands for.
+    """Return what a restart may do with a key, or with a file that a name in it stands for.
 
     Files have names as `loss.name's file` and `tasks.train.sources[0].format's file`.
     """
