@@ -35,13 +35,13 @@ def get_config(world: str = real_coder.WORLD) -> ConfigDict:
 
     config.advantage.grpo.normalize_std = False
     config.loss.clip_high = 0.28
-    config.optimizer.lr = 1e-4
+    config.optimizer.lr = 2e-4
     config.optimizer.warmup_steps = 2
     config.optimizer.micro_rows = 4
 
     config.eval.max_tasks = 50
     config.eval.suites = ("sampled",)
-    config.eval.every_steps = 8
+    config.eval.every_steps = 12
     config.eval.final_suites = ("greedy", "empty_search")
     config.checkpoint.every_steps = 1
     return config
