@@ -38,6 +38,7 @@ from jaxrl.envs.images import Picture
 from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.text import printable, writable
 from jaxrl.logs.display import Display
+from jaxrl.method import method_of, stage_steps
 from jaxrl.models.adapters import load_frozen
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf
@@ -191,7 +192,9 @@ def open_run(
     if step is not None:
         check_step(run / "checkpoints", step)
     _, saved = read_newest_position(run / "checkpoints")
-    is_training = bool(saved) and Progress.from_json(saved, config).is_under_way(config)
+    is_training = bool(saved) and Progress.from_json(saved, method_of(config)).is_under_way(
+        stage_steps(config)
+    )
     export = run / "export"
     if model is None and step is None and not is_training and (export / "config.json").is_file():
         model = export

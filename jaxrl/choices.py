@@ -32,6 +32,37 @@ class Rule:
     expected: str  # instead, and why
 
 
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """A function that a key names, with its settings.
+
+    Attributes:
+        key: that holds the name, with its sections.
+        name: an entry of a table, or a dotted name.
+        function: what the name stands for.
+        settings: its keyword-only arguments.
+    """
+
+    key: str
+    name: str
+    function: Callable[..., Any]
+    settings: Mapping[str, Any]
+
+    @property
+    def arrays(self) -> list[str]:
+        """The names of its other arguments."""
+        return arrays_of(self.function)
+
+    @property
+    def is_own(self) -> bool:
+        """True for one of the user's own."""
+        return is_own(self.name)
+
+    def __call__(self, *arrays: Any) -> Any:
+        """What it gives of these arrays."""
+        return self.function(*arrays, **self.settings)
+
+
 class OwnCodeError(ValueError):
     """What a key names failed, or gave what cannot be worked with; the text names the key."""
 

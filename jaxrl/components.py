@@ -11,7 +11,6 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,16 @@ from jaxrl.envs.recording import Recording, recorded_engines
 from jaxrl.envs.resilient import Policy, ResilientSearch, ask_first
 from jaxrl.envs.retrieval import DocumentSearch, EmptySearch
 from jaxrl.envs.tools import Tool
-from jaxrl.method import adapter_of, frozen_of, records_experts
+from jaxrl.method import (
+    adapter_of,
+    batch_shape,
+    filled,
+    frozen_of,
+    method_of,
+    optimizer_of,
+    records_experts,
+    stage_steps,
+)
 from jaxrl.models.adapters import check_adapter
 from jaxrl.models.architecture import Architecture, read_model
 from jaxrl.models.attention.choice import choose
@@ -58,11 +66,19 @@ from jaxrl.sampling.external import ChatModel, ChatRollout, ChatSettings
 from jaxrl.sampling.next_token import GREEDY, NUCLEUS, PLAIN, kind_of
 from jaxrl.sampling.rollout import EpisodePlayer, Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.session import Components
+from jaxrl.session import Components, Stage
+from jaxrl.settings import Checkpointing, Costs, Evaluation, Settings
+from jaxrl.sft import supervised_loss
 from jaxrl.stream import Mixture, Source
 from jaxrl.tasks import Tasks, check_data_sources, open_tasks, overlap_note, sources_of
 from jaxrl.tokenizer import Tokenizer
-from jaxrl.trial import try_objectives
+from jaxrl.training.collect import check_filter
+from jaxrl.training.estimators import Estimator
+from jaxrl.training.minibatches import check_aggregation
+from jaxrl.training.optimizer import check_schedule, make_optimizer
+from jaxrl.training.policy_loss import check_update, make_policy_loss
+from jaxrl.training.settings import Method
+from jaxrl.training.update import UpdateStep
 from jaxrl.types import Group
 
 
@@ -86,7 +102,7 @@ def assemble(
         OutageError: the search engine's server answers nobody.
     """
     mesh = make_mesh(**config.mesh)
-    try_objectives(config)
+    method = method_of(config)
     external = _make_external(config, workdir, log)
     model_config, tokenizer = _read_model(config, mesh, is_played=external is None)
     adapter = adapter_of(config, model_config) if external is None else None
@@ -101,6 +117,8 @@ def assemble(
     engine = None
     if external is None:
         engine = _make_engine(config, adapter or model_config, mesh, automaton, tokenizer)
+    model = _make_model(config, mesh, adapter or model_config, tokenizer)
+    stages = _make_stages(config, model, method)
     limits = _make_limits(config)
     schedule, pay = _make_schedule(config), _make_payment(config, tasks, eval_tasks)
     _open_judges(pay, workdir, log)
@@ -126,7 +144,9 @@ def assemble(
     return Components(
         mesh=mesh,
         model_config=model_config,
-        model=_make_model(config, mesh, adapter or model_config, tokenizer),
+        model=model,
+        method=method,
+        stages=stages,
         tokenizer=tokenizer,
         tasks=tasks,
         eval_tasks=list(eval_tasks),
@@ -142,9 +162,48 @@ def assemble(
     )
 
 
+def settings_of(config: ConfigDict) -> Settings:
+    """What the stages read of a checked configuration."""
+    values, evaluation, replies = config.to_dict(), config.eval, config.policy.openai
+    sections = ("seed", "model", "images", "env", "prompt", "search", "rollout", "reward", "eval")
+    depends_on = {name: config.to_dict()[name] for name in sections}
+    del depends_on["images"]["cache_mib"]
+    is_external = config.policy.name != OWN_MODEL
+    if is_external:
+        depends_on["policy"] = config.policy.to_dict()
+        for key in ("prompt_price", "completion_price", "replay", "replay_folder"):
+            del depends_on["policy"]["openai"][key]  # on which no answer depends
+    if config.rollout.max_cost:
+        depends_on["prices"] = config.ledger.prices
+    return Settings(
+        stages=config.stages,
+        seed=config.seed,
+        max_response_tokens=config.rollout.max_response_tokens,
+        max_failed_steps=config.rollout.max_failed_steps,
+        evaluation=filled(
+            Evaluation,
+            evaluation,
+            correct=config.reward.correct,
+            has_python="python" in config.env.search.tools,
+            has_results=environment.has_tools(config),
+            section=evaluation.to_dict(),
+            depends_on=depends_on,
+        ),
+        checkpoint=filled(Checkpointing, config.checkpoint),
+        ledger=filled(Costs, config.ledger),
+        model_path=config.model.path,
+        architecture=config.model.architecture,
+        adapter_path=config.model.lora.path,
+        trajectories=config.log.trajectories,
+        kept_replies=replies.replay_folder if replies.replay == "record" else None,
+        wandb_project=config.log.wandb_project,
+        values=values,
+    )
+
+
 def _make_limits(config: ConfigDict) -> Limits:
-    numbers = {field.name: config.rollout[field.name] for field in fields(Limits)}
-    return Limits(**numbers | {"max_image_tokens": environment.max_image_tokens(config)})
+    tokens = environment.max_image_tokens(config)
+    return filled(Limits, config.rollout, max_image_tokens=tokens)
 
 
 def _make_processor(
@@ -223,6 +282,48 @@ def _make_model(
         logits_chunk_tokens=config.model.logits_chunk_tokens,
         frozen=frozen_of(config),
     )
+
+
+def _make_stages(config: ConfigDict, model: Model, method: Method) -> dict[str, Stage]:
+    """The configured stages that train, whose functions are tried at the shapes of a step.
+
+    Raises:
+        ValueError: one of the user's own would fail in a step; names its key.
+    """
+    losses = {"sft": supervised_loss, "train": make_policy_loss(method)}
+    stages = {}
+    for name, num_steps in stage_steps(config).items():
+        settings = optimizer_of(config, name)
+        check_schedule(settings)
+        optimizer, is_train = make_optimizer(settings), name == "train"
+        stages[name] = Stage(
+            num_steps=num_steps,
+            batch_size=(
+                method.groups_per_minibatch * method.group_size
+                if is_train
+                else config.sft.batch_size
+            ),
+            optimizer=optimizer,
+            settings=settings,
+            shape=batch_shape(
+                config, name, model.shards_with_prompts, model.num_pieces, model.config
+            ),
+            update=UpdateStep(
+                model,
+                losses[name],
+                optimizer,
+                temperature=method.temperature if is_train else 1.0,
+                entropy_gradient=is_train and method.loss.entropy_coef != 0,
+                balance_coef=method.balance_coef,
+                offload=settings.offload,
+            ),
+        )
+    if "train" in stages:
+        check_filter(method)
+        Estimator(method.advantage, method.seed).check(method.tasks_per_step * method.group_size)
+        check_aggregation(method, config.rollout.max_response_tokens)
+        check_update(stages["train"].update, stages["train"].shape, method)
+    return stages
 
 
 def _make_external(
@@ -489,7 +590,7 @@ def _make_search(
     log: Callable[[str], None],
 ) -> ResilientSearch:
     """The search engine with what stands around it."""
-    policy = Policy(**{field.name: config.search[field.name] for field in fields(Policy)})
+    policy = filled(Policy, config.search)
     recording = _make_recording(config, workdir, log)
     is_replay = config.search.replay == "only"
     engine = _make_plain_search(config, show)

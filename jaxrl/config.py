@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -793,7 +793,7 @@ def refuse(key: str, value: Any, expected: str) -> None:
     raise ValueError(f"config.{key} is {value!r}; expected {expected}.")
 
 
-def flat_pairs(values: dict[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+def flat_pairs(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
     """Keys with their sections, joined by dots, and their values, in the order of a mapping."""
     flat: list[tuple[str, Any]] = []
     for key, value in values.items():

@@ -24,7 +24,6 @@ from rich.text import Text
 
 from jaxrl.choices import STAGES
 from jaxrl.codecs import question_record
-from jaxrl.environment import has_tools
 from jaxrl.envs.answers import normalize_answer
 from jaxrl.envs.attribution import Attribution, attribute
 from jaxrl.envs.base import Outcome
@@ -532,7 +531,7 @@ def evaluate(session: Session, params: Params) -> Params:
             session.compile_sampler()
             with stopped_by(session.should_stop):
                 sampler.set_weights(given_up(session.components.model.whole(params)))
-        metrics, errors = run_suites(session, "evaluate", session.config.eval.final_suites)
+        metrics, errors = run_suites(session, "evaluate", session.settings.evaluation.final_suites)
         if sampler is not None:
             sampler.release()
     else:
@@ -559,15 +558,7 @@ def totals(progress: Progress) -> dict[str, float]:
 
 def made_with(session: Session) -> str:
     """A hash of what an evaluation depends on beside the weights: settings, questions, corpus."""
-    sections = ("seed", "model", "images", "env", "prompt", "search", "rollout", "reward", "eval")
-    settings = {name: session.config.to_dict()[name] for name in sections}
-    del settings["images"]["cache_mib"]
-    if session.components.external:
-        settings["policy"] = session.config.policy.to_dict()
-        for key in ("prompt_price", "completion_price", "replay", "replay_folder"):
-            del settings["policy"]["openai"][key]  # on which no answer depends
-    if session.config.rollout.max_cost:
-        settings["prices"] = session.config.ledger.prices
+    settings = session.settings.evaluation.depends_on
     read = ("model.path/", "tasks.eval.source", "search.local.corpus", "search.dense.")
     content = {
         name: value
@@ -585,17 +576,17 @@ def run_suites(
     Returns:
         Metrics, and the first error of each suite of which every episode failed.
     """
-    step, display, settings = session.progress.step, session.display, session.config.eval
+    step, display, settings = session.progress.step, session.display, session.settings.evaluation
     started = time.perf_counter()
     played, ledger = _play_all(session, suites)
     summaries = {
         suite: summarize(
             groups,
-            has_python="python" in session.config.env.search.tools,
-            has_results=has_tools(session.config),
+            has_python=settings.has_python,
+            has_results=settings.has_results,
             ks=settings.ks,
             num_resamples=settings.resamples,
-            seed=session.config.seed,
+            seed=session.settings.seed,
             weights=session.components.reward_weights,
         )
         for suite, groups in played.items()
@@ -606,12 +597,12 @@ def run_suites(
     record = as_record(
         step,
         stage,
-        settings.to_dict(),
+        settings.section,
         played,
         summaries,
         weights_step=whose_weights,
         made_with=made_with(session),
-        has_results=has_tools(session.config),
+        has_results=settings.has_results,
     )
     record["ledger"] = ledger.to_json()
     text = as_text(step, stage, summaries, weights_step=whose_weights)
@@ -648,25 +639,27 @@ def _play_all(session: Session, suites: Sequence[str]) -> tuple[dict[str, list[G
         if session.components.external:
             session.check_budget(ledger)
         groups = played[suite] = play(session, suite)
-        prices, is_control = session.config.ledger.prices, suite in CONTROLS
+        prices, is_control = session.settings.ledger.prices, suite in CONTROLS
         ledger += Ledger.of(members(groups), prices, is_control=is_control)
     return played, ledger
 
 
 def play(session: Session, suite: str) -> list[Group]:
     """The held-out tasks under the engine's weights, as the suite wants them."""
-    config, components = session.config, session.components
+    settings, components = session.settings.evaluation, session.components
     is_greedy = suite == "greedy"
     is_control = suite not in ("sampled", "greedy")
     rollout = components.controls[suite] if is_control else components.rollout
     return rollout(
         [Draw(task=task, stream_index=i) for i, task in enumerate(components.eval_tasks)],
         Sampling(
-            group_size=1 if is_greedy else config.eval.samples,
-            temperature=0.0 if is_greedy else config.eval.temperature,
-            top_p=config.eval.top_p,
+            group_size=1 if is_greedy else settings.samples,
+            temperature=0.0 if is_greedy else settings.temperature,
+            top_p=settings.top_p,
             seeds=Seeds(
-                seed=config.seed, stage=STAGES.index("evaluate"), step=session.progress.step
+                seed=session.settings.seed,
+                stage=STAGES.index("evaluate"),
+                step=session.progress.step,
             ),
         ),
         should_stop=session.should_stop,

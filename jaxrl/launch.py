@@ -253,7 +253,7 @@ def make_ready(
         OutageError: what the environment asks has not answered a first time.
     """
     # Imported late: a mistake in the configuration is told at once, without loading JAX.
-    from jaxrl.components import assemble
+    from jaxrl.components import assemble, settings_of
     from jaxrl.logs.writers import check_mirrors
     from jaxrl.run import evaluate_step, run
     from jaxrl.runtime import distributed, history
@@ -282,7 +282,7 @@ def make_ready(
             history.adopt(workdir, begun, changes, config, contents)
 
     def play(should_stop: Callable[[], bool]) -> None:
-        given = (config, workdir, components, display, should_stop, contents)
+        given = (settings_of(config), workdir, components, display, should_stop, contents)
         if step is None:
             run(*given, adopt)
         else:

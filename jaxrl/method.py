@@ -7,15 +7,15 @@ and so does the refusal of a mistyped key.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ml_collections import ConfigDict
 
 from jaxrl.choices import (
+    Chosen,
     Rule,
-    arrays_of,
     check_arrays,
     check_settings,
     chosen,
@@ -23,11 +23,25 @@ from jaxrl.choices import (
     settings_of,
     subsection,
 )
-from jaxrl.environment import has_tools, overlong_limit
+from jaxrl.environment import has_tools, max_image_tokens, overlong_limit
+from jaxrl.training.settings import (
+    has_gate,
+    is_measured,
+    needs_buckets,
+    needs_windows,
+)
+
+if TYPE_CHECKING:
+    from jaxrl.models.architecture import Architecture
+    from jaxrl.training.optimizer import OptimizerSettings
+    from jaxrl.training.packing import BatchShape
+    from jaxrl.training.settings import Method
+
+Settings = TypeVar("Settings")
 
 
-def estimator_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The advantage estimator, and its settings.
+def estimator_of(config: ConfigDict) -> Chosen:
+    """The advantage estimator.
 
     Raises:
         ValueError: `advantage.name` stands for nothing, or for a function of other arguments.
@@ -37,8 +51,8 @@ def estimator_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]
     return _objective("advantage", config.advantage, ESTIMATORS, COLUMNS, "my_estimator.estimate")
 
 
-def loss_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """The policy loss, and its settings; errors as of `estimator_of`."""
+def loss_of(config: ConfigDict) -> Chosen:
+    """The policy loss; errors as of `estimator_of`."""
     from jaxrl.objectives.losses import ARRAYS, LOSSES
 
     loss = config.loss
@@ -46,8 +60,8 @@ def loss_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]]:
     return _objective("loss", loss, LOSSES, ARRAYS, "my_loss.policy_loss", **common)
 
 
-def filter_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]] | None:
-    """The filter of groups, and its settings; None without one. Errors as of `estimator_of`."""
+def filter_of(config: ConfigDict) -> Chosen | None:
+    """The filter of groups; None without one. Errors as of `estimator_of`."""
     from jaxrl.objectives.filters import COLUMNS, FILTERS
 
     if config.filter.name == "none" and not config.filter.settings:
@@ -56,7 +70,7 @@ def filter_of(config: ConfigDict) -> tuple[Callable[..., Any], dict[str, Any]] |
     return _objective("filter", config.filter, table, COLUMNS, "my_filter.keep")
 
 
-def aggregation_of(config: ConfigDict) -> Callable[..., Any]:
+def aggregation_of(config: ConfigDict) -> Chosen:
     """What weighs the tokens of a mini-batch, by their counts; errors as of `estimator_of`."""
     from jaxrl.objectives.aggregation import AGGREGATIONS, ARRAYS
 
@@ -66,7 +80,7 @@ def aggregation_of(config: ConfigDict) -> Callable[..., Any]:
     return _function(key, name, AGGREGATIONS, ARRAYS, wanted, max_response_tokens=longest)
 
 
-def kl_estimator_of(config: ConfigDict) -> Callable[..., Any]:
+def kl_estimator_of(config: ConfigDict) -> Chosen:
     """What estimates the divergence from log-ratios; errors as of `estimator_of`."""
     from jaxrl.objectives.kl import ARRAYS, KL_ESTIMATORS
 
@@ -74,7 +88,7 @@ def kl_estimator_of(config: ConfigDict) -> Callable[..., Any]:
     return _function("kl.estimator", name, KL_ESTIMATORS, ARRAYS, "my_kl.estimate")
 
 
-def schedule_of(settings: ConfigDict, section: str = "optimizer") -> Callable[..., Any]:
+def schedule_of(settings: ConfigDict, section: str = "optimizer") -> Chosen:
     """What makes the schedule of a learning rate; errors as of `estimator_of`.
 
     Args:
@@ -89,7 +103,7 @@ def schedule_of(settings: ConfigDict, section: str = "optimizer") -> Callable[..
 
 def _function(
     key: str, name: str, table: Mapping[str, Any], offered: Sequence[str], wanted: str, **given: Any
-) -> Callable[..., Any]:
+) -> Chosen:
     """What a name stands for whose settings no key holds.
 
     Args:
@@ -110,7 +124,8 @@ def _function(
                 f"config.{key} names {name!r}, which asks for {setting!r}; expected a default "
                 "for it, since no key holds such a setting."
             )
-    return partial(function, **{setting: given[setting] for setting in given if setting in taken})
+    settings = {setting: given[setting] for setting in given if setting in taken}
+    return Chosen(key=key, name=name, function=function, settings=settings)
 
 
 def _objective(
@@ -120,8 +135,8 @@ def _objective(
     offered: Sequence[str],
     wanted: str,
     **common: Any,
-) -> tuple[Callable[..., Any], dict[str, Any]]:
-    """What `section.name` stands for, and its settings.
+) -> Chosen:
+    """What `section.name` stands for.
 
     Args:
         key: of the section.
@@ -134,50 +149,125 @@ def _objective(
     check_settings(key, section, section.name)
     function = chosen(f"{key}.name", section.name, table, wanted=wanted)
     check_arrays(f"{key}.name", section.name, function, offered)
-    return function, settings_of(key, section, function, **common)
+    settings = settings_of(key, section, function, **common)
+    return Chosen(key=f"{key}.name", name=section.name, function=function, settings=settings)
+
+
+def method_of(config: ConfigDict) -> Method:
+    """The method as the loop works with it; errors as of `estimator_of`."""
+    from jaxrl.training import settings
+
+    advantage, kl, rollout = config.advantage, config.kl, config.rollout
+    estimator = estimator_of(config)
+    keys = {} if estimator.is_own else subsection(advantage)
+    schedules = {
+        name: keys[f"{name}_schedule"] for name in estimator.settings if f"{name}_schedule" in keys
+    }
+    return settings.Method(
+        seed=config.seed,
+        tasks_per_step=rollout.tasks_per_step,
+        group_size=rollout.group_size,
+        ahead=rollout.ahead,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        replays_experts=config.model.router.replay,
+        advantage=filled(settings.Advantage, advantage, estimator=estimator, schedules=schedules),
+        loss=filled(
+            settings.Loss,
+            config.loss,
+            policy_loss=loss_of(config),
+            aggregation=aggregation_of(config),
+            correction=config.loss.correction.to_dict(),
+        ),
+        kl=filled(
+            settings.KL,
+            kl,
+            estimator=kl_estimator_of(config),
+            adaptive=kl.adaptive.to_dict(),
+            log=kl.log.to_dict(),
+            budget={"budgets": kl.budget.budgets.to_dict(), "rate": kl.budget.step},
+        ),
+        filter=filled(
+            settings.Filter,
+            config.filter,
+            keep=filter_of(config),
+            metric=config.filter.varied.metric,
+        ),
+        shaping=filled(settings.Shaping, config.shaping, overlong_limit=overlong_limit(config)),
+        balance_coef=config.model.router.balance_coef,
+        optimizer=optimizer_of(config, "train"),
+    )
+
+
+def optimizer_of(config: ConfigDict, stage: str) -> OptimizerSettings:
+    """The optimizer of a stage; errors as of `estimator_of`."""
+    from jaxrl.training.optimizer import OptimizerSettings
+
+    section = optimizer_section(config, stage)
+    name, num_updates = "sft.optimizer", config.sft.num_steps
+    if stage == "train":
+        name = "optimizer"
+        num_updates = config.num_steps * section.num_minibatches * section.num_epochs
+    schedule = schedule_of(section, name)
+    return filled(OptimizerSettings, section, schedule=schedule, num_updates=num_updates)
+
+
+def stage_steps(config: ConfigDict) -> dict[str, int]:
+    """Of each configured stage that trains."""
+    num_steps = {"sft": config.sft.num_steps, "train": config.num_steps}
+    return {stage: num_steps[stage] for stage in config.stages if stage in num_steps}
+
+
+def optimizer_section(config: ConfigDict, stage: str) -> ConfigDict:
+    """Of the configuration, that of a stage's optimizer."""
+    return config.sft.optimizer if stage == "sft" else config.optimizer
+
+
+def filled(kind: Callable[..., Settings], section: ConfigDict, **given: Any) -> Settings:
+    """A dataclass, with those of its fields that are not given from the section."""
+    names = [name for name in inspect.signature(kind).parameters if name in section]
+    return kind(**{name: section[name] for name in names} | given)
+
+
+def batch_shape(
+    config: ConfigDict,
+    stage: str,
+    shards_with_prompts: int = 0,
+    num_pieces: int = 1,
+    model: Architecture | None = None,
+) -> BatchShape:
+    """The shape of every mini-batch of the train stage, or batch of the sft stage.
+
+    A row has room for the longest trajectory, in whole multiples of 16 and of the number of pieces
+    into which rows are cut. See `BatchShape.for_sequences`.
+    """
+    from jaxrl.training.packing import BatchShape
+
+    rollout, unit = config.rollout, math.lcm(16, num_pieces)
+    num_sequences, image_tokens = config.sft.batch_size, rollout.max_image_tokens
+    if stage == "train":
+        num_groups = rollout.tasks_per_step // config.optimizer.num_minibatches
+        num_sequences, image_tokens = num_groups * rollout.group_size, max_image_tokens(config)
+    return BatchShape.for_sequences(
+        num_sequences,
+        micro_rows=optimizer_section(config, stage).micro_rows,
+        row_tokens=-(-rollout.max_total_tokens // unit) * unit,
+        shards_with_prompts=shards_with_prompts,
+        vision=model.vision if model else None,
+        max_image_tokens=image_tokens,
+        num_pieces=num_pieces,
+        replayed=model if stage == "train" and config.model.router.replay else None,
+    )
 
 
 def reads_rewards(config: ConfigDict) -> bool:
     """False for the estimators that read nothing but which answers are correct."""
-    return "rewards" in arrays_of(estimator_of(config)[0])
-
-
-def needs_windows(config: ConfigDict) -> bool:
-    """True where windows of high entropy are looked for."""
-    return config.shaping.entropy_reward or config.kl.low_factor != 1 or config.kl.second_chance
-
-
-def needs_buckets(config: ConfigDict) -> bool:
-    """True where the difficulty of tasks matters."""
-    kl = config.kl
-    return config.shaping.entropy_reward or kl.controller == "budget" or kl.second_chance
+    return "rewards" in estimator_of(config).arrays
 
 
 def records_experts(config: ConfigDict) -> bool:
     """Whether the sampler records the experts of tokens, for training to replay."""
     return config.model.router.replay and "train" in config.stages
-
-
-def is_measured(config: ConfigDict) -> bool:
-    """True where the divergence of every trajectory is measured before the update."""
-    return config.kl.coef != 0 and (config.kl.place == "reward" or config.kl.controller != "fixed")
-
-
-def has_kl_loss(config: ConfigDict) -> bool:
-    """True where the loss of every token has a KL term."""
-    return bool(config.kl.coef != 0 and config.kl.place == "loss")
-
-
-def has_kl_weights(config: ConfigDict) -> bool:
-    """True where tokens differ in the coefficient of their KL term, or it moves."""
-    kl = config.kl
-    is_plain = kl.controller == "fixed" and kl.low_factor == 1 and not kl.second_chance
-    return has_kl_loss(config) and not is_plain
-
-
-def has_gate(config: ConfigDict) -> bool:
-    """True where training has an early and a late stage."""
-    return config.shaping.boundary_aware and config.shaping.stage_level
 
 
 def frozen_of(config: ConfigDict) -> tuple[str, ...]:
@@ -356,7 +446,7 @@ RULES = (
     ),
     Rule(
         "kl.anchor",
-        lambda c: is_measured(c) and c.kl.anchor == "old",
+        lambda c: is_measured(c.kl) and c.kl.anchor == "old",
         "'ref' with kl.place='reward' or a kl.controller: before the update the policy is the old "
         "one, and the divergence always 0",
     ),
@@ -408,7 +498,9 @@ RULES = (
     ),
     Rule(
         "filter.resample_early",
-        lambda c: c.filter.resample_early and not (c.filter.resample_attempts and has_gate(c)),
+        lambda c: (
+            c.filter.resample_early and not (c.filter.resample_attempts and has_gate(c.shaping))
+        ),
         "False, unless filter.resample_attempts is above 0 and shaping.boundary_aware with "
         "shaping.stage_level has an early stage",
     ),
@@ -492,7 +584,7 @@ RULES = (
     ),
     Rule(
         "eval.every_steps",
-        lambda c: has_gate(c) and not (c.eval.every_steps and "greedy" in c.eval.suites),
+        lambda c: has_gate(c.shaping) and not (c.eval.every_steps and "greedy" in c.eval.suites),
         "above 0, and 'greedy' among eval.suites, with shaping.stage_level: evaluations end the "
         "early stage",
     ),
@@ -508,13 +600,16 @@ RULES = (
     ),
     Rule(
         "shaping.bootstrap_tasks",
-        lambda c: c.shaping.bootstrap_tasks != 0 and not (needs_windows(c) or needs_buckets(c)),
+        lambda c: (
+            c.shaping.bootstrap_tasks != 0
+            and not (needs_windows(c.shaping, c.kl) or needs_buckets(c.shaping, c.kl))
+        ),
         "0 without shaping.entropy_reward, kl.low_factor, kl.second_chance and "
         "kl.controller='budget': nothing would be set up",
     ),
     Rule(
         "shaping.trigger_words",
-        lambda c: bool(c.shaping.trigger_words) and not needs_windows(c),
+        lambda c: bool(c.shaping.trigger_words) and not needs_windows(c.shaping, c.kl),
         "() without shaping.entropy_reward, kl.low_factor and kl.second_chance: no window is "
         "looked for",
     ),

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from ml_collections import ConfigDict
 
 from jaxrl import report
 from jaxrl.choices import OwnCodeError
-from jaxrl.config import flatten
+from jaxrl.config import flat_pairs
 from jaxrl.evaluate import evaluate
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import open_log
@@ -26,7 +25,8 @@ from jaxrl.runtime.checkpoint import Checkpointer, abstract, optimizer_items
 from jaxrl.runtime.sharding import param_shardings
 from jaxrl.runtime.stopping import Interrupted
 from jaxrl.runtime.versions import write_environment
-from jaxrl.session import Components, Progress, Session, has_reference, stage_optimizer
+from jaxrl.session import Components, Progress, Session
+from jaxrl.settings import Settings
 from jaxrl.sft import sft
 from jaxrl.train import train
 from jaxrl.training.collect import ENDING, NotEnoughGroupsError
@@ -44,7 +44,7 @@ STAGE_FUNCTIONS: dict[str, Callable[[Session, Params], Params]] = {
 
 
 def run(
-    config: ConfigDict,
+    settings: Settings,
     workdir: Path,
     components: Components,
     display: Display,
@@ -55,7 +55,7 @@ def run(
     """Runs the configured stages, from where the workdir's newest checkpoint stands.
 
     Args:
-        config: checked.
+        settings: of the stages.
         workdir: folder in which the run lives; it must exist.
         components: what the configuration was made into.
         display: progress.
@@ -76,13 +76,13 @@ def run(
     """
     checkpointer = Checkpointer(
         workdir / "checkpoints",
-        keep=config.checkpoint.keep,
-        keep_best=config.checkpoint.keep_best,
+        keep=settings.checkpoint.keep,
+        keep_best=settings.checkpoint.keep_best,
         log=display.log,
     )
     with contextlib.closing(checkpointer):
         session = open_session(
-            config,
+            settings,
             workdir,
             components=components,
             checkpointer=checkpointer,
@@ -100,16 +100,17 @@ def run(
     names = sorted(path.name + "/" * path.is_dir() for path in paths)
     display.log(f"done; {workdir} holds {', '.join(names)}")
     if progress.has_learned_nothing:
-        display.log(nothing_learned(progress.stage_step, config.optimizer.lr))
+        lr = components.stages["train"].settings.lr
+        display.log(nothing_learned(progress.stage_step, lr))
     for line in ending:
         display.log(line)
 
 
 def nothing_saved(session: Session) -> str:
     """What to tell where a run is stopped before its first checkpoint."""
-    replies = session.config.policy.openai
-    if session.components.external and replies.replay == "record":
-        folder = replies.replay_folder or session.workdir / "replies"
+    replies = session.settings.kept_replies
+    if session.components.external and replies is not None:
+        folder = replies or session.workdir / "replies"
         return (
             f"the replies so far are kept in {folder}. The same command asks for the others alone"
         )
@@ -117,7 +118,7 @@ def nothing_saved(session: Session) -> str:
 
 
 def evaluate_step(
-    config: ConfigDict,
+    settings: Settings,
     workdir: Path,
     components: Components,
     display: Display,
@@ -130,7 +131,7 @@ def evaluate_step(
     Scores go to `eval/evaluate_<step>.json`, the model to `steps/<step>/` of the workdir.
 
     Args:
-        config: with the stage `evaluate` alone.
+        settings: with the stage `evaluate` alone.
         workdir: of the run.
         components: what the configuration was made into.
         display: progress.
@@ -144,29 +145,26 @@ def evaluate_step(
         NothingWorksError, OutageError, BudgetSpentError: see `run`.
     """
     checkpointer = Checkpointer(
-        workdir / "checkpoints", keep=config.checkpoint.keep, log=display.log
+        workdir / "checkpoints", keep=settings.checkpoint.keep, log=display.log
     )
     with contextlib.closing(checkpointer), stopping(display):
         position, restored = checkpointer.restore_newest(
-            lambda saved: restore_targets(config, components, Progress.from_json(saved, config)),
+            lambda saved: restore_targets(components, saved),
             step,
         ) or ({}, {})
-        progress = Progress.from_json(position, config)
-        origin = {"config": flatten(config), "contents": dict(contents)}
+        progress = Progress.from_json(position, components.method)
         session = Session(
-            config=config,
+            settings=settings,
             workdir=workdir,
             components=components,
             checkpointer=checkpointer,
-            metrics_log=open_log(workdir, 0, config, display.log, is_written=False),
+            metrics_log=open_log(workdir, 0, settings, display.log, is_written=False),
             display=display,
             progress=progress,
             restored=restored,
             should_stop=should_stop,
-            origin=origin,
-            failures=Failures(
-                limit=config.rollout.max_failed_steps, log=display.log, num_batches=0
-            ),
+            origin=origin_of(settings, contents),
+            failures=Failures(limit=settings.max_failed_steps, log=display.log, num_batches=0),
             saved=dataclasses.replace(progress),
         )
         params = start_params(session)
@@ -205,10 +203,10 @@ def stopping(display: Display) -> Iterator[None]:
 
 def run_stages(session: Session) -> None:
     """Runs the stages of a session; what ends them early is saved and told."""
-    config, progress, display = session.config, session.progress, session.display
+    progress, display = session.progress, session.display
     try:
         params = start_params(session)
-        for stage in config.stages:
+        for stage in session.settings.stages:
             params = STAGE_FUNCTIONS[stage](session, params)
     except (*ENDING, BudgetSpentError, Interrupted) as error:
         session.save_progress()
@@ -230,7 +228,7 @@ def run_stages(session: Session) -> None:
 
 
 def open_session(
-    config: ConfigDict,
+    settings: Settings,
     workdir: Path,
     *,
     components: Components,
@@ -241,20 +239,18 @@ def open_session(
     adopt: Callable[[], None],
 ) -> Session:
     """The session of `run`, as the workdir's newest checkpoint left it; arguments as there."""
-    found = checkpointer.restore_newest(
-        lambda saved: restore_targets(config, components, Progress.from_json(saved, config))
-    )
-    progress = Progress.from_json(found[0], config) if found else Progress()
+    found = checkpointer.restore_newest(lambda saved: restore_targets(components, saved))
+    progress = Progress.from_json(found[0], components.method) if found else Progress()
     if components.processor is not None:
         progress.put_images(components.processor)
     adopt()
     is_main = distributed.is_main()
-    if is_main and (found or set(config.stages) != {"evaluate"}):
+    if is_main and (found or set(settings.stages) != {"evaluate"}):
         remove_later_files(workdir, progress.step)
     metrics_log = open_log(
         workdir,
         progress.num_records,
-        config,
+        settings,
         display.log,
         is_written=is_main,
         is_later=progress.is_passed_by,
@@ -263,10 +259,10 @@ def open_session(
         environment = workdir / "environment.json"
         write_environment(environment, progress.step, components, display.log)
     failures = Failures(
-        limit=config.rollout.max_failed_steps, log=display.log, num_batches=progress.num_failed
+        limit=settings.max_failed_steps, log=display.log, num_batches=progress.num_failed
     )
     return Session(
-        config=config,
+        settings=settings,
         workdir=workdir,
         components=components,
         checkpointer=checkpointer,
@@ -275,11 +271,15 @@ def open_session(
         progress=progress,
         restored=found[1] if found else {},
         should_stop=should_stop,
-        # A start that goes on compares its configuration and files with these.
-        origin={"config": flatten(config), "contents": dict(contents)},
+        origin=origin_of(settings, contents),
         failures=failures,
         saved=dataclasses.replace(progress) if found else None,
     )
+
+
+def origin_of(settings: Settings, contents: Mapping[str, str]) -> dict[str, Any]:
+    """What a start that goes on compares its configuration and files with."""
+    return {"config": dict(flat_pairs(settings.values)), "contents": dict(contents)}
 
 
 def start_params(session: Session) -> Params:
@@ -287,7 +287,7 @@ def start_params(session: Session) -> Params:
 
     Where nothing is trained these are still on disk; see `load_hf`.
     """
-    config, display, progress = session.config, session.display, session.progress
+    settings, display, progress = session.settings, session.display, session.progress
     if session.components.external:
         display.log(f"the policy is {session.components.external}")
         return {}
@@ -299,24 +299,24 @@ def start_params(session: Session) -> Params:
     display.log(f"sampler shapes: {session.components.engine.shapes()}")
     counter = display.counter("loading weights, MiB")
     model = session.components.model
-    folder = model_folder(config.model.path)
-    model.base = load_frozen(folder, model, config.model.architecture, counter)
+    folder = model_folder(settings.model_path)
+    model.base = load_frozen(folder, model, settings.architecture, counter)
     if session.saved:
         display.log(f"resuming after step {progress.step} ({progress.stage} {progress.stage_step})")
         return session.restored.pop("params")
-    display.log(f"no checkpoint in {session.workdir}: starting from {config.model.path}")
+    display.log(f"no checkpoint in {session.workdir}: starting from {settings.model_path}")
     if model.adapter is not None:
-        path, mesh = config.model.lora.path, session.components.mesh
+        path, mesh = settings.adapter_path, session.components.mesh
         if path:
             return load_adapter(path, model.adapter, mesh)
-        return new_adapter(model.adapter, mesh, config.seed)
+        return new_adapter(model.adapter, mesh, settings.seed)
     return load_hf(
         folder,
         session.components.mesh,
-        architecture=config.model.architecture,
+        architecture=settings.architecture,
         entries=tuple(model.trained.abstract_params()),
         progress=counter,
-        is_late=config.stages == ("evaluate",),
+        is_late=settings.stages == ("evaluate",),
     )
 
 
@@ -326,20 +326,20 @@ def write_report(session: Session, log: Callable[[str], None]) -> None:
         report.write_or_warn(session.workdir, log)
 
 
-def restore_targets(
-    config: ConfigDict, components: Components, progress: Progress
-) -> dict[str, Any]:
-    """What of a checkpoint at this progress the run goes on with, abstract."""
+def restore_targets(components: Components, saved: dict[str, Any]) -> dict[str, Any]:
+    """What of a checkpoint with this progress, as JSON, the run goes on with, abstract."""
+    progress = Progress.from_json(saved, components.method)
     trained, mesh = components.model.trained, components.mesh
     shapes = trained.abstract_params()
     params = abstract(shapes, param_shardings(mesh, trained))
-    if not progress.is_under_way(config):
+    if not progress.is_under_way(components.num_steps):
         return {"params": params}
-    optimizer = stage_optimizer(config, progress.stage)
+    optimizer = components.stages[progress.stage].optimizer
     fresh = jax.eval_shape(lambda params: init_state(params, mesh, trained, optimizer), shapes)
     state = abstract(fresh, state_shardings(mesh, trained, optimizer))
     targets = {"params": params, "optimizer": optimizer_items(state)}
-    return targets | ({"ref_params": params} if has_reference(config, progress.stage) else {})
+    has_reference = progress.stage == "train" and components.method.has_reference
+    return targets | ({"ref_params": params} if has_reference else {})
 
 
 def remove_later_files(workdir: Path, step: int) -> None:

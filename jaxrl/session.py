@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from jaxrl import codecs
 from jaxrl.choices import STAGES
@@ -34,19 +33,38 @@ from jaxrl.runtime.distributed import RolloutFunction
 from jaxrl.runtime.heap import give_back
 from jaxrl.runtime.stopping import Best
 from jaxrl.sampling.engine import Engine
+from jaxrl.settings import Settings
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.training.collect import Collected
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.health import Failures
 from jaxrl.training.ledger import Ledger, check_budget
-from jaxrl.training.optimizer import (
-    make_optimizer,
-    num_updates,
-    stage_settings,
-)
-from jaxrl.training.packing import TokenSequence
-from jaxrl.training.update import init_state, with_moments_in
+from jaxrl.training.optimizer import OptimizerSettings
+from jaxrl.training.packing import BatchShape, TokenSequence
+from jaxrl.training.settings import Method
+from jaxrl.training.update import UpdateStep, init_state, with_moments_in
 from jaxrl.types import Group, Params, TrainState
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage that trains.
+
+    Attributes:
+        num_steps: of the stage.
+        batch_size: trajectories or demonstrations of a mini-batch.
+        optimizer: made of `settings`.
+        settings: of the optimizer.
+        shape: of mini-batches.
+        update: compiled at its first calls.
+    """
+
+    num_steps: int
+    batch_size: int
+    optimizer: optax.GradientTransformation
+    settings: OptimizerSettings
+    shape: BatchShape
+    update: UpdateStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +74,8 @@ class Components:
     mesh: Mesh
     model_config: Architecture
     model: Model
+    method: Method
+    stages: Mapping[str, Stage]  # those that train, by name
     tokenizer: Tokenizer
     tasks: Sequence[Task]  # a `Mixture`; parsed when they are asked for, where there are many
     eval_tasks: list[Task]
@@ -68,6 +88,11 @@ class Components:
     notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
     external: str = ""  # the model behind an endpoint that plays; "": the run's own
     processor: Processor | None = None  # reads images; None where the model reads none
+
+    @property
+    def num_steps(self) -> dict[str, int]:
+        """Of each stage that trains."""
+        return {name: stage.num_steps for name, stage in self.stages.items()}
 
     @property
     def engine(self) -> Engine:
@@ -112,15 +137,18 @@ class Progress:
         there = (STAGES.index(stage) if stage in STAGES else len(STAGES), record["step"])
         return there > here or (there == here and self.record is not None)
 
-    def is_under_way(self, config: ConfigDict) -> bool:
-        """True in the middle of a stage that trains: its steps are not all done and recorded."""
-        if self.stage not in config.stages or self.stage_step == 0 or self.stopped_early:
-            return False
-        return self.record is not None or self.stage_step < num_stage_steps(config, self.stage)
+    def is_under_way(self, num_steps: Mapping[str, int]) -> bool:
+        """True in the middle of a stage that trains: its steps are not all done and recorded.
 
-    def is_out_of_patience(self, config: ConfigDict) -> bool:
-        """True when so many evaluations have not improved that the stage ends."""
-        return 0 < config.eval.patience <= self.best.num_stale
+        `num_steps` has those of each stage of the run that trains.
+        """
+        if self.stage not in num_steps or self.stage_step == 0 or self.stopped_early:
+            return False
+        return self.record is not None or self.stage_step < num_steps[self.stage]
+
+    def is_out_of_patience(self, patience: int) -> bool:
+        """True when so many evaluations have not improved that the stage ends; never with 0."""
+        return 0 < patience <= self.best.num_stale
 
     @property
     def has_learned_nothing(self) -> bool:
@@ -148,19 +176,19 @@ class Progress:
         return {**plain, "record": record, "leftover": leftover, "pending": pending}
 
     @classmethod
-    def from_json(cls, saved: dict[str, Any], config: ConfigDict) -> Progress:
-        """The inverse of `to_json`, for a run of this configuration."""
+    def from_json(cls, saved: dict[str, Any], method: Method) -> Progress:
+        """The inverse of `to_json`, for a run of this method."""
         # Earlier versions, whose runs may go on with --accept_changes, called them carried or had
         # none. Leftover groups of another size, or without the switch by which their old
         # log-probabilities are computed, are of no use.
-        size = config.rollout.group_size if config.filter.carry_over else None
+        size = method.group_size if method.filter.carry_over else None
         saved_groups = saved.get("leftover", saved.get("carried", []))
         leftover = codecs.groups_from_json(group for group in saved_groups if len(group) == size)
         pending = saved.get("pending")
-        shape = [config.rollout.group_size] * config.rollout.tasks_per_step
-        if pending and not (config.rollout.ahead and [*map(len, pending["groups"])] == shape):
+        shape = [method.group_size] * method.tasks_per_step
+        if pending and not (method.ahead and [*map(len, pending["groups"])] == shape):
             pending = None
-        controllers = Controllers.from_json(saved.get("controllers", {}), config)
+        controllers = Controllers.from_json(saved.get("controllers", {}), method)
         best = Best(**saved["best"])
         known = {field.name for field in dataclasses.fields(cls)}
         saved = {"num_learned": saved["stage_step"], **saved}  # older ones did not count
@@ -171,16 +199,6 @@ class Progress:
         return cls(**{**kept, **restored, "pending": pending and Collected.from_json(pending)})
 
 
-def num_stage_steps(config: ConfigDict, stage: str) -> int:
-    """How many steps a stage that trains has."""
-    return int(config.num_steps if stage == "train" else config.sft.num_steps)
-
-
-def stage_optimizer(config: ConfigDict, stage: str) -> optax.GradientTransformation:
-    """The optimizer of a stage."""
-    return make_optimizer(stage_settings(config, stage), num_updates(config, stage))
-
-
 OF_CODE = "'s file"
 """Ends the name of a fingerprint of code that a key names, as in `advantage.name's file`."""
 
@@ -189,7 +207,7 @@ OF_CODE = "'s file"
 class Session:
     """What the stages of a run work with, and share."""
 
-    config: ConfigDict
+    settings: Settings
     workdir: Path
     components: Components
     checkpointer: Checkpointer
@@ -210,10 +228,10 @@ class Session:
         if progress.stage and STAGES.index(progress.stage) > STAGES.index(stage):
             return False
         if progress.stage == stage:
-            return progress.is_under_way(self.config)
+            return progress.is_under_way(self.components.num_steps)
         progress.stage, progress.stage_step, progress.items_taken = stage, 0, 0
         progress.value, progress.best, progress.num_learned = None, Best(), 0
-        progress.controllers, progress.leftover = Controllers.init(self.config), []
+        progress.controllers, progress.leftover = Controllers.init(self.components.method), []
         progress.pending = None
         return True
 
@@ -226,19 +244,20 @@ class Session:
                 f"{num_steps}: nothing is left to train"
             )
 
-    def start_state(self, params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    def start_state(self, params: Params) -> TrainState:
         """A fresh state at the start of a stage, the checkpoint's in its middle."""
         if self.progress.stage_step > 0:
             state = TrainState(params=params, **self.restored.pop("optimizer"))
         else:
             components = self.components
+            optimizer = components.stages[self.progress.stage].optimizer
             state = init_state(params, components.mesh, components.model.trained, optimizer)
-        settings = stage_settings(self.config, self.progress.stage)
-        return with_moments_in(state, HOST_MEMORY) if settings.offload else state
+        offloads = self.components.stages[self.progress.stage].settings.offload
+        return with_moments_in(state, HOST_MEMORY) if offloads else state
 
     def start_reference(self, params: Params) -> Params | None:
         """A frozen copy of the policy at the start of the stage, where a KL term needs it."""
-        if not has_reference(self.config, "train"):
+        if not self.components.method.has_reference:
             return None
         if self.progress.stage_step > 0:
             return self.restored.pop("ref_params")
@@ -256,7 +275,7 @@ class Session:
 
     def export(self, params: Params, parent: Path) -> None:
         """Writes the trained model as an HF folder; of an adapter also itself, as PEFT has it."""
-        folder, source = parent / "export", model_folder(self.config.model.path)
+        folder, source = parent / "export", model_folder(self.settings.model_path)
         adapter = self.components.model.adapter
         if adapter is None:
             whole = self.components.model.whole(params)
@@ -274,7 +293,7 @@ class Session:
         Raises:
             BudgetSpentError: see `ledger.check_budget`.
         """
-        pending, limits = self.progress.pending, self.config.ledger
+        pending, limits = self.progress.pending, self.settings.ledger
         spent = self.progress.ledger + (pending.ledger if pending else Ledger())
         spent += uncounted or Ledger()
         check_budget(spent, max_cost=limits.max_cost, max_calls=limits.max_calls)
@@ -282,12 +301,12 @@ class Session:
     @property
     def is_last_step(self) -> bool:
         """True once the steps of a stage that trains are done; its end makes a checkpoint."""
-        return self.progress.stage_step >= num_stage_steps(self.config, self.progress.stage)
+        return self.progress.stage_step >= self.components.num_steps[self.progress.stage]
 
     @property
     def is_checkpoint_due(self) -> bool:
         """True every so many steps."""
-        return self.progress.stage_step % self.config.checkpoint.every_steps == 0
+        return self.progress.stage_step % self.settings.checkpoint.every_steps == 0
 
     def compile_sampler(self) -> None:
         """Compiles what samples, before the first step; the next record tells how long it took.
@@ -326,8 +345,3 @@ class Session:
         if self.progress.stage_step > 0 and self.progress != self.saved:
             self.save()
         self.checkpointer.wait()
-
-
-def has_reference(config: ConfigDict, stage: str) -> bool:
-    """True where a KL term needs the policy as it was at the start of the stage."""
-    return stage == "train" and config.kl.coef != 0 and config.kl.anchor == "ref"

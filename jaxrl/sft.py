@@ -15,10 +15,10 @@ from jaxrl.runtime import distributed
 from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.runtime.stopping import Interrupted
-from jaxrl.session import Session, stage_optimizer
+from jaxrl.session import Session
 from jaxrl.stream import Stream
-from jaxrl.training.packing import pack, sft_shape
-from jaxrl.training.update import UpdateStep, put_batch
+from jaxrl.training.packing import pack
+from jaxrl.training.update import put_batch
 from jaxrl.types import Batch, Params
 
 SHOWN_OF_SFT = {"loss": "sft/loss"} | {name: SHOWN[name] for name in ("tokens/s", "s/step", "GiB")}
@@ -27,22 +27,13 @@ SHOWN_OF_SFT = {"loss": "sft/loss"} | {name: SHOWN[name] for name in ("tokens/s"
 
 def sft(session: Session, params: Params) -> Params:
     """Trains on demonstrations; returns the trained parameters."""
-    config, components, progress = session.config, session.components, session.progress
-    num_steps, batch_size = config.sft.num_steps, config.sft.batch_size
+    components, progress = session.components, session.progress
+    stage = components.stages["sft"]
+    num_steps, batch_size = stage.num_steps, stage.batch_size
     if not session.begin("sft"):
         return params
-    optimizer = stage_optimizer(config, "sft")
-    state = session.state = session.start_state(params, optimizer)
-    update_step = UpdateStep(
-        components.model,
-        supervised_loss,
-        optimizer,
-        balance_coef=config.model.router.balance_coef,
-        offload=config.sft.optimizer.offload,
-    )
-    stream = Stream(components.demonstrations, seed=config.seed)
-    model = components.model
-    shape = sft_shape(config, model.shards_with_prompts, model.num_pieces, model.config)
+    state = session.state = session.start_state(params)
+    stream = Stream(components.demonstrations, seed=session.settings.seed)
     num_shards = num_batch_shards(components.mesh)
     session.display.start("sft", progress.stage_step, num_steps)
     while progress.stage_step < num_steps:
@@ -54,13 +45,13 @@ def sft(session: Session, params: Params) -> Params:
         packed = pack(
             taken,
             np.ones(batch_size),
-            shape,
+            stage.shape,
             token_fields={"token_weights": weights},
             num_shards=num_shards,
         )
         batch = put_batch(components.mesh, packed.batch)
         with stopped_by(session.should_stop):
-            state, measured = update_step(state, batch, packed)
+            state, measured = stage.update(state, batch, packed)
         session.state = state
         metrics = {name: float(metric.value) for name, metric in measured.items()}
         step_s = time.perf_counter() - started
@@ -75,7 +66,7 @@ def sft(session: Session, params: Params) -> Params:
             "timing_s/step": step_s,
             "perf/throughput": packed.num_tokens / step_s,
             **memory_metrics(),
-            "perf/num_compilations/update": update_step.num_traces,
+            "perf/num_compilations/update": stage.update.num_traces,
         }
         session.metrics_log.write(progress.step, "sft", record)
         shown = {name: record[key] for name, key in SHOWN_OF_SFT.items() if key in record}

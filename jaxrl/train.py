@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from jaxrl.choices import STAGES
 from jaxrl.envs.base import Task
@@ -30,14 +29,14 @@ from jaxrl.logs.steps import (
     window_metrics,
 )
 from jaxrl.logs.writers import write_images, write_trajectories
-from jaxrl.method import is_measured
 from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import abstract
 from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.runtime.stopping import Interrupted, update_best
 from jaxrl.sampling.rollout import Sampling, Seeds
-from jaxrl.session import Progress, Session, stage_optimizer
+from jaxrl.session import Progress, Session
+from jaxrl.settings import Settings
 from jaxrl.stream import Stream
 from jaxrl.training import rewards
 from jaxrl.training.collect import ENDING, Collected, Measure, RollOut, collect, some_failed
@@ -47,49 +46,39 @@ from jaxrl.training.health import has_learned, why_nothing
 from jaxrl.training.ledger import Ledger
 from jaxrl.training.measure import make_measure
 from jaxrl.training.minibatches import make_minibatches, put_minibatches
-from jaxrl.training.packing import BatchShape, train_shape
-from jaxrl.training.policy_loss import make_policy_loss
-from jaxrl.training.update import ScoreStep, UpdateStep
+from jaxrl.training.packing import BatchShape
+from jaxrl.training.settings import is_measured
+from jaxrl.training.update import ScoreStep
 from jaxrl.types import Draw, Group, Params, TrainState, members
 
 
 def train(session: Session, params: Params) -> Params:
     """Reinforcement learning; returns the trained parameters."""
-    config, components, progress = session.config, session.components, session.progress
+    components, progress = session.components, session.progress
+    stage, method = components.stages["train"], components.method
+    patience = session.settings.evaluation.patience
     if not session.begin("train"):
-        session.note_steps_beyond(config.num_steps)
+        session.note_steps_beyond(stage.num_steps)
         return params
     is_resumed = progress.stage_step > 0
-    optimizer = stage_optimizer(config, "train")
     ref_params = session.ref_params = session.start_reference(params)
-    state = session.state = session.start_state(params, optimizer)
-    update_step = UpdateStep(
-        components.model,
-        make_policy_loss(config),
-        optimizer,
-        temperature=config.rollout.temperature,
-        entropy_gradient=config.loss.entropy_coef != 0,
-        balance_coef=config.model.router.balance_coef,
-        offload=config.optimizer.offload,
-    )
-    score = ScoreStep(components.model, temperature=config.rollout.temperature)
-    estimate = Estimator(config)
-    stream = Stream(components.tasks, seed=config.seed)
-    model = components.model
-    shape = train_shape(config, model.shards_with_prompts, model.num_pieces, model.config)
+    state = session.state = session.start_state(params)
+    score = ScoreStep(components.model, temperature=method.temperature)
+    estimate = Estimator(method.advantage, method.seed)
+    stream = Stream(components.tasks, seed=session.settings.seed)
     num_shards = num_batch_shards(components.mesh)
-    measure = measure_for(session, score, shape)
+    measure = measure_for(session, score, stage.shape)
     collector = Collector(session=session, stream=stream, measure=measure)
     session.compile_sampler()
     with stopped_by(session.should_stop):
         components.engine.set_weights(components.model.whole(state.params))
     if not is_resumed:
         begin_training(session)
-    session.display.start("train", progress.stage_step, config.num_steps)
+    session.display.start("train", progress.stage_step, stage.num_steps)
     if progress.record is not None:
         finish_step(session)  # the run was stopped while it evaluated
 
-    while progress.stage_step < config.num_steps and not progress.is_out_of_patience(config):
+    while progress.stage_step < stage.num_steps and not progress.is_out_of_patience(patience):
         session.check_budget()
         clock, policy_version = Clock(), int(state.num_updates)
         # Draw tasks, roll them out, shape rewards (training/rewards.py), keep the groups that
@@ -100,35 +89,33 @@ def train(session: Session, params: Params) -> Params:
         with stopped_by(session.should_stop):
             groups = measure(collected.groups)
         controllers, groups = advance(
-            progress.controllers, groups, collected.tried, config, components.is_trigger
+            progress.controllers, groups, collected.tried, method, components.is_trigger
         )
         # The KL coefficient of a step depends on earlier steps only; all else on this one too.
         current = dataclasses.replace(controllers, kl=progress.controllers.kl)
-        groups = rewards.charge_kl(groups, current, config)
-        groups = rewards.pay_entropy(groups, current, config)
+        groups = rewards.charge_kl(groups, current, method)
+        groups = rewards.pay_entropy(groups, current, method.shaping)
         # An advantage a trajectory or turn (objectives/advantages.py, by advantage.name), then
         # mini-batches with a weight for each token, old and reference log-probabilities.
         groups = estimate(groups, progress.step, progress.stage_step)
         minibatches = make_minibatches(
-            groups, shape, config, controllers=current, num_shards=num_shards
+            groups, stage.shape, method, controllers=current, num_shards=num_shards
         )
         with stopped_by(session.should_stop):
             batches = put_minibatches(
-                minibatches, components.mesh, score, state.params, ref_params, config
+                minibatches, components.mesh, score, state.params, ref_params, method
             )
         # Update. If no trajectory has a signal, the optimizer still steps, with a gradient of zero.
         update_metrics: list[dict[str, Any]] = []
-        session.display.activity(
-            f"update, {len(batches) * config.optimizer.num_epochs} mini-batches"
-        )
-        for _ in range(config.optimizer.num_epochs):
+        session.display.activity(f"update, {len(batches) * stage.settings.num_epochs} mini-batches")
+        for _ in range(stage.settings.num_epochs):
             for packed, batch in zip(minibatches, batches, strict=True):
                 if packed.num_counted:  # else only environment errors: nothing to learn from
                     # A first update that is still compiled may end here, as the step it belongs to
                     # has changed nothing yet; one after it has taken the state over.
                     may_end = session.should_stop if not update_metrics else lambda: False
                     with stopped_by(may_end):
-                        state, metrics = update_step(state, batch, packed)
+                        state, metrics = stage.update(state, batch, packed)
                     update_metrics.append(metrics)
         session.state = state
         # Nothing has waited for the devices: meanwhile the groups of the next step (rollout.ahead).
@@ -142,8 +129,8 @@ def train(session: Session, params: Params) -> Params:
         progress.pending, progress.ledger = pending, progress.ledger + collected.ledger
         progress.step, progress.stage_step = progress.step + 1, progress.stage_step + 1
         progress.items_taken, progress.value = collected.num_tasks_taken, None
-        progress.num_learned += has_learned(update_metrics) and config.optimizer.lr > 0
-        failed = some_failed(collected.tried, config.rollout.group_size)
+        progress.num_learned += has_learned(update_metrics) and stage.settings.lr > 0
+        failed = some_failed(collected.tried, method.group_size)
         if any(why := (why_nothing(members(groups), update_metrics), failed)):
             reasons = "; ".join(filter(None, why))
             session.display.log(f"warning: train {progress.stage_step}: {reasons}")
@@ -153,15 +140,15 @@ def train(session: Session, params: Params) -> Params:
             **collected.ledger.asked("", progress.ledger),
             "perf/ledger/cost": collected.ledger.usage.cost,
             **estimate.metrics(progress.stage_step - 1),
-            **(lag_metrics(members(groups), policy_version) if config.rollout.ahead else {}),
+            **(lag_metrics(members(groups), policy_version) if method.ahead else {}),
             "perf/num_compilations/sampler": components.engine.num_compilations,
-            "perf/num_compilations/update": update_step.num_traces,
+            "perf/num_compilations/update": stage.update.num_traces,
         }
         log_trajectories(session, groups, controllers)
         finish_step(session)
     if progress.pending is not None:  # of a stage that ends early; what it took was taken
         progress.ledger, progress.pending = progress.ledger + progress.pending.ledger, None
-    if progress.stage_step < config.num_steps:
+    if progress.stage_step < stage.num_steps:
         state = take_best(session, state)
     return session.end(state)
 
@@ -220,8 +207,9 @@ class Collector:
     @property
     def _looks_ahead(self) -> bool:
         """Whether the groups of a next step are collected during the one under way."""
-        config, stage_step = self.session.config, self.session.progress.stage_step
-        return bool(config.rollout.ahead) and stage_step + 1 < config.num_steps
+        components, stage_step = self.session.components, self.session.progress.stage_step
+        is_ahead = bool(components.method.ahead)
+        return is_ahead and stage_step + 1 < components.num_steps["train"]
 
     def _collect(self, roll_out: RollOut, progress: Progress) -> Collected:
         """The groups of a step from where the progress stands, and what they took to sample."""
@@ -230,7 +218,8 @@ class Collector:
         collected = collect(
             roll_out,
             self.stream,
-            self.session.config,
+            self.session.components.method,
+            prices=self.session.settings.ledger.prices,
             num_tasks_taken=progress.items_taken,
             leftover=progress.leftover,
             controllers=progress.controllers,
@@ -251,14 +240,14 @@ def rollout_at(session: Session, step: int, policy_version: int) -> partial[list
         step: the step at which they start, over all stages; the draws depend on it.
         policy_version: updates that the weights have seen.
     """
-    config = session.config
+    method = session.components.method
     sampling = Sampling(
-        group_size=config.rollout.group_size,
-        temperature=config.rollout.temperature,
-        top_p=config.rollout.top_p,
-        seeds=Seeds(seed=config.seed, stage=STAGES.index("train"), step=step),
+        group_size=method.group_size,
+        temperature=method.temperature,
+        top_p=method.top_p,
+        seeds=Seeds(seed=session.settings.seed, stage=STAGES.index("train"), step=step),
         policy_version=policy_version,
-        keeps_experts=config.model.router.replay,
+        keeps_experts=method.replays_experts,
     )
     return partial(
         session.components.rollout,
@@ -270,10 +259,10 @@ def rollout_at(session: Session, step: int, policy_version: int) -> partial[list
 
 def measure_for(session: Session, score: ScoreStep, shape: BatchShape) -> Measure:
     """What puts divergences on groups; where the method has no use for them, it changes nothing."""
-    config, engine = session.config, session.components.engine
-    if not is_measured(config):
+    method, engine = session.components.method, session.components.engine
+    if not is_measured(method.kl):
         return list
-    measure = make_measure(score, session.components.mesh, shape, config)
+    measure = make_measure(score, session.components.mesh, shape, method)
 
     def with_divergences(groups: Sequence[Group]) -> list[Group]:
         assert session.state is not None
@@ -286,9 +275,9 @@ def measure_for(session: Session, score: ScoreStep, shape: BatchShape) -> Measur
 
 def begin_training(session: Session) -> None:
     """Evaluates the policy as it is, and sets up the controllers."""
-    config, progress = session.config, session.progress
-    evaluated, _ = run_suites(session, "train", config.eval.suites)
-    best_metric(config, evaluated)  # refused now where it is missing
+    progress = session.progress
+    evaluated, _ = run_suites(session, "train", session.settings.evaluation.suites)
+    best_metric(session.settings, evaluated)  # refused now where it is missing
     update_gate(session, evaluated)
     bootstrap(session)
     metrics = evaluated | progress.controllers.metrics() | totals(progress)
@@ -300,26 +289,26 @@ def bootstrap(session: Session) -> None:
 
     The tasks are the first ones in their file; they are sampled with seeds that no step uses.
     """
-    config, components = session.config, session.components
-    count = config.shaping.bootstrap_tasks
+    components, method = session.components, session.components.method
+    count = method.shaping.bootstrap_tasks
     tasks = components.tasks[: count if count >= 0 else None]
     if not tasks:
         return
     session.display.log(f"train: one pass over {len(tasks)} tasks sets up the controllers")
     roll_out = rollout_at(session, BOOTSTRAP_STEP, policy_version=0)
     groups: list[Group] = []
-    size = config.rollout.tasks_per_step
+    size = method.tasks_per_step
     for start in range(0, len(tasks), size):
         draws = [
             Draw(task=task, stream_index=start + i)
             for i, task in enumerate(tasks[start : start + size])
         ]
         sampled = roll_out(draws)
-        session.progress.ledger += Ledger.of(members(sampled), config.ledger.prices)
+        session.progress.ledger += Ledger.of(members(sampled), session.settings.ledger.prices)
         session.failures.count(members(sampled))
         groups += sampled
     controllers, _ = advance(
-        session.progress.controllers, groups, (), config, components.is_trigger
+        session.progress.controllers, groups, (), method, components.is_trigger
     )
     session.progress.controllers = controllers
 
@@ -332,12 +321,14 @@ def update_gate(session: Session, evaluated: Mapping[str, float]) -> None:
     """Moves the stage gate, where the method has one, by how correct greedy answers are."""
     if not evaluated:
         return
-    part = session.config.reward.correct
+    part = session.settings.evaluation.correct
     head = "val-core/all/exact_match" if part == "exact_match" else f"val-aux/all/{part}"
     # Where every search failed, nothing was scored and there is no such metric.
     correctness = evaluated.get(f"{head}/greedy", math.nan)
     progress = session.progress
-    progress.controllers = advance_gate(progress.controllers, correctness, session.config)
+    progress.controllers = advance_gate(
+        progress.controllers, correctness, session.components.method.shaping
+    )
 
 
 def record_of(
@@ -358,17 +349,18 @@ def record_of(
         update_metrics: of each update, on the host.
         clock: how long it took.
     """
-    config, progress, trajectories = session.config, session.progress, members(groups)
+    settings, progress, trajectories = session.settings, session.progress, members(groups)
+    kl = session.components.method.kl
     assert session.state is not None
     return {
         **rollout_metrics(
             trajectories,
-            config.rollout.max_response_tokens,
-            has_python="python" in config.env.search.tools,
+            settings.max_response_tokens,
+            has_python=settings.evaluation.has_python,
         ),
         **merge(update_metrics),
         **collected.metrics,
-        **(kl_metrics(groups, controllers, config) if is_measured(config) else {}),
+        **(kl_metrics(groups, controllers, kl) if is_measured(kl) else {}),
         **window_metrics(groups, controllers),
         "actor/num_updates": int(session.state.num_updates),
         "actor/num_skipped": int(session.state.num_skipped),
@@ -382,7 +374,7 @@ def record_of(
 
 def finish_step(session: Session) -> None:
     """What follows an update: an evaluation, the record and a checkpoint, each where it is due."""
-    config, progress, is_last = session.config, session.progress, session.is_last_step
+    progress, is_last = session.progress, session.is_last_step
     evaluated = evaluate_where_due(session)
     update_gate(session, evaluated)
     assert progress.record is not None
@@ -391,7 +383,8 @@ def finish_step(session: Session) -> None:
     progress.record = None
     show_step(session, record)
     is_best = compare_with_best(session, evaluated)
-    is_early = not is_last and progress.is_out_of_patience(config)
+    patience = session.settings.evaluation.patience
+    is_early = not is_last and progress.is_out_of_patience(patience)
     mark = {"stopped_early": 1} if is_early else {}
     session.metrics_log.write(progress.step, "train", record | mark)
     # The end of the stage saves its last step; one that ends it early only counts as the best.
@@ -401,18 +394,18 @@ def finish_step(session: Session) -> None:
 
 def evaluate_where_due(session: Session) -> dict[str, float]:
     """The metrics of an evaluation, every so many steps and after the last one; else none."""
-    config = session.config
-    every, stage_step = config.eval.every_steps, session.progress.stage_step
+    settings, stage_step = session.settings.evaluation, session.progress.stage_step
+    every = settings.every_steps
     if not (session.is_last_step or (every and stage_step % every == 0)):
         return {}
-    evaluated, _ = run_suites(session, "train", config.eval.suites)
+    evaluated, _ = run_suites(session, "train", settings.suites)
     return evaluated
 
 
 def show_step(session: Session, record: Mapping[str, Any]) -> None:
     """Shows the numbers of a step's record that a person follows."""
     numbers = {name: plain_number(record.get(key)) for name, key in SHOWN.items()}
-    if not session.config.ledger.prices:
+    if not session.settings.ledger.prices:
         numbers.pop("spent")
     shown = {name: number for name, number in numbers.items() if number is not None}
     session.display.step(session.progress.stage_step, shown)
@@ -420,25 +413,25 @@ def show_step(session: Session, record: Mapping[str, Any]) -> None:
 
 def compare_with_best(session: Session, evaluated: Mapping[str, float]) -> bool:
     """Notes the value that tells the best checkpoint; whether this step is the best so far."""
-    config, progress = session.config, session.progress
-    progress.value = best_metric(config, evaluated)
+    settings, progress = session.settings, session.progress
+    progress.value = best_metric(settings, evaluated)
     if progress.value is None:
         return False
     progress.best = update_best(
-        progress.best, progress.step, progress.value, min_delta=config.eval.min_delta
+        progress.best, progress.step, progress.value, min_delta=settings.evaluation.min_delta
     )
     return progress.best.step == progress.step
 
 
-def best_metric(config: ConfigDict, evaluated: Mapping[str, float]) -> float | None:
+def best_metric(settings: Settings, evaluated: Mapping[str, float]) -> float | None:
     """The value that tells the best checkpoint; None where nothing was evaluated or scored.
 
     Raises:
         ValueError: the evaluation has no metric of that name.
     """
-    if config.checkpoint.keep_best == 0 or not evaluated:
+    if settings.checkpoint.keep_best == 0 or not evaluated:
         return None
-    name = config.eval.best_metric
+    name = settings.evaluation.best_metric
     if name not in evaluated and num_unscored_suites(evaluated):
         return None  # where every episode failed there is no score by any name
     if name not in evaluated:
@@ -451,7 +444,7 @@ def best_metric(config: ConfigDict, evaluated: Mapping[str, float]) -> float | N
 
 def take_best(session: Session, state: TrainState) -> TrainState:
     """The state of the best checkpoint in place of the last one, which is freed."""
-    config, progress = session.config, session.progress
+    settings, progress = session.settings.evaluation, session.progress
     wanted = abstract(state, jax.tree.map(lambda leaf: leaf.sharding, state))
     session.checkpointer.wait()
     session.components.engine.release()
@@ -461,8 +454,8 @@ def take_best(session: Session, state: TrainState) -> TrainState:
     progress.stopped_early, progress.weights_step = True, step
     progress.value = progress.best.value
     session.display.log(
-        f"train {progress.stage_step}: {config.eval.best_metric} did not improve by more than "
-        f"{config.eval.min_delta} in {config.eval.patience} evaluations; ending with the "
+        f"train {progress.stage_step}: {settings.best_metric} did not improve by more than "
+        f"{settings.min_delta} in {settings.patience} evaluations; ending with the "
         f"checkpoint of step {step}, the best"
     )
     return best
@@ -472,10 +465,10 @@ def log_trajectories(session: Session, groups: Sequence[Group], controllers: Con
     """Writes the step's first trajectories to its file, as many as the configuration asks for."""
     if not distributed.is_main():
         return
-    count = session.config.log.trajectories
+    count = session.settings.trajectories
     trajectories = members(groups)
     count = len(trajectories) if count < 0 else count
     file = session.workdir / "trajectories" / f"step_{session.progress.step:06d}.jsonl"
-    fields = sample_fields(groups, controllers, session.config.ledger.prices)
+    fields = sample_fields(groups, controllers, session.settings.ledger.prices)
     write_trajectories(file, trajectories[:count], fields[:count])
     write_images(session.workdir, trajectories[:count])

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from jaxrl.objectives.metrics import REDUCTIONS, Metric, mean
 from jaxrl.runtime import distributed
@@ -22,6 +21,7 @@ from jaxrl.sampling.engine import Counts, Engine
 from jaxrl.training.controllers import BUCKETS, Controllers, mean_divergences
 from jaxrl.training.ledger import Ledger
 from jaxrl.training.packing import Packed
+from jaxrl.training.settings import KL
 from jaxrl.types import Group, Trajectory, members
 
 SHOWN = {
@@ -137,12 +137,10 @@ def packing_metrics(minibatches: Sequence[Packed]) -> dict[str, float]:
     }
 
 
-def kl_metrics(
-    groups: Sequence[Group], controllers: Controllers, config: ConfigDict
-) -> dict[str, float]:
+def kl_metrics(groups: Sequence[Group], controllers: Controllers, kl: KL) -> dict[str, float]:
     """The KL coefficient of a step, and the divergence that was measured in it, nats a token."""
     return {
-        "actor/kl_coef": controllers.kl_coef(config),
+        "actor/kl_coef": controllers.kl_coef(kl),
         "actor/kl_measured": mean([value for _, value in mean_divergences(groups)]),
     }
 

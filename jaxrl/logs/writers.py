@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ml_collections import ConfigDict
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.summary_pb2 import Summary
@@ -22,6 +21,7 @@ from jaxrl.codecs import trajectory_record
 from jaxrl.envs.json_text import parse_json
 from jaxrl.logs.metrics import plain_numbers
 from jaxrl.runtime.files import set_aside, taking_place, written_whole
+from jaxrl.settings import Settings
 from jaxrl.types import Trajectory
 
 Record = Mapping[str, Any]
@@ -153,7 +153,7 @@ def missing_files(workdir: Path, records: Iterable[Record]) -> list[str]:
 def open_log(
     workdir: Path,
     num_records: int,
-    config: ConfigDict,
+    settings: Settings,
     log: Callable[[str], None],
     *,
     is_written: bool,
@@ -169,8 +169,9 @@ def open_log(
     for warning in missing_files(workdir, metrics_log.records()):
         log(warning)
     metrics_log.mirrors.append(TensorBoard(workdir / "tensorboard", metrics_log.records(), log))
-    if config.log.wandb_project:
-        metrics_log.mirrors.append(WandB(workdir, config.log.wandb_project, config.to_dict(), log))
+    if settings.wandb_project:
+        mirror = WandB(workdir, settings.wandb_project, settings.values, log)
+        metrics_log.mirrors.append(mirror)
     return metrics_log
 
 

@@ -19,8 +19,8 @@ from ml_collections import ConfigDict
 
 from jaxrl.config import EVALUATION, FREE, KEYS, RESULTS, flat_json, flatten, to_json
 from jaxrl.envs.json_text import parse_json
-from jaxrl.method import has_gate
 from jaxrl.runtime.files import append_line, set_aside, written_whole
+from jaxrl.training.settings import has_gate
 
 HISTORY = "config_history.jsonl"
 
@@ -200,7 +200,7 @@ def is_free(key: str, before: Mapping[str, Any], config: ConfigDict) -> bool:
         return True
     if key == "ledger.prices" and config.rollout.max_cost:
         return False  # they decide when trajectories end
-    is_steered = config.checkpoint.keep_best or config.eval.patience or has_gate(config)
+    is_steered = config.checkpoint.keep_best or config.eval.patience or has_gate(config.shaping)
     return restart == FREE or (restart == EVALUATION and not is_steered)
 
 

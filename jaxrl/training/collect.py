@@ -14,13 +14,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from jaxrl import codecs
-from jaxrl.choices import OwnCodeError, arrays_of, named, subsection
+from jaxrl.choices import Chosen, OwnCodeError, named
 from jaxrl.envs.base import CallRecord, OutageError, Task
 from jaxrl.logs.metrics import search_metrics
-from jaxrl.method import filter_of
 from jaxrl.objectives.filters import needs_resampling
 from jaxrl.stream import Stream
 from jaxrl.training import rewards
@@ -28,6 +26,7 @@ from jaxrl.training.controllers import Controllers, SkipSet
 from jaxrl.training.estimators import returns_of
 from jaxrl.training.health import Failures, NothingWorksError, short
 from jaxrl.training.ledger import Ledger
+from jaxrl.training.settings import Filter, Method
 from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, members
 
 RollOut = Callable[[Sequence[Draw]], list[Group]]
@@ -91,8 +90,9 @@ class _Batches:
 def collect(
     roll_out: RollOut,
     stream: Stream[Task],
-    config: ConfigDict,
+    method: Method,
     *,
+    prices: Mapping[str, float],
     num_tasks_taken: int,
     leftover: Sequence[Group],
     controllers: Controllers,
@@ -104,7 +104,8 @@ def collect(
     Args:
         roll_out: samples groups.
         stream: tasks in their order.
-        config: its sections `filter`, `shaping` and `rollout` say what is kept.
+        method: says what is kept.
+        prices: of tools and judges, by name.
         num_tasks_taken: tasks that were taken from the stream before.
         leftover: groups beyond what the step before needed.
         controllers: before the step; the tasks that are skipped, and the stage of the method.
@@ -116,7 +117,7 @@ def collect(
         OutageError: what the environment asks has answered nobody for too long.
         NotEnoughGroupsError: after `filter.max_batches` batches there are still too few.
     """
-    settings, wanted = config.filter, config.rollout.tasks_per_step
+    settings, wanted = method.filter, method.tasks_per_step
     batches = _Batches(num_tasks_taken=num_tasks_taken, kept=list(leftover))
     while len(batches.kept) < wanted:
         if 0 < settings.max_batches <= batches.count:
@@ -125,20 +126,20 @@ def collect(
             stream, batches.num_tasks_taken, settings.tasks_per_batch or wanted, controllers.skipped
         )
         groups, num_retried = _roll_out_with_retries(
-            partial(_recorded, roll_out, batches, config.ledger.prices),
+            partial(_recorded, roll_out, batches, prices),
             draws,
-            config,
+            settings,
             controllers.is_late,
         )
         failures.count(members(groups))
-        shaped = rewards.shape(groups, config, is_late=controllers.is_late)
-        if settings.name == "varied" and settings.varied.metric == "seq_final_reward":
+        shaped = rewards.shape(groups, method.shaping, is_late=controllers.is_late)
+        if settings.sees_kl:
             shaped = measure(shaped)
-        batches.kept += _filter_groups(shaped, groups, config, controllers.kl_coef(config))
+        batches.kept += _filter_groups(shaped, groups, method, controllers.kl_coef(method.kl))
         batches.tried += map(GroupStats.of, shaped)
         batches.count += 1
         batches.num_resampled += num_retried
-        batches.num_generated += len(members(groups)) + num_retried * config.rollout.group_size
+        batches.num_generated += len(members(groups)) + num_retried * method.group_size
         if batches.count % _TOLD_EVERY == 0 and len(batches.kept) < wanted:
             failures.log(
                 f"warning: {len(batches.kept)} of {wanted} groups have passed the filter in "
@@ -154,7 +155,7 @@ def collect(
             batches,
             num_leftover_before=len(leftover),
             num_leftover=len(new_leftover),
-            config=config,
+            method=method,
         ),
         ledger=batches.ledger,
     )
@@ -207,10 +208,10 @@ def _without_divergences(group: Group) -> Group:
 
 
 def _metrics(
-    batches: _Batches, *, num_leftover_before: int, num_leftover: int, config: ConfigDict
+    batches: _Batches, *, num_leftover_before: int, num_leftover: int, method: Method
 ) -> dict[str, float]:
     """What a step has drawn and kept, with what was left over before it and is after it."""
-    tried, size = batches.tried, config.rollout.group_size
+    tried, size = batches.tried, method.group_size
     kinds = Counter(group.kind for group in tried)
     num_groups = len(tried) or np.nan  # of no group at all, where enough were left over
     num_scored = sum(group.num_scored for group in tried)
@@ -219,7 +220,7 @@ def _metrics(
         "filter/num_batches": batches.count,
         "filter/kept_share": (len(batches.kept) - num_leftover_before) / num_groups,
         "filter/surplus_groups": num_leftover,
-        "filter/carried_groups": num_leftover if config.filter.carry_over else 0,
+        "filter/carried_groups": num_leftover if method.filter.carry_over else 0,
         "rollout/partial_groups": sum(0 < group.num_scored < size for group in tried),
         "filter/accuracy": sum(group.num_correct for group in tried) / (num_scored or np.nan),
         "filter/resampled_groups": batches.num_resampled,
@@ -250,11 +251,13 @@ def some_failed(tried: Sequence[GroupStats], group_size: int) -> str | None:
     return f"{failed} of {total} episodes ended in an environment error; the first: {error}"
 
 
-def _complaint(settings: ConfigDict, batches: _Batches, wanted: int) -> str:
-    keys = ", ".join(f"{name}={value!r}" for name, value in subsection(settings).items())
+def _complaint(settings: Filter, batches: _Batches, wanted: int) -> str:
+    assert settings.keep is not None
+    shown = {"metric": settings.metric} if "metric" in settings.keep.arrays else {}
+    keys = ", ".join(f"{name}={v!r}" for name, v in {**shown, **settings.keep.settings}.items())
     return (
         f"after {batches.count} batches (config.filter.max_batches) only {len(batches.kept)} of "
-        f"{wanted} groups have passed config.filter.name={settings.name!r} ({keys}); the "
+        f"{wanted} groups have passed config.filter.name={settings.keep.name!r} ({keys}); the "
         f"{len(batches.tried)} groups sampled were: {_shares(batches.tried)}. With most failed, "
         "mend what the error names. With most all right the tasks are too easy for this policy, "
         "with most all wrong too hard: raise config.filter.max_batches (0: no limit) or, with "
@@ -264,7 +267,7 @@ def _complaint(settings: ConfigDict, batches: _Batches, wanted: int) -> str:
 
 
 def _roll_out_with_retries(
-    roll_out: RollOut, draws: Sequence[Draw], config: ConfigDict, is_late: bool
+    roll_out: RollOut, draws: Sequence[Draw], settings: Filter, is_late: bool
 ) -> tuple[list[Group], int]:
     """Samples groups, and those without success or abstention anew; how many that were.
 
@@ -272,7 +275,7 @@ def _roll_out_with_retries(
     stays as it is.
     """
     groups = list(roll_out(draws))
-    attempts = config.filter.resample_attempts if is_late or config.filter.resample_early else 0
+    attempts = settings.resample_attempts if is_late or settings.resample_early else 0
     num_resampled = 0
     for attempt in range(1, attempts + 1):
         columns = Columns(groups)
@@ -288,7 +291,7 @@ def _roll_out_with_retries(
 
 
 def _filter_groups(
-    groups: Sequence[Group], unshaped: Sequence[Group], config: ConfigDict, kl_coef: float
+    groups: Sequence[Group], unshaped: Sequence[Group], method: Method, kl_coef: float
 ) -> list[Group]:
     """The groups that pass the filter.
 
@@ -297,36 +300,36 @@ def _filter_groups(
     Args:
         groups: with shaped rewards, and divergences where the filter sees the KL term.
         unshaped: the same, before their rewards were shaped.
-        config: its section `filter` names the filter.
+        method: has the filter.
         kl_coef: coefficient of the KL term in the reward.
     """
-    found = filter_of(config)
-    if found is None:
+    keep = method.filter.keep
+    if keep is None:
         return list(groups)
     columns, before = Columns(groups), Columns(unshaped)
     passes = np.zeros(len(columns.group_ids), bool)
     metrics = np.zeros((1, len(passes)), np.float32)
-    if "metric" in arrays_of(found[0]):
-        metrics = _compared(groups, before, config, kl_coef).T
+    if "metric" in keep.arrays:
+        metrics = _compared(groups, before, method, kl_coef).T
     for metric in metrics:
         offered = {"scores": before.rewards, "metric": metric}
 
         def column(name: str, offered: dict[str, np.ndarray] = offered) -> np.ndarray:
             return offered[name] if name in offered else getattr(columns, name)
 
-        passes |= filter_flags(config, column, len(passes))
+        passes |= filter_flags(keep, column, len(passes))
     kept = {int(index) for index in columns.group_ids[passes]}
     # A lone survivor of environment errors has nothing to differ from; a group of one is meant.
-    fewest = min(2, config.rollout.group_size)
+    fewest = min(2, method.group_size)
     return [group for i, group in enumerate(groups) if i in kept and len(group.scored) >= fewest]
 
 
 def _compared(
-    groups: Sequence[Group], before: Columns, config: ConfigDict, kl_coef: float
+    groups: Sequence[Group], before: Columns, method: Method, kl_coef: float
 ) -> np.ndarray:
     """What `filter.varied.metric` names, float32 [N, K]; K is 1 but for rewards by turns."""
-    columns, settings = Columns(groups), config.advantage
-    match config.filter.varied.metric:
+    columns, settings = Columns(groups), method.advantage
+    match method.filter.metric:
         case "acc":
             found = columns.is_correct[:, None]
         case "score":
@@ -338,20 +341,37 @@ def _compared(
     return found.astype(np.float32)
 
 
-def filter_flags(config: ConfigDict, column: Callable[[str], np.ndarray], count: int) -> np.ndarray:
+def filter_flags(keep: Chosen, column: Callable[[str], np.ndarray], count: int) -> np.ndarray:
     """What the filter says of `count` trajectories, bool; `column` has its arrays by name.
 
     Raises:
         OwnCodeError: it failed, or says something else.
     """
-    found = filter_of(config)  # objectives/filters.py, by filter.name
-    assert found is not None
-    keep, settings = found
-    checked = named("filter.name", config.filter.name, lambda *a, **b: np.asarray(keep(*a, **b)))
-    flags = checked(*map(column, arrays_of(keep)), **settings)
+    checked = named(keep.key, keep.name, lambda *arrays: np.asarray(keep(*arrays)))
+    flags: np.ndarray = checked(*map(column, keep.arrays))
     if flags.dtype != bool or flags.shape != (count,):
         raise OwnCodeError(
-            f"config.filter.name names {config.filter.name!r}, which returned {flags.dtype} "
+            f"config.filter.name names {keep.name!r}, which returned {flags.dtype} "
             f"{list(flags.shape)}; expected bool [{count}], one a trajectory."
         )
     return flags
+
+
+def check_filter(method: Method) -> None:
+    """Refuses a filter that fails on a batch in which every second trajectory is right.
+
+    Raises:
+        OwnCodeError: see `filter_flags`.
+    """
+    if (keep := method.filter.keep) is None:
+        return
+    num_tasks = method.filter.tasks_per_batch or method.tasks_per_step
+    columns, index = Columns(()), np.arange(num_tasks * method.group_size)
+
+    def column(name: str) -> np.ndarray:
+        if name == "group_ids":
+            return (index // method.group_size).astype(np.int32)
+        kind = getattr(columns, name).dtype if hasattr(columns, name) else np.float32
+        return (index % 2).astype(kind)
+
+    filter_flags(keep, column, len(index))

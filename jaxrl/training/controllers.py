@@ -16,11 +16,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
-from jaxrl.method import has_gate, is_measured, needs_buckets, needs_windows
 from jaxrl.objectives.entropy import high_window_entropy_mask, window_entropy
 from jaxrl.objectives.metrics import mean
+from jaxrl.training.settings import (
+    KL,
+    Filter,
+    Method,
+    Shaping,
+    has_gate,
+    is_measured,
+    needs_buckets,
+    needs_windows,
+)
 from jaxrl.types import Group, GroupStats, Trajectory, Windows, members, with_fields
 
 BUCKETS = ("easy", "medium", "hard")
@@ -370,25 +378,26 @@ class Controllers:
     skipped: SkipSet | None = None
 
     @classmethod
-    def init(cls, config: ConfigDict) -> Controllers:
+    def init(cls, method: Method) -> Controllers:
         """The states before the first step."""
+        shaping, kl = method.shaping, method.kl
         return cls(
-            gate=StageGate.init() if has_gate(config) else None,
-            threshold=EntropyThreshold.init() if needs_windows(config) else None,
-            buckets=DifficultyBuckets.init() if needs_buckets(config) else None,
+            gate=StageGate.init() if has_gate(shaping) else None,
+            threshold=EntropyThreshold.init() if needs_windows(shaping, kl) else None,
+            buckets=DifficultyBuckets.init() if needs_buckets(shaping, kl) else None,
             coefficients=(
-                EntropyCoefficients.init(alpha=config.shaping.alpha_init)
-                if config.shaping.entropy_reward
+                EntropyCoefficients.init(alpha=shaping.alpha_init)
+                if shaping.entropy_reward
                 else None
             ),
-            kl=_init_kl(config.kl) if is_measured(config) else None,
-            skipped=SkipSet.init() if config.filter.skip_solved else None,
+            kl=_init_kl(kl) if is_measured(kl) else None,
+            skipped=SkipSet.init() if method.filter.skip_solved else None,
         )
 
     @classmethod
-    def from_json(cls, saved: dict[str, Any], config: ConfigDict) -> Controllers:
-        """The inverse of `dataclasses.asdict`; what a changed configuration needs anew is fresh."""
-        fresh = cls.init(config)
+    def from_json(cls, saved: dict[str, Any], method: Method) -> Controllers:
+        """The inverse of `dataclasses.asdict`; what another method needs anew is fresh."""
+        fresh = cls.init(method)
         states = {field.name: getattr(fresh, field.name) for field in dataclasses.fields(cls)}
         for name, state in states.items():
             found = saved.get(name)
@@ -410,9 +419,9 @@ class Controllers:
         """The difficulty of a task; hard where nothing is known of it."""
         return "hard" if self.buckets is None else self.buckets.buckets.get(task_id, "hard")
 
-    def kl_coef(self, config: ConfigDict) -> float:
-        """The KL coefficient as it stands."""
-        return self.kl.coef if isinstance(self.kl, AdaptiveKL | LogKL) else config.kl.coef
+    def kl_coef(self, kl: KL) -> float:
+        """The KL coefficient as it stands; that of the configuration where nothing moves it."""
+        return self.kl.coef if isinstance(self.kl, AdaptiveKL | LogKL) else kl.coef
 
     def metrics(self) -> dict[str, Any]:
         """Every number of every state, as `controller/<name>/<field>`; of tasks, how many."""
@@ -435,7 +444,7 @@ class Controllers:
         return found
 
 
-def _init_kl(kl: ConfigDict) -> AdaptiveKL | LogKL | KLBudget | None:
+def _init_kl(kl: KL) -> AdaptiveKL | LogKL | KLBudget | None:
     match kl.controller:
         case "adaptive":
             return AdaptiveKL.init(coef=kl.coef)
@@ -450,7 +459,7 @@ def advance(
     controllers: Controllers,
     groups: Sequence[Group],
     tried: Sequence[GroupStats],
-    config: ConfigDict,
+    method: Method,
     is_trigger: np.ndarray | None,
 ) -> tuple[Controllers, list[Group]]:
     """The controllers after what a step has sampled, and its groups with their windows marked.
@@ -463,40 +472,41 @@ def advance(
         controllers: before the step.
         groups: to be trained on, with their divergences.
         tried: every group that was sampled, whether it passed the filter or not.
-        config: says how fast each state moves.
+        method: says how fast each state moves.
         is_trigger: bool [V], ids that may count as wavering; None counts all.
     """
-    scored = [group for group in groups if group.scored]
+    shaping, scored = method.shaping, [group for group in groups if group.scored]
+    whole = [stats for stats in tried if stats.num_scored == method.group_size]
     moved = dataclasses.replace(
         controllers,
         buckets=_advance_buckets(controllers.buckets, scored),
-        skipped=_advance_skipped(controllers.skipped, tried, config),
+        skipped=_advance_skipped(controllers.skipped, whole, method.filter),
     )
     groups = list(groups)
     if moved.threshold is not None:
-        found = [_window_entropy(t, config.shaping.entropy_window) for t in members(groups)]
-        threshold = _advance_threshold(moved.threshold, members(groups), found, config)
+        found = [_window_entropy(t, shaping.entropy_window) for t in members(groups)]
+        threshold = _advance_threshold(moved.threshold, members(groups), found, shaping)
         windows = [
-            _mark(t, *one, threshold.value, is_trigger, config)
+            _mark(t, *one, threshold.value, is_trigger, shaping)
             for t, one in zip(members(groups), found, strict=True)
         ]
         groups = with_fields(groups, windows=windows)
         moved = dataclasses.replace(moved, threshold=threshold)
-    moved = dataclasses.replace(moved, coefficients=_advance_coefficients(moved, groups, config))
-    return dataclasses.replace(moved, kl=_advance_kl(moved, groups, config)), groups
+    moved = dataclasses.replace(moved, coefficients=_advance_coefficients(moved, groups, shaping))
+    return dataclasses.replace(moved, kl=_advance_kl(moved, groups, method.kl)), groups
 
 
-def advance_gate(controllers: Controllers, correctness: float, config: ConfigDict) -> Controllers:
+def advance_gate(controllers: Controllers, correctness: float, shaping: Shaping) -> Controllers:
     """The controllers after an evaluation.
 
     Args:
         controllers: before it.
         correctness: share of greedy answers that are correct; NaN where nothing was scored.
-        config: says how many evaluations below the best one the early stage outlives.
+        shaping: says how many evaluations below the best one the early stage outlives.
     """
     if controllers.gate is None:
         return controllers
-    moved = controllers.gate.update(correctness, max_tolerance=config.shaping.stage_tolerance)
+    moved = controllers.gate.update(correctness, max_tolerance=shaping.stage_tolerance)
     return dataclasses.replace(controllers, gate=moved)
 
 
@@ -513,21 +523,21 @@ def _advance_buckets(
 
 
 def _advance_skipped(
-    state: SkipSet | None, tried: Sequence[GroupStats], config: ConfigDict
+    state: SkipSet | None, whole: Sequence[GroupStats], filter: Filter
 ) -> SkipSet | None:
     """With the tasks added that every sample of the step solved, surely.
 
-    A group with environment errors says too little: one survivor would skip its task for good.
+    A group with environment errors says too little, and is not among these: one survivor would
+    skip its task for good.
     """
     if state is None:
         return None
-    whole = [group for group in tried if group.num_scored == config.rollout.group_size]
     return state.update(
         [group.task_id for group in whole],
         [group.num_correct for group in whole],
         [group.num_scored for group in whole],
         [group.mean_entropy for group in whole],
-        threshold=config.filter.skip_entropy,
+        threshold=filter.skip_entropy,
     )
 
 
@@ -545,13 +555,13 @@ def _advance_threshold(
     state: EntropyThreshold,
     trajectories: Sequence[Trajectory],
     found: Sequence[tuple[np.ndarray, np.ndarray]],
-    config: ConfigDict,
+    shaping: Shaping,
 ) -> EntropyThreshold:
     pairs = zip(trajectories, found, strict=True)
     return state.update(
         [values[valid] for trajectory, (values, valid) in pairs if trajectory.is_scored],
-        percentile=config.shaping.entropy_percentile,
-        decay=config.shaping.entropy_decay,
+        percentile=shaping.entropy_percentile,
+        decay=shaping.entropy_decay,
     )
 
 
@@ -561,7 +571,7 @@ def _mark(
     valid: np.ndarray,
     level: float | None,
     is_trigger: np.ndarray | None,
-    config: ConfigDict,
+    shaping: Shaping,
 ) -> Windows:
     """The windows of one trajectory: those that reach `level`, in nats, are high."""
     is_high = high_window_entropy_mask(values[None], valid[None], threshold=level)[0]
@@ -570,7 +580,7 @@ def _mark(
     inside = values[valid].astype(np.float64)
     percentile = math.nan
     if len(inside):
-        percentile = float(np.percentile(inside, config.shaping.entropy_percentile))
+        percentile = float(np.percentile(inside, shaping.entropy_percentile))
     beyond = np.maximum(inside - (np.inf if level is None else level), 0.0)
     return Windows(
         values=values,
@@ -582,7 +592,7 @@ def _mark(
 
 
 def _advance_coefficients(
-    controllers: Controllers, groups: Sequence[Group], config: ConfigDict
+    controllers: Controllers, groups: Sequence[Group], shaping: Shaping
 ) -> EntropyCoefficients | None:
     """By the windows of each group's scored trajectories, once there is a threshold."""
     state = controllers.coefficients
@@ -592,32 +602,27 @@ def _advance_coefficients(
     return state.update(
         [mean([t.windows.count for t in group.scored if t.windows]) for group in scored],
         [controllers.bucket(group.task_id) for group in scored],
-        rate=config.shaping.alpha_step,
-        max_alpha=config.shaping.alpha_max,
+        rate=shaping.alpha_step,
+        max_alpha=shaping.alpha_max,
     )
 
 
 def _advance_kl(
-    controllers: Controllers, groups: Sequence[Group], config: ConfigDict
+    controllers: Controllers, groups: Sequence[Group], kl: KL
 ) -> AdaptiveKL | LogKL | KLBudget | None:
     """By the mean divergence a token of the trajectories that have tokens to train."""
-    settings = config.kl
     found = mean_divergences(groups)
     values = [value for _, value in found]
     match controllers.kl:
         case AdaptiveKL() as state:
-            return state.update(mean(values), len(values), **settings.adaptive.to_dict())
+            return state.update(mean(values), len(values), **kl.adaptive)
         case LogKL() as state:
-            return state.update(mean(values), **settings.log.to_dict())
+            return state.update(mean(values), **kl.log)
         case KLBudget() as state:
             by_bucket: dict[str, list[float]] = {}
             for task_id, value in found:
                 by_bucket.setdefault(controllers.bucket(task_id), []).append(value)
-            return state.update(
-                {name: mean(its) for name, its in by_bucket.items()},
-                budgets=settings.budget.budgets.to_dict(),
-                rate=settings.budget.step,
-            )
+            return state.update({name: mean(its) for name, its in by_bucket.items()}, **kl.budget)
     return None
 
 

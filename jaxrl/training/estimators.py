@@ -7,45 +7,62 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
-from jaxrl.choices import OwnCodeError, arrays_of, is_own, named, subsection
-from jaxrl.method import estimator_of
+from jaxrl.choices import OwnCodeError, failure_text, named
 from jaxrl.objectives.advantages import by_turn, turn_returns
+from jaxrl.training.settings import Advantage
 from jaxrl.types import Columns, Group, Trajectory, members, with_fields
 
 
 class Estimator:
     """The configured advantage estimator; an environment error is in no group and gets 0."""
 
-    def __init__(self, config: ConfigDict):
-        """Compiles nothing yet.
-
-        Args:
-            config: its section `advantage` names the estimator; `seed` is that of its draws.
-        """
-        function, self._settings = estimator_of(config)
-        self._name, self._seed = config.advantage.name, config.seed
-        keys = {} if is_own(self._name) else subsection(config.advantage)
-        # By setting: pairs of a step of the stage and the value from then on.
-        self._schedules = {
-            name: keys[f"{name}_schedule"] for name in self._settings if f"{name}_schedule" in keys
-        }
-        self._arrays, self._config = arrays_of(function), config.advantage
-        if config.advantage.by_turn:
+    def __init__(self, advantage: Advantage, seed: int):
+        """Compiles nothing yet; `seed` is that of an estimator's draws."""
+        self._advantage, self._seed = advantage, seed
+        chosen, function = advantage.estimator, advantage.estimator.function
+        self._arrays = chosen.arrays
+        if advantage.by_turn:
             function = self._of_turns(function)
         # Of every value that a setting takes there is a program.
-        compiled = jax.jit(function, static_argnames=tuple(self._settings))
-        self._function = named("advantage.name", self._name, compiled)
+        compiled = jax.jit(function, static_argnames=tuple(chosen.settings))
+        self._function = named(chosen.key, chosen.name, compiled)
 
     def scheduled(self, stage_step: int) -> dict[str, Any]:
         """The settings that have a schedule, after `stage_step` steps of the stage."""
         found = {}
-        for name, pairs in self._schedules.items():
+        for name, pairs in self._advantage.schedules.items():
             begun = [value for step, value in pairs if step <= stage_step]
-            found[name] = begun[-1] if begun else self._settings[name]
+            found[name] = begun[-1] if begun else self._advantage.estimator.settings[name]
         return found
+
+    def check(self, count: int) -> None:
+        """Refuses an estimator that gives no number a trajectory; it is traced for `count` of them.
+
+        Raises:
+            ValueError: names the key and, of what was raised, the place.
+        """
+        chosen, columns, shape = self._advantage.estimator, Columns(()), (count,)
+        arrays = [
+            jax.random.key(0)
+            if name == "key"
+            else jax.ShapeDtypeStruct(shape, getattr(columns, name).dtype)
+            for name in self._arrays
+        ]
+        begin = f"config.{chosen.key} names {chosen.name!r}"
+        try:
+            found = jax.eval_shape(chosen, *arrays)
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"{begin}, which JAX cannot trace: {failure_text(error)}.") from error
+        is_array = isinstance(found, jax.ShapeDtypeStruct)
+        if not (is_array and found.shape == shape and jnp.issubdtype(found.dtype, jnp.floating)):
+            what = f"{found.dtype} {list(found.shape)}" if is_array else type(found).__name__
+            raise ValueError(
+                f"{begin}, which returned {what}; expected float32 {list(shape)}, one number a "
+                "trajectory."
+            )
 
     def __call__(self, groups: Sequence[Group], step: int, stage_step: int) -> list[Group]:
         """Groups whose trajectories have their advantages.
@@ -61,18 +78,19 @@ class Estimator:
             "key": lambda: jax.random.fold_in(jax.random.key(self._seed), step)
         }
         shape: tuple[int, ...] = columns.group_ids.shape
-        if self._config.by_turn:
-            offered["rewards"] = lambda: returns_of(columns, self._config)
+        if self._advantage.by_turn:
+            offered["rewards"] = lambda: returns_of(columns, self._advantage)
             offered["token_counts"] = lambda: columns.turn_token_counts
             shape = columns.turn_rewards.shape
         arrays = [
             offered[name]() if name in offered else getattr(columns, name) for name in self._arrays
         ]
-        settings = self._settings | self.scheduled(stage_step)
+        settings = {**self._advantage.estimator.settings, **self.scheduled(stage_step)}
         found = np.asarray(self._function(*arrays, **settings), np.float32)
         if found.shape != shape or not np.isfinite(found).all():
             raise OwnCodeError(
-                f"config.advantage.name names {self._name!r}, which returned {list(found.shape)} "
+                f"config.advantage.name names {self._advantage.estimator.name!r}, which returned "
+                f"{list(found.shape)} "
                 f"with {np.isfinite(found).sum()} finite numbers; expected finite "
                 f"{list(shape)}, one a trajectory{' and turn' * (len(shape) == 2)}."
             )
@@ -96,17 +114,12 @@ class Estimator:
         return {f"advantage/{name}": value for name, value in found.items()}
 
 
-def returns_of(columns: Columns, settings: ConfigDict) -> np.ndarray:
-    """What trajectories earn from each turn on, float32 [N, K]; or their rewards, [N, 1].
-
-    Args:
-        columns: of the trajectories.
-        settings: the section `advantage`, which says whether advantages are by turns.
-    """
-    if not settings.by_turn:
+def returns_of(columns: Columns, advantage: Advantage) -> np.ndarray:
+    """Where advantages are by turns the returns from each turn on, float32 [N, K]; else [N, 1]."""
+    if not advantage.by_turn:
         return columns.rewards[:, None]
     rest, turns = columns.rest_rewards, columns.turn_rewards
-    return turn_returns(rest, turns, discount=settings.turn_discount)
+    return turn_returns(rest, turns, discount=advantage.turn_discount)
 
 
 def _check_rewards(trajectories: Sequence[Trajectory]) -> None:

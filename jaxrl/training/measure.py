@@ -9,19 +9,18 @@ from functools import partial
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
-from jaxrl.method import kl_estimator_of
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.runtime.sharding import num_batch_shards, replicated
 from jaxrl.training.minibatches import as_trained
 from jaxrl.training.packing import BatchShape, Packed, pack
+from jaxrl.training.settings import Method
 from jaxrl.training.update import ScoreStep, put_batch
 from jaxrl.types import Divergence, Group, Params, members, with_fields
 
 
 def make_measure(
-    score: ScoreStep, mesh: Mesh, shape: BatchShape, config: ConfigDict
+    score: ScoreStep, mesh: Mesh, shape: BatchShape, method: Method
 ) -> Callable[[Sequence[Group], Params, Params], list[Group]]:
     """`measure(groups, params, ref_params)` puts a divergence on every scored trajectory.
 
@@ -33,10 +32,10 @@ def make_measure(
         score: gives log-probabilities.
         mesh: rows are split over its data and fsdp axes.
         shape: of a mini-batch.
-        config: its section `kl` names the estimator, `loss` what is trained on.
+        method: says how divergences are estimated and what is trained on.
     """
     # One micro-batch at a time, which is what objectives know.
-    estimate = jax.vmap(partial(kl_estimate, estimator=kl_estimator_of(config)))
+    estimate = jax.vmap(partial(kl_estimate, estimator=method.kl.estimator))
 
     def compare(old: jax.Array, ref: jax.Array, mask: jax.Array) -> tuple[jax.Array, ...]:
         return old, ref, estimate(old, ref, mask)
@@ -50,7 +49,7 @@ def make_measure(
         missing = [i for i, t in enumerate(trajectories) if t.is_scored and t.divergence is None]
         for start in range(0, len(missing), shape.num_sequences):
             chunk = missing[start : start + shape.num_sequences]
-            trained = [as_trained(trajectories[i], config) for i in chunk]
+            trained = [as_trained(trajectories[i], method.loss) for i in chunk]
             packed = pack(
                 trained,
                 np.zeros(len(trained), np.float32),

@@ -7,15 +7,22 @@ from collections.abc import Sequence
 
 import numpy as np
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
-from jaxrl.choices import is_own, named
-from jaxrl.method import aggregation_of, has_kl_loss, has_kl_weights, is_measured
+from jaxrl.choices import named
 from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.entropy import kl_weights
 from jaxrl.objectives.shaping import relaxed_kl
 from jaxrl.training.controllers import Controllers, KLBudget
 from jaxrl.training.packing import BatchShape, Packed, pack
+from jaxrl.training.settings import (
+    KL,
+    Loss,
+    Method,
+    has_kl_loss,
+    has_kl_weights,
+    is_measured,
+    takes_own_logprobs,
+)
 from jaxrl.training.update import ScoreStep, put_batch
 from jaxrl.types import Batch, Group, Params, Trajectory, members
 
@@ -23,7 +30,7 @@ from jaxrl.types import Batch, Group, Params, Trajectory, members
 def make_minibatches(
     groups: Sequence[Group],
     shape: BatchShape,
-    config: ConfigDict,
+    method: Method,
     *,
     controllers: Controllers,
     num_shards: int = 1,
@@ -37,20 +44,18 @@ def make_minibatches(
     Args:
         groups: with their advantages; with their divergences where these were measured.
         shape: of every mini-batch.
-        config: says how many mini-batches there are and what is trained on.
+        method: says how many mini-batches there are and what is trained on.
         controllers: by which tokens differ in the coefficient of their KL term.
         num_shards: devices that share the rows of a micro-batch.
     """
-    keeps_all = learns_from_all(config) or not config.optimizer.skip_signal_free
-    size = config.rollout.tasks_per_step // config.optimizer.num_minibatches
-    aggregation = aggregation_of(config)  # objectives/aggregation.py, by loss.aggregation
-    weigh = named("loss.aggregation", config.loss.aggregation, token_weights)
+    keeps_all = method.learns_from_all or not method.optimizer.skip_signal_free
+    size = method.groups_per_minibatch
     minibatches = []
-    for start in range(0, size * config.optimizer.num_minibatches, size):
+    for start in range(0, size * method.optimizer.num_minibatches, size):
         part = members(groups[start : start + size])
-        scored = [as_trained(t, config) for t in part if t.is_scored]
-        fields = {"token_weights": weigh([t.loss_mask for t in scored], aggregation)}
-        fields |= _measured_fields(scored, controllers, config)
+        scored = [as_trained(t, method.loss) for t in part if t.is_scored]
+        fields = {"token_weights": weigh([t.loss_mask for t in scored], method.loss)}
+        fields |= _measured_fields(scored, controllers, method)
         halves: list[list[int]] = [[], []]
         for index, trajectory in enumerate(scored):
             halves[not (keeps_all or trajectory.has_signal)].append(index)
@@ -69,51 +74,63 @@ def make_minibatches(
     return minibatches
 
 
-def learns_from_all(config: ConfigDict) -> bool:
-    """True where a trajectory may have a gradient without an advantage.
+def weigh(masks: Sequence[np.ndarray], loss: Loss) -> list[np.ndarray]:
+    """`token_weights` of these masks, by `loss.aggregation` (objectives/aggregation.py).
 
-    The KL and the entropy term, the balance of routers and, for all we know, a loss of one's own
-    give it one.
+    Raises:
+        OwnCodeError: an aggregation of one's own failed.
     """
-    others = config.loss.entropy_coef != 0 or config.model.router.balance_coef != 0
-    return has_kl_loss(config) or others or is_own(config.loss.name)
+    chosen = loss.aggregation
+    return named(chosen.key, chosen.name, token_weights)(masks, chosen)
 
 
-def as_trained(trajectory: Trajectory, config: ConfigDict) -> Trajectory:
+def check_aggregation(method: Method, max_response_tokens: int) -> None:
+    """Refuses an aggregation that fails on a mini-batch of trajectories of 0, 1, … tokens, or none.
+
+    None is longer than `max_response_tokens`, so it takes no more than a step does.
+
+    Raises:
+        OwnCodeError: names the key and, of what was raised, the place.
+    """
+    for size in (method.groups_per_minibatch * method.group_size, 1):
+        counts = np.arange(size) % (max_response_tokens + 1)
+        weigh([np.ones(count, bool) for count in counts], method.loss)
+
+
+def as_trained(trajectory: Trajectory, loss: Loss) -> Trajectory:
     """The trajectory with the mask of what is trained on; with observations, where asked for."""
-    if config.loss.mask_observations:
+    if loss.mask_observations:
         return trajectory
     mask = np.arange(len(trajectory.token_ids)) >= trajectory.prompt_length
     return dataclasses.replace(trajectory, loss_mask=mask)
 
 
 def _measured_fields(
-    trajectories: Sequence[Trajectory], controllers: Controllers, config: ConfigDict
+    trajectories: Sequence[Trajectory], controllers: Controllers, method: Method
 ) -> dict[str, list[np.ndarray]]:
     """What is known of every token beforehand: KL coefficients, and what was measured."""
     fields: dict[str, list[np.ndarray]] = {}
-    if has_kl_weights(config):
-        fields["kl_weights"] = token_kl_weights(trajectories, controllers, config)
-    if is_measured(config):
+    if has_kl_weights(method.kl):
+        fields["kl_weights"] = token_kl_weights(trajectories, controllers, method.kl)
+    if is_measured(method.kl):
         found = [t.required("divergence") for t in trajectories]
-        if not takes_own_logprobs(config):
+        if not takes_own_logprobs(method.optimizer, method.filter):
             fields["old_logprobs"] = [divergence.old_logprobs for divergence in found]
-        if has_kl_loss(config):
+        if has_kl_loss(method.kl):
             fields["ref_logprobs"] = [divergence.ref_logprobs for divergence in found]
     return fields
 
 
 def token_kl_weights(
-    trajectories: Sequence[Trajectory], controllers: Controllers, config: ConfigDict
+    trajectories: Sequence[Trajectory], controllers: Controllers, kl: KL
 ) -> list[np.ndarray]:
     """The KL coefficient of every token, float32 `[L]` each.
 
     Args:
         trajectories: with their windows, where the coefficient depends on them.
         controllers: their KL state before the step, the others after it.
-        config: its section `kl`.
+        kl: by which the coefficient varies.
     """
-    kl = config.kl
     scales = np.ones(len(trajectories))
     if isinstance(controllers.kl, KLBudget):
         multipliers = controllers.kl.multipliers
@@ -124,7 +141,7 @@ def token_kl_weights(
             np.array([t.is_correct for t in trajectories], bool),
             np.array([t.required("windows").excess for t in trajectories], np.float32),
         )
-    coef = controllers.kl_coef(config)
+    coef = controllers.kl_coef(kl)
     masks = [
         np.zeros(len(t.token_ids), bool) if t.windows is None else t.windows.is_high
         for t in trajectories
@@ -135,22 +152,13 @@ def token_kl_weights(
     ]
 
 
-def takes_own_logprobs(config: ConfigDict) -> bool:
-    """True where the old log-probabilities may be those of the update's own forward pass.
-
-    That takes a single optimizer step per batch, and samples of the current policy only.
-    """
-    updates = config.optimizer.num_minibatches * config.optimizer.num_epochs
-    return updates == 1 and not config.filter.carry_over
-
-
 def put_minibatches(
     minibatches: Sequence[Packed],
     mesh: Mesh,
     score: ScoreStep,
     params: Params,
     ref_params: Params | None,
-    config: ConfigDict,
+    method: Method,
 ) -> list[Batch]:
     """Mini-batches on the devices; old and reference log-probabilities are computed if missing.
 
@@ -160,9 +168,10 @@ def put_minibatches(
         score: gives log-probabilities.
         params: the policy before the update.
         ref_params: the reference; None where there is none.
-        config: says which log-probabilities the loss reads.
+        method: says which log-probabilities the loss reads.
     """
-    needs_old, needs_ref = not takes_own_logprobs(config), has_kl_loss(config)
+    needs_old = not takes_own_logprobs(method.optimizer, method.filter)
+    needs_ref = has_kl_loss(method.kl)
 
     def put(packed: Packed) -> Batch:
         batch = put_batch(mesh, packed.batch)

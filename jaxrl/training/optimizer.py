@@ -1,42 +1,62 @@
-"""The optimizer of a stage, from its section of the configuration."""
+"""The optimizer of a stage, and the schedules of its learning rate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from ml_collections import ConfigDict
 
-from jaxrl.choices import arrays_of
-from jaxrl.method import schedule_of
+from jaxrl.choices import Chosen, named
 
 
-def learning_rate(settings: ConfigDict, num_updates: int) -> optax.Schedule:
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """The section `optimizer`, or `sft.optimizer`, which has the last three as they are here.
+
+    Attributes:
+        schedule: makes what follows the warm-up, one of `SCHEDULES`.
+        num_updates: optimizer steps of the stage.
+    """
+
+    lr: float
+    schedule: Chosen
+    warmup_steps: int
+    final_lr_fraction: float
+    num_updates: int
+    beta1: float
+    beta2: float
+    epsilon: float
+    weight_decay: float
+    grad_clip: float
+    moments_dtype: str
+    offload: bool
+    num_minibatches: int = 1
+    num_epochs: int = 1
+    skip_signal_free: bool = True
+
+
+def learning_rate(settings: OptimizerSettings) -> optax.Schedule:
     """Linear warm-up, then `schedule` down to `final_lr_fraction` of the peak at the end."""
-    peak, warmup = settings.lr, settings.warmup_steps
-    schedule = schedule_of(settings)  # of those below, by its name
+    peak, warmup, schedule = settings.lr, settings.warmup_steps, settings.schedule
     offered = {
         "peak": peak,
         "final_fraction": settings.final_lr_fraction,
-        "num_updates": max(num_updates - warmup, 1),
+        "num_updates": max(settings.num_updates - warmup, 1),
     }
-    after = schedule(*[offered[name] for name in arrays_of(schedule)])
+    after: optax.Schedule = schedule(*[offered[name] for name in schedule.arrays])
     # The first step is at 1 / warmup of the peak: a rate of exactly 0 would waste a whole batch.
     rise = optax.linear_schedule(peak / max(warmup, 1), peak, max(warmup - 1, 1))
     return optax.join_schedules([rise, after], [warmup]) if warmup else after
 
 
-def num_updates(config: ConfigDict, stage: str) -> int:
-    """How many optimizer steps a stage has."""
-    updates_per_step = config.optimizer.num_minibatches * config.optimizer.num_epochs
-    return int(config.sft.num_steps if stage == "sft" else config.num_steps * updates_per_step)
-
-
-def make_optimizer(settings: ConfigDict, num_updates: int) -> optax.GradientTransformation:
-    """AdamW behind global-norm clipping, over `num_updates` optimizer steps."""
+def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:
+    """AdamW behind global-norm clipping."""
     adamw = optax.adamw(
-        learning_rate(settings, num_updates),
+        learning_rate(settings),
         b1=settings.beta1,
         b2=settings.beta2,
         eps=settings.epsilon,
@@ -47,9 +67,30 @@ def make_optimizer(settings: ConfigDict, num_updates: int) -> optax.GradientTran
     return optax.chain(clip, adamw)
 
 
-def stage_settings(config: ConfigDict, stage: str) -> ConfigDict:
-    """The section of a stage's optimizer."""
-    return config.sft.optimizer if stage == "sft" else config.optimizer
+def check_schedule(settings: OptimizerSettings) -> None:
+    """Refuses a schedule that fails in a step of the stage, or gives no rate of at least 0 there.
+
+    Where there are very many steps, so many of them are tried, evenly spread.
+
+    Raises:
+        ValueError: names the key, the step and the rate.
+    """
+    key, name, count = settings.schedule.key, settings.schedule.name, settings.num_updates
+    schedule = named(key, name, learning_rate)(settings)
+    steps = np.linspace(0, count - 1, min(count, _MOST_STEPS)).astype(np.int32)
+    at_all = jax.jit(lambda steps: jax.lax.map(schedule, steps))
+    rates = np.asarray(named(key, name, at_all)(steps))
+    is_rate = np.isfinite(rates) & (rates >= 0) & (rates.ndim == 1)
+    if not is_rate.all():
+        first = int(np.argwhere(~is_rate)[0, 0])
+        raise ValueError(
+            f"config.{key} names {name!r}, which gave {rates[first].tolist()!r} at step "
+            f"{steps[first]} of {count}; expected a finite number of at least 0."
+        )
+
+
+_MOST_STEPS = 100_000
+"""At which a schedule is tried."""
 
 
 def constant(peak: float) -> optax.Schedule:

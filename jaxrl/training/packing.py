@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from ml_collections import ConfigDict
 
-from jaxrl.environment import max_image_tokens
 from jaxrl.models.architecture import Architecture, Vision
 from jaxrl.models.experts.routing import recorded_dtype, unknown_experts
 from jaxrl.models.output import QUARTERS
@@ -128,53 +125,6 @@ class BatchShape:
             num_pieces=num_pieces,
             replayed=replayed,
         )
-
-
-def row_tokens(config: ConfigDict, num_pieces: int = 1) -> int:
-    """Length of packed rows: room for the longest trajectory, in whole multiples of 16.
-
-    Also of the number of pieces into which rows are cut.
-    """
-    unit = math.lcm(16, num_pieces)
-    return -(-config.rollout.max_total_tokens // unit) * unit
-
-
-def train_shape(
-    config: ConfigDict,
-    shards_with_prompts: int = 0,
-    num_pieces: int = 1,
-    model: Architecture | None = None,
-) -> BatchShape:
-    """The shape of every mini-batch of the train stage; see `BatchShape.for_sequences`."""
-    groups = config.rollout.tasks_per_step // config.optimizer.num_minibatches
-    return BatchShape.for_sequences(
-        groups * config.rollout.group_size,
-        micro_rows=config.optimizer.micro_rows,
-        row_tokens=row_tokens(config, num_pieces),
-        shards_with_prompts=shards_with_prompts,
-        vision=model.vision if model else None,
-        max_image_tokens=max_image_tokens(config),
-        num_pieces=num_pieces,
-        replayed=model if config.model.router.replay else None,
-    )
-
-
-def sft_shape(
-    config: ConfigDict,
-    shards_with_prompts: int = 0,
-    num_pieces: int = 1,
-    model: Architecture | None = None,
-) -> BatchShape:
-    """The shape of every batch of the sft stage; see `BatchShape.for_sequences`."""
-    return BatchShape.for_sequences(
-        config.sft.batch_size,
-        micro_rows=config.sft.optimizer.micro_rows,
-        row_tokens=row_tokens(config, num_pieces),
-        shards_with_prompts=shards_with_prompts,
-        vision=model.vision if model else None,
-        max_image_tokens=config.rollout.max_image_tokens,
-        num_pieces=num_pieces,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)

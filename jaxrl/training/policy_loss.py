@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
-from jaxrl.choices import arrays_of, failure_text
-from jaxrl.method import kl_estimator_of, loss_of
+from jaxrl.choices import Chosen, failure_text
 from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.objectives.metrics import Metric
-from jaxrl.training.update import TokenLoss
+from jaxrl.training.packing import BatchShape
+from jaxrl.training.settings import Method
+from jaxrl.training.update import TokenLoss, UpdateStep
 from jaxrl.types import Batch
 
 
@@ -23,17 +24,12 @@ class LossError(ValueError):
     """The function that `loss.name` or `kl.estimator` names cannot be used."""
 
 
-def make_policy_loss(config: ConfigDict) -> TokenLoss:
+def make_policy_loss(method: Method) -> TokenLoss:
     """The policy loss with its KL and entropy terms; a term that is off adds nothing."""
-    policy_loss, settings = loss_of(config)  # objectives/losses.py, by loss.name
-    names = arrays_of(policy_loss)
-    loss, kl = config.loss, config.kl
-    correction = loss.correction.to_dict()
-    is_corrected = correction["level"] != "none"
-    estimator = kl_estimator_of(config)  # objectives/kl.py, by kl.estimator
-    entropy_coef, anchor_name = loss.entropy_coef, kl.anchor
+    loss, kl = method.loss, method.kl
+    policy_loss = loss.policy_loss  # objectives/losses.py, by loss.name
+    names, is_corrected = policy_loss.arrays, loss.correction["level"] != "none"
     kl_coef = kl.coef if kl.place == "loss" else 0.0
-    mask_observations = loss.mask_observations
 
     def token_loss(
         logprobs: jax.Array, entropies: jax.Array, batch: Batch
@@ -45,17 +41,11 @@ def make_policy_loss(config: ConfigDict) -> TokenLoss:
         computed = {"logprobs": logprobs, "old_logprobs": old, "entropies": entropies}
         arrays = [computed[n] if n in computed else getattr(batch, n) for n in names]
         # Not weighted yet: the update multiplies by `token_weights` (minibatches.py).
-        try:
-            found = policy_loss(*arrays, **settings)
-        except (Exception, SystemExit) as error:
-            raise LossError(
-                f"config.loss.name names {loss.name!r}, which JAX cannot trace: "
-                f"{failure_text(error)}."
-            ) from error
-        check_loss(loss.name, found, logprobs)
+        found = traced(policy_loss, *arrays)
+        check_loss(policy_loss.name, found, logprobs)
         values, measured = found
         # Of an observation that is trained on, the sampler has no log-probability.
-        is_sampled = mask if mask_observations else mask & (batch.rollout_logprobs != 0)
+        is_sampled = mask if loss.mask_observations else mask & (batch.rollout_logprobs != 0)
         gap = jnp.where(is_sampled, old - batch.rollout_logprobs, 0.0)
         metrics = {
             "actor/entropy": Metric(entropies),
@@ -66,23 +56,60 @@ def make_policy_loss(config: ConfigDict) -> TokenLoss:
         }
         if is_corrected:
             weights = importance_weights(
-                old, batch.rollout_logprobs, mask, batch.segment_ids, **correction
+                old, batch.rollout_logprobs, mask, batch.segment_ids, **loss.correction
             )
             values = values * weights
             metrics["rollout_corr/weight_mean"] = Metric(weights)
             metrics["rollout_corr/weight_square_mean"] = Metric(weights**2)
         metrics["actor/pg_loss"] = Metric(values, "loss")
         if kl_coef:
-            anchor = batch.ref_logprobs if anchor_name == "ref" else old
+            anchor = batch.ref_logprobs if kl.anchor == "ref" else old
             assert anchor is not None
+            # objectives/kl.py, by kl.estimator
+            estimator = partial(traced, kl.estimator)
             divergence = kl_estimate(logprobs, anchor, mask, estimator=estimator)
             values = values + _kl_weights(batch, kl_coef) * divergence
             metrics["actor/kl_loss"] = Metric(divergence, "loss")
-        if entropy_coef:
-            values = values - entropy_coef * jnp.where(mask, entropies, 0.0)
+        if loss.entropy_coef:
+            values = values - loss.entropy_coef * jnp.where(mask, entropies, 0.0)
         return values, metrics
 
     return token_loss
+
+
+def traced(chosen: Chosen, *arrays: jax.Array) -> Any:
+    """What a function of the loss gives, while JAX traces it.
+
+    Raises:
+        LossError: names the key and, of what was raised, the place.
+    """
+    try:
+        return chosen(*arrays)
+    except (Exception, SystemExit) as error:
+        raise LossError(
+            f"config.{chosen.key} names {chosen.name!r}, which JAX cannot trace: "
+            f"{failure_text(error)}."
+        ) from error
+
+
+def check_update(update: UpdateStep, shape: BatchShape, method: Method) -> None:
+    """Refuses functions of the loss that a step of these shapes could not trace or differentiate.
+
+    Raises:
+        LossError: names the key and, of what was raised, the place.
+    """
+    try:
+        update.gradient.check(shape)
+    except LossError:
+        raise
+    except Exception as error:
+        own = [c for c in (method.loss.policy_loss, method.kl.estimator) if c.is_own]
+        if not own:
+            raise
+        named = " and ".join(f"config.{chosen.key} names {chosen.name!r}" for chosen in own)
+        raise LossError(
+            f"{named}, which JAX cannot differentiate: {failure_text(error)}."
+        ) from error
 
 
 def _kl_weights(batch: Batch, kl_coef: float) -> jax.Array | float:

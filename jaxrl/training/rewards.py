@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from ml_collections import ConfigDict
 
-from jaxrl.environment import overlong_limit
 from jaxrl.envs.answers import normalize_answer
 from jaxrl.objectives.shaping import boundary_aware_rewards, entropy_reward, overlong_penalty
 from jaxrl.training.controllers import Controllers
+from jaxrl.training.settings import Method, Shaping
 from jaxrl.types import Columns, Group, members, with_fields
 
 
@@ -40,15 +39,14 @@ def add_reward(groups: Sequence[Group], part: str, amounts: np.ndarray) -> list[
     return with_fields(groups, reward=rewards, rest_reward=rest, reward_parts=parts)
 
 
-def shape(groups: Sequence[Group], config: ConfigDict, *, is_late: bool) -> list[Group]:
+def shape(groups: Sequence[Group], shaping: Shaping, *, is_late: bool) -> list[Group]:
     """What abstentions earn and what length costs, before groups are filtered.
 
     Args:
         groups: with the environment's rewards.
-        config: its section `shaping` says which of the two there are.
+        shaping: says which of the two there are.
         is_late: False in the early stage of a method that has one.
     """
-    shaping = config.shaping
     shaped = list(groups)
     if shaping.boundary_aware:
         columns = Columns(shaped)
@@ -67,7 +65,7 @@ def shape(groups: Sequence[Group], config: ConfigDict, *, is_late: bool) -> list
     if shaping.overlong_buffer:
         penalties = overlong_penalty(
             np.array([t.response_length for t in members(shaped)]),
-            max_length=overlong_limit(config),
+            max_length=shaping.overlong_limit,
             buffer=shaping.overlong_buffer,
             factor=shaping.overlong_factor,
         )
@@ -82,16 +80,14 @@ def kl_penalties(groups: Sequence[Group], coef: float) -> np.ndarray:
     )
 
 
-def charge_kl(groups: Sequence[Group], controllers: Controllers, config: ConfigDict) -> list[Group]:
+def charge_kl(groups: Sequence[Group], controllers: Controllers, method: Method) -> list[Group]:
     """The KL term in the reward, where `kl.place` puts it there."""
-    if config.kl.place != "reward":
+    if method.kl.place != "reward":
         return list(groups)
-    return add_reward(groups, "kl", -kl_penalties(groups, controllers.kl_coef(config)))
+    return add_reward(groups, "kl", -kl_penalties(groups, controllers.kl_coef(method.kl)))
 
 
-def pay_entropy(
-    groups: Sequence[Group], controllers: Controllers, config: ConfigDict
-) -> list[Group]:
+def pay_entropy(groups: Sequence[Group], controllers: Controllers, shaping: Shaping) -> list[Group]:
     """ARES's entropy reward, by difficulty; 0 before the threshold of high entropy is known."""
     if controllers.coefficients is None:
         return list(groups)
@@ -106,6 +102,6 @@ def pay_entropy(
             [controllers.bucket(trajectories[i].task_id) for i in scored],
             targets=controllers.coefficients.targets,
             coefficients=controllers.coefficients.alphas,
-            centred_gain=config.shaping.centred_gain,
+            centred_gain=shaping.centred_gain,
         )
     return add_reward(groups, "entropy", amounts)

@@ -30,7 +30,13 @@ from jaxrl.runtime.sharding import (
     piece_sharding,
     replicated,
 )
-from jaxrl.training.packing import IMAGE_PARTS, Packed, PackedImages, loss_quarters
+from jaxrl.training.packing import (
+    IMAGE_PARTS,
+    BatchShape,
+    Packed,
+    PackedImages,
+    loss_quarters,
+)
 from jaxrl.types import Batch, Params, TrainState
 
 TokenLoss = Callable[[jax.Array, jax.Array, Batch], tuple[jax.Array, dict[str, Metric]]]
@@ -355,6 +361,26 @@ class Gradient:
         self.add = MicroBatches(model, "update", add)
         self.measure = MicroBatches(model, "update's metrics", measure)
 
+    def check(self, shape: BatchShape) -> None:
+        """Traces the loss of a micro-batch and its gradient, and computes nothing.
+
+        What the loss raises while it is traced passes through.
+
+        Args:
+            shape: of mini-batches. The batch has all that the method may put on a token.
+        """
+        kinds = {"token_ids": jnp.int32, "segment_ids": jnp.int32, "positions": jnp.int32}
+        kinds |= {"loss_mask": jnp.bool_, **dict.fromkeys(_NUMBERS, jnp.float32)}
+        sizes = 1, shape.micro_rows, shape.row_tokens
+        fields: dict[str, Any] = {
+            name: jax.ShapeDtypeStruct(sizes, kind) for name, kind in kinds.items()
+        }
+        batch = Batch(**fields)
+        params = (self._model.adapter or self._model.config).abstract_params()
+        sums = jax.eval_shape(self.begin.function, params, batch)
+        add = partial(self.add.program.function, start=0, stop=1, room=QUARTERS[0])
+        jax.eval_shape(add, params, sums, batch)
+
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> Sums:
         """Over the micro-batches of `packed`, which lies on the devices as `batch`."""
         policy, rest = self._model.whole(params), batch.rest
@@ -367,6 +393,17 @@ class Gradient:
             balance = self.count.balance(policy, batch, packed, self._balance_coef)
             sums = replace(sums, balance=balance)
         return self.add(policy, sums, batch, packed)
+
+
+_NUMBERS = (
+    "token_weights",
+    "advantages",
+    "rollout_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+    "kl_weights",
+)
+"""The fields of a batch that are float32."""
 
 
 class UpdateStep:

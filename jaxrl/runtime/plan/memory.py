@@ -25,10 +25,10 @@ from jaxrl.config import default_config
 from jaxrl.environment import max_image_tokens
 from jaxrl.method import (
     adapter_of,
+    batch_shape,
     frozen_of,
-    has_kl_loss,
-    has_kl_weights,
-    is_measured,
+    optimizer_of,
+    optimizer_section,
     records_experts,
 )
 from jaxrl.models.architecture import Architecture, MemoryTerms, Vision
@@ -58,9 +58,9 @@ from jaxrl.sampling.decode import BLOCK
 from jaxrl.sampling.engine import append_sizes, row_sizes
 from jaxrl.sampling.pages import pages_for
 from jaxrl.tasks import sources_of
-from jaxrl.training.minibatches import takes_own_logprobs
-from jaxrl.training.optimizer import make_optimizer, stage_settings
-from jaxrl.training.packing import BatchShape, sft_shape, train_shape
+from jaxrl.training.optimizer import make_optimizer
+from jaxrl.training.packing import BatchShape
+from jaxrl.training.settings import has_kl_loss, has_kl_weights, is_measured, takes_own_logprobs
 from jaxrl.training.update import state_shardings
 
 USABLE = 0.9
@@ -406,7 +406,7 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
     moments = {"layers": held | update.at_layers(), "output": held | update.at_output()}
     if update.num_patches:
         moments["images"] = held | update.at_images(is_trained=trains_images)
-    if stage_settings(config, stage).offload:
+    if optimizer_section(config, stage).offload:
         moved = _moment_bytes(config, model, update.mesh, stage)
         moments["optimizer"] = {"optimizer state, from the host": moved}
     moments = {name: _nonzero(terms) for name, terms in moments.items()}
@@ -442,7 +442,8 @@ def score_phase(config: ConfigDict, model: Architecture, target: Target) -> Phas
 
 def _scores(config: ConfigDict) -> bool:
     """Whether log-probabilities are computed apart from an update."""
-    return not takes_own_logprobs(config) or has_kl_loss(config) or is_measured(config)
+    is_own = takes_own_logprobs(config.optimizer, config.filter)
+    return not is_own or has_kl_loss(config.kl) or is_measured(config.kl)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1150,7 +1151,7 @@ def _state(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> di
     params = 4 * policy.trained
     state = {"frozen weights": policy.base_bytes} if policy.base_bytes else {}
     state["parameters"] = params
-    if stage != "evaluate" and not stage_settings(config, stage).offload:
+    if stage != "evaluate" and not optimizer_section(config, stage).offload:
         state["optimizer state"] = _moment_bytes(config, model, mesh, stage)
     if stage == "train" and config.kl.coef and config.kl.anchor == "ref":
         state["reference parameters"] = params
@@ -1190,7 +1191,7 @@ def _decode_weights(config: ConfigDict, model: Architecture, target: Target) -> 
 
 def _moment_bytes(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> int:
     """Of the optimizer's state on one device: two values a parameter, one of them perhaps short."""
-    itemsize = jnp.dtype(stage_settings(config, stage).moments_dtype).itemsize
+    itemsize = jnp.dtype(optimizer_section(config, stage).moments_dtype).itemsize
     num_moments = _num_moments(_trained(config, model), mesh)
     return 4 * num_moments - (4 - itemsize) * PolicyWeights.of(config, model, mesh).trained
 
@@ -1203,7 +1204,7 @@ def _trained(config: ConfigDict, model: Architecture) -> Any:
 @functools.cache
 def _num_moments(trained: Declared, mesh: Any) -> int:
     """Values of the optimizer's state on one device; no setting changes how many there are."""
-    optimizer = make_optimizer(default_config().optimizer, 1)
+    optimizer = make_optimizer(optimizer_of(default_config(), "train"))
     moments = jax.eval_shape(optimizer.init, trained.abstract_params())
     return num_values(moments, state_shardings(mesh, trained, optimizer).opt_state)
 
@@ -1212,7 +1213,7 @@ def num_sequences(config: ConfigDict, stage: str) -> int:
     """Of a mini-batch of a stage, sft or train."""
     one_each = config.copy_and_resolve_references()
     one_each.optimizer.micro_rows = one_each.sft.optimizer.micro_rows = 1
-    return (sft_shape if stage == "sft" else train_shape)(one_each).num_micro
+    return batch_shape(one_each, stage).num_micro
 
 
 def _shape(config: ConfigDict, model: Architecture, target: Target, stage: str) -> BatchShape:
@@ -1220,8 +1221,7 @@ def _shape(config: ConfigDict, model: Architecture, target: Target, stage: str) 
     mesh = target_mesh(config, model, target)
     name, _ = decide(config.model.attention, target.platform, model.head_dim)
     shards = num_batch_shards(mesh) if SHARES_PROMPTS[name] else 0
-    make = sft_shape if stage == "sft" else train_shape
-    return make(config, shards, mesh.shape["context"], model)
+    return batch_shape(config, stage, shards, mesh.shape["context"], model)
 
 
 def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str) -> int:
@@ -1230,8 +1230,9 @@ def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str)
     of_token = 25 if shape.vision is None else 25 + 16  # its unit, and three positions
     if stage == "sft":
         return of_token * tokens
-    needs_ref = has_kl_loss(config) and config.kl.anchor == "ref"
-    num_more = (not takes_own_logprobs(config)) + needs_ref + has_kl_weights(config)
+    needs_ref = has_kl_loss(config.kl) and config.kl.anchor == "ref"
+    needs_old = not takes_own_logprobs(config.optimizer, config.filter)
+    num_more = needs_old + needs_ref + has_kl_weights(config.kl)
     if shape.replayed is not None:
         of_token += _routed_bytes(shape.replayed)
     return config.optimizer.num_minibatches * (of_token + 4 * num_more) * tokens
