@@ -29,7 +29,7 @@ from ml_collections import ConfigDict
 from rich.console import Console
 from rich.text import Text
 
-from jaxrl.components import assemble
+from jaxrl.components import Assembled, assemble
 from jaxrl.config import KEYS, OWN_MODEL, default_config, with_tuples
 from jaxrl.config_checks import validate
 from jaxrl.data import parse_task
@@ -42,15 +42,15 @@ from jaxrl.method import method_of, stage_steps
 from jaxrl.models.adapters import load_frozen
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf
-from jaxrl.runtime.checkpoint import abstract, read_newest_position, restore_params
+from jaxrl.runtime.checkpoint import read_newest_position, restore_params
 from jaxrl.runtime.files import system_message
 from jaxrl.runtime.heap import give_back_after_compiling
 from jaxrl.runtime.history import check_step
 from jaxrl.runtime.program_cache import keep_programs
-from jaxrl.runtime.sharding import mesh_sizes, param_shardings
-from jaxrl.sampling.rollout import Sampling, Seeds
+from jaxrl.runtime.sharding import abstract, mesh_sizes, param_shardings
+from jaxrl.sampling.protocol import Sampling, Seeds
 from jaxrl.sampling.weights import given_up
-from jaxrl.session import Components, Progress
+from jaxrl.session import Progress
 from jaxrl.toolbox import correct_by, environment_parts
 from jaxrl.training.health import first_error
 from jaxrl.types import Draw, Params, Trajectory
@@ -172,7 +172,7 @@ def open_run(
     *,
     step: int | None = None,
     keys: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[Components, ConfigDict]:
+) -> tuple[Assembled, ConfigDict]:
     """What plays a run's episodes, its engine with the weights, and the configuration.
 
     Args:
@@ -261,7 +261,7 @@ def fit_host(config: ConfigDict) -> None:
 
 
 def load_weights(
-    components: Components,
+    components: Assembled,
     config: ConfigDict,
     run: Path,
     model: Path | None,
@@ -297,7 +297,7 @@ def typed(lines: Iterable[str]) -> Iterator[str]:
             print("> ", end="", flush=True)
 
 
-def check_images(components: Components, files: Sequence[str]) -> None:
+def check_images(components: Assembled, files: Sequence[str]) -> None:
     """Refuses images that the model cannot be shown.
 
     Raises:
@@ -312,7 +312,7 @@ def check_images(components: Components, files: Sequence[str]) -> None:
 
 
 def ask(
-    components: Components,
+    components: Assembled,
     config: ConfigDict,
     question: str,
     temperature: float,

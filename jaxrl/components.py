@@ -11,6 +11,8 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +47,18 @@ from jaxrl.method import (
     records_experts,
     stage_steps,
 )
-from jaxrl.models.adapters import check_adapter
+from jaxrl.models.adapters import check_adapter, save_adapter, save_merged
 from jaxrl.models.architecture import Architecture, read_model
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.experts.choice import choose as choose_experts
 from jaxrl.models.folder import model_folder
-from jaxrl.models.hf_weights import check_hf
+from jaxrl.models.hf_weights import check_hf, save_hf
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.lora import Adapter
 from jaxrl.models.policy import Model
 from jaxrl.processor import BlankProcessor, Processor
 from jaxrl.runtime.checkpoint import newest_whole
-from jaxrl.runtime.distributed import RolloutFunction, shared
+from jaxrl.runtime.distributed import shared
 from jaxrl.runtime.plan import memory
 from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
 from jaxrl.runtime.versions import search_fingerprints
@@ -64,6 +66,7 @@ from jaxrl.sampling.decode import scans
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.external import ChatModel, ChatRollout, ChatSettings
 from jaxrl.sampling.next_token import GREEDY, NUCLEUS, PLAIN, kind_of
+from jaxrl.sampling.protocol import RolloutFunction
 from jaxrl.sampling.rollout import EpisodePlayer, Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.session import Components, Stage
@@ -79,7 +82,15 @@ from jaxrl.training.optimizer import check_schedule, make_optimizer
 from jaxrl.training.policy_loss import check_update, make_policy_loss
 from jaxrl.training.settings import Method
 from jaxrl.training.update import UpdateStep
-from jaxrl.types import Group
+from jaxrl.types import Group, Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assembled(Components):
+    """With what is needed around the stages alone."""
+
+    tokenizer: Tokenizer
+    processor: Processor | None  # reads images; None where the model reads none
 
 
 def assemble(
@@ -88,7 +99,7 @@ def assemble(
     *,
     workdir: Path | None = None,
     log: Callable[[str], None] = lambda _: None,
-) -> Components:
+) -> Assembled:
     """Reads and checks everything the configured stages need; an index is built last.
 
     Args:
@@ -141,12 +152,12 @@ def assemble(
     env, drawing = control, None
     if environment.searches(config):
         env, drawing = _make_searching(config, _make_search(config, show, workdir, log), tools)
-    return Components(
+    return Assembled(
         mesh=mesh,
-        model_config=model_config,
         model=model,
         method=method,
         stages=stages,
+        export=partial(export, model, Path(model_folder(config.model.path))),
         tokenizer=tokenizer,
         tasks=tasks,
         eval_tasks=list(eval_tasks),
@@ -282,6 +293,23 @@ def _make_model(
         logits_chunk_tokens=config.model.logits_chunk_tokens,
         frozen=frozen_of(config),
     )
+
+
+def export(model: Model, source: Path, params: Params, parent: Path) -> None:
+    """Writes the trained model as an HF folder; of an adapter also itself, as PEFT has it.
+
+    Args:
+        model: the policy.
+        source: the folder of the model that the run began with.
+        params: that are trained.
+        parent: of the folders.
+    """
+    folder, adapter = parent / "export", model.adapter
+    if adapter is None:
+        save_hf(model.whole(params), model.config, folder, source=source)
+    else:
+        save_adapter(params, adapter, parent / "adapter", source=source)
+        save_merged(params, adapter, folder, source=source)
 
 
 def _make_stages(config: ConfigDict, model: Model, method: Method) -> dict[str, Stage]:

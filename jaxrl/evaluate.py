@@ -43,9 +43,9 @@ from jaxrl.objectives.metrics import mean
 from jaxrl.runtime import distributed
 from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.files import written_whole
-from jaxrl.sampling.rollout import Sampling, Seeds
+from jaxrl.sampling.protocol import Sampling, Seeds
 from jaxrl.sampling.weights import given_up
-from jaxrl.session import OF_CODE, Progress, Session
+from jaxrl.session import OF_CODE, Session
 from jaxrl.training.health import first_error
 from jaxrl.training.ledger import Ledger
 from jaxrl.types import Draw, Group, Params, Trajectory, members
@@ -373,13 +373,6 @@ def is_unscored(summary: Summary) -> bool:
     return counts["unscored_questions"] == counts["num_questions"]
 
 
-def num_unscored_suites(metrics: Mapping[str, float]) -> int:
-    """How many suites could not score a single question, from `as_metrics` of them all."""
-    head = "val-aux/all/unscored_questions/"
-    suites = [name.removeprefix(head) for name in metrics if name.startswith(head)]
-    return sum(metrics[head + s] == metrics[f"val-aux/all/num_questions/{s}"] for s in suites)
-
-
 def one_line(suite: str, summary: Summary) -> str:
     """The scores of a suite in one line."""
     if is_unscored(summary):
@@ -538,7 +531,7 @@ def evaluate(session: Session, params: Params) -> Params:
         metrics |= _booked(session, Ledger.from_json(distributed.from_main(spent.to_json())))
         text = file.with_suffix(".txt")
         session.display.log(f"evaluated before, with the same settings: {text}")
-    metrics |= totals(progress)
+    metrics |= progress.totals()
     metrics["weights_step"] = progress.whose_weights
     session.metrics_log.write(progress.step, "evaluate", metrics)
     session.failures.check_suites(errors)
@@ -549,11 +542,6 @@ def _booked(session: Session, spent: Ledger) -> dict[str, float]:
     """Counts what an evaluation took; its metrics."""
     session.progress.ledger += spent
     return spent.asked("eval/", session.progress.ledger) | spent.used("eval/")
-
-
-def totals(progress: Progress) -> dict[str, float]:
-    """What the run has taken so far."""
-    return progress.ledger.asked("total/") | progress.ledger.used("total/")
 
 
 def made_with(session: Session) -> str:

@@ -254,7 +254,7 @@ def make_ready(
     """
     # Imported late: a mistake in the configuration is told at once, without loading JAX.
     from jaxrl.components import assemble, settings_of
-    from jaxrl.logs.writers import check_mirrors
+    from jaxrl.logs.mirrors import check_mirrors
     from jaxrl.run import evaluate_step, run
     from jaxrl.runtime import distributed, history
     from jaxrl.runtime.heap import give_back_after_compiling

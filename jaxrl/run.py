@@ -13,16 +13,17 @@ import jax
 
 from jaxrl import report
 from jaxrl.choices import OwnCodeError
+from jaxrl.components import Assembled
 from jaxrl.config import flat_pairs
-from jaxrl.evaluate import evaluate
+from jaxrl.evaluate import evaluate, run_suites
 from jaxrl.logs.display import Display
-from jaxrl.logs.writers import open_log
+from jaxrl.logs.mirrors import open_log
 from jaxrl.models.adapters import load_adapter, load_frozen, new_adapter
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import distributed
-from jaxrl.runtime.checkpoint import Checkpointer, abstract, optimizer_items
-from jaxrl.runtime.sharding import param_shardings
+from jaxrl.runtime.checkpoint import Checkpointer, optimizer_items
+from jaxrl.runtime.sharding import abstract, param_shardings
 from jaxrl.runtime.stopping import Interrupted
 from jaxrl.runtime.versions import write_environment
 from jaxrl.session import Components, Progress, Session
@@ -46,7 +47,7 @@ STAGE_FUNCTIONS: dict[str, Callable[[Session, Params], Params]] = {
 def run(
     settings: Settings,
     workdir: Path,
-    components: Components,
+    components: Assembled,
     display: Display,
     should_stop: Callable[[], bool] = lambda: False,
     contents: Mapping[str, str] | None = None,
@@ -120,7 +121,7 @@ def nothing_saved(session: Session) -> str:
 def evaluate_step(
     settings: Settings,
     workdir: Path,
-    components: Components,
+    components: Assembled,
     display: Display,
     should_stop: Callable[[], bool],
     contents: Mapping[str, str],
@@ -163,13 +164,14 @@ def evaluate_step(
             progress=progress,
             restored=restored,
             should_stop=should_stop,
+            run_suites=run_suites,
             origin=origin_of(settings, contents),
             failures=Failures(limit=settings.max_failed_steps, log=display.log, num_batches=0),
             saved=dataclasses.replace(progress),
         )
         params = start_params(session)
         folder = workdir / "steps" / str(step)
-        session.export(params, folder)
+        components.export(params, folder)
         evaluate(session, params)
     display.log(f"done; {folder} holds the model of step {step}")
 
@@ -231,7 +233,7 @@ def open_session(
     settings: Settings,
     workdir: Path,
     *,
-    components: Components,
+    components: Assembled,
     checkpointer: Checkpointer,
     display: Display,
     should_stop: Callable[[], bool],
@@ -242,7 +244,7 @@ def open_session(
     found = checkpointer.restore_newest(lambda saved: restore_targets(components, saved))
     progress = Progress.from_json(found[0], components.method) if found else Progress()
     if components.processor is not None:
-        progress.put_images(components.processor)
+        progress.put_images(components.processor.with_images)
     adopt()
     is_main = distributed.is_main()
     if is_main and (found or set(settings.stages) != {"evaluate"}):
@@ -271,6 +273,7 @@ def open_session(
         progress=progress,
         restored=found[1] if found else {},
         should_stop=should_stop,
+        run_suites=run_suites,
         origin=origin_of(settings, contents),
         failures=failures,
         saved=dataclasses.replace(progress) if found else None,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -20,21 +20,13 @@ from jaxrl.envs.base import Task
 from jaxrl.logs.display import Display
 from jaxrl.logs.metrics import plain_numbers
 from jaxrl.logs.writers import MetricsLog, Record
-from jaxrl.models.adapters import save_adapter, save_merged
-from jaxrl.models.architecture import Architecture
-from jaxrl.models.folder import model_folder
-from jaxrl.models.hf_weights import save_hf
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
-from jaxrl.processor import Processor
-from jaxrl.runtime.checkpoint import Checkpointer
 from jaxrl.runtime.compilation import stopped_by
-from jaxrl.runtime.distributed import RolloutFunction
 from jaxrl.runtime.heap import give_back
 from jaxrl.runtime.stopping import Best
-from jaxrl.sampling.engine import Engine
+from jaxrl.sampling.protocol import RolloutFunction, Sampler
 from jaxrl.settings import Settings
-from jaxrl.tokenizer import Tokenizer
 from jaxrl.training.collect import Collected
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.health import Failures
@@ -72,22 +64,20 @@ class Components:
     """What the stages work with."""
 
     mesh: Mesh
-    model_config: Architecture
     model: Model
     method: Method
     stages: Mapping[str, Stage]  # those that train, by name
-    tokenizer: Tokenizer
     tasks: Sequence[Task]  # a `Mixture`; parsed when they are asked for, where there are many
     eval_tasks: list[Task]
     demonstrations: Sequence[TokenSequence]
-    sampler: Engine | None  # None where a model behind an endpoint plays
+    sampler: Sampler | None  # None where a model behind an endpoint plays
     rollout: RolloutFunction
     controls: Mapping[str, RolloutFunction]  # by suite, what plays in place of `rollout`
     reward_weights: Mapping[str, float] = field(default_factory=dict)  # by part
     is_trigger: np.ndarray | None = None  # bool [V], ids that may count as wavering; None: all
     notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
     external: str = ""  # the model behind an endpoint that plays; "": the run's own
-    processor: Processor | None = None  # reads images; None where the model reads none
+    export: Callable[[Params, Path], None] = lambda params, parent: None  # writes HF folders
 
     @property
     def num_steps(self) -> dict[str, int]:
@@ -95,7 +85,7 @@ class Components:
         return {name: stage.num_steps for name, stage in self.stages.items()}
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> Sampler:
         """What samples from the run's own model.
 
         Raises:
@@ -160,12 +150,16 @@ class Progress:
         """The step whose weights the run holds: the last one, unless the stage stopped early."""
         return self.step if self.weights_step is None else self.weights_step
 
-    def put_images(self, processor: Processor) -> None:
+    def put_images(self, with_images: Callable[[list[Group]], list[Group]]) -> None:
         """Puts into the groups of a checkpoint the images that these name."""
-        self.leftover = processor.with_images(self.leftover)
+        self.leftover = with_images(self.leftover)
         if (pending := self.pending) is not None:
-            groups, leftover = map(processor.with_images, (pending.groups, pending.leftover))
+            groups, leftover = map(with_images, (pending.groups, pending.leftover))
             self.pending = dataclasses.replace(pending, groups=groups, leftover=leftover)
+
+    def totals(self) -> dict[str, float]:
+        """What the run has taken so far."""
+        return self.ledger.asked("total/") | self.ledger.used("total/")
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -203,6 +197,34 @@ OF_CODE = "'s file"
 """Ends the name of a fingerprint of code that a key names, as in `advantage.name's file`."""
 
 
+class Checkpoints(Protocol):
+    """Where a stage saves; `runtime.checkpoint.Checkpointer` says what each does."""
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        position: dict[str, Any],
+        ref_params: Params | None,
+        *,
+        value: float | None = None,
+    ) -> None:
+        """Saves the state after a step; `value` is that of its evaluation."""
+        ...
+
+    def restore_best(self, state: TrainState) -> tuple[int, TrainState]:
+        """The step with the highest value, and its state as the abstract one is."""
+        ...
+
+    def wait(self) -> None:
+        """Returns once everything is on the disk."""
+        ...
+
+
+RunSuites = Callable[["Session", str, Sequence[str]], tuple[dict[str, float], dict[str, str]]]
+"""See `evaluate.run_suites`."""
+
+
 @dataclass(kw_only=True)
 class Session:
     """What the stages of a run work with, and share."""
@@ -210,12 +232,13 @@ class Session:
     settings: Settings
     workdir: Path
     components: Components
-    checkpointer: Checkpointer
+    checkpointer: Checkpoints
     metrics_log: MetricsLog
     display: Display
     progress: Progress
     restored: dict[str, Any]  # from the checkpoint the run began with; each stage takes its own
     should_stop: Callable[[], bool]
+    run_suites: RunSuites
     origin: Mapping[str, Any]  # configuration and contents of files, for a start that goes on
     failures: Failures  # batches in a row of which every episode failed
     state: TrainState | None = None  # as progress says, in the middle of a stage that trains
@@ -268,21 +291,15 @@ class Session:
         self.display.stop()
         self.components.engine.release()
         self.state = state
-        self.export(state.params, self.workdir)
+        self.components.export(state.params, self.workdir)
         self.save()
         self.state = self.ref_params = None  # the next stage needs the room
         return state.params
 
-    def export(self, params: Params, parent: Path) -> None:
-        """Writes the trained model as an HF folder; of an adapter also itself, as PEFT has it."""
-        folder, source = parent / "export", model_folder(self.settings.model_path)
-        adapter = self.components.model.adapter
-        if adapter is None:
-            whole = self.components.model.whole(params)
-            save_hf(whole, self.components.model_config, folder, source=source)
-        else:
-            save_adapter(params, adapter, parent / "adapter", source=source)
-            save_merged(params, adapter, folder, source=source)
+    def evaluate(self, suites: Sequence[str]) -> dict[str, float]:
+        """The engine's weights on these suites, in the stage `train`: its metrics."""
+        metrics, _ = self.run_suites(self, "train", suites)
+        return metrics
 
     def check_budget(self, uncounted: Ledger | None = None) -> None:
         """Ends the run where it has spent what it may, also on the groups of the next step.

@@ -14,8 +14,7 @@ import numpy as np
 
 from jaxrl.choices import STAGES
 from jaxrl.envs.base import Task
-from jaxrl.evaluate import num_unscored_suites, run_suites, totals
-from jaxrl.logs.metrics import plain_number, rollout_metrics
+from jaxrl.logs.metrics import num_unscored_suites, plain_number, rollout_metrics
 from jaxrl.logs.steps import (
     SHOWN,
     Clock,
@@ -30,11 +29,10 @@ from jaxrl.logs.steps import (
 )
 from jaxrl.logs.writers import write_images, write_trajectories
 from jaxrl.runtime import distributed
-from jaxrl.runtime.checkpoint import abstract
 from jaxrl.runtime.compilation import stopped_by
-from jaxrl.runtime.sharding import num_batch_shards
+from jaxrl.runtime.sharding import abstract, num_batch_shards
 from jaxrl.runtime.stopping import Interrupted, update_best
-from jaxrl.sampling.rollout import Sampling, Seeds
+from jaxrl.sampling.protocol import Sampling, Seeds
 from jaxrl.session import Progress, Session
 from jaxrl.settings import Settings
 from jaxrl.stream import Stream
@@ -276,11 +274,11 @@ def measure_for(session: Session, score: ScoreStep, shape: BatchShape) -> Measur
 def begin_training(session: Session) -> None:
     """Evaluates the policy as it is, and sets up the controllers."""
     progress = session.progress
-    evaluated, _ = run_suites(session, "train", session.settings.evaluation.suites)
+    evaluated = session.evaluate(session.settings.evaluation.suites)
     best_metric(session.settings, evaluated)  # refused now where it is missing
     update_gate(session, evaluated)
     bootstrap(session)
-    metrics = evaluated | progress.controllers.metrics() | totals(progress)
+    metrics = evaluated | progress.controllers.metrics() | progress.totals()
     session.metrics_log.write(progress.step, "train", metrics)
 
 
@@ -379,7 +377,7 @@ def finish_step(session: Session) -> None:
     update_gate(session, evaluated)
     assert progress.record is not None
     record = progress.record | evaluated | progress.controllers.metrics()
-    record |= totals(progress)
+    record |= progress.totals()
     progress.record = None
     show_step(session, record)
     is_best = compare_with_best(session, evaluated)
@@ -398,8 +396,7 @@ def evaluate_where_due(session: Session) -> dict[str, float]:
     every = settings.every_steps
     if not (session.is_last_step or (every and stage_step % every == 0)):
         return {}
-    evaluated, _ = run_suites(session, "train", settings.suites)
-    return evaluated
+    return session.evaluate(settings.suites)
 
 
 def show_step(session: Session, record: Mapping[str, Any]) -> None:

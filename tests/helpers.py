@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config import default_config
+from jaxrl.method import method_of
 from jaxrl.models import kv_cache
 from jaxrl.models.attention.kernels import XLA
 from jaxrl.models.attention.reference import attend_pages
@@ -26,6 +27,7 @@ from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.qwen_moe import QwenMoeConfig
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_weights
 from jaxrl.runtime.sharding import num_batch_shards
+from jaxrl.training.estimators import Estimator
 from jaxrl.training.packing import Packed, loss_quarters, pack
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import Gradient
@@ -267,6 +269,17 @@ def settings(**changes):
     return config
 
 
+def method_with(**changes):
+    """The method of the default configuration with some keys changed."""
+    return method_of(settings(**changes))
+
+
+def estimator(**changes):
+    """The advantage estimator of the default configuration with some keys changed."""
+    method = method_with(**changes)
+    return Estimator(method.advantage, method.seed)
+
+
 def gradient_of(model, token_loss, *, temperature=1.0, entropy_gradient=False):
     """`gradient(params, batch, num_micro) -> (gradients, metrics)` of all its micro-batches."""
     gradient = Gradient(
@@ -299,7 +312,7 @@ def policy_loss(*, loss=None, kl=None):
     config = default_config()
     config.loss.update(loss or {})
     config.kl.update(kl or {})
-    return make_policy_loss(config)
+    return make_policy_loss(method_of(config))
 
 
 def relative_distance(got, wanted):

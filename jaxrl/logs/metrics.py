@@ -88,3 +88,10 @@ def plain_number(value: Any) -> float | int | None:
     """A number as JSON has it; None for one that is not finite, and for None."""
     value = np.asarray(value).item()
     return value if value is not None and math.isfinite(value) else None
+
+
+def num_unscored_suites(metrics: Mapping[str, float]) -> int:
+    """How many suites could not score a single question, from `as_metrics` of them all."""
+    head = "val-aux/all/unscored_questions/"
+    suites = [name.removeprefix(head) for name in metrics if name.startswith(head)]
+    return sum(metrics[head + s] == metrics[f"val-aux/all/num_questions/{s}"] for s in suites)

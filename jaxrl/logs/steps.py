@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxrl.objectives.metrics import REDUCTIONS, Metric, mean
 from jaxrl.runtime import distributed
-from jaxrl.sampling.engine import Counts, Engine
+from jaxrl.sampling.protocol import Counts, Sampler
 from jaxrl.training.controllers import BUCKETS, Controllers, mean_divergences
 from jaxrl.training.ledger import Ledger
 from jaxrl.training.packing import Packed
@@ -68,7 +68,7 @@ class Clock:
         }
 
 
-def engine_metrics(engine: Engine, before: Counts) -> dict[str, float]:
+def engine_metrics(engine: Sampler, before: Counts) -> dict[str, float]:
     """What the samplers of all processes did since this one's counters stood at `before`."""
     now, past = dataclasses.asdict(engine.counts), dataclasses.asdict(before)
     of_this = {name: now[name] - past[name] for name in now}

@@ -24,7 +24,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import jax
 import orbax.checkpoint as ocp
 
 from jaxrl.envs.json_text import read_object
@@ -439,12 +438,3 @@ def optimizer_items(state: TrainState) -> dict[str, Any]:
         "num_updates": state.num_updates,
         "num_skipped": state.num_skipped,
     }
-
-
-def abstract(tree: Any, shardings: Any) -> Any:
-    """Shapes, dtypes and shardings to restore into."""
-    return jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        tree,
-        shardings,
-    )

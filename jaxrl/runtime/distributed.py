@@ -19,7 +19,7 @@ from jax.experimental import multihost_utils
 from jaxrl import codecs
 from jaxrl.envs.base import OutageError
 from jaxrl.runtime.stopping import Interrupted
-from jaxrl.sampling.rollout import Sampling
+from jaxrl.sampling.protocol import RolloutFunction, Sampling
 from jaxrl.types import Draw, Group
 
 Value = TypeVar("Value")
@@ -81,10 +81,6 @@ def anywhere(flag: bool) -> bool:
 def from_main(value: Value) -> Value:
     """The first process's value; all processes call this."""
     return gather(value)[0]
-
-
-RolloutFunction = Callable[..., list[Group]]
-"""Called as `sampling.rollout.Rollout` is."""
 
 
 def shared(

@@ -318,3 +318,12 @@ def _split_by(mesh: Mesh, names: str | tuple[str, ...] | None, size: int) -> Any
     while axes and size % math.prod(mesh.shape[name] for name in axes):
         axes = axes[:-1]
     return axes if len(axes) > 1 else next(iter(axes), None)
+
+
+def abstract(tree: Any, shardings: Any) -> Any:
+    """Shapes, dtypes and shardings to restore into."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )

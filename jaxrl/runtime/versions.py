@@ -91,7 +91,7 @@ def environment(components: Components) -> dict[str, Any]:
 def _model(components: Components) -> dict[str, Any]:
     if components.external:
         return {"external": components.external}
-    model = components.model_config
+    model = components.model.config
     shapes = jax.tree.leaves(model.abstract_params())
     return {
         "layers": model.num_layers,

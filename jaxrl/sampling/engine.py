@@ -46,6 +46,7 @@ from jaxrl.runtime.sharding import (
 from jaxrl.sampling import decode, next_token
 from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, State, StopTables
 from jaxrl.sampling.pages import pages_for
+from jaxrl.sampling.protocol import Counts
 from jaxrl.sampling.shard import Prompt, Read, Routed, Row, Shard
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import Weights, delete
@@ -97,19 +98,6 @@ class Event:
     # Experts of all tokens read since the event before, prompt and observations among them, the
     # last one sampled not yet: `[m, layers, k]`. None where the engine does not record them.
     routed_experts: np.ndarray | None = None
-
-
-@dataclass
-class Counts:
-    """Work done since the engine was made, in tokens unless named otherwise."""
-
-    prefilled_prompt: int = 0  # prompts but for their last tokens, read once while the pages live
-    prefilled_resume: int = 0  # observations and the token before each, but for their last tokens
-    sampled: int = 0
-    chunks: int = 0  # dispatched
-    row_steps: int = 0  # steps times the rows they were computed for
-    preemptions: int = 0  # requests whose pages were given to an older one
-    swapped: int = 0  # tokens whose keys and values went to the host
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,13 @@ from jaxrl.envs.resilient import Nobody, ResilientSearch
 from jaxrl.envs.text import writable
 from jaxrl.envs.tools import Tool
 from jaxrl.processor import BlankProcessor, Processor
+from jaxrl.sampling.protocol import Sampling
 from jaxrl.sampling.rollout import (
     LOOK_S,
     EpisodePlayer,
     Limits,
     Pay,
     Sample,
-    Sampling,
     Schedule,
     StartError,
     check_stop,

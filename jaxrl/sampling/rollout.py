@@ -46,6 +46,7 @@ from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.stopping import Interrupted
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Event, Request, sample_keys
+from jaxrl.sampling.protocol import Sampling
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, Group, Image, Trajectory
@@ -110,37 +111,6 @@ Pay = Callable[[Sequence[Sequence[Finished]]], list[list[Reward | BaseException]
 
 class StartError(ValueError):
     """The environment could not open an episode of a task."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Seeds:
-    """What, beside task, sample and attempt, the draws depend on."""
-
-    seed: int
-    stage: int
-    step: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the trajectories of a rollout are drawn.
-
-    Attributes:
-        group_size: trajectories of each task.
-        temperature: tokens are drawn from softmax(logits / temperature); 0 is greedy.
-        top_p: only the most likely tokens of this probability are drawn, in (0, 1]; 1: all.
-        seeds: what the draws depend on.
-        policy_version: updates that the engine's weights have seen, recorded with every sampled
-            token.
-        keeps_experts: trajectories keep the experts that the engine has recorded.
-    """
-
-    group_size: int
-    temperature: float
-    top_p: float
-    seeds: Seeds
-    policy_version: int = 0
-    keeps_experts: bool = False
 
 
 @dataclass(kw_only=True)

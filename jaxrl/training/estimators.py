@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.choices import OwnCodeError, failure_text, named
-from jaxrl.objectives.advantages import by_turn, turn_returns
+from jaxrl.objectives.turns import by_turn, turn_returns
 from jaxrl.training.settings import Advantage
 from jaxrl.types import Columns, Group, Trajectory, members, with_fields
 

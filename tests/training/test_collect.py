@@ -16,7 +16,7 @@ from jaxrl.types import Group, GroupStats, members, with_fields
 from tests import helpers
 from tests.episodes import NumberedTasks, in_turns, make_failure, make_trajectory, strayed
 
-settings = partial(helpers.settings, **{"rollout.tasks_per_step": 2, "rollout.group_size": 2})
+method_with = partial(helpers.method_with, **{"rollout.tasks_per_step": 2, "rollout.group_size": 2})
 
 
 def member(right, *, sample=0, reward=None, **fields):
@@ -71,7 +71,7 @@ def run(sample, **changes):
         "failures": failures()[0],
     }
     arguments = {key: changes.pop(key, default) for key, default in defaults.items()}
-    return collect(sample, NumberedTasks(), settings(**changes), **arguments)
+    return collect(sample, NumberedTasks(), method_with(**changes), prices={}, **arguments)
 
 
 def tasks_of(groups):

@@ -31,7 +31,7 @@ from jaxrl.training.minibatches import token_kl_weights
 from jaxrl.training.rewards import pay_entropy
 from jaxrl.types import GroupStats, members
 from tests.episodes import grouped, make_failure, make_trajectory, strayed, thinking
-from tests.helpers import settings
+from tests.helpers import method_with
 
 ENTROPIES = [0.1, 0.2, 1.0, 2.0, 1.5, 0.5, 0.1, 0.0, 0.3, 0.2]
 WINDOWS = [1.175, 1.25, 1.025, 0.525, 0.225, 0.15]  # of four tokens each
@@ -358,11 +358,11 @@ MOVED = Controllers(
 
 def through_json(controllers, **changes):
     saved = json.loads(json.dumps(dataclasses.asdict(controllers)))
-    return Controllers.from_json(saved, settings(**{**ALL, **changes}))
+    return Controllers.from_json(saved, method_with(**{**ALL, **changes}))
 
 
 def test_a_method_without_states_has_none():
-    assert Controllers.init(settings()) == Controllers()
+    assert Controllers.init(method_with()) == Controllers()
     assert Controllers().metrics() == {}
     assert Controllers().is_late
     assert Controllers().level is None
@@ -385,19 +385,19 @@ def test_a_method_without_states_has_none():
     ids=str,
 )
 def test_a_method_has_the_states_that_it_reads(changes, names):
-    made = Controllers.init(settings(**changes))
+    made = Controllers.init(method_with(**changes))
     states = {field.name: getattr(made, field.name) for field in dataclasses.fields(made)}
     assert {name for name, state in states.items() if state is not None} == set(names)
 
 
 def test_first_states_are_those_of_the_configuration():
-    made = Controllers.init(settings(**ALL))
+    made = Controllers.init(method_with(**ALL))
     assert made.coefficients.alphas == {"easy": 0.25, "medium": 0.25, "hard": 0.25}
-    assert made.kl_coef(settings(**ALL)) == 0.02
+    assert made.kl_coef(method_with(**ALL).kl) == 0.02
     for name, kind in (("adaptive", AdaptiveKL), ("log", LogKL)):
-        config = settings(**{**ALL, "kl.controller": name})
-        assert Controllers.init(config).kl == kind(0.02)
-        assert dataclasses.replace(MOVED, kl=kind(0.07)).kl_coef(config) == 0.07
+        method = method_with(**{**ALL, "kl.controller": name})
+        assert Controllers.init(method).kl == kind(0.02)
+        assert dataclasses.replace(MOVED, kl=kind(0.07)).kl_coef(method.kl) == 0.07
 
 
 @pytest.mark.parametrize(
@@ -407,7 +407,9 @@ def test_states_survive_json_bit_for_bit(kl):
     names = {KLBudget: "budget", AdaptiveKL: "adaptive", LogKL: "log"}
     moved = dataclasses.replace(MOVED, kl=kl)
     assert through_json(moved, **{"kl.controller": names[type(kl)]}) == moved
-    assert through_json(Controllers.init(settings(**ALL))) == Controllers.init(settings(**ALL))
+    assert through_json(Controllers.init(method_with(**ALL))) == Controllers.init(
+        method_with(**ALL)
+    )
 
 
 def test_a_changed_configuration_keeps_what_it_still_reads():
@@ -418,11 +420,11 @@ def test_a_changed_configuration_keeps_what_it_still_reads():
     off = through_json(MOVED, **{"shaping.entropy_reward": False, "shaping.boundary_aware": False})
     assert off == Controllers(buckets=MOVED.buckets, kl=MOVED.kl, skipped=MOVED.skipped)
     saved = json.loads(json.dumps(dataclasses.asdict(off)))
-    again = Controllers.from_json(saved, settings(**ALL))
+    again = Controllers.from_json(saved, method_with(**ALL))
     assert again.buckets == MOVED.buckets
     assert (again.gate, again.threshold) == (StageGate.init(), EntropyThreshold.init())
     # So does all of a checkpoint that knows of no controllers.
-    assert Controllers.from_json({}, settings(**ALL)) == Controllers.init(settings(**ALL))
+    assert Controllers.from_json({}, method_with(**ALL)) == Controllers.init(method_with(**ALL))
 
 
 def test_every_state_is_a_metric():
@@ -468,17 +470,17 @@ def test_what_is_read_of_the_states():
 
 # A step moves them.
 
-ares_settings = partial(settings, **{"shaping.entropy_reward": True})
-kl_settings = partial(settings, **{"kl.coef": 0.5})
+ares_method = partial(method_with, **{"shaping.entropy_reward": True})
+kl_method = partial(method_with, **{"kl.coef": 0.5})
 
 
-def first(config):
-    return Controllers.init(config)
+def first(method):
+    return Controllers.init(method)
 
 
-def moved(controllers, trajectories, config, is_trigger=None):
+def moved(controllers, trajectories, method, is_trigger=None):
     """The controllers after a step of these trajectories, and the windows of each."""
-    after, groups = advance(controllers, grouped(trajectories), (), config, is_trigger)
+    after, groups = advance(controllers, grouped(trajectories), (), method, is_trigger)
     return after, [t.windows for t in members(groups)]
 
 
@@ -492,8 +494,8 @@ def test_windows_and_the_first_threshold_by_hand():
         thinking([0.5] * 8, sample_index=1),
         thinking([2.0] * 6, sample_index=2),
     ]
-    config = ares_settings()
-    controllers, windows = moved(first(config), group, config)
+    method = ares_method()
+    controllers, windows = moved(first(method), group, method)
     assert controllers.level == pytest.approx(PERCENTILE, abs=1e-6)
     one, low, high = windows
     np.testing.assert_allclose(one.values, [0, 0, *WINDOWS, 0, 0, 0, 0], atol=1e-6)
@@ -508,9 +510,9 @@ def test_windows_and_the_first_threshold_by_hand():
 
 def test_the_threshold_moves_before_it_is_used():
     # 0.9 and an estimate of 1.23125 make 0.9033125: still three windows above.
-    config = ares_settings()
-    controllers = dataclasses.replace(first(config), threshold=EntropyThreshold(0.9))
-    controllers, [window] = moved(controllers, [thinking(ENTROPIES)], config)
+    method = ares_method()
+    controllers = dataclasses.replace(first(method), threshold=EntropyThreshold(0.9))
+    controllers, [window] = moved(controllers, [thinking(ENTROPIES)], method)
     assert controllers.level == pytest.approx(0.99 * 0.9 + 0.01 * PERCENTILE, abs=1e-7)
     assert window.count == 3
     excess = sum(value - controllers.level for value in WINDOWS[:3])
@@ -518,8 +520,8 @@ def test_the_threshold_moves_before_it_is_used():
 
 
 def test_windows_pass_over_what_a_tool_wrote():
-    config = ares_settings()
-    controllers, [window] = moved(first(config), [thinking(ENTROPIES, tool=(4, 5))], config)
+    method = ares_method()
+    controllers, [window] = moved(first(method), [thinking(ENTROPIES, tool=(4, 5))], method)
     places = np.flatnonzero(window.valid) - 2
     np.testing.assert_array_equal(places, [0, 1, 2, 3])
     np.testing.assert_allclose(window.values[places + 2], [0.825, 0.775, 0.6, 0.15], atol=1e-6)
@@ -532,61 +534,61 @@ def test_settings_of_the_threshold_are_the_configuration_s():
         "shaping.entropy_percentile": 50.0,
         "shaping.entropy_decay": 0.5,
     }
-    config = ares_settings(**changes)
-    controllers = dataclasses.replace(first(config), threshold=EntropyThreshold(1.0))
+    method = ares_method(**changes)
+    controllers = dataclasses.replace(first(method), threshold=EntropyThreshold(1.0))
     # Windows of two: 0.6, 1.5, 1.75, 1.0, 0.3, 0.05, 0.15, 0.25; their median is 0.45.
-    controllers, [window] = moved(controllers, [thinking(ENTROPIES)], config)
+    controllers, [window] = moved(controllers, [thinking(ENTROPIES)], method)
     assert controllers.level == pytest.approx(0.725, abs=1e-6)
     assert window.count == 3
 
 
 def test_too_short_for_a_window_is_left_out_of_the_threshold():
-    config = ares_settings()
+    method = ares_method()
     group = [thinking([9.0] * 4), thinking(ENTROPIES, sample_index=1)]
-    controllers, [short, _] = moved(first(config), group, config)
+    controllers, [short, _] = moved(first(method), group, method)
     assert controllers.level == pytest.approx(PERCENTILE, abs=1e-6)
     assert short.count == short.excess == 0
     assert np.isnan(short.percentile)
 
 
 def test_without_any_window_nothing_is_known():
-    config = ares_settings(**{"kl.coef": 0.1, "kl.second_chance": True})
+    method = ares_method(**{"kl.coef": 0.1, "kl.second_chance": True})
     group = [thinking([9.0] * 4, right=True), thinking([1.0], sample_index=1)]
-    controllers, windows = moved(first(config), group, config)
+    controllers, windows = moved(first(method), group, method)
     assert controllers.level is None
     assert [w.count for w in windows] == [0, 0]
     # Difficulties are known all the same; targets are not, and rewards stay what they were.
     assert controllers.buckets.buckets == {"t0": "medium"}
-    assert controllers.coefficients == first(config).coefficients
-    _, groups = advance(first(config), grouped(group), (), config, None)
-    shaped = members(pay_entropy(groups, controllers, config))
+    assert controllers.coefficients == first(method).coefficients
+    _, groups = advance(first(method), grouped(group), (), method, None)
+    shaped = members(pay_entropy(groups, controllers, method.shaping))
     assert [t.reward for t in shaped] == [t.reward for t in group]
     assert [dict(t.reward_parts) for t in shaped] == [{"entropy": 0.0}] * 2
-    weights = token_kl_weights(shaped, controllers, config)
+    weights = token_kl_weights(shaped, controllers, method.kl)
     for one, weight in zip(group, weights, strict=True):
         np.testing.assert_array_equal(weight, np.full(len(one.token_ids), 0.1, np.float32))
 
 
 def test_environment_errors_move_nothing():
-    config = ares_settings()
+    method = ares_method()
     good = [thinking(ENTROPIES, right=True), thinking([0.5] * 8, sample_index=1)]
     wild = thinking([7.0] * 9, right=True, sample_index=2, failed=True)
-    alone, _ = moved(first(config), good, config)
-    together, windows = moved(first(config), [wild, *good], config)
+    alone, _ = moved(first(method), good, method)
+    together, windows = moved(first(method), [wild, *good], method)
     assert together == alone
     assert len(windows) == 3
-    lost, _ = moved(first(config), [wild], config)
-    assert lost == first(config)
+    lost, _ = moved(first(method), [wild], method)
+    assert lost == first(method)
 
 
 def test_only_trigger_words_count():
-    config = ares_settings()
+    method = ares_method()
     one = thinking(ENTROPIES)
-    controllers = dataclasses.replace(first(config), threshold=EntropyThreshold(0.9))
+    controllers = dataclasses.replace(first(method), threshold=EntropyThreshold(0.9))
     is_trigger = np.zeros(60, bool)
     is_trigger[one.token_ids[[2, 4, 7]]] = True
     places = [t for t in (2, 3, 4) if is_trigger[one.token_ids[t]]]
-    _, [window] = moved(controllers, [one], config, is_trigger)
+    _, [window] = moved(controllers, [one], method, is_trigger)
     np.testing.assert_array_equal(np.flatnonzero(window.is_high), places)
     assert 0 < window.count < 3
     assert window.excess > 0.5  # of all tokens, triggers or not
@@ -608,9 +610,9 @@ def group_of(task, num_right, size, counts):
     return made
 
 
-def calibrated(config, **alphas):
+def calibrated(method, **alphas):
     return dataclasses.replace(
-        first(config),
+        first(method),
         threshold=EntropyThreshold(1.0),
         coefficients=EntropyCoefficients(
             {"easy": 0.5, "medium": 0.5, "hard": 0.5} | alphas,
@@ -622,14 +624,14 @@ def calibrated(config, **alphas):
 def test_coefficients_follow_the_distance_to_the_previous_target():
     # With a decay of 1 the threshold stays. Two easy tasks with means of 10 and 14, the target 10;
     # a medium one with 4, the target 20; a hard one with 7, the target 10.
-    config = ares_settings(**{"shaping.entropy_decay": 1.0})
+    method = ares_method(**{"shaping.entropy_decay": 1.0})
     batch = [
         *group_of(0, 2, 3, [10]),
         *group_of(1, 3, 3, [12, 14, 16]),
         *group_of(2, 1, 3, [4]),
         *group_of(3, 0, 3, [6, 7, 8]),
     ]
-    got, windows = moved(calibrated(config), batch, config)
+    got, windows = moved(calibrated(method), batch, method)
     assert [w.count for w in windows] == [10, 10, 10, 12, 14, 16, 4, 4, 4, 6, 7, 8]
     assert got.buckets.buckets == {"t0": "easy", "t1": "easy", "t2": "medium", "t3": "hard"}
     assert got.coefficients.alphas == pytest.approx({"easy": 0.6, "medium": 0.0, "hard": 0.65})
@@ -638,29 +640,29 @@ def test_coefficients_follow_the_distance_to_the_previous_target():
 
 def test_step_and_bound_of_the_coefficients_are_the_configuration_s():
     changes = {"shaping.alpha_step": 0.5, "shaping.alpha_max": 1.0, "shaping.entropy_decay": 1.0}
-    config = ares_settings(**changes)
+    method = ares_method(**changes)
     batch = [*group_of(0, 3, 3, [11]), *group_of(3, 0, 3, [7])]
-    got, _ = moved(calibrated(config, easy=0.25), batch, config)
+    got, _ = moved(calibrated(method, easy=0.25), batch, method)
     assert got.coefficients.alphas == pytest.approx({"easy": 0.75, "medium": 0.5, "hard": 1.0})
     assert got.coefficients.targets == {"easy": 11, "medium": 20, "hard": 7}  # one was absent
 
 
 def test_one_update_goes_by_the_difficulties_of_its_own_batch():
-    config = ares_settings(**{"shaping.entropy_decay": 1.0})
+    method = ares_method(**{"shaping.entropy_decay": 1.0})
     controllers = dataclasses.replace(
-        calibrated(config), buckets=DifficultyBuckets({"t0": "hard", "t9": "medium"})
+        calibrated(method), buckets=DifficultyBuckets({"t0": "hard", "t9": "medium"})
     )
-    got, _ = moved(controllers, group_of(0, 3, 3, [12]), config)
+    got, _ = moved(controllers, group_of(0, 3, 3, [12]), method)
     assert got.buckets.buckets == {"t0": "easy", "t9": "medium"}
     assert got.coefficients.alphas == pytest.approx({"easy": 0.6, "medium": 0.5, "hard": 0.5})
 
 
 def test_the_order_of_groups_and_within_them_says_nothing():
-    config = ares_settings()
+    method = ares_method()
     batch = [*group_of(0, 2, 3, [10]), *group_of(7, 1, 3, [4]), *group_of(3, 0, 3, [6, 7, 8])]
-    wanted, _ = moved(calibrated(config), batch, config)
+    wanted, _ = moved(calibrated(method), batch, method)
     mixed = [batch[i] for i in (4, 8, 0, 3, 7, 1, 5, 2, 6)]
-    got, _ = moved(calibrated(config), mixed, config)
+    got, _ = moved(calibrated(method), mixed, method)
     assert got.buckets == wanted.buckets
     assert got.threshold == wanted.threshold
     assert got.coefficients.targets == wanted.coefficients.targets
@@ -669,10 +671,9 @@ def test_the_order_of_groups_and_within_them_says_nothing():
 
 def test_states_that_a_method_lacks_stay_away():
     batch = [thinking(ENTROPIES, right=True)]
-    plain = settings()
+    plain = method_with()
     assert moved(first(plain), batch, plain) == (Controllers(), [None])
-    budget = settings()
-    budget.kl.coef, budget.kl.controller = 0.1, "budget"
+    budget = method_with(**{"kl.coef": 0.1, "kl.controller": "budget"})
     got, windows = moved(first(budget), batch, budget)
     assert (got.buckets.buckets, got.threshold, windows) == ({"t0": "easy"}, None, [None])
 
@@ -694,9 +695,9 @@ def measured(trajectories, found):
     return grouped(dataclasses.replace(t, divergence=divergence) for t, divergence in pairs)
 
 
-def after(controllers, trajectories, found, config):
+def after(controllers, trajectories, found, method):
     """The controllers after a step in which so much was measured."""
-    return advance(controllers, measured(trajectories, found), (), config, None)[0]
+    return advance(controllers, measured(trajectories, found), (), method, None)[0]
 
 
 def test_means_per_token_leave_out_what_has_no_token():
@@ -707,60 +708,60 @@ def test_means_per_token_leave_out_what_has_no_token():
 
 def test_adaptive_by_hand():
     # 0.2 nats a token are twice the target; the error counts as 0.2, for 512 of 10,000 samples.
-    config = kl_settings(**{"kl.coef": 0.001, "kl.controller": "adaptive"})
+    method = kl_method(**{"kl.coef": 0.001, "kl.controller": "adaptive"})
     batch, found = [make_trajectory(length=4)] * 512, [strayed(0.1, 0.3)] * 512
-    got = after(Controllers(kl=AdaptiveKL(0.001)), batch, found, config)
+    got = after(Controllers(kl=AdaptiveKL(0.001)), batch, found, method)
     assert got.kl.coef == pytest.approx(0.00101024)
     # Errors are no samples; trajectories count alike, however long they are.
     got = after(
         Controllers(kl=AdaptiveKL(1.0)),
         [*BATCH, make_trajectory(length=3)],
         [*FOUND, strayed(-0.85)],
-        kl_settings(**{"kl.controller": "adaptive", "kl.adaptive.horizon": 30}),
+        kl_method(**{"kl.controller": "adaptive", "kl.adaptive.horizon": 30}),
     )
     # A mean of 0.05, half the target: the error counts as -0.2, for three of thirty samples.
     assert got.kl.coef == pytest.approx(1 - 0.2 * 3 / 30)
 
 
 def test_adaptive_goes_by_its_target():
-    config = kl_settings(
+    method = kl_method(
         **{"kl.controller": "adaptive", "kl.adaptive.target": 0.625, "kl.adaptive.horizon": 10}
     )
-    got = after(Controllers(kl=AdaptiveKL(1.0)), BATCH, FOUND, config)
+    got = after(Controllers(kl=AdaptiveKL(1.0)), BATCH, FOUND, method)
     assert got.kl.coef == pytest.approx(1 - 0.2 * 2 / 10)
 
 
 def test_log_by_hand():
     # The mean of 0.5 is four times the target above it: the average rises by 0.03 of 4.
-    config = kl_settings(**{"kl.controller": "log", "kl.log.target": 0.1})
+    method = kl_method(**{"kl.controller": "log", "kl.log.target": 0.1})
     state = LogKL(0.02, average=1.0, num_updates=98)
-    got = after(Controllers(kl=state), BATCH, FOUND, config)
+    got = after(Controllers(kl=state), BATCH, FOUND, method)
     assert got.kl.average == pytest.approx(0.97 + 0.03 * 4)
     assert (got.kl.coef, got.kl.num_updates) == (0.02, 99)
     # At the hundredth update the coefficient follows, by at most 0.05 * 0.2 of its logarithm.
-    got = after(got, BATCH, FOUND, config)
+    got = after(got, BATCH, FOUND, method)
     assert got.kl.coef == pytest.approx(0.02 * np.exp(0.01))
 
 
 def test_budgets_by_hand():
     # Easy tasks strayed 0.45 nats a token on average, 0.4 beyond their budget; hard ones 0.1 less
     # than theirs; of medium ones there were none.
-    config = kl_settings(**{"kl.controller": "budget"})
+    method = kl_method(**{"kl.controller": "budget"})
     buckets = DifficultyBuckets({"t0": "easy", "t1": "hard"})
     right = [make_trajectory(sample_index=i, length=n) for i, n in ((0, 6), (2, 3))]
     right = [dataclasses.replace(t, is_correct=True) for t in right]
     batch = [right[0], *BATCH[1:], right[1]]
     found = [strayed(0.4, 0.2, 0.4, 0.2), None, strayed(0.0, 0.2), strayed(0.6)]
     controllers = Controllers(buckets=buckets, kl=KLBudget.init())
-    got = after(controllers, batch, found, config)
+    got = after(controllers, batch, found, method)
     assert got.kl.multipliers == pytest.approx({"easy": 1.004, "medium": 1.0, "hard": 0.999})
     assert got.buckets == buckets
-    tight = kl_settings(
+    tight = kl_method(
         **{"kl.controller": "budget", "kl.budget.budgets.hard": 0.05, "kl.budget.step": 100.0}
     )
     got = after(controllers, batch, found, tight)
     assert got.kl.multipliers == pytest.approx({"easy": 41.0, "medium": 1.0, "hard": 6.0})
-    idle = kl_settings(**{"kl.controller": "budget", "kl.budget.step": 100.0})
+    idle = kl_method(**{"kl.controller": "budget", "kl.budget.step": 100.0})
     got = after(controllers, batch, found, idle)
     assert got.kl.multipliers["hard"] == 0  # never below
 
@@ -771,13 +772,13 @@ def test_where_nothing_was_measured_nothing_moves():
         ("log", LogKL(0.1)),
         ("budget", KLBudget.init()),
     ):
-        config = kl_settings(**{"kl.controller": name})
+        method = kl_method(**{"kl.controller": name})
         controllers = Controllers(kl=state)
-        lost = after(controllers, [BATCH[1]], [None], config)
+        lost = after(controllers, [BATCH[1]], [None], method)
         assert lost == controllers
-    fixed = Controllers.init(kl_settings())
-    assert after(fixed, BATCH, [None] * 3, kl_settings()) == fixed
-    in_reward = kl_settings(**{"kl.place": "reward", "kl.estimator": "k1"})
+    fixed = Controllers.init(kl_method())
+    assert after(fixed, BATCH, [None] * 3, kl_method()) == fixed
+    in_reward = kl_method(**{"kl.place": "reward", "kl.estimator": "k1"})
     assert after(fixed, BATCH, FOUND, in_reward) == fixed
 
 
@@ -796,7 +797,7 @@ def group_that_is(*right):
 
 
 def test_a_task_is_not_skipped_for_what_failures_left_of_its_group():
-    config = settings(
+    method = method_with(
         **{"filter.skip_solved": True, "filter.skip_entropy": 1.0, "rollout.group_size": 4}
     )
     all_four, survivor = (
@@ -805,17 +806,17 @@ def test_a_task_is_not_skipped_for_what_failures_left_of_its_group():
     )
     whole = dataclasses.replace(GroupStats.of(all_four), task_id="whole")
     rest = dataclasses.replace(GroupStats.of(survivor), task_id="rest")
-    controllers, _ = advance(Controllers.init(config), (), [whole, rest], config, None)
+    controllers, _ = advance(Controllers.init(method), (), [whole, rest], method, None)
     assert list(controllers.skipped.task_ids) == ["whole"]
 
 
 def test_the_gate_is_told_of_evaluations_where_there_is_one():
-    config = settings(**{"shaping.boundary_aware": True, "shaping.stage_tolerance": 0})
-    early = advance_gate(Controllers.init(config), 0.5, config)
+    method = method_with(**{"shaping.boundary_aware": True, "shaping.stage_tolerance": 0})
+    early = advance_gate(Controllers.init(method), 0.5, method.shaping)
     assert (early.gate.best, early.is_late) == (0.5, False)
-    assert advance_gate(early, math.nan, config) == early
-    assert advance_gate(early, 0.4, config).is_late
-    assert advance_gate(Controllers(), 0.5, config) == Controllers()
+    assert advance_gate(early, math.nan, method.shaping) == early
+    assert advance_gate(early, 0.4, method.shaping).is_late
+    assert advance_gate(Controllers(), 0.5, method.shaping) == Controllers()
 
 
 # All of them.
@@ -823,7 +824,7 @@ def test_the_gate_is_told_of_evaluations_where_there_is_one():
 
 def test_the_same_batch_makes_the_same_decisions():
     """Bit for bit: every process decides from the same gathered trajectories."""
-    config = ares_settings(**{"kl.coef": 0.1, "kl.controller": "budget", "kl.low_factor": 0.5})
+    method = ares_method(**{"kl.coef": 0.1, "kl.controller": "budget", "kl.low_factor": 0.5})
 
     def decide():
         batch = [
@@ -831,11 +832,11 @@ def test_the_same_batch_makes_the_same_decisions():
             *group_of(1, 0, 3, [4]),
             thinking(ENTROPIES, task_number=2),
         ]
-        controllers = calibrated(config)
+        controllers = calibrated(method)
         for _ in range(3):
-            controllers, groups = advance(controllers, grouped(batch), (), config, None)
-        rewards = [t.reward for t in members(pay_entropy(groups, controllers, config))]
-        weights = token_kl_weights(members(groups), controllers, config)
+            controllers, groups = advance(controllers, grouped(batch), (), method, None)
+        rewards = [t.reward for t in members(pay_entropy(groups, controllers, method.shaping))]
+        weights = token_kl_weights(members(groups), controllers, method.kl)
         return json.dumps(dataclasses.asdict(controllers)), rewards, np.concatenate(weights)
 
     (states, rewards, weights), (states_again, rewards_again, weights_again) = decide(), decide()

@@ -9,10 +9,9 @@ import pytest
 
 from jaxrl.choices import OwnCodeError
 from jaxrl.objectives.advantages import ESTIMATORS
-from jaxrl.training.estimators import Estimator
 from jaxrl.types import members
 from tests.episodes import grouped, in_turns, is_same, make_failure, make_trajectory
-from tests.helpers import settings
+from tests.helpers import estimator
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -20,8 +19,8 @@ NUM_TRAJECTORIES = 10  # in every call, so that each estimator compiles once
 
 
 @cache
-def estimator(name, changes):
-    return Estimator(settings(**{"advantage.name": name, **dict(changes)}))
+def named(name, changes):
+    return estimator(**{"advantage.name": name, **dict(changes)})
 
 
 def estimate(name, trajectories, step=0, k=4, **changes):
@@ -29,7 +28,7 @@ def estimate(name, trajectories, step=0, k=4, **changes):
     rest = failures(task_number=99, count=NUM_TRAJECTORIES - len(trajectories))
     groups = grouped([*trajectories, *rest])
     changes = {"advantage.pass_at_k.k": k, **changes}
-    got = members(estimator(name, tuple(changes.items()))(groups, step, 0))
+    got = members(named(name, tuple(changes.items()))(groups, step, 0))
     assert is_same([dataclasses.replace(t, advantage=None) for t in got], members(groups))
     assert all(t.advantage == 0 for t in got[len(trajectories) :])
     return np.array([t.advantage for t in got[: len(trajectories)]])
@@ -164,9 +163,9 @@ def test_only_environment_errors_are_nothing(name):
 )
 def test_k_follows_its_schedule_by_the_step_of_the_stage(schedule, expected):
     changes = {"advantage.name": "pass_at_k", "advantage.pass_at_k.k_schedule": schedule}
-    estimate = Estimator(settings(**changes))
+    estimate = estimator(**changes)
     assert [estimate.metrics(step) for step in range(4)] == [{"advantage/k": k} for k in expected]
-    assert Estimator(settings()).metrics(0) == {}
+    assert estimator().metrics(0) == {}
 
 
 @pytest.mark.parametrize("name", ["pass_at_k", "pass_at_k_combination"])
@@ -185,7 +184,7 @@ def test_each_k_compiles_once(monkeypatch):
     monkeypatch.setitem(ESTIMATORS, "pass_at_k", traces)
     schedule = ((0, 4), (2, 1), (5, 4))
     changes = {"advantage.name": "pass_at_k", "advantage.pass_at_k.k_schedule": schedule}
-    estimate = Estimator(settings(**changes))
+    estimate = estimator(**changes)
     for step, k in enumerate([4, 4, 1, 1, 1, 4]):
         [group] = estimate(grouped(judged([0, 1])), step, step)
         assert [t.advantage for t in group.trajectories] == [0, k]
@@ -196,7 +195,7 @@ def test_a_turn_carries_what_is_earned_from_it_on():
     # As in the test of the objective: 1.5, 1.5, 0.5 against 2, 2, 2.
     one = in_turns([0.0, 1.0, 0.0], 0.5, lengths=[1, 2, 1])
     other = in_turns([], 2.0, lengths=[3], index=1)
-    estimate = Estimator(settings(**{"advantage.name": "rloo", "advantage.by_turn": True}))
+    estimate = estimator(**{"advantage.name": "rloo", "advantage.by_turn": True})
     first, second, failed = members(
         estimate(grouped([one, other, make_failure(task_number=9)]), 0, 0)
     )
@@ -212,11 +211,11 @@ def test_turns_may_have_signals_that_add_up_to_none():
     # Both earn 1 in all and the same by the last turn; by the second, one has it behind itself.
     early = in_turns([1.0, 0.0], 0.0, lengths=[1, 1])
     late = in_turns([0.0, 1.0], 0.0, lengths=[1, 1], index=1)
-    estimate = Estimator(settings(**{"advantage.name": "rloo", "advantage.by_turn": True}))
+    estimate = estimator(**{"advantage.name": "rloo", "advantage.by_turn": True})
     got = members(estimate(grouped([early, late]), 0, 0))
     assert [t.turn_advantages for t in got] == [(0.0, -1.0), (0.0, 1.0)]
     assert all(t.has_signal for t in got)
-    whole = Estimator(settings(**{"advantage.name": "rloo"}))
+    whole = estimator(**{"advantage.name": "rloo"})
     assert not any(t.has_signal for t in members(whole(grouped([early, late]), 0, 0)))
 
 
@@ -224,9 +223,7 @@ def test_tokens_are_counted_by_turn():
     groups = grouped(
         [in_turns([1.0, 0.0], 0.0, lengths=[1, 3]), in_turns([], 2.0, lengths=[2], index=1)]
     )
-    estimate = Estimator(
-        settings(**{"advantage.name": "reinforce_plus_plus", "advantage.by_turn": True})
-    )
+    estimate = estimator(**{"advantage.name": "reinforce_plus_plus", "advantage.by_turn": True})
     first, second = members(estimate(groups, 0, 0))
     # From the first turn on 1 and 2, of 1 and 2 tokens: mean 5/3, variance (4/9 + 2/9) / 2 = 1/3.
     assert first.turn_advantages[0] == pytest.approx(-2 / 3 * 3**0.5)
@@ -241,7 +238,7 @@ def test_a_reward_that_is_no_number_is_blamed_on_its_part_and_task(amount, by_tu
     fine = make_trajectory(reward=1.0, parts={"f1": 1.0, "kl": 0.0})
     parts = {"f1": 1.0, "kl": amount}
     odd = make_trajectory(reward=1.0 + amount, parts=parts, task_number=7, sample_index=1)
-    estimate = Estimator(settings(**changes))
+    estimate = estimator(**changes)
     told = f"the reward of the task 't7' is {amount}: 'kl' gave {amount}; expected float32"
     with pytest.raises(OwnCodeError, match=re.escape(told)) as error:
         estimate(grouped([fine, odd]), 0, 0)
@@ -256,6 +253,6 @@ def test_a_failure_has_no_reward_to_blame():
 def test_an_estimator_that_fails_on_numbers_is_blamed_itself():
     large = rewarded([3e38, -3e38, 0.0])  # whose squares are infinite in float32
     changes = {"advantage.name": "grpo", "advantage.grpo.normalize_std": True}
-    got = Estimator(settings(**changes))
+    got = estimator(**changes)
     with pytest.raises(OwnCodeError, match=r"config\.advantage\.name names 'grpo'"):
         got(grouped([*large, *rewarded([np.float32(3.4e38)] * 3, ids=[1] * 3)]), 0, 0)

@@ -10,7 +10,7 @@ from jaxrl.training.measure import make_measure, unpack
 from jaxrl.training.packing import BatchShape, pack
 from jaxrl.types import members, with_fields
 from tests.episodes import grouped, make_failure, make_trajectory, strayed
-from tests.helpers import scatter, settings
+from tests.helpers import method_with, scatter
 from tests.training.policies import MESH, SHAPE, dense, policies, score, trajectories
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -50,14 +50,14 @@ ESTIMATES = {
 @pytest.mark.parametrize("mask_observations", [True, False])
 def test_divergences_are_those_of_all_logits(estimator, mask_observations):
     # Six rows: the seven trajectories that did not fail take two rounds.
-    config = settings(
+    method = method_with(
         **{
             "kl.coef": 0.1,
             "kl.estimator": estimator,
             "loss.mask_observations": mask_observations,
         }
     )
-    measure = make_measure(score(), MESH, SHAPE, config)
+    measure = make_measure(score(), MESH, SHAPE, method)
     measured = measure(grouped(trajectories()), *policies())
     assert [group.task_id for group in measured] == ["t0", "t1", "t2", "t3"]
     got = [t.divergence for t in members(measured)]
@@ -79,8 +79,8 @@ def test_divergences_are_those_of_all_logits(estimator, mask_observations):
 
 def test_only_failures_have_no_divergence():
     lost = grouped([make_failure(), make_failure()])
-    config = settings(**{"kl.coef": 0.1})
-    [group] = make_measure(score(), MESH, SHAPE, config)(lost, *policies())
+    method = method_with(**{"kl.coef": 0.1})
+    [group] = make_measure(score(), MESH, SHAPE, method)(lost, *policies())
     assert [t.divergence for t in group.trajectories] == [None, None]
 
 
@@ -90,7 +90,7 @@ def test_what_was_measured_for_a_filter_is_not_measured_again():
 
     groups = grouped([make_trajectory(), make_failure(sample_index=1)])
     known = with_fields(groups, divergence=[strayed(0.5, 0.25), None])
-    config = settings(**{"kl.coef": 0.1})
-    [group] = make_measure(scores_nothing, MESH, SHAPE, config)(known, *policies())
+    method = method_with(**{"kl.coef": 0.1})
+    [group] = make_measure(scores_nothing, MESH, SHAPE, method)(known, *policies())
     assert group.trajectories[0].divergence is known[0].trajectories[0].divergence
     assert group.trajectories[1].divergence is None

@@ -6,7 +6,6 @@ from functools import partial
 import numpy as np
 import pytest
 
-from jaxrl.method import has_kl_loss
 from jaxrl.training.controllers import (
     AdaptiveKL,
     Controllers,
@@ -18,9 +17,9 @@ from jaxrl.training.minibatches import (
     as_trained,
     make_minibatches,
     put_minibatches,
-    takes_own_logprobs,
     token_kl_weights,
 )
+from jaxrl.training.settings import has_kl_loss, takes_own_logprobs
 from jaxrl.types import Divergence, with_fields
 from tests import helpers
 from tests.episodes import grouped, in_turns, make_failure, make_trajectory, wavering
@@ -29,8 +28,8 @@ from tests.training.policies import LENGTHS, MESH, SHAPE, dense, policies, score
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-settings = partial(
-    helpers.settings,
+method_with = partial(
+    helpers.method_with,
     **{
         "rollout.tasks_per_step": 4,
         "rollout.group_size": 2,
@@ -93,7 +92,7 @@ def groups(advantages=(1,) * 8):
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_values_of_tokens_stand_beside_their_tokens(num_shards):
     halves = make_minibatches(
-        groups(), SHAPE, settings(**IN_LOSS), controllers=CONTROLLERS, num_shards=num_shards
+        groups(), SHAPE, method_with(**IN_LOSS), controllers=CONTROLLERS, num_shards=num_shards
     )
     wanted = {
         "old_logprobs": tagged(1),
@@ -114,9 +113,9 @@ def test_values_of_tokens_stand_beside_their_tokens(num_shards):
 
 def test_what_has_no_signal_takes_its_values_along():
     # Without a KL term in the loss, trajectories 1, 2 and 7 need not be trained on.
-    config = settings(**{"kl.coef": 0.1, "kl.place": "reward", "optimizer.num_epochs": 2})
+    method = method_with(**{"kl.coef": 0.1, "kl.place": "reward", "optimizer.num_epochs": 2})
     (batch,) = make_minibatches(
-        groups([1.0, 0.0, 0.0, 2.0, -1.0, 5.0, 3.0, 0.0]), SHAPE, config, controllers=Controllers()
+        groups([1.0, 0.0, 0.0, 2.0, -1.0, 5.0, 3.0, 0.0]), SHAPE, method, controllers=Controllers()
     )
     for place, index in enumerate([0, 3, 4, 6]):
         got = gather(batch.batch, batch.batch.old_logprobs, place)
@@ -132,8 +131,8 @@ def test_the_tokens_of_a_turn_carry_its_advantage():
     advantages = [(0.5, 0.0, -0.5), (0.0,), (1.0, -2.0), (3.0,)]
     made = [in_turns([], 0.0, lengths=n, task=i) for i, n in enumerate(lengths)]
     of_turns = with_fields(grouped(made), turn_advantages=advantages, advantage=[0.0] * 4)
-    config = settings(**{"rollout.group_size": 1})
-    (packed,) = make_minibatches(of_turns, SHAPE, config, controllers=Controllers())
+    method = method_with(**{"rollout.group_size": 1})
+    (packed,) = make_minibatches(of_turns, SHAPE, method, controllers=Controllers())
     for place, index in enumerate([0, 2, 3]):
         got = gather(packed.batch, packed.batch.advantages, place)
         wanted = np.repeat(advantages[index], lengths[index])
@@ -152,12 +151,12 @@ def test_the_tokens_of_a_turn_carry_its_advantage():
     ],
 )
 def test_what_has_no_signal_still_counts_in_the_weights(aggregation, expected):
-    config = settings(
+    method = method_with(
         **{"loss.aggregation": aggregation, "rollout.max_response_tokens": 20},
         **{"optimizer.num_minibatches": 1},
     )
     (batch,) = make_minibatches(
-        groups([1.0, 0.0, 0.0, 2.0, -1.0, 5.0, 3.0, 0.0]), SHAPE, config, controllers=Controllers()
+        groups([1.0, 0.0, 0.0, 2.0, -1.0, 5.0, 3.0, 0.0]), SHAPE, method, controllers=Controllers()
     )
     made = trajectories()
     scored = [index for index, t in enumerate(made) if t.is_scored]
@@ -181,21 +180,21 @@ def test_what_has_no_signal_still_counts_in_the_weights(aggregation, expected):
     ids=str,
 )
 def test_only_what_is_read_is_in_the_batch(changes, fields):
-    config = settings(**changes)
-    controllers = Controllers.init(config)
-    for packed in make_minibatches(groups(), SHAPE, config, controllers=controllers):
+    method = method_with(**changes)
+    controllers = Controllers.init(method)
+    for packed in make_minibatches(groups(), SHAPE, method, controllers=controllers):
         optional = ("old_logprobs", "ref_logprobs", "kl_weights")
         assert [name for name in optional if getattr(packed.batch, name) is not None] == fields
 
 
 def test_a_mini_batch_without_anything_keeps_its_fields():
     # The same program must run on it.
-    config = settings(**IN_LOSS)
+    method = method_with(**IN_LOSS)
     lost = grouped(
         make_failure(task_number=index // 2, length=length) for index, length in enumerate(LENGTHS)
     )
     half, _ = make_minibatches(
-        with_fields(lost, advantage=[0.0] * 8), SHAPE, config, controllers=CONTROLLERS
+        with_fields(lost, advantage=[0.0] * 8), SHAPE, method, controllers=CONTROLLERS
     )
     assert (half.num_micro, half.num_tokens, half.num_counted) == (0, 0, 0)
     for name in ("old_logprobs", "ref_logprobs", "kl_weights"):
@@ -217,19 +216,20 @@ def test_a_mini_batch_without_anything_keeps_its_fields():
     ids=str,
 )
 def test_who_takes_its_own_logprobs_for_the_old(changes, expected):
-    assert takes_own_logprobs(settings(**changes)) == expected
+    method = method_with(**changes)
+    assert takes_own_logprobs(method.optimizer, method.filter) == expected
 
 
 def test_a_kl_term_is_in_the_loss_or_not():
-    assert not has_kl_loss(settings())
-    assert has_kl_loss(settings(**{"kl.coef": 0.1}))
-    assert not has_kl_loss(settings(**{"kl.coef": 0.1, "kl.place": "reward"}))
+    assert not has_kl_loss(method_with().kl)
+    assert has_kl_loss(method_with(**{"kl.coef": 0.1}).kl)
+    assert not has_kl_loss(method_with(**{"kl.coef": 0.1, "kl.place": "reward"}).kl)
 
 
 def test_observations_are_trained_on_where_asked_for():
     one = trajectories()[2]
-    assert as_trained(one, settings()) is one
-    got = as_trained(one, settings(**{"loss.mask_observations": False}))
+    assert as_trained(one, method_with().loss) is one
+    got = as_trained(one, method_with(**{"loss.mask_observations": False}).loss)
     np.testing.assert_array_equal(got.loss_mask, np.arange(32) >= 2)
     assert one.loss_mask.sum() < got.loss_mask.sum() == 30
 
@@ -237,7 +237,7 @@ def test_observations_are_trained_on_where_asked_for():
 # Weights of the KL term.
 
 
-weighed = partial(settings, **{"kl.coef": 0.01})
+weighed = partial(method_with, **{"kl.coef": 0.01})
 
 
 def four(is_high, *, task_number=0, right=False, excess=0.6):
@@ -252,14 +252,14 @@ def four(is_high, *, task_number=0, right=False, excess=0.6):
 
 
 def test_kl_weights_by_hand():
-    config = weighed(**{"kl.low_factor": 0.5, "kl.controller": "budget"})
+    method = weighed(**{"kl.low_factor": 0.5, "kl.controller": "budget"})
     batch = [four([0, 1, 1, 0]), four([1, 0, 0, 0], task_number=1)]
     controllers = Controllers(
         threshold=EntropyThreshold(1.0),
         buckets=DifficultyBuckets({"t0": "easy", "t1": "medium"}),
         kl=KLBudget({"easy": 1.0, "medium": 3.0, "hard": 7.0}),
     )
-    got = token_kl_weights(batch, controllers, config)
+    got = token_kl_weights(batch, controllers, method.kl)
     np.testing.assert_allclose(got[0], [0.01, 0.005, 0.005, 0.01])
     np.testing.assert_allclose(got[1], [0.015, 0.03, 0.03, 0.03])
     assert got[0].dtype == np.float32
@@ -268,22 +268,22 @@ def test_kl_weights_by_hand():
 
 
 def test_a_second_chance_for_wrong_answers_to_easy_tasks():
-    config = weighed(**{"kl.second_chance": True})
+    method = weighed(**{"kl.second_chance": True})
     controllers = Controllers(
         threshold=EntropyThreshold(1.0),
         buckets=DifficultyBuckets({"t0": "easy", "t1": "medium"}),
     )
     high = [1, 1, 1, 1]
     batch = [four(high), four(high, right=True), four(high, task_number=1), four(high, excess=0.4)]
-    got = token_kl_weights(batch, controllers, config)
+    got = token_kl_weights(batch, controllers, method.kl)
     scales = [0.67, 1, 1, 1]
     np.testing.assert_allclose(got, np.outer(scales, np.full(4, 0.01)), rtol=1e-6)
 
 
 def test_a_moving_coefficient_is_every_token_s():
-    config = weighed(**{"kl.controller": "adaptive"})
+    method = weighed(**{"kl.controller": "adaptive"})
     controllers = Controllers(kl=AdaptiveKL(0.03))
-    got = token_kl_weights([make_trajectory(length=5)], controllers, config)
+    got = token_kl_weights([make_trajectory(length=5)], controllers, method.kl)
     np.testing.assert_array_equal(got, [np.full(5, 0.03, np.float32)])
 
 
@@ -298,9 +298,9 @@ def test_a_moving_coefficient_is_every_token_s():
     ids=str,
 )
 def test_without_need_there_are_no_weights(changes):
-    config = weighed(**changes)
-    controllers = Controllers.init(config)
-    [packed] = make_minibatches(groups(), SHAPE, config, controllers=controllers)
+    method = weighed(**changes)
+    controllers = Controllers.init(method)
+    [packed] = make_minibatches(groups(), SHAPE, method, controllers=controllers)
     assert packed.batch.kl_weights is None
 
 
@@ -308,11 +308,11 @@ def test_without_need_there_are_no_weights(changes):
 
 
 def test_logprobs_are_added_where_they_are_missing():
-    config = settings(**{"optimizer.num_epochs": 2, "kl.coef": 0.1, "kl.low_factor": 0.5})
-    made = make_minibatches(groups(), SHAPE, config, controllers=Controllers())
+    method = method_with(**{"optimizer.num_epochs": 2, "kl.coef": 0.1, "kl.low_factor": 0.5})
+    made = make_minibatches(groups(), SHAPE, method, controllers=Controllers())
     [packed] = made
     assert packed.batch.kl_weights is not None
-    [got] = put_minibatches(made, MESH, score(), *policies(), config)
+    [got] = put_minibatches(made, MESH, score(), *policies(), method)
     for place, index in enumerate([0, 1, 2, 3, 4, 6, 7]):
         for values, wanted in zip((got.old_logprobs, got.ref_logprobs), dense(), strict=True):
             own, mask = (gather(packed.batch, x, place) for x in (values, packed.batch.loss_mask))
@@ -320,11 +320,11 @@ def test_logprobs_are_added_where_they_are_missing():
     np.testing.assert_array_equal(got.kl_weights, packed.batch.kl_weights)
 
     # What is there stays, and what is not needed stays away.
-    [plain] = put_minibatches(made, MESH, score(), policies()[0], None, settings())
+    [plain] = put_minibatches(made, MESH, score(), policies()[0], None, method_with())
     assert plain.old_logprobs is plain.ref_logprobs is None
     known = np.ones((3, 2, 32), np.float32)
     batch = dataclasses.replace(packed.batch, old_logprobs=known, ref_logprobs=known)
     scored = dataclasses.replace(packed, batch=batch)
-    [kept] = put_minibatches([scored], MESH, score(), *policies(), config)
+    [kept] = put_minibatches([scored], MESH, score(), *policies(), method)
     np.testing.assert_array_equal(kept.old_logprobs, known)
     np.testing.assert_array_equal(kept.ref_logprobs, known)

@@ -1,6 +1,7 @@
 """Learning rates and AdamW by hand."""
 
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +9,16 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.config import default_config
+from jaxrl.method import optimizer_of
 from jaxrl.training.optimizer import learning_rate, make_optimizer
-from tests.helpers import tiny_params
+from tests.helpers import settings, tiny_params
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def optimizer_settings(**changes):
-    settings = default_config().optimizer
-    settings.update(changes)
-    return settings
+def optimizer_settings(num_updates, **changes):
+    config = settings(**{f"optimizer.{name}": value for name, value in changes.items()})
+    return replace(optimizer_of(config, "train"), num_updates=num_updates)
 
 
 @pytest.mark.parametrize(
@@ -35,10 +35,10 @@ def optimizer_settings(**changes):
 )
 def test_learning_rates_by_hand(schedule, warmup, final, expected):
     # Six updates: the warm-up's first, at 1 / warmup of the peak, to the last before the end.
-    settings = optimizer_settings(
-        lr=8.0, warmup_steps=warmup, schedule=schedule, final_lr_fraction=final
+    made = optimizer_settings(
+        6, lr=8.0, warmup_steps=warmup, schedule=schedule, final_lr_fraction=final
     )
-    rate = learning_rate(settings, 6)
+    rate = learning_rate(made)
     rates = [rate(step) for step in range(len(expected))]
     np.testing.assert_allclose(rates, expected, rtol=1e-5, atol=1e-5)
 
@@ -50,17 +50,24 @@ def test_a_schedule_of_ones_own(monkeypatch, tmp_path):
         "    return lambda step: jnp.where(step < at * num_updates, peak, peak / 2)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    settings = optimizer_settings(lr=8.0, warmup_steps=2, schedule="my_schedule.halved")
-    rate = learning_rate(settings, 6)
+    made = optimizer_settings(6, lr=8.0, warmup_steps=2, schedule="my_schedule.halved")
+    rate = learning_rate(made)
     np.testing.assert_allclose([rate(step) for step in range(6)], [4, 8, 8, 8, 4, 4])
 
 
 def test_adamw_by_hand():
     # Gradients of norm 5 and 0.5, clipped to 1, at rates 0.05 and 0.1, with decoupled decay.
-    settings = optimizer_settings(
-        lr=0.1, warmup_steps=2, grad_clip=1.0, weight_decay=0.5, beta1=0.8, beta2=0.9, epsilon=1e-3
+    made = optimizer_settings(
+        10,
+        lr=0.1,
+        warmup_steps=2,
+        grad_clip=1.0,
+        weight_decay=0.5,
+        beta1=0.8,
+        beta2=0.9,
+        epsilon=1e-3,
     )
-    optimizer = make_optimizer(settings, 10)
+    optimizer = make_optimizer(made)
     params = {"x": np.array([1.0, -2.0], np.float32), "y": np.array([0.5], np.float32)}
     state = optimizer.init(params)
     gradients = [
@@ -88,7 +95,7 @@ def test_adamw_by_hand():
 def test_no_clipping_where_it_is_off():
     rate = {"lr": 1.0, "beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0, "epsilon": 1.0}
     for clip, norm in ((0.0, 100.0), (10.0, 10.0)):
-        optimizer = make_optimizer(optimizer_settings(grad_clip=clip, **rate), 1)
+        optimizer = make_optimizer(optimizer_settings(1, grad_clip=clip, **rate))
         changes, _ = optimizer.update(
             jnp.array([100.0]), optimizer.init(jnp.zeros(1)), jnp.zeros(1)
         )
@@ -97,8 +104,7 @@ def test_no_clipping_where_it_is_off():
 
 def test_every_weight_decays_where_nothing_else_moves_it():
     params = tiny_params()
-    settings = optimizer_settings(lr=0.1, weight_decay=0.5)
-    optimizer = make_optimizer(settings, 10)
+    optimizer = make_optimizer(optimizer_settings(10, lr=0.1, weight_decay=0.5))
     zeros = jax.tree.map(np.zeros_like, params)
     changes, _ = jax.jit(lambda g, p: optimizer.update(g, optimizer.init(p), p))(zeros, params)
     for change, leaf in zip(jax.tree.leaves(changes), jax.tree.leaves(params), strict=True):
@@ -110,7 +116,7 @@ def test_short_moments_are_those_of_gradients_alone():
     # apart.
     found = {}
     for dtype in ("float32", "bfloat16"):
-        optimizer = make_optimizer(optimizer_settings(moments_dtype=dtype, grad_clip=0.0), 2)
+        optimizer = make_optimizer(optimizer_settings(2, moments_dtype=dtype, grad_clip=0.0))
         params, state = jnp.ones(3), optimizer.init(jnp.ones(3))
         for gradient in (1.0, 1.004):
             _, state = optimizer.update(jnp.full(3, gradient), state, params)

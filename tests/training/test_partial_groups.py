@@ -10,12 +10,11 @@ from jaxrl.objectives.advantages import ESTIMATORS, advantages_of_subsets
 from jaxrl.training import rewards
 from jaxrl.training.collect import _Batches, _filter_groups, _metrics
 from jaxrl.training.controllers import Controllers
-from jaxrl.training.estimators import Estimator
 from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import BatchShape
 from jaxrl.types import Columns, Group, GroupStats, members, with_fields
 from tests.episodes import make_failure, make_trajectory
-from tests.helpers import settings
+from tests.helpers import estimator, method_with
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -75,7 +74,7 @@ NAMES = [
 
 @pytest.mark.parametrize(("name", "changes"), NAMES)
 def test_advantages_are_those_of_the_group_that_is_left(name, changes):
-    estimate = Estimator(settings(**{"advantage.name": name, **changes}))
+    estimate = estimator(**{"advantage.name": name, **changes})
     has_signal = False
     for seed in range(6):
         whole = estimate(drawn(seed), 0, 0)
@@ -90,9 +89,7 @@ def test_advantages_are_those_of_the_group_that_is_left(name, changes):
 @pytest.mark.parametrize("seed", range(2))
 def test_random_subsets_hold_nobody_who_failed(seed):
     """Only those who failed are right here: a subset with one of them would pass."""
-    estimate = Estimator(
-        settings(**{"advantage.name": "pass_at_k_bootstrap", "advantage.pass_at_k.k": 2})
-    )
+    estimate = estimator(**{"advantage.name": "pass_at_k_bootstrap", "advantage.pass_at_k.k": 2})
     groups = drawn(seed)
     wrong = with_fields(groups, is_correct=[not t.is_scored for t in members(groups)])
     assert not any(t.advantage for t in members(estimate(wrong, 0, 0)))
@@ -112,9 +109,9 @@ def test_two_of_four_by_hand():
     made += [make_failure(sample_index=2), make_trajectory(reward=0.0, sample_index=3)]
     group = [Group(trajectories=tuple(made))]
     changes = {"advantage.grpo.normalize_std": True, "advantage.grpo.epsilon": 0.0}
-    advantages = [t.advantage for t in members(Estimator(settings(**changes))(group, 0, 0))]
+    advantages = [t.advantage for t in members(estimator(**changes)(group, 0, 0))]
     np.testing.assert_allclose(advantages, [0.5**0.5, 0, 0, -(0.5**0.5)], atol=1e-6)
-    of_others = Estimator(settings(**{"advantage.name": "rloo"}))(group, 0, 0)
+    of_others = estimator(**{"advantage.name": "rloo"})(group, 0, 0)
     np.testing.assert_allclose([t.advantage for t in members(of_others)], [1, 0, 0, -1], atol=1e-6)
 
 
@@ -129,10 +126,10 @@ def test_two_of_four_by_hand():
     ],
 )
 def test_filters_see_what_is_left(changes):
-    config = settings(**{"rollout.group_size": SIZE, **changes})
+    method = method_with(**{"rollout.group_size": SIZE, **changes})
 
     def kept(groups):
-        found = _filter_groups(groups, groups, config, 0.0)
+        found = _filter_groups(groups, groups, method, 0.0)
         return [group.task_id for group in found]
 
     counts = set()
@@ -148,12 +145,12 @@ def test_filters_see_what_is_left(changes):
 def test_shaping_pays_by_what_is_left(is_late, seed):
     changes = {"shaping.boundary_aware": True, "shaping.abstention_rate": 0.3}
     changes |= {"shaping.overlong_buffer": 4, "shaping.overlong_max_tokens": 6}
-    config = settings(**changes)
+    method = method_with(**changes)
     groups = drawn(seed)
     abstain = [bool((t.sample_index + seed) % 3 == 0) for t in members(groups)]
     groups = with_fields(groups, is_abstention=abstain)
-    got = scored(rewards.shape(groups, config, is_late=is_late))
-    alone = members(rewards.shape(left(groups), config, is_late=is_late))
+    got = scored(rewards.shape(groups, method.shaping, is_late=is_late))
+    alone = members(rewards.shape(left(groups), method.shaping, is_late=is_late))
     assert [t.reward for t in got] == [t.reward for t in alone]
     assert [t.reward_parts for t in got] == [t.reward_parts for t in alone]
 
@@ -166,12 +163,12 @@ def test_shaping_pays_by_what_is_left(is_late, seed):
 def test_a_mini_batch_is_weighed_by_what_is_left(aggregation, seed):
     changes = {"loss.aggregation": aggregation, "rollout.tasks_per_step": NUM_GROUPS,
                "optimizer.num_minibatches": NUM_GROUPS, "rollout.group_size": SIZE}  # fmt: skip
-    config = settings(**changes)
+    method = method_with(**changes)
     groups = drawn(seed)
     groups = with_fields(groups, advantage=[float(t.is_scored) for t in members(groups)])
     shape = BatchShape(num_micro=1, micro_rows=1, row_tokens=64)
-    controllers = Controllers.init(config)
-    whole = make_minibatches(groups, shape, config, controllers=controllers)
+    controllers = Controllers.init(method)
+    whole = make_minibatches(groups, shape, method, controllers=controllers)
     assert len(whole) == NUM_GROUPS
     for packed, group in zip(whole, groups, strict=True):
         assert packed.num_counted == sum(t.num_sampled for t in group.scored)
@@ -184,7 +181,7 @@ def test_a_mini_batch_is_weighed_by_what_is_left(aggregation, seed):
 
 
 def test_partial_groups_are_counted():
-    config = settings(**{"rollout.group_size": 2})
+    method = method_with(**{"rollout.group_size": 2})
     made = lambda *kinds: Group(  # noqa: E731
         trajectories=tuple(make(sample_index=i) for i, make in enumerate(kinds))
     )
@@ -195,6 +192,6 @@ def test_partial_groups_are_counted():
         made(make_failure, make_failure),  # failed as a whole, which filter/failed_share tells
     ]
     batches = _Batches(num_tasks_taken=4, kept=groups, tried=[*map(GroupStats.of, groups)])
-    metrics = _metrics(batches, num_leftover_before=0, num_leftover=0, config=config)
+    metrics = _metrics(batches, num_leftover_before=0, num_leftover=0, method=method)
     assert metrics["rollout/partial_groups"] == 2
     assert metrics["filter/failed_share"] == 0.25

@@ -9,6 +9,7 @@ import pytest
 from configs import dapo, dapo_small, search_r1_small
 from jaxrl.environment import overlong_limit
 from jaxrl.envs.base import Outcome
+from jaxrl.method import method_of
 from jaxrl.training.controllers import (
     AdaptiveKL,
     Controllers,
@@ -27,7 +28,7 @@ from tests.episodes import (
     strayed,
     wavering,
 )
-from tests.helpers import settings
+from tests.helpers import method_with
 
 
 def test_shaping_adds_parts_and_leaves_failures_alone():
@@ -41,7 +42,9 @@ def test_shaping_adds_parts_and_leaves_failures_alone():
         "shaping.boundary_aware": True, "shaping.sample_level": False, "shaping.overlong_buffer": 4,
         "shaping.overlong_max_tokens": 12,
     }  # fmt: skip
-    honest, slow, failed = members(shape(grouped(group), settings(**changes), is_late=True))
+    honest, slow, failed = members(
+        shape(grouped(group), method_with(**changes).shaping, is_late=True)
+    )
     assert (honest.reward, dict(honest.reward_parts)) == (0.5, {"abstention": 0.5, "overlong": 0})
     # 11 tokens after the prompt, 3 of them in the buffer of 4.
     assert (slow.reward, dict(slow.reward_parts)) == (-0.75, {"abstention": 0, "overlong": -0.75})
@@ -51,12 +54,12 @@ def test_shaping_adds_parts_and_leaves_failures_alone():
 def test_shaping_is_of_the_whole_trajectory_and_of_no_turn():
     made = in_turns([0.3, 0.2], 1.0, lengths=[4, 6])  # 12 tokens after the prompt
     changes = {"shaping.overlong_buffer": 4, "shaping.overlong_max_tokens": 12}
-    [got] = members(shape(grouped([made]), settings(**changes), is_late=True))
+    [got] = members(shape(grouped([made]), method_with(**changes).shaping, is_late=True))
     assert (got.rest_reward, got.turn_rewards) == (0.0, (0.3, 0.2))
     assert got.reward == pytest.approx(0.5)
     # As of one that has earned nothing by turns, to the last bit: rounding makes no difference.
     plain = in_turns([], 1.0, lengths=[4, 6])
-    [other] = members(shape(grouped([plain]), settings(**changes), is_late=True))
+    [other] = members(shape(grouped([plain]), method_with(**changes).shaping, is_late=True))
     assert got.rest_reward == other.reward
 
 
@@ -66,7 +69,7 @@ def test_searching_is_not_overlong_by_the_limit_of_what_is_sampled():
     config.shaping.overlong_buffer = 16
     assert overlong_limit(config) == 192 - 32
     searched = make_trajectory(length=2 + 100)
-    [got] = members(shape(grouped([searched]), config, is_late=True))
+    [got] = members(shape(grouped([searched]), method_of(config).shaping, is_late=True))
     assert got.reward_parts["overlong"] == 0
     config.shaping.overlong_max_tokens = 176
     assert overlong_limit(config) == 176
@@ -90,7 +93,7 @@ STRAYED = with_fields(BATCH, divergence=[strayed(0.5, -0.25, 1.0, 0.75), None, s
 def test_the_penalty_by_hand():
     # Sums of 2 and 1 nat, times a coefficient of 0.5.
     np.testing.assert_allclose(kl_penalties(STRAYED, 0.5), [1, 0, 0.5])
-    got = members(charge_kl(STRAYED, Controllers(), settings(**IN_REWARD)))
+    got = members(charge_kl(STRAYED, Controllers(), method_with(**IN_REWARD)))
     assert [t.reward for t in got] == [0.0, 0.0, -0.25]
     assert got[0].reward_parts["kl"] == -1
     assert got[2].reward_parts["kl"] == -0.5
@@ -98,13 +101,13 @@ def test_the_penalty_by_hand():
 
 
 def test_the_penalty_has_the_coefficient_as_it_stands():
-    config = settings(**IN_REWARD, **{"kl.controller": "adaptive"})
-    got = members(charge_kl(STRAYED, Controllers(kl=AdaptiveKL(2.0)), config))
+    method = method_with(**IN_REWARD, **{"kl.controller": "adaptive"})
+    got = members(charge_kl(STRAYED, Controllers(kl=AdaptiveKL(2.0)), method))
     assert [t.reward for t in got] == [-3.0, 0.0, -1.75]
 
 
 def test_a_term_in_the_loss_costs_no_reward():
-    assert charge_kl(STRAYED, Controllers(), settings(**{"kl.coef": 0.5})) == STRAYED
+    assert charge_kl(STRAYED, Controllers(), method_with(**{"kl.coef": 0.5})) == STRAYED
 
 
 def test_what_was_not_measured_is_a_bug_and_not_free():
@@ -114,7 +117,7 @@ def test_what_was_not_measured_is_a_bug_and_not_free():
 
 # Entropy.
 
-entropy_settings = partial(settings, **{"shaping.entropy_reward": True})
+entropy_method = partial(method_with, **{"shaping.entropy_reward": True})
 CALIBRATED = Controllers(
     threshold=EntropyThreshold(1.0),
     buckets=DifficultyBuckets({"t0": "easy"}),
@@ -137,7 +140,7 @@ REWARDS = {  # right and wrong, for counts of 0, 4, 10, 13, 20 where the target 
 
 @pytest.mark.parametrize("bucket", REWARDS)
 def test_entropy_rewards_by_hand(bucket):
-    config = entropy_settings()
+    method = entropy_method()
     controllers = Controllers(
         threshold=EntropyThreshold(1.0),
         buckets=DifficultyBuckets({"t0": bucket}),
@@ -149,23 +152,23 @@ def test_entropy_rewards_by_hand(bucket):
             for i in range(5)
         ]
         groups = with_windows(batch, [wavering(count) for count in (0, 4, 10, 13, 20)])
-        got = members(pay_entropy(groups, controllers, config))
+        got = members(pay_entropy(groups, controllers, method.shaping))
         np.testing.assert_allclose([t.reward_parts["entropy"] for t in got], expected, atol=1e-6)
         np.testing.assert_allclose([t.reward for t in got], 0.25 + np.array(expected), atol=1e-6)
 
 
 def test_environment_errors_and_methods_without_it_earn_no_entropy_reward():
-    config = entropy_settings()
+    method = entropy_method()
     groups = with_windows([make_failure(), make_trajectory(sample_index=1)], [wavering(20)] * 2)
-    failed, scored = members(pay_entropy(groups, CALIBRATED, config))
+    failed, scored = members(pay_entropy(groups, CALIBRATED, method.shaping))
     assert is_same(failed, members(groups)[0])
     assert scored.reward == pytest.approx(0.6 * 0.5 / (1 + np.exp(-(10 - 1.5) / 2)))
-    plain = settings()
-    assert is_same(pay_entropy(groups, Controllers.init(plain), plain), groups)
+    plain = method_with()
+    assert is_same(pay_entropy(groups, Controllers.init(plain), plain.shaping), groups)
 
 
 def test_a_centred_gain_where_asked_for():
-    config = entropy_settings(**{"shaping.centred_gain": True})
+    method = entropy_method(**{"shaping.centred_gain": True})
     groups = with_windows([make_trajectory()], [wavering(10)])
-    [wrong] = members(pay_entropy(groups, CALIBRATED, config))
+    [wrong] = members(pay_entropy(groups, CALIBRATED, method.shaping))
     assert wrong.reward == 0

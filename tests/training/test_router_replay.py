@@ -25,7 +25,6 @@ from tests.helpers import (
     pack_all,
     policy_loss,
     relative_distance,
-    settings,
     tiny_params,
 )
 from tests.toys import SMALL, Player, ScriptedEnv, one_device_mesh, script, toy_tokenizer
@@ -309,9 +308,9 @@ def test_prompts_of_other_experts_are_others(with_advantages):
 def test_the_old_policy_replays_and_the_reference_chooses_for_itself(sampled):
     model = Model(MOE, one_device_mesh(), num_tokens=TOKENIZER.num_tokens, scan_layers=False)
     step = ScoreStep(model, temperature=1.0)
-    config = settings(**{"kl.coef": 0.1, "kl.place": "loss", "optimizer.num_epochs": 2})
+    method = method_with(**{"kl.coef": 0.1, "kl.place": "loss", "optimizer.num_epochs": 2})
     packed, plain = whole(sampled), whole(sampled, None)
-    [batch] = put_minibatches([packed], model.mesh, step, MOVED, MOVED, config)
+    [batch] = put_minibatches([packed], model.mesh, step, MOVED, MOVED, method)
     by_own_choice = np.asarray(step(MOVED, put_batch(model.mesh, plain.batch), plain))
     np.testing.assert_array_equal(batch.ref_logprobs, by_own_choice)
     replayed = np.asarray(batch.old_logprobs)

@@ -32,8 +32,8 @@ OPTIMIZER = optax.adamw(1e-3)
 SOME = (0.5, 0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 2.0)  # of the third and fifth nothing is learned
 NONE = (0.0,) * 8
 
-settings = partial(
-    helpers.settings,
+method_with = partial(
+    helpers.method_with,
     **{
         "rollout.tasks_per_step": 4,
         "rollout.group_size": 2,
@@ -81,10 +81,10 @@ def placed(model, seed):
     return jax.device_put(tiny_params(model, seed=seed), param_shardings(MESH, model))
 
 
-def groups_of(advantages, config):
+def groups_of(advantages, method):
     """Four groups; one of their members is an environment error."""
     made = trajectories()
-    if config.model.router.replay:
+    if method.replays_experts:
         rng = np.random.default_rng(5)
         made = [
             dataclasses.replace(t, routed_experts=replayed(rng, len(t.token_ids))) for t in made
@@ -109,18 +109,18 @@ def replayed(rng, length):
     return rng.integers(0, TINY_MOE.num_experts, sizes).astype(recorded_dtype(8))
 
 
-def steps(config, model, advantages, programs, skips):
+def steps(method, model, advantages, programs, skips):
     """Of each update of a step the gradient, as Adam's first moment, and all metrics."""
-    config = config.copy_and_resolve_references()
-    config.optimizer.skip_signal_free = skips
+    optimizer = dataclasses.replace(method.optimizer, skip_signal_free=skips)
+    method = dataclasses.replace(method, optimizer=optimizer)
     update, score = programs
     controllers = Controllers(
         buckets=DifficultyBuckets({"t0": "easy", "t1": "medium"}),
         kl=KLBudget({"easy": 1.0, "medium": 3.0, "hard": 0.5}),
     )
-    packed = make_minibatches(groups_of(advantages, config), SHAPE, config, controllers=controllers)
+    packed = make_minibatches(groups_of(advantages, method), SHAPE, method, controllers=controllers)
     params, ref_params = (placed(model, seed) for seed in (0, 2))
-    batches = put_minibatches(packed, MESH, score, params, ref_params, config)
+    batches = put_minibatches(packed, MESH, score, params, ref_params, method)
     found = []
     for one, batch in zip(packed, batches, strict=True):
         state = init_state(jax.tree.map(jnp.copy, params), MESH, model, OPTIMIZER)
@@ -130,18 +130,18 @@ def steps(config, model, advantages, programs, skips):
     return found, packed
 
 
-def compare(config, model, advantages):
+def compare(method, model, advantages):
     policy = Model(model, MESH, num_tokens=NUM_TOKENS, remat="none")
     update = UpdateStep(
         policy,
-        make_policy_loss(config),
+        make_policy_loss(method),
         OPTIMIZER,
-        entropy_gradient=config.loss.entropy_coef != 0,
-        balance_coef=config.model.router.balance_coef,
+        entropy_gradient=method.loss.entropy_coef != 0,
+        balance_coef=method.balance_coef,
     )
     programs = update, ScoreStep(policy, temperature=1.0)
-    skipped, packed = steps(config, model, advantages, programs, True)
-    whole, all_packed = steps(config, model, advantages, programs, False)
+    skipped, packed = steps(method, model, advantages, programs, True)
+    whole, all_packed = steps(method, model, advantages, programs, False)
     for (moment, metrics), (wanted, wanted_metrics) in zip(skipped, whole, strict=True):
         if any(np.any(leaf) for leaf in jax.tree.leaves(wanted)):
             assert relative_distance(moment, wanted) < 1e-4
@@ -157,24 +157,24 @@ def compare(config, model, advantages):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_takes_the_same_step_with_the_same_metrics(name):
-    config = settings(**METHODS[name])
-    fewer, _ = compare(config, TINY, SOME)
+    method = method_with(**METHODS[name])
+    fewer, _ = compare(method, TINY, SOME)
     # A term that has a gradient without an advantage keeps all.
-    has_terms = config.kl.coef and config.kl.place == "loss"
-    assert fewer != bool(has_terms or config.loss.entropy_coef or "own" in name)
+    has_terms = method.kl.coef and method.kl.place == "loss"
+    assert fewer != bool(has_terms or method.loss.entropy_coef or "own" in name)
 
 
 @pytest.mark.minutes
 @pytest.mark.parametrize("name", EXPERTS)
 def test_routers_are_balanced_and_measured_over_every_token(name):
-    config = settings(**EXPERTS[name])
-    fewer, found = compare(config, TINY_MOE, SOME)
-    assert fewer != bool(config.model.router.balance_coef)
+    method = method_with(**EXPERTS[name])
+    fewer, found = compare(method, TINY_MOE, SOME)
+    assert fewer != bool(method.balance_coef)
     assert {"router/balance_loss", "router/load_max", "router/entropy"} <= found[0][1].keys()
 
 
 def test_a_step_without_any_signal_is_measured():
-    fewer, [(_, metrics)] = compare(settings(), TINY, NONE)
+    fewer, [(_, metrics)] = compare(method_with(), TINY, NONE)
     assert fewer
     assert metrics["actor/entropy"] > 3  # nats, of 250 tokens
     assert metrics["grad_norm"] == 0

@@ -36,13 +36,13 @@ from tests.helpers import (
     dense_logprobs,
     gather,
     gradient_of,
+    method_with,
     pack_all,
     policy_loss,
     program_text,
     random_sequences,
     relative_distance,
     scatter,
-    settings,
     shapes_in,
     sharing_prompts,
     tiny_params,
@@ -322,9 +322,9 @@ def as_trajectory(sequence, task_number, advantage=1.0, outcome=Outcome.ANSWERED
     )
 
 
-def minibatch_settings(mode, **changes):
+def minibatch_method(mode, **changes):
     sizes = {"rollout.tasks_per_step": 4, "rollout.max_response_tokens": SCALE}
-    return settings(**sizes, **{"loss.aggregation": mode}, **changes)
+    return method_with(**sizes, **{"loss.aggregation": mode}, **changes)
 
 
 SHAPE = BatchShape(num_micro=4, micro_rows=2, row_tokens=36)
@@ -346,8 +346,8 @@ def test_groups_without_signal_may_be_dropped(mode, params, gradients, sequences
         batch = replace(batch, old_logprobs=scored, ref_logprobs=scored)
         return gradients[CLIP](params, batch, packed.num_micro)[0]
 
-    config = minibatch_settings(mode)
-    (dropped,) = make_minibatches(groups, SHAPE, config, controllers=Controllers())
+    method = minibatch_method(mode)
+    (dropped,) = make_minibatches(groups, SHAPE, method, controllers=Controllers())
     fields = {"token_weights": weigh(sequences[:7], mode, SCALE)}
     whole = pack(sequences[:7], advantages[:7], SHAPE, token_fields=fields)
     assert dropped.num_tokens < whole.num_tokens
@@ -356,15 +356,15 @@ def test_groups_without_signal_may_be_dropped(mode, params, gradients, sequences
     assert relative_distance(got, wanted) < 1e-5
 
     for term in ("kl.coef", "loss.entropy_coef"):  # these give every token a gradient
-        config = minibatch_settings(mode, **{term: 0.1})
-        (kept,) = make_minibatches(groups, SHAPE, config, controllers=Controllers())
+        method = minibatch_method(mode, **{term: 0.1})
+        (kept,) = make_minibatches(groups, SHAPE, method, controllers=Controllers())
         assert equal(kept.batch, whole.batch)
 
 
 def test_mini_batches_are_whole_groups_in_task_order(sequences):
     groups = grouped(as_trajectory(*row) for row in zip(sequences, GROUPS, strict=True))
-    config = minibatch_settings("token-mean", **{"optimizer.num_minibatches": 2})
-    halves = make_minibatches(groups, SHAPE, config, controllers=Controllers())
+    method = minibatch_method("token-mean", **{"optimizer.num_minibatches": 2})
+    halves = make_minibatches(groups, SHAPE, method, controllers=Controllers())
     for half, members in zip(halves, (sequences[:4], sequences[4:]), strict=True):
         for index, sequence in enumerate(members):
             np.testing.assert_array_equal(

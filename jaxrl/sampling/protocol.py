@@ -1,0 +1,103 @@
+"""What a run asks of its sampler, and of what plays episodes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import jax
+
+from jaxrl.types import Group, Params
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seeds:
+    """What, beside task, sample and attempt, the draws depend on."""
+
+    seed: int
+    stage: int
+    step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the trajectories of a rollout are drawn.
+
+    Attributes:
+        group_size: trajectories of each task.
+        temperature: tokens are drawn from softmax(logits / temperature); 0 is greedy.
+        top_p: only the most likely tokens of this probability are drawn, in (0, 1]; 1: all.
+        seeds: what the draws depend on.
+        policy_version: updates that the engine's weights have seen, recorded with every sampled
+            token.
+        keeps_experts: trajectories keep the experts that the engine has recorded.
+    """
+
+    group_size: int
+    temperature: float
+    top_p: float
+    seeds: Seeds
+    policy_version: int = 0
+    keeps_experts: bool = False
+
+
+RolloutFunction = Callable[..., list[Group]]
+"""From draws and their `Sampling` to a group of each, called as `sampling.rollout.Rollout` is."""
+
+
+@dataclass
+class Counts:
+    """Work done since the engine was made, in tokens unless named otherwise."""
+
+    prefilled_prompt: int = 0  # prompts but for their last tokens, read once while the pages live
+    prefilled_resume: int = 0  # observations and the token before each, but for their last tokens
+    sampled: int = 0
+    chunks: int = 0  # dispatched
+    row_steps: int = 0  # steps times the rows they were computed for
+    preemptions: int = 0  # requests whose pages were given to an older one
+    swapped: int = 0  # tokens whose keys and values went to the host
+
+
+class Sampler(Protocol):
+    """What samples from the run's own model, as `sampling.engine.Engine` does.
+
+    Attributes:
+        counts: work done so far.
+        num_pages: of the cache of each shard.
+        most_pages: of these that were in use at once.
+    """
+
+    counts: Counts
+    num_pages: int
+    most_pages: int
+
+    @property
+    def num_compilations(self) -> int:
+        """Compilations of its programs so far."""
+        ...
+
+    @property
+    def device(self) -> jax.Device:
+        """One of those that sample."""
+        ...
+
+    def shapes(self) -> str:
+        """The set of shapes that may be compiled, for people."""
+        ...
+
+    def compile(self, show: Callable[[str], None]) -> None:
+        """Compiles all programs that are not compiled yet; `show` is told how far."""
+        ...
+
+    def set_weights(self, params: Params) -> None:
+        """Takes all parameters of the policy, once an update."""
+        ...
+
+    def clear(self) -> None:
+        """Forgets every request, and gives back the cache's memory."""
+        ...
+
+    def release(self) -> None:
+        """Gives back the memory of cache and weights."""
+        ...
