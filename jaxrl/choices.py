@@ -7,20 +7,15 @@ import inspect
 import pkgutil
 import re
 import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.envs.calls import error_text
-
-STAGES = ("sft", "train", "evaluate")
-"""Stages of a run, in their order."""
+from jaxrl.own_code import arrays_of, failure_text, is_own, own_module
 
 
 @dataclass(frozen=True)
@@ -30,54 +25,6 @@ class Rule:
     key: str  # what to change
     is_broken: Callable[[ConfigDict], bool]
     expected: str  # instead, and why
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """A function that a key names, with its settings.
-
-    Attributes:
-        key: that holds the name, with its sections.
-        name: an entry of a table, or a dotted name.
-        function: what the name stands for.
-        settings: its keyword-only arguments.
-    """
-
-    key: str
-    name: str
-    function: Callable[..., Any]
-    settings: Mapping[str, Any]
-
-    @property
-    def arrays(self) -> list[str]:
-        """The names of its other arguments."""
-        return arrays_of(self.function)
-
-    @property
-    def is_own(self) -> bool:
-        """True for one of the user's own."""
-        return is_own(self.name)
-
-    def __call__(self, *arrays: Any) -> Any:
-        """What it gives of these arrays."""
-        return self.function(*arrays, **self.settings)
-
-
-class OwnCodeError(ValueError):
-    """What a key names failed, or gave what cannot be worked with; the text names the key."""
-
-
-def is_own(name: str) -> bool:
-    """Whether a name is a dotted one, as `my_env.MyEnv`, and no entry of a table.
-
-    A colon may stand before what the module defines, as `pkgutil.resolve_name` has it.
-    """
-    return "." in name or ":" in name
-
-
-def own_module(thing: Any) -> bool:
-    """Whether a class or a function is the user's."""
-    return str(getattr(thing, "__module__", "")).partition(".")[0] != __name__.partition(".")[0]
 
 
 def chosen(key: str, name: str, table: Mapping[str, Any], *, wanted: str) -> Any:
@@ -149,44 +96,6 @@ def _meant(name: str, names: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def failure_text(error: BaseException) -> str:
-    """What code of the user's raised, in one line, and where in its files.
-
-    Of a text of several lines it is the first: JAX goes on with how it got there.
-    """
-    first, *_ = [*error_text(error).splitlines(), ""]
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
-    return first.rstrip(".") + (f" ({own[-1].filename}:{own[-1].lineno})" if own else "")
-
-
-def named(key: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose failures name their key and place; errors of ours keep their text."""
-
-    def tried(*arguments: Any, **settings: Any) -> Any:
-        try:
-            return function(*arguments, **settings)
-        except (Exception, SystemExit) as error:
-            is_told = isinstance(error, ValueError) and f"config.{key}" in str(error)
-            text = f"config.{key} names {name!r}, which failed: {failure_text(error)}."
-            raise OwnCodeError(str(error) if is_told else text) from error
-
-    return tried
-
-
-_NOT_THEIRS = (
-    "<",
-    str(Path(__file__).parent),
-    *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")),
-)
-"""How files begin that are not the user's: ours, Python's, those of packages."""
-
-
-def short_name(name: str) -> str:
-    """The last piece of a dotted name."""
-    return re.split(r"[.:]", name)[-1]
-
-
 def made(key: str, kind: Callable[..., Any], settings: Mapping[str, Any], **offered: Any) -> Any:
     """What a choice makes of its settings, and of those of the offered things that it asks for.
 
@@ -231,12 +140,6 @@ def made(key: str, kind: Callable[..., Any], settings: Mapping[str, Any], **offe
     if isinstance(kind, type) and not isinstance(thing, kind):
         raise ValueError(f"config.{key}: {name} made a {type(thing).__name__}, not one of its own.")
     return thing
-
-
-def arrays_of(function: Callable[..., Any]) -> list[str]:
-    """The parameters of an objective that are not keyword-only: its arrays, by name."""
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
 
 def subsection(section: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxrl import environment, toolbox
-from jaxrl.choices import is_own, made
+from jaxrl.choices import made
 from jaxrl.config import OWN_MODEL
 from jaxrl.demonstrations import Demonstration, read_demonstrations
 from jaxrl.envs.base import Env, Prompt, Task
@@ -48,7 +48,7 @@ from jaxrl.method import (
     stage_steps,
 )
 from jaxrl.models.adapters import check_adapter, save_adapter, save_merged
-from jaxrl.models.architecture import Architecture, read_model
+from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.experts.choice import choose as choose_experts
 from jaxrl.models.folder import model_folder
@@ -56,6 +56,8 @@ from jaxrl.models.hf_weights import check_hf, save_hf
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.lora import Adapter
 from jaxrl.models.policy import Model
+from jaxrl.models.reading import read_model
+from jaxrl.own_code import is_own
 from jaxrl.processor import BlankProcessor, Processor
 from jaxrl.runtime.checkpoint import newest_whole
 from jaxrl.runtime.distributed import shared

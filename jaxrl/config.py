@@ -17,9 +17,9 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.choices import STAGES
 from jaxrl.envs.calls import MAX_S
 from jaxrl.envs.json_text import read_object
+from jaxrl.settings import STAGES
 
 FREE = "free"
 """A restart may change it: results stay the same, to rounding."""

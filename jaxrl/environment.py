@@ -6,8 +6,9 @@ import inspect
 
 from ml_collections import ConfigDict
 
-from jaxrl.choices import Rule, check_texts, chosen, is_own
+from jaxrl.choices import Rule, check_texts, chosen
 from jaxrl.envs.base import ENVS, Env
+from jaxrl.own_code import is_own
 
 NO_ENGINE = "none"
 """The name in `search.engine` of no search engine at all."""

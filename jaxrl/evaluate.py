@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from jaxrl.choices import STAGES
 from jaxrl.codecs import question_record
 from jaxrl.envs.answers import normalize_answer
 from jaxrl.envs.attribution import Attribution, attribute
@@ -46,6 +45,7 @@ from jaxrl.runtime.files import written_whole
 from jaxrl.sampling.protocol import Sampling, Seeds
 from jaxrl.sampling.weights import given_up
 from jaxrl.session import OF_CODE, Session
+from jaxrl.settings import STAGES
 from jaxrl.training.health import first_error
 from jaxrl.training.ledger import Ledger
 from jaxrl.types import Draw, Group, Params, Trajectory, members

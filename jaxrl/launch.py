@@ -180,10 +180,10 @@ def _run(
         should_stop: true once the run is to save and end.
         begin: called when there will be something to save.
     """
-    from jaxrl.choices import OwnCodeError
     from jaxrl.envs.base import OutageError
     from jaxrl.envs.images import UnreadableError
     from jaxrl.logs.display import Display
+    from jaxrl.own_code import OwnCodeError
     from jaxrl.runtime import distributed
     from jaxrl.runtime.checkpoint import CheckpointError
     from jaxrl.runtime.stopping import Interrupted
@@ -317,8 +317,8 @@ def _plan(config: ConfigDict) -> int:
     """Shows the plan; the process's exit code, 0 where it fits."""
     from rich.console import Console
 
-    from jaxrl.models.architecture import read_model
     from jaxrl.models.folder import model_folder
+    from jaxrl.models.reading import read_model
     from jaxrl.runtime.plan import advice, display, memory
 
     target, folder = _plan_target(), model_folder(config.model.path)
@@ -388,8 +388,8 @@ def _fit_memory(config: ConfigDict, workdir: Path, *, ignores_plan: bool = False
     """
     if config.policy.name != configuration.OWN_MODEL:
         return []
-    from jaxrl.models.architecture import read_model
     from jaxrl.models.folder import model_folder
+    from jaxrl.models.reading import read_model
     from jaxrl.runtime import distributed
     from jaxrl.runtime.history import read_begun
     from jaxrl.runtime.plan import advice, memory

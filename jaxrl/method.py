@@ -13,17 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ml_collections import ConfigDict
 
-from jaxrl.choices import (
-    Chosen,
-    Rule,
-    check_arrays,
-    check_settings,
-    chosen,
-    is_own,
-    settings_of,
-    subsection,
-)
+from jaxrl.choices import Rule, check_arrays, check_settings, chosen, settings_of, subsection
 from jaxrl.environment import has_tools, max_image_tokens, overlong_limit
+from jaxrl.own_code import Chosen, is_own
 from jaxrl.training.settings import (
     has_gate,
     is_measured,

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 
 from jaxrl import report
-from jaxrl.choices import OwnCodeError
 from jaxrl.components import Assembled
 from jaxrl.config import flat_pairs
 from jaxrl.evaluate import evaluate, run_suites
@@ -21,6 +20,7 @@ from jaxrl.logs.mirrors import open_log
 from jaxrl.models.adapters import load_adapter, load_frozen, new_adapter
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.own_code import OwnCodeError
 from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import Checkpointer, optimizer_items
 from jaxrl.runtime.sharding import abstract, param_shardings

@@ -15,7 +15,6 @@ import optax
 from jax.sharding import Mesh
 
 from jaxrl import codecs
-from jaxrl.choices import STAGES
 from jaxrl.envs.base import Task
 from jaxrl.logs.display import Display
 from jaxrl.logs.metrics import plain_numbers
@@ -26,7 +25,7 @@ from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.heap import give_back
 from jaxrl.runtime.stopping import Best
 from jaxrl.sampling.protocol import RolloutFunction, Sampler
-from jaxrl.settings import Settings
+from jaxrl.settings import STAGES, Settings
 from jaxrl.training.collect import Collected
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.health import Failures

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+STAGES = ("sft", "train", "evaluate")
+"""Stages of a run, in their order."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:

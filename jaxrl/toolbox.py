@@ -12,7 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from jaxrl.choices import check_call, check_texts, chosen, failure_text, is_own, made, short_name
+from jaxrl.choices import check_call, check_texts, chosen, made
 from jaxrl.config import refuse
 from jaxrl.environment import NO_ENGINE, environment
 from jaxrl.envs.base import Env, ToolError
@@ -24,6 +24,7 @@ from jaxrl.envs.retrieval import ENGINES
 from jaxrl.envs.reward_functions import KINDS, RewardFunction, RewardPart, kind_of
 from jaxrl.envs.search import SearchEnv, check_spoken, with_tools
 from jaxrl.envs.tools import SANDBOXES, TOOLS, Tool
+from jaxrl.own_code import failure_text, is_own, short_name
 
 
 def protocol(config: ConfigDict) -> partial[Protocol]:

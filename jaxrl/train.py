@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.choices import STAGES
 from jaxrl.envs.base import Task
 from jaxrl.logs.metrics import num_unscored_suites, plain_number, rollout_metrics
 from jaxrl.logs.steps import (
@@ -34,7 +33,7 @@ from jaxrl.runtime.sharding import abstract, num_batch_shards
 from jaxrl.runtime.stopping import Interrupted, update_best
 from jaxrl.sampling.protocol import Sampling, Seeds
 from jaxrl.session import Progress, Session
-from jaxrl.settings import Settings
+from jaxrl.settings import STAGES, Settings
 from jaxrl.stream import Stream
 from jaxrl.training import rewards
 from jaxrl.training.collect import ENDING, Collected, Measure, RollOut, collect, some_failed

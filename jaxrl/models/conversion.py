@@ -15,7 +15,6 @@ from pathlib import Path
 import jax
 import orbax.checkpoint as ocp
 
-from jaxrl.models.architecture import read_model
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import (
     DTYPES_FILE,
@@ -25,6 +24,7 @@ from jaxrl.models.hf_weights import (
     tensor_dtypes,
     write_json,
 )
+from jaxrl.models.reading import read_model
 from jaxrl.runtime import sharding
 from jaxrl.runtime.files import folder_taking_place
 

@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.envs.json_text import parse_json, read_object
-from jaxrl.models.architecture import Architecture, read_fields, read_model
+from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import XLA
 from jaxrl.models.bert import BertConfig
 from jaxrl.models.hf_weights import (
@@ -37,6 +37,7 @@ from jaxrl.models.hf_weights import (
     open_tensors,
 )
 from jaxrl.models.layers import Through
+from jaxrl.models.reading import read_fields, read_model
 from jaxrl.types import Params
 
 POOLINGS = ("mean", "first", "last")

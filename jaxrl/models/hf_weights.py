@@ -24,8 +24,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxrl.envs.json_text import read_object
-from jaxrl.models.architecture import Architecture, read_fields, read_model
+from jaxrl.models.architecture import Architecture
 from jaxrl.models.layers import Stacks
+from jaxrl.models.reading import read_fields, read_model
 from jaxrl.runtime import sharding
 from jaxrl.runtime.files import folder_taking_place
 from jaxrl.types import Params

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxrl.choices import STAGES
 from jaxrl.config import flat_json
 from jaxrl.envs.json_text import parse_json, read_object
 from jaxrl.runtime.history import HISTORY, read_history
+from jaxrl.settings import STAGES
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,6 @@ import jax
 from ml_collections import ConfigDict
 
 import jaxrl
-from jaxrl.choices import is_own
 from jaxrl.config import flatten
 from jaxrl.environment import CORPORA, corpus_section
 from jaxrl.envs.corpus import corpus_digest, index_folder
@@ -28,6 +27,7 @@ from jaxrl.envs.json_text import parse_json
 from jaxrl.models.adapters import TENSORS_FILE
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
+from jaxrl.own_code import is_own
 from jaxrl.runtime.distributed import gather
 from jaxrl.runtime.files import set_aside, written_whole
 from jaxrl.session import OF_CODE, Components

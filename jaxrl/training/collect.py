@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from jaxrl import codecs
-from jaxrl.choices import Chosen, OwnCodeError, named
 from jaxrl.envs.base import CallRecord, OutageError, Task
 from jaxrl.logs.metrics import search_metrics
 from jaxrl.objectives.filters import needs_resampling
+from jaxrl.own_code import Chosen, OwnCodeError, named
 from jaxrl.stream import Stream
 from jaxrl.training import rewards
 from jaxrl.training.controllers import Controllers, SkipSet

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.choices import OwnCodeError, failure_text, named
 from jaxrl.objectives.turns import by_turn, turn_returns
+from jaxrl.own_code import OwnCodeError, failure_text, named
 from jaxrl.training.settings import Advantage
 from jaxrl.types import Columns, Group, Trajectory, members, with_fields
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl.choices import named
 from jaxrl.objectives.aggregation import token_weights
 from jaxrl.objectives.entropy import kl_weights
 from jaxrl.objectives.shaping import relaxed_kl
+from jaxrl.own_code import named
 from jaxrl.training.controllers import Controllers, KLBudget
 from jaxrl.training.packing import BatchShape, Packed, pack
 from jaxrl.training.settings import (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl.choices import Chosen, named
+from jaxrl.own_code import Chosen, named
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.choices import Chosen, failure_text
 from jaxrl.objectives.corrections import importance_weights
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.objectives.metrics import Metric
+from jaxrl.own_code import Chosen, failure_text
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.settings import Method
 from jaxrl.training.update import TokenLoss, UpdateStep

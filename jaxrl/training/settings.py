@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.choices import Chosen
+from jaxrl.own_code import Chosen
 
 if TYPE_CHECKING:
     from jaxrl.training.optimizer import OptimizerSettings

@@ -17,8 +17,9 @@ import numpy as np
 
 from jaxrl.envs.text import printable
 from jaxrl.extras.gguf.tokenizer import tokenizer_files
-from jaxrl.models.architecture import Architecture, find_architecture
+from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import hf_places, write_json, write_tensors
+from jaxrl.models.reading import find_architecture
 from jaxrl.models.rope_scaling import Llama3, default_frequencies
 
 FAMILIES = ("llama", "qwen2", "qwen3")

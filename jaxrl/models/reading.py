@@ -1,0 +1,97 @@
+"""A model's architecture, from the `config.json` of its folder."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from jaxrl.choices import chosen
+from jaxrl.envs.json_text import read_object
+from jaxrl.models.architecture import Architecture
+from jaxrl.own_code import failure_text, own_module
+
+
+def read_model(path: str | Path, architecture: str = "") -> Architecture:
+    """The model of an HF folder, from its `config.json` alone.
+
+    Args:
+        path: the folder.
+        architecture: a name in `ARCHITECTURES`, or a dotted name; "" goes by the `model_type` that
+            `config.json` gives.
+
+    Raises:
+        FileNotFoundError: there is no such folder or no `config.json` in it.
+        ValueError: the file or the name is of no known architecture, or of one with a feature that
+            is not computed here.
+    """
+    fields, source = read_fields(path)
+    family = find_architecture(fields, architecture, source)
+    try:
+        model = family.from_dict(fields, source=source)
+    except Exception as error:
+        if not own_module(family):
+            raise  # ours say what is wrong with the file
+        raise ValueError(
+            f"config.model.architecture is {architecture!r}, which could not be made of {source}: "
+            f"{failure_text(error)}."
+        ) from error
+    if not isinstance(model, Architecture):
+        raise ValueError(
+            f"config.model.architecture is {architecture!r}, whose from_dict returned "
+            f"{type(model).__name__}; expected an {Architecture.__name__}."
+        )
+    return model
+
+
+def read_fields(path: str | Path) -> tuple[dict[str, Any], str]:
+    """The content of an HF folder's `config.json`, and the file's name for errors."""
+    file = Path(path) / "config.json"
+    if not Path(path).is_dir():
+        raise FileNotFoundError(
+            f"model folder {str(path)!r} does not exist; set config.model.path to a local "
+            "folder in Hugging Face format (config.json, *.safetensors, tokenizer.json), or to a "
+            ".gguf file."
+        )
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{str(path)!r} holds no config.json; config.model.path must be a folder in "
+            "Hugging Face format."
+        )
+    return read_object(file), str(file)
+
+
+def find_architecture(fields: dict[str, Any], name: str, source: str) -> type[Architecture]:
+    """The architecture of that name, or without one of the `model_type` in `fields`."""
+    if not name:
+        name = str(fields.get("model_type"))
+        if name not in ARCHITECTURES:
+            raise ValueError(
+                f"{source}: model_type {fields.get('model_type')!r:.80} is not supported; expected "
+                f"{' or '.join(map(repr, ARCHITECTURES))}, or an architecture "
+                "of your own in config.model.architecture."
+            )
+    found = chosen("model.architecture", name, ARCHITECTURES, wanted="my_architecture.Pocket")
+    if not (isinstance(found, type) and issubclass(found, Architecture)):
+        raise ValueError(
+            f"config.model.architecture is {name!r}, which is no subclass of "
+            f"{Architecture.__module__}.{Architecture.__name__}."
+        )
+    if inspect.isabstract(found):
+        raise ValueError(
+            f"config.model.architecture is {name!r}, which does not define "
+            f"{', '.join(sorted(found.__abstractmethods__))}."
+        )
+    return found
+
+
+ARCHITECTURES = {
+    "qwen2": "jaxrl.models.qwen.QwenConfig",
+    "qwen3": "jaxrl.models.qwen.QwenConfig",
+    "llama": "jaxrl.models.llama.LlamaConfig",
+    "mistral": "jaxrl.models.llama.LlamaConfig",
+    "qwen2_5_vl": "jaxrl.models.qwen_vl.QwenVLConfig",
+    "qwen3_vl": "jaxrl.models.qwen3_vl.Qwen3VLConfig",
+    "qwen3_moe": "jaxrl.models.qwen_moe.QwenMoeConfig",
+}
+"""The `model_type` of `config.json` to the class that computes it, which is imported when asked."""
