@@ -28,6 +28,7 @@ from ml_collections import ConfigDict
 
 from jaxrl import config_checks, launch
 from jaxrl.envs.redaction import redacted_output
+from jaxrl.installed import name_installed
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import parse_record
 from jaxrl.runtime.checkpoint import by_value, raises_once, read_value, steps_in
@@ -139,6 +140,7 @@ def _table(records: list[dict[str, Any]]) -> pa.Table:
 def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
     # A copy: what is left to the memory is chosen in it.
     config = config.copy_and_resolve_references()
+    name_installed(config)
     config_checks.validate(config)
     with contextlib.ExitStack() as stack:
         stack.enter_context(redacted_output())

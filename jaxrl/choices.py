@@ -11,10 +11,12 @@ import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.metadata import entry_points
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from jaxrl.config import KEYS
 from jaxrl.own_code import arrays_of, failure_text, is_own, own_module
 
 
@@ -44,7 +46,9 @@ def chosen(key: str, name: str, table: Mapping[str, Any], *, wanted: str) -> Any
         raise ValueError(f"config.{key} holds {name!r}; expected a name, as {wanted!r}.")
     found = table.get(name, name if is_own(name) else None)
     if found is None:
-        names = ", ".join(table)
+        group = KEYS[key].group if key in KEYS else ""
+        installed = entry_points(group=group).names if group else ()
+        names = ", ".join((*table, *sorted(installed)))
         raise ValueError(
             f"config.{key} is {name!r}{_meant(name, table)}; expected one of {names}, a dotted "
             f"name, as {wanted}."

@@ -60,6 +60,7 @@ class Key:
     expected: str = ""  # told with a refusal; "": as the fields above say
     example: Any = None  # value of a mapping whose names are not ours, for messages
     is_nested: bool = False  # the values of such a mapping may be lists and mappings
+    group: str = ""  # of entry points, whose names it takes too
 
     def check(self, name: str, value: Any) -> None:
         """Refuses a value of another type, out of range or none of the choices.
@@ -223,7 +224,7 @@ KEYS: dict[str, Key] = {
     "model.path": Key("", "Local folder in Hugging Face's format, or a `.gguf` file (extra "
         "`gguf`)."),
     "model.architecture": Key("", "Name of the architecture, or dotted name of its class. Empty: "
-        "by `model_type` of `config.json`."),
+        "by `model_type` of `config.json`.", group="jaxrl.architectures"),
     "model.dtype": Key("float32", "Dtype of activations, matrix products and KV cache; weights "
         "that are trained stay float32.", one_of=DTYPES),
     "model.eos_tokens": Key((), "Texts of further tokens that end a message, as `('<|im_end|>',)`, "
@@ -332,7 +333,8 @@ KEYS: dict[str, Key] = {
         "`{'enable_thinking': False}`.", example=False),
     # ---------------------------------------------------------------------- environment
     "env.name": Key("search", "`search`: questions answered with a search engine; `math`: problems "
-        "solved in one turn; or one of your own by its dotted name, as `my_env.MyEnv`."),
+        "solved in one turn; or one of your own by its dotted name, as `my_env.MyEnv`.",
+        group="jaxrl.environments"),
     "env.settings": Key({}, "Keyword arguments of an environment of your own.", example=1,
         is_nested=True),
     "env.step_deadline_s": Key(600.0, "Seconds after which a call of the environment is given up, "
@@ -341,7 +343,8 @@ KEYS: dict[str, Key] = {
         "`\\boxed{}`), `qwen` (the model's own tool calls, as its chat template has them), or a "
         "dotted name."),
     "env.search.tools": Key((), "Tools beside the search engine: `python`, a sandbox (extra "
-        "`python-tool`), or dotted names of classes and of functions (extra `tools`)."),
+        "`python-tool`), or dotted names of classes and of functions (extra `tools`).",
+        group="jaxrl.tools"),
     "env.search.mcp": Key((), "MCP servers (extra `mcp`) whose tools are offered: `{'command': "
         "('python', 'server.py')}` or `{'url': 'http://localhost:8000/mcp'}`. `'env': ('MY_KEY',)` "
         "beside a command and `'headers': {'Authorization': 'MY_KEY'}` beside a url name "
@@ -369,7 +372,7 @@ KEYS: dict[str, Key] = {
         "port; `web`: a provider of web searches; `opensearch`: an index of OpenSearch or "
         "Elasticsearch; `dense`: vectors of an encoder; `hybrid`: `local` and `dense`, fused; "
         "`empty`: finds nothing; `none`: there is no such tool, with `env.search.protocol='qwen'`; "
-        "or a dotted name."),
+        "or a dotted name.", group="jaxrl.engines"),
     "search.settings": Key({}, "Keyword arguments of an engine of your own.", example=1,
         is_nested=True),
     # What stands around any engine, in this order; docs/environments.md has the whole.
@@ -484,7 +487,7 @@ KEYS: dict[str, Key] = {
     "reward.weights": Key({"exact_match": 1.0}, "Weights of the environment's reward parts and of "
         "further ones: `math_verify`, which compares final answers as mathematics (extra `math`); "
         "judges, by their names; functions of your own, by dotted name, in our, verl's or TRL's "
-        "signature. The reward is the weighted sum.", example=1.0,
+        "signature. The reward is the weighted sum.", example=1.0, group="jaxrl.rewards",
         is_valid=lambda v: all(map(is_finite, v.values())),
         expected="a finite number for each part"),
     "reward.settings": Key({}, "Keyword arguments of functions of your own, as "

@@ -43,6 +43,7 @@ from jaxrl import config_checks, values
 from jaxrl.config import flatten
 from jaxrl.envs.redaction import redacted_output
 from jaxrl.envs.text import printable
+from jaxrl.installed import name_installed
 from jaxrl.runtime.files import REMEDIES, full_disk, held, system_message
 from jaxrl.runtime.stopping import stop_on_signals
 
@@ -140,6 +141,7 @@ def _prepare(argv: Sequence[str]) -> tuple[ConfigDict, Path, Job | None]:
     """The checked configuration, the workdir, and the job that this process belongs to."""
     try:
         config, workdir = _read(argv)
+        name_installed(config)
         config_checks.validate(config, needs_data=not _PLAN.value)
         # JAX would tell on a host without accelerators that it found none.
         for name in ("absl", "jax._src.xla_bridge", "httpx2"):

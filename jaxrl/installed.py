@@ -1,0 +1,76 @@
+"""What installed packages bring: tools, engines and more, by the names of their entry points."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Container, Mapping
+from importlib.metadata import entry_points
+from operator import attrgetter
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from jaxrl.config import KEYS
+from jaxrl.own_code import is_own
+
+
+def name_installed(config: ConfigDict) -> None:
+    """Puts dotted names in place of those of entry points, so that nothing else knows of them.
+
+    A package registers an engine, say, in its pyproject.toml:
+
+        [project.entry-points."jaxrl.engines"]
+        mine = "my_package.engine:MyEngine"
+
+    Keys that take such names have a `group` in `config.KEYS`. A name of ours keeps its meaning.
+
+    Raises:
+        ValueError: several packages have registered what a key names.
+    """
+    for key, group in {key: one.group for key, one in KEYS.items() if one.group}.items():
+        places = ("reward.weights", "reward.settings") if key == "reward.weights" else (key,)
+        for place in places:
+            section, _, last = place.rpartition(".")
+            holder: Any = attrgetter(section)(config)
+            renamed = _renamed(config, place, group, holder[last])
+            if renamed != holder[last]:
+                holder[last] = renamed
+
+
+def _renamed(config: ConfigDict, key: str, group: str, value: Any) -> Any:
+    """A name, or those in a tuple or of a mapping, dotted where it is an entry point's."""
+    if isinstance(value, tuple):
+        return tuple(_renamed(config, key, group, name) for name in value)
+    if isinstance(value, Mapping):
+        return {_renamed(config, key, group, name): one for name, one in value.items()}
+    if not isinstance(value, str) or not value or is_own(value):
+        return value
+    found = sorted({point.value for point in entry_points(group=group, name=value)})
+    if not found or value in _ours(config, group):
+        return value
+    if len(found) > 1:
+        raise ValueError(
+            f"config.{key} is {value!r}, which {len(found)} packages have registered for {group}: "
+            f"{', '.join(found)}. Give the one that you mean by this name."
+        )
+    return found[0]
+
+
+def _ours(config: ConfigDict, group: str) -> Container[str]:
+    """The names of a group that jaxrl has itself."""
+    if group == "jaxrl.rewards":
+        from jaxrl.toolbox import environment_parts
+
+        return {*environment_parts(config), *pkgutil.resolve_name(_TABLES[group])}
+    table: Container[str] = pkgutil.resolve_name(_TABLES[group])
+    return table
+
+
+_TABLES = {
+    "jaxrl.tools": "jaxrl.envs.tools:TOOLS",
+    "jaxrl.engines": "jaxrl.envs.retrieval:ENGINES",
+    "jaxrl.rewards": "jaxrl.envs.payment:REWARD_PARTS",
+    "jaxrl.environments": "jaxrl.envs.base:ENVS",
+    "jaxrl.architectures": "jaxrl.models.reading:ARCHITECTURES",
+}
+"""Where the names of each group are that jaxrl has itself."""
