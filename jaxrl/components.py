@@ -23,14 +23,13 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from jaxrl import environment, toolbox
-from jaxrl.choices import made
+from jaxrl.choices import chosen, made
 from jaxrl.config import OWN_MODEL
 from jaxrl.demonstrations import Demonstration, read_demonstrations
 from jaxrl.envs.base import Env, Prompt, Task
 from jaxrl.envs.corpus import check_corpus, index_folder, is_indexed, num_lines, read_corpus
 from jaxrl.envs.costs import SEARCH, Budget
 from jaxrl.envs.images import UnreadableError
-from jaxrl.envs.judges import Judge
 from jaxrl.envs.payment import Payment
 from jaxrl.envs.random_search import RandomSearch
 from jaxrl.envs.recording import Recording, recorded_engines
@@ -66,9 +65,8 @@ from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
 from jaxrl.runtime.versions import search_fingerprints
 from jaxrl.sampling.decode import scans
 from jaxrl.sampling.engine import Engine
-from jaxrl.sampling.external import ChatModel, ChatRollout, ChatSettings
 from jaxrl.sampling.next_token import GREEDY, NUCLEUS, PLAIN, kind_of
-from jaxrl.sampling.protocol import RolloutFunction
+from jaxrl.sampling.protocol import POLICIES, External, RolloutFunction
 from jaxrl.sampling.rollout import EpisodePlayer, Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.session import Components, Stage
@@ -134,12 +132,14 @@ def assemble(
     stages = _make_stages(config, model, method)
     limits = _make_limits(config)
     schedule, pay = _make_schedule(config), _make_payment(config, tasks, eval_tasks)
-    _open_judges(pay, workdir, log)
+    for part in pay.own_parts.values():
+        if open_part := getattr(part, "open", None):  # as a judge has
+            open_part(workdir, process=jax.process_index(), log=log)
 
-    def rollout_of(env: Env, seen_by: Processor | None = processor) -> Rollout | ChatRollout:
+    def rollout_of(env: Env, seen_by: Processor | None = processor) -> Any:
         if engine is None:
             assert external is not None
-            return ChatRollout(external, env, tokenizer, limits, schedule, pay, seen_by)
+            return external.rollout(env, tokenizer, limits, schedule, pay, seen_by)
         return Rollout(engine, env, tokenizer, automaton, limits, schedule, pay, seen_by)
 
     def shared_rollout(env: Env, seen_by: Processor | None = processor) -> RolloutFunction:
@@ -358,7 +358,7 @@ def _make_stages(config: ConfigDict, model: Model, method: Method) -> dict[str, 
 
 def _make_external(
     config: ConfigDict, workdir: Path | None, log: Callable[[str], None]
-) -> ChatModel | None:
+) -> External | None:
     """The model behind an endpoint that plays; None where it is the run's own.
 
     Raises:
@@ -371,8 +371,14 @@ def _make_external(
             f"config.policy.name is {config.policy.name!r}, but {workdir} holds checkpoints of a "
             "model of its own; set --workdir to another folder."
         )
-    settings = ChatSettings(**config.policy.openai)
-    return ChatModel(settings, workdir=workdir, process=jax.process_index(), log=log)
+    kind = chosen("policy.name", config.policy.name, POLICIES, wanted="my_policy.Policy")
+    external: External = kind(
+        config.policy[config.policy.name].to_dict(),
+        workdir=workdir,
+        process=jax.process_index(),
+        log=log,
+    )
+    return external
 
 
 def _read_model(
@@ -859,12 +865,6 @@ def _make_payment(config: ConfigDict, tasks: Mixture[Task], eval_tasks: Mixture[
         for source in some.sources:
             pay.check(source.items[0], f"config.tasks.{split}.source")
     return pay
-
-
-def _open_judges(pay: Payment, workdir: Path | None, log: Callable[[str], None]) -> None:
-    for part in pay.own_parts.values():
-        if isinstance(part, Judge):
-            part.open(workdir, process=jax.process_index(), log=log)
 
 
 def _make_tools(config: ConfigDict, log: Callable[[str], None]) -> list[Tool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import pkgutil
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import Any
 
 import jax
 
-from jaxrl import report
 from jaxrl.components import Assembled
 from jaxrl.config import flat_pairs
 from jaxrl.evaluate import evaluate, run_suites
@@ -326,7 +326,16 @@ def start_params(session: Session) -> Params:
 def write_report(session: Session, log: Callable[[str], None]) -> None:
     """The run as a page, by one of its processes."""
     if distributed.is_main():
-        report.write_or_warn(session.workdir, log)
+        try:
+            write = pkgutil.resolve_name(REPORT)
+        except ImportError as error:
+            log(f"no report: {error}")
+        else:
+            write(session.workdir, log)
+
+
+REPORT = "jaxrl.report:write_or_warn"
+"""What draws a run."""
 
 
 def restore_targets(components: Components, saved: dict[str, Any]) -> dict[str, Any]:

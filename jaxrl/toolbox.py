@@ -17,8 +17,7 @@ from jaxrl.config import refuse
 from jaxrl.environment import NO_ENGINE, environment
 from jaxrl.envs.base import Env, ToolError
 from jaxrl.envs.json_http import check_url
-from jaxrl.envs.judges import Judge, JudgeSettings
-from jaxrl.envs.payment import REWARD_PARTS
+from jaxrl.envs.payment import JUDGE, REWARD_PARTS
 from jaxrl.envs.protocol import PROTOCOLS, Protocol
 from jaxrl.envs.retrieval import ENGINES
 from jaxrl.envs.reward_functions import KINDS, RewardFunction, RewardPart, kind_of
@@ -250,12 +249,14 @@ def own_parts(config: ConfigDict) -> dict[str, RewardPart]:
     return found
 
 
-def _judge(config: ConfigDict, name: str) -> Judge:
+def _judge(config: ConfigDict, name: str) -> RewardPart:
     key, settings = f"reward.judges[{name!r}]", config.reward.judges[name]
     if not re.fullmatch(r"[a-z]\w*", name) or name in REWARD_PARTS:
         raise ValueError(f"config.{key}: expected another name, of letters, digits and _.")
     try:
-        return Judge(name, made(key, JudgeSettings, settings))
+        judge, its_settings = map(pkgutil.resolve_name, JUDGE)
+        part: RewardPart = judge(name, made(key, its_settings, settings))
+        return part
     except TypeError as error:  # a text where a number is to be
         raise ValueError(f"config.{key}: {error}.") from error
 

@@ -123,7 +123,7 @@ class ChatModel:
 
     def __init__(
         self,
-        settings: ChatSettings,
+        keys: Mapping[str, Any],
         *,
         workdir: Path | None = None,
         process: int = 0,
@@ -132,16 +132,16 @@ class ChatModel:
         """Asks nothing yet.
 
         Args:
-            settings: of the endpoint.
+            keys: those of `ChatSettings`.
             workdir: of the run, for what is kept beside it; None where there is none.
             process: number of this process of the run.
             log: told of outages.
 
         Raises:
-            ValueError: the key's environment variable is not set.
+            ValueError: the address is none, or the key's environment variable is not set.
             FileNotFoundError: the recording alone is to answer, and there is none.
         """
-        self.settings = settings
+        self.settings = settings = ChatSettings(**keys)
         is_replay = settings.replay == "only"
         self._endpoint = None if is_replay else _Endpoint(settings)
         self._asked = _Asked(
@@ -156,6 +156,18 @@ class ChatModel:
     def shown(self) -> str:
         """Its name and address, for people."""
         return f"{self.settings.model} at {shown_url(self.settings.url)}"
+
+    def rollout(
+        self,
+        env: Env,
+        tokenizer: Tokenizer,
+        limits: Limits,
+        schedule: Schedule,
+        pay: Pay,
+        processor: Processor | None = None,
+    ) -> ChatRollout:
+        """What plays episodes with this model; arguments and errors as of `ChatRollout`."""
+        return ChatRollout(self, env, tokenizer, limits, schedule, pay, processor)
 
     def write(
         self,

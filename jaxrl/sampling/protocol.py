@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -101,3 +101,20 @@ class Sampler(Protocol):
     def release(self) -> None:
         """Gives back the memory of cache and weights."""
         ...
+
+
+class External(Protocol):
+    """A model elsewhere that writes the turns of episodes."""
+
+    @property
+    def shown(self) -> str:
+        """Its name and address, for people."""
+        ...
+
+    def rollout(self, *around: Any) -> Any:
+        """What plays episodes with it, a `RolloutFunction`; arguments as of `EpisodePlayer`."""
+        ...
+
+
+POLICIES = {"openai": "jaxrl.sampling.external.ChatModel"}
+"""Models elsewhere, by name in `policy.name`; the section of that name has their settings."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,9 @@ from jaxrl.runtime.sharding import BATCH, CONTEXT, PIECES
 PLATFORMS = {"triton": "gpu", "mosaic": "tpu"}
 """Where kernels run that do not run everywhere."""
 
+KERNELS = {"triton": "jaxrl.models.attention.gpu", "mosaic": "jaxrl.models.attention.tpu"}
+"""The modules that have them."""
+
 MAX_HEAD_DIM = 256
 """Of these kernels: blocks of wider heads do not fit on the chip."""
 
@@ -31,7 +34,8 @@ def choose(name: str, mesh: Mesh, model: Architecture) -> Kernels:
         past = XLA.past if copies_past(name, platform) else None
         train = on_mesh(XLA.train, mesh) if mesh.shape[CONTEXT] > 1 else XLA.train
         return replace(XLA, reason=reason, past=past, train=train)
-    kernels = _module(name)
+    # Imported when asked: neither is of use to most processes, and JAX warns of one of them.
+    kernels = importlib.import_module(KERNELS[name])
     return Kernels(
         name=name,
         reason=reason,
@@ -73,17 +77,6 @@ def decide(name: str, platform: str, head_dim: int) -> tuple[str, str]:
     raise ValueError(
         f"config.model.attention is {name!r}, whose {problem}; set it to 'auto' or 'xla'."
     )
-
-
-def _module(name: str) -> Any:
-    # Imported when asked: neither is of use to most processes, and JAX warns of one of them.
-    if name == "triton":
-        from jaxrl.models.attention import gpu
-
-        return gpu
-    from jaxrl.models.attention import tpu
-
-    return tpu
 
 
 def on_mesh(train: Train, mesh: Mesh | AbstractMesh) -> Train:

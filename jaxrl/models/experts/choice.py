@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 from jax.sharding import Mesh
 
 from jaxrl.models.experts.dispatch import Experts
@@ -14,6 +16,10 @@ from jaxrl.runtime.sharding import PIECES
 
 PLATFORMS = {"triton": "gpu", "megablox": "tpu"}
 """Where kernels run that do not run everywhere."""
+
+
+KERNELS = {"triton": "jaxrl.models.experts.gpu", "megablox": "jaxrl.models.experts.tpu"}
+"""The modules that have them."""
 
 
 def choose(name: str, mesh: Mesh) -> Experts:
@@ -44,14 +50,9 @@ def decide(name: str, platform: str) -> tuple[str, str]:
 
 
 def _product(name: str, platform: str) -> Product:
-    # Kernels are imported when asked: those of other platforms are of no use to a process.
-    if name == "triton":
-        from jaxrl.models.experts import gpu
-
-        return gpu.grouped_product
-    if name == "megablox":
-        from jaxrl.models.experts import tpu
-
-        return tpu.grouped_product
+    if name in KERNELS:
+        # Imported when asked: those of other platforms are of no use to a process.
+        kernel: Product = importlib.import_module(KERNELS[name]).grouped_product
+        return kernel
     # A GPU's host would wait for the devices to learn the length of a loop.
     return grouped_product_of_known_length if platform == "gpu" else grouped_product

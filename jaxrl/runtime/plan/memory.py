@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,7 +42,6 @@ from jaxrl.models.output import block_tokens, chunks_of
 from jaxrl.models.policy import NO_TABLES
 from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16
 from jaxrl.runtime.plan.host import host_memory
-from jaxrl.runtime.plan.search import search_bytes
 from jaxrl.runtime.plan.weights import PolicyWeights, decode_bytes, num_values
 from jaxrl.runtime.sharding import (
     BATCH,
@@ -1171,7 +1171,16 @@ def _between(config: ConfigDict, model: Architecture, target: Target, stage: str
 
 
 def _search_bytes(config: ConfigDict, target: Target) -> tuple[dict[str, int], dict[str, int]]:
-    return search_bytes(config, target.num_passages, target.num_local, target.platform)
+    if (name := IN_MEMORY.get(config.search.engine)) is None:
+        return {}, {}
+    search_bytes = pkgutil.resolve_name(name)
+    held: dict[str, int]
+    held, searching = search_bytes(config, target.num_passages, target.num_local, target.platform)
+    return held, searching
+
+
+IN_MEMORY = dict.fromkeys(("dense", "hybrid"), "jaxrl.runtime.plan.search:search_bytes")
+"""Search engines that lie on devices, by what knows how much of them."""
 
 
 def _decode_weights(config: ConfigDict, model: Architecture, target: Target) -> int:
