@@ -29,6 +29,7 @@ import numpy as np
 
 from benchmarks import common, rollout, update
 from jaxrl.config import default_config
+from jaxrl.method import method_of
 from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import find_reads
 from jaxrl.models.experts.choice import choose
@@ -231,7 +232,7 @@ def gradient(device: Any, dtype: str) -> list[np.ndarray]:
     sizes = dataclasses.replace(MODEL, dtype=dtype)
     packed = update.make_batch(update.make_sequences(sizes, TRAINED), TRAINED)
     policy = update.make_model(sizes, TRAINED, mesh)
-    compute = Gradient(policy, make_policy_loss(default_config()))
+    compute = Gradient(policy, make_policy_loss(method_of(default_config())))
     params = jax.device_put(cpu_params(), device)
     sums = compute(params, put_batch(mesh, packed.batch), packed)
     return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(sums.gradients)]

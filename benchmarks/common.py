@@ -31,7 +31,7 @@ from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.decoder import init_params
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime.sharding import make_mesh, param_shardings
-from jaxrl.sampling.engine import Counts
+from jaxrl.sampling.protocol import Counts
 from jaxrl.types import Params
 
 

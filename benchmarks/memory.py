@@ -34,23 +34,24 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl.config import default_config
-from jaxrl.method import adapter_of, has_kl_loss, has_kl_weights
-from jaxrl.models.architecture import Architecture, read_model
+from jaxrl.method import adapter_of, batch_shape, method_of, optimizer_of
+from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.experts.choice import choose as choose_experts
 from jaxrl.models.experts.routing import recorded_dtype
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.models.reading import read_model
 from jaxrl.runtime import sharding
 from jaxrl.runtime.plan import advice, memory
 from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, StopTables, scans
 from jaxrl.sampling.engine import append_sizes
 from jaxrl.sampling.next_token import PLAIN
-from jaxrl.training.minibatches import takes_own_logprobs
 from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.packing import BatchShape, train_shape
+from jaxrl.training.packing import BatchShape
 from jaxrl.training.policy_loss import make_policy_loss
+from jaxrl.training.settings import has_kl_loss, has_kl_weights, takes_own_logprobs
 from jaxrl.training.update import (
     ScoreStep,
     UpdateStep,
@@ -155,8 +156,9 @@ def policy_of(config: ConfigDict, model: QwenConfig, mesh: Any) -> Model:
 
 def trainer_programs(config: ConfigDict, policy: Model) -> dict[str, Any]:
     """What lowers the train stage's update of micro-batches, its optimizer and its scoring."""
-    optimizer, trained, mesh = make_optimizer(config.optimizer, 1), policy.trained, policy.mesh
-    step = UpdateStep(policy, make_policy_loss(config), optimizer)
+    method, trained, mesh = method_of(config), policy.trained, policy.mesh
+    optimizer = make_optimizer(method.optimizer)
+    step = UpdateStep(policy, make_policy_loss(method), optimizer)
     abstract = jax.eval_shape(
         lambda p: init_state(p, mesh, trained, optimizer), trained.abstract_params()
     )
@@ -185,7 +187,8 @@ def trainer_programs(config: ConfigDict, policy: Model) -> dict[str, Any]:
 def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
     """A mini-batch of the train stage for shapes alone."""
     shape = shape_of(config, policy)
-    whole = (shape.num_micro, shape.micro_rows, shape.row_tokens)
+    whole, kl = (shape.num_micro, shape.micro_rows, shape.row_tokens), config.kl
+    is_own = takes_own_logprobs(config.optimizer, config.filter)
     ints, floats = (jax.ShapeDtypeStruct(whole, dtype) for dtype in (jnp.int32, jnp.float32))
     batch = Batch(
         token_ids=ints,
@@ -195,9 +198,9 @@ def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
         token_weights=floats,
         advantages=floats,
         rollout_logprobs=floats,
-        old_logprobs=None if takes_own_logprobs(config) else floats,
-        ref_logprobs=floats if has_kl_loss(config) and config.kl.anchor == "ref" else None,
-        kl_weights=floats if has_kl_weights(config) else None,
+        old_logprobs=None if is_own else floats,
+        ref_logprobs=floats if has_kl_loss(kl) and kl.anchor == "ref" else None,
+        kl_weights=floats if has_kl_weights(kl) else None,
         routed_experts=shape.replayed and _abstract_experts(shape.replayed, whole),
         images=shape.vision
         and BatchImages(units=ints, rotary=jax.ShapeDtypeStruct((*whole, 3), jnp.int32)),
@@ -213,7 +216,9 @@ def _abstract_experts(model: Architecture, whole: tuple[int, ...]) -> jax.ShapeD
 
 def shape_of(config: ConfigDict, policy: Model) -> BatchShape:
     """Of the mini-batches of the train stage."""
-    return train_shape(config, policy.shards_with_prompts, policy.num_pieces, policy.config)
+    return batch_shape(
+        config, "train", policy.shards_with_prompts, policy.num_pieces, policy.config
+    )
 
 
 def abstract_patches(config: ConfigDict, policy: Model) -> Any:
@@ -323,7 +328,7 @@ def compiled_bytes(program: Any, platform: str) -> int:
 
 def beside(config: ConfigDict, policy: Model) -> int:
     """What lies on a device while it scores or adds up gradients, and is no argument of that."""
-    optimizer, trained = make_optimizer(config.optimizer, 1), policy.trained
+    optimizer, trained = make_optimizer(optimizer_of(config, "train")), policy.trained
     moments = jax.eval_shape(optimizer.init, trained.abstract_params())
     size = held_bytes(like(moments, state_shardings(policy.mesh, trained, optimizer).opt_state))
     if config.kl.coef and config.kl.anchor == "ref":

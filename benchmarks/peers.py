@@ -58,6 +58,7 @@ from flax import nnx
 
 from benchmarks import common, rollout, update
 from jaxrl.config import default_config
+from jaxrl.method import method_of
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.training.minibatches import put_minibatches
 from jaxrl.training.optimizer import make_optimizer
@@ -142,11 +143,13 @@ class Ours:
         self._engine = rollout.make_engine(model, sampling, mesh, max_total_tokens=total)
         self._prompt_tokens = work.prompt_tokens
         params = load_hf(folder, mesh)
-        config = self._config = default_config()
+        config = default_config()
+        config.num_steps = 1000
         config.optimizer.lr, config.loss.clip_low, config.loss.clip_high = LEARNING_RATE, CLIP, CLIP
         policy = update.make_model(model, training(work), mesh)
-        optimizer = make_optimizer(config.optimizer, 1000)
-        self._update = UpdateStep(policy, make_policy_loss(config), optimizer)
+        method = self._method = method_of(config)
+        optimizer = make_optimizer(method.optimizer)
+        self._update = UpdateStep(policy, make_policy_loss(method), optimizer)
         self._score = ScoreStep(policy, temperature=1.0)
         self._packed = update.make_batch(self._sequences, training(work))
         self._state = init_state(params, mesh, model.config, optimizer)
@@ -159,8 +162,8 @@ class Ours:
 
     def _put_batch(self) -> Any:
         params = self._state.params
-        packed, mesh, config = [self._packed], self._mesh, self._config
-        return put_minibatches(packed, mesh, self._score, params, None, config)[0]
+        packed, mesh, method = [self._packed], self._mesh, self._method
+        return put_minibatches(packed, mesh, self._score, params, None, method)[0]
 
     def sample(self, number: int) -> None:
         """All samples."""

@@ -47,7 +47,8 @@ from benchmarks import common
 from jaxrl.runtime.sharding import local_mesh
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine, Request, sample_keys
-from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Schedule, Seeds
+from jaxrl.sampling.protocol import Sampling, Seeds
+from jaxrl.sampling.rollout import Limits, Rollout, Schedule
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.types import Draw, Group, Trajectory, members
 

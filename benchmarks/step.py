@@ -42,11 +42,12 @@ from benchmarks import common
 from benchmarks.rollout import Episodes, Search, make_episodes
 from benchmarks.update import make_model
 from jaxrl.config import default_config
+from jaxrl.method import batch_shape, method_of
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import Estimator
 from jaxrl.training.minibatches import make_minibatches, put_minibatches
 from jaxrl.training.optimizer import make_optimizer
-from jaxrl.training.packing import Packed, train_shape
+from jaxrl.training.packing import Packed
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state
 from jaxrl.types import Batch, Group, members
@@ -105,13 +106,15 @@ class Steps:
         sampling = common.one_device(work.rollout_devices)
         self.episodes: Episodes = make_episodes(model, work, sampling, folder, train_mesh=mesh)
         self.episodes.env.latency_s = work.latency_ms / 1e3
-        config = self._config = make_config(work, self.episodes.max_total_tokens)
+        config = make_config(work, self.episodes.max_total_tokens)
+        config.num_steps = num_steps
+        method = self._method = method_of(config)
         policy = make_model(model, work, mesh)
-        self._shape = train_shape(config, policy.shards_with_prompts, policy.num_pieces)
-        optimizer = make_optimizer(config.optimizer, num_steps * work.num_minibatches)
-        self._update = UpdateStep(policy, make_policy_loss(config), optimizer)
+        self._shape = batch_shape(config, "train", policy.shards_with_prompts, policy.num_pieces)
+        optimizer = make_optimizer(method.optimizer)
+        self._update = UpdateStep(policy, make_policy_loss(method), optimizer)
         self._score = ScoreStep(policy, temperature=1.0)
-        self._estimate = Estimator(config)
+        self._estimate = Estimator(method.advantage, method.seed)
         params = common.random_params(model)
         self._state = init_state(params, mesh, model.config, optimizer)
         self.episodes.engine.set_weights(self._state.params)
@@ -186,13 +189,13 @@ class Steps:
         self._hand_over()
 
     def _pack(self, groups: Sequence[Group], number: int) -> list[Packed]:
-        config = self._config
+        method = self._method
         groups = self._estimate(groups, number, number)
-        return make_minibatches(groups, self._shape, config, controllers=Controllers.init(config))
+        return make_minibatches(groups, self._shape, method, controllers=Controllers.init(method))
 
     def _put(self, minibatches: Sequence[Packed]) -> list[Batch]:
         params = self._state.params
-        return put_minibatches(minibatches, self._mesh, self._score, params, None, self._config)
+        return put_minibatches(minibatches, self._mesh, self._score, params, None, self._method)
 
     def _start_update(self, minibatches: Sequence[Packed], batches: Sequence[Batch]) -> None:
         for packed, batch in zip(minibatches, batches, strict=True):

@@ -32,6 +32,7 @@ from jax.sharding import Mesh
 from benchmarks import common
 from jaxrl.config import default_config
 from jaxrl.demonstrations import Demonstration
+from jaxrl.method import method_of
 from jaxrl.models.policy import Model
 from jaxrl.objectives.aggregation import token_mean, token_weights
 from jaxrl.runtime.sharding import num_batch_shards
@@ -129,8 +130,10 @@ def start(
 ) -> tuple[Packed, TrainState, Callable[[TrainState], TrainState]]:
     """The batch, the state before the first update, and the update, which waits for its end."""
     config, policy = default_config(), make_model(model, work, mesh)
-    optimizer = make_optimizer(config.optimizer, num_updates)
-    update = UpdateStep(policy, make_policy_loss(config), optimizer)
+    config.num_steps = num_updates
+    method = method_of(config)
+    optimizer = make_optimizer(method.optimizer)
+    update = UpdateStep(policy, make_policy_loss(method), optimizer)
     state = init_state(common.random_params(model, mesh), mesh, model.config, optimizer)
     packed = make_batch(make_sequences(model, work), work, num_batch_shards(mesh))
     batch = put_batch(mesh, packed.batch)

@@ -215,7 +215,7 @@ def optimizer_section(config: ConfigDict, stage: str) -> ConfigDict:
     return config.sft.optimizer if stage == "sft" else config.optimizer
 
 
-def filled(kind: Callable[..., Settings], section: ConfigDict, **given: Any) -> Settings:
+def filled(kind: Callable[..., Settings], section: ConfigDict, /, **given: Any) -> Settings:
     """A dataclass, with those of its fields that are not given from the section."""
     names = [name for name in inspect.signature(kind).parameters if name in section]
     return kind(**{name: section[name] for name in names} | given)

@@ -11,6 +11,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.config import default_config
+from jaxrl.method import method_of
 from jaxrl.models.attention import gpu, tpu
 from jaxrl.models.attention.choice import on_mesh
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, XLA, Kernels
@@ -129,7 +130,7 @@ def trainer_programs(
         attention=kernels_on(mesh, kernels), **settings,
     )  # fmt: skip
     optimizer = optax.adamw(1e-3)
-    step = update.UpdateStep(model, make_policy_loss(default_config()), optimizer)
+    step = update.UpdateStep(model, make_policy_loss(method_of(default_config())), optimizer)
     trained = jax.eval_shape(
         lambda p: update.init_state(p, mesh, config, optimizer), config.abstract_params()
     )

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import assemble
+from jaxrl.components import _make_stages, assemble, settings_of
 from jaxrl.envs.base import Prompt, ToolError
 from jaxrl.envs.payment import Payment
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.retrieval import EmptySearch, SearchEngine
 from jaxrl.envs.search import SearchEnv
 from jaxrl.logs.display import Display
+from jaxrl.method import method_of
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import restore_targets, run
 from jaxrl.runtime.checkpoint import Checkpointer
@@ -141,7 +142,7 @@ def warm_start(world, folder):
         config = debug_tiny.get_config(str(world))
         config.update_from_flattened_dict({"stages": ("sft",), "sft.num_steps": 40})
         workdir.mkdir()
-        run(config, workdir, assemble(config), Display())
+        run(settings_of(config), workdir, assemble(config), Display())
         try:
             workdir.rename(made)
         except OSError:  # another process was first
@@ -217,17 +218,22 @@ class Sampler:
         automaton = StopAutomaton(parts.tokenizer.vocab_bytes, env.stop_strings)
         pay = Payment(weights=reward_weights(config))
         rollout = Rollout(parts.engine, env, parts.tokenizer, automaton, limits, Schedule(), pay)
-        return dataclasses.replace(parts, rollout=shared(rollout))
+        return dataclasses.replace(made_for(config, parts), rollout=shared(rollout))
 
 
-def saved_progress(config, parts, workdir):
+def made_for(config, parts):
+    """The parts with the method and the stages of another configuration."""
+    method = method_of(config)
+    stages = _make_stages(config, parts.model, method)
+    return dataclasses.replace(parts, method=method, stages=stages)
+
+
+def saved_progress(parts, workdir):
     """Where the newest checkpoint stands, and its weights."""
     checkpointer = Checkpointer(workdir / "checkpoints", keep=2)
-    saved, restored = checkpointer.restore_newest(
-        lambda saved: restore_targets(config, parts, Progress.from_json(saved, config))
-    )
+    saved, restored = checkpointer.restore_newest(lambda saved: restore_targets(parts, saved))
     checkpointer.close()
-    return Progress.from_json(saved, config), restored["params"]
+    return Progress.from_json(saved, parts.method), restored["params"]
 
 
 def free_port():

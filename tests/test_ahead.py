@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 from jaxrl import codecs, run
-from jaxrl.choices import STAGES, OwnCodeError
-from jaxrl.components import assemble
+from jaxrl.components import assemble, settings_of
 from jaxrl.logs.display import Display
 from jaxrl.models.adapters import load_base
+from jaxrl.own_code import OwnCodeError
 from jaxrl.runtime.checkpoint import steps_in
 from jaxrl.runtime.stopping import Interrupted
-from jaxrl.sampling.rollout import Sampling, Seeds
+from jaxrl.sampling.protocol import Sampling, Seeds
+from jaxrl.settings import STAGES
 from jaxrl.stream import Stream
 from jaxrl.training.collect import draw
 from jaxrl.types import members
@@ -32,6 +33,7 @@ from tests.runs import (
     assert_same_weights,
     lasting,
     lasting_anywhere,
+    made_for,
     records,
     run_settings,
     saved_progress,
@@ -66,7 +68,7 @@ def play(config, workdir, should_stop=lambda: False, change=lambda parts: parts)
     """Runs in this process; False when it was stopped."""
     workdir.mkdir(exist_ok=True, parents=True)
     try:
-        run.run(config, workdir, change(assemble(config)), Display(), should_stop)
+        run.run(settings_of(config), workdir, change(assemble(config)), Display(), should_stop)
     except Interrupted:
         return False
     return True
@@ -113,10 +115,10 @@ def test_the_weights_before_an_update_sample_what_the_next_one_learns_from(
     for done in (1, 2):
         workdir = as_of(base, tmp_path / str(done), NUM_SFT + done - 1)
         if done > 1:
-            _, params = saved_progress(config, parts, workdir)  # before the update of this step
+            _, params = saved_progress(parts, workdir)  # before the update of this step
         else:
             sft = run_settings(tiny_world, **{**SETTINGS, "stages": ("sft",)})
-            _, params = saved_progress(sft, parts, workdir)
+            _, params = saved_progress(made_for(sft, parts), workdir)
         saved = position(base, NUM_SFT + done)
         ahead = codecs.groups_from_json(saved["pending"]["groups"])
         parts.engine.set_weights(params)
@@ -159,7 +161,7 @@ def test_an_adapter_of_before_the_update_samples_ahead_and_goes_on(tiny_world, t
     again = as_of(whole, tmp_path / "again", NUM_SFT + 1)
     parts = assemble(config)
     # What was sampled beside the second update is by the adapter of the first checkpoint.
-    _, adapter = saved_progress(config, parts, again)
+    _, adapter = saved_progress(parts, again)
     assert play(config, again)
     assert_same_run(again, whole)
     model = parts.model

@@ -16,17 +16,17 @@ from configs import (
     search_r1_small,
 )
 from jaxrl import report
-from jaxrl.components import assemble
+from jaxrl.components import assemble, settings_of
 from jaxrl.config import KL_CONTROLLERS, flatten
 from jaxrl.config_checks import check_rules, validate
 from jaxrl.logs.display import Display
-from jaxrl.method import has_kl_loss
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.objectives.kl import KL_ESTIMATORS
 from jaxrl.run import run
 from jaxrl.training.controllers import Controllers
+from jaxrl.training.settings import has_kl_loss
 from tests.helpers import UPDATE_PROGRAMS
 from tests.runs import (
     METHOD_SIZES,
@@ -178,7 +178,7 @@ def train_two_steps(seed, world, source, sampler, workdir):
     # pytest shows it on failure.
     print(f"combination {seed}: {what_is_special(config, base_config(world, source))}")
     components = sampler.for_config(config)
-    run(config, workdir, components, Display())
+    run(settings_of(config), workdir, components, Display())
 
     _, *steps = records(workdir)
     assert [record["step"] for record in steps] == [1, 2]
@@ -192,13 +192,13 @@ def train_two_steps(seed, world, source, sampler, workdir):
         if record["rollout/informative_share"] or not config.optimizer.skip_signal_free:
             measured = {name for name in record if name.startswith(("actor/", "rollout_corr/"))}
             assert not [name for name in measured if record[name] is None]
-        assert ("actor/kl_loss" in record) == has_kl_loss(config)
+        assert ("actor/kl_loss" in record) == has_kl_loss(config.kl)
         assert ("rollout_corr/weight_mean" in record) == (config.loss.correction.level != "none")
         if not config.filter.carry_over:  # carried groups are those of an earlier policy
             assert record["rollout_corr/logprob_diff_max"] in (None, pytest.approx(0, abs=1e-3))
 
-    progress, weights = saved_progress(config, components, workdir)
-    expected = Controllers.init(config)
+    progress, weights = saved_progress(components, workdir)
+    expected = Controllers.init(components.method)
     for field in dataclasses.fields(Controllers):
         state, wanted = (getattr(x, field.name) for x in (progress.controllers, expected))
         assert type(state) is type(wanted)
@@ -214,7 +214,7 @@ def train_two_steps(seed, world, source, sampler, workdir):
     assert has_moved == any(record["actor/grad_norm"] > 0 for record in steps)
     if any(record["rollout/informative_share"] for record in steps):
         assert has_moved
-    elif not (has_kl_loss(config) or config.loss.entropy_coef):
+    elif not (has_kl_loss(config.kl) or config.loss.entropy_coef):
         assert not has_moved
 
 
@@ -263,7 +263,7 @@ def test_the_small_siblings_train(module, tiny_world, source, sampler, tmp_path,
         sizes |= {"reward.correct": "exact_match", "reward.weights": {"exact_match": 1.0}}
     config.update_from_flattened_dict(sizes)
     validate(config)
-    run(config, tmp_path, sampler.for_config(config), Display())
+    run(settings_of(config), tmp_path, sampler.for_config(config), Display())
     _, *steps = records(tmp_path)
     assert len(steps) == 2
     assert any(record["rollout/informative_share"] for record in steps)
@@ -281,7 +281,7 @@ def test_the_brief_s_settings_train(tiny_world, source, sampler, tmp_path):
     changes = {"optimizer.lr": 1e-3, "rollout.num_rows": 16, "rollout.group_size": 4}
     config.update_from_flattened_dict(changes)
     validate(config)
-    run(config, tmp_path, sampler.for_config(config), Display())
+    run(settings_of(config), tmp_path, sampler.for_config(config), Display())
     _, *steps = records(tmp_path)
     assert [record["actor/num_updates"] for record in steps] == [4, 8]
     for record in steps:
@@ -302,7 +302,7 @@ def test_mathematics_is_trained_without_a_search(tiny_world, source, tmp_path, m
         }
     )  # fmt: skip
     validate(config)
-    run(config, tmp_path, assemble(config), Display())
+    run(settings_of(config), tmp_path, assemble(config), Display())
     before, step = records(tmp_path)
     assert "val-aux/all/math/greedy" in before
     # A model that was taught to search gives no `Answer:` line.

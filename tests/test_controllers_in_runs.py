@@ -14,10 +14,11 @@ import pytest
 
 from configs import ares, bapo, debug_tiny, passk
 from jaxrl.codecs import to_json
-from jaxrl.components import assemble
+from jaxrl.components import assemble, settings_of
 from jaxrl.config import default_config
 from jaxrl.config_checks import validate
 from jaxrl.logs.display import Display
+from jaxrl.method import method_of
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import run
 from jaxrl.runtime.stopping import Interrupted
@@ -85,7 +86,7 @@ def assert_same_end(config, components, workdir, wanted):
     jax.tree.map(
         np.testing.assert_array_equal, load_hf(workdir / "export"), load_hf(wanted / "export")
     )
-    one, other = (saved_progress(config, components, x)[0] for x in (workdir, wanted))
+    one, other = (saved_progress(components, x)[0] for x in (workdir, wanted))
     assert one.controllers == other.controllers
     assert one.items_taken == other.items_taken
     assert without_latencies(one.leftover) == without_latencies(other.leftover)
@@ -103,16 +104,16 @@ def ares_run(tiny_world, source, sampler, tmp_path_factory):
     config = configured(tiny_world, source, ares.set_method, **CARRYING)
     components = sampler.for_config(config)
     workdir = tmp_path_factory.mktemp("ares")
-    run(config, workdir, components, Display())
+    run(settings_of(config), workdir, components, Display())
     return config, components, workdir
 
 
 @pytest.mark.minutes
 @pytest.mark.usefixtures("one_size")
 def test_every_state_is_in_every_record(ares_run):
-    config, components, workdir = ares_run
+    _, components, workdir = ares_run
     before, *steps = records(workdir)
-    names = Controllers.init(config).metrics().keys()
+    names = Controllers.init(components.method).metrics().keys()
     for record in (before, *steps):
         assert record.keys() >= names
         assert record["controller/threshold/value"] > 0  # known since the pass before the start
@@ -123,7 +124,7 @@ def test_every_state_is_in_every_record(ares_run):
     for name in ("threshold", "buckets", "coefficients", "kl"):  # all of them move
         states = {tuple(x for key, x in r.items() if f"/{name}/" in key) for r in steps}
         assert len(states) > 2, name
-    progress, _ = saved_progress(config, components, workdir)
+    progress, _ = saved_progress(components, workdir)
     kept = {name: x for name, x in steps[-1].items() if name.startswith("controller/")}
     assert progress.controllers.metrics() == kept
 
@@ -134,7 +135,7 @@ def test_every_state_is_in_every_record(ares_run):
 def test_a_killed_run_goes_on_with_its_states(ares_run, tmp_path, after):
     config, components, wanted = ares_run
     workdir = killed(wanted, tmp_path / "killed", after=after)
-    run(config, workdir, components, Display())
+    run(settings_of(config), workdir, components, Display())
     assert_same_end(config, components, workdir, wanted)
 
 
@@ -154,9 +155,9 @@ def test_a_run_that_is_stopped_while_it_samples_goes_on_with_its_states(ares_run
     workdir = tmp_path / "stopped"
     workdir.mkdir()
     with pytest.raises(Interrupted):
-        run(config, workdir, components, Display(), should_stop)
+        run(settings_of(config), workdir, components, Display(), should_stop)
     assert len(records(workdir)) == 3
-    run(config, workdir, components, Display())
+    run(settings_of(config), workdir, components, Display())
     assert_same_end(config, components, workdir, wanted)
 
 
@@ -168,7 +169,7 @@ def test_a_gate_that_turns_late_is_continued(tiny_world, source, sampler, tmp_pa
     components = sampler.for_config(config)
     whole = tmp_path / "whole"
     whole.mkdir()
-    run(config, whole, components, Display())
+    run(settings_of(config), whole, components, Display())
     stages = [record["controller/gate/is_late"] for record in records(whole)]
     assert stages == sorted(stages)
     assert (stages[0], stages[-1]) == (False, True)
@@ -178,7 +179,7 @@ def test_a_gate_that_turns_late_is_continued(tiny_world, source, sampler, tmp_pa
     turn = stages.index(True)
     for after in {max(turn - 1, 1), min(turn, 5)}:
         workdir = killed(whole, tmp_path / f"after_{after}", after=after)
-        run(config, workdir, components, Display())
+        run(settings_of(config), workdir, components, Display())
         assert_same_end(config, components, workdir, whole)
 
 
@@ -191,10 +192,10 @@ def test_a_schedule_of_k_is_continued(tiny_world, source, sampler, tmp_path):
     components = sampler.for_config(config)
     whole = tmp_path / "whole"
     whole.mkdir()
-    run(config, whole, components, Display())
+    run(settings_of(config), whole, components, Display())
     assert [record.get("advantage/k") for record in records(whole)] == [None, 2, 1]
     workdir = killed(whole, tmp_path / "killed", after=1)
-    run(config, workdir, components, Display())
+    run(settings_of(config), workdir, components, Display())
     assert_same_end(config, components, workdir, whole)
 
 
@@ -226,14 +227,14 @@ def test_a_filter_that_gives_up_leaves_a_checkpoint_and_says_why(
     components = dataclasses.replace(good, rollout=rollout)
     message = r"after 3 batches .* only 0 of 4 groups"
     with pytest.raises(NotEnoughGroupsError, match=message) as given:
-        run(config, tmp_path, components, Display())
+        run(settings_of(config), tmp_path, components, Display())
     assert "12 all wrong" in str(given.value) or "failed" in str(given.value)
     assert batches[-3:] == [4, 4, 4]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name.isdigit()] == [
         "1"
     ]
     # What was learnt is not lost: in a better world the run goes on from there.
-    run(config, tmp_path, good, Display())
+    run(settings_of(config), tmp_path, good, Display())
     assert [record["step"] for record in records(tmp_path)] == [0, 1, 2]
 
 
@@ -261,13 +262,14 @@ def decisions():
         changed = {"rollout_entropies": values, "is_correct": right, "reward": float(right)}
         return dataclasses.replace(one, task=draw.task, **changed)
 
-    failures = Failures(limit=0, log=print, num_batches=0)
-    controllers, leftover, taken, found = Controllers.init(config), [], 0, []
+    method, failures = method_of(config), Failures(limit=0, log=print, num_batches=0)
+    controllers, leftover, taken, found = Controllers.init(method), [], 0, []
     for _ in range(3):
         collected = collect(
             roll_out,
             NumberedTasks(7),
-            config,
+            method,
+            prices={},
             num_tasks_taken=taken,
             leftover=leftover,
             controllers=controllers,
@@ -275,8 +277,8 @@ def decisions():
             failures=failures,
         )
         leftover, taken = collected.leftover, collected.num_tasks_taken
-        controllers, groups = advance(controllers, collected.groups, collected.tried, config, None)
-        shaped = members(pay_entropy(groups, controllers, config))
+        controllers, groups = advance(controllers, collected.groups, collected.tried, method, None)
+        shaped = members(pay_entropy(groups, controllers, method.shaping))
         found.append(
             {
                 "tasks": [t.task_id for t in shaped],
@@ -334,7 +336,7 @@ def test_two_processes_have_the_states_of_one(
     config = debug_tiny.get_config(str(tiny_world))
     config.update_from_flattened_dict(JOB_SETTINGS | changes)
     (tmp_path / "1").mkdir()
-    run(config, tmp_path / "1", assemble(config), Display())
+    run(settings_of(config), tmp_path / "1", assemble(config), Display())
     environment = quick_compilation | with_devices(1)
     job = Processes(tiny_world, tmp_path / "2", environment, **changes | mesh)
     codes, errors = job.wait(400)

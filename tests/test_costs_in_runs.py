@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from jaxrl import train
-from jaxrl.components import assemble, check_prices
+from jaxrl.components import assemble, check_prices, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.envs.local_search import LocalSearch
 from jaxrl.envs.random_search import RandomSearch
@@ -71,7 +71,7 @@ def configured(world, source, **changes):
 
 def play(config, workdir, parts):
     workdir.mkdir(exist_ok=True)
-    run(config, workdir, parts, Display())
+    run(settings_of(config), workdir, parts, Display())
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def base(tiny_world, source, held_out, parts, tmp_path_factory):
     with pytest.raises(BudgetSpentError):
         play(config, workdir, parts)
     assert steps_in(workdir / "checkpoints") == [1]
-    progress, _ = saved_progress(config, parts, workdir)
+    progress, _ = saved_progress(parts, workdir)
     assert progress.ledger.num_calls["search"] == records(workdir)[1]["ledger/total/calls/search"]
     config.ledger.max_calls = 0
     play(config, workdir, parts)

@@ -10,7 +10,6 @@ from jaxrl.evaluate import (
     as_metrics,
     as_record,
     as_text,
-    num_unscored_suites,
     one_line,
     read_ledger,
     read_metrics,
@@ -18,6 +17,7 @@ from jaxrl.evaluate import (
     summarize,
     write,
 )
+from jaxrl.logs.metrics import num_unscored_suites
 from jaxrl.tasks import check_data_sources
 from jaxrl.training.ledger import Ledger
 from jaxrl.types import Group

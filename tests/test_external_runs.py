@@ -9,7 +9,7 @@ import urllib.parse
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import assemble
+from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import Outcome
 from jaxrl.logs.display import Display
@@ -17,7 +17,7 @@ from jaxrl.models.hf_weights import load_hf
 from jaxrl.report import write_report
 from jaxrl.run import run
 from jaxrl.runtime.stopping import Interrupted
-from jaxrl.sampling.rollout import Sampling, Seeds
+from jaxrl.sampling.protocol import Sampling, Seeds
 from jaxrl.training.ledger import BudgetSpentError
 from jaxrl.types import Draw, members
 from tests.runs import evaluation, records, warm_start
@@ -83,7 +83,7 @@ def test_replies_of_an_evaluation_that_was_stopped_are_kept_and_it_says_so(
         config = external_config(tiny_world, bare_model, server.url)
         parts = assemble(config, workdir=workdir)
         with pytest.raises(Interrupted):
-            run(config, workdir, parts, Display(), lambda: len(server.requests) >= 4)
+            run(settings_of(config), workdir, parts, Display(), lambda: len(server.requests) >= 4)
         told = capsys.readouterr().out
         kept = f"stopped; the replies so far are kept in {workdir / 'replies'}. The same command"
         assert f"{kept} asks for the others alone" in told
@@ -92,7 +92,7 @@ def test_replies_of_an_evaluation_that_was_stopped_are_kept_and_it_says_so(
         lines = [line for file in files for line in file.read_text().splitlines()]
         kept = [json.loads(json.loads(line)["query"]) for line in lines]
         asked = len(server.requests)  # some of them under way, which may be asked again
-        run(config, workdir, assemble(config, workdir=workdir), Display())
+        run(settings_of(config), workdir, assemble(config, workdir=workdir), Display())
         later = [request.json for request in server.requests[asked:]]
         later = [{name: v for name, v in one.items() if name != "model"} for one in later]
         assert kept
@@ -107,9 +107,9 @@ def test_a_model_behind_an_endpoint_is_evaluated(tiny_world, bare_model, tmp_pat
     workdir.mkdir()
     with served(half_right(tiny_world)) as server:
         config = external_config(tiny_world, bare_model, server.url)
-        run(config, workdir, assemble(config, workdir=workdir), Display())
+        run(settings_of(config), workdir, assemble(config, workdir=workdir), Display())
         asked = len(server.requests)
-        run(config, workdir, assemble(config, workdir=workdir), Display())
+        run(settings_of(config), workdir, assemble(config, workdir=workdir), Display())
         assert len(server.requests) == asked  # it was evaluated before
     record = evaluation(workdir, "evaluate_0.json")
     num_questions, num_turns = 8, 2
@@ -181,7 +181,7 @@ def test_multiple_choice_is_scored_by_its_letters(tiny_world, bare_model, tmp_pa
     with served(answer) as server:
         config = external_config(tiny_world, bare_model, server.url, **changes)
         validate(config)
-        run(config, workdir, assemble(config, workdir=workdir), Display())
+        run(settings_of(config), workdir, assemble(config, workdir=workdir), Display())
     found = evaluation(workdir, "evaluate_0.json")
     for suite in ("sampled", "greedy"):
         for question in found["questions"][suite]:
@@ -227,7 +227,7 @@ def test_answers_are_paid_and_given_again_without_the_endpoint(
         validate(config)
         (tmp_path / name).mkdir(exist_ok=True)
         parts = assemble(config, workdir=tmp_path / name)
-        run(config, tmp_path / name, parts, Display())
+        run(settings_of(config), tmp_path / name, parts, Display())
         return evaluation(tmp_path / name, "evaluate_0.json"), records(tmp_path / name)[-1]
 
     with served(half_right(tiny_world)) as server:
@@ -333,7 +333,12 @@ def test_an_endpoint_that_echoes_its_key_tells_it_to_no_file(
         config = external_config(tiny_world, bare_model, f"{server.url}/v1")
         validate(config)
         display = Display()
-        run(config, workdir, assemble(config, workdir=workdir, log=display.log), display)
+        run(
+            settings_of(config),
+            workdir,
+            assemble(config, workdir=workdir, log=display.log),
+            display,
+        )
     write_report([workdir])
     found = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
     assert {"report.html"} < {path.name for path in found}

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from jaxrl import components
-from jaxrl.components import assemble
+from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import OutageError
 from jaxrl.envs.resilient import PROBE
@@ -62,7 +62,7 @@ def play(config, workdir, *, should_stop=lambda: False):
     validate(config)
     workdir.mkdir(exist_ok=True, parents=True)
     parts = assemble(config, workdir=workdir, log=print)
-    run(config, workdir, parts, Display(), should_stop)
+    run(settings_of(config), workdir, parts, Display(), should_stop)
 
 
 def told(workdir):

@@ -17,7 +17,7 @@ import jax  # which sets variables of its own
 before = dict(os.environ)
 
 import jaxrl.launch
-from jaxrl.models.architecture import read_model
+from jaxrl.models.reading import read_model
 from jaxrl.tokenizer import Tokenizer
 
 folder = sys.argv[1]

@@ -15,10 +15,10 @@ from absl.testing import flagsaver
 
 from configs import debug_tiny
 from jaxrl import launch
-from jaxrl.choices import OwnCodeError
 from jaxrl.config import to_json
-from jaxrl.models.architecture import read_model
 from jaxrl.models.hf_weights import open_tensors
+from jaxrl.models.reading import read_model
+from jaxrl.own_code import OwnCodeError
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.training.health import NothingWorksError
 from tests.helpers import as_nobody

@@ -15,7 +15,7 @@ from absl.testing import flagsaver
 from configs import search_r1, search_r1_lora
 from jaxrl import launch
 from jaxrl.ask import ask, open_run
-from jaxrl.components import assemble
+from jaxrl.components import assemble, settings_of
 from jaxrl.logs.display import Display
 from jaxrl.models.adapters import load_adapter, load_base
 from jaxrl.models.hf_weights import load_hf, open_tensors
@@ -57,7 +57,7 @@ def play(config, workdir, **arguments):
     workdir.mkdir(exist_ok=True)
     parts = assemble(config)
     write_config(workdir, config)
-    run(config, workdir, parts, Display(), contents=fingerprints(config), **arguments)
+    run(settings_of(config), workdir, parts, Display(), contents=fingerprints(config), **arguments)
     return parts
 
 
@@ -87,7 +87,7 @@ def test_a_run_learns_and_the_base_stays_bit_for_bit(base):
     jax.tree.map(np.testing.assert_array_equal, parts.model.base, original)
     before, after = open_tensors(Path(config.model.path)), open_tensors(workdir / "export")
     same = [n for n in before if np.array_equal(before[n].data[:], after[n].data[:])]
-    assert len(before) - len(same) == NUM_TARGETS * parts.model_config.num_layers
+    assert len(before) - len(same) == NUM_TARGETS * parts.model.config.num_layers
 
 
 def test_checkpoints_hold_the_adapter_alone(base):

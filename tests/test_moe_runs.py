@@ -9,10 +9,10 @@ import tokenizers
 from configs import search_moe_small
 from examples import quickstart_world
 from jaxrl import run
-from jaxrl.components import assemble
+from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.logs.display import Display
-from jaxrl.models.architecture import read_model
+from jaxrl.models.reading import read_model
 from tests.runs import assert_same_weights, killed, lasting, run_settings
 
 pytestmark = [
@@ -55,7 +55,7 @@ def settings(tiny_world, source, **changes):
 
 def play(config, workdir):
     workdir.mkdir(exist_ok=True)
-    run.run(config, workdir, assemble(config), Display())
+    run.run(settings_of(config), workdir, assemble(config), Display())
 
 
 @pytest.mark.slow

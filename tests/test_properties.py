@@ -23,17 +23,18 @@ from hypothesis import strategies as st
 from jaxrl.config import default_config
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import Outcome
+from jaxrl.method import method_of
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.policy import Model
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.objectives.kl import KL_ESTIMATORS
 from jaxrl.runtime.sharding import make_mesh, param_shardings
-from jaxrl.session import has_reference
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import Estimator
-from jaxrl.training.minibatches import make_minibatches, takes_own_logprobs
+from jaxrl.training.minibatches import make_minibatches
 from jaxrl.training.packing import BatchShape, Item, balance_rows
 from jaxrl.training.policy_loss import make_policy_loss
+from jaxrl.training.settings import takes_own_logprobs
 from jaxrl.training.update import Gradient, put_batch
 from jaxrl.types import Batch, members, with_fields
 from tests.episodes import grouped, make_failure, make_trajectory, strayed
@@ -91,7 +92,7 @@ def configured(*changes):
 def loss_of(loss, kl, correction):
     bonus = {"loss.entropy_coef": 0.1}
     config = configured(LOSSES[loss], KL_TERMS[kl], CORRECTIONS[correction], bonus)
-    return make_policy_loss(config)
+    return make_policy_loss(method_of(config))
 
 
 def mode_of(loss):
@@ -391,7 +392,8 @@ def estimator(name, baseline=False):
     config = configured({"advantage.name": name})
     config.advantage.reinforce_plus_plus.baseline = baseline
     config.advantage.pass_at_k.k = 2
-    estimate = Estimator(config)
+    method = method_of(config)
+    estimate = Estimator(method.advantage, method.seed)
 
     def advantages(trajectories, step):
         """Of each its own, by its index in the sample rather than its place; float32 [SLOTS]."""
@@ -505,7 +507,8 @@ def step_of(changes):
     config.model.path = config.tasks.train.source = config.tasks.eval.source = "x"
     config.search.local.corpus = "x"
     validate(config)
-    fields = needed_fields(config)
+    method = method_of(config)
+    fields = needed_fields(method)
     shape = jax.ShapeDtypeStruct((2, 2, 16), jnp.float32)
     ids, mask = (jax.ShapeDtypeStruct(shape.shape, kind) for kind in (jnp.int32, jnp.bool_))
     batch = Batch(
@@ -516,9 +519,9 @@ def step_of(changes):
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
     step = Gradient(
         Model(TINY, mesh, num_tokens=NUM_TOKENS, remat="none"),
-        make_policy_loss(config),
-        temperature=config.rollout.temperature,
-        entropy_gradient=config.loss.entropy_coef != 0,
+        make_policy_loss(method),
+        temperature=method.temperature,
+        entropy_gradient=method.loss.entropy_coef != 0,
     )
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tiny_params())
     sums = jax.eval_shape(step.begin.function, abstract, batch)
@@ -527,18 +530,19 @@ def step_of(changes):
     return fields, traced.lower().as_text(), str(traced.jaxpr).count(" = ")
 
 
-def needed_fields(config):
+def needed_fields(method):
     """The fields of a batch that are not there for every method, as the loop comes to fill them."""
     one = dataclasses.replace(make_trajectory(length=6), advantage=1.0)
     one = dataclasses.replace(one, divergence=strayed(0.1, 0.2, 0.3, 0.4))
     shape = BatchShape(num_micro=1, micro_rows=1, row_tokens=16)
-    config.rollout.tasks_per_step = 1
-    controllers = Controllers.init(config)
-    (packed,) = make_minibatches(grouped([one]), shape, config, controllers=controllers)
+    alone = dataclasses.replace(method, tasks_per_step=1)
+    controllers = Controllers.init(alone)
+    (packed,) = make_minibatches(grouped([one]), shape, alone, controllers=controllers)
     optional = ("old_logprobs", "ref_logprobs", "kl_weights")
     fields = {name for name in optional if getattr(packed.batch, name) is not None}
-    fields |= set() if takes_own_logprobs(config) else {"old_logprobs"}
-    is_in_loss = config.kl.place == "loss" and has_reference(config, "train")
+    is_own = takes_own_logprobs(method.optimizer, method.filter)
+    fields |= set() if is_own else {"old_logprobs"}
+    is_in_loss = method.kl.place == "loss" and method.has_reference
     return fields | ({"ref_logprobs"} if is_in_loss else set())
 
 
@@ -551,9 +555,9 @@ def test_by_default_a_batch_has_nothing_optional(plain_step):
     assert plain_step[0] == set()
     made = grouped(make_trajectory(task_number=i, length=9) for i in range(16))
     made = with_fields(made, advantage=[1.0] * 16)
-    config = default_config()
+    method = method_of(default_config())
     shape = BatchShape(num_micro=4, micro_rows=4, row_tokens=16)
-    (packed,) = make_minibatches(made, shape, config, controllers=Controllers())
+    (packed,) = make_minibatches(made, shape, method, controllers=Controllers())
     names = {
         *("token_ids", "segment_ids", "positions", "loss_mask", "token_weights"),
         *("advantages", "rollout_logprobs"),
@@ -575,8 +579,7 @@ def test_terms_that_are_off_read_nothing(loss, logprobs_of):
     """Not even to multiply it by 0: what only they read may hold anything, at any token."""
     batch = flat(packed_batch(sequences(), TIGHT, mode_of(loss)).batch)
     logprobs = scatter(batch, logprobs_of)
-    config = configured(LOSSES[loss])
-    token_loss = make_policy_loss(config)
+    token_loss = make_policy_loss(method_of(configured(LOSSES[loss])))
     values = jax.jit(lambda *arguments: token_loss(*arguments)[0])
     wanted = np.asarray(values(logprobs, np.ones_like(logprobs), batch))
     assert np.isfinite(wanted).all()

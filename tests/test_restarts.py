@@ -21,7 +21,7 @@ import optax
 import pytest
 
 from jaxrl import components as assemble
-from jaxrl import report, run, train
+from jaxrl import report, run
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.report.facts import facts_of
@@ -29,7 +29,6 @@ from jaxrl.report.reading import read_run
 from jaxrl.runtime.checkpoint import MANIFEST, steps_in
 from jaxrl.runtime.stopping import EXIT_TRY_AGAIN, Interrupted
 from jaxrl.runtime.versions import fingerprints
-from jaxrl.session import Progress
 from tests.helpers import with_devices
 from tests.runs import (
     SIZES,
@@ -133,7 +132,8 @@ def play(config, workdir, should_stop=lambda: False):
     workdir.mkdir(exist_ok=True, parents=True)
     try:
         parts, known = assemble.assemble(config), fingerprints(config)
-        run.run(config, workdir, parts, Display(), should_stop, known)
+        given = assemble.settings_of(config)
+        run.run(given, workdir, parts, Display(), should_stop, known)
     except Interrupted:
         return False
     return True
@@ -410,14 +410,14 @@ SCORES = {2: 0.25, 3: 0.5, 4: 0.5, 5: 0.375, 6: 1.0}
 
 @pytest.fixture
 def scripted_scores(monkeypatch):
-    run_suites = train.run_suites
+    run_suites = run.run_suites
 
     def scripted(session, stage, suites):
         metrics, errors = run_suites(session, stage, suites)
         score = SCORES.get(session.progress.stage_step, 0.0)
         return metrics | {"val-core/all/exact_match/mean@1": score}, errors
 
-    monkeypatch.setattr(train, "run_suites", scripted)
+    monkeypatch.setattr(run, "run_suites", scripted)
 
 
 def early(base, tiny_world, **changes):
@@ -608,9 +608,7 @@ def one_step_on(tiny_world, workdir, step):
     config = settings(tiny_world, **{"stages": ("sft",), "sft.num_steps": step + 2})
     parts = assemble.assemble(config)
     checkpointer = run.Checkpointer(workdir / "checkpoints", keep=100)
-    _, found = checkpointer.restore_newest(
-        lambda saved: run.restore_targets(config, parts, Progress.from_json(saved, config))
-    )
+    _, found = checkpointer.restore_newest(lambda saved: run.restore_targets(parts, saved))
     checkpointer.close()
     record = records(workdir)[-1]
     assert record["step"] == step + 1

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrl import run
+from jaxrl.components import settings_of
 from jaxrl.config import default_config
 from jaxrl.logs.display import Display
 from jaxrl.session import Progress, Session
@@ -22,23 +23,23 @@ def test_a_start_that_fails_closes_the_checkpoints(tmp_path, monkeypatch):
     closed, textual = [], SimpleNamespace(processor=None)
     monkeypatch.setattr(run.Checkpointer, "close", close)
     with pytest.raises(OSError, match="full"):
-        run.run(default_config(), tmp_path, textual, Display(), adopt=adopt)
+        run.run(settings_of(default_config()), tmp_path, textual, Display(), adopt=adopt)
     assert len(closed) == 1
 
 
 def test_more_steps_are_done_than_are_asked_for():
-    told, config = [], default_config()
-    config.num_steps = 2
+    told, stages = [], {"train": SimpleNamespace(num_steps=2)}
     session = Session(
-        config=config,
+        settings=settings_of(default_config()),
         workdir=None,
-        components=None,
+        components=SimpleNamespace(num_steps={"train": 2}, stages=stages, method=None),
         checkpointer=None,
         metrics_log=None,
         display=SimpleNamespace(log=told.append),
         progress=Progress(stage="train", stage_step=6),
         restored={},
         should_stop=lambda: False,
+        run_suites=None,
         origin={},
         failures=None,
     )

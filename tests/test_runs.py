@@ -18,13 +18,13 @@ import pytest
 
 from jaxrl import components as assemble
 from jaxrl import report, run
-from jaxrl.choices import OwnCodeError
 from jaxrl.envs.base import Outcome, Turn
 from jaxrl.envs.retrieval import SearchEngine
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_mean
+from jaxrl.own_code import OwnCodeError
 from jaxrl.runtime.checkpoint import restore_params
 from jaxrl.runtime.versions import fingerprints
 from jaxrl.session import Session
@@ -38,6 +38,7 @@ from tests.runs import (
     evaluation,
     killed,
     lasting,
+    made_for,
     records,
     run_settings,
     trajectories,
@@ -69,8 +70,8 @@ def play(config, workdir, **parts):
     """Runs in this process, with some of the parts replaced."""
     workdir.mkdir(parents=True, exist_ok=True)
     made = assemble.assemble(config)
-    contents = fingerprints(config)
-    run.run(config, workdir, dataclasses.replace(made, **parts), Display(), contents=contents)
+    changed, contents = dataclasses.replace(made, **parts), fingerprints(config)
+    run.run(assemble.settings_of(config), workdir, changed, Display(), contents=contents)
     return made
 
 
@@ -135,7 +136,8 @@ def test_a_step_in_the_middle_is_evaluated_and_exported(base, tiny_world, tmp_pa
     config = run_settings(tiny_world, **BASE)
     config.stages = ("evaluate",)
     parts = assemble.assemble(config)
-    run.evaluate_step(config, workdir, parts, Display(), lambda: False, fingerprints(config), 43)
+    given, known = assemble.settings_of(config), fingerprints(config)
+    run.evaluate_step(given, workdir, parts, Display(), lambda: False, known, 43)
     new, old = (
         json.loads((workdir / "eval" / f"{name}.json").read_text())
         for name in ("evaluate_43", "train_43")
@@ -334,8 +336,8 @@ def test_the_update_has_the_memory_for_itself(tiny_world, tmp_path, monkeypatch)
     monkeypatch.setattr(run.Checkpointer, "save", save_and_wait)
     for module in ("sft", "training.minibatches"):
         monkeypatch.setattr(f"jaxrl.{module}.put_batch", measuring)
-    run.run(config, tmp_path, made, Display())
-    leaves = jax.tree.leaves(made.model_config.abstract_params())
+    run.run(assemble.settings_of(config), tmp_path, made, Display())
+    leaves = jax.tree.leaves(made.model.config.abstract_params())
     weights = 4 * sum(leaf.size for leaf in leaves)  # float32; the state has two moments as well
     assert len(measured) == 4
     for held in measured:  # the batch of the step before is the rest
@@ -433,7 +435,8 @@ def test_steps_of_only_environment_errors_change_nothing_and_end_the_run(
         )
 
     def go_on(workdir):
-        run.run(config, workdir, dataclasses.replace(parts, rollout=all_failed), Display())
+        failing = dataclasses.replace(made_for(config, parts), rollout=all_failed)
+        run.run(assemble.settings_of(config), workdir, failing, Display())
 
     workdir = tmp_path / "run"
     workdir.mkdir()
@@ -491,7 +494,7 @@ def test_moments_may_be_short_and_in_host_memory_and_activations_too(
         return end(session, state)
 
     monkeypatch.setattr(Session, "end", watched)
-    run.run(config, tmp_path, assemble.assemble(config), Display())
+    run.run(assemble.settings_of(config), tmp_path, assemble.assemble(config), Display())
     [state] = states
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state)}
     assert kinds == {HOST_MEMORY}

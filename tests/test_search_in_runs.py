@@ -7,7 +7,7 @@ import pytest
 
 from configs import debug_tiny
 from jaxrl.choices import made
-from jaxrl.components import assemble
+from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.envs.local_search import LocalSearch
 from jaxrl.envs.serve_retriever import DIALECTS, parse_arguments, read_request
@@ -37,7 +37,7 @@ def played(config, workdir):
     config.rollout.max_total_tokens = 192
     validate(config)
     workdir.mkdir()
-    run(config, workdir, assemble(config), Display())
+    run(settings_of(config), workdir, assemble(config), Display())
     lines = trajectories(workdir, 1) + trajectories(workdir, 2)
     return list(map(without_usage, lines)), lasting(workdir)
 

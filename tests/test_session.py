@@ -14,15 +14,15 @@ from jaxrl.types import GroupStats, members
 from tests import helpers
 from tests.episodes import grouped, make_trajectory
 
-settings = partial(helpers.settings, **{"rollout.tasks_per_step": 1, "rollout.group_size": 4})
+method_with = partial(helpers.method_with, **{"rollout.tasks_per_step": 1, "rollout.group_size": 4})
 
 
 def test_a_checkpoint_from_before_there_were_controllers_is_read():
-    config = settings(**{"shaping.boundary_aware": True})
+    method = method_with(**{"shaping.boundary_aware": True})
     saved = Progress(step=3, stage="train").to_json()
     del saved["controllers"], saved["leftover"]
-    read = Progress.from_json(saved, config)
-    assert (read.step, read.controllers) == (3, Controllers.init(config))
+    read = Progress.from_json(saved, method)
+    assert (read.step, read.controllers) == (3, Controllers.init(method))
 
 
 @pytest.mark.parametrize("name", ["leftover", "carried"])  # older checkpoints say "carried"
@@ -32,12 +32,12 @@ def test_a_checkpoint_from_before_there_were_controllers_is_read():
     ids=str,
 )
 def test_leftover_groups_that_no_longer_fit_are_dropped(changes, count, name):
-    config = settings(**{"filter.name": "varied", "filter.carry_over": True} | changes)
+    method = method_with(**{"filter.name": "varied", "filter.carry_over": True} | changes)
     [group] = grouped(make_trajectory(sample_index=i) for i in range(4))
     saved = Progress(leftover=[group]).to_json()
     assert saved["leftover"][0][0] == to_json(group.trajectories[0])
     saved[name] = saved.pop("leftover")
-    read = Progress.from_json(saved, config).leftover
+    read = Progress.from_json(saved, method).leftover
     assert len(read) == count
     for trajectory, wanted in zip(members(read), group.trajectories if count else (), strict=True):
         assert to_json(trajectory) == to_json(wanted)
@@ -54,7 +54,7 @@ def test_leftover_groups_that_no_longer_fit_are_dropped(changes, count, name):
     ids=str,
 )
 def test_groups_that_were_collected_ahead_are_kept_where_they_fit(changes, is_kept):
-    config = settings(**{"rollout.ahead": 1} | changes)
+    method = method_with(**{"rollout.ahead": 1} | changes)
     [group, other] = grouped(make_trajectory(task_number=n // 4, sample_index=n) for n in range(8))
     failed = GroupStats(task_id="q", num_correct=0, num_scored=0, mean_entropy=nan, error="down")
     pending = Collected(
@@ -65,7 +65,7 @@ def test_groups_that_were_collected_ahead_are_kept_where_they_fit(changes, is_ke
         metrics={"filter/accuracy": nan, "rollout/sampled_tokens": 7},
     )
     saved = json.dumps(Progress(pending=pending).to_json())
-    read = Progress.from_json(json.loads(saved), config).pending
+    read = Progress.from_json(json.loads(saved), method).pending
     assert (read is not None) == is_kept
     if read:
         assert json.dumps(read.to_json()) == json.dumps(pending.to_json())

@@ -7,14 +7,15 @@ import pytest
 
 from jaxrl.codecs import from_json, to_json
 from jaxrl.demonstrations import encode_demonstration, read_demonstrations
-from jaxrl.envs.base import Prompt, Task
+from jaxrl.envs.base import NO_INFORMATION, Prompt, Task
 from jaxrl.envs.protocol import BAPO, bapo, search_r1
-from jaxrl.envs.retrieval import NO_INFORMATION, KeywordSearch
+from jaxrl.envs.retrieval import KeywordSearch
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import Tool
 from jaxrl.sampling import decode
-from jaxrl.sampling.engine import Counts, Event
-from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Seeds
+from jaxrl.sampling.engine import Event
+from jaxrl.sampling.protocol import Counts, Sampling, Seeds
+from jaxrl.sampling.rollout import Limits, Rollout
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sft import supervised_loss
 from jaxrl.types import Batch, Draw, members

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 
 from examples import tfds_tasks
 from jaxrl import tasks as tasks_module
-from jaxrl.choices import OwnCodeError
-from jaxrl.components import assemble
+from jaxrl.components import assemble, settings_of
 from jaxrl.config import default_config
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import Episode, Finished, Outcome, Reward, Task, Turn
 from jaxrl.envs.images import Picture
 from jaxrl.envs.payment import Payment
 from jaxrl.logs.display import Display
+from jaxrl.own_code import OwnCodeError
 from jaxrl.run import run
 from jaxrl.stream import Mixture, Source, Stream, next_of, taken_of
 from jaxrl.tasks import (
@@ -698,7 +698,7 @@ def test_a_run_trains_on_a_mixture_of_every_format(tiny_world, tmp_path, monkeyp
     validate(config)
     (tmp_path / "run").mkdir()
     parts = assemble(config)
-    run(config, tmp_path / "run", parts, Display())
+    run(settings_of(config), tmp_path / "run", parts, Display())
     drawn = [t["task_id"] for step in (1, 2, 3) for t in trajectories(tmp_path / "run", step)][::2]
     counts = collections.Counter(re.split("[/:]", id)[0] for id in drawn)
     others = ("verl", "hf", "tfds", "own", "chain_sum")
@@ -710,7 +710,7 @@ def test_a_run_trains_on_a_mixture_of_every_format(tiny_world, tmp_path, monkeyp
     assert last["tasks/chain_sum/epochs"] == 1 / 5
     assert last["rollout/partial_groups"] == 0
     copy = killed(tmp_path / "run", tmp_path / "again", after=1)
-    run(config, copy, parts, Display())
+    run(settings_of(config), copy, parts, Display())
     assert lasting(copy) == lasting(tmp_path / "run")
     assert any("(66.7% of draws)" in note for note in parts.notes)
     # Two of each held-out source, each with scores of its own.

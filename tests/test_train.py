@@ -5,15 +5,16 @@ import jax
 import numpy as np
 
 from configs import debug_tiny
+from jaxrl.components import settings_of
+from jaxrl.method import batch_shape, method_of
 from jaxrl.session import Progress
 from jaxrl.train import show_step, update_gate
 from jaxrl.training.controllers import Controllers
 from jaxrl.training.estimators import Estimator
 from jaxrl.training.minibatches import make_minibatches
-from jaxrl.training.packing import train_shape
 from jaxrl.types import members
 from tests.episodes import grouped, make_failure, make_trajectory
-from tests.helpers import settings
+from tests.helpers import method_with, settings
 
 
 def trajectory(group_id, reward, seed=0, **fields):
@@ -25,9 +26,9 @@ def minibatches(trajectories, **changes):
     config.update_from_flattened_dict(
         {"rollout.tasks_per_step": 2, "rollout.group_size": 3, "optimizer.micro_rows": 2, **changes}
     )
-    shape = train_shape(config)
-    groups = Estimator(config)(grouped(trajectories), 0, 0)
-    return make_minibatches(groups, shape, config, controllers=Controllers())
+    shape, method = batch_shape(config, "train"), method_of(config)
+    groups = Estimator(method.advantage, method.seed)(grouped(trajectories), 0, 0)
+    return make_minibatches(groups, shape, method, controllers=Controllers())
 
 
 def test_a_loss_without_environment_errors_is_that_of_the_others_alone():
@@ -57,7 +58,8 @@ def test_trajectories_without_advantage_stay_where_another_term_needs_them():
 
 
 def estimated(trajectories, config):
-    groups = Estimator(config)(grouped(trajectories), 0, 0)
+    method = method_of(config)
+    groups = Estimator(method.advantage, method.seed)(grouped(trajectories), 0, 0)
     return [t.advantage for t in members(groups)]
 
 
@@ -71,9 +73,13 @@ def test_a_failed_trajectory_is_in_no_group():
 
 
 def test_an_evaluation_in_which_every_search_failed_says_nothing_to_the_gate():
-    config = settings(**{"shaping.boundary_aware": True})
-    session = types.SimpleNamespace(config=config, progress=Progress())
-    session.progress.controllers = Controllers.init(config)
+    method = method_with(**{"shaping.boundary_aware": True})
+    session = types.SimpleNamespace(
+        settings=settings_of(settings()),
+        components=types.SimpleNamespace(method=method),
+        progress=Progress(),
+    )
+    session.progress.controllers = Controllers.init(method)
     update_gate(session, {"val-core/all/exact_match/greedy": 0.5})
     update_gate(session, {"timing_s/testing": 1.0})
     assert session.progress.controllers.gate.best == 0.5
@@ -87,7 +93,8 @@ def test_money_is_shown_where_there_are_prices():
     for prices in ({}, {"search": 0.1}):
         config = debug_tiny.get_config("data")
         config.ledger.prices = prices
-        show_step(
-            types.SimpleNamespace(config=config, progress=Progress(), display=display), record
+        session = types.SimpleNamespace(
+            settings=settings_of(config), progress=Progress(), display=display
         )
+        show_step(session, record)
     assert shown == [{"reward": 0.5}, {"reward": 0.5, "spent": 0.0}]

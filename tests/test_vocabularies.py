@@ -21,7 +21,8 @@ from jaxrl.envs.retrieval import KeywordSearch
 from jaxrl.envs.search import SearchEnv
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Event
-from jaxrl.sampling.rollout import Limits, Rollout, Sampling, Seeds, encode_observation
+from jaxrl.sampling.protocol import Sampling, Seeds
+from jaxrl.sampling.rollout import Limits, Rollout, encode_observation
 from jaxrl.sampling.rollout import encode_results as encode_tool_results
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer, _byte_alphabet

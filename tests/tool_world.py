@@ -8,7 +8,7 @@ import safetensors.numpy
 
 from configs import debug_tiny
 from examples.quickstart_world import generation_config, model_config, random_weights
-from jaxrl.components import assemble
+from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.logs.display import Display
 from jaxrl.run import run
@@ -128,5 +128,5 @@ def play(config, workdir):
     validate(config)
     workdir.mkdir()
     components = assemble(config)
-    run(config, workdir, components, Display())
+    run(settings_of(config), workdir, components, Display())
     return components

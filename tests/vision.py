@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models.architecture import read_model
 from jaxrl.models.attention.kernels import XLA
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.layers import Through
+from jaxrl.models.reading import read_model
 from jaxrl.types import BatchImages, Image
 
 FOLDERS = Path(__file__).parent / "golden"

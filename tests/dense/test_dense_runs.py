@@ -5,7 +5,7 @@ import json
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import assemble
+from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.dense.engine import DenseSearch
 from jaxrl.dense.hybrid import HybridSearch
@@ -61,7 +61,7 @@ def dense_run(tiny_world, tmp_path_factory, quick_compilation, no_pictures):
         },
     )  # fmt: skip
     (folder / "run").mkdir()
-    run(config, folder / "run", assemble(config), Display())
+    run(settings_of(config), folder / "run", assemble(config), Display())
     return folder
 
 
@@ -93,7 +93,7 @@ def test_a_run_reads_what_hybrid_search_finds(dense_run, tiny_world, tmp_path):
             "model.path": str(dense_run / "run" / "export"),
         },
     )  # fmt: skip
-    run(config, tmp_path, assemble(config), Display())
+    run(settings_of(config), tmp_path, assemble(config), Display())
     dense = dense_settings(tiny_world, dense_run / "index")
     local = {"corpus": "", "index": str(dense_run / "index")}
     answer = HybridSearch(local=local, dense=dense, k=1.0).run(QUERY)

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxrl.envs.attribution import attribute, occurs, results_of
-from jaxrl.envs.base import CallRecord, Turn
+from jaxrl.envs.base import NO_INFORMATION, CallRecord, Turn
 from jaxrl.envs.protocol import PROTOCOLS
-from jaxrl.envs.retrieval import NO_INFORMATION, Document, render_documents
+from jaxrl.envs.retrieval import Document, render_documents
 
 KERR = Document("1", "Avington Bridge", "The bridge was designed by Ada Kerr.")
 MILL = Document("2", "Mill", "The mill burnt in 1914-1918.")

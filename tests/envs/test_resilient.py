@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from jaxrl.config import default_config
 from jaxrl.envs import resilient
-from jaxrl.envs.base import OutageError, ToolError
+from jaxrl.envs.base import NO_INFORMATION, OutageError, ToolError
 from jaxrl.envs.http_retriever import HttpRetriever
 from jaxrl.envs.recording import Recording
 from jaxrl.envs.resilient import MAX_HANGING, PROBE, Policy, ResilientSearch, ask_first
-from jaxrl.envs.retrieval import NO_INFORMATION, SearchEngine
+from jaxrl.envs.retrieval import SearchEngine
 from tests.envs.fault_server import MIX, FaultServer, wait_until
 from tests.helpers import ROOT
 

@@ -12,7 +12,7 @@ import pytest
 
 from configs import looking, seeking
 from examples import looking_world, quickstart_world
-from jaxrl.components import assemble
+from jaxrl.components import assemble, settings_of
 from jaxrl.envs.local_search import LocalSearch
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import check_hf
@@ -146,7 +146,7 @@ def test_a_run_looks_in_all_stages(world, tmp_path):
     config = module.get_config(str(world))
     config.update_from_flattened_dict(FEW)
     parts = assemble(config)
-    run(config, tmp_path, parts, Display())
+    run(settings_of(config), tmp_path, parts, Display())
     *steps, record = lines(tmp_path / "metrics.jsonl")
     # Each of the declared programs at most once, when it is first needed; those that decode are
     # there for each length of the past.

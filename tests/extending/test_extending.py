@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import assemble
+from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, Turn
 from jaxrl.envs.functions import FunctionTool
@@ -29,11 +29,10 @@ from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.run import run
 from jaxrl.training.collect import NotEnoughGroupsError, _filter_groups
-from jaxrl.training.estimators import Estimator
 from jaxrl.training.policy_loss import check_loss
 from tests.envs.contract import check_env
 from tests.episodes import grouped, make_trajectory
-from tests.helpers import blocks, settings, text
+from tests.helpers import blocks, estimator, method_with, text
 from tests.runs import records, trajectories
 
 HERE = Path(__file__).parent
@@ -263,7 +262,7 @@ def played(config, workdir):
     """The trajectories of the last step of a run, and its record."""
     validate(config)
     workdir.mkdir()
-    run(config, workdir, assemble(config, workdir=workdir), Display())
+    run(settings_of(config), workdir, assemble(config, workdir=workdir), Display())
     record = records(workdir)[-1]
     return trajectories(workdir, record["step"]), record
 
@@ -584,8 +583,8 @@ def test_what_an_objective_returns_is_checked(monkeypatch):
     groups = grouped([make_trajectory(task_number=i // 2, sample_index=i % 2) for i in range(4)])
     monkeypatch.setitem(ESTIMATORS, "rloo", odd_shapes("nan"))
     with pytest.raises(ValueError, match=r"'rloo', which returned \[4\] with 0 finite numbers"):
-        Estimator(settings(**{"advantage.name": "rloo"}))(groups, 0, 0)
+        estimator(**{"advantage.name": "rloo"})(groups, 0, 0)
     monkeypatch.setitem(FILTERS, "varied", odd_shapes("numbers"))
-    config = settings(**{"filter.name": "varied"})
+    method = method_with(**{"filter.name": "varied"})
     with pytest.raises(ValueError, match=r"returned int64 \[4\]; expected bool \[4\]"):
-        _filter_groups(groups, groups, config, 0.0)
+        _filter_groups(groups, groups, method, 0.0)

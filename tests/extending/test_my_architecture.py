@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import assemble
+from jaxrl.components import assemble, settings_of
 from jaxrl.logs.display import Display
 from jaxrl.models import kv_cache
-from jaxrl.models.architecture import read_model
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.policy import Model
+from jaxrl.models.reading import read_model
 from jaxrl.run import run
 from jaxrl.runtime.plan import memory
 from jaxrl.training.packing import BatchShape
@@ -87,7 +87,7 @@ def test_a_run_trains_and_exports_it(tiny_world, folder, tmp_path):
 
     workdir = tmp_path / "run"
     workdir.mkdir()
-    run(config, workdir, assemble(config), Display())
+    run(settings_of(config), workdir, assemble(config), Display())
     records = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert records[1]["sft/loss"] < records[0]["sft/loss"]
     assert records[-1]["stage"] == "evaluate"

@@ -4,20 +4,27 @@ import sys
 
 import jax
 import numpy as np
+import optax
 import pytest
 
 from configs import debug_tiny
 from jaxrl.components import assemble
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import Reward
+from jaxrl.method import batch_shape, method_of, optimizer_of
+from jaxrl.models.policy import Model
 from jaxrl.objectives.advantages import COLUMNS, ESTIMATORS
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.objectives.filters import FILTERS
 from jaxrl.objectives.losses import LOSSES
 from jaxrl.sampling.rollout import _checked_reward
-from jaxrl.training.optimizer import SCHEDULES
-from jaxrl.trial import try_aggregation, try_estimator, try_filter, try_policy_loss, try_schedule
-from tests.helpers import settings
+from jaxrl.training.collect import check_filter
+from jaxrl.training.minibatches import check_aggregation
+from jaxrl.training.optimizer import SCHEDULES, check_schedule
+from jaxrl.training.policy_loss import check_update, make_policy_loss
+from jaxrl.training.update import UpdateStep
+from tests.helpers import NUM_TOKENS, TINY, estimator, method_with, settings
+from tests.toys import one_device_mesh
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -194,7 +201,7 @@ ESTIMATES = [
 ]
 LOSS = [
     ("wrong.bare", "returned an array; expected a PolicyLoss"),
-    ("wrong.scalar", r"loss is of the shape \[\]; expected an array \[4, 192\]"),
+    ("wrong.scalar", r"loss is of the shape \[\]; expected an array \[1, 768\]"),
     ("wrong.number", "x is float; expected an array"),
     ("wrong.listed", "metrics are list; expected a mapping"),
     ("wrong.named", "metrics hold 'entropy'; expected texts other than entropy, pg_loss"),
@@ -203,8 +210,8 @@ LOSS = [
     ("wrong.in_numpy", r"JAX cannot trace: TracerArray.*wrong\.py:\d+\)"),
 ]
 KL = [
-    ("wrong.branching", r"JAX cannot differentiate: TracerBool.*wrong\.py:\d+\)"),
-    ("wrong.summed", r"returned the shape \[\]; expected \[4, 192\]"),
+    ("wrong.branching", r"JAX cannot trace: TracerBool.*wrong\.py:\d+\)"),
+    ("wrong.summed", r"returned the shape \[\]; expected \[1, 768\]"),
 ]
 WEIGHTS = [
     ("wrong.halves", r"returned \[2\] with 2 weights; expected finite \[16\] from 0"),
@@ -305,6 +312,7 @@ def test_what_cannot_work_is_refused_before_the_run(tiny_world, key, value, mess
     config = debug_tiny.get_config(str(tiny_world))
     config.stages = ("train",)
     config.reward.weights = {"exact_match": 1.0}
+    config.kl.coef = 0.1  # without a term its estimator is not traced
     config.update_from_flattened_dict({key: value})
     with pytest.raises(ValueError, match=message) as refusal:
         begin(config)
@@ -332,7 +340,8 @@ def test_objectives_that_are_not_used_are_not_traced(tiny_world):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_each_estimator_of_ours_passes(name):
-    try_estimator(settings(**{"advantage.name": name}))
+    method = method_with(**{"advantage.name": name})
+    estimator(**{"advantage.name": name}).check(method.tasks_per_step * method.group_size)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -340,15 +349,20 @@ def test_each_estimator_of_ours_passes(name):
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_each_loss_of_ours_passes(name, level, place):
     changes = {"loss.correction.level": level, "kl.place": place, "kl.coef": 0.1}
-    try_policy_loss(settings(**{"loss.name": name, "loss.entropy_coef": 0.1, **changes}))
+    config = settings(**{"loss.name": name, "loss.entropy_coef": 0.1, **changes})
+    method = method_of(config)
+    model = Model(TINY, one_device_mesh(), num_tokens=NUM_TOKENS, remat="none")
+    update = UpdateStep(model, make_policy_loss(method), optax.identity(), entropy_gradient=True)
+    check_update(update, batch_shape(config, "train"), method)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0, 1, 5])
 def test_each_schedule_of_ours_passes(name, warmup):
     changes = {"optimizer.schedule": name, "optimizer.warmup_steps": warmup}
-    try_schedule(settings(**changes), "train")
-    try_schedule(settings(**{f"sft.{key}": value for key, value in changes.items()}), "sft")
+    check_schedule(optimizer_of(settings(**changes), "train"))
+    of_sft = settings(**{f"sft.{key}": value for key, value in changes.items()})
+    check_schedule(optimizer_of(of_sft, "sft"))
 
 
 def test_an_aggregation_is_tried_on_counts_that_a_mini_batch_may_have(monkeypatch):
@@ -360,8 +374,8 @@ def test_an_aggregation_is_tried_on_counts_that_a_mini_batch_may_have(monkeypatc
 
     monkeypatch.setitem(AGGREGATIONS, "token-mean", weigh)
     sizes = {"rollout.tasks_per_step": 1024, "rollout.group_size": 8}
-    longest = {"rollout.max_response_tokens": 100, "optimizer.num_minibatches": 8}
-    try_aggregation(settings(**sizes, **longest))
+    method = method_with(**sizes, **{"optimizer.num_minibatches": 8})
+    check_aggregation(method, max_response_tokens=100)
     assert [len(counts) for counts in seen] == [1024, 1]
     assert (min(seen[0]), max(seen[0])) == (0, 100)
 
@@ -369,7 +383,7 @@ def test_an_aggregation_is_tried_on_counts_that_a_mini_batch_may_have(monkeypatc
 @pytest.mark.parametrize("name", ["none", *FILTERS])
 @pytest.mark.parametrize("metric", ["acc", "score", "seq_reward", "seq_final_reward"])
 def test_each_filter_of_ours_passes(name, metric):
-    try_filter(settings(**{"filter.name": name, "filter.varied.metric": metric}))
+    check_filter(method_with(**{"filter.name": name, "filter.varied.metric": metric}))
 
 
 def test_what_is_traced_is_what_a_step_has(monkeypatch):
@@ -383,7 +397,7 @@ def test_what_is_traced_is_what_a_step_has(monkeypatch):
         return rewards
 
     monkeypatch.setitem(ESTIMATORS, "rloo", estimate)
-    try_estimator(settings(**{"advantage.name": "rloo"}))
+    estimator(**{"advantage.name": "rloo"}).check(16)
     assert set(COLUMNS) == set(seen)
     assert seen["rewards"] == seen["mean_entropies"] == np.float32
     assert seen["group_ids"] == seen["token_counts"] == np.int32

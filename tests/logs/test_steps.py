@@ -18,7 +18,7 @@ from jaxrl.logs.steps import (
     window_metrics,
 )
 from jaxrl.objectives.metrics import Metric
-from jaxrl.sampling.engine import Counts
+from jaxrl.sampling.protocol import Counts
 from jaxrl.training.controllers import (
     AdaptiveKL,
     Controllers,
@@ -29,7 +29,7 @@ from jaxrl.training.controllers import (
 )
 from jaxrl.types import with_fields
 from tests.episodes import grouped, make_failure, make_trajectory, strayed, wavering
-from tests.helpers import settings
+from tests.helpers import method_with
 
 PRICES = {"search": 0.5}
 
@@ -68,7 +68,9 @@ def test_the_divergence_of_a_step_and_its_coefficient(state, coef):
     )
     found = [strayed(0.5, -0.25, 1.0, 0.75), None, strayed(0.25, 0.75)]
     got = kl_metrics(
-        with_fields(groups, divergence=found), Controllers(kl=state), settings(**{"kl.coef": 0.5})
+        with_fields(groups, divergence=found),
+        Controllers(kl=state),
+        method_with(**{"kl.coef": 0.5}).kl,
     )
     assert got == {"actor/kl_coef": coef, "actor/kl_measured": 0.5}
 

@@ -8,17 +8,11 @@ import numpy as np
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from jaxrl.components import settings_of
 from jaxrl.config import default_config
 from jaxrl.envs.base import Task
-from jaxrl.logs.writers import (
-    MetricsLog,
-    TensorBoard,
-    WandB,
-    check_mirrors,
-    missing_files,
-    open_log,
-    write_trajectories,
-)
+from jaxrl.logs.mirrors import TensorBoard, WandB, check_mirrors, missing_files, open_log
+from jaxrl.logs.writers import MetricsLog, write_trajectories
 from tests.episodes import make_failure, make_trajectory
 from tests.helpers import no_file_beyond
 
@@ -177,7 +171,7 @@ def events(folder):
 
 class TestTensorBoard:
     def write(self, workdir, num_records, steps):
-        log = open_log(workdir, num_records, default_config(), print, is_written=True)
+        log = open_log(workdir, num_records, settings_of(default_config()), print, is_written=True)
         for step in steps:
             log.write(step, "train", {"actor/entropy": step / 2, "nothing": math.nan})
         log.close()
@@ -251,7 +245,7 @@ class TestWandB:
         config = default_config()
         config.log.wandb_project = "project"
         for num_records in (0, 1):
-            log = open_log(tmp_path, num_records, config, print, is_written=True)
+            log = open_log(tmp_path, num_records, settings_of(config), print, is_written=True)
             log.write(num_records, "train", {"actor/entropy": 0.5})
             log.close()
         folders = list((tmp_path / "wandb").glob("offline-run-*"))

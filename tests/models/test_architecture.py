@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from jaxrl.config import KEYS
-from jaxrl.models.architecture import ARCHITECTURES, find_architecture, read_model
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.models.reading import ARCHITECTURES, find_architecture, read_model
 
 PACKAGE = Path(__file__).parents[2] / "jaxrl"
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxrl.models.architecture import Architecture, read_model
+from jaxrl.models.architecture import Architecture
 from jaxrl.models.encoders import read_encoder
+from jaxrl.models.reading import read_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FOLDERS = (

@@ -5,9 +5,9 @@ import copy
 import pytest
 from transformers import CONFIG_MAPPING
 
-from jaxrl.models.architecture import find_architecture
 from jaxrl.models.bert import BertConfig
 from jaxrl.models.defaults import SIZES
+from jaxrl.models.reading import find_architecture
 
 TEXT = {
     "vocab_size": 300, "hidden_size": 768, "intermediate_size": 80, "num_hidden_layers": 30,

@@ -16,9 +16,9 @@ from jaxrl.models.adapters import (
     save_adapter,
     save_merged,
 )
-from jaxrl.models.architecture import read_model
 from jaxrl.models.lora import Adapter, find_targets, join, modules_of
 from jaxrl.models.policy import Model
+from jaxrl.models.reading import read_model
 from jaxrl.types import Batch
 from tests.helpers import relative_distance
 from tests.models.adapters import GOLDEN, MESH, logits_of

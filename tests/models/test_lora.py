@@ -19,11 +19,11 @@ from jaxrl.models.adapters import (
     save_adapter,
     save_merged,
 )
-from jaxrl.models.architecture import read_model
 from jaxrl.models.decoder import linear
 from jaxrl.models.hf_weights import load_hf, open_tensors
 from jaxrl.models.lora import Adapter, find_targets, join, merged, quantise, split
 from jaxrl.models.policy import Model
+from jaxrl.models.reading import read_model
 from jaxrl.types import Batch
 from tests.helpers import TINY, relative_distance
 from tests.models.adapters import GOLDEN, MESH, logits_of, plain_logits

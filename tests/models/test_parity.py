@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from jaxrl.models import kv_cache
-from jaxrl.models.architecture import read_model
 from jaxrl.models.attention.reference import LOWEST
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.llama import LlamaConfig
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.models.reading import read_model
 from tests.helpers import full_pass, read_tokens
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

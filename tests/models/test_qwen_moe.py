@@ -13,12 +13,12 @@ from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.models import kv_cache
-from jaxrl.models.architecture import read_model
 from jaxrl.models.attention.kernels import XLA
 from jaxrl.models.decoder import init_params
 from jaxrl.models.experts.routing import Routing, balance_loss
 from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
 from jaxrl.models.layers import Through
+from jaxrl.models.reading import read_model
 from tests.helpers import full_pass, read_tokens, relative_distance
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -12,7 +12,6 @@ import pytest
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
-from jaxrl.models.architecture import read_model
 from jaxrl.models.attention.kernels import XLA
 from jaxrl.models.attention.reference import LOWEST
 from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
@@ -20,6 +19,7 @@ from jaxrl.models.layers import Through
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.qwen3_vl import Qwen3VLConfig
 from jaxrl.models.qwen_vl import QwenVLConfig
+from jaxrl.models.reading import read_model
 from jaxrl.models.tower import attend_within
 from jaxrl.models.vision import attend_windows
 from jaxrl.types import Image

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.objectives.advantages import by_turn, grpo, reinforce_plus_plus, rloo, turn_returns
+from jaxrl.objectives.advantages import grpo, reinforce_plus_plus, rloo
+from jaxrl.objectives.turns import by_turn, turn_returns
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

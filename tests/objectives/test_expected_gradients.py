@@ -12,7 +12,6 @@ import pytest
 from jaxrl.objectives import losses
 from jaxrl.objectives.advantages import (
     advantages_of_subsets,
-    by_turn,
     entropy_guided,
     grpo,
     pass_at_k,
@@ -21,10 +20,10 @@ from jaxrl.objectives.advantages import (
     pass_at_k_full_sampling,
     reinforce_plus_plus,
     rloo,
-    turn_returns,
 )
 from jaxrl.objectives.aggregation import AGGREGATIONS
 from jaxrl.objectives.kl import KL_ESTIMATORS, kl_estimate
+from jaxrl.objectives.turns import by_turn, turn_returns
 from tests.helpers import per_token_of
 from tests.objectives.enumerable import (
     binomial,

@@ -17,12 +17,11 @@ from jaxrl.runtime import checkpoint
 from jaxrl.runtime.checkpoint import (
     Checkpointer,
     CheckpointError,
-    abstract,
     kept_steps,
     newest_whole,
     optimizer_items,
 )
-from jaxrl.runtime.sharding import make_mesh, param_shardings
+from jaxrl.runtime.sharding import abstract, make_mesh, param_shardings
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.update import UpdateStep, init_state, put_batch, state_shardings
 from jaxrl.types import TrainState

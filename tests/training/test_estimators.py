@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from jaxrl.choices import OwnCodeError
 from jaxrl.objectives.advantages import ESTIMATORS
+from jaxrl.own_code import OwnCodeError
 from jaxrl.types import members
 from tests.episodes import grouped, in_turns, is_same, make_failure, make_trajectory
 from tests.helpers import estimator

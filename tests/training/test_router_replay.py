@@ -22,6 +22,7 @@ from jaxrl.training.packing import BatchShape, make_items, pack
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state, put_batch
 from tests.helpers import (
     Sequence,
+    method_with,
     pack_all,
     policy_loss,
     relative_distance,

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from jaxrl.models import folder as model_paths
-from jaxrl.models.architecture import read_model
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf, open_tensors, save_hf
 from jaxrl.models.llama import LlamaConfig
 from jaxrl.models.qwen import QwenConfig
+from jaxrl.models.reading import read_model
 from jaxrl.models.rope_scaling import Linear, Llama3, Yarn
 from jaxrl.tokenizer import Tokenizer
 

@@ -11,8 +11,8 @@ import tokenizers
 
 pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
-from jaxrl.models.architecture import read_model
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.reading import read_model
 from tests.extras.gguf.files import tensors_of, write_gguf
 
 

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from jaxrl.models import kv_cache
-from jaxrl.models.architecture import read_model
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.reading import read_model
 from jaxrl.tokenizer import Tokenizer
 from tests.helpers import full_pass, read_tokens
 

@@ -2,7 +2,7 @@
 
 from jaxrl.config import default_config
 from jaxrl.config_checks import validate
-from jaxrl.models.architecture import read_model
+from jaxrl.models.reading import read_model
 from jaxrl.runtime.plan import memory
 from tests.helpers import ROOT
 

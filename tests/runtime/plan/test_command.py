@@ -15,7 +15,7 @@ from rich.console import Console
 
 from configs import debug_tiny
 from jaxrl import launch
-from jaxrl.models.architecture import read_model
+from jaxrl.models.reading import read_model
 from jaxrl.runtime.plan import advice, display, memory
 from tests.helpers import readme_config
 from tests.runtime.plan.cases import NODE, ROOT, large_run

@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks import memory as programs
 from jaxrl.config import default_config
+from jaxrl.method import batch_shape
 from jaxrl.models.decoder import init_params
 from jaxrl.runtime.plan import memory
-from jaxrl.training.packing import train_shape
 from tests.helpers import TINY_MOE
 from tests.programs import libtpu_environment
 from tests.runtime.plan.cases import (
@@ -611,7 +611,7 @@ def test_what_experts_compute_is_copied_in_part_on_a_cpu(
     target = memory.Target(platform=platform, num_devices=1, memory_bytes=memory.GIB)
     dense, experts = TINY_MOE.memory_terms(1), TINY_MOE.expert_terms(1, 1)
     phase = memory.update_phase(config, TINY_MOE, target, "train")
-    tokens = train_shape(config, 1).row_tokens
+    tokens = batch_shape(config, "train", 1).row_tokens
     assert phase.moments["layers"]["activations of a layer"] == tokens * (
         dense_bytes * dense.activations + expert_bytes * experts.activations
     )

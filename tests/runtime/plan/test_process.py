@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from jaxrl.models.architecture import read_model
 from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import save_hf
+from jaxrl.models.reading import read_model
 from tests.runtime.plan.cases import ROOT
 
 
