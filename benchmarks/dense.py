@@ -23,8 +23,8 @@ from flax.traverse_util import unflatten_dict
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.dense.passages import DTYPES, Passages, device_bytes
-from jaxrl.models.encoders import EmbeddingModel, encode_rows, needed_params, read_encoder
+from jaxrl.extras.dense.encoders import EmbeddingModel, encode_rows, needed_params, read_encoder
+from jaxrl.extras.dense.passages import DTYPES, Passages, device_bytes
 
 NUM_QUERIES, QUERY_TOKENS, TOPK = 64, 32, 3
 CANDIDATES, QUERY_ROWS = 100, 16

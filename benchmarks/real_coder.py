@@ -22,9 +22,9 @@ from benchmarks.claims_report import table
 from benchmarks.claims_runs import ROOT, Job
 from benchmarks.real import cell
 from examples.real_world import shows
-from jaxrl.dense.engine import DenseSearch
-from jaxrl.dense.hybrid import HybridSearch
 from jaxrl.envs.local_search import LocalSearch
+from jaxrl.extras.dense.engine import DenseSearch
+from jaxrl.extras.dense.hybrid import HybridSearch
 
 PROTOCOLS = {"qwen": "tool calls", "search_r1": "tags"}
 ENGINES = {"local": "BM25", "dense": "all-MiniLM-L6-v2", "hybrid": "both fused"}

@@ -501,7 +501,7 @@ KEYS: dict[str, Key] = {
         "the answer is the truth or close to it, whatever that pays."),
     "reward.judges": Key({}, "Language models that grade responses, by name, as `{'helpful': "
         "{'url': 'http://judge:8000/v1', 'model': 'judge', 'prompt': '..{response}..'}}`; "
-        "`jaxrl/envs/judges.py` has all settings.", example={}, is_nested=True,
+        "`jaxrl/extras/endpoints/judges.py` has all settings.", example={}, is_nested=True,
         is_valid=_are_mappings, expected="names with mappings, as {'name': {'setting': 50}}"),
     "reward.math_verify.deadline_s": Key(5.0, "Seconds of computing that a comparison may take; an "
         "answer that takes more is not equal.", above=0),

@@ -82,7 +82,7 @@ def mcp_tools(config: ConfigDict, log: Callable[[str], None]) -> list[Tool]:
     """
     if not config.env.search.mcp:
         return []
-    kind: Any = pkgutil.resolve_name("jaxrl.envs.mcp_tools:McpServer")  # which not all need
+    kind: Any = pkgutil.resolve_name("jaxrl.extras.mcp:McpServer")  # which not all need
     found: list[Tool] = []
     for spec in config.env.search.mcp:
         try:

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxrl.models.attention import gpu, reference
+from jaxrl.extras.kernels import attention_gpu as gpu
+from jaxrl.models.attention import reference
 from jaxrl.models.attention.choice import choose, on_mesh
 from jaxrl.models.attention.kernels import XLA
 from jaxrl.models.experts.choice import choose as choose_experts

@@ -11,8 +11,9 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.config import default_config
+from jaxrl.extras.kernels import attention_gpu as gpu
+from jaxrl.extras.kernels import attention_tpu as tpu
 from jaxrl.method import method_of
-from jaxrl.models.attention import gpu, tpu
 from jaxrl.models.attention.choice import on_mesh
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, XLA, Kernels
 from jaxrl.models.qwen import QwenConfig

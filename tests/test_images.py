@@ -40,10 +40,10 @@ from jaxrl.envs.protocol import qwen, search_r1
 from jaxrl.envs.retrieval import EmptySearch
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import Tool, run_one
+from jaxrl.extras.endpoints.sent_images import sent_image
 from jaxrl.logs.writers import write_images
 from jaxrl.processor import BlankProcessor, Processor
 from jaxrl.sampling.rollout import EpisodePlayer, Limits, StartError
-from jaxrl.sampling.sent_images import sent_image
 from jaxrl.tasks import Tasks, TaskSource, overlap_note, read_tasks
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, Group

@@ -5,14 +5,14 @@ import shutil
 import pytest
 
 from jaxrl.config import flat_json
-from jaxrl.dense.encoder import read_tokenizer
 from jaxrl.envs.recording import recorded_engines
+from jaxrl.extras.dense.encoder import read_tokenizer
+from jaxrl.extras.dense.encoders import read_embedding_model
+from jaxrl.extras.readers.tfds import tfds
 from jaxrl.models.adapters import check_adapter
-from jaxrl.models.encoders import read_embedding_model
 from jaxrl.models.hf_weights import open_tensors, tensor_dtypes
 from jaxrl.models.lora import Adapter
 from jaxrl.models.reading import read_model
-from jaxrl.readers.tfds import tfds
 from jaxrl.report.reading import read_run
 from jaxrl.runtime.checkpoint import find_damage, read_newest_position, read_value
 from jaxrl.runtime.history import read_history

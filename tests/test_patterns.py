@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from jaxrl import launch
-from jaxrl.envs import judges, math_answers
+from jaxrl.envs import math_answers
+from jaxrl.extras.endpoints import judges
 from tests.helpers import ROOT
 
 METHODS = ("search", "match", "fullmatch", "sub", "subn", "split", "findall", "finditer")

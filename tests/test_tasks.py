@@ -304,7 +304,7 @@ class TestParquet:
         tasks = opened(write_parquet(tmp_path / "a.parquet", group=5))
         held = tasks._reader._groups
         assert len(held) == 5
-        monkeypatch.setattr("jaxrl.readers.parquet.HELD_BYTES", 1)
+        monkeypatch.setattr("jaxrl.extras.readers.parquet.HELD_BYTES", 1)
         held.clear()
         ids = [tasks[i].id for i in (0, 24, 7, 0)]
         assert (ids, list(held)) == (["q0", "q24", "q7", "q0"], [0])

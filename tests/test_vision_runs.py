@@ -25,11 +25,11 @@ from jaxrl.config import default_config, to_json
 from jaxrl.envs.base import Observation, StepResult
 from jaxrl.envs.images import Picture
 from jaxrl.envs.math import MathEnv
+from jaxrl.extras.vision.qwen3_vl import Qwen3Vision, Qwen3VLConfig
+from jaxrl.extras.vision.qwen_vl import QwenVLConfig
+from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf, save_hf
-from jaxrl.models.qwen3_vl import Qwen3Vision, Qwen3VLConfig
-from jaxrl.models.qwen_vl import QwenVLConfig
-from jaxrl.models.vision import QwenVision
 from jaxrl.run import run
 from tests.helpers import ROOT, tiny_params, with_devices
 from tests.images import PAD, SPECIAL, TEMPLATE, drawn, encoded, looking_tokenizer, save_processor

@@ -305,9 +305,9 @@ def _checked_turns(one: Finished) -> dict[str, Sequence[float]]:
     return checked
 
 
-JUDGE = ("jaxrl.envs.judges:Judge", "jaxrl.envs.judges:JudgeSettings")
+JUDGE = ("jaxrl.extras.endpoints.judges:Judge", "jaxrl.extras.endpoints.judges:JudgeSettings")
 """What grades responses by a language model, and its settings."""
 
-REWARD_PARTS: Mapping[str, str] = {"math_verify": "jaxrl.envs.symbolic_math.MathVerify"}
+REWARD_PARTS: Mapping[str, str] = {"math_verify": "jaxrl.extras.symbolic_math.MathVerify"}
 """Parts that any environment can have beside its own, by where they are; their settings stand in
 the section of `reward` that has their name."""

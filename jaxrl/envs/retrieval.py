@@ -145,10 +145,10 @@ Progress = Callable[[int], None]
 ENGINES: Mapping[str, str | type[SearchEngine]] = {
     "local": "jaxrl.envs.local_search.LocalSearch",
     "http": "jaxrl.envs.http_retriever.HttpRetriever",
-    "dense": "jaxrl.dense.engine.DenseSearch",
-    "hybrid": "jaxrl.dense.hybrid.HybridSearch",
-    "web": "jaxrl.envs.web_search.WebSearch",
-    "opensearch": "jaxrl.envs.opensearch.OpenSearchRetriever",
+    "dense": "jaxrl.extras.dense.engine.DenseSearch",
+    "hybrid": "jaxrl.extras.dense.hybrid.HybridSearch",
+    "web": "jaxrl.extras.web_search.WebSearch",
+    "opensearch": "jaxrl.extras.opensearch.OpenSearchRetriever",
     "empty": EmptySearch,
 }
 """Search engines that a configuration can name; text says where one is."""

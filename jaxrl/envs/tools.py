@@ -347,8 +347,8 @@ _TIMEOUT = "TimeoutError: time limit exceeded"
 
 SANDBOXES: Mapping[str, Any] = {
     "monty": MontyTool,
-    "bubblewrap": "jaxrl.envs.sandbox.BubblewrapTool",
-    "subprocess": "jaxrl.envs.sandbox.SubprocessTool",
+    "bubblewrap": "jaxrl.extras.sandbox.BubblewrapTool",
+    "subprocess": "jaxrl.extras.sandbox.SubprocessTool",
 }
 """What the tool `python` can run code in."""
 

@@ -90,8 +90,8 @@ ARCHITECTURES = {
     "qwen3": "jaxrl.models.qwen.QwenConfig",
     "llama": "jaxrl.models.llama.LlamaConfig",
     "mistral": "jaxrl.models.llama.LlamaConfig",
-    "qwen2_5_vl": "jaxrl.models.qwen_vl.QwenVLConfig",
-    "qwen3_vl": "jaxrl.models.qwen3_vl.Qwen3VLConfig",
+    "qwen2_5_vl": "jaxrl.extras.vision.qwen_vl.QwenVLConfig",
+    "qwen3_vl": "jaxrl.extras.vision.qwen3_vl.Qwen3VLConfig",
     "qwen3_moe": "jaxrl.models.qwen_moe.QwenMoeConfig",
 }
 """The `model_type` of `config.json` to the class that computes it, which is imported when asked."""

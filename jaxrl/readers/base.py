@@ -269,9 +269,9 @@ def blocks(count: int, size: int) -> Iterable[range]:
 READERS: Mapping[str, str] = {
     "jsonl": "jaxrl.readers.lines.jsonl",
     "csv": "jaxrl.readers.lines.csv_table",
-    "parquet": "jaxrl.readers.parquet.parquet",
-    "tfds": "jaxrl.readers.tfds.tfds",
-    "hf": "jaxrl.readers.hf.hugging_face",
-    "reasoning_gym": "jaxrl.readers.generated.reasoning_gym",
+    "parquet": "jaxrl.extras.readers.parquet.parquet",
+    "tfds": "jaxrl.extras.readers.tfds.tfds",
+    "hf": "jaxrl.extras.readers.hf.hugging_face",
+    "reasoning_gym": "jaxrl.extras.readers.generated.reasoning_gym",
 }
 """Formats that a configuration can name, by what makes their readers; each imports its library."""

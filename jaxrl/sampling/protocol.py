@@ -116,5 +116,5 @@ class External(Protocol):
         ...
 
 
-POLICIES = {"openai": "jaxrl.sampling.external.ChatModel"}
+POLICIES = {"openai": "jaxrl.extras.endpoints.policy.ChatModel"}
 """Models elsewhere, by name in `policy.name`; the section of that name has their settings."""

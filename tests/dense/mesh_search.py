@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxrl.dense.passages import DTYPES, Passages
+from jaxrl.extras.dense.passages import DTYPES, Passages
 from jaxrl.runtime.sharding import make_mesh
 
 

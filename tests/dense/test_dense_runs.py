@@ -7,9 +7,9 @@ import pytest
 from configs import debug_tiny
 from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
-from jaxrl.dense.engine import DenseSearch
-from jaxrl.dense.hybrid import HybridSearch
 from jaxrl.envs.local_search import LocalSearch
+from jaxrl.extras.dense.engine import DenseSearch
+from jaxrl.extras.dense.hybrid import HybridSearch
 from jaxrl.logs.display import Display
 from jaxrl.run import run
 from tests.dense.worlds import ENCODER, PREFIXES

@@ -13,13 +13,13 @@ from jaxrl import components
 from jaxrl.choices import chosen
 from jaxrl.config import default_config
 from jaxrl.config_checks import validate
-from jaxrl.dense.engine import DenseSearch, Settings
-from jaxrl.dense.hybrid import HybridSearch, fuse
 from jaxrl.envs.corpus import read_corpus
 from jaxrl.envs.local_search import LocalSearch
 from jaxrl.envs.random_search import RandomSearch
 from jaxrl.envs.retrieval import ENGINES, Document, Hit
 from jaxrl.envs.serve_retriever import make_engine
+from jaxrl.extras.dense.engine import DenseSearch, Settings
+from jaxrl.extras.dense.hybrid import HybridSearch, fuse
 from jaxrl.runtime.versions import fingerprints
 from tests.dense.mesh_search import brute_force
 from tests.dense.worlds import ENCODER, PREFIXES, dense, documents, write_corpus

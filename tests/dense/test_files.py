@@ -10,9 +10,9 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrl.dense import files
-from jaxrl.dense.files import Source, open_built
 from jaxrl.envs.base import ToolError
+from jaxrl.extras.dense import files
+from jaxrl.extras.dense.files import Source, open_built
 from tests.dense.worlds import dense, documents, write_corpus
 from tests.helpers import ROOT, no_file_beyond
 
@@ -319,7 +319,7 @@ _BUILDER = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from jaxrl.dense import files
+from jaxrl.extras.dense import files
 
 corpus, ready = Path(sys.argv[1]), Path(sys.argv[2])
 files.CHUNK_ROWS = 10

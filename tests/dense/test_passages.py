@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxrl.dense import passages as module
-from jaxrl.dense.passages import DTYPES, GROUP, Layout, Passages, _first, device_bytes
+from jaxrl.extras.dense import passages as module
+from jaxrl.extras.dense.passages import DTYPES, GROUP, Layout, Passages, _first, device_bytes
 from tests.dense.mesh_search import brute_force, corpus_and_queries, unit
 from tests.helpers import ROOT, with_devices
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from jaxrl.dense.engine import DenseSearch
+from jaxrl.extras.dense.engine import DenseSearch
 
 ENCODER = Path(__file__).parents[1] / "golden" / "encoder_e5"
 PREFIXES = {"query_prefix": "query: ", "passage_prefix": "passage: "}

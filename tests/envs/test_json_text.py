@@ -16,8 +16,13 @@ OWN = {
     "envs/corpus.py",  # a line whose check says that it was read when it was indexed
     "envs/local_search.py",  # a document as it was put into the index
     # What this process has just written itself, or a process that it has started.
-    *("envs/functions.py", "envs/mcp_tools.py", "sampling/external.py", "runtime/history.py"),
-    *("envs/worker.py", "envs/sandbox_child.py", "envs/worker_pool.py"),
+    *(
+        "envs/functions.py",
+        "extras/mcp/__init__.py",
+        "extras/endpoints/policy.py",
+        "runtime/history.py",
+    ),
+    *("envs/worker.py", "extras/sandbox/child.py", "envs/worker_pool.py"),
     *("runtime/distributed.py", "runtime/job.py", "runtime/monitor.py", "tokenizer.py"),
     *("logs/writers.py", "models/defaults.py"),
     "envs/serve_retriever.py",  # the type of a flag

@@ -13,9 +13,9 @@ import pytest
 
 from jaxrl.envs.base import Episode, Finished, Reward, Task, ToolError, Turn
 from jaxrl.envs.calls import LateError
-from jaxrl.envs.completions import Completions
-from jaxrl.envs.judges import Judge, JudgeSettings, read_number
 from jaxrl.envs.payment import MAX_THREADS, Payment
+from jaxrl.extras.endpoints.completions import Completions
+from jaxrl.extras.endpoints.judges import Judge, JudgeSettings, read_number
 from jaxrl.training.ledger import Ledger
 from tests.episodes import ANSWER, make_trajectory
 from tests.servers import served

@@ -20,11 +20,11 @@ import pytest
 
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, ToolError
 from jaxrl.envs.images import Picture, images_behind
-from jaxrl.envs.mcp_tools import McpServer, McpTool
-from jaxrl.envs.mcp_transport import MAX_TOLD
 from jaxrl.envs.protocol import qwen
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import CallError, run_one
+from jaxrl.extras.mcp import McpServer, McpTool
+from jaxrl.extras.mcp.transport import MAX_TOLD
 
 SERVER = Path(__file__).with_name("mcp_server.py")
 COMMAND = (sys.executable, str(SERVER))

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.opensearch import MAX_WORDS, OpenSearchRetriever
 from jaxrl.envs.retrieval import Document, Hit
+from jaxrl.extras.opensearch import MAX_WORDS, OpenSearchRetriever
 from tests.servers import Reply, served, words
 
 DOCUMENTS = [

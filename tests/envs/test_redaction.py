@@ -20,17 +20,17 @@ import pytest
 from jaxrl.envs import redaction
 from jaxrl.envs.base import OutageError, ToolError
 from jaxrl.envs.calls import failure_report
-from jaxrl.envs.completions import Completions
 from jaxrl.envs.http_retriever import HttpRetriever
 from jaxrl.envs.images import Picture, Pictured, images_behind
-from jaxrl.envs.judges import Endpoint as JudgeEndpoint
-from jaxrl.envs.judges import JudgeSettings
-from jaxrl.envs.opensearch import OpenSearchRetriever
 from jaxrl.envs.recording import Recording
 from jaxrl.envs.redaction import hide, redact_error, redacted, redacted_content, redacted_output
 from jaxrl.envs.resilient import Policy, ResilientSearch
 from jaxrl.envs.tools import Tool, run_one, run_together
-from jaxrl.envs.web_search import WebSearch
+from jaxrl.extras.endpoints.completions import Completions
+from jaxrl.extras.endpoints.judges import Endpoint as JudgeEndpoint
+from jaxrl.extras.endpoints.judges import JudgeSettings
+from jaxrl.extras.opensearch import OpenSearchRetriever
+from jaxrl.extras.web_search import WebSearch
 from tests.servers import Reply, served
 
 KEY = "sk-Ab9/x+\"Q\\=z&7w<mnop>'Z"

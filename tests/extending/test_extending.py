@@ -17,10 +17,10 @@ from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import Episode, Outcome, Prompt, Task, Turn
 from jaxrl.envs.functions import FunctionTool
-from jaxrl.envs.mcp_tools import McpServer
 from jaxrl.envs.protocol import qwen
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.serve_retriever import make_engine
+from jaxrl.extras.mcp import McpServer
 from jaxrl.logs.display import Display
 from jaxrl.method import kl_estimator_of
 from jaxrl.objectives.advantages import ESTIMATORS

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl.extras.dense.encoders import read_encoder
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.encoders import read_encoder
 from jaxrl.models.reading import read_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"

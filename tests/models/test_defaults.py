@@ -5,7 +5,7 @@ import copy
 import pytest
 from transformers import CONFIG_MAPPING
 
-from jaxrl.models.bert import BertConfig
+from jaxrl.extras.dense.bert import BertConfig
 from jaxrl.models.defaults import SIZES
 from jaxrl.models.reading import find_architecture
 

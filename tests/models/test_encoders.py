@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.dense.encoder import Encoder, read_tokenizer
-from jaxrl.models.encoders import read_embedding_model
+from jaxrl.extras.dense.encoder import Encoder, read_tokenizer
+from jaxrl.extras.dense.encoders import read_embedding_model
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TEXTS = json.loads((GOLDEN / "encoder_texts.json").read_text(encoding="utf-8"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from jaxrl.models.encoders import (
+from jaxrl.extras.dense.encoders import (
     POOLINGS,
     EmbeddingModel,
     encode_rows,

@@ -12,16 +12,16 @@ import pytest
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
+from jaxrl.extras.vision.qwen3_vl import Qwen3VLConfig
+from jaxrl.extras.vision.qwen_vl import QwenVLConfig
+from jaxrl.extras.vision.tower import attend_within
+from jaxrl.extras.vision.vision import attend_windows
 from jaxrl.models.attention.kernels import XLA
 from jaxrl.models.attention.reference import LOWEST
 from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
 from jaxrl.models.layers import Through
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.qwen3_vl import Qwen3VLConfig
-from jaxrl.models.qwen_vl import QwenVLConfig
 from jaxrl.models.reading import read_model
-from jaxrl.models.tower import attend_within
-from jaxrl.models.vision import attend_windows
 from jaxrl.types import Image
 from tests.helpers import ROOT
 from tests.vision import FOLDERS, NAMES, golden, logits_of

@@ -27,9 +27,9 @@ from jaxrl.envs.math import MathEnv
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.retrieval import Document, DocumentSearch, Hit
 from jaxrl.envs.search import SearchEnv
+from jaxrl.extras.endpoints.policy import GO_ON, ChatModel, ChatRollout, ChatSettings, read_turn
 from jaxrl.processor import BlankProcessor, Processor
 from jaxrl.runtime.stopping import Interrupted
-from jaxrl.sampling.external import GO_ON, ChatModel, ChatRollout, ChatSettings, read_turn
 from jaxrl.sampling.protocol import Sampling, Seeds
 from jaxrl.sampling.rollout import Limits, Schedule
 from jaxrl.training.ledger import Ledger

@@ -9,10 +9,10 @@ import pytest
 
 from jaxrl.components import draw_kinds
 from jaxrl.environment import max_image_tokens
-from jaxrl.models.attention import gpu
-from jaxrl.models.attention.gpu import num_live
+from jaxrl.extras.kernels import attention_gpu as gpu
+from jaxrl.extras.kernels.attention_gpu import num_live
+from jaxrl.extras.kernels.attention_tpu import page_of_step
 from jaxrl.models.attention.kernels import PAGE_TOKENS
-from jaxrl.models.attention.tpu import page_of_step
 from jaxrl.sampling import engine, next_token
 from jaxrl.sampling.engine import Engine, append_sizes, row_sizes
 from jaxrl.sampling.stop_strings import StopAutomaton

@@ -19,7 +19,10 @@ from jaxrl.runtime.sharding import BATCH, CONTEXT, PIECES
 PLATFORMS = {"triton": "gpu", "mosaic": "tpu"}
 """Where kernels run that do not run everywhere."""
 
-KERNELS = {"triton": "jaxrl.models.attention.gpu", "mosaic": "jaxrl.models.attention.tpu"}
+KERNELS = {
+    "triton": "jaxrl.extras.kernels.attention_gpu",
+    "mosaic": "jaxrl.extras.kernels.attention_tpu",
+}
 """The modules that have them."""
 
 MAX_HEAD_DIM = 256

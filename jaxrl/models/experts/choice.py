@@ -18,7 +18,10 @@ PLATFORMS = {"triton": "gpu", "megablox": "tpu"}
 """Where kernels run that do not run everywhere."""
 
 
-KERNELS = {"triton": "jaxrl.models.experts.gpu", "megablox": "jaxrl.models.experts.tpu"}
+KERNELS = {
+    "triton": "jaxrl.extras.kernels.experts_gpu",
+    "megablox": "jaxrl.extras.kernels.experts_tpu",
+}
 """The modules that have them."""
 
 

@@ -1179,7 +1179,7 @@ def _search_bytes(config: ConfigDict, target: Target) -> tuple[dict[str, int], d
     return held, searching
 
 
-IN_MEMORY = dict.fromkeys(("dense", "hybrid"), "jaxrl.runtime.plan.search:search_bytes")
+IN_MEMORY = dict.fromkeys(("dense", "hybrid"), "jaxrl.extras.dense.memory:search_bytes")
 """Search engines that lie on devices, by what knows how much of them."""
 
 

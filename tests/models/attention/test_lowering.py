@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl.models.attention import gpu, tpu
+from jaxrl.extras.kernels import attention_gpu as gpu
+from jaxrl.extras.kernels import attention_tpu as tpu
 from tests.helpers import ROOT
 from tests.programs import for_gpu, lowered_for_gpu, v6e_chip
 

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.attention import gpu, reference, tpu
+from jaxrl.extras.kernels import attention_gpu as gpu
+from jaxrl.extras.kernels import attention_tpu as tpu
+from jaxrl.models.attention import reference
 from tests.models.attention.brute import brute_force_pages, random_pages
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.experts import gpu
+from jaxrl.extras.kernels import experts_gpu as gpu
 from jaxrl.models.experts.dispatch import Experts, mix
 from jaxrl.models.experts.products import grouped_product
 from tests.helpers import TINY_MOE, relative_distance

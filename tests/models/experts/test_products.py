@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.experts import tpu
+from jaxrl.extras.kernels import experts_tpu as tpu
 from jaxrl.models.experts.choice import decide
 from jaxrl.models.experts.dispatch import mix
 from jaxrl.models.experts.products import (

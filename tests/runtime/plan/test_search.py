@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl.dense.encoder import Encoder
-from jaxrl.dense.passages import Passages
-from jaxrl.models.encoders import read_embedding_model
+from jaxrl.extras.dense.encoder import Encoder
+from jaxrl.extras.dense.encoders import read_embedding_model
+from jaxrl.extras.dense.memory import search_bytes
+from jaxrl.extras.dense.passages import Passages
 from jaxrl.runtime.plan import memory
-from jaxrl.runtime.plan.search import search_bytes
 from tests.dense.worlds import ENCODER, PREFIXES, write_corpus
 from tests.runtime.plan.cases import NODE, QWEN_7B, large_run
 

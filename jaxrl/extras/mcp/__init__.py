@@ -19,10 +19,10 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.calls import MAX_ERROR, LateError, error_text, event_loop, within
 from jaxrl.envs.images import Picture, Pictured
 from jaxrl.envs.json_text import is_too_deep
-from jaxrl.envs.mcp_transport import MAX_ANSWER_MIB, MAX_TOLD, StdioServer, bounded_client
 from jaxrl.envs.redaction import hide, redacted_content, redacted_end, redacted_start
 from jaxrl.envs.tools import CallError, JsonTool, check_names
 from jaxrl.envs.worker_pool import WorkerLostError, WorkerPool
+from jaxrl.extras.mcp.transport import MAX_ANSWER_MIB, MAX_TOLD, StdioServer, bounded_client
 
 _INVALID_PARAMS = -32602  # of JSON-RPC: the arguments are wrong
 _CLOSING_S = 5.0

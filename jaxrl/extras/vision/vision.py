@@ -30,10 +30,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.architecture import Arranged, MemoryTerms
-from jaxrl.models.decoder import LAYER_LIST, linear, rms_norm, whole_number
-from jaxrl.models.layers import Through
-from jaxrl.models.tower import (
+from jaxrl.extras.vision.tower import (
     ATTENTION_AXES,
     EPSILON,
     QUERY_BLOCK,
@@ -44,6 +41,9 @@ from jaxrl.models.tower import (
     linear_names,
     refuse,
 )
+from jaxrl.models.architecture import Arranged, MemoryTerms
+from jaxrl.models.decoder import LAYER_LIST, linear, rms_norm, whole_number
+from jaxrl.models.layers import Through
 from jaxrl.types import Image, Params
 
 _LAYER = "visual.blocks.{}."

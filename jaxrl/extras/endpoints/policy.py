@@ -35,13 +35,14 @@ from jaxrl.envs.base import (
     Turn,
 )
 from jaxrl.envs.calls import MAX_ERROR, in_thread, started
-from jaxrl.envs.completions import Completions, first_choice, policy_of
 from jaxrl.envs.images import Picture, Pictured, UnreadableError, images_behind
 from jaxrl.envs.json_http import check_url, plain_text, shown_url
 from jaxrl.envs.recording import Recording
 from jaxrl.envs.resilient import Nobody, ResilientSearch
 from jaxrl.envs.text import writable
 from jaxrl.envs.tools import Tool
+from jaxrl.extras.endpoints.completions import Completions, first_choice, policy_of
+from jaxrl.extras.endpoints.sent_images import sent_image, url_of
 from jaxrl.processor import BlankProcessor, Processor
 from jaxrl.sampling.protocol import Sampling
 from jaxrl.sampling.rollout import (
@@ -56,7 +57,6 @@ from jaxrl.sampling.rollout import (
     failed_step,
     images_of,
 )
-from jaxrl.sampling.sent_images import sent_image, url_of
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Draw, Group
 

@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.sandbox_child import FAILED, READY
 from jaxrl.envs.tools import MAX_ERROR, PYTHON_DESCRIPTION, Tool
+from jaxrl.extras.sandbox.child import FAILED, READY
 
 CHILD = Path(__file__).with_name("sandbox_child.py")
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from jaxrl.dense.engine import DenseSearch
 from jaxrl.envs.base import ToolError
 from jaxrl.envs.local_search import LocalSearch
 from jaxrl.envs.retrieval import Document, DocumentSearch, Hit, Progress
+from jaxrl.extras.dense.engine import DenseSearch
 
 
 def fuse(rankings: Sequence[Sequence[Hit]], *, k: float, topk: int) -> list[Hit]:

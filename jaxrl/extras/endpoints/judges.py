@@ -19,13 +19,13 @@ from typing import Any
 
 from jaxrl.envs.base import CallRecord, Finished, Task, ToolError
 from jaxrl.envs.calls import MAX_S
-from jaxrl.envs.completions import Completions, content_of, first_choice, policy_of
 from jaxrl.envs.json_http import check_url, plain_text
 from jaxrl.envs.recording import Recording
 from jaxrl.envs.resilient import Nobody, ResilientSearch
 from jaxrl.envs.reward_functions import Call, Measured
 from jaxrl.envs.tools import Answer, Tool
 from jaxrl.envs.worker_pool import WorkerPool
+from jaxrl.extras.endpoints.completions import Completions, content_of, first_choice, policy_of
 
 PLACES = ("question", "response", "answers")
 _PLACE = re.compile(rf"\{{({'|'.join(PLACES)})\}}")

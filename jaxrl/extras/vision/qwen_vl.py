@@ -15,14 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from jaxrl.extras.vision.tower import Tower, section
+from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.models.architecture import Attend
 from jaxrl.models.attention import reference
 from jaxrl.models.decoder import SWITCH, check_kinds, whole_number, without_nulls
 from jaxrl.models.defaults import completed
 from jaxrl.models.layers import SamplerThrough, Through
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.tower import Tower, section
-from jaxrl.models.vision import QwenVision
 from jaxrl.types import BatchImages, Params
 
 RENAMED = {"model.language_model.": "model.", "model.visual.": "visual."}

@@ -34,11 +34,8 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.architecture import Arranged, MemoryTerms
-from jaxrl.models.decoder import layer_norm, linear, whole_number
-from jaxrl.models.layers import Through
-from jaxrl.models.qwen_vl import QwenVLConfig
-from jaxrl.models.tower import (
+from jaxrl.extras.vision.qwen_vl import QwenVLConfig
+from jaxrl.extras.vision.tower import (
     ATTENTION_AXES,
     EPSILON,
     QUERY_BLOCK,
@@ -48,6 +45,9 @@ from jaxrl.models.tower import (
     linear_names,
     refuse,
 )
+from jaxrl.models.architecture import Arranged, MemoryTerms
+from jaxrl.models.decoder import layer_norm, linear, whole_number
+from jaxrl.models.layers import Through
 from jaxrl.types import Image, Params
 
 _TOWER = "model.visual."

@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl.dense.encoder import Encoder, folder_digest
-from jaxrl.dense.files import Documents, Rows, Source, open_built, read_prebuilt
-from jaxrl.dense.passages import Passages
 from jaxrl.envs.corpus import corpus_digest, index_folder
 from jaxrl.envs.retrieval import DocumentSearch, Hit, Progress
 from jaxrl.envs.text import writable
-from jaxrl.models.encoders import EmbeddingModel, read_embedding_model
+from jaxrl.extras.dense.encoder import Encoder, folder_digest
+from jaxrl.extras.dense.encoders import EmbeddingModel, read_embedding_model
+from jaxrl.extras.dense.files import Documents, Rows, Source, open_built, read_prebuilt
+from jaxrl.extras.dense.passages import Passages
 
 NUM_SAMPLED = 8
 """Documents that are encoded to see whether prebuilt vectors are of this encoder."""

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from jaxrl.dense.passages import device_bytes
 from jaxrl.environment import corpus_section
-from jaxrl.models.encoders import encoder_bytes, read_encoder
+from jaxrl.extras.dense.encoders import encoder_bytes, read_encoder
+from jaxrl.extras.dense.passages import device_bytes
 
 
 def search_bytes(

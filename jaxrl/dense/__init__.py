@@ -1,1 +1,0 @@
-"""Dense retrieval: `files` keeps vectors, `passages` searches them, `engine` answers queries."""
