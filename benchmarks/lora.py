@@ -21,8 +21,9 @@ import jax.numpy as jnp
 
 from benchmarks import common
 from benchmarks.rollout import Even, even_requests, sample_all
-from jaxrl.models.adapters import new_adapter
-from jaxrl.models.lora import Adapter, find_targets, join
+from jaxrl.extras.lora.adapter import Adapter, find_targets
+from jaxrl.extras.lora.files import new_adapter
+from jaxrl.models.parts import join
 from jaxrl.sampling import next_token
 from jaxrl.sampling.decode import scans
 from jaxrl.sampling.engine import Engine

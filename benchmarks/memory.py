@@ -34,7 +34,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl.config import default_config
-from jaxrl.method import adapter_of, batch_shape, method_of, optimizer_of
+from jaxrl.method import batch_shape, method_of, optimizer_of
+from jaxrl.method import policy_of as architecture_of
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.experts.choice import choose as choose_experts
@@ -142,7 +143,7 @@ def like(tree: Any, shardings: Any) -> Any:
 def policy_of(config: ConfigDict, model: QwenConfig, mesh: Any) -> Model:
     """The policy as a run has it."""
     return Model(
-        adapter_of(config, model) or model,
+        architecture_of(config, model),
         mesh,
         num_tokens=model.vocab_size,
         dtype=jnp.dtype(config.model.dtype),
@@ -164,7 +165,7 @@ def trainer_programs(config: ConfigDict, policy: Model) -> dict[str, Any]:
     )
     state = like(abstract, state_shardings(mesh, trained, optimizer))
     batch = abstract_batch(config, policy)
-    whole, index = policy.adapter or policy.config, jax.ShapeDtypeStruct((), jnp.int32)
+    whole, index = policy.config, jax.ShapeDtypeStruct((), jnp.int32)
     params = like(whole.abstract_params(), sharding.param_shardings(mesh, whole))
     of_text = dataclasses.replace(batch, images=None)
     sums = jax.eval_shape(step.gradient.begin.function, params, of_text)
@@ -250,7 +251,7 @@ def sampler_programs(
     num_rows //= target.num_processes
     kernels = choose(config.model.attention, mesh, model)
     sampler = Sampler(
-        config=model,
+        config=architecture_of(config, model),
         mesh=mesh,
         kernels=kernels,
         experts=choose_experts(config.model.experts, mesh),
@@ -259,9 +260,8 @@ def sampler_programs(
         num_rows=num_rows,
         dtype=dtype,
         scan_layers=scans(config.model.scan_layers, target.platform),
-        adapter=adapter_of(config, model),
     )
-    declared = sampler.adapter or model
+    declared = sampler.config
     shards = sharding.num_pieces(mesh)
     num_pages = shards * memory.cache_pages(config, model, target)
     by_row, by_page = sharding.piece_sharding(mesh), sharding.cache_sharding(mesh)

@@ -39,9 +39,9 @@ from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.text import printable, writable
 from jaxrl.logs.display import Display
 from jaxrl.method import method_of, stage_steps
-from jaxrl.models.adapters import load_frozen
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.starting import load_base
 from jaxrl.runtime.checkpoint import read_newest_position, restore_params
 from jaxrl.runtime.files import system_message
 from jaxrl.runtime.heap import give_back_after_compiling
@@ -279,7 +279,8 @@ def load_weights(
         )
         return params, str(model)
     policy, mesh = components.model, components.mesh
-    policy.base = load_frozen(model_folder(config.model.path), policy, config.model.architecture)
+    folder = model_folder(config.model.path)
+    policy.base = load_base(policy, folder, config.model.architecture, lambda done, total: None)
     target = abstract(policy.trained.abstract_params(), param_shardings(mesh, policy.trained))
     found, params = restore_params(run / "checkpoints", target, step)
     return params, f"checkpoint of step {found}" + ", in the middle of its stage" * (step is None)

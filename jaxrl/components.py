@@ -37,23 +37,22 @@ from jaxrl.envs.resilient import Policy, ResilientSearch, ask_first
 from jaxrl.envs.retrieval import DocumentSearch, EmptySearch
 from jaxrl.envs.tools import Tool
 from jaxrl.method import (
-    adapter_of,
     batch_shape,
     filled,
     frozen_of,
     method_of,
     optimizer_of,
+    policy_of,
     records_experts,
     stage_steps,
 )
-from jaxrl.models.adapters import check_adapter, save_adapter, save_merged
 from jaxrl.models.architecture import Architecture
+from jaxrl.models.around import Around
 from jaxrl.models.attention.choice import choose
 from jaxrl.models.experts.choice import choose as choose_experts
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import check_hf, save_hf
 from jaxrl.models.layers import HOST_MEMORY
-from jaxrl.models.lora import Adapter
 from jaxrl.models.policy import Model
 from jaxrl.models.reading import read_model
 from jaxrl.own_code import is_own
@@ -116,9 +115,9 @@ def assemble(
     method = method_of(config)
     external = _make_external(config, workdir, log)
     model_config, tokenizer = _read_model(config, mesh, is_played=external is None)
-    adapter = adapter_of(config, model_config) if external is None else None
-    if adapter is not None and config.model.lora.path:
-        check_adapter(config.model.lora.path, adapter)
+    policy = policy_of(config, model_config) if external is None else model_config
+    if isinstance(policy, Around):
+        policy.check()
     tools = _make_tools(config, log)
     control = _make_control(config, tokenizer, tools)
     automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
@@ -127,8 +126,8 @@ def assemble(
     demonstrations = _read_demonstrations(config, tokenizer, control, tools, processor)
     engine = None
     if external is None:
-        engine = _make_engine(config, adapter or model_config, mesh, automaton, tokenizer)
-    model = _make_model(config, mesh, adapter or model_config, tokenizer)
+        engine = _make_engine(config, policy, mesh, automaton, tokenizer)
+    model = _make_model(config, mesh, policy, tokenizer)
     stages = _make_stages(config, model, method)
     limits = _make_limits(config)
     schedule, pay = _make_schedule(config), _make_payment(config, tasks, eval_tasks)
@@ -159,7 +158,7 @@ def assemble(
         model=model,
         method=method,
         stages=stages,
-        export=partial(export, model, Path(model_folder(config.model.path))),
+        export=partial(export, model, model_folder(config.model.path)),
         tokenizer=tokenizer,
         tasks=tasks,
         eval_tasks=list(eval_tasks),
@@ -206,7 +205,6 @@ def settings_of(config: ConfigDict) -> Settings:
         ledger=filled(Costs, config.ledger),
         model_path=config.model.path,
         architecture=config.model.architecture,
-        adapter_path=config.model.lora.path,
         trajectories=config.log.trajectories,
         kept_replies=replies.replay_folder if replies.replay == "record" else None,
         wandb_project=config.log.wandb_project,
@@ -275,10 +273,9 @@ def _controls(
 
 
 def _make_model(
-    config: ConfigDict, mesh: Mesh, policy: Architecture | Adapter, tokenizer: Tokenizer
+    config: ConfigDict, mesh: Mesh, policy: Architecture, tokenizer: Tokenizer
 ) -> Model:
-    model_config = policy.model if isinstance(policy, Adapter) else policy
-    if not config.model.vision.train and model_config.vision is None:
+    if not config.model.vision.train and policy.vision is None:
         raise ValueError(
             "config.model.vision.train is False, but the model of config.model.path reads text "
             "alone; leave it True."
@@ -288,7 +285,7 @@ def _make_model(
         mesh,
         num_tokens=tokenizer.num_tokens,
         dtype=jnp.dtype(config.model.dtype),
-        attention=choose(config.model.attention, mesh, model_config),
+        attention=choose(config.model.attention, mesh, policy),
         experts=choose_experts(config.model.experts, mesh),
         remat=config.model.remat,
         scan_layers=config.model.scan_layers,
@@ -297,8 +294,8 @@ def _make_model(
     )
 
 
-def export(model: Model, source: Path, params: Params, parent: Path) -> None:
-    """Writes the trained model as an HF folder; of an adapter also itself, as PEFT has it.
+def export(model: Model, source: str, params: Params, parent: Path) -> None:
+    """Writes the trained model as an HF folder; see `Around.export` of one that is around another.
 
     Args:
         model: the policy.
@@ -306,12 +303,10 @@ def export(model: Model, source: Path, params: Params, parent: Path) -> None:
         params: that are trained.
         parent: of the folders.
     """
-    folder, adapter = parent / "export", model.adapter
-    if adapter is None:
-        save_hf(model.whole(params), model.config, folder, source=source)
+    if isinstance(model.config, Around):
+        model.config.export(params, parent, source)
     else:
-        save_adapter(params, adapter, parent / "adapter", source=source)
-        save_merged(params, adapter, folder, source=source)
+        save_hf(model.whole(params), model.config, parent / "export", source=source)
 
 
 def _make_stages(config: ConfigDict, model: Model, method: Method) -> dict[str, Stage]:
@@ -879,14 +874,14 @@ def _make_tools(config: ConfigDict, log: Callable[[str], None]) -> list[Tool]:
 
 def _make_engine(
     config: ConfigDict,
-    policy: Architecture | Adapter,
+    policy: Architecture,
     mesh: Mesh,
     automaton: StopAutomaton,
     tokenizer: Tokenizer,
 ) -> Engine:
-    rollout, model_config = config.rollout, policy.model if isinstance(policy, Adapter) else policy
+    rollout = config.rollout
     sampling = local_mesh(mesh, config.mesh.rollout_devices)
-    kernels = choose(config.model.attention, sampling, model_config)
+    kernels = choose(config.model.attention, sampling, policy)
     return Engine(
         policy,
         sampling,
@@ -894,7 +889,7 @@ def _make_engine(
         num_tokens=tokenizer.num_tokens,
         eos_ids=tokenizer.eos_ids,
         num_rows=rollout.num_rows // jax.process_count(),
-        num_pages=memory.cache_pages(config, model_config, memory.host_target()),
+        num_pages=memory.cache_pages(config, policy.plain, memory.host_target()),
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_total_tokens=rollout.max_total_tokens,
         chunk_tokens=rollout.chunk_tokens,

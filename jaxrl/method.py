@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -186,6 +187,7 @@ def method_of(config: ConfigDict) -> Method:
             metric=config.filter.varied.metric,
         ),
         shaping=filled(settings.Shaping, config.shaping, overlong_limit=overlong_limit(config)),
+        prices=config.ledger.prices,
         balance_coef=config.model.router.balance_coef,
         optimizer=optimizer_of(config, "train"),
     )
@@ -267,27 +269,23 @@ def frozen_of(config: ConfigDict) -> tuple[str, ...]:
     return () if config.model.vision.train or config.model.lora.rank else ("vision",)
 
 
-def adapter_of(config: ConfigDict, model: Any) -> Any:
-    """The `lora.Adapter` of a model; None where all of it is trained.
+def policy_of(config: ConfigDict, model: Architecture) -> Architecture:
+    """The model, or the architecture around it that is trained.
 
     Raises:
         ValueError: `model.lora.targets` names no layer of the model.
     """
-    from jaxrl.models.lora import Adapter, find_targets
-
     lora = config.model.lora
     if not lora.rank:
-        return None
-    return Adapter(
-        model=model,
-        rank=lora.rank,
-        alpha=lora.alpha,
-        targets=find_targets(model, lora.targets),
-        is_rank_stabilised=lora.rslora,
-        base_dtype=lora.base_dtype,
-        other_dtype=config.model.dtype,
-        is_merged=lora.sampler == "merged",
+        return model
+    policy: Architecture = pkgutil.resolve_name(AROUND["lora"])(
+        lora.to_dict(), model, config.model.dtype
     )
+    return policy
+
+
+AROUND = {"lora": "jaxrl.extras.lora:around"}
+"""Architectures around a model, by their section of `config.model`."""
 
 
 def _is_never_overlong(config: ConfigDict) -> bool:

@@ -17,9 +17,8 @@ from jaxrl.config import flat_pairs
 from jaxrl.evaluate import evaluate, run_suites
 from jaxrl.logs.display import Display
 from jaxrl.logs.mirrors import open_log
-from jaxrl.models.adapters import load_adapter, load_frozen, new_adapter
 from jaxrl.models.folder import model_folder
-from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.starting import load_base, load_trained
 from jaxrl.own_code import OwnCodeError
 from jaxrl.runtime import distributed
 from jaxrl.runtime.checkpoint import Checkpointer, optimizer_items
@@ -101,7 +100,7 @@ def run(
     names = sorted(path.name + "/" * path.is_dir() for path in paths)
     display.log(f"done; {workdir} holds {', '.join(names)}")
     if progress.has_learned_nothing:
-        lr = components.stages["train"].settings.lr
+        lr = components.method.optimizer.lr
         display.log(nothing_learned(progress.stage_step, lr))
     for line in ending:
         display.log(line)
@@ -303,24 +302,14 @@ def start_params(session: Session) -> Params:
     counter = display.counter("loading weights, MiB")
     model = session.components.model
     folder = model_folder(settings.model_path)
-    model.base = load_frozen(folder, model, settings.architecture, counter)
+    given = model, folder, settings.architecture, counter
+    model.base = load_base(*given)
     if session.saved:
         display.log(f"resuming after step {progress.step} ({progress.stage} {progress.stage_step})")
         return session.restored.pop("params")
     display.log(f"no checkpoint in {session.workdir}: starting from {settings.model_path}")
-    if model.adapter is not None:
-        path, mesh = settings.adapter_path, session.components.mesh
-        if path:
-            return load_adapter(path, model.adapter, mesh)
-        return new_adapter(model.adapter, mesh, settings.seed)
-    return load_hf(
-        folder,
-        session.components.mesh,
-        architecture=settings.architecture,
-        entries=tuple(model.trained.abstract_params()),
-        progress=counter,
-        is_late=settings.stages == ("evaluate",),
-    )
+    is_late = settings.stages == ("evaluate",)
+    return load_trained(*given, seed=settings.seed, is_late=is_late)
 
 
 def write_report(session: Session, log: Callable[[str], None]) -> None:

@@ -66,8 +66,7 @@ class Settings:
     """Of all stages.
 
     Attributes:
-        model_path, architecture, adapter_path: what the run begins with, `model.path`,
-            `model.architecture` and `model.lora.path`.
+        model_path, architecture: what the run begins with, `model.path`, `model.architecture`.
         trajectories: of a step that are written; -1: all.
         kept_replies: where the replies of an endpoint's model are recorded; "": beside the run;
             None where they are not.
@@ -84,7 +83,6 @@ class Settings:
     ledger: Costs
     model_path: str
     architecture: str
-    adapter_path: str
     trajectories: int
     kept_replies: str | None
     wandb_project: str

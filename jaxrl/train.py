@@ -216,7 +216,6 @@ class Collector:
             roll_out,
             self.stream,
             self.session.components.method,
-            prices=self.session.settings.ledger.prices,
             num_tasks_taken=progress.items_taken,
             leftover=progress.leftover,
             controllers=progress.controllers,

@@ -20,13 +20,13 @@ import numpy as np
 import optax
 
 from jaxrl.extras.kernels import attention_gpu as gpu
+from jaxrl.extras.lora.adapter import Adapter, find_targets
 from jaxrl.models.attention import reference
 from jaxrl.models.attention.choice import choose, on_mesh
 from jaxrl.models.attention.kernels import XLA
 from jaxrl.models.experts.choice import choose as choose_experts
 from jaxrl.models.experts.routing import Routing
 from jaxrl.models.layers import Through
-from jaxrl.models.lora import Adapter, find_targets
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import (
     in_pieces,
@@ -364,13 +364,13 @@ def adapt(mesh, params):
     settings = {"logits_chunk_tokens": CHUNK_TOKENS, "remat": "none"}
     settings["attention"] = choose("xla", mesh, TINY)
     model = Model(adapter, mesh, num_tokens=NUM_TOKENS, **settings)
-    model.base = jax.device_put(params, param_shardings(mesh, adapter.frozen))
+    model.base = jax.device_put(params, param_shardings(mesh, adapter.parts()[1]))
     rng = np.random.default_rng(0)
     own = jax.tree.map(
         lambda leaf: 0.1 * rng.standard_normal(leaf.shape, np.float32),
-        adapter.trained.abstract_params(),
+        adapter.parts()[0].abstract_params(),
     )
-    own = jax.device_put(own, param_shardings(mesh, adapter.trained))
+    own = jax.device_put(own, param_shardings(mesh, adapter.parts()[0]))
     packed = pack_all(random_sequences([13, 44, 24, 24, 7, 40] * 3), SHAPE)
     sums = Gradient(model, policy_loss())(own, put_batch(mesh, packed.batch), packed)
     prepare = partial(adapter.decode_weights, dtype=jnp.float32)

@@ -15,8 +15,8 @@ import pytest
 
 from jaxrl import codecs, run
 from jaxrl.components import assemble, settings_of
+from jaxrl.extras.lora.files import load_base
 from jaxrl.logs.display import Display
-from jaxrl.models.adapters import load_base
 from jaxrl.own_code import OwnCodeError
 from jaxrl.runtime.checkpoint import steps_in
 from jaxrl.runtime.stopping import Interrupted
@@ -165,7 +165,7 @@ def test_an_adapter_of_before_the_update_samples_ahead_and_goes_on(tiny_world, t
     assert play(config, again)
     assert_same_run(again, whole)
     model = parts.model
-    model.base = load_base(config.model.path, parts.mesh, model.adapter)
+    model.base = load_base(config.model.path, parts.mesh, model.config)
     saved = position(whole, NUM_SFT + 2)
     parts.engine.set_weights(model.whole(adapter))
     size = config.rollout.tasks_per_step

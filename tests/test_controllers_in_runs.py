@@ -269,7 +269,6 @@ def decisions():
             roll_out,
             NumberedTasks(7),
             method,
-            prices={},
             num_tasks_taken=taken,
             leftover=leftover,
             controllers=controllers,

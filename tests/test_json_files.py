@@ -8,10 +8,10 @@ from jaxrl.config import flat_json
 from jaxrl.envs.recording import recorded_engines
 from jaxrl.extras.dense.encoder import read_tokenizer
 from jaxrl.extras.dense.encoders import read_embedding_model
+from jaxrl.extras.lora.adapter import Adapter
+from jaxrl.extras.lora.files import check_adapter
 from jaxrl.extras.readers.tfds import tfds
-from jaxrl.models.adapters import check_adapter
 from jaxrl.models.hf_weights import open_tensors, tensor_dtypes
-from jaxrl.models.lora import Adapter
 from jaxrl.models.reading import read_model
 from jaxrl.report.reading import read_run
 from jaxrl.runtime.checkpoint import find_damage, read_newest_position, read_value

@@ -16,10 +16,10 @@ from configs import search_r1, search_r1_lora
 from jaxrl import launch
 from jaxrl.ask import ask, open_run
 from jaxrl.components import assemble, settings_of
+from jaxrl.extras.lora.files import load_adapter, load_base
 from jaxrl.logs.display import Display
-from jaxrl.models.adapters import load_adapter, load_base
 from jaxrl.models.hf_weights import load_hf, open_tensors
-from jaxrl.models.lora import join
+from jaxrl.models.parts import join
 from jaxrl.run import run
 from jaxrl.runtime.history import write_config
 from jaxrl.runtime.versions import fingerprints
@@ -175,7 +175,7 @@ def test_another_base_or_adapter_is_refused_when_a_run_goes_on(base, tmp_path, m
 def test_the_adapter_and_the_export_are_one_model(base):
     """PEFT's folder on the base, and the merged folder, score what the run has scored."""
     workdir, config, parts = base
-    adapter, mesh = parts.model.adapter, parts.mesh
+    adapter, mesh = parts.model.config, parts.mesh
     fields = json.loads((workdir / "adapter" / "adapter_config.json").read_text())
     assert fields["r"] == 4
     assert fields["target_modules"] == ["down_proj", "o_proj", "q_proj", "up_proj"]
@@ -236,7 +236,7 @@ def test_a_run_goes_on_from_an_adapter_beside_a_smaller_base(base, tmp_path, bas
     assert record["rollout_corr/logprob_diff_max"] < 1e-4
     # It began where the other ended: one step at this rate does not move far from there.
     old, new = (
-        load_adapter(folder / "adapter", parts.model.adapter, parts.mesh)
+        load_adapter(folder / "adapter", parts.model.config, parts.mesh)
         for folder in (workdir, tmp_path / "run")
     )
     assert 0 < relative_distance(new, old) < 0.2

@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.models.layers import Attend, SamplerThrough, Stacks, Through
+from jaxrl.models.parts import Declared, divide
 from jaxrl.types import Image, Params
 
 
@@ -176,6 +177,15 @@ class Architecture(ABC):
     num_chosen: int = 0  # of these, those of a token
     expert_layers: tuple[int, ...] = ()  # which have
     vision: Vision | None = None  # what reads images; None in a model of text alone
+
+    @property
+    def plain(self) -> Architecture:
+        """The model itself, without an architecture around it."""
+        return self
+
+    def parts(self, frozen: Sequence[str] = ()) -> tuple[Declared, Declared]:
+        """The parameters that are trained, and the others: the entries `frozen`."""
+        return divide(self, lambda path: path[0] not in frozen)
 
     @property
     def stacks(self) -> Stacks:

@@ -330,7 +330,7 @@ def linear(layer: Params, x: Float[Array, "M I"]) -> Float[Array, "M O"]:
     """The product with `kernel` [I, O], and `bias` [O] where the layer has one.
 
     An int8 kernel has `kernel_scale` [O], and a layer with an adapter `lora_a` and `lora_b`; see
-    `jaxrl.models.lora`. Whole numbers up to 127 are exact in any float dtype.
+    `jaxrl.extras.lora`. Whole numbers up to 127 are exact in any float dtype.
     """
     out = x @ layer["kernel"].astype(x.dtype)
     if "kernel_scale" in layer:

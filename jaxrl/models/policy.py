@@ -17,8 +17,8 @@ from jaxrl.models.experts import dispatch
 from jaxrl.models.experts.dispatch import Experts
 from jaxrl.models.experts.routing import Routing
 from jaxrl.models.layers import Through
-from jaxrl.models.lora import Adapter, Declared, divide, join, split
 from jaxrl.models.output import OutputLayer, block_tokens, find_places, put, take
+from jaxrl.models.parts import join, split
 from jaxrl.runtime.sharding import (
     CONTEXT,
     in_pieces,
@@ -40,7 +40,7 @@ class Model:
 
     def __init__(
         self,
-        config: Architecture | Adapter,
+        config: Architecture,
         mesh: Mesh,
         *,
         num_tokens: int,
@@ -55,7 +55,7 @@ class Model:
         """Static settings.
 
         Args:
-            config: of the model; or its adapter, which alone is trained then.
+            config: of the model.
             mesh: rows are split over its data and fsdp axes, and each over context.
             num_tokens: ids the tokenizer knows; larger ones have probability 0.
             dtype: of activations and matrix products; master weights stay float32.
@@ -64,10 +64,9 @@ class Model:
             remat: what of a layer is computed again in the backward pass; see `layers.REMAT`.
             scan_layers: compile one layer for all.
             logits_chunk_tokens: at most so many tokens have their logits in memory at a time.
-            frozen: entries of the parameters that are not trained, where there is no adapter.
+            frozen: entries of the parameters that are not trained; see `Architecture.parts`.
         """
-        self.adapter = config if isinstance(config, Adapter) else None
-        self.config = config.model if isinstance(config, Adapter) else config
+        self.config = config
         self.base: Params = {}  # the weights that stay as they are, on the mesh
         self.mesh = mesh
         self.num_tokens = num_tokens
@@ -76,12 +75,9 @@ class Model:
         self.experts = experts
         self._through = Through(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
-        self._entries, self.frozen = divide(self.config, frozen)
-
-    @property
-    def trained(self) -> Declared:
-        """What an optimizer changes: parameters of the architecture, or those of the adapter."""
-        return self._entries if self.adapter is None else self.adapter.trained
+        self.trained, self.frozen = config.parts(frozen)
+        tables = self.trained.abstract_params().keys() - NO_TABLES
+        self._trains_tables = bool(tables)
 
     def whole(self, params: Params) -> Params:
         """All parameters of the policy, of those that are trained."""
@@ -89,13 +85,7 @@ class Model:
 
     def split(self, policy: Params) -> tuple[Params, Params]:
         """The inverse: those that are trained, and the others."""
-        if self.adapter is not None:
-            return split(policy)
-        frozen = self.frozen.names
-        return (
-            {name: entry for name, entry in policy.items() if name not in frozen},
-            {name: policy[name] for name in frozen},
-        )
+        return split(policy, self.trained)
 
     @property
     def shards_with_prompts(self) -> int:
@@ -148,8 +138,7 @@ class Model:
         Returns:
             Log-probabilities and entropies, float32 [b, T], nats.
         """
-        weights = self.adapter or self.config
-        params = self._gather_tables(weights.train_weights(params, self.dtype))
+        params = self._gather_tables(self.config.train_weights(params, self.dtype))
         hidden = self._hidden_states(params, batch, routing or self.routing(batch, counts=False))
         (b, T), shards = batch.token_ids.shape, num_pieces(self.mesh)
         has_past = (batch.positions > 0) & (batch.segment_ids > 0)
@@ -166,7 +155,7 @@ class Model:
             chunk_tokens=max(self.logits_chunk_tokens // shards, 1),
             block_tokens=block_tokens(self.mesh.devices.flat[0].platform, own_ids),
             entropy_gradient=entropy_gradient,
-            trains_tables=self.adapter is None,
+            trains_tables=self._trains_tables,
         )
         logprobs, entropies = layer.logprobs_and_entropies(
             {name: table for name, table in params.items() if name not in NO_TABLES},

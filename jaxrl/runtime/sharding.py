@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.models.architecture import Architecture, is_axes
 from jaxrl.models.layers import for_sampler
-from jaxrl.models.lora import Adapter, Declared
+from jaxrl.models.parts import Declared
 from jaxrl.types import Params
 
 BATCH = ("data", "fsdp", "expert")
@@ -281,14 +281,12 @@ def param_shardings(mesh: Mesh, declared: Declared, *, for_decode: bool = False)
     return _shardings(mesh, declared.logical_axes(), declared.abstract_params(), for_decode)
 
 
-def decode_shardings(
-    mesh: Mesh, config: Architecture | Adapter, *, scan_layers: bool
-) -> dict[str, Any]:
+def decode_shardings(mesh: Mesh, config: Architecture, *, scan_layers: bool) -> dict[str, Any]:
     """A sharding for every weight of `decode_weights`, as `for_sampler` has them."""
     stacked = jax.eval_shape(
         lambda params: config.decode_weights(params, jnp.float32), config.abstract_params()
     )
-    stacks = (config.model if isinstance(config, Adapter) else config).stacks
+    stacks = config.stacks
     weights = jax.eval_shape(partial(for_sampler, scan=scan_layers, stacks=stacks), stacked)
     axes = config.decode_axes()
     if isinstance(weights["blocks"], tuple):

@@ -24,7 +24,6 @@ from jaxrl.config import flatten
 from jaxrl.environment import CORPORA, corpus_section
 from jaxrl.envs.corpus import corpus_digest, index_folder
 from jaxrl.envs.json_text import parse_json
-from jaxrl.models.adapters import TENSORS_FILE
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import INDEX_FILE, SIDE_FILES
 from jaxrl.own_code import is_own
@@ -91,7 +90,7 @@ def environment(components: Components) -> dict[str, Any]:
 def _model(components: Components) -> dict[str, Any]:
     if components.external:
         return {"external": components.external}
-    model = components.model.config
+    model = components.model.config.plain
     shapes = jax.tree.leaves(model.abstract_params())
     return {
         "layers": model.num_layers,
@@ -134,9 +133,9 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
     `WEIGHT_SAMPLES` blocks spread evenly; trained weights differ from others in nearly all blocks.
     """
     found = _model_digests("model.path", Path(model_folder(config.model.path)))
-    adapter = Path(config.model.lora.path) / TENSORS_FILE
+    adapter = Path(config.model.lora.path) / ADAPTER_FILE
     if config.model.lora.path and adapter.is_file():
-        found[f"model.lora.path/{TENSORS_FILE}"] = _digest(adapter)
+        found[f"model.lora.path/{ADAPTER_FILE}"] = _digest(adapter)
     demonstrations = Path(config.sft.source)
     if "sft" in config.stages and demonstrations.exists():
         found["sft.source"] = _data_digest(demonstrations)
@@ -223,6 +222,9 @@ def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) 
             "Start all of them with the same command and the same files."
         )
 
+
+ADAPTER_FILE = "adapter_model.safetensors"
+"""Of a folder as PEFT writes it."""
 
 MAX_DIFFERENCES = 10  # that a message names
 

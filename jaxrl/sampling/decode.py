@@ -30,7 +30,6 @@ from jaxrl.models.experts.dispatch import Experts
 from jaxrl.models.experts.routing import Routing, recorded_dtype
 from jaxrl.models.kv_cache import Cache, Pages
 from jaxrl.models.layers import SamplerThrough, Through, for_sampler
-from jaxrl.models.lora import Adapter
 from jaxrl.runtime.sharding import PIECES, cache_sharding, num_pieces, piece_sharding
 from jaxrl.sampling import next_token
 from jaxrl.types import Params
@@ -120,7 +119,6 @@ class Sampler:
         records_experts: the programs say which ones each token has reached.
         scan_layers: go through stacked layers in a loop, compiled once for all; else one after
             another.
-        adapter: of the model, where it has one.
     """
 
     config: Architecture
@@ -133,11 +131,10 @@ class Sampler:
     experts: Experts = dispatch.XLA
     records_experts: bool = False
     scan_layers: bool = False
-    adapter: Adapter | None = None
 
     def weights(self, params: Params) -> Params:
         """All parameters of the policy as the programs below read them."""
-        weights = (self.adapter or self.config).decode_weights(params, self.dtype)
+        weights = self.config.decode_weights(params, self.dtype)
         return for_sampler(weights, scan=self.scan_layers, stacks=self.config.stacks)
 
     def empty_cache(self, num_pages: int, page_tokens: int) -> Cache:

@@ -34,7 +34,6 @@ from jaxrl.models.attention.reference import past_ends
 from jaxrl.models.experts import dispatch
 from jaxrl.models.experts.dispatch import Experts
 from jaxrl.models.kv_cache import Cache
-from jaxrl.models.lora import Adapter
 from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16, CompiledFunction, compile_all
 from jaxrl.runtime.sharding import (
     PIECES,
@@ -224,7 +223,7 @@ class Engine:
 
     def __init__(
         self,
-        config: Architecture | Adapter,
+        config: Architecture,
         mesh: Mesh,
         automaton: StopAutomaton,
         *,
@@ -247,7 +246,7 @@ class Engine:
         """Declares the programs; allocates nothing but the stop tables.
 
         Args:
-            config: of the model, or its adapter.
+            config: of the model.
             mesh: of this process's devices that sample, and only these are used; rows and pages are
                 split over its data, fsdp, expert and context axes.
             automaton: ends a turn.
@@ -279,8 +278,6 @@ class Engine:
                 f"{' * '.join(PIECES)} = {self.num_shards}; every device needs the same number."
             )
         self._mesh = mesh
-        adapter = config if isinstance(config, Adapter) else None
-        model = config.model if isinstance(config, Adapter) else config
         self._rows_per_shard = num_rows // self.num_shards
         self._max_prompt_tokens, self._max_total_tokens = max_prompt_tokens, max_total_tokens
         self.page_tokens = kernels.page_tokens
@@ -293,7 +290,7 @@ class Engine:
                 f"{self._table_pages}; raise config.rollout.cache_gib or lower max_total_tokens."
             )
         self.sampler = Sampler(
-            config=model,
+            config=config,
             mesh=mesh,
             kernels=kernels,
             num_tokens=num_tokens,
@@ -303,7 +300,6 @@ class Engine:
             experts=experts,
             records_experts=records_experts,
             scan_layers=scan_layers,
-            adapter=adapter,
         )
         self._weights_of = Weights(
             self.sampler.weights,
@@ -323,12 +319,12 @@ class Engine:
             if self.sampler.copies_past
             else [self._table_pages]
         )
-        self._vision = model.vision
+        self._vision = config.vision
         self._max_units = max_image_tokens or max_total_tokens
-        self.image_sizes = image_sizes(self._max_units, model.vision.unit) if model.vision else []
+        self.image_sizes = image_sizes(self._max_units, config.vision.unit) if config.vision else []
         self.kinds = tuple(kinds)
         self._declare()
-        self._stops = _stop_tables(automaton, model.vocab_size, eos_ids, mesh)
+        self._stops = _stop_tables(automaton, config.vocab_size, eos_ids, mesh)
         self._weights: Params | None = None
         self._next_request = 0
         self._temperature = self._top_p = 1.0  # of all requests there are

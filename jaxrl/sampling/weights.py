@@ -9,11 +9,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.lora import TRAINED, Adapter
 from jaxrl.runtime.compilation import compile_all
 from jaxrl.runtime.heap import give_back
 from jaxrl.runtime.sharding import decode_shardings, on_local_mesh, param_shardings
@@ -23,15 +23,15 @@ from jaxrl.types import Params
 class Weights:
     """Makes weights of parameters, and frees them.
 
-    They are copies: what becomes of the parameters does not touch them. But where an adapter's base
-    has an array just as the sampler reads it, the base's own is read: it never changes. And what
+    They are copies: what becomes of the parameters does not touch them. But where a parameter
+    that is never trained is just as the sampler reads it, it is read itself. And what
     was given up (see `given_up`) is theirs.
     """
 
     def __init__(
         self,
         prepare: Callable[[Params], Params],
-        policy: Architecture | Adapter,
+        policy: Architecture,
         *,
         mesh: Mesh,
         train_mesh: Mesh,
@@ -59,9 +59,9 @@ class Weights:
         self.layouts: Any = layouts
         self._made: list[NamedSharding] = jax.tree.leaves(made)
         self._same = self._find_same(policy) if train_mesh == mesh else {}
-        names = [path[-1].key for path, _ in jax.tree_util.tree_leaves_with_path(self._params)]
-        is_adapted = isinstance(policy, Adapter)
-        self._is_lent = [is_adapted and name not in TRAINED for name in names]
+        frozen = flatten_dict(policy.parts()[1].abstract_params())
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(self._params)]
+        self._is_lent = [tuple(one.key for one in path) in frozen for path in paths]
         # One program in a run that trains. Compiled when they are first wanted.
         self._program = functools.cache(self._declare)
         self._own: list[jax.Array] = []
@@ -74,7 +74,7 @@ class Weights:
             self.layouts,
         )
 
-    def _find_same(self, policy: Architecture | Adapter) -> dict[int, int]:
+    def _find_same(self, policy: Architecture) -> dict[int, int]:
         """Places of weights that are parameters as they are, with the places of these."""
         lie = jax.tree.leaves(param_shardings(self._mesh, policy))
         program = jax.make_jaxpr(self._prepare)(self._params)

@@ -92,7 +92,6 @@ def collect(
     stream: Stream[Task],
     method: Method,
     *,
-    prices: Mapping[str, float],
     num_tasks_taken: int,
     leftover: Sequence[Group],
     controllers: Controllers,
@@ -105,7 +104,6 @@ def collect(
         roll_out: samples groups.
         stream: tasks in their order.
         method: says what is kept.
-        prices: of tools and judges, by name.
         num_tasks_taken: tasks that were taken from the stream before.
         leftover: groups beyond what the step before needed.
         controllers: before the step; the tasks that are skipped, and the stage of the method.
@@ -126,7 +124,7 @@ def collect(
             stream, batches.num_tasks_taken, settings.tasks_per_batch or wanted, controllers.skipped
         )
         groups, num_retried = _roll_out_with_retries(
-            partial(_recorded, roll_out, batches, prices),
+            partial(_recorded, roll_out, batches, method.prices),
             draws,
             settings,
             controllers.is_late,

@@ -103,6 +103,8 @@ def check_update(update: UpdateStep, shape: BatchShape, method: Method) -> None:
     except LossError:
         raise
     except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith("config."):
+            raise LossError(str(error)) from error
         own = [c for c in (method.loss.policy_loss, method.kl.estimator) if c.is_own]
         if not own:
             raise

@@ -117,6 +117,7 @@ class Method:
         seed: of the estimators that draw.
         temperature, top_p: at which trajectories are sampled, and at the first of them scored.
         replays_experts: training takes the experts that the sampler took.
+        prices: of a call of each tool and judge, by name.
         balance_coef: of the loss that has experts used alike.
         optimizer: of the stage that trains by it.
     """
@@ -133,6 +134,7 @@ class Method:
     kl: KL
     filter: Filter
     shaping: Shaping
+    prices: Mapping[str, float]
     balance_coef: float
     optimizer: OptimizerSettings
 

@@ -17,8 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxrl.models.experts.routing import Usage, usage_metrics
 from jaxrl.models.layers import HOST_MEMORY
-from jaxrl.models.lora import Declared, join
 from jaxrl.models.output import QUARTERS
+from jaxrl.models.parts import Declared, join
 from jaxrl.models.policy import Model
 from jaxrl.objectives.metrics import Metric
 from jaxrl.runtime.compilation import CompiledFunction
@@ -376,7 +376,7 @@ class Gradient:
             name: jax.ShapeDtypeStruct(sizes, kind) for name, kind in kinds.items()
         }
         batch = Batch(**fields)
-        params = (self._model.adapter or self._model.config).abstract_params()
+        params = self._model.config.abstract_params()
         sums = jax.eval_shape(self.begin.function, params, batch)
         add = partial(self.add.program.function, start=0, stop=1, room=QUARTERS[0])
         jax.eval_shape(add, params, sums, batch)

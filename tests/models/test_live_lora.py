@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from jaxrl.models.adapters import (
+from jaxrl.extras.lora.adapter import Adapter, find_targets, modules_of
+from jaxrl.extras.lora.files import (
     _in_memory,
     check_adapter,
     load_adapter,
@@ -16,7 +17,7 @@ from jaxrl.models.adapters import (
     save_adapter,
     save_merged,
 )
-from jaxrl.models.lora import Adapter, find_targets, join, modules_of
+from jaxrl.models.parts import join
 from jaxrl.models.policy import Model
 from jaxrl.models.reading import read_model
 from jaxrl.types import Batch
@@ -60,7 +61,7 @@ def some_adapter(source, names, is_rank_stabilised, rng):
     )
     params = {
         path: jnp.asarray(0.3 * rng.standard_normal(leaf.shape), jnp.float32)
-        for path, leaf in flatten_dict(adapter.trained.abstract_params()).items()
+        for path, leaf in flatten_dict(adapter.parts()[0].abstract_params()).items()
     }
     return adapter, unflatten_dict(params)
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.extras.lora.adapter import Adapter, find_targets
 from jaxrl.models.layers import for_sampler
-from jaxrl.models.lora import Adapter, find_targets
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling.weights import Weights, given_up, related
 from tests.helpers import TINY, tiny_params

@@ -71,7 +71,7 @@ def run(sample, **changes):
         "failures": failures()[0],
     }
     arguments = {key: changes.pop(key, default) for key, default in defaults.items()}
-    return collect(sample, NumberedTasks(), method_with(**changes), prices={}, **arguments)
+    return collect(sample, NumberedTasks(), method_with(**changes), **arguments)
 
 
 def tasks_of(groups):

@@ -5,7 +5,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.models.lora import Adapter, find_targets, join
+from jaxrl.extras.lora.adapter import Adapter, find_targets
+from jaxrl.models.parts import join
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.packing import BatchShape
@@ -38,7 +39,7 @@ def some_adapter(seed=1):
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: 0.1 * rng.standard_normal(leaf.shape, np.float32),
-        ADAPTER.trained.abstract_params(),
+        ADAPTER.parts()[0].abstract_params(),
     )
 
 
@@ -88,12 +89,12 @@ def test_gradients_are_those_of_merged_weights_whatever_the_packing():
 
 
 def test_an_update_changes_the_adapter_alone():
-    base = jax.device_put(tiny_params(), param_shardings(MESH, ADAPTER.frozen))
+    base = jax.device_put(tiny_params(), param_shardings(MESH, ADAPTER.parts()[1]))
     before = jax.tree.map(np.array, base)
     model, optimizer = adapted_model(base), optax.adamw(1e-2)
     start = some_adapter()
-    params = jax.device_put(start, param_shardings(MESH, ADAPTER.trained))
-    state = init_state(params, MESH, ADAPTER.trained, optimizer)
+    params = jax.device_put(start, param_shardings(MESH, ADAPTER.parts()[0]))
+    state = init_state(params, MESH, ADAPTER.parts()[0], optimizer)
     moments = optax.tree_utils.tree_get(state.opt_state, "mu")
     assert jax.tree.structure(moments) == jax.tree.structure(start)
     packed = pack_all(random_sequences(LENGTHS), WHOLE)

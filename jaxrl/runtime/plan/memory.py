@@ -9,6 +9,7 @@ analysis of the same programs says. What the terms owe to the architecture is in
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import os
 import pkgutil
@@ -25,24 +26,25 @@ from ml_collections import ConfigDict
 from jaxrl.config import default_config
 from jaxrl.environment import max_image_tokens
 from jaxrl.method import (
-    adapter_of,
     batch_shape,
     frozen_of,
     optimizer_of,
     optimizer_section,
+    policy_of,
     records_experts,
 )
 from jaxrl.models.architecture import Architecture, MemoryTerms, Vision
+from jaxrl.models.around import Around
 from jaxrl.models.attention.choice import copies_past, decide
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
 from jaxrl.models.experts.routing import recorded_dtype
-from jaxrl.models.lora import Declared, divide
 from jaxrl.models.output import block_tokens, chunks_of
+from jaxrl.models.parts import Declared
 from jaxrl.models.policy import NO_TABLES
 from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16
 from jaxrl.runtime.plan.host import host_memory
-from jaxrl.runtime.plan.weights import PolicyWeights, decode_bytes, num_values
+from jaxrl.runtime.plan.weights import PolicyWeights, num_values
 from jaxrl.runtime.sharding import (
     BATCH,
     PIECES,
@@ -240,7 +242,7 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
         ]
         phases = [_with_process(phase, config, model, target) for phase in phases]
         held = [terms | _process(config, model, target) for terms in held]
-    adapter = adapter_of(config, model)
+    is_around = isinstance(policy_of(config, model), Around)
     num_trained = num_values(_trained(config, model).abstract_params())
     return Plan(
         target=target,
@@ -253,7 +255,7 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
         tokens_per_step=tokens,
         flops_per_step=tokens
         * ModelTerms(model, mesh).flops_per_token(
-            config.rollout.max_total_tokens, trains_all=adapter is None
+            config.rollout.max_total_tokens, trains_all=not is_around
         ),
     )
 
@@ -837,7 +839,7 @@ def _handing_over(config: ConfigDict, model: Architecture, target: Target) -> Ph
     """
     mesh = target_mesh(config, model, target)
     held = _search_bytes(config, target)[0]
-    is_on_disk = config.stages == ("evaluate",) and adapter_of(config, model) is None
+    is_on_disk = config.stages == ("evaluate",) and policy_of(config, model) is model
     if is_on_disk and not config.mesh.rollout_devices:
         made = _made_in_turn(config, model, target)
         return Phase(name=HANDING_OVER, kept=held, moments={"handing over": made})
@@ -1185,16 +1187,17 @@ IN_MEMORY = dict.fromkeys(("dense", "hybrid"), "jaxrl.extras.dense.memory:search
 
 def _decode_weights(config: ConfigDict, model: Architecture, target: Target) -> int:
     """Bytes of the sampler's weights on one device."""
-    mesh, adapter = target_mesh(config, model, target), adapter_of(config, model)
+    mesh, policy = target_mesh(config, model, target), policy_of(config, model)
     count, dtype = _Counts.of(model, mesh), jnp.dtype(config.model.dtype)
     has_head_copy = target.platform == "cpu" and model.tie_embeddings
     weights = count.decode_params + has_head_copy * count.whole_tables
-    if adapter is None:
+    if not isinstance(policy, Around):
         return dtype.itemsize * weights
     is_alone = target.num_processes == 1 and not config.mesh.rollout_devices
     # A CPU's sampler has its layers apart.
     may_share = is_alone and target.platform != "cpu" and not _is_given_up(config)
-    own = decode_bytes(adapter, mesh, dtype, may_share=may_share)
+    plan = importlib.import_module(policy.plan)
+    own: int = plan.decode_bytes(policy, mesh, dtype, may_share=may_share)
     return own + has_head_copy * dtype.itemsize * count.whole_tables
 
 
@@ -1206,8 +1209,7 @@ def _moment_bytes(config: ConfigDict, model: Architecture, mesh: Any, stage: str
 
 
 def _trained(config: ConfigDict, model: Architecture) -> Any:
-    adapter = adapter_of(config, model)
-    return divide(model, frozen_of(config))[0] if adapter is None else adapter.trained
+    return policy_of(config, model).parts(frozen_of(config))[0]
 
 
 @functools.cache

@@ -21,15 +21,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Architecture
+from jaxrl.models.around import Around, Progress
+from jaxrl.models.parts import Declared, divide, join, only
 from jaxrl.types import Params
 
 ALL_LINEAR = "all-linear"
@@ -40,65 +44,6 @@ TRAINED = ("lora_a", "lora_b")
 
 QUANTISED = ("kernel", "kernel_scale")
 """Those of an int8 layer."""
-
-
-@runtime_checkable
-class Declared(Protocol):
-    """Part of a policy's parameters, or all: shapes, and how they lie on the mesh."""
-
-    def abstract_params(self) -> Params:
-        """As `jax.ShapeDtypeStruct`s."""
-        ...
-
-    def logical_axes(self) -> dict[str, Any]:
-        """In the shape of the parameters; see `Architecture.logical_axes`."""
-        ...
-
-
-@dataclass(frozen=True)
-class Entries:
-    """Some entries of an architecture's parameters, as all but its vision tower."""
-
-    model: Architecture
-    names: tuple[str, ...]
-
-    def abstract_params(self) -> Params:
-        """As `jax.ShapeDtypeStruct`s."""
-        params = self.model.abstract_params()
-        return {name: params[name] for name in params if name in self.names}
-
-    def logical_axes(self) -> dict[str, Any]:
-        """In the shape of the parameters."""
-        axes = self.model.logical_axes()
-        return {name: axes[name] for name in axes if name in self.names}
-
-
-def divide(model: Architecture, frozen: Sequence[str]) -> tuple[Entries, Entries]:
-    """Of an architecture the entries that are trained, and those that are frozen."""
-    others = tuple(name for name in model.abstract_params() if name not in frozen)
-    return Entries(model, others), Entries(model, tuple(frozen))
-
-
-def join(one: Params, other: Params) -> Params:
-    """One tree of two that have no parameter in common."""
-    joined = dict(one)
-    for name, node in other.items():
-        joined[name] = join(joined[name], node) if name in joined else node
-    return joined
-
-
-def _part(tree: Params, is_in: Callable[[tuple[str, ...]], bool]) -> Params:
-    """The parameters whose path is in question."""
-    return unflatten_dict({path: leaf for path, leaf in flatten_dict(tree).items() if is_in(path)})
-
-
-def _is_trained(path: tuple[str, ...]) -> bool:
-    return path[-1] in TRAINED
-
-
-def split(policy: Params) -> tuple[Params, Params]:
-    """The adapter and the base of a policy that has both."""
-    return _part(policy, _is_trained), _part(policy, lambda path: not _is_trained(path))
 
 
 def quantise(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -119,11 +64,8 @@ def rounded(kernel: np.ndarray, scale: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapter:
-    """An adapter of a model: its sizes, and the policy's parameters with it.
-
-    The methods that an `Architecture` has too are about all of the policy's parameters; `trained`
-    and `frozen` are about a part of them.
+class Adapter(Around):
+    """A model with an adapter.
 
     Attributes:
         model: whose layers it adapts.
@@ -134,6 +76,7 @@ class Adapter:
         base_dtype: of the base: a float dtype, or int8 for its linear layers.
         other_dtype: of an int8 base's other weights.
         is_merged: the sampler computes with `W + s A B`, in place of base and adapter apart.
+        path: folder of the adapter to begin with, in PEFT's format; "": a new one.
     """
 
     model: Architecture
@@ -144,21 +87,49 @@ class Adapter:
     base_dtype: str = "float32"
     other_dtype: str = "float32"
     is_merged: bool = False
+    path: str = ""
 
     @property
     def scaling(self) -> float:
         """The factor s of the product of both matrices."""
         return self.alpha / (self.rank**0.5 if self.is_rank_stabilised else self.rank)
 
-    @property
-    def trained(self) -> Declared:
-        """The adapter's own parameters."""
-        return _Part(self, is_trained=True)
+    def parts(self, frozen: Sequence[str] = ()) -> tuple[Declared, Declared]:
+        """The adapter's own parameters, and the base's, all of which are frozen."""
+        return divide(self, lambda path: path[-1] in TRAINED)
 
     @property
-    def frozen(self) -> Declared:
-        """The base's."""
-        return _Part(self, is_trained=False)
+    def plan(self) -> str:
+        """See `Around`."""
+        return "jaxrl.extras.lora.memory"
+
+    def check(self) -> None:
+        """Refuses an adapter in `path` that is not the one that is configured."""
+        from jaxrl.extras.lora import files
+
+        if self.path:
+            files.check_adapter(self.path, self)
+
+    def load_base(self, folder: str | Path, mesh: Mesh, progress: Progress) -> Params:
+        """See `files.load_base`."""
+        from jaxrl.extras.lora import files
+
+        return files.load_base(folder, mesh, self, progress)
+
+    def begin(self, mesh: Mesh, seed: int) -> Params:
+        """A new adapter, or that of `path`."""
+        from jaxrl.extras.lora import files
+
+        if self.path:
+            return files.load_adapter(self.path, self, mesh)
+        return files.new_adapter(self, mesh, seed)
+
+    def export(self, params: Params, parent: Path, source: str | Path) -> None:
+        """Writes the adapter as PEFT has it, in `adapter`, and the merged model, in `export`."""
+        from jaxrl.extras.lora import files
+
+        files.save_adapter(params, self, parent / "adapter", source=source)
+        files.save_merged(params, self, parent / "export", source=source)
 
     def is_quantised(self, path: tuple[str, ...]) -> bool:
         """Whether a parameter of the architecture is int8 here."""
@@ -195,7 +166,7 @@ class Adapter:
             is_kernel = path[-1] not in (*TRAINED, "kernel_scale")
             return is_kernel or not (self.is_merged and "/".join(path[:-1]) in self.targets)
 
-        return _part(axes, is_there)
+        return only(axes, is_there)
 
     def _with_own_axes(self, axes: dict[str, Any]) -> dict[str, Any]:
         found = flatten_dict(axes)
@@ -212,12 +183,14 @@ class Adapter:
     def init(self, key: jax.Array) -> Params:
         """A new adapter: A uniform within 1 / sqrt(in), as PEFT draws it, and B zero."""
         drawn = {}
-        for number, (path, leaf) in enumerate(flatten_dict(self.trained.abstract_params()).items()):
+        for number, (path, leaf) in enumerate(
+            flatten_dict(self.parts()[0].abstract_params()).items()
+        ):
             drawn[path] = jnp.zeros(leaf.shape, leaf.dtype)
             if path[-1] == "lora_a":
                 bound = leaf.shape[-2] ** -0.5
-                own = jax.random.fold_in(key, number)
-                drawn[path] = jax.random.uniform(own, leaf.shape, leaf.dtype, -bound, bound)
+                its_key = jax.random.fold_in(key, number)
+                drawn[path] = jax.random.uniform(its_key, leaf.shape, leaf.dtype, -bound, bound)
         return unflatten_dict(drawn)
 
     def train_weights(self, policy: Params, dtype: DTypeLike) -> Params:
@@ -237,8 +210,8 @@ class Adapter:
         def is_kept(path: tuple[str, ...]) -> bool:
             return path[:-1] in quantised and path[-1] in QUANTISED
 
-        floats = cast(_part(weights, lambda path: not is_kept(path)), dtype)
-        return join(floats, _part(weights, is_kept))
+        floats = cast(only(weights, lambda path: not is_kept(path)), dtype)
+        return join(floats, only(weights, is_kept))
 
     def _scaled(self, policy: Params) -> Params:
         """With s in B, so that a layer has all that it computes with."""
@@ -268,23 +241,6 @@ def merged(layer: Params) -> jax.Array:
     if "kernel_scale" in layer:
         kernel = kernel * layer["kernel_scale"]
     return kernel + layer["lora_a"] @ layer["lora_b"]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The trained or the frozen part of a policy's parameters."""
-
-    adapter: Adapter
-    is_trained: bool
-
-    def _of(self, tree: dict[str, Any]) -> dict[str, Any]:
-        return _part(tree, lambda path: _is_trained(path) == self.is_trained)
-
-    def abstract_params(self) -> Params:
-        return self._of(self.adapter.abstract_params())
-
-    def logical_axes(self) -> dict[str, Any]:
-        return self._of(self.adapter.logical_axes())
 
 
 def find_targets(model: Architecture, names: Sequence[str]) -> tuple[str, ...]:

@@ -19,12 +19,12 @@ from jax.sharding import Mesh, Sharding
 from safetensors.numpy import save_file
 
 from jaxrl.envs.json_text import read_object
+from jaxrl.extras.lora.adapter import Adapter, module_of, modules_of, quantise
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.hf_weights import (
     StoredTensor,
     host_array,
     known_name,
-    load_hf,
     load_stored,
     open_checked,
     open_file,
@@ -33,14 +33,13 @@ from jaxrl.models.hf_weights import (
     write_hf,
     write_json,
 )
-from jaxrl.models.lora import Adapter, module_of, modules_of, quantise
-from jaxrl.models.policy import Model
 from jaxrl.runtime import sharding
 from jaxrl.runtime.files import folder_taking_place
+from jaxrl.runtime.versions import ADAPTER_FILE
 from jaxrl.types import Params
 
 CONFIG_FILE = "adapter_config.json"
-TENSORS_FILE = "adapter_model.safetensors"
+TENSORS_FILE = ADAPTER_FILE
 PREFIX = "base_model.model."
 """Before the name of each module, as PEFT wraps the model."""
 
@@ -71,24 +70,6 @@ CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Beginnings of `init_lora_weights` with which PEFT also changes the weights beside an adapter."""
 
 
-def load_frozen(
-    path: str | Path,
-    model: Model,
-    architecture: str = "",
-    progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Params:
-    """What of a policy is not trained, of an HF folder that was checked; arguments as of `load_hf`.
-
-    These are the weights beside an adapter, or frozen entries in float32.
-    """
-    if model.adapter is not None:
-        return load_base(path, model.mesh, model.adapter, progress)
-    names = model.frozen.names
-    if not names:
-        return {}
-    return load_hf(path, model.mesh, architecture=architecture, entries=names, progress=progress)
-
-
 def load_base(
     path: str | Path,
     mesh: Mesh,
@@ -101,8 +82,8 @@ def load_base(
     process, since its scales are those of all of its inputs.
     """
     model, stored = adapter.model, open_known(adapter.model, Path(path))
-    shapes = flatten_dict(adapter.frozen.abstract_params(), sep="/")
-    layouts = flatten_dict(sharding.param_shardings(mesh, adapter.frozen), sep="/")
+    shapes = flatten_dict(adapter.parts()[1].abstract_params(), sep="/")
+    layouts = flatten_dict(sharding.param_shardings(mesh, adapter.parts()[1]), sep="/")
     scaled = [p.removesuffix("_scale") for p in shapes if p.endswith("/kernel_scale")]
     floats = {p: layout for p, layout in layouts.items() if p.removesuffix("_scale") not in scaled}
     [dtype] = {shapes[param].dtype for param in floats}
@@ -124,14 +105,14 @@ def _put(array: np.ndarray, layout: Sharding) -> jax.Array:
 
 def new_adapter(adapter: Adapter, mesh: Mesh, seed: int) -> Params:
     """An adapter that changes nothing yet, on the mesh; of a seed it is the same on any."""
-    layouts = sharding.param_shardings(mesh, adapter.trained)
+    layouts = sharding.param_shardings(mesh, adapter.parts()[0])
     return jax.jit(adapter.init, out_shardings=layouts)(jax.random.key(seed))
 
 
 def load_adapter(path: str | Path, adapter: Adapter, mesh: Mesh) -> Params:
     """The adapter of a folder that was checked, on the mesh."""
     stored = {tensor.name: tensor for tensor in open_file(Path(path) / TENSORS_FILE)}
-    layouts = flatten_dict(sharding.param_shardings(mesh, adapter.trained), sep="/")
+    layouts = flatten_dict(sharding.param_shardings(mesh, adapter.parts()[0]), sep="/")
     params = {}
     for param, layout in layouts.items():
         tensors = (stored[name] for name in _tensor_names(adapter, param))
@@ -233,7 +214,7 @@ def _check_tensors(
 
 def _tensors_of(adapter: Adapter) -> Iterator[tuple[str, tuple[int, ...]]]:
     """PEFT's name and shape of every tensor of an adapter."""
-    for param, leaf in flatten_dict(adapter.trained.abstract_params(), sep="/").items():
+    for param, leaf in flatten_dict(adapter.parts()[0].abstract_params(), sep="/").items():
         for name in _tensor_names(adapter, param):
             yield name, leaf.shape[:0:-1]
 

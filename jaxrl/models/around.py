@@ -1,0 +1,135 @@
+"""An architecture around another: with parameters beside that one's, some of which are trained."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxrl.models.architecture import Architecture, Fused, MemoryTerms, Vision
+from jaxrl.types import Params
+
+Progress = Callable[[int, int], None]
+"""Told how many are done, of how many."""
+
+
+def _of_model(name: str) -> Any:
+    return property(attrgetter(f"model.{name}"))
+
+
+class Around(Architecture):
+    """What a class of this kind does not define is as the model has it."""
+
+    model: Architecture
+
+    vocab_size: int = _of_model("vocab_size")
+    width: int = _of_model("width")
+    num_layers: int = _of_model("num_layers")
+    num_heads: int = _of_model("num_heads")
+    num_kv_heads: int = _of_model("num_kv_heads")
+    head_dim: int = _of_model("head_dim")
+    max_positions: int = _of_model("max_positions")
+    tie_embeddings: bool = _of_model("tie_embeddings")
+    num_experts: int = _of_model("num_experts")
+    num_chosen: int = _of_model("num_chosen")
+    expert_layers: tuple[int, ...] = _of_model("expert_layers")
+    vision: Vision | None = _of_model("vision")
+    stacks: Any = _of_model("stacks")
+    num_idle: Any = _of_model("num_idle")
+
+    @property
+    def plain(self) -> Architecture:
+        """See `Architecture.plain`."""
+        return self.model
+
+    @property
+    @abstractmethod
+    def plan(self) -> str:
+        """The module that knows its memory, with `policy_weights` and `decode_bytes`."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Refuses what a run could not begin with.
+
+        Raises:
+            FileNotFoundError, ValueError: names the key.
+        """
+
+    @abstractmethod
+    def load_base(self, folder: str | Path, mesh: Mesh, progress: Progress) -> Params:
+        """The parameters that are not trained, of an HF folder of the model that was checked."""
+
+    @abstractmethod
+    def begin(self, mesh: Mesh, seed: int) -> Params:
+        """Those that are trained, as a run begins with them."""
+
+    @abstractmethod
+    def export(self, params: Params, parent: Path, source: str | Path) -> None:
+        """Writes those that are trained into folders below `parent`; every process calls this.
+
+        One of them is `export`, the whole model in HF's format.
+
+        Args:
+            params: that are trained.
+            parent: of the folders.
+            source: the HF folder that the run began with.
+        """
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> Architecture:
+        """No `config.json` is of this kind."""
+        raise NotImplementedError
+
+    def hf_config(self) -> dict[str, Any]:
+        """The model's, and so all below."""
+        return self.model.hf_config()
+
+    def hf_names(self) -> dict[str, str]:
+        """See `Architecture`."""
+        return self.model.hf_names()
+
+    def hf_renamed(self) -> dict[str, str]:
+        """See `Architecture`."""
+        return self.model.hf_renamed()
+
+    def hf_copies(self) -> dict[str, str]:
+        """See `Architecture`."""
+        return self.model.hf_copies()
+
+    def hf_fused(self) -> dict[str, Fused]:
+        """See `Architecture`."""
+        return self.model.hf_fused()
+
+    def linear_layers(self) -> tuple[str, ...]:
+        """See `Architecture`."""
+        return self.model.linear_layers()
+
+    def hidden_states(self, *arrays: Any, **images: Any) -> Any:
+        """See `Architecture`."""
+        return self.model.hidden_states(*arrays, **images)
+
+    def unembed(self, params: Params, hidden: Any, *, num_tokens: int) -> Any:
+        """See `Architecture`."""
+        return self.model.unembed(params, hidden, num_tokens=num_tokens)
+
+    def sample_states(self, *arrays: Any, **images: Any) -> Any:
+        """See `Architecture`."""
+        return self.model.sample_states(*arrays, **images)
+
+    def memory_terms(self, tensor: int) -> MemoryTerms:
+        """See `Architecture`."""
+        return self.model.memory_terms(tensor)
+
+    def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
+        """See `Architecture`."""
+        return self.model.expert_terms(tensor, expert)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a family of models has beside what `Architecture` declares."""
+        if name.startswith("__") or name == "model":
+            raise AttributeError(name)
+        return getattr(self.model, name)

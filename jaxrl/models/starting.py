@@ -1,0 +1,56 @@
+"""The weights that a policy begins with, from the folder of its model."""
+
+from __future__ import annotations
+
+from jaxrl.models.around import Around, Progress
+from jaxrl.models.hf_weights import load_hf
+from jaxrl.models.policy import Model
+from jaxrl.types import Params
+
+
+def load_base(model: Model, folder: str, architecture: str, progress: Progress) -> Params:
+    """What is not trained, on the mesh: frozen entries in float32, or what is around.
+
+    Args:
+        model: the policy.
+        folder: of the model, that was checked.
+        architecture: as of `read_model`.
+        progress: told how many MiB or layers are read, of how many.
+    """
+    if isinstance(model.config, Around):
+        return model.config.load_base(folder, model.mesh, progress)
+    names = tuple(model.frozen.abstract_params())
+    if not names:
+        return {}
+    return load_hf(folder, model.mesh, architecture=architecture, entries=names, progress=progress)
+
+
+def load_trained(
+    model: Model,
+    folder: str,
+    architecture: str,
+    progress: Progress,
+    *,
+    seed: int,
+    is_late: bool = False,
+) -> Params:
+    """What is trained, as a run begins with it, on the mesh.
+
+    Args:
+        model: the policy.
+        folder: of the model, that was checked.
+        architecture: as of `read_model`.
+        progress: told how many MiB are read, of how many.
+        seed: of parameters that the folder does not have.
+        is_late: parameters of the folder stay on disk until they are wanted; see `load_hf`.
+    """
+    if isinstance(model.config, Around):
+        return model.config.begin(model.mesh, seed)
+    return load_hf(
+        folder,
+        model.mesh,
+        architecture=architecture,
+        entries=tuple(model.trained.abstract_params()),
+        progress=progress,
+        is_late=is_late,
+    )

@@ -1,0 +1,73 @@
+"""What optional capabilities are to the core: folders that can be deleted."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import ROOT
+from tests.runs import METHOD_SIZES, records
+
+EXTRAS = ["report", *(f"extras/{path.parent.name}" for path in (ROOT / "jaxrl").glob("extras/*/__init__.py"))]
+
+ALONE = """
+import runpy, sys
+sys.meta_path = [f for f in sys.meta_path if "editable" not in str(f)]  # which has all modules
+"""
+LAUNCH = ALONE + "runpy.run_module('jaxrl.launch', run_name='__main__', alter_sys=True)"
+EVERY_MODULE = """
+import importlib, pkgutil, jaxrl
+for module in pkgutil.walk_packages(jaxrl.__path__, "jaxrl."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+print(jaxrl.__file__)
+"""
+
+
+def without(folder, *names):
+    """A copy of the package in a folder, without these extras."""
+    for part in ("jaxrl", "configs", "examples"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in names:
+        shutil.rmtree(folder / "jaxrl" / name)
+    return folder
+
+
+def python(folder, *arguments, **variables):
+    """What a Python prints that has this folder's jaxrl."""
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)} | variables,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def trains_two_steps(folder, world, compilation):
+    assert python(folder, "-c", ALONE + EVERY_MODULE).strip() == str(folder / "jaxrl" / "__init__.py")
+    (folder / "values.json").write_text(json.dumps(METHOD_SIZES | {"eval.suites": ["greedy"]}))
+    told = python(
+        folder,
+        *("-c", LAUNCH, f"--config={folder}/configs/debug_tiny.py:{world}"),
+        *("--values=values.json", "--workdir=run"),
+        **compilation,
+    )
+    assert [record["step"] for record in records(folder / "run")] == [0, 1, 2]
+    return told
+
+
+def test_without_any_extra_a_text_run_trains(tiny_world, tmp_path, quick_compilation):
+    told = trains_two_steps(without(tmp_path, *EXTRAS), tiny_world, quick_compilation)
+    assert "no report: No module named 'jaxrl.report'" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(EXTRAS))
+def test_without_one_extra_a_text_run_trains(tiny_world, tmp_path, quick_compilation, name):
+    trains_two_steps(without(tmp_path, name), tiny_world, quick_compilation)
