@@ -194,7 +194,26 @@ def test_functions_take_few_parameters():
     assert found == WITH_MORE
 
 
-MAX_LINES_OF_THE_LOOP = 20_000
+HOLDS_A_CONFIGURATION = {
+    *("config.py", "values.py", "installed.py", "choices.py", "config_checks.py"),
+    *("method.py", "environment.py", "toolbox.py", "tasks.py", "components.py"),
+    *("launch.py", "api.py", "ask.py", "runtime/history.py", "runtime/versions.py"),
+    *("runtime/plan/advice.py", "runtime/plan/memory.py", "runtime/plan/weights.py"),
+    "extras/dense/memory.py",  # for the plan
+}
+
+
+def test_only_what_stands_before_a_run_holds_its_configuration():
+    """Stages and the rooms of the loop get what was made of it, frozen."""
+    found = {
+        path.relative_to(ROOT / "jaxrl").as_posix()
+        for path in (ROOT / "jaxrl").rglob("*.py")
+        if "ml_collections" in path.read_text(encoding="utf-8")
+    }
+    assert found == HOLDS_A_CONFIGURATION
+
+
+MAX_LINES_OF_THE_LOOP = 11_400
 """Of `jaxrl/train.py` and all that it imports; who reads how it trains reads no more than this."""
 
 
