@@ -58,7 +58,6 @@ from jaxrl.models.reading import read_model
 from jaxrl.own_code import is_own
 from jaxrl.processor import BlankProcessor, Processor
 from jaxrl.runtime.checkpoint import newest_whole
-from jaxrl.runtime.distributed import shared
 from jaxrl.runtime.plan import memory
 from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
 from jaxrl.runtime.versions import search_fingerprints
@@ -67,6 +66,7 @@ from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.next_token import GREEDY, NUCLEUS, PLAIN, kind_of
 from jaxrl.sampling.protocol import POLICIES, External, RolloutFunction
 from jaxrl.sampling.rollout import EpisodePlayer, Limits, Rollout, Schedule
+from jaxrl.sampling.sharing import shared
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.session import Components, Stage
 from jaxrl.settings import Checkpointing, Costs, Evaluation, Settings

@@ -17,6 +17,7 @@ from jaxrl.config import flat_pairs
 from jaxrl.evaluate import evaluate, run_suites
 from jaxrl.logs.display import Display
 from jaxrl.logs.mirrors import open_log
+from jaxrl.logs.writers import write_samples
 from jaxrl.models.folder import model_folder
 from jaxrl.models.starting import load_base, load_trained
 from jaxrl.own_code import OwnCodeError
@@ -164,6 +165,7 @@ def evaluate_step(
             restored=restored,
             should_stop=should_stop,
             run_suites=run_suites,
+            write_samples=write_samples,
             origin=origin_of(settings, contents),
             failures=Failures(limit=settings.max_failed_steps, log=display.log, num_batches=0),
             saved=dataclasses.replace(progress),
@@ -273,6 +275,7 @@ def open_session(
         restored=found[1] if found else {},
         should_stop=should_stop,
         run_suites=run_suites,
+        write_samples=write_samples,
         origin=origin_of(settings, contents),
         failures=failures,
         saved=dataclasses.replace(progress) if found else None,

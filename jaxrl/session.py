@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,11 +16,10 @@ from jax.sharding import Mesh
 
 from jaxrl import codecs
 from jaxrl.envs.base import Task
-from jaxrl.logs.display import Display
 from jaxrl.logs.metrics import plain_numbers
-from jaxrl.logs.writers import MetricsLog, Record
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
+from jaxrl.outlets import Checkpoints, Record, Records, Shown, WriteSamples
 from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.heap import give_back
 from jaxrl.runtime.stopping import Best
@@ -196,30 +195,6 @@ OF_CODE = "'s file"
 """Ends the name of a fingerprint of code that a key names, as in `advantage.name's file`."""
 
 
-class Checkpoints(Protocol):
-    """Where a stage saves; `runtime.checkpoint.Checkpointer` says what each does."""
-
-    def save(
-        self,
-        step: int,
-        state: TrainState,
-        position: dict[str, Any],
-        ref_params: Params | None,
-        *,
-        value: float | None = None,
-    ) -> None:
-        """Saves the state after a step; `value` is that of its evaluation."""
-        ...
-
-    def restore_best(self, state: TrainState) -> tuple[int, TrainState]:
-        """The step with the highest value, and its state as the abstract one is."""
-        ...
-
-    def wait(self) -> None:
-        """Returns once everything is on the disk."""
-        ...
-
-
 RunSuites = Callable[["Session", str, Sequence[str]], tuple[dict[str, float], dict[str, str]]]
 """See `evaluate.run_suites`."""
 
@@ -232,12 +207,13 @@ class Session:
     workdir: Path
     components: Components
     checkpointer: Checkpoints
-    metrics_log: MetricsLog
-    display: Display
+    metrics_log: Records
+    display: Shown
     progress: Progress
     restored: dict[str, Any]  # from the checkpoint the run began with; each stage takes its own
     should_stop: Callable[[], bool]
     run_suites: RunSuites
+    write_samples: WriteSamples
     origin: Mapping[str, Any]  # configuration and contents of files, for a start that goes on
     failures: Failures  # batches in a row of which every episode failed
     state: TrainState | None = None  # as progress says, in the middle of a stage that trains

@@ -26,7 +26,6 @@ from jaxrl.logs.steps import (
     sample_fields,
     window_metrics,
 )
-from jaxrl.logs.writers import write_images, write_trajectories
 from jaxrl.runtime import distributed
 from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.sharding import abstract, num_batch_shards
@@ -463,7 +462,6 @@ def log_trajectories(session: Session, groups: Sequence[Group], controllers: Con
     count = session.settings.trajectories
     trajectories = members(groups)
     count = len(trajectories) if count < 0 else count
-    file = session.workdir / "trajectories" / f"step_{session.progress.step:06d}.jsonl"
     fields = sample_fields(groups, controllers, session.settings.ledger.prices)
-    write_trajectories(file, trajectories[:count], fields[:count])
-    write_images(session.workdir, trajectories[:count])
+    kept = trajectories[:count], fields[:count]
+    session.write_samples(session.workdir, session.progress.step, *kept)

@@ -26,8 +26,8 @@ from jaxrl.method import method_of
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.run import restore_targets, run
 from jaxrl.runtime.checkpoint import Checkpointer
-from jaxrl.runtime.distributed import shared
 from jaxrl.sampling.rollout import Limits, Rollout, Schedule
+from jaxrl.sampling.sharing import shared
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.session import Progress
 from jaxrl.toolbox import reward_weights

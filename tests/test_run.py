@@ -40,6 +40,7 @@ def test_more_steps_are_done_than_are_asked_for():
         restored={},
         should_stop=lambda: False,
         run_suites=None,
+        write_samples=None,
         origin={},
         failures=None,
     )

@@ -15,7 +15,8 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.summary_pb2 import Summary
 
-from jaxrl.logs.writers import MetricsLog, Record
+from jaxrl.logs.writers import MetricsLog
+from jaxrl.outlets import Record
 from jaxrl.settings import Settings
 
 

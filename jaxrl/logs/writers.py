@@ -12,11 +12,9 @@ from typing import Any, Protocol
 from jaxrl.codecs import trajectory_record
 from jaxrl.envs.json_text import parse_json
 from jaxrl.logs.metrics import plain_numbers
+from jaxrl.outlets import Record
 from jaxrl.runtime.files import set_aside, taking_place, written_whole
 from jaxrl.types import Trajectory
-
-Record = Mapping[str, Any]
-"""A line of `metrics.jsonl`: `step`, `stage`, and numbers, None for those that are not finite."""
 
 
 class Mirror(Protocol):
@@ -123,6 +121,18 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
         return None
     is_record = isinstance(record, dict) and type(record.get("step")) is int
     return record if is_record and isinstance(record.get("stage", "train"), str) else None
+
+
+def write_samples(
+    workdir: Path,
+    step: int,
+    trajectories: Sequence[Trajectory],
+    fields: Sequence[Mapping[str, Any]],
+) -> None:
+    """Writes trajectories of a step, with further fields of each, and their images."""
+    file = workdir / "trajectories" / f"step_{step:06d}.jsonl"
+    write_trajectories(file, trajectories, fields)
+    write_images(workdir, trajectories)
 
 
 def write_images(workdir: Path, trajectories: Iterable[Trajectory]) -> None:

@@ -1,4 +1,4 @@
-"""Host values that the processes of a job exchange, and rollouts that they share.
+"""Host values that the processes of a job exchange.
 
 One process a host. Rollouts run on each process's own devices at its own pace (`sharding`'s local
 mesh); updates run on the mesh of all devices. Between the two, `gather` brings together what the
@@ -9,18 +9,11 @@ the same values everywhere.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-
-from jaxrl import codecs
-from jaxrl.envs.base import OutageError
-from jaxrl.runtime.stopping import Interrupted
-from jaxrl.sampling.protocol import RolloutFunction, Sampling
-from jaxrl.types import Draw, Group
 
 Value = TypeVar("Value")
 
@@ -81,40 +74,3 @@ def anywhere(flag: bool) -> bool:
 def from_main(value: Value) -> Value:
     """The first process's value; all processes call this."""
     return gather(value)[0]
-
-
-def shared(
-    rollout: RolloutFunction, restored: Callable[[list[Group]], list[Group]] = list
-) -> RolloutFunction:
-    """The rollout of all processes: each samples whole groups of its share of the tasks.
-
-    Every process gets the trajectories of all, in task order; if one is interrupted, or finds what
-    the environment asks out of reach, all are.
-
-    Args:
-        rollout: of one process.
-        restored: puts into groups what does not travel, as images.
-    """
-
-    def everywhere(draws: Sequence[Draw], sampling: Sampling, **settings: Any) -> list[Group]:
-        if jax.process_count() == 1:
-            return rollout(draws, sampling, **settings)
-        mine = share(len(draws))
-        own: Any = None
-        try:
-            sampled = rollout(draws[mine], sampling, **settings)
-            own = codecs.groups_to_json(sampled)
-        except Interrupted:
-            own = None
-        except OutageError as error:
-            own = str(error)
-        parts = gather(own)
-        outage = next((part for part in parts if isinstance(part, str)), None)
-        if outage is not None:
-            raise OutageError(outage)
-        if any(part is None for part in parts):
-            raise Interrupted("a rollout was asked to stop")
-        found = [group for part in parts for group in codecs.groups_from_json(part or ())]
-        return restored(found)
-
-    return everywhere

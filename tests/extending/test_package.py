@@ -79,5 +79,5 @@ def test_a_name_of_two_packages_is_refused(installed):
     (other / "entry_points.txt").write_text("[jaxrl.engines]\nnotes = other:Engine\n")
     config = default_config()
     config.search.engine = "notes"
-    with pytest.raises(ValueError, match="2 packages have registered for jaxrl.engines: my_pack"):
+    with pytest.raises(ValueError, match=r"2 packages have registered for .*: my_pack"):
         name_installed(config)

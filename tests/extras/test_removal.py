@@ -11,7 +11,10 @@ import pytest
 from tests.helpers import ROOT
 from tests.runs import METHOD_SIZES, records
 
-EXTRAS = ["report", *(f"extras/{path.parent.name}" for path in (ROOT / "jaxrl").glob("extras/*/__init__.py"))]
+EXTRAS = [
+    "report",
+    *(f"extras/{path.parent.name}" for path in (ROOT / "jaxrl").glob("extras/*/__init__.py")),
+]
 
 ALONE = """
 import runpy, sys
@@ -50,7 +53,9 @@ def python(folder, *arguments, **variables):
 
 
 def trains_two_steps(folder, world, compilation):
-    assert python(folder, "-c", ALONE + EVERY_MODULE).strip() == str(folder / "jaxrl" / "__init__.py")
+    assert python(folder, "-c", ALONE + EVERY_MODULE).strip() == str(
+        folder / "jaxrl" / "__init__.py"
+    )
     (folder / "values.json").write_text(json.dumps(METHOD_SIZES | {"eval.suites": ["greedy"]}))
     told = python(
         folder,

@@ -1,0 +1,85 @@
+"""What the stages of a run ask of what saves, records and shows; `run.py` hands these in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from jaxrl.types import Params, TrainState, Trajectory
+
+Record = Mapping[str, Any]
+"""A line of `metrics.jsonl`: `step`, `stage`, and numbers, None for those that are not finite."""
+
+WriteSamples = Callable[[Path, int, Sequence[Trajectory], Sequence[Mapping[str, Any]]], None]
+"""See `writers.write_samples`."""
+
+
+class Checkpoints(Protocol):
+    """Where a stage saves; `runtime.checkpoint.Checkpointer` says what each does."""
+
+    def save(
+        self,
+        step: int,
+        state: TrainState,
+        position: dict[str, Any],
+        ref_params: Params | None,
+        *,
+        value: float | None = None,
+    ) -> None:
+        """Saves the state after a step; `value` is that of its evaluation."""
+        ...
+
+    def restore_best(self, state: TrainState) -> tuple[int, TrainState]:
+        """The step with the highest value, and its state as the abstract one is."""
+        ...
+
+    def wait(self) -> None:
+        """Returns once everything is on the disk."""
+        ...
+
+
+class Records(Protocol):
+    """Where metrics go; `logs.writers.MetricsLog` says what each does."""
+
+    num_records: int
+
+    def carry(self, name: str, value: float) -> None:
+        """Adds to a metric of the next record."""
+        ...
+
+    def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
+        """Appends a record."""
+        ...
+
+    def close(self) -> None:
+        """Ends it."""
+        ...
+
+
+class Shown(Protocol):
+    """What people follow a run by; `logs.display.Display` says what each does."""
+
+    def log(self, text: str) -> None:
+        """Prints lines that stay."""
+        ...
+
+    def start(self, stage: str, first_step: int, num_steps: int) -> None:
+        """Begins the line of a stage."""
+        ...
+
+    def step(self, step: int, numbers: Mapping[str, float]) -> None:
+        """Shows the numbers of a step."""
+        ...
+
+    def activity(self, text: str) -> None:
+        """Says what it is at."""
+        ...
+
+    def counter(self, what: str) -> Callable[[int, int], None]:
+        """What is told how many are done, of how many."""
+        ...
+
+    def stop(self) -> None:
+        """Ends the line."""
+        ...
