@@ -1,4 +1,4 @@
-"""Writes the reference encoders of `tests/models/test_encoders.py`; run with torch installed.
+"""Writes the reference encoders of `tests/extras/dense/test_encoders.py`; run with torch installed.
 
     python tests/golden/make_encoders.py
 

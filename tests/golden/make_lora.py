@@ -1,4 +1,4 @@
-"""Writes the adapters of `tests/models/test_lora.py`; run with torch and peft installed.
+"""Writes the adapters of `tests/extras/lora/test_lora.py`; run with torch and peft installed.
 
     python tests/golden/make_lora.py
 

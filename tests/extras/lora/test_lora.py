@@ -26,8 +26,8 @@ from jaxrl.models.parts import join, split
 from jaxrl.models.policy import Model
 from jaxrl.models.reading import read_model
 from jaxrl.types import Batch
+from tests.extras.lora.adapters import GOLDEN, MESH, logits_of, plain_logits
 from tests.helpers import TINY, relative_distance
-from tests.models.adapters import GOLDEN, MESH, logits_of, plain_logits
 
 SETTINGS = {
     "lora_all_linear": {"rank": 4, "alpha": 8.0, "names": ["all-linear"]},

@@ -13,7 +13,7 @@ import pytest
 from jaxrl.envs.base import ToolError
 from jaxrl.extras.dense import files
 from jaxrl.extras.dense.files import Source, open_built
-from tests.dense.worlds import dense, documents, write_corpus
+from tests.extras.dense.worlds import dense, documents, write_corpus
 from tests.helpers import ROOT, no_file_beyond
 
 

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxrl.extras.dense import passages as module
 from jaxrl.extras.dense.passages import DTYPES, GROUP, Layout, Passages, _first, device_bytes
-from tests.dense.mesh_search import brute_force, corpus_and_queries, unit
+from tests.extras.dense.mesh_search import brute_force, corpus_and_queries, unit
 from tests.helpers import ROOT, with_devices
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -22,7 +22,7 @@ ONE = jax.devices()[:1]
 
 def test_every_mesh_finds_what_numpy_finds(tmp_path):
     file = tmp_path / "done"
-    command = [sys.executable, "-m", "tests.dense.mesh_search", str(file)]
+    command = [sys.executable, "-m", "tests.extras.dense.mesh_search", str(file)]
     subprocess.run(command, cwd=ROOT, env={**os.environ, **with_devices(8)}, check=True)
     assert file.read_text().startswith("10 meshes")
 

@@ -1,6 +1,6 @@
 """Searches on every mesh of eight virtual devices, and on parts of them; run as a program.
 
-    python -m tests.dense.mesh_search FILE
+    python -m tests.extras.dense.mesh_search FILE
 
 Writes to FILE how many searches there were. Each is compared with `brute_force`.
 """

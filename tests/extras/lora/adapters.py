@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxrl.runtime.sharding import make_mesh
 from tests.helpers import full_pass
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 MESH = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
 
 

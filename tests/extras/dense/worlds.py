@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jaxrl.extras.dense.engine import DenseSearch
 
-ENCODER = Path(__file__).parents[1] / "golden" / "encoder_e5"
+ENCODER = Path(__file__).parents[2] / "golden" / "encoder_e5"
 PREFIXES = {"query_prefix": "query: ", "passage_prefix": "passage: "}
 NAMES = ("avington", "bread", "mill", "river", "tom hale", "ada kerr", "1871", "bridge")
 

@@ -11,7 +11,7 @@ import pytest
 from jaxrl.extras.dense.encoder import Encoder, read_tokenizer
 from jaxrl.extras.dense.encoders import read_embedding_model
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 TEXTS = json.loads((GOLDEN / "encoder_texts.json").read_text(encoding="utf-8"))
 SETTINGS = {
     "encoder_e5": {"query_prefix": "query: ", "passage_prefix": "passage: "},

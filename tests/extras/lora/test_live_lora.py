@@ -21,8 +21,8 @@ from jaxrl.models.parts import join
 from jaxrl.models.policy import Model
 from jaxrl.models.reading import read_model
 from jaxrl.types import Batch
+from tests.extras.lora.adapters import GOLDEN, MESH, logits_of
 from tests.helpers import relative_distance
-from tests.models.adapters import GOLDEN, MESH, logits_of
 
 torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")

@@ -21,8 +21,8 @@ from jaxrl.envs.serve_retriever import make_engine
 from jaxrl.extras.dense.engine import DenseSearch, Settings
 from jaxrl.extras.dense.hybrid import HybridSearch, fuse
 from jaxrl.runtime.versions import fingerprints
-from tests.dense.mesh_search import brute_force
-from tests.dense.worlds import ENCODER, PREFIXES, dense, documents, write_corpus
+from tests.extras.dense.mesh_search import brute_force
+from tests.extras.dense.worlds import ENCODER, PREFIXES, dense, documents, write_corpus
 from tests.helpers import ROOT, blocks
 from tests.toys import count_compilations
 

@@ -12,7 +12,7 @@ from jaxrl.extras.dense.engine import DenseSearch
 from jaxrl.extras.dense.hybrid import HybridSearch
 from jaxrl.logs.display import Display
 from jaxrl.run import run
-from tests.dense.worlds import ENCODER, PREFIXES
+from tests.extras.dense.worlds import ENCODER, PREFIXES
 from tests.runs import SIZES, records, trajectories
 
 pytestmark = [

@@ -9,7 +9,7 @@ from jaxrl.extras.dense.encoders import read_embedding_model
 from jaxrl.extras.dense.memory import search_bytes
 from jaxrl.extras.dense.passages import Passages
 from jaxrl.runtime.plan import memory
-from tests.dense.worlds import ENCODER, PREFIXES, write_corpus
+from tests.extras.dense.worlds import ENCODER, PREFIXES, write_corpus
 from tests.runtime.plan.cases import NODE, QWEN_7B, large_run
 
 WIKIPEDIA = 21_015_324  # passages of Wikipedia 2018, of E5's 768 values
