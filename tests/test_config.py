@@ -203,9 +203,9 @@ def test_what_computes_sees_no_configuration():
 
 WHOLESALE = re.compile(
     r"search\.(local|http|web|opensearch|dense|hybrid|cache|breaker)[._]|env\.search\.python\."
-    r"|reward\.math_verify\."
+    r"|reward\.math_verify\.|model\.lora\."
 )
-"""Settings of an engine, a tool or a verifier, which gets its section whole."""
+"""Settings of an engine, a tool, a verifier or an adapter, which gets its section whole."""
 
 
 def test_every_key_is_read():

@@ -41,7 +41,7 @@ EXAMPLES = "protocol='qwen'|as qwen2.5-vl|as in gpt-2 or llama 3"
 
 
 def test_nothing_outside_the_room_knows_a_family_of_models():
-    """A protocol of tool calls has the name of a family, and so has a file of encoders.
+    """A protocol of tool calls has the name of a family.
 
     Messages may give a model as an example. Extras know formats, in which families have names.
     """
@@ -57,7 +57,7 @@ def test_nothing_outside_the_room_knows_a_family_of_models():
     }
     found -= {key.meaning for key in KEYS.values()}  # which name models as examples
     protocol = {name for name in KEYS if name.startswith("env.search.qwen.")}
-    assert found == {"qwen", "qwen_format", "sentence_bert_config.json", *protocol}
+    assert found == {"qwen", "qwen_format", *protocol}
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.config import default_config
-from jaxrl.method import frozen_of
+from jaxrl.method import frozen_of, optimizer_of
 from jaxrl.models.policy import Model
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape, assign_rows, make_items, pack
@@ -59,7 +59,7 @@ def test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is():
     settings.optimizer.update(lr=0.1, weight_decay=0.1, warmup_steps=0)
     frozen = frozen_of(settings)
     assert frozen == ("vision",)
-    optimizer, mesh = make_optimizer(settings.optimizer, 3), one_device_mesh()
+    optimizer, mesh = make_optimizer(optimizer_of(settings, "train")), one_device_mesh()
     packed = packed_in(SHAPES["apart"])
     batch = put_batch(mesh, packed.batch)
     policy = model(frozen)

@@ -27,7 +27,7 @@ from jaxrl.envs.math import MathEnv
 from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.retrieval import Document, DocumentSearch, Hit
 from jaxrl.envs.search import SearchEnv
-from jaxrl.extras.endpoints.policy import GO_ON, ChatModel, ChatRollout, ChatSettings, read_turn
+from jaxrl.extras.endpoints.policy import GO_ON, ChatModel, ChatRollout, read_turn
 from jaxrl.processor import BlankProcessor, Processor
 from jaxrl.runtime.stopping import Interrupted
 from jaxrl.sampling.protocol import Sampling, Seeds
@@ -124,7 +124,7 @@ def play(
     )
     settings = {"backoff_s": 0.01, "outage_deadline_s": 0.3, "deadline_s": 5.0} | settings
     with served(answer) as server:
-        model = ChatModel(ChatSettings(url=f"{server.url}/v1", model="m", **settings))
+        model = ChatModel({"url": f"{server.url}/v1", "model": "m", **settings})
         groups = ChatRollout(
             model, env or environment(), toy_tokenizer(), limits, Schedule(),
             lambda groups: [[one.reward for one in group] for group in groups],
@@ -349,7 +349,7 @@ def test_a_wrong_key_or_address_ends_all_at_once(status, key, monkeypatch):
 def test_a_missing_key_is_an_error_at_the_start(monkeypatch):
     monkeypatch.delenv("POLICY_KEY", raising=False)
     with pytest.raises(ValueError, match=r"POLICY_KEY.*config\.policy\.openai\.key_env"):
-        ChatModel(ChatSettings(url="http://127.0.0.1:1", model="m", key_env="POLICY_KEY"))
+        ChatModel({"url": "http://127.0.0.1:1", "model": "m", "key_env": "POLICY_KEY"})
 
 
 def test_calls_in_the_chat_template_are_refused():
@@ -358,7 +358,7 @@ def test_calls_in_the_chat_template_are_refused():
 
     prompt = Prompt(system="", template="{question}")
     env = Templated(Capitals(), prompt=prompt, max_turns=1)
-    model = ChatModel(ChatSettings(url="http://127.0.0.1:1", model="m"))
+    model = ChatModel({"url": "http://127.0.0.1:1", "model": "m"})
     with pytest.raises(ValueError, match=r"config\.env\.search\.protocol='search_r1'"):
         ChatRollout(model, env, toy_tokenizer(), LIMITS, Schedule(), lambda groups: [])
 
@@ -417,7 +417,7 @@ def look(answer, images, *, processor, question="", shown=(), **settings):
         group_size=1, temperature=0.0, top_p=1.0, seeds=Seeds(seed=3, stage=2, step=0)
     )
     with served(answer) as server:
-        model = ChatModel(ChatSettings(url=server.url, model="m", **settings))
+        model = ChatModel({"url": server.url, "model": "m", **settings})
         groups = ChatRollout(
             model, ShowingEnv(*shown), looking_tokenizer(), LIMITS, Schedule(),
             lambda groups: [[one.reward for one in group] for group in groups], processor,
