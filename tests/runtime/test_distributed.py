@@ -17,6 +17,7 @@ from jaxrl.envs.base import OutageError, Task, Turn
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.runtime import distributed, stopping
 from jaxrl.runtime.job import EXIT_LOST
+from jaxrl.sampling import sharing
 from jaxrl.types import Draw, Group
 from tests.episodes import make_trajectory
 from tests.helpers import with_devices
@@ -84,7 +85,7 @@ def test_gathered_trajectories_arrive_bit_for_bit(pair):
     )
     draws = [Draw(task=sent.task, stream_index=i) for i in range(2)]
     group = Group(trajectories=(sent,))
-    both = distributed.shared(lambda draws, _: [group] * len(draws))(draws, None)
+    both = sharing.shared(lambda draws, _: [group] * len(draws))(draws, None)
     [[first], [_]] = (group.trajectories for group in both)
     for field in dataclasses.fields(sent):
         one, other = getattr(sent, field.name), getattr(first, field.name)
@@ -101,7 +102,7 @@ def test_an_outage_of_one_process_is_all_processes(pair):
 
     draws = [Draw(task=Task(id="t"), stream_index=i) for i in range(2)]
     with pytest.raises(OutageError, match="nobody is there"):
-        distributed.shared(down)(draws, None)
+        sharing.shared(down)(draws, None)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from jaxrl.envs.base import ToolError
 from jaxrl.envs.tools import MAX_ERROR, PYTHON_DESCRIPTION, Tool
 from jaxrl.extras.sandbox.child import FAILED, READY
 
-CHILD = Path(__file__).with_name("sandbox_child.py")
+CHILD = Path(__file__).with_name("child.py")
 
 TIMEOUT = "TimeoutError: time limit exceeded"
 MEMORY = "MemoryError: limit exceeded"
