@@ -20,6 +20,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -37,11 +38,13 @@ from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
 from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.text import printable, writable
+from jaxrl.installed import name_installed
 from jaxrl.logs.display import Display
-from jaxrl.method import method_of, stage_steps
+from jaxrl.method import stage_steps
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.starting import load_base
+from jaxrl.own_code import is_own
 from jaxrl.runtime.checkpoint import read_newest_position, restore_params
 from jaxrl.runtime.files import system_message
 from jaxrl.runtime.heap import give_back_after_compiling
@@ -189,12 +192,14 @@ def open_run(
     config = read_config(run)
     if keys:
         config.update_from_flattened_dict(keys)
+        name_installed(config)
     if step is not None:
         check_step(run / "checkpoints", step)
     _, saved = read_newest_position(run / "checkpoints")
-    is_training = bool(saved) and Progress.from_json(saved, method_of(config)).is_under_way(
-        stage_steps(config)
-    )
+    # Of the progress no more is read: the rest is of a method, whose functions may be elsewhere.
+    names = ("stage", "stage_step", "stopped_early", "record")
+    position = Progress(**{name: saved[name] for name in names if name in (saved or ())})
+    is_training = position.is_under_way(stage_steps(config))
     export = run / "export"
     if model is None and step is None and not is_training and (export / "config.json").is_file():
         model = export
@@ -208,6 +213,7 @@ def open_run(
         )
     config.policy.name = OWN_MODEL  # whose weights these are
     leave_out_scores(config)
+    leave_out_method(config)
     if keys:
         validate(config, needs_data=False)
     config.stages = ()  # no data are read
@@ -244,6 +250,19 @@ def leave_out_scores(config: ConfigDict) -> None:
     config.reward.settings, config.reward.judges = {}, {}
     config.reward.weights = {environment_parts(config)[0]: 1.0}
     config.reward.correct = correct_by(config)
+
+
+def leave_out_method(config: ConfigDict) -> None:
+    """Takes functions of the user's own that only training calls out of the configuration."""
+    for section in (config.advantage, config.loss, config.filter):
+        if is_own(section.name):
+            section.settings = {}
+    if is_own(config.advantage.name):
+        config.advantage.name = "reinforce_plus_plus"  # which compares no group, as one's own may
+    keys = ("loss.name", "loss.aggregation", "filter.name", "kl.estimator")
+    for key in (*keys, "optimizer.schedule", "sft.optimizer.schedule"):
+        if is_own(attrgetter(key)(config)):
+            config.update_from_flattened_dict({key: KEYS[key].default})
 
 
 def fit_host(config: ConfigDict) -> None:

@@ -25,7 +25,7 @@ def name_installed(config: ConfigDict) -> None:
     Keys that take such names have a `group` in `config.KEYS`. A name of ours keeps its meaning.
 
     Raises:
-        ValueError: several packages have registered what a key names.
+        ValueError: several packages have registered what a key names, or it names one thing twice.
     """
     for key, group in {key: one.group for key, one in KEYS.items() if one.group}.items():
         places = ("reward.weights", "reward.settings") if key == "reward.weights" else (key,)
@@ -42,7 +42,16 @@ def _renamed(config: ConfigDict, key: str, group: str, value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_renamed(config, key, group, name) for name in value)
     if isinstance(value, Mapping):
-        return {_renamed(config, key, group, name): one for name, one in value.items()}
+        renamed: dict[str, Any] = {}
+        for name, one in value.items():
+            dotted = _renamed(config, key, group, name)
+            if dotted in renamed:
+                raise ValueError(
+                    f"config.{key} has {dotted!r} twice, of which {name!r} is another name; leave "
+                    "one out."
+                )
+            renamed[dotted] = one
+        return renamed
     if not isinstance(value, str) or not value or is_own(value):
         return value
     found = sorted({point.value for point in entry_points(group=group, name=value)})

@@ -42,6 +42,11 @@ def run(tmp_path, tiny_world):
     config.reward.weights = {"helpful": 1.0, "my_missing_file.grade": 1.0}
     config.reward.settings = {"my_missing_file.grade": {"scale": 2}}
     config.reward.correct = "helpful"
+    # Nor is anything trained: these functions are nowhere either.
+    for section in (config.advantage, config.loss, config.filter):
+        section.name, section.settings = "my_missing_file.function", {"scale": 2}
+    config.loss.aggregation = config.kl.estimator = "my_missing_file.function"
+    config.optimizer.schedule = config.sft.optimizer.schedule = "my_missing_file.function"
     (tmp_path / "config.json").write_text(to_json(config))
     return tmp_path
 

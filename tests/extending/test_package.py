@@ -72,6 +72,13 @@ def test_names_of_ours_and_unknown_ones_stay(installed):
         validate(config)
 
 
+def test_two_names_of_one_thing_are_refused(installed):
+    config = default_config()
+    config.reward.weights = {"brevity": 0.5, "my_package:brevity": 0.25}
+    with pytest.raises(ValueError, match="'my_package:brevity' twice"):
+        name_installed(config)
+
+
 def test_a_name_of_two_packages_is_refused(installed):
     other = installed / "other-1.0.dist-info"
     other.mkdir()
