@@ -128,7 +128,7 @@ def assemble(
     if external is None:
         engine = _make_engine(config, policy, mesh, automaton, tokenizer)
     model = _make_model(config, mesh, policy, tokenizer)
-    stages = _make_stages(config, model, method)
+    stages = make_stages(config, model, method)
     limits = _make_limits(config)
     schedule, pay = _make_schedule(config), _make_payment(config, tasks, eval_tasks)
     for part in pay.own_parts.values():
@@ -175,14 +175,14 @@ def assemble(
 
 
 def settings_of(config: ConfigDict) -> Settings:
-    """What the stages read of a checked configuration."""
-    values, evaluation, replies = config.to_dict(), config.eval, config.policy.openai
+    """Freezes the part of a checked configuration that the stages read."""
+    evaluation, replies = config.eval, config.policy.openai
     sections = ("seed", "model", "images", "env", "prompt", "search", "rollout", "reward", "eval")
-    depends_on = {name: config.to_dict()[name] for name in sections}
+    values, found = config.to_dict(), config.to_dict()  # of which the second is cut
+    depends_on = {name: found[name] for name in sections}
     del depends_on["images"]["cache_mib"]
-    is_external = config.policy.name != OWN_MODEL
-    if is_external:
-        depends_on["policy"] = config.policy.to_dict()
+    if config.policy.name != OWN_MODEL:
+        depends_on["policy"] = found["policy"]
         for key in ("prompt_price", "completion_price", "replay", "replay_folder"):
             del depends_on["policy"]["openai"][key]  # on which no answer depends
     if config.rollout.max_cost:
@@ -309,7 +309,7 @@ def export(model: Model, source: str, params: Params, parent: Path) -> None:
         save_hf(model.whole(params), model.config, parent / "export", source=source)
 
 
-def _make_stages(config: ConfigDict, model: Model, method: Method) -> dict[str, Stage]:
+def make_stages(config: ConfigDict, model: Model, method: Method) -> dict[str, Stage]:
     """The configured stages that train, whose functions are tried at the shapes of a step.
 
     Raises:

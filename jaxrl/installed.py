@@ -1,4 +1,4 @@
-"""What installed packages bring: tools, engines and more, by the names of their entry points."""
+"""Tools, engines and more of installed packages, by the names of their entry points."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def _objective(
     wanted: str,
     **common: Any,
 ) -> Chosen:
-    """What `section.name` stands for.
+    """The function that `section.name` names, with its settings.
 
     Args:
         key: of the section.
@@ -207,13 +207,13 @@ def optimizer_of(config: ConfigDict, stage: str) -> OptimizerSettings:
 
 
 def stage_steps(config: ConfigDict) -> dict[str, int]:
-    """Of each configured stage that trains."""
+    """The number of steps of each configured stage that trains."""
     num_steps = {"sft": config.sft.num_steps, "train": config.num_steps}
     return {stage: num_steps[stage] for stage in config.stages if stage in num_steps}
 
 
 def optimizer_section(config: ConfigDict, stage: str) -> ConfigDict:
-    """Of the configuration, that of a stage's optimizer."""
+    """The section of a stage's optimizer."""
     return config.sft.optimizer if stage == "sft" else config.optimizer
 
 

@@ -1,4 +1,4 @@
-"""What the stages of a run ask of what saves, records and shows; `run.py` hands these in."""
+"""Interfaces by which the stages of a run save, record and show; `run.py` hands these in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WriteSamples = Callable[[Path, int, Sequence[Trajectory], Sequence[Mapping[str, 
 
 
 class Checkpoints(Protocol):
-    """Where a stage saves; `runtime.checkpoint.Checkpointer` says what each does."""
+    """Saves and restores; `runtime.checkpoint.Checkpointer` says what each does."""
 
     def save(
         self,
@@ -40,7 +40,7 @@ class Checkpoints(Protocol):
 
 
 class Records(Protocol):
-    """Where metrics go; `logs.writers.MetricsLog` says what each does."""
+    """Takes metrics; `logs.writers.MetricsLog` says what each does."""
 
     num_records: int
 
@@ -58,7 +58,7 @@ class Records(Protocol):
 
 
 class Shown(Protocol):
-    """What people follow a run by; `logs.display.Display` says what each does."""
+    """Shows people how far a run is; `logs.display.Display` says what each does."""
 
     def log(self, text: str) -> None:
         """Prints lines that stay."""
@@ -77,7 +77,7 @@ class Shown(Protocol):
         ...
 
     def counter(self, what: str) -> Callable[[int, int], None]:
-        """What is told how many are done, of how many."""
+        """A function that is told how many are done, of how many."""
         ...
 
     def stop(self) -> None:

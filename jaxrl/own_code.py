@@ -41,7 +41,7 @@ class Chosen:
         return is_own(self.name)
 
     def __call__(self, *arrays: Any) -> Any:
-        """What it gives of these arrays."""
+        """Calls the function on these arrays."""
         return self.function(*arrays, **self.settings)
 
 

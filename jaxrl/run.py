@@ -283,7 +283,7 @@ def open_session(
 
 
 def origin_of(settings: Settings, contents: Mapping[str, str]) -> dict[str, Any]:
-    """What a start that goes on compares its configuration and files with."""
+    """The configuration and files of this start, with which one that goes on compares its own."""
     return {"config": dict(flat_pairs(settings.values)), "contents": dict(contents)}
 
 
@@ -331,7 +331,7 @@ REPORT = "jaxrl.report:write_or_warn"
 
 
 def restore_targets(components: Components, saved: dict[str, Any]) -> dict[str, Any]:
-    """What of a checkpoint with this progress, as JSON, the run goes on with, abstract."""
+    """The abstract arrays of a checkpoint with which a run goes on; `saved` is its progress."""
     progress = Progress.from_json(saved, components.method)
     trained, mesh = components.model.trained, components.mesh
     shapes = trained.abstract_params()

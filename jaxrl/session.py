@@ -75,11 +75,11 @@ class Components:
     is_trigger: np.ndarray | None = None  # bool [V], ids that may count as wavering; None: all
     notes: tuple[str, ...] = ()  # what a user is told of the data before the run begins
     external: str = ""  # the model behind an endpoint that plays; "": the run's own
-    export: Callable[[Params, Path], None] = lambda params, parent: None  # writes HF folders
+    export: Callable[[Params, Path], None]  # writes folders below a path, one in HF's format
 
     @property
     def num_steps(self) -> dict[str, int]:
-        """Of each stage that trains."""
+        """The number of steps of each stage that trains."""
         return {name: stage.num_steps for name, stage in self.stages.items()}
 
     @property

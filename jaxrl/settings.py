@@ -1,4 +1,4 @@
-"""What the stages of a run read of its configuration, frozen; `components.settings_of` makes it.
+"""The part of a configuration that stages read, frozen; `components.settings_of` makes it.
 
 A field that has the name of a key holds what docs/configuration.md says of that key.
 """
@@ -63,7 +63,7 @@ class Costs:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Of all stages.
+    """Settings of all stages.
 
     Attributes:
         model_path, architecture: what the run begins with, `model.path`, `model.architecture`.

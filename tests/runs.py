@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from configs import debug_tiny
-from jaxrl.components import _make_stages, assemble, settings_of
+from jaxrl.components import assemble, make_stages, settings_of
 from jaxrl.envs.base import Prompt, ToolError
 from jaxrl.envs.payment import Payment
 from jaxrl.envs.protocol import PROTOCOLS
@@ -224,7 +224,7 @@ class Sampler:
 def made_for(config, parts):
     """The parts with the method and the stages of another configuration."""
     method = method_of(config)
-    stages = _make_stages(config, parts.model, method)
+    stages = make_stages(config, parts.model, method)
     return dataclasses.replace(parts, method=method, stages=stages)
 
 

@@ -1,4 +1,4 @@
-"""Where else metrics are shown: event files of TensorBoard, and Weights & Biases."""
+"""Mirrors of `metrics.jsonl`: event files of TensorBoard, and Weights & Biases."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def _of_model(name: str) -> Any:
 
 
 class Around(Architecture):
-    """What a class of this kind does not define is as the model has it."""
+    """An architecture with a model inside, whose methods a class of this kind has by default."""
 
     model: Architecture
 
@@ -129,7 +129,7 @@ class Around(Architecture):
         return self.model.expert_terms(tensor, expert)
 
     def __getattr__(self, name: str) -> Any:
-        """What a family of models has beside what `Architecture` declares."""
+        """Attributes of a family of models that `Architecture` does not declare."""
         if name.startswith("__") or name == "model":
             raise AttributeError(name)
         return getattr(self.model, name)

@@ -49,7 +49,7 @@ class Part:
 
 
 def divide(model: Architecture, is_trained: Callable[[tuple[str, ...]], bool]) -> tuple[Part, Part]:
-    """Of an architecture the parameters that are trained, by their paths, and the others."""
+    """The trained parameters of an architecture, chosen by their paths, and the others."""
     paths = flatten_dict(model.abstract_params()).keys()
     trained = frozenset(path for path in paths if is_trained(path))
     return Part(model, trained), Part(model, frozenset(paths) - trained)

@@ -9,7 +9,7 @@ from jaxrl.types import Params
 
 
 def load_base(model: Model, folder: str, architecture: str, progress: Progress) -> Params:
-    """What is not trained, on the mesh: frozen entries in float32, or what is around.
+    """Loads what is not trained onto the mesh: frozen entries in float32, or an adapter's base.
 
     Args:
         model: the policy.
@@ -34,7 +34,7 @@ def load_trained(
     seed: int,
     is_late: bool = False,
 ) -> Params:
-    """What is trained, as a run begins with it, on the mesh.
+    """Loads or makes what is trained, as a run begins with it, on the mesh.
 
     Args:
         model: the policy.

@@ -1,4 +1,4 @@
-"""What a run asks of its sampler, and of what plays episodes with it."""
+"""Interfaces of the sampler, and of rollouts that play episodes with it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Counts:
 
 
 class Sampler(Protocol):
-    """What samples from the run's own model, as `sampling.engine.Engine` does.
+    """Samples from the run's own model, as `sampling.engine.Engine` does.
 
     Attributes:
         counts: work done so far.
@@ -112,7 +112,7 @@ class External(Protocol):
         ...
 
     def rollout(self, *around: Any) -> Any:
-        """What plays episodes with it, a `RolloutFunction`; arguments as of `EpisodePlayer`."""
+        """A `RolloutFunction` that plays episodes with it; arguments as of `EpisodePlayer`."""
         ...
 
 

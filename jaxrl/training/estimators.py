@@ -115,7 +115,7 @@ class Estimator:
 
 
 def returns_of(columns: Columns, advantage: Advantage) -> np.ndarray:
-    """Where advantages are by turns the returns from each turn on, float32 [N, K]; else [N, 1]."""
+    """Returns from each turn on, float32 [N, K], or rewards [N, 1] where nothing is by turns."""
     if not advantage.by_turn:
         return columns.rewards[:, None]
     rest, turns = columns.rest_rewards, columns.turn_rewards

@@ -78,7 +78,7 @@ def make_policy_loss(method: Method) -> TokenLoss:
 
 
 def traced(chosen: Chosen, *arrays: jax.Array) -> Any:
-    """What a function of the loss gives, while JAX traces it.
+    """Calls a function of the loss while JAX traces it.
 
     Raises:
         LossError: names the key and, of what was raised, the place.
@@ -105,13 +105,33 @@ def check_update(update: UpdateStep, shape: BatchShape, method: Method) -> None:
     except Exception as error:
         if isinstance(error, ValueError) and str(error).startswith("config."):
             raise LossError(str(error)) from error
-        own = [c for c in (method.loss.policy_loss, method.kl.estimator) if c.is_own]
-        if not own:
-            raise
-        named = " and ".join(f"config.{chosen.key} names {chosen.name!r}" for chosen in own)
-        raise LossError(
-            f"{named}, which JAX cannot differentiate: {failure_text(error)}."
-        ) from error
+        # Which of them it was does not show in the error: each is differentiated by itself.
+        for chosen in (method.kl.estimator, method.loss.policy_loss):
+            if chosen.is_own and not _has_gradient(chosen, shape):
+                raise LossError(
+                    f"config.{chosen.key} names {chosen.name!r}, which JAX cannot differentiate: "
+                    f"{failure_text(error)}."
+                ) from error
+        raise
+
+
+def _has_gradient(chosen: Chosen, shape: BatchShape) -> bool:
+    """True where JAX differentiates a function of the loss in what the policy gives it."""
+    sizes = shape.micro_rows, shape.row_tokens
+    kinds = {"loss_mask": jnp.bool_, "segment_ids": jnp.int32, "positions": jnp.int32}
+    arrays = [jax.ShapeDtypeStruct(sizes, kinds.get(name, jnp.float32)) for name in chosen.arrays]
+    policys = ("logprobs", "entropies", "log_ratios")
+    places = tuple(i for i, name in enumerate(chosen.arrays) if name in policys)
+
+    def total(*arrays: jax.Array) -> jax.Array:
+        found = chosen(*arrays)
+        return jnp.sum(found.per_token if isinstance(found, PolicyLoss) else found)
+
+    try:
+        jax.eval_shape(jax.grad(total, argnums=places), *arrays)
+    except Exception:
+        return False
+    return True
 
 
 def _kl_weights(batch: Batch, kl_coef: float) -> jax.Array | float:

@@ -111,7 +111,7 @@ class Shaping:
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
-    """How a run trains, from the groups of a step to its updates.
+    """A method of training, from the groups of a step to its updates.
 
     Attributes:
         seed: of the estimators that draw.

@@ -63,6 +63,11 @@ def loop(logprobs):
     return PolicyLoss(jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x + 1, logprobs), {})
 def in_numpy(logprobs): return PolicyLoss(np.exp(logprobs), {})
 
+def right(logprobs): return PolicyLoss(logprobs, {})
+def log_ratio(log_ratios): return log_ratios
+def looped(log_ratios):
+    return jax.lax.while_loop(lambda x: x.sum() < 1, lambda x: x + 1, log_ratios)
+
 def branching(log_ratios): return log_ratios if log_ratios.sum() > 0 else -log_ratios
 def summed(log_ratios): return log_ratios.sum()
 
@@ -319,6 +324,20 @@ def test_what_cannot_work_is_refused_before_the_run(tiny_world, key, value, mess
     text = str(refusal.value)
     assert text.startswith(f"config.{key.partition('.')[0]}.")
     assert "\n" not in text
+
+
+@pytest.mark.usefixtures("beside_the_config")
+@pytest.mark.parametrize(
+    ("loss", "estimator", "key"),
+    [("right", "looped", "kl.estimator"), ("loop", "log_ratio", "loss.name")],
+)
+def test_of_two_functions_the_one_without_a_gradient_is_named(tiny_world, loss, estimator, key):
+    config = debug_tiny.get_config(str(tiny_world))
+    config.stages, config.kl.coef = ("train",), 0.1
+    config.loss.name, config.kl.estimator = f"wrong.{loss}", f"wrong.{estimator}"
+    with pytest.raises(ValueError, match="cannot differentiate: ValueError: Reverse-mode") as found:
+        begin(config)
+    assert str(found.value).startswith(f"config.{key} names ")
 
 
 @pytest.mark.usefixtures("beside_the_config")

@@ -166,7 +166,7 @@ class ChatModel:
         pay: Pay,
         processor: Processor | None = None,
     ) -> ChatRollout:
-        """What plays episodes with this model; arguments and errors as of `ChatRollout`."""
+        """A rollout with this model; arguments and errors as of `ChatRollout`."""
         return ChatRollout(self, env, tokenizer, limits, schedule, pay, processor)
 
     def write(
