@@ -82,7 +82,7 @@ else
 	$(MAKE) --no-print-directory PYTHON=$(NEWEST_PYTHON) VENV=$(NEWEST) setup
 	$(NEWEST)/bin/python -c 'import flax, jax, sys; print("Python %d.%d, jax" % sys.version_info[:2], jax.__version__, "flax", flax.__version__)'
 	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "not slow and not torch" \
-	  tests/models/attention tests/models/experts tests/runtime/test_compilation.py \
+	  tests/models/attention tests/extras/experts/test_products.py tests/extras/experts/test_gpu.py tests/runtime/test_compilation.py \
 	  tests/runtime/test_program_cache.py tests/runtime/test_sharding.py tests/test_export.py \
 	  tests/test_runs.py::test_training_works tests/test_runs.py::test_a_restart_changes_nothing
 endif

@@ -29,17 +29,18 @@ import numpy as np
 
 from benchmarks import common, rollout, update
 from jaxrl.config import default_config
+from jaxrl.extras.experts.choice import choose
+from jaxrl.extras.experts.products import Product
 from jaxrl.method import method_of
 from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import find_reads
-from jaxrl.models.experts.choice import choose
-from jaxrl.models.experts.products import Product
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.training.policy_loss import make_policy_loss
 from jaxrl.training.update import Gradient, put_batch
+from tests.extras.experts.brute import brute_force as brute_force_groups
 from tests.models.attention.brute import (
     brute_force,
     brute_force_pages,
@@ -47,7 +48,6 @@ from tests.models.attention.brute import (
     random_pages,
     random_rows,
 )
-from tests.models.experts.brute import brute_force as brute_force_groups
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 """Of what kernels may differ by, over the largest value: their sums are float32."""

@@ -25,9 +25,9 @@ import numpy as np
 
 from benchmarks import common
 from jaxrl.config import EXPERTS
-from jaxrl.models.experts.choice import choose
-from jaxrl.models.experts.dispatch import mix
-from jaxrl.models.experts.products import Product
+from jaxrl.extras.experts.choice import choose
+from jaxrl.extras.experts.dispatch import mix
+from jaxrl.extras.experts.products import Product
 
 GRADIENTS = {"tokens": (0,), "tokens and weights": (0, 1)}
 """What is differentiated, out of the arguments of `mix`."""

@@ -36,10 +36,7 @@ from rich.table import Table
 from jaxrl.config import default_config
 from jaxrl.method import batch_shape, method_of, optimizer_of
 from jaxrl.method import policy_of as architecture_of
-from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.choice import choose
-from jaxrl.models.experts.choice import choose as choose_experts
-from jaxrl.models.experts.routing import recorded_dtype
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.policy import Model
 from jaxrl.models.qwen import QwenConfig
@@ -143,12 +140,11 @@ def like(tree: Any, shardings: Any) -> Any:
 def policy_of(config: ConfigDict, model: QwenConfig, mesh: Any) -> Model:
     """The policy as a run has it."""
     return Model(
-        architecture_of(config, model),
+        architecture_of(config, model).on_mesh(mesh, experts=config.model.experts),
         mesh,
         num_tokens=model.vocab_size,
         dtype=jnp.dtype(config.model.dtype),
         attention=choose(config.model.attention, mesh, model),
-        experts=choose_experts(config.model.experts, mesh),
         remat=config.model.remat,
         scan_layers=config.model.scan_layers,
         logits_chunk_tokens=config.model.logits_chunk_tokens,
@@ -202,17 +198,14 @@ def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
         old_logprobs=None if is_own else floats,
         ref_logprobs=floats if has_kl_loss(kl) and kl.anchor == "ref" else None,
         kl_weights=floats if has_kl_weights(kl) else None,
-        routed_experts=shape.replayed and _abstract_experts(shape.replayed, whole),
+        token_arrays={
+            name: jax.ShapeDtypeStruct((*whole, *one.shape), one.dtype)
+            for name, one in shape.token_arrays.items()
+        },
         images=shape.vision
         and BatchImages(units=ints, rotary=jax.ShapeDtypeStruct((*whole, 3), jnp.int32)),
     )
     return like(batch, batch_shardings(policy.mesh, batch))
-
-
-def _abstract_experts(model: Architecture, whole: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """As recorded for each token."""
-    own = len(model.expert_layers), model.num_chosen
-    return jax.ShapeDtypeStruct((*whole, *own), recorded_dtype(model.num_experts))
 
 
 def shape_of(config: ConfigDict, policy: Model) -> BatchShape:
@@ -251,10 +244,9 @@ def sampler_programs(
     num_rows //= target.num_processes
     kernels = choose(config.model.attention, mesh, model)
     sampler = Sampler(
-        config=architecture_of(config, model),
+        config=architecture_of(config, model).on_mesh(mesh, experts=config.model.experts),
         mesh=mesh,
         kernels=kernels,
-        experts=choose_experts(config.model.experts, mesh),
         num_tokens=model.vocab_size,
         num_steps=rollout.chunk_tokens,
         num_rows=num_rows,

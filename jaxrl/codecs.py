@@ -23,8 +23,6 @@ ARRAYS = {
 }
 
 
-ROUTED = "routed_experts"
-
 MEASURED = ("divergence", "windows")
 """Fields that a step finds out anew."""
 
@@ -36,13 +34,14 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
     what a model reads of images: that is made again of the images as they were given.
     """
     known = [field.name for field in dataclasses.fields(trajectory)]
-    left_out = (*MEASURED, "images", ROUTED)
+    left_out = (*MEASURED, "images", "token_arrays")
     fields = {name: getattr(trajectory, name) for name in known if name not in left_out}
     for name, dtype in ARRAYS.items():
         fields[name] = _encoded(fields[name], dtype)
-    if (routed := trajectory.routed_experts) is not None:
-        data = _encoded(routed, routed.dtype)
-        fields[ROUTED] = {"dtype": routed.dtype.name, "shape": list(routed.shape), "data": data}
+    for name, array in trajectory.token_arrays.items():
+        data = _encoded(array, array.dtype)
+        saved = {"dtype": array.dtype.name, "shape": list(array.shape), "data": data}
+        fields.setdefault("token_arrays", {})[name] = saved
     task = dataclasses.asdict(dataclasses.replace(trajectory.task, images=()))
     task["images"] = list(map(_picture_to_json, trajectory.task.images))
     turns = [_turn_to_json(turn) for turn in trajectory.turns]
@@ -63,8 +62,11 @@ def from_json(saved: Mapping[str, Any]) -> Trajectory:
     fields = {name: value for name, value in saved.items() if name in known}
     for name, dtype in ARRAYS.items():
         fields[name] = _decoded(fields[name], dtype)
-    if routed := fields.get(ROUTED):
-        fields[ROUTED] = _decoded(routed["data"], routed["dtype"]).reshape(routed["shape"])
+    if beside := fields.get("token_arrays"):
+        fields["token_arrays"] = {
+            name: _decoded(array["data"], array["dtype"]).reshape(array["shape"])
+            for name, array in beside.items()
+        }
     task = dict(fields["task"])
     task["answers"] = tuple(task["answers"])
     task["messages"] = None if task["messages"] is None else tuple(task["messages"])

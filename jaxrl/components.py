@@ -43,13 +43,12 @@ from jaxrl.method import (
     method_of,
     optimizer_of,
     policy_of,
-    records_experts,
+    records_arrays,
     stage_steps,
 )
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.around import Around
 from jaxrl.models.attention.choice import choose
-from jaxrl.models.experts.choice import choose as choose_experts
 from jaxrl.models.folder import model_folder
 from jaxrl.models.hf_weights import check_hf, save_hf
 from jaxrl.models.layers import HOST_MEMORY
@@ -281,12 +280,11 @@ def _make_model(
             "alone; leave it True."
         )
     return Model(
-        policy,
+        policy.on_mesh(mesh, experts=config.model.experts),
         mesh,
         num_tokens=tokenizer.num_tokens,
         dtype=jnp.dtype(config.model.dtype),
         attention=choose(config.model.attention, mesh, policy),
-        experts=choose_experts(config.model.experts, mesh),
         remat=config.model.remat,
         scan_layers=config.model.scan_layers,
         logits_chunk_tokens=config.model.logits_chunk_tokens,
@@ -398,16 +396,16 @@ def _read_model(
 def _check_mesh(config: ConfigDict, mesh: Mesh, model: Architecture) -> None:
     """Refuses what the devices, or the model's longest sequence, leave no room for."""
     check_model_fits(mesh, model)
-    if config.model.router.balance_coef and not model.num_experts:
+    if config.model.router.balance_coef and not model.has_statistics:
         coef = config.model.router.balance_coef
         raise ValueError(
             f"config.model.router.balance_coef is {coef}, but the model has no experts to balance; "
             "set it to 0."
         )
-    if config.model.router.replay and not (model.num_experts and model.num_chosen):
+    if config.model.router.replay and not model.recorded:
         raise ValueError(
             "config.model.router.replay is True, but the model has no experts whose choice could "
-            "be recorded and replayed (num_experts, num_chosen); set it to False."
+            "be recorded and replayed; set it to False."
         )
     memory.check_rows(config, mesh, jax.process_count())
     memory.check_length(config, model)
@@ -883,7 +881,7 @@ def _make_engine(
     sampling = local_mesh(mesh, config.mesh.rollout_devices)
     kernels = choose(config.model.attention, sampling, policy)
     return Engine(
-        policy,
+        policy.on_mesh(sampling, experts=config.model.experts),
         sampling,
         automaton,
         num_tokens=tokenizer.num_tokens,
@@ -896,8 +894,7 @@ def _make_engine(
         max_image_tokens=environment.max_image_tokens(config),
         dtype=jnp.dtype(config.model.dtype),
         kernels=kernels,
-        experts=choose_experts(config.model.experts, sampling),
-        records_experts=records_experts(config),
+        records=records_arrays(config),
         train_mesh=mesh,
         scan_layers=scans(config.model.scan_layers, sampling.devices.flat[0].platform),
         kinds=draw_kinds(config),

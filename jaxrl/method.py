@@ -163,7 +163,7 @@ def method_of(config: ConfigDict) -> Method:
         ahead=rollout.ahead,
         temperature=rollout.temperature,
         top_p=rollout.top_p,
-        replays_experts=config.model.router.replay,
+        replays=config.model.router.replay,
         advantage=filled(settings.Advantage, advantage, estimator=estimator, schedules=schedules),
         loss=filled(
             settings.Loss,
@@ -238,6 +238,7 @@ def batch_shape(
     from jaxrl.training.packing import BatchShape
 
     rollout, unit = config.rollout, math.lcm(16, num_pieces)
+    replays = stage == "train" and config.model.router.replay
     num_sequences, image_tokens = config.sft.batch_size, rollout.max_image_tokens
     if stage == "train":
         num_groups = rollout.tasks_per_step // config.optimizer.num_minibatches
@@ -250,7 +251,7 @@ def batch_shape(
         vision=model.vision if model else None,
         max_image_tokens=image_tokens,
         num_pieces=num_pieces,
-        replayed=model if stage == "train" and config.model.router.replay else None,
+        token_arrays=model.recorded if model and replays else {},
     )
 
 
@@ -259,8 +260,8 @@ def reads_rewards(config: ConfigDict) -> bool:
     return "rewards" in estimator_of(config).arrays
 
 
-def records_experts(config: ConfigDict) -> bool:
-    """Whether the sampler records the experts of tokens, for training to replay."""
+def records_arrays(config: ConfigDict) -> bool:
+    """True where the sampler records arrays by token, which training is given."""
     return config.model.router.replay and "train" in config.stages
 
 

@@ -298,9 +298,8 @@ def start_params(session: Session) -> Params:
         return {}
     attention = session.components.model.attention
     display.log(f"attention: {attention.name}, {attention.reason}")
-    if session.components.model.config.num_experts:
-        experts = session.components.model.experts
-        display.log(f"experts: {experts.name}, {experts.reason}")
+    if shown := session.components.model.config.shown_kernels:
+        display.log(shown)
     display.log(f"sampler shapes: {session.components.engine.shapes()}")
     counter = display.counter("loading weights, MiB")
     model = session.components.model

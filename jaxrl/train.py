@@ -242,7 +242,7 @@ def rollout_at(session: Session, step: int, policy_version: int) -> partial[list
         top_p=method.top_p,
         seeds=Seeds(seed=session.settings.seed, stage=STAGES.index("train"), step=step),
         policy_version=policy_version,
-        keeps_experts=method.replays_experts,
+        keeps_arrays=method.replays,
     )
     return partial(
         session.components.rollout,

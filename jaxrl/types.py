@@ -113,9 +113,9 @@ class Trajectory:
     rollout_entropies: np.ndarray  # float32 [L], nats; 0 outside loss_mask
     policy_versions: np.ndarray  # int32 [L], updates the sampling weights had seen; -1 outside
     images: tuple[Image, ...] = ()  # in the order of their runs of image ids in `token_ids`
-    # Experts that the sampler chose in each layer that has some, uint8 or uint16 [L, layers, k]; of
-    # a token that it has not read numbers of none. None where they are not recorded.
-    routed_experts: np.ndarray | None = None
+    # [L, ...] of `Architecture.recorded`, as the sampler's passes left them; {} where training is
+    # not given them.
+    token_arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
     prompt_length: int
     sample_index: int  # within the group
     attempt: int = 0
@@ -473,8 +473,8 @@ class Batch:
     ref_logprobs: jax.Array | None = None  # float32 [A, b, T]; None without a KL term to them
     kl_weights: jax.Array | None = None  # float32 [A, b, T]; None where all tokens have kl.coef
     images: BatchImages | None = None  # None where no token is one of an image
-    # uint8 or uint16 [A, b, T, layers, k], see `Trajectory`; None where they are not replayed
-    routed_experts: jax.Array | None = None
+    # [A, b, T, ...] of `Architecture.recorded`; those of the trajectories
+    token_arrays: Mapping[str, jax.Array] = field(default_factory=dict)
     rest: Any = None  # the Batch of what is measured and not learned from; None without any
 
 

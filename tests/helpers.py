@@ -7,7 +7,7 @@ import os
 import re
 import resource
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.config import default_config
+from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
 from jaxrl.method import method_of
 from jaxrl.models import kv_cache
 from jaxrl.models.attention.kernels import XLA
@@ -24,7 +25,6 @@ from jaxrl.models.attention.reference import attend_pages
 from jaxrl.models.layers import SamplerThrough, Through, for_sampler
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.qwen_moe import QwenMoeConfig
 from jaxrl.objectives.aggregation import AGGREGATIONS, token_weights
 from jaxrl.runtime.sharding import num_batch_shards
 from jaxrl.training.estimators import Estimator
@@ -100,7 +100,7 @@ class Sequence:
     advantage: float = 1.0
     old_logprobs: np.ndarray | None = None
     ref_logprobs: np.ndarray | None = None
-    routed_experts: np.ndarray | None = None
+    token_arrays: dict = field(default_factory=dict)
 
 
 def random_sequences(lengths, *, seed=0, num_tokens=NUM_TOKENS):
@@ -302,7 +302,7 @@ def gradient_of(model, token_loss, *, temperature=1.0, entropy_gradient=False):
             loss_quarters(packed, num_batch_shards(model.mesh), model.num_pieces)
         ):
             sums = add(params, sums, batch, index, index + 1, room)
-        return sums.gradients, sums.finished_metrics()
+        return sums.gradients, sums.finished_metrics(model.config)
 
     return compute
 

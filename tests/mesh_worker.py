@@ -19,13 +19,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxrl.extras.experts.routing import ROUTED
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.lora.adapter import Adapter, find_targets
 from jaxrl.models.attention import reference
 from jaxrl.models.attention.choice import choose, on_mesh
 from jaxrl.models.attention.kernels import XLA
-from jaxrl.models.experts.choice import choose as choose_experts
-from jaxrl.models.experts.routing import Routing
+from jaxrl.models.beside import Beside
 from jaxrl.models.layers import Through
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import (
@@ -165,8 +165,7 @@ def sample(mesh, params, config=TINY):
         max_prompt_tokens=16,
         max_total_tokens=64,
         chunk_tokens=4,
-        experts=choose_experts("auto", mesh),
-        records_experts=bool(config.num_experts),
+        records=bool(config.recorded),
     )
     engine.row_sizes = engine.row_sizes[-1:]  # one size will do: a compilation is seconds
     engine.compile()
@@ -186,7 +185,7 @@ def sample(mesh, params, config=TINY):
                 row["token_ids"] += event.token_ids.tolist()
                 row["logprobs"] += event.logprobs.tolist()
                 row["mask"] += [True] * len(event.token_ids)
-                row["experts"].append(event.routed_experts)
+                row["experts"].append(event.recorded.get(ROUTED))
                 if event.status == 0:
                     continue
                 num_turns[event.request] += 1
@@ -269,8 +268,7 @@ def share_on_first_device(tree):
 
 def model_on(mesh, config=TINY, **settings):
     settings["attention"] = choose("xla", mesh, config)
-    experts = choose_experts("auto", mesh)
-    return Model(config, mesh, num_tokens=NUM_TOKENS, experts=experts, **settings)
+    return Model(config.on_mesh(mesh, experts="auto"), mesh, num_tokens=NUM_TOKENS, **settings)
 
 
 def with_random_experts(sequences):
@@ -281,7 +279,7 @@ def with_random_experts(sequences):
         scores = rng.random((len(sequence.token_ids), *sizes))
         experts = scores.argsort(axis=-1)[..., : TINY_MOE.num_chosen].astype(np.uint8)
         experts[::2] = 255
-        found.append(replace(sequence, routed_experts=experts))
+        found.append(replace(sequence, token_arrays={ROUTED: experts}))
     return found
 
 
@@ -299,12 +297,12 @@ def num_misrecorded(params, rows):
 
 def chosen_experts(params, ids):
     """The experts of each token of one sequence, `[T, layers, k]`."""
-    routing = Routing(records=True)
+    beside = Beside(records=True)
     positions = jnp.arange(len(ids))[None]
     attend = XLA.within(jnp.ones_like(positions), positions)
-    through = Through(routing=routing, scan=False)
+    through = Through(beside=beside, scan=False)
     TINY_MOE.hidden_states(params, ids[None], positions, attend, through)
-    return routing.chosen.swapaxes(0, 1)
+    return beside.recorded[ROUTED]
 
 
 def train(mesh, params, config=TINY):
@@ -316,10 +314,10 @@ def train(mesh, params, config=TINY):
     )
     step = UpdateStep(model, loss, optimizer, entropy_gradient=True)
     score = ScoreStep(model, temperature=1.0)
-    sequences, replayed = random_sequences([13, 44, 24, 24, 7, 40] * 3), None
+    sequences, replayed = random_sequences([13, 44, 24, 24, 7, 40] * 3), {}
     if config.num_experts:
-        sequences, replayed = with_random_experts(sequences), config
-    packed = pack_all(sequences, replace(SHAPE, replayed=replayed))
+        sequences, replayed = with_random_experts(sequences), config.recorded
+    packed = pack_all(sequences, replace(SHAPE, token_arrays=replayed))
     batch = put_batch(mesh, packed.batch)
     logprobs = score(params, batch, packed)
     copies = jax.device_put(jax.tree.map(np.array, params), param_shardings(mesh, config))

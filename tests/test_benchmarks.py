@@ -28,9 +28,9 @@ from benchmarks import (
 )
 from jaxrl.config import default_config
 from jaxrl.demonstrations import Demonstration
+from jaxrl.extras.experts import choice, products
 from jaxrl.models.attention import reference
 from jaxrl.models.attention.kernels import XLA
-from jaxrl.models.experts import choice, products
 from jaxrl.models.policy import Model
 from tests.helpers import NUM_TOKENS, TINY_MOE
 from tests.toys import one_device_mesh
@@ -450,6 +450,6 @@ def test_abstract_batches_have_what_images_and_replay_add():
     mixed = Model(TINY_MOE, one_device_mesh(), num_tokens=NUM_TOKENS)
     batch = memory.abstract_batch(config, mixed)
     own = len(TINY_MOE.expert_layers), TINY_MOE.num_chosen
-    assert batch.routed_experts.shape == (*batch.token_ids.shape, *own)
-    assert batch.routed_experts.dtype == np.uint8
+    assert batch.token_arrays["routed_experts"].shape == (*batch.token_ids.shape, *own)
+    assert batch.token_arrays["routed_experts"].dtype == np.uint8
     assert batch.images is None

@@ -134,7 +134,7 @@ class Player:
     def play(
         self, env, questions, *, limits=ROOMY, group_size=1, seed=0, step=0, stream_indices=None,
         temperature=1.0, top_p=1.0, answers=("Paris",), schedule=None, pay=None,
-        keeps_experts=False, **settings,
+        keeps_arrays=False, **settings,
     ):  # fmt: skip
         """Trajectories of questions drawn one after another."""
         places = range(len(questions)) if stream_indices is None else stream_indices
@@ -149,7 +149,7 @@ class Player:
             top_p=top_p,
             seeds=Seeds(seed=seed, stage=0, step=step),
             policy_version=step,
-            keeps_experts=keeps_experts,
+            keeps_arrays=keeps_arrays,
         )
         return members(rollout(draws, sampling, **settings))
 

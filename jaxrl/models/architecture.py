@@ -9,14 +9,16 @@ compute is pure, so that callers jit, split and differentiate it as they need.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxrl.models.beside import TokenArray
 from jaxrl.models.layers import Attend, SamplerThrough, Stacks, Through
 from jaxrl.models.parts import Declared, divide
 from jaxrl.types import Image, Params
@@ -173,9 +175,8 @@ class Architecture(ABC):
     head_dim: int  # H, of keys and values
     max_positions: int  # tokens of the longest sequence
     tie_embeddings: bool  # the output layer is the embedding
-    num_experts: int = 0  # of a layer that has some
-    num_chosen: int = 0  # of these, those of a token
-    expert_layers: tuple[int, ...] = ()  # which have
+    num_experts: int = 0  # of a layer that has some, which `mesh.expert` splits
+    has_statistics: bool = False  # passes leave some in `Beside.statistics`
     vision: Vision | None = None  # what reads images; None in a model of text alone
 
     @property
@@ -186,6 +187,36 @@ class Architecture(ABC):
     def parts(self, frozen: Sequence[str] = ()) -> tuple[Declared, Declared]:
         """The parameters that are trained, and the others: the entries `frozen`."""
         return divide(self, lambda path: path[0] not in frozen)
+
+    @property
+    def recorded(self) -> Mapping[str, TokenArray]:
+        """Arrays by token that a pass leaves in `Beside.recorded`, and a later one can be given."""
+        return {}
+
+    def on_mesh(self, mesh: Mesh, *, experts: str) -> Architecture:
+        """The same with the kernels for a mesh; `experts` is `config.model.experts`.
+
+        Raises:
+            ValueError: names the key where such kernels do not run on the devices.
+        """
+        return self
+
+    @property
+    def shown_kernels(self) -> str:
+        """The kernels of `on_mesh` beside those of attention, for the log; "" without any."""
+        return ""
+
+    def statistics_metrics(self, statistics: Any) -> dict[str, Array]:
+        """Scalars by name of metric, of the sums over a mini-batch's tokens."""
+        raise NotImplementedError
+
+    def balance_weights(self, statistics: Any, coef: Array) -> Any:
+        """The constant part of `balance_loss`, of the sums over the whole mini-batch."""
+        raise NotImplementedError
+
+    def balance_loss(self, weights: Any, statistics: Any) -> Float[Array, ""]:
+        """A micro-batch's part of the loss that has experts used alike."""
+        raise NotImplementedError
 
     @property
     def stacks(self) -> Stacks:

@@ -35,8 +35,9 @@ class Around(Architecture):
     max_positions: int = _of_model("max_positions")
     tie_embeddings: bool = _of_model("tie_embeddings")
     num_experts: int = _of_model("num_experts")
-    num_chosen: int = _of_model("num_chosen")
-    expert_layers: tuple[int, ...] = _of_model("expert_layers")
+    has_statistics: bool = _of_model("has_statistics")
+    recorded: Any = _of_model("recorded")
+    shown_kernels: Any = _of_model("shown_kernels")
     vision: Vision | None = _of_model("vision")
     stacks: Any = _of_model("stacks")
     num_idle: Any = _of_model("num_idle")
@@ -45,6 +46,10 @@ class Around(Architecture):
     def plain(self) -> Architecture:
         """See `Architecture.plain`."""
         return self.model
+
+    @abstractmethod
+    def on_mesh(self, mesh: Mesh, *, experts: str) -> Architecture:
+        """Around the model's; see `Architecture`."""
 
     @property
     @abstractmethod
@@ -111,6 +116,18 @@ class Around(Architecture):
     def hidden_states(self, *arrays: Any, **images: Any) -> Any:
         """See `Architecture`."""
         return self.model.hidden_states(*arrays, **images)
+
+    def statistics_metrics(self, statistics: Any) -> dict[str, Any]:
+        """See `Architecture`."""
+        return self.model.statistics_metrics(statistics)
+
+    def balance_weights(self, statistics: Any, coef: Any) -> Any:
+        """See `Architecture`."""
+        return self.model.balance_weights(statistics, coef)
+
+    def balance_loss(self, weights: Any, statistics: Any) -> Any:
+        """See `Architecture`."""
+        return self.model.balance_loss(weights, statistics)
 
     def unembed(self, params: Params, hidden: Any, *, num_tokens: int) -> Any:
         """See `Architecture`."""

@@ -37,7 +37,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl.models.architecture import Architecture, Attend
 from jaxrl.models.attention import reference
-from jaxrl.models.experts.routing import Routing
+from jaxrl.models.beside import Beside
 from jaxrl.models.layers import SamplerThrough, Through
 from jaxrl.models.rope_scaling import SCALINGS, Fields, RopeScaling
 from jaxrl.types import Params
@@ -433,7 +433,8 @@ def linear_axes(inputs: str, outputs: str, has_bias: bool = False) -> dict[str, 
 
 
 Carry = tuple[tuple[jax.Array, Any], jax.Array | None]
-"""Between layers: states and what routing found; the next one's number, where one is needed."""
+"""Between layers: states and what a family carries beside them; the next one's number, where one is
+needed."""
 
 
 def first_number(added: jax.Array | None) -> jax.Array | None:
@@ -539,15 +540,18 @@ class Decoder(Architecture):
         }
         return axes if self.tie_embeddings else {**axes, **OUTPUT_AXES}
 
-    def begin_routing(self, routing: Routing, num_tokens: int) -> Any:
-        """What goes through the layers beside the states of M tokens; of dense layers nothing."""
+    def begin_layers(self, beside: Beside, num_tokens: int) -> Any:
+        """A tree that goes through the layers beside the states of M tokens; None without one."""
         return None
 
-    def routed_feed_forward(
-        self, layer: Params, x: Float[Array, "M D"], routed: Any, routing: Routing
+    def feed_forward_beside(
+        self, layer: Params, x: Float[Array, "M D"], carried: Any, beside: Beside
     ) -> tuple[Float[Array, "M D"], Any]:
-        """`feed_forward` of a layer that may have experts, and what `begin_routing` began."""
-        return self.feed_forward(layer, x), routed
+        """`feed_forward`, and the tree of `begin_layers` after this layer."""
+        return self.feed_forward(layer, x), carried
+
+    def end_layers(self, beside: Beside, carried: Any) -> None:
+        """Puts what was carried through the layers into `beside`."""
 
     def _block(
         self,
@@ -555,14 +559,14 @@ class Decoder(Architecture):
         carry: tuple[Float[Array, "M D"], Any],
         angles: Angles,
         attend: Attend,
-        routing: Routing,
+        beside: Beside,
     ) -> tuple[Float[Array, "M D"], Any]:
         """One layer over M tokens, rows already merged.
 
         The products are two-dimensional on purpose: on a CPU a 3-D by 2-D product is several times
         slower.
         """
-        x, routed = carry
+        x, carried = carry
         weights = layer["attention"]
         normed = rms_norm(x, layer["input_norm"]["scale"], self.rms_norm_eps)
         q, k, v = (checkpoint_name(linear(weights[name], normed), name) for name in "qkv")
@@ -576,8 +580,8 @@ class Decoder(Architecture):
         x = x + checkpoint_name(linear(weights["o"], attended), "o")
         normed = rms_norm(x, layer["post_attention_norm"]["scale"], self.rms_norm_eps)
         with jax.named_scope("mlp"):
-            added, routed = self.routed_feed_forward(layer, normed, routed, routing)
-        return x + added, routed
+            added, carried = self.feed_forward_beside(layer, normed, carried, beside)
+        return x + added, carried
 
     def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
         """Cast, but for two kinds.
@@ -634,17 +638,17 @@ class Decoder(Architecture):
         added: Float[Array, "n M D"] | None = None,
     ) -> Float[Array, "M D"]:
         """Final normed hidden states, from the embeddings and what first layers are added."""
-        angles, routing = rope_angles(positions, self), through.routing
+        angles, beside = rope_angles(positions, self), through.beside
 
         def layer(carry: Carry, weights: Params) -> Carry:
             before, number = carry
-            x, routed = self._block(weights, before, angles, attend, routing)
+            x, carried = self._block(weights, before, angles, attend, beside)
             x, number = add_after(x, number, added)
-            return (x, routed), number
+            return (x, carried), number
 
-        carry = (x, self.begin_routing(routing, len(x))), first_number(added)
-        (x, routed), _ = through(layer, carry, params["blocks"], self.stacks)
-        routing.end(routed)
+        carry = (x, self.begin_layers(beside, len(x))), first_number(added)
+        (x, carried), _ = through(layer, carry, params["blocks"], self.stacks)
+        self.end_layers(beside, carried)
         return rms_norm(x, params["norm"]["scale"], self.rms_norm_eps)
 
     @jax.named_scope("head")
@@ -684,17 +688,17 @@ class Decoder(Architecture):
         through: SamplerThrough,
         added: Float[Array, "n M D"] | None = None,
     ) -> Float[Array, "M D"]:
-        angles, routing = rope_angles(positions, self), through.routing
+        angles, beside = rope_angles(positions, self), through.beside
 
         def layer(carry: Carry, weights: Params, attend: Attend) -> Carry:
             before, number = carry
-            x, routed = self._block(weights, before, angles, attend, routing)
+            x, carried = self._block(weights, before, angles, attend, beside)
             x, number = add_after(x, number, added)
-            return (x, routed), number
+            return (x, carried), number
 
-        carry = (x, self.begin_routing(routing, len(x))), first_number(added)
-        (x, routed), _ = through(layer, carry, weights["blocks"])
-        routing.end(routed)
+        carry = (x, self.begin_layers(beside, len(x))), first_number(added)
+        (x, carried), _ = through(layer, carry, weights["blocks"])
+        self.end_layers(beside, carried)
         return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps)
 
     def decode_axes(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl.models.experts.routing import Routing
+from jaxrl.models.beside import Beside
 from jaxrl.types import Params
 
 Layer = Callable[[Any, Params], Any]
@@ -72,13 +72,13 @@ class Through:
         remat: a name in `REMAT`.
         scan: as a loop, compiled once for all layers that are alike and follow each other; else one
             layer after another, of which a CPU keeps all whatever `remat` says.
-        routing: of layers with experts.
+        beside: what goes with the tokens.
         on_shards: keeps what leads with an axis of shards where their tokens are.
     """
 
     remat: str = "none"
     scan: bool = True
-    routing: Routing = field(default_factory=Routing, compare=False)
+    beside: Beside = field(default_factory=Beside, compare=False)
     on_shards: Callable[[jax.Array], jax.Array] = field(default=lambda x: x, compare=False)
 
     def __call__(self, layer: Layer, x: Any, blocks: Params, stacks: Stacks | None = None) -> Any:
@@ -142,12 +142,12 @@ class SamplerThrough:
         attend: in a layer.
         memory: of each layer; after a call with what that added. Of all in one, for a loop.
         past: likewise, what is only read.
-        routing: of layers with experts.
+        beside: what goes with the tokens.
     """
 
     attend: AttendInLayer
     memory: tuple[Any, ...]
-    routing: Routing = field(default_factory=Routing)
+    beside: Beside = field(default_factory=Beside)
     past: tuple[Any, ...] = ()
 
     def __call__(self, layer: Callable[[Any, Params, Attend], Any], x: Any, blocks: Any) -> Any:

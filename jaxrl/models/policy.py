@@ -13,9 +13,7 @@ from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import XLA, Kernels
-from jaxrl.models.experts import dispatch
-from jaxrl.models.experts.dispatch import Experts
-from jaxrl.models.experts.routing import Routing
+from jaxrl.models.beside import Beside
 from jaxrl.models.layers import Through
 from jaxrl.models.output import OutputLayer, block_tokens, find_places, put, take
 from jaxrl.models.parts import join, split
@@ -46,7 +44,6 @@ class Model:
         num_tokens: int,
         dtype: Any = jnp.float32,
         attention: Kernels = XLA,
-        experts: Experts = dispatch.XLA,
         remat: str = "full",
         scan_layers: bool = True,
         logits_chunk_tokens: int = 2048,
@@ -60,7 +57,6 @@ class Model:
             num_tokens: ids the tokenizer knows; larger ones have probability 0.
             dtype: of activations and matrix products; master weights stay float32.
             attention: the kernels.
-            experts: how those of a mixture are computed.
             remat: what of a layer is computed again in the backward pass; see `layers.REMAT`.
             scan_layers: compile one layer for all.
             logits_chunk_tokens: at most so many tokens have their logits in memory at a time.
@@ -72,7 +68,6 @@ class Model:
         self.num_tokens = num_tokens
         self.dtype = dtype
         self.attention = attention
-        self.experts = experts
         self._through = Through(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
         self.trained, self.frozen = config.parts(frozen)
@@ -97,19 +92,17 @@ class Model:
         """Into how many pieces a row is cut, which divides its tokens."""
         return self.mesh.shape[CONTEXT]
 
-    def routing(self, batch: Batch, *, counts: bool = True) -> Routing:
-        """Of a pass over a micro-batch, by the experts that are recorded with it.
+    def beside(self, batch: Batch, *, counts: bool = True) -> Beside:
+        """What a pass over a micro-batch is given of its tokens, and asked for.
 
-        For a mixture of experts with the use that tokens make of them, unless `counts` is False.
+        For statistics, if the model has some, unless `counts` is False.
         """
-        routing = Routing(experts=self.experts)
-        if batch.routed_experts is not None:
-            given = in_pieces(self.mesh, batch.routed_experts)
-            routing.given = jnp.moveaxis(given.reshape(-1, *given.shape[2:]), 1, 0)
-        if counts and self.config.num_experts:
+        given = {name: in_pieces(self.mesh, x) for name, x in batch.token_arrays.items()}
+        beside = Beside(given={name: x.reshape(-1, *x.shape[2:]) for name, x in given.items()})
+        if counts and self.config.has_statistics:
             is_token = in_pieces(self.mesh, batch.segment_ids > 0)
-            routing.counted = is_token.reshape(-1).astype(jnp.float32)
-        return routing
+            beside.counted = is_token.reshape(-1).astype(jnp.float32)
+        return beside
 
     def token_logprobs(
         self,
@@ -119,7 +112,7 @@ class Model:
         temperature: float | jax.Array,
         entropy_gradient: bool = False,
         quarters: int = 4,
-        routing: Routing | None = None,
+        beside: Beside | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """Log-probability of each token given those before it, and the entropy it was drawn with.
 
@@ -133,13 +126,13 @@ class Model:
             entropy_gradient: let gradients flow through the entropies.
             quarters: of the tokens of each shard, that have room in the output layer; `loss_mask`
                 may have no more.
-            routing: of `routing`, for who wants to know what became of it.
+            beside: of `beside`, for who wants to know what became of it.
 
         Returns:
             Log-probabilities and entropies, float32 [b, T], nats.
         """
         params = self._gather_tables(self.config.train_weights(params, self.dtype))
-        hidden = self._hidden_states(params, batch, routing or self.routing(batch, counts=False))
+        hidden = self._hidden_states(params, batch, beside or self.beside(batch, counts=False))
         (b, T), shards = batch.token_ids.shape, num_pieces(self.mesh)
         has_past = (batch.positions > 0) & (batch.segment_ids > 0)
         # Hidden states stay where they are, and what is about the next token moves to them.
@@ -169,7 +162,7 @@ class Model:
         logprobs, entropies = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in of_next)
         return logprobs, entropies
 
-    def _hidden_states(self, params: Params, batch: Batch, routing: Routing) -> jax.Array:
+    def _hidden_states(self, params: Params, batch: Batch, beside: Beside) -> jax.Array:
         """Of the last layer `[C * b, T / C, D]`; see `in_pieces`."""
         on_shards = partial(jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh))
         images = {}
@@ -186,7 +179,7 @@ class Model:
                 whole_rows(self.mesh, batch.positions),
                 self.num_pieces,
             ),
-            replace(self._through, routing=routing, on_shards=on_shards),
+            replace(self._through, beside=beside, on_shards=on_shards),
             **images,
         )
         # Rows stay split over data and fsdp: left alone, the compiler splits the width of

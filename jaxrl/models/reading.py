@@ -92,6 +92,6 @@ ARCHITECTURES = {
     "mistral": "jaxrl.models.llama.LlamaConfig",
     "qwen2_5_vl": "jaxrl.extras.vision.qwen_vl.QwenVLConfig",
     "qwen3_vl": "jaxrl.extras.vision.qwen3_vl.Qwen3VLConfig",
-    "qwen3_moe": "jaxrl.models.qwen_moe.QwenMoeConfig",
+    "qwen3_moe": "jaxrl.extras.experts.qwen_moe.QwenMoeConfig",
 }
 """The `model_type` of `config.json` to the class that computes it, which is imported when asked."""

@@ -11,7 +11,7 @@ another, as many of each shard; indices of pages and rows are local to the shard
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,9 +25,7 @@ from jaxrl.models import kv_cache
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.attention.reference import attend_chunk, merge
-from jaxrl.models.experts import dispatch
-from jaxrl.models.experts.dispatch import Experts
-from jaxrl.models.experts.routing import Routing, recorded_dtype
+from jaxrl.models.beside import Beside, TokenArray
 from jaxrl.models.kv_cache import Cache, Pages
 from jaxrl.models.layers import SamplerThrough, Through, for_sampler
 from jaxrl.runtime.sharding import PIECES, cache_sharding, num_pieces, piece_sharding
@@ -89,9 +87,8 @@ class Report:
     entropies: Array  # float32 [r, C], nats
     status: Array  # int32 [r], RUNNING or why the row stopped
     stop_state: Array  # int32 [r], of the stop automaton, where the row has not stopped
-    # [r, C, layers, k] of `recorded_dtype`, experts of the token before each sampled one, which is
-    # the one that was read then; None where they are not recorded
-    routed_experts: Array | None = None
+    # [r, C, ...] of `Sampler.recorded`, of the token before each sampled one, which was read then
+    recorded: dict[str, Array]
 
 
 @struct.dataclass
@@ -115,8 +112,7 @@ class Sampler:
         num_steps: decoding steps of a chunk.
         num_rows: of a chunk at most.
         dtype: of weights, activations and pages.
-        experts: how those of a mixture are computed.
-        records_experts: the programs say which ones each token has reached.
+        records: the programs return the arrays of `Architecture.recorded`.
         scan_layers: go through stacked layers in a loop, compiled once for all; else one after
             another.
     """
@@ -128,9 +124,13 @@ class Sampler:
     num_steps: int
     num_rows: int
     dtype: jnp.dtype
-    experts: Experts = dispatch.XLA
-    records_experts: bool = False
+    records: bool = False
     scan_layers: bool = False
+
+    @property
+    def recorded(self) -> Mapping[str, TokenArray]:
+        """Arrays by token that the programs return."""
+        return self.config.recorded if self.records else {}
 
     def weights(self, params: Params) -> Params:
         """All parameters of the policy as the programs below read them."""
@@ -228,7 +228,7 @@ class Sampler:
 
     def append(
         self, weights: Params, cache: Cache, blocks: Blocks, seen: Array | None = None
-    ) -> tuple[Cache, Array | None]:
+    ) -> tuple[Cache, dict[str, Array]]:
         """Reads tokens that were not sampled: prompts and observations alike.
 
         A block may go on where another one of the same call ends: all keys and values of a layer
@@ -236,8 +236,7 @@ class Sampler:
         the model has a tower it is always there, and text reads nothing of it.
 
         Returns:
-            The cache, and the experts of each token, `[b, BLOCK, layers, k]` of `recorded_dtype`;
-            None where they are not recorded.
+            The cache, and the arrays of `recorded`, `[b, BLOCK, ...]`.
         """
         blocks = self._by_row(blocks)
         index = jnp.arange(BLOCK)
@@ -262,33 +261,26 @@ class Sampler:
             out, _ = read(q, keys, values, tables, limits, place)
             return out.astype(q.dtype).reshape(-1, *q.shape[2:]), (keys, values)
 
-        through = SamplerThrough(attend, cache, self._routing)
+        through = SamplerThrough(attend, cache, Beside(records=self.records))
         token_ids = blocks.token_ids.reshape(-1)
         rotary = positions.reshape(-1) if blocks.rotary is None else blocks.rotary.reshape(-1, 3)
         units, given = blocks.units, {}
         if seen is not None and units is not None:
             given = {"images": (seen, units.reshape(-1))}
         self.config.sample_states(weights, token_ids, rotary, through, **given)
-        routed = self._routed(through.routing)
-        if routed is not None:
-            routed = routed.reshape(-1, BLOCK, *routed.shape[1:])
-        return self._split(through.memory), routed
+        recorded = self._recorded(through.beside)
+        recorded = {name: x.reshape(-1, BLOCK, *x.shape[1:]) for name, x in recorded.items()}
+        return self._split(through.memory), recorded
 
-    @property
-    def _routing(self) -> Routing:
-        """Of a pass."""
-        return Routing(experts=self.experts, records=self.records_experts)
-
-    def _routed(self, routing: Routing) -> Array | None:
-        """The experts of each token of a pass, `[M, layers, k]`; None where none are recorded."""
-        if not self.records_experts:
-            return None
-        if routing.chosen is None:
+    def _recorded(self, beside: Beside) -> dict[str, Array]:
+        """The arrays of `recorded` that a pass has left, `[M, ...]`."""
+        if missing := [name for name in self.recorded if name not in beside.recorded]:
             raise ValueError(
                 f"config.model.router.replay is True, but {type(self.config).__name__} does not "
-                "record in `through.routing` which experts a token reaches; set it to False."
+                f"leave {missing[0]!r}, which it declares, in `through.beside.recorded`; set it to "
+                "False."
             )
-        return self._by_row(jnp.moveaxis(routing.chosen, 1, 0))
+        return {name: self._by_row(beside.recorded[name]) for name in self.recorded}
 
     def decode_chunk(
         self,
@@ -341,7 +333,10 @@ class Sampler:
             entropies=jnp.zeros((self.num_steps, num_rows), jnp.float32),
             status=jnp.zeros(num_rows, jnp.int32),
             stop_state=state.stop_state,
-            routed_experts=self._no_experts(num_rows),
+            recorded={
+                name: jnp.full((self.num_steps, num_rows, *one.shape), 0, one.dtype)
+                for name, one in self.recorded.items()
+            },
         )
 
         def step(
@@ -353,11 +348,9 @@ class Sampler:
             state, chunk, report = carry
             limits = jnp.where(state.active, cached, 0)  # who has stopped reads nothing more
             rotary = state.length if offset is None else state.length + offset
-            hidden, chunk, routed = self._read_pending(
+            hidden, chunk, recorded = self._read_pending(
                 weights, state.pending, rotary, limits, chunk, index, read, past
             )
-            if report.routed_experts is not None:
-                routed = report.routed_experts.at[index].set(routed)
             logits = self.config.unembed(weights, hidden, num_tokens=self.num_tokens)
             token, logprob, entropy = next_token.sample(
                 logits, uniforms[index], temperature, top_p, kind=kind
@@ -371,7 +364,9 @@ class Sampler:
                 entropies=report.entropies.at[index].set(jnp.where(state.active, entropy, 0.0)),
                 status=jnp.where(state.active, status, report.status),
                 stop_state=jnp.where(state.active, stop_state, report.stop_state),
-                routed_experts=routed,
+                recorded={
+                    name: report.recorded[name].at[index].set(one) for name, one in recorded.items()
+                },
             )
             state = State(
                 pending=jnp.where(state.active, token, state.pending),
@@ -395,19 +390,9 @@ class Sampler:
             token_ids=report.token_ids.T,
             logprobs=report.logprobs.T,
             entropies=report.entropies.T,
+            recorded={n: self._by_row(x.swapaxes(0, 1)) for n, x in report.recorded.items()},
         )
-        if report.routed_experts is not None:
-            routed = self._by_row(report.routed_experts.swapaxes(0, 1))
-            by_row = dataclasses.replace(by_row, routed_experts=routed)
         return self._split(cache), self._widen(state), by_row
-
-    def _no_experts(self, num_rows: int) -> Array | None:
-        """Room for those of a chunk's steps, `[C, r, layers, k]`; None where none are recorded."""
-        if not self.records_experts:
-            return None
-        sizes = len(self.config.expert_layers), self.config.num_chosen
-        dtype = recorded_dtype(self.config.num_experts)
-        return jnp.zeros((self.num_steps, num_rows, *sizes), dtype)
 
     def _read_pending(
         self,
@@ -419,8 +404,8 @@ class Sampler:
         index: jax.Array,
         read: Callable[..., jax.Array],
         past: tuple[Any, ...],
-    ) -> tuple[jax.Array, Cache, Array | None]:
-        """Of each row's pending token: hidden states, the chunk with its keys, values; experts."""
+    ) -> tuple[jax.Array, Cache, dict[str, Array]]:
+        """Of each row's pending token: states, the chunk with its keys and values, `recorded`."""
 
         def attend(
             place: Any, chunk: Pages, past: Any, q: jax.Array, k: jax.Array, v: jax.Array
@@ -432,9 +417,9 @@ class Sampler:
             (keys, values), own = zip(*added, strict=True)
             return read(place, past, q, limits, *own, index).astype(q.dtype), (keys, values)
 
-        through = SamplerThrough(attend, chunk, self._routing, past)
+        through = SamplerThrough(attend, chunk, Beside(records=self.records), past)
         hidden = self.config.sample_states(weights, pending, rotary, through)
-        return hidden, through.memory, self._routed(through.routing)
+        return hidden, through.memory, self._recorded(through.beside)
 
     def _add_step(
         self, old: jax.Array, new: jax.Array, place: Any, index: jax.Array

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -31,8 +31,7 @@ from jax.typing import DTypeLike
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attention.kernels import XLA, Kernels
 from jaxrl.models.attention.reference import past_ends
-from jaxrl.models.experts import dispatch
-from jaxrl.models.experts.dispatch import Experts
+from jaxrl.models.beside import TokenArray
 from jaxrl.models.kv_cache import Cache
 from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16, CompiledFunction, compile_all
 from jaxrl.runtime.sharding import (
@@ -46,7 +45,7 @@ from jaxrl.sampling import decode, next_token
 from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, State, StopTables
 from jaxrl.sampling.pages import pages_for
 from jaxrl.sampling.protocol import Counts
-from jaxrl.sampling.shard import Prompt, Read, Routed, Row, Shard
+from jaxrl.sampling.shard import Prompt, Read, Recorded, Row, Shard
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import Weights, delete
 from jaxrl.types import Image, Params
@@ -94,9 +93,9 @@ class Event:
     logprobs: np.ndarray  # float32 [n], nats
     entropies: np.ndarray  # float32 [n], nats
     status: int
-    # Experts of all tokens read since the event before, prompt and observations among them, the
-    # last one sampled not yet: `[m, layers, k]`. None where the engine does not record them.
-    routed_experts: np.ndarray | None = None
+    # Recorded arrays of all tokens read since the event before, prompt and observations among them,
+    # the last one sampled not yet: `[m, ...]`. {} where the engine records none.
+    recorded: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -236,8 +235,7 @@ class Engine:
         chunk_tokens: int,
         dtype: Any = jnp.float32,
         kernels: Kernels = XLA,
-        experts: Experts = dispatch.XLA,
-        records_experts: bool = False,
+        records: bool = False,
         train_mesh: Mesh | None = None,
         max_image_tokens: int = 0,
         scan_layers: bool = False,
@@ -260,8 +258,7 @@ class Engine:
             chunk_tokens: decoding steps between two looks of the host.
             dtype: of weights, activations and cache.
             kernels: of attention.
-            experts: how those of a mixture are computed.
-            records_experts: events say which ones each token has reached.
+            records: events have the arrays of `Architecture.recorded`.
             train_mesh: on which `set_weights` finds the parameters; `mesh` by default.
             max_image_tokens: of any trajectory; 0: as many as it has room for.
             scan_layers: see `decode.Sampler`.
@@ -297,8 +294,7 @@ class Engine:
             num_steps=chunk_tokens,
             num_rows=num_rows,
             dtype=dtype,
-            experts=experts,
-            records_experts=records_experts,
+            records=records,
             scan_layers=scan_layers,
         )
         self._weights_of = Weights(
@@ -431,6 +427,11 @@ class Engine:
         if kind != self.kinds[0]:  # which samples most
             count = min(len(every_second), (room - count) // others)
         return sorted([*every_second, *between[::-1]][:count])
+
+    @property
+    def recorded(self) -> Mapping[str, TokenArray]:
+        """Arrays by token that events have."""
+        return self.sampler.recorded
 
     def shapes(self) -> str:
         """The set of shapes that may be compiled, for people."""
@@ -944,14 +945,14 @@ class Engine:
             left = max(len(of_shard) for of_shard in pieces) * BLOCK
             size = large if left > max(small, large // 2) else small
             blocks, members = self._host_blocks(pieces, size // BLOCK)
-            self._cache, experts = self._append(
+            self._cache, arrays = self._append(
                 self._weights, self._cache, blocks, self._seen, variant=size
             )
-            if experts is not None:
-                experts.copy_to_host_async()
-                routed = Routed(experts)
+            if arrays:
+                jax.tree.map(lambda x: x.copy_to_host_async(), arrays)
+                recorded = Recorded(arrays)
                 for piece, index in members:
-                    piece.row.reads.append(Read(routed, index, len(piece.token_ids)))
+                    piece.row.reads.append(Read(recorded, index, len(piece.token_ids)))
 
     def _host_blocks(
         self, pieces: list[deque[_Piece]], num_blocks: int
@@ -1012,17 +1013,18 @@ class Engine:
             logprobs=np.array(report.logprobs[index, :count]),
             entropies=np.array(report.entropies[index, :count]),
             status=status,
-            routed_experts=_routed_experts(row, report, index, count),
+            recorded=_recorded(row, report, index, count),
         )
 
 
-def _routed_experts(row: Row, report: decode.Report, index: int, count: int) -> np.ndarray | None:
-    """The experts of what a row has read since its last event, which its books then forget."""
-    if report.routed_experts is None:
-        return None
-    before = [read.experts for read in row.reads]
+def _recorded(row: Row, report: decode.Report, index: int, count: int) -> dict[str, np.ndarray]:
+    """The arrays of what a row has read since its last event, which its books then forget."""
+    before = [read.arrays for read in row.reads]
     row.reads = []
-    return np.concatenate([*before, report.routed_experts[index, :count]])
+    return {
+        name: np.concatenate([*(one[name] for one in before), array[index, :count]])
+        for name, array in report.recorded.items()
+    }
 
 
 def _part(which: slice, array: np.ndarray) -> np.ndarray:

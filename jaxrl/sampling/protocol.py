@@ -31,7 +31,7 @@ class Sampling:
         seeds: what the draws depend on.
         policy_version: updates that the engine's weights have seen, recorded with every sampled
             token.
-        keeps_experts: trajectories keep the experts that the engine has recorded.
+        keeps_arrays: trajectories keep the arrays by token that the engine has recorded.
     """
 
     group_size: int
@@ -39,7 +39,7 @@ class Sampling:
     top_p: float
     seeds: Seeds
     policy_version: int = 0
-    keeps_experts: bool = False
+    keeps_arrays: bool = False
 
 
 RolloutFunction = Callable[..., list[Group]]

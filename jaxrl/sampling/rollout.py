@@ -40,7 +40,7 @@ from jaxrl.envs.base import (
 from jaxrl.envs.calls import MAX_ERROR, error_text, failure_report, in_thread, side_by_side
 from jaxrl.envs.images import MARK, Picture, UnreadableError
 from jaxrl.envs.text import writable
-from jaxrl.models.experts.routing import unknown_experts
+from jaxrl.models.beside import TokenArray
 from jaxrl.processor import Processor
 from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.stopping import Interrupted
@@ -126,7 +126,7 @@ class Sample:
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
-    routed_experts: list[np.ndarray] | None = None  # of tokens in order; None: they are not kept
+    recorded: list[Mapping[str, np.ndarray]] = field(default_factory=list)  # of tokens in order
     turn_starts: list[int] = field(default_factory=list)  # of every turn and the one under way
     reward: Reward | None = None
     reward_records: tuple[CallRecord, ...] = ()
@@ -143,8 +143,7 @@ class Sample:
         self.loss_mask.extend([True] * len(event.token_ids))
         self.logprobs.extend(event.logprobs.tolist())
         self.entropies.extend(event.entropies.tolist())
-        if self.routed_experts is not None and event.routed_experts is not None:
-            self.routed_experts.append(event.routed_experts)
+        self.recorded.append(event.recorded)
 
     def append_unknown(self, token_ids: Sequence[int]) -> None:
         """Appends what a model wrote whose probabilities nobody knows."""
@@ -164,13 +163,16 @@ class Sample:
         self.logprobs.extend([0.0] * count)
         self.entropies.extend([0.0] * count)
 
-    def experts_of_all(self) -> np.ndarray | None:
-        """Experts of each token `[L, layers, k]`, the last one's unknown; None where none are."""
-        if not self.routed_experts:
-            return None
-        read = np.concatenate(self.routed_experts)
-        left = (len(self.token_ids) - len(read), *read.shape[1:])
-        return np.concatenate([read, unknown_experts(read.dtype, left)])
+    def token_arrays(self, declared: Mapping[str, TokenArray]) -> dict[str, np.ndarray]:
+        """Recorded arrays `[L, ...]` of all tokens; the last one, not read yet, has `fill`."""
+        if not self.recorded:  # an episode that did not begin
+            return {}
+        arrays = {}
+        for name, array in declared.items():
+            read = np.concatenate([one[name] for one in self.recorded])
+            left = array.filled(len(self.token_ids) - len(read))
+            arrays[name] = np.concatenate([read, left])
+        return arrays
 
     @property
     def num_sampled(self) -> int:
@@ -291,6 +293,11 @@ class EpisodePlayer:
         self._limits = limits
         self._schedule = schedule or Schedule()
         self._pay = pay or (lambda groups: [[one.reward for one in group] for group in groups])
+
+    @property
+    def _recorded(self) -> Mapping[str, TokenArray]:
+        """Arrays by token that who writes the turns records."""
+        return {}
 
     def _make_samples(self, draws: Sequence[Draw], group_size: int) -> list[Sample]:
         """All samples with their prompts; those of a task that cannot be opened have ended."""
@@ -585,8 +592,9 @@ class EpisodePlayer:
                 except (TypeError, ValueError) as error:
                     sample.fail(error)
         version = sampling.policy_version
+        recorded = self._recorded if sampling.keeps_arrays else {}
         return [
-            Group(trajectories=tuple(_trajectory(sample, version) for sample in group))
+            Group(trajectories=tuple(_trajectory(sample, version, recorded) for sample in group))
             for group in groups
         ]
 
@@ -631,6 +639,10 @@ class Rollout(EpisodePlayer):
         self._engine = engine
         self._automaton = automaton
 
+    @property
+    def _recorded(self) -> Mapping[str, TokenArray]:
+        return self._engine.recorded
+
     def __call__(
         self,
         draws: Sequence[Draw],
@@ -656,9 +668,6 @@ class Rollout(EpisodePlayer):
             ValueError: a prompt leaves no room for an answer.
         """
         samples = self._make_samples(draws, sampling.group_size)
-        if sampling.keeps_experts:
-            for sample in samples:
-                sample.routed_experts = []
         playing = self._submit(samples, draws, sampling)
         calls: deque[_Call] = deque()  # in the order in which they were made
         try:
@@ -951,7 +960,9 @@ def _check_chat(messages: Iterable[Any]) -> None:
             raise TypeError(f"a message is {message!r:.100}; expected text for role and content")
 
 
-def _trajectory(sample: Sample, policy_version: int) -> Trajectory:
+def _trajectory(
+    sample: Sample, policy_version: int, recorded: Mapping[str, TokenArray]
+) -> Trajectory:
     loss_mask, reward = np.array(sample.loss_mask, bool), sample.reward
     scored: dict[str, Any] = {}
     if reward is not None:
@@ -972,7 +983,7 @@ def _trajectory(sample: Sample, policy_version: int) -> Trajectory:
         rollout_entropies=np.array(sample.entropies, np.float32),
         policy_versions=np.where(loss_mask, policy_version, -1).astype(np.int32),
         images=tuple(sample.images),
-        routed_experts=sample.experts_of_all(),
+        token_arrays=sample.token_arrays(recorded),
         prompt_length=sample.prompt_length,
         sample_index=sample.sample_index,
         attempt=sample.attempt,

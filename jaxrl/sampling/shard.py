@@ -5,6 +5,7 @@ They live on the host and follow from the calls alone. The engine moves what is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,30 +15,30 @@ from jaxrl.sampling.pages import PagePool, pages_for
 from jaxrl.types import Image
 
 
-class Routed:
-    """The experts of tokens that one call has read, on the device until they are asked for."""
+class Recorded:
+    """Arrays by token that one call has recorded, on the device until they are asked for."""
 
-    def __init__(self, experts: Any):
-        """`[b, BLOCK, layers, k]`, on their way to the host."""
-        self._experts = experts
+    def __init__(self, arrays: Mapping[str, Any]):
+        """By name `[b, BLOCK, ...]`, on their way to the host."""
+        self._arrays = arrays
 
-    def of_block(self, index: int, count: int) -> np.ndarray:
-        """Those of a block's first tokens, `[count, layers, k]`."""
-        self._experts = np.asarray(self._experts)
-        return self._experts[index, :count]
+    def of_block(self, index: int, count: int) -> dict[str, np.ndarray]:
+        """Values of a block's first tokens, `[count, ...]`."""
+        self._arrays = {name: np.asarray(array) for name, array in self._arrays.items()}
+        return {name: array[index, :count] for name, array in self._arrays.items()}
 
 
 class Read(NamedTuple):
     """Tokens of a row that were read together."""
 
-    routed: Routed
+    recorded: Recorded
     block: int
     num_tokens: int
 
     @property
-    def experts(self) -> np.ndarray:
-        """`[num_tokens, layers, k]`."""
-        return self.routed.of_block(self.block, self.num_tokens)
+    def arrays(self) -> dict[str, np.ndarray]:
+        """`[num_tokens, ...]`."""
+        return self.recorded.of_block(self.block, self.num_tokens)
 
 
 class Prompt(NamedTuple):
@@ -55,7 +56,7 @@ class Prefix:
     shared: list[int] = field(default_factory=list)  # pages
     kept: list[int] = field(default_factory=list)  # all its pages, while no row has them
     rows: dict[int, Row] = field(default_factory=dict)  # that have pages, by request
-    reads: list[Read] = field(default_factory=list)  # of all its tokens, where experts are recorded
+    reads: list[Read] = field(default_factory=list)  # of all its tokens, where arrays are recorded
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +85,7 @@ class Row:
     in_flight: int = 0  # steps dispatched for it whose reports were not read
     index: int = -1  # in the last chunk dispatched for it
     is_waiting: bool = False  # stopped; neither resumed nor finished yet
-    # Of the tokens before those it sampled last, in order, where experts are recorded; at first the
+    # Of the tokens before those it sampled last, in order, where arrays are recorded; at first the
     # list of its prefix itself, which the row that reads the prompt fills for all.
     reads: list[Read] = field(default_factory=list)
 

@@ -58,7 +58,7 @@ def make_measure(
             )
             batch = put_batch(mesh, packed.batch)
             old = score(params, batch, packed)
-            ref = score(ref_params, replace(batch, routed_experts=None), packed)
+            ref = score(ref_params, replace(batch, token_arrays={}), packed)
             arrays = [np.asarray(x) for x in compare(old, ref, batch.loss_mask)]
             lengths = [len(t.token_ids) for t in trained]
             pieces = [unpack(packed, array, lengths) for array in arrays]

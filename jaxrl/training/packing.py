@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
-from jaxrl.models.architecture import Architecture, Vision
-from jaxrl.models.experts.routing import recorded_dtype, unknown_experts
+from jaxrl.models.architecture import Vision
+from jaxrl.models.beside import TokenArray
 from jaxrl.models.output import QUARTERS
 from jaxrl.objectives.balancing import largest_differencing
 from jaxrl.types import Batch, BatchImages, Image
@@ -21,7 +23,7 @@ IMAGE_PARTS = (64, 32, 16, 8, 4, 2, 1)
 class TokenSequence(Protocol):
     """What packing reads of a trajectory or a demonstration.
 
-    Where there are some, `images` and `routed_experts` too.
+    Where there are some, `images` and `token_arrays` too.
     """
 
     @property
@@ -50,7 +52,7 @@ class BatchShape:
         vision: reads images; None where there are none.
         max_image_tokens: of a sequence; 0: as many as it has tokens.
         num_pieces: into which devices cut each row, C; divides its length.
-        replayed: the model, whose experts are those recorded with a sequence; None: its own choice.
+        token_arrays: that are recorded with sequences and given to passes; {} for none.
     """
 
     num_micro: int
@@ -61,7 +63,7 @@ class BatchShape:
     vision: Vision | None = None
     max_image_tokens: int = 0
     num_pieces: int = 1
-    replayed: Architecture | None = None
+    token_arrays: Mapping[str, TokenArray] = field(default_factory=dict)
 
     @property
     def row_units(self) -> int:
@@ -86,7 +88,7 @@ class BatchShape:
         vision: Vision | None = None,
         max_image_tokens: int = 0,
         num_pieces: int = 1,
-        replayed: Architecture | None = None,
+        token_arrays: Mapping[str, TokenArray] = MappingProxyType({}),
     ) -> BatchShape:
         """Room for any `num_sequences` sequences, were each as long as `row_tokens`.
 
@@ -101,7 +103,7 @@ class BatchShape:
             vision: of the shape.
             max_image_tokens: of the shape.
             num_pieces: of the shape.
-            replayed: of the shape.
+            token_arrays: of the shape.
         """
         num_micro = max(-(-num_sequences // micro_rows), 1)
         if not shards_with_prompts:
@@ -112,7 +114,7 @@ class BatchShape:
                 vision=vision,
                 max_image_tokens=max_image_tokens,
                 num_pieces=num_pieces,
-                replayed=replayed,
+                token_arrays=token_arrays,
             )
         return cls(
             num_micro=num_micro,
@@ -123,7 +125,7 @@ class BatchShape:
             vision=vision,
             max_image_tokens=max_image_tokens,
             num_pieces=num_pieces,
-            replayed=replayed,
+            token_arrays=token_arrays,
         )
 
 
@@ -219,9 +221,10 @@ def images_of(sequence: TokenSequence) -> tuple[Image, ...]:
     return tuple(getattr(sequence, "images", ()))
 
 
-def _experts_of(sequence: TokenSequence) -> np.ndarray | None:
-    """Those that are recorded with a sequence, `[L, layers, k]`."""
-    return getattr(sequence, "routed_experts", None)
+def arrays_of(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.ndarray]:
+    """Those that are recorded with a sequence, `[L, ...]`, and wanted."""
+    recorded = getattr(sequence, "token_arrays", {})
+    return {name: recorded[name] for name in shape.token_arrays if name in recorded}
 
 
 def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[Item]:
@@ -229,7 +232,7 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
 
     These are the tokens before the last one that precedes the first token with loss: what follows
     is computed for each sequence, so that the token before one with loss stands beside it. Prompts
-    with other images are others, and with other experts that are replayed.
+    with other images are others, and with other arrays by token.
     """
     vision = shape.vision
     known: dict[Any, int] = {}
@@ -243,9 +246,9 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
         if num_shared:
             ends = np.cumsum([vision.num_tokens(image) for image in images] if vision else [])
             begun = images[: int(np.searchsorted(ends, shared_units)) + 1] if shared_units else ()
-            experts = _experts_of(sequence) if shape.replayed else None
-            routed = b"" if experts is None else experts[:num_shared].tobytes()
-            prompt = known.setdefault((ids[:num_shared].tobytes(), begun, routed), len(known))
+            arrays = arrays_of(sequence, shape)
+            beside = tuple((name, x[:num_shared].tobytes()) for name, x in arrays.items())
+            prompt = known.setdefault((ids[:num_shared].tobytes(), begun, beside), len(known))
         items.append(
             Item(
                 length=len(ids),
@@ -377,7 +380,7 @@ def pack(
     num_micro = -(-len(rows) // shape.micro_rows)
     return Packed(
         batch=Batch(
-            **{name: array.reshape(*blocks, *array.shape[2:]) for name, array in arrays.items()},
+            **jax.tree.map(lambda array: array.reshape(*blocks, *array.shape[2:]), arrays),
             images=of_tokens,
         ),
         num_micro=num_micro,
@@ -453,9 +456,7 @@ def _fill(
         "token_weights": np.zeros(size, np.float32),
         **{name: np.zeros(size, np.float32) for name in token_fields},
     }
-    if (model := shape.replayed) is not None:
-        own = len(model.expert_layers), model.num_chosen
-        arrays["routed_experts"] = unknown_experts(recorded_dtype(model.num_experts), (*size, *own))
+    beside = {name: array.filled(*size) for name, array in shape.token_arrays.items()}
     for row, members in enumerate(rows):
         start = 0
         for index, left_out in members:
@@ -473,11 +474,10 @@ def _fill(
             arrays["rollout_logprobs"][at] = sequence.rollout_logprobs[rest]
             for name, values in token_fields.items():
                 arrays[name][at] = values[index][rest]
-            experts = _experts_of(sequence)
-            if shape.replayed is not None and experts is not None:
-                arrays["routed_experts"][at] = experts[rest]
+            for name, recorded in arrays_of(sequence, shape).items():
+                beside[name][at] = recorded[rest]
             start += length - left_out
-    return arrays
+    return arrays | {"token_arrays": beside}
 
 
 def fill_images(

@@ -116,7 +116,7 @@ class Method:
     Attributes:
         seed: of the estimators that draw.
         temperature, top_p: at which trajectories are sampled, and at the first of them scored.
-        replays_experts: training takes the experts that the sampler took.
+        replays: passes of training are given the arrays by token that the sampler recorded.
         prices: of a call of each tool and judge, by name.
         balance_coef: of the loss that has experts used alike.
         optimizer: of the stage that trains by it.
@@ -128,7 +128,7 @@ class Method:
     ahead: int
     temperature: float
     top_p: float
-    replays_experts: bool
+    replays: bool
     advantage: Advantage
     loss: Loss
     kl: KL

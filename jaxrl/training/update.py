@@ -15,7 +15,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl.models.experts.routing import Usage, usage_metrics
+from jaxrl.models.architecture import Architecture
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.parts import Declared, join
@@ -189,7 +189,7 @@ class MicroBatches:
             while self._is_looped and not patches and stop < len(rooms) and rooms[stop] == room:
                 stop += 1
             span = np.int32(start), np.int32(stop)
-            variant = room, images.part if images else 0, batch.routed_experts is not None
+            variant = room, images.part if images else 0, bool(batch.token_arrays)
             sums = self.program(params, sums, batch, *span, room, *patches, variant=variant)
             start = stop
         return sums
@@ -228,56 +228,55 @@ class Sums:
     gradients: Params  # float32
     metrics: dict[str, Metric]  # unfinished
     num_tokens: jax.Array  # float32 scalar, that carry loss
-    usage: Usage | None = None  # of experts, where the model has some
-    balance: jax.Array | None = None  # float32 [E], see `ExpertCounts.balance`; None without one
+    statistics: Any = None  # see `Beside`
+    balance: Any = None  # of `Architecture.balance_weights`; None without that loss
 
-    def with_measured(self, metrics: dict[str, Metric], num_tokens: Any, usage: Any) -> Sums:
+    def with_measured(self, metrics: dict[str, Metric], num_tokens: Any, statistics: Any) -> Sums:
         """With what a micro-batch measured."""
         return replace(
             self,
             metrics={name: metric.combine(metrics[name]) for name, metric in self.metrics.items()},
             num_tokens=self.num_tokens + num_tokens,
-            usage=jax.tree.map(jnp.add, self.usage, usage),
+            statistics=jax.tree.map(jnp.add, self.statistics, statistics),
         )
 
-    def finished_metrics(self) -> dict[str, Metric]:
-        """Those of all micro-batches."""
+    def finished_metrics(self, model: Architecture) -> dict[str, Metric]:
+        """Those of all micro-batches, and of the model's statistics."""
         found = {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
-        if self.usage is not None:
-            used = usage_metrics(self.usage)
-            found |= {f"router/{name}": Metric(value) for name, value in used.items()}
+        if self.statistics is not None:
+            measured = model.statistics_metrics(self.statistics)
+            found |= {name: Metric(value) for name, value in measured.items()}
         return found
 
 
-class ExpertCounts:
-    """How often a mini-batch's tokens reach each expert, by passes of their own."""
+class Balance:
+    """The constant part of the balance loss, by passes over a whole mini-batch of their own."""
 
     def __init__(self, model: Model):
         """Of the policy."""
-        sizes = len(model.config.expert_layers), model.config.num_experts
 
-        def begin() -> tuple[jax.Array, jax.Array]:
-            return jnp.zeros(sizes, jnp.float32), jnp.zeros((), jnp.float32)
+        def statistics(params: Params, micro: Batch, quarters: int) -> Any:
+            beside = model.beside(micro)
+            model.token_logprobs(params, micro, temperature=1.0, quarters=quarters, beside=beside)
+            return beside.statistics
+
+        def begin(params: Params, batch: Batch) -> Any:
+            first = jax.tree.map(lambda x: x[0], batch)
+            shapes = jax.eval_shape(partial(statistics, quarters=QUARTERS[0]), params, first)
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
 
         def add(params: Params, sums: Any, micro: Batch, _: jax.Array, quarters: int) -> Any:
-            routing = model.routing(micro)
-            model.token_logprobs(params, micro, temperature=1.0, quarters=quarters, routing=routing)
-            assert routing.usage is not None
-            return sums[0] + routing.usage.counts, sums[1] + routing.usage.num_tokens
-
-        def weigh(sums: tuple[jax.Array, jax.Array], coef: jax.Array) -> jax.Array:
-            counts, num_tokens = sums
-            rows = num_tokens * sizes[0]
-            return coef * sizes[1] * counts.sum(axis=0) / rows**2
+            return jax.tree.map(jnp.add, sums, statistics(params, micro, quarters))
 
         whole = replicated(model.mesh)
         self._begin = jax.jit(begin, out_shardings=whole)
-        self._weigh = jax.jit(weigh, out_shardings=whole)
-        self.add = MicroBatches(model, "expert counts", add)
+        self._weigh = jax.jit(model.config.balance_weights, out_shardings=whole)
+        self.add = MicroBatches(model, "balance", add)
 
-    def balance(self, params: Params, batch: Batch, packed: Packed, coef: float) -> jax.Array:
-        """float32 [E]: times the probabilities of a token, summed over layers, the balance loss."""
-        sums = self.add(params, self._begin(), batch, packed)
+    def __call__(self, params: Params, batch: Batch, packed: Packed, coef: float) -> Any:
+        """See `Architecture.balance_weights`."""
+        begun = self._begin(params, replace(batch, images=None))
+        sums = self.add(params, begun, batch, packed)
         return self._weigh(sums, np.float32(coef))
 
 
@@ -303,22 +302,22 @@ class Gradient:
             token_loss: see `TokenLoss`.
             temperature: of the distribution that was sampled from.
             entropy_gradient: the loss differentiates through the entropies.
-            balance_coef: of the loss that has experts used alike, see `balance_loss`. It is of the
-                whole mini-batch: a pass beforehand counts which experts its tokens reach.
+            balance_coef: of `Architecture.balance_loss`, which is of the whole mini-batch: a pass
+                beforehand counts which experts its tokens reach.
         """
         shardings = param_shardings(model.mesh, model.trained)
 
         def micro_loss(
             trained: Params, others: Params, micro: Batch, balance: Any, quarters: int
         ) -> tuple[jax.Array, Any]:
-            routing = model.routing(micro)
+            beside = model.beside(micro)
             logprobs, entropies = model.token_logprobs(
                 join(others, trained),
                 micro,
                 temperature=temperature,
                 entropy_gradient=entropy_gradient,
                 quarters=quarters,
-                routing=routing,
+                beside=beside,
             )
             values, metrics = token_loss(logprobs, entropies, micro)
             reduced = {
@@ -328,9 +327,8 @@ class Gradient:
             num_tokens = micro.loss_mask.sum().astype(jnp.float32)
             loss = (values * micro.token_weights).sum()
             if balance is not None:
-                assert routing.usage is not None
-                loss += (balance * routing.usage.probabilities.sum(axis=0)).sum()
-            return loss, (reduced, num_tokens, routing.usage)
+                loss += model.config.balance_loss(balance, beside.statistics)
+            return loss, (reduced, num_tokens, beside.statistics)
 
         def begin(params: Params, batch: Batch) -> Sums:
             first = jax.tree.map(lambda x: x[0], batch)
@@ -338,9 +336,11 @@ class Gradient:
             trained, others = model.split(params)
             abstract = jax.eval_shape(loss, trained, others, first)[1]
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (trained, abstract))
-            gradients, (metrics, num_tokens, usage) = zeros
+            gradients, (metrics, num_tokens, statistics) = zeros
             gradients = jax.lax.with_sharding_constraint(gradients, shardings)
-            return Sums(gradients=gradients, metrics=metrics, num_tokens=num_tokens, usage=usage)
+            return Sums(
+                gradients=gradients, metrics=metrics, num_tokens=num_tokens, statistics=statistics
+            )
 
         def add(params: Params, sums: Sums, micro: Batch, _: jax.Array, quarters: int) -> Sums:
             differentiate = jax.grad(micro_loss, has_aux=True)
@@ -355,7 +355,7 @@ class Gradient:
             return sums.with_measured(*found)
 
         self._model = model
-        self.count = ExpertCounts(model) if balance_coef else None
+        self.balance = Balance(model) if balance_coef else None
         self._balance_coef = balance_coef
         self.begin = CompiledFunction(begin, name="the update's start")
         self.add = MicroBatches(model, "update", add)
@@ -389,8 +389,8 @@ class Gradient:
         sums = self.begin(policy, without)
         if rest is not None and packed.rest is not None:
             sums = self.measure(policy, sums, rest, packed.rest)
-        if self.count is not None:
-            balance = self.count.balance(policy, batch, packed, self._balance_coef)
+        if self.balance is not None:
+            balance = self.balance(policy, batch, packed, self._balance_coef)
             sums = replace(sums, balance=balance)
         return self.add(policy, sums, batch, packed)
 
@@ -456,7 +456,7 @@ class UpdateStep:
             )
             state = jax.lax.with_sharding_constraint(state, shardings)
             measured = {"grad_norm": Metric(norm), "skipped": Metric(1.0 - is_finite)}
-            return state, sums.finished_metrics() | measured
+            return state, sums.finished_metrics(model.config) | measured
 
         self.apply = CompiledFunction(apply, name="optimizer", donate_argnums=(0,))
 
@@ -465,8 +465,8 @@ class UpdateStep:
         """Compilations so far."""
         gradient = self.gradient
         programs = [gradient.begin, gradient.add.program, gradient.measure.program, self.apply]
-        if gradient.count is not None:
-            programs.append(gradient.count.add.program)
+        if gradient.balance is not None:
+            programs.append(gradient.balance.add.program)
         return sum(program.num_traces for program in programs)
 
     def __call__(

@@ -38,7 +38,9 @@ def test_a_run_uses_each_by_its_name(installed, tiny_world, tmp_path, quick_comp
     config.update_from_flattened_dict(
         METHOD_SIZES
         | {
-            "model.architecture": "fixed",
+            "model.architecture": "skipping",
+            "model.router.replay": True,
+            "optimizer.skip_signal_free": False,  # so that the gap is measured at every step
             "search.engine": "notes",
             "search.settings": {"path": str(tmp_path / "notes.txt")},
             "env.name": "curt",
@@ -52,12 +54,13 @@ def test_a_run_uses_each_by_its_name(installed, tiny_world, tmp_path, quick_comp
     assert config.reward.settings == {"my_package:brevity": {"most": 10_000}}
     validate(config)
     parts = assemble(config)
-    assert parts.model.config.rope_theta == 5_000.0
+    assert parts.engine.recorded.keys() == {"skips"}
     (tmp_path / "run").mkdir()
     run(settings_of(config), tmp_path / "run", parts, Display())
     first = records(tmp_path / "run")[1]
     assert first["reward/brevity/mean"] == 1.0
     assert first["critic/rewards/mean"] == 0.5 + first["reward/exact_match/mean"]
+    assert first["rollout_corr/logprob_diff_max"] < 1e-4  # training leaves out what sampling did
 
 
 def test_names_of_ours_and_unknown_ones_stay(installed):

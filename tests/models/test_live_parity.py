@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
 from jaxrl.models import kv_cache
 from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.llama import LlamaConfig
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.models.qwen_moe import QwenMoeConfig
 from jaxrl.models.reading import read_model
 from jaxrl.models.rope_scaling import Linear, Llama3, Yarn
 from tests.helpers import full_pass, read_tokens

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.models.experts.routing import recorded_dtype
+from jaxrl.extras.experts.routing import ROUTED, recorded_dtype
 from jaxrl.models.policy import Model
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.runtime.sharding import param_shardings
@@ -84,10 +84,11 @@ def placed(model, seed):
 def groups_of(advantages, method):
     """Four groups; one of their members is an environment error."""
     made = trajectories()
-    if method.replays_experts:
+    if method.replays:
         rng = np.random.default_rng(5)
         made = [
-            dataclasses.replace(t, routed_experts=replayed(rng, len(t.token_ids))) for t in made
+            dataclasses.replace(t, token_arrays={ROUTED: replayed(rng, len(t.token_ids))})
+            for t in made
         ]
     groups = with_fields(grouped(made), advantage=advantages)
     rng = np.random.default_rng(3)

@@ -20,7 +20,7 @@ An int8 base has its linear layers as `kernel` int8 [L, in, out] and `kernel_sca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,10 @@ class Adapter(Around):
     def parts(self, frozen: Sequence[str] = ()) -> tuple[Declared, Declared]:
         """The adapter's own parameters, and the base's, all of which are frozen."""
         return divide(self, lambda path: path[-1] in TRAINED)
+
+    def on_mesh(self, mesh: Mesh, *, experts: str) -> Adapter:
+        """See `Around`."""
+        return replace(self, model=self.model.on_mesh(mesh, experts=experts))
 
     @property
     def plan(self) -> str:

@@ -13,7 +13,7 @@ import importlib
 import math
 import os
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,14 +31,14 @@ from jaxrl.method import (
     optimizer_of,
     optimizer_section,
     policy_of,
-    records_experts,
+    records_arrays,
 )
 from jaxrl.models.architecture import Architecture, MemoryTerms, Vision
 from jaxrl.models.around import Around
 from jaxrl.models.attention.choice import copies_past, decide
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
-from jaxrl.models.experts.routing import recorded_dtype
+from jaxrl.models.beside import TokenArray
 from jaxrl.models.output import block_tokens, chunks_of
 from jaxrl.models.parts import Declared
 from jaxrl.models.policy import NO_TABLES
@@ -551,9 +551,8 @@ class _Update:
 
     @property
     def replayed(self) -> int:
-        """Experts that are replayed, as the batch has them and by layer."""
-        model = self.shape.replayed
-        return 2 * self.tokens * _routed_bytes(model) if model is not None else 0
+        """Recorded arrays that passes are given, as the batch has them and by layer."""
+        return 2 * self.tokens * _bytes_of_token(self.shape.token_arrays)
 
     def saved(self, remat: str) -> int:
         """Activations kept for the backward pass."""
@@ -1013,8 +1012,8 @@ class _Sampler:
         past = busy * table_pages * page_bytes if copies else 0
         read = append_sizes(target.platform, rollout.max_total_tokens)[-1]
         turn_tokens = read // BLOCK * TURN_TOKENS  # of each turn of the XLA loop over pages
-        is_recorded = records_experts(config)
-        routed = 2 * is_recorded * _routed_bytes(model)  # by layer, and by token
+        is_recorded = records_arrays(config)
+        routed = 2 * is_recorded * _bytes_of_token(model.recorded)  # by layer, and by token
         moments = {
             "decode": {
                 "rows' past": past,
@@ -1244,15 +1243,12 @@ def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str)
     needs_ref = has_kl_loss(config.kl) and config.kl.anchor == "ref"
     needs_old = not takes_own_logprobs(config.optimizer, config.filter)
     num_more = needs_old + needs_ref + has_kl_weights(config.kl)
-    if shape.replayed is not None:
-        of_token += _routed_bytes(shape.replayed)
+    of_token += _bytes_of_token(shape.token_arrays)
     return config.optimizer.num_minibatches * (of_token + 4 * num_more) * tokens
 
 
-def _routed_bytes(model: Architecture) -> int:
-    """Recorded experts of a token, in all layers."""
-    itemsize = recorded_dtype(model.num_experts).itemsize
-    return len(model.expert_layers) * model.num_chosen * itemsize
+def _bytes_of_token(arrays: Mapping[str, TokenArray]) -> int:
+    return sum(array.num_bytes for array in arrays.values())
 
 
 def _nonzero(terms: dict[str, int]) -> dict[str, int]:

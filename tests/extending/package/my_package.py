@@ -3,19 +3,45 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
+
 from jaxrl.envs.retrieval import SearchEngine
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import Tool
+from jaxrl.models.beside import TokenArray
 from jaxrl.models.qwen import QwenConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fixed(QwenConfig):
-    """Qwen3 with a base of rotary positions of its own."""
+class Skipping(QwenConfig):
+    """Qwen3 whose sampler leaves out the MLP of some tokens, which training is told.
 
-    @classmethod
-    def from_dict(cls, fields, *, source="config.json"):
-        return super().from_dict({**fields, "rope_theta": 5_000.0}, source=source)
+    Which ones hangs on numbers that training has otherwise rounded: so each layer's choice is
+    recorded, an array by token.
+    """
+
+    @property
+    def recorded(self):
+        return {"skips": TokenArray(shape=(self.num_layers,), dtype=np.dtype(np.uint8), fill=0)}
+
+    def begin_layers(self, beside, num_tokens):
+        return jnp.zeros((), jnp.int32), jnp.zeros((num_tokens, self.num_layers), jnp.uint8)
+
+    def feed_forward_beside(self, layer, x, carried, beside):
+        number, skips = carried
+        if beside.records:
+            own = (x[:, 0] > 0).astype(jnp.uint8)
+        elif "skips" in beside.given:
+            own = beside.given["skips"][:, number]
+        else:
+            own = jnp.zeros(len(x), jnp.uint8)
+        added = jnp.where(own[:, None] > 0, 0, self.feed_forward(layer, x))
+        return added, (number + 1, skips.at[:, number].set(own))
+
+    def end_layers(self, beside, carried):
+        if beside.records:
+            beside.recorded["skips"] = carried[1]
 
 
 class Notes(SearchEngine):

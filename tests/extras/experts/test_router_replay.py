@@ -12,11 +12,12 @@ import pytest
 
 from jaxrl.codecs import from_json, to_json
 from jaxrl.envs.base import Observation, Outcome, StepResult
+from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
+from jaxrl.extras.experts.routing import ROUTED, recorded_dtype
 from jaxrl.models.attention.kernels import XLA
-from jaxrl.models.experts.routing import Routing, recorded_dtype
+from jaxrl.models.beside import Beside
 from jaxrl.models.layers import Through
 from jaxrl.models.policy import Model
-from jaxrl.models.qwen_moe import QwenMoeConfig
 from jaxrl.training.minibatches import put_minibatches
 from jaxrl.training.packing import BatchShape, make_items, pack
 from jaxrl.training.update import ScoreStep, UpdateStep, init_state, put_batch
@@ -72,7 +73,7 @@ def two_turns():
 def player():
     """Rows beyond its pages, so that some are swapped."""
     player = Player(
-        MOE, TOKENIZER, STOPS, num_rows=4, num_pages=32, chunk_tokens=5, records_experts=True,
+        MOE, TOKENIZER, STOPS, num_rows=4, num_pages=32, chunk_tokens=5, records=True,
         kernels=dataclasses.replace(XLA, page_tokens=PAGE),
     )  # fmt: skip
     player.engine.row_sizes = player.engine.row_sizes[-1:]
@@ -84,7 +85,7 @@ def sampled(player):
     """Groups of three, each with two observations at most."""
     player.engine.set_weights(PARAMS)
     found = player.play(
-        two_turns(), ["where was it?", "who", "when?"], group_size=3, keeps_experts=True
+        two_turns(), ["where was it?", "who", "when?"], group_size=3, keeps_arrays=True
     )
     assert player.engine.counts.preemptions > 0
     assert max(len(trajectory.turns) for trajectory in found) == 3
@@ -101,18 +102,18 @@ def chosen_by_full_pass(trajectories, params):
 
     @jax.jit
     def choose(params, ids):
-        routing = Routing(records=True)
+        beside = Beside(records=True)
         attend = XLA.within(jnp.ones_like(ids), positions)
-        MOE.hidden_states(params, ids, positions, attend, Through(scan=False, routing=routing))
-        return routing.chosen
+        MOE.hidden_states(params, ids, positions, attend, Through(scan=False, beside=beside))
+        return beside.recorded[ROUTED]
 
-    chosen = np.asarray(choose(params, ids)).reshape(2, *ids.shape, 2)
-    return [chosen[:, i, : len(t.token_ids)].swapaxes(0, 1) for i, t in enumerate(trajectories)]
+    chosen = np.asarray(choose(params, ids)).reshape(*ids.shape, 2, 2)
+    return [row[: len(t.token_ids)] for row, t in zip(chosen, trajectories, strict=True)]
 
 
 def test_what_is_recorded_is_what_a_full_pass_chooses(sampled):
     for trajectory, wanted in zip(sampled, chosen_by_full_pass(sampled, PARAMS), strict=True):
-        got = trajectory.routed_experts
+        got = trajectory.token_arrays[ROUTED]
         assert (got.dtype, got.shape) == (np.uint8, (len(trajectory.token_ids), 2, 2))
         np.testing.assert_array_equal(got[:-1], wanted[:-1])
         # The last token was sampled and never read.
@@ -123,18 +124,18 @@ def test_what_is_recorded_is_what_a_full_pass_chooses(sampled):
 def test_what_is_not_asked_for_is_not_kept(player, sampled):
     player.engine.set_weights(PARAMS)
     [trajectory] = player.play(two_turns(), [sampled[0].task.question])
-    assert trajectory.routed_experts is None
+    assert trajectory.token_arrays == {}
 
 
 def test_recorded_experts_survive_json(sampled):
     saved = to_json(sampled[0])
-    got = from_json(saved).routed_experts
+    got = from_json(saved).token_arrays[ROUTED]
     assert got.dtype == np.uint8
-    np.testing.assert_array_equal(got, sampled[0].routed_experts)
+    np.testing.assert_array_equal(got, sampled[0].token_arrays[ROUTED])
     assert to_json(from_json(saved)) == saved
-    without = dataclasses.replace(sampled[0], routed_experts=None)
-    assert "routed_experts" not in to_json(without)
-    assert from_json(to_json(without)).routed_experts is None
+    without = dataclasses.replace(sampled[0], token_arrays={})
+    assert "token_arrays" not in to_json(without)
+    assert from_json(to_json(without)).token_arrays == {}
 
 
 def test_the_smallest_dtype_has_a_number_that_is_no_experts():
@@ -152,9 +153,9 @@ class EveryExpert(QwenMoeConfig):
         object.__setattr__(self, "differences", [])
         return self
 
-    def routed_feed_forward(self, layer, x, routed, routing):
+    def feed_forward_beside(self, layer, x, carried, beside):
         if "moe" not in layer:
-            return self.feed_forward(layer, x), routed
+            return self.feed_forward(layer, x), carried
         given, moe = jnp.asarray(next(self.given)), layer["moe"]
         logits = x @ moe["router"]["kernel"]
         own = jnp.argsort(-logits, axis=-1)[:, : self.num_chosen]
@@ -169,13 +170,13 @@ class EveryExpert(QwenMoeConfig):
         likely = (own[:, :, None] == jnp.arange(self.num_experts)).any(axis=1)
         differs = is_known & (likely != mask).any(axis=-1)
         self.differences.append((jax.lax.stop_gradient(differs), is_known))
-        return (shares[:, :, None] * each).sum(axis=1), routed
+        return (shares[:, :, None] * each).sum(axis=1), carried
 
 
-def whole(trajectories, replayed=MOE, **changes):
+def whole(trajectories, replayed=MOE.recorded, **changes):
     """One micro-batch, packed and its first axis gone."""
     sizes = {"num_micro": 1, "micro_rows": len(trajectories), "row_tokens": 64} | changes
-    shape = BatchShape(**sizes, replayed=replayed)
+    shape = BatchShape(**sizes, token_arrays=replayed)
     return pack(trajectories, np.zeros(len(trajectories), np.float32), shape)
 
 
@@ -195,7 +196,7 @@ def test_training_computes_the_recorded_experts(sampled, normalises):
     config = dataclasses.replace(MOE, normalises_shares=normalises)
     packed = whole(sampled)
     micro = first_micro(packed)
-    given = micro.routed_experts.reshape(-1, 2, 2).swapaxes(0, 1)
+    given = micro.token_arrays[ROUTED].reshape(-1, 2, 2).swapaxes(0, 1)
     by_mask = EveryExpert(**vars(config))
 
     def total(config, params):
@@ -203,9 +204,9 @@ def test_training_computes_the_recorded_experts(sampled, normalises):
             config, one_device_mesh(), num_tokens=TOKENIZER.num_tokens, scan_layers=False,
             remat="none",
         )  # fmt: skip
-        routing = model.routing(micro)
-        found, _ = model.token_logprobs(params, micro, temperature=1.0, routing=routing)
-        return found.sum(), (found, routing.usage, getattr(config, "differences", []))
+        beside = model.beside(micro)
+        found, _ = model.token_logprobs(params, micro, temperature=1.0, beside=beside)
+        return found.sum(), (found, beside.statistics, getattr(config, "differences", []))
 
     def differentiate(config):
         return jax.jit(jax.value_and_grad(partial(total, config), has_aux=True))(MOVED)
@@ -235,7 +236,7 @@ def test_training_computes_the_recorded_experts(sampled, normalises):
 )
 def test_the_gap_to_the_sampler_is_smaller_with_replay(sampled, params, dtype, most):
     gaps = []
-    for replayed in (MOE, None):
+    for replayed in (MOE.recorded, {}):
         micro = first_micro(whole(sampled, replayed))
         mask = micro.loss_mask & (micro.positions > 0)
         found = np.asarray(score(params, micro, dtype))
@@ -263,7 +264,7 @@ def with_advantages(sampled):
             token_ids=t.token_ids,
             loss_mask=t.loss_mask,
             rollout_logprobs=t.rollout_logprobs,
-            routed_experts=t.routed_experts,
+            token_arrays=t.token_arrays,
             advantage=float(np.cos(number)),
         )
         for number, t in enumerate(sampled)
@@ -273,9 +274,13 @@ def with_advantages(sampled):
 @pytest.mark.slow
 @pytest.mark.parametrize("shares_prompts", [False, True])
 def test_packing_and_micro_batches_change_nothing(with_advantages, shares_prompts):
-    alone = BatchShape(num_micro=9, micro_rows=1, row_tokens=64, replayed=MOE)
+    alone = BatchShape(num_micro=9, micro_rows=1, row_tokens=64, token_arrays=MOE.recorded)
     other = BatchShape(
-        num_micro=2, micro_rows=2, row_tokens=208, replayed=MOE, shares_prompts=shares_prompts
+        num_micro=2,
+        micro_rows=2,
+        row_tokens=208,
+        token_arrays=MOE.recorded,
+        shares_prompts=shares_prompts,
     )
     balance_coef = 0.0 if shares_prompts else 0.5  # a shared prompt counts once for the balance
     (_, one, measured), (packed, two, measured_too) = (
@@ -284,7 +289,7 @@ def test_packing_and_micro_batches_change_nothing(with_advantages, shares_prompt
     assert (packed.num_shared > 0) == shares_prompts
     assert relative_distance(two, one) < 1e-5
     _, without, _ = gradient(
-        with_advantages, dataclasses.replace(alone, replayed=None), balance_coef
+        with_advantages, dataclasses.replace(alone, token_arrays={}), balance_coef
     )
     assert relative_distance(without, one) > 1e-3  # so it does something
     assert measured["router/replay_difference"] > 0.01
@@ -295,14 +300,16 @@ def test_packing_and_micro_batches_change_nothing(with_advantages, shares_prompt
 
 
 def test_prompts_of_other_experts_are_others(with_advantages):
-    shape = BatchShape(num_micro=2, micro_rows=1, row_tokens=208, shares_prompts=True, replayed=MOE)
+    shape = BatchShape(
+        num_micro=2, micro_rows=1, row_tokens=208, shares_prompts=True, token_arrays=MOE.recorded
+    )
     first, second, third = with_advantages[:3]
-    experts = second.routed_experts.copy()
+    experts = second.token_arrays[ROUTED].copy()
     experts[0, 0] = (experts[0, 0] + 1) % 8
-    changed = [first, dataclasses.replace(second, routed_experts=experts), third]
+    changed = [first, dataclasses.replace(second, token_arrays={ROUTED: experts}), third]
     prompts = [item.prompt for item in make_items(changed, shape)]
     assert prompts[0] == prompts[2] != prompts[1]
-    blind = dataclasses.replace(shape, replayed=None)
+    blind = dataclasses.replace(shape, token_arrays={})
     assert len({item.prompt for item in make_items(changed, blind)}) == 1
 
 
@@ -310,7 +317,7 @@ def test_the_old_policy_replays_and_the_reference_chooses_for_itself(sampled):
     model = Model(MOE, one_device_mesh(), num_tokens=TOKENIZER.num_tokens, scan_layers=False)
     step = ScoreStep(model, temperature=1.0)
     method = method_with(**{"kl.coef": 0.1, "kl.place": "loss", "optimizer.num_epochs": 2})
-    packed, plain = whole(sampled), whole(sampled, None)
+    packed, plain = whole(sampled), whole(sampled, {})
     [batch] = put_minibatches([packed], model.mesh, step, MOVED, MOVED, method)
     by_own_choice = np.asarray(step(MOVED, put_batch(model.mesh, plain.batch), plain))
     np.testing.assert_array_equal(batch.ref_logprobs, by_own_choice)
@@ -320,16 +327,16 @@ def test_the_old_policy_replays_and_the_reference_chooses_for_itself(sampled):
 
 
 def test_trajectories_without_a_record_choose_for_themselves(sampled):
-    bare = [dataclasses.replace(t, routed_experts=None) for t in sampled]
-    found = [score(MOVED, first_micro(packed)) for packed in (whole(bare), whole(bare, None))]
+    bare = [dataclasses.replace(t, token_arrays={}) for t in sampled]
+    found = [score(MOVED, first_micro(packed)) for packed in (whole(bare), whole(bare, {}))]
     np.testing.assert_allclose(*found, atol=1e-5)
 
 
 def test_a_model_of_hundreds_of_experts_is_packed_in_two_bytes(sampled):
     wide = dataclasses.replace(MOE, num_experts=300)
     routed = np.full((len(sampled[0].token_ids), 2, 2), 299, np.uint16)
-    packed = whole([dataclasses.replace(sampled[0], routed_experts=routed)], wide)
-    experts = packed.batch.routed_experts
+    packed = whole([dataclasses.replace(sampled[0], token_arrays={ROUTED: routed})], wide.recorded)
+    experts = packed.batch.token_arrays[ROUTED]
     assert experts.dtype == np.uint16
     assert (experts[packed.batch.segment_ids > 0] == 299).all()
     assert (experts[packed.batch.segment_ids == 0] == 65535).all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +11,10 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Integer
 
-from jaxrl.models.experts.dispatch import XLA, Experts
+from jaxrl.models.beside import Beside
+
+ROUTED = "routed_experts"
+"""By token, of each layer with experts the numbers of those chosen, `[layers, k]`."""
 
 
 class Choice(NamedTuple):
@@ -63,11 +66,6 @@ def is_recorded(given: Integer[Array, "M k"], num_experts: int) -> Bool[Array, "
 def recorded_dtype(num_experts: int) -> np.dtype:
     """The smallest dtype of recorded experts whose highest number is none of theirs."""
     return np.dtype(np.uint8 if num_experts < 256 else np.uint16)
-
-
-def unknown_experts(dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-    """Numbers that are no experts', as tokens have that no sampler has read."""
-    return np.full(shape, np.iinfo(dtype).max, dtype)
 
 
 @struct.dataclass
@@ -129,75 +127,60 @@ Found = tuple[jax.Array | None, Usage | None]
 """What a pass has found in the layers so far: the experts chosen `[L, M, k]`, and their use."""
 
 
-@dataclass(kw_only=True)
-class Routing:
-    """What is given to and kept of the routers of one pass over M tokens.
+def begin(
+    beside: Beside, *, num_layers: int, num_tokens: int, num_chosen: int, num_experts: int
+) -> Found:
+    """Before the first layer: what is asked of the pass, with nothing found yet."""
+    chosen = usage = None
+    if beside.records:
+        dtype = recorded_dtype(num_experts)
+        chosen = jnp.zeros((num_layers, num_tokens, num_chosen), dtype)
+    if beside.counted is not None:
+        table = jnp.zeros((num_layers, num_experts), jnp.float32)
+        usage = Usage(
+            num_tokens=beside.counted.sum(),
+            counts=table,
+            probabilities=table,
+            entropies=table[:, 0],
+        )
+        if (given := beside.given.get(ROUTED)) is not None:
+            num_replayed = (beside.counted * is_recorded(given[:, 0], num_experts)).sum()
+            usage = replace(usage, num_replayed=num_replayed, differences=table[:, 0])
+    return chosen, usage
 
-    Attributes:
-        experts: how they are computed.
-        given: int `[L, M, k]`, of the layers with experts; see `route`.
-        counted: float32 `[M]`, how often each token counts in `usage`; None: that is not wanted.
-        records: `chosen` is wanted.
-        chosen: after the pass, `[L, M, k]` of `recorded_dtype`.
-        usage: after the pass.
-    """
 
-    experts: Experts = field(default=XLA)
-    given: jax.Array | None = None
-    counted: jax.Array | None = None
-    records: bool = False
-    chosen: jax.Array | None = None
-    usage: Usage | None = None
+def given_in(beside: Beside, number: Any) -> jax.Array | None:
+    """Experts `[M, k]` to take in the layer of that number among those with experts."""
+    return None if (given := beside.given.get(ROUTED)) is None else given[:, number]
 
-    def begin(self, num_layers: int, num_tokens: int, num_chosen: int, num_experts: int) -> Found:
-        """Before the first layer."""
-        chosen = usage = None
-        if self.records:
-            dtype = recorded_dtype(num_experts)
-            chosen = jnp.zeros((num_layers, num_tokens, num_chosen), dtype)
-        if self.counted is not None:
-            table = jnp.zeros((num_layers, num_experts), jnp.float32)
-            usage = Usage(
-                num_tokens=self.counted.sum(),
-                counts=table,
-                probabilities=table,
-                entropies=table[:, 0],
-            )
-            if self.given is not None:
-                is_known = is_recorded(self.given[0], num_experts)
-                num_replayed = (self.counted * is_known).sum()
-                usage = replace(usage, num_replayed=num_replayed, differences=table[:, 0])
-        return chosen, usage
 
-    def given_in(self, number: Any) -> jax.Array | None:
-        """What is given to the layer of that number among those with experts."""
-        return None if self.given is None else self.given[number]
+def note(beside: Beside, found: Found, number: Any, choice: Choice) -> Found:
+    """What was found before, with the choice in that layer."""
+    chosen, usage = found
+    if chosen is not None:
+        chosen = chosen.at[number].set(choice.chosen.astype(chosen.dtype))
+    if usage is not None and beside.counted is not None:
+        probabilities = jnp.exp(choice.log_probabilities)
+        num_experts = probabilities.shape[-1]
+        weights = jnp.repeat(beside.counted, choice.chosen.shape[-1])
+        counts = jnp.zeros(num_experts).at[choice.chosen.reshape(-1)].add(weights)
+        entropies = -(probabilities * choice.log_probabilities).sum(axis=-1)
+        if choice.differs is not None:
+            count = (beside.counted * choice.differs).sum()
+            usage = replace(usage, differences=usage.differences.at[number].set(count))
+        usage = replace(
+            usage,
+            counts=usage.counts.at[number].set(counts),
+            probabilities=usage.probabilities.at[number].set(beside.counted @ probabilities),
+            entropies=usage.entropies.at[number].set(
+                jax.lax.stop_gradient(beside.counted @ entropies)
+            ),
+        )
+    return chosen, usage
 
-    def note(self, found: Found, number: Any, choice: Choice) -> Found:
-        """What is found with that layer."""
-        chosen, usage = found
-        if chosen is not None:
-            chosen = chosen.at[number].set(choice.chosen.astype(chosen.dtype))
-        if usage is not None and self.counted is not None:
-            probabilities = jnp.exp(choice.log_probabilities)
-            num_experts = probabilities.shape[-1]
-            weights = jnp.repeat(self.counted, choice.chosen.shape[-1])
-            counts = jnp.zeros(num_experts).at[choice.chosen.reshape(-1)].add(weights)
-            entropies = -(probabilities * choice.log_probabilities).sum(axis=-1)
-            if choice.differs is not None:
-                count = (self.counted * choice.differs).sum()
-                usage = replace(usage, differences=usage.differences.at[number].set(count))
-            usage = replace(
-                usage,
-                counts=usage.counts.at[number].set(counts),
-                probabilities=usage.probabilities.at[number].set(self.counted @ probabilities),
-                entropies=usage.entropies.at[number].set(
-                    jax.lax.stop_gradient(self.counted @ entropies)
-                ),
-            )
-        return chosen, usage
 
-    def end(self, routed: tuple[Any, Found] | None) -> None:
-        """After the last layer; None: no layer has experts."""
-        if routed is not None:
-            self.chosen, self.usage = routed[1]
+def end(beside: Beside, found: Found) -> None:
+    """After the last layer."""
+    chosen, beside.statistics = found
+    if chosen is not None:
+        beside.recorded[ROUTED] = jnp.moveaxis(chosen, 1, 0)

@@ -12,16 +12,17 @@ import pytest
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
+from jaxrl.extras.experts.routing import balance_loss
 from jaxrl.models import kv_cache
 from jaxrl.models.attention.kernels import XLA
+from jaxrl.models.beside import Beside
 from jaxrl.models.decoder import init_params
-from jaxrl.models.experts.routing import Routing, balance_loss
 from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
 from jaxrl.models.layers import Through
 from jaxrl.models.reading import read_model
 from tests.helpers import full_pass, read_tokens, relative_distance
 
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 NAMES = ["qwen3_moe", "qwen3_moe_mixed", "qwen3_moe_sparse_step"]
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -49,15 +50,15 @@ def loss_of(config, wanted, scan, params):
     """The mean loss of next tokens and the balance of the routers, as `make_golden.py` has it."""
     token_ids, mask = jnp.asarray(wanted["token_ids"]), jnp.asarray(wanted["mask"])
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
-    routing = Routing(counted=mask.reshape(-1).astype(jnp.float32))
-    through = Through(scan=scan, remat="full", routing=routing)
+    beside = Beside(counted=mask.reshape(-1).astype(jnp.float32))
+    through = Through(scan=scan, remat="full", beside=beside)
     attend = XLA.within(jnp.ones_like(token_ids), positions)
     hidden = config.hidden_states(params, token_ids, positions, attend, through)
     logits = config.unembed(params, hidden, num_tokens=config.vocab_size)
     logprobs = jax.nn.log_softmax(logits[:, :-1])
     logprobs = jnp.take_along_axis(logprobs, token_ids[:, 1:, None], axis=-1)[..., 0]
     loss = -(logprobs * mask[:, 1:]).sum() / mask[:, 1:].sum()
-    usage = routing.usage
+    usage = beside.statistics
     balance = balance_loss(usage.probabilities, usage.counts, usage.num_tokens)
     return loss + 0.1 * balance, (logits, balance)
 

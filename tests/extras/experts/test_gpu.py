@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.extras.kernels import experts_gpu as gpu
-from jaxrl.models.experts.dispatch import Experts, mix
-from jaxrl.models.experts.products import grouped_product
+from jaxrl.extras.experts import gpu
+from jaxrl.extras.experts.dispatch import Experts, mix
+from jaxrl.extras.experts.products import grouped_product
+from tests.extras.experts.brute import brute_force
 from tests.helpers import TINY_MOE, relative_distance
-from tests.models.experts.brute import brute_force
 from tests.programs import for_gpu, lowered_for_gpu, trainer_programs
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -129,7 +129,7 @@ def test_an_update_for_a_gpu_has_the_kernels_and_no_tokens_times_experts_times_w
     product = for_gpu(gpu.grouped_product)
     experts = Experts(name="triton", reason="for a test", product=product)
     function, arguments = trainer_programs(
-        model, kernels="triton", rows=rows, row_tokens=row_tokens, experts=experts
+        replace(model, experts=experts), kernels="triton", rows=rows, row_tokens=row_tokens
     )["update"]
     program = lowered_for_gpu(jax.jit(function), *arguments)
     # Forwards, again for the gradient, and that: of three products with weights.

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.extras.kernels import experts_tpu as tpu
-from jaxrl.models.experts.choice import decide
-from jaxrl.models.experts.dispatch import mix
-from jaxrl.models.experts.products import (
+from jaxrl.extras.experts import tpu
+from jaxrl.extras.experts.choice import decide
+from jaxrl.extras.experts.dispatch import mix
+from jaxrl.extras.experts.products import (
     find_tiles,
     grouped_product,
     grouped_product_of_known_length,

@@ -17,7 +17,7 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.experts.products import find_tiles, sum_up, tile_rows
+from jaxrl.extras.experts.products import find_tiles, sum_up, tile_rows
 
 LEAST = 16
 """Of each axis the chip multiplies multiples of so many; arrays are padded to them."""

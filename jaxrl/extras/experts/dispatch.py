@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.experts.products import Product, count_up_to, grouped_product
+from jaxrl.extras.experts.products import Product, count_up_to, grouped_product
 
 Weights = Mapping[str, jax.Array]
 """Of a layer's experts: `gate` and `up` `[E, D, F]`, `down` `[E, F, D]`."""

@@ -13,17 +13,25 @@ products are computed for sorted tokens (`experts/dispatch.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxrl.extras.experts import routing
+from jaxrl.extras.experts.choice import choose
+from jaxrl.extras.experts.dispatch import XLA, Experts
+from jaxrl.extras.experts.routing import ROUTED, Found
 from jaxrl.models.architecture import Fused, MemoryTerms
+from jaxrl.models.beside import Beside, TokenArray
 from jaxrl.models.decoder import (
     KINDS,
     LAYER_LIST,
@@ -35,7 +43,6 @@ from jaxrl.models.decoder import (
     without_nulls,
 )
 from jaxrl.models.defaults import completed
-from jaxrl.models.experts.routing import Found, Routing, route
 from jaxrl.models.layers import Stacks
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.types import Params
@@ -63,7 +70,7 @@ _KINDS: Kinds = {
 _MOST_EXPERTS = 1_000_000
 """Of all layers; each has tensors of its own, which are looked for by their names."""
 
-Routed = tuple[jax.Array, Found]
+Carried = tuple[jax.Array, Found]
 """The number of the next layer with experts, and what was found in those before."""
 
 
@@ -88,13 +95,20 @@ class MoE(nnx.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class QwenMoeConfig(QwenConfig):
-    """Every field of a Qwen3-MoE `config.json` that changes the arithmetic."""
+    """Every field of a Qwen3-MoE `config.json` that changes the arithmetic, and the kernels.
+
+    Attributes:
+        experts: computes those of a layer; see `on_mesh`.
+    """
+
+    has_statistics = True
 
     expert_width: int
     num_experts: int
     num_chosen: int  # experts of a token
     normalises_shares: bool  # those of a token add up to 1
     expert_layers: tuple[int, ...]  # with experts, in order
+    experts: Experts = XLA
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenMoeConfig:
@@ -197,29 +211,69 @@ class QwenMoeConfig(QwenConfig):
         """Neither routers nor experts."""
         return tuple(name for name in super().linear_layers() if not name.startswith("blocks/moe/"))
 
-    def begin_routing(self, routing: Routing, num_tokens: int) -> Routed:
-        """The number of the first layer with experts, and that nothing was found in one yet."""
-        sizes = len(self.expert_layers), num_tokens, self.num_chosen, self.num_experts
-        return jnp.zeros((), jnp.int32), routing.begin(*sizes)
+    @property
+    def recorded(self) -> Mapping[str, TokenArray]:
+        """The experts that each token has reached; unknown ones have a number that is no expert."""
+        dtype = routing.recorded_dtype(self.num_experts)
+        shape = len(self.expert_layers), self.num_chosen
+        return {ROUTED: TokenArray(shape=shape, dtype=dtype, fill=np.iinfo(dtype).max)}
 
-    def routed_feed_forward(
-        self, layer: Params, x: Float[Array, "M D"], routed: Routed, routing: Routing
-    ) -> tuple[Float[Array, "M D"], Routed]:
+    def on_mesh(self, mesh: Mesh, *, experts: str) -> QwenMoeConfig:
+        """See `Architecture`."""
+        return replace(self, experts=choose(experts, mesh))
+
+    @property
+    def shown_kernels(self) -> str:
+        """Which products compute experts, and why."""
+        return f"experts: {self.experts.name}, {self.experts.reason}"
+
+    def statistics_metrics(self, statistics: routing.Usage) -> dict[str, jax.Array]:
+        """How the routers have used their experts."""
+        used = routing.usage_metrics(statistics)
+        return {f"router/{name}": value for name, value in used.items()}
+
+    def balance_weights(self, statistics: routing.Usage, coef: jax.Array) -> jax.Array:
+        """float32 [E]: times the probabilities of a token, summed over layers, the balance loss."""
+        rows = statistics.num_tokens * len(self.expert_layers)
+        return coef * self.num_experts * statistics.counts.sum(axis=0) / rows**2
+
+    def balance_loss(self, weights: jax.Array, statistics: routing.Usage) -> jax.Array:
+        """See `routing.balance_loss`, whose counts are those of the whole mini-batch."""
+        return (weights * statistics.probabilities.sum(axis=0)).sum()
+
+    def begin_layers(self, beside: Beside, num_tokens: int) -> Carried:
+        """The number of the first layer with experts, and that nothing was found in one yet."""
+        found = routing.begin(
+            beside,
+            num_layers=len(self.expert_layers),
+            num_tokens=num_tokens,
+            num_chosen=self.num_chosen,
+            num_experts=self.num_experts,
+        )
+        return jnp.zeros((), jnp.int32), found
+
+    def end_layers(self, beside: Beside, carried: Carried) -> None:
+        """Experts chosen, and their use."""
+        routing.end(beside, carried[1])
+
+    def feed_forward_beside(
+        self, layer: Params, x: Float[Array, "M D"], carried: Carried, beside: Beside
+    ) -> tuple[Float[Array, "M D"], Carried]:
         """Experts where the layer has some, else the MLP."""
         if "moe" not in layer:
-            return self.feed_forward(layer, x), routed
-        number, found = routed
+            return self.feed_forward(layer, x), carried
+        number, found = carried
         kernels = {name: part["kernel"] for name, part in layer["moe"].items()}
         router = kernels.pop("router")
         logits = project("dv", x, router.astype(x.dtype), router)
-        choice = route(
+        choice = routing.route(
             checkpoint_name(logits, "router"),
             num_chosen=self.num_chosen,
             normalises=self.normalises_shares,
-            given=routing.given_in(number),
+            given=routing.given_in(beside, number),
         )
-        added = routing.experts(x, kernels, choice.chosen, choice.shares)
-        return added, (number + 1, routing.note(found, number, choice))
+        added = self.experts(x, kernels, choice.chosen, choice.shares)
+        return added, (number + 1, routing.note(beside, found, number, choice))
 
     def feed_forward_names(self) -> dict[str, str]:
         """Those of the MLP, and of the experts."""

@@ -6,7 +6,16 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl.models.experts.routing import Routing, balance_loss, route, usage_metrics
+from jaxrl.extras.experts.routing import (
+    ROUTED,
+    balance_loss,
+    begin,
+    end,
+    note,
+    route,
+    usage_metrics,
+)
+from jaxrl.models.beside import Beside
 from jaxrl.models.policy import Model
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.update import UpdateStep, init_state
@@ -55,19 +64,20 @@ def test_the_balance_is_of_the_whole_mini_batch_however_it_is_packed():
 def test_balance_and_metrics_by_hand():
     # Two layers, four experts, three tokens that count and one that does not, two experts each.
     probabilities = np.array([[0.4, 0.3, 0.2, 0.1], [0.25] * 4], np.float32)
-    routing = Routing(counted=jnp.array([1.0, 1.0, 1.0, 0.0]), records=True)
-    found = routing.begin(2, 4, 2, 4)
+    beside = Beside(counted=jnp.array([1.0, 1.0, 1.0, 0.0]), records=True)
+    found = begin(beside, num_layers=2, num_tokens=4, num_chosen=2, num_experts=4)
     for number, row in enumerate(probabilities):
         logits = jnp.log(jnp.tile(row, (4, 1)))
-        found = routing.note(found, number, route(logits, num_chosen=2, normalises=True))
-    routing.end((2, found))
-    assert routing.chosen.tolist() == [[[0, 1]] * 4] * 2  # ties go to the first
-    np.testing.assert_allclose(routing.usage.counts, [[3, 3, 0, 0]] * 2)
-    np.testing.assert_allclose(routing.usage.probabilities, 3 * probabilities, rtol=1e-6)
+        found = note(beside, found, number, route(logits, num_chosen=2, normalises=True))
+    end(beside, found)
+    usage = beside.statistics
+    assert beside.recorded[ROUTED].tolist() == [[[0, 1]] * 2] * 4  # ties go to the first
+    np.testing.assert_allclose(usage.counts, [[3, 3, 0, 0]] * 2)
+    np.testing.assert_allclose(usage.probabilities, 3 * probabilities, rtol=1e-6)
     # Of the tokens all chose 0 and 1; these have 0.7 and 0.5 of the probability.
-    got = balance_loss(routing.usage.probabilities, routing.usage.counts, 3.0)
+    got = balance_loss(usage.probabilities, usage.counts, 3.0)
     np.testing.assert_allclose(got, 4 * (0.7 + 0.5) / 2, rtol=1e-6)
-    metrics = usage_metrics(routing.usage)
+    metrics = usage_metrics(usage)
     entropy = -(probabilities[0] * np.log(probabilities[0])).sum()
     np.testing.assert_allclose(metrics["entropy"], (entropy + np.log(4)) / 2, rtol=1e-6)
     assert (metrics["load_max"], metrics["load_min"], metrics["load_max_mean"]) == (2, 0, 2)

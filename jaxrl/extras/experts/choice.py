@@ -6,8 +6,8 @@ import importlib
 
 from jax.sharding import Mesh
 
-from jaxrl.models.experts.dispatch import Experts
-from jaxrl.models.experts.products import (
+from jaxrl.extras.experts.dispatch import Experts
+from jaxrl.extras.experts.products import (
     Product,
     grouped_product,
     grouped_product_of_known_length,
@@ -19,8 +19,8 @@ PLATFORMS = {"triton": "gpu", "megablox": "tpu"}
 
 
 KERNELS = {
-    "triton": "jaxrl.extras.kernels.experts_gpu",
-    "megablox": "jaxrl.extras.kernels.experts_tpu",
+    "triton": "jaxrl.extras.experts.gpu",
+    "megablox": "jaxrl.extras.experts.tpu",
 }
 """The modules that have them."""
 
