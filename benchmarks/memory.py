@@ -57,7 +57,7 @@ from jaxrl.training.update import (
     init_state,
     state_shardings,
 )
-from jaxrl.types import Batch, BatchImages
+from jaxrl.types import Batch
 
 GIB = memory.GIB
 
@@ -187,6 +187,7 @@ def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
     whole, kl = (shape.num_micro, shape.micro_rows, shape.row_tokens), config.kl
     is_own = takes_own_logprobs(config.optimizer, config.filter)
     ints, floats = (jax.ShapeDtypeStruct(whole, dtype) for dtype in (jnp.int32, jnp.float32))
+    given = {**shape.token_arrays, **(shape.tower.arrays if shape.tower else {})}
     batch = Batch(
         token_ids=ints,
         segment_ids=ints,
@@ -200,10 +201,8 @@ def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
         kl_weights=floats if has_kl_weights(kl) else None,
         token_arrays={
             name: jax.ShapeDtypeStruct((*whole, *one.shape), one.dtype)
-            for name, one in shape.token_arrays.items()
+            for name, one in given.items()
         },
-        images=shape.vision
-        and BatchImages(units=ints, rotary=jax.ShapeDtypeStruct((*whole, 3), jnp.int32)),
     )
     return like(batch, batch_shardings(policy.mesh, batch))
 
@@ -217,15 +216,15 @@ def shape_of(config: ConfigDict, policy: Model) -> BatchShape:
 
 def abstract_patches(config: ConfigDict, policy: Model) -> Any:
     """Of a micro-batch patches and their places, for shapes alone; None where there are none."""
-    vision, shape = policy.config.vision, shape_of(config, policy)
-    if vision is None:
+    tower, shape = policy.config.tower, shape_of(config, policy)
+    if tower is None:
         return None
     shards = sharding.num_batch_shards(policy.mesh)
-    whole = (shards, shape.micro_rows // shards * shape.row_units * vision.unit)
-    arrays = (
-        jax.ShapeDtypeStruct((*whole, vision.patch_values), policy.dtype),
-        jax.ShapeDtypeStruct((*whole, 4), jnp.int32),
-    )
+    whole = (shards, shape.micro_rows // shards * shape.row_units * tower.unit)
+    arrays = {
+        "patches": jax.ShapeDtypeStruct((*whole, tower.patch_values), policy.dtype),
+        "places": jax.ShapeDtypeStruct((*whole, 4), jnp.int32),
+    }
     return like(arrays, jax.tree.map(lambda _: sharding.piece_sharding(policy.mesh), arrays))
 
 

@@ -34,7 +34,7 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
     what a model reads of images: that is made again of the images as they were given.
     """
     known = [field.name for field in dataclasses.fields(trajectory)]
-    left_out = (*MEASURED, "images", "token_arrays")
+    left_out = (*MEASURED, "attachments", "token_arrays")
     fields = {name: getattr(trajectory, name) for name in known if name not in left_out}
     for name, dtype in ARRAYS.items():
         fields[name] = _encoded(fields[name], dtype)
@@ -53,7 +53,7 @@ def to_json(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def from_json(saved: Mapping[str, Any]) -> Trajectory:
-    """The inverse of `to_json`, but for `images`; see `Processor.with_images`.
+    """The inverse of `to_json`, but for `attachments`; see `Processor.with_images`.
 
     Raises:
         UnreadableError: the file of an image is not there, or holds another one than it did.

@@ -228,7 +228,7 @@ def _make_processor(
         return None
     processor = Processor(model_folder(config.model.path), **config.images)
     made = processor.patch_values, processor.merge_size**2
-    if model.vision and made != (wanted := (model.vision.patch_values, model.vision.unit)):
+    if model.tower and made != (wanted := (model.tower.patch_values, model.tower.unit)):
         raise ValueError(
             f"the preprocessor_config.json in {config.model.path!r} makes patches of {made[0]} "
             f"values, {made[1]} to a token; the model's config.json calls for {wanted[0]} and "
@@ -274,7 +274,7 @@ def _controls(
 def _make_model(
     config: ConfigDict, mesh: Mesh, policy: Architecture, tokenizer: Tokenizer
 ) -> Model:
-    if not config.model.vision.train and policy.vision is None:
+    if not config.model.vision.train and policy.tower is None:
         raise ValueError(
             "config.model.vision.train is False, but the model of config.model.path reads text "
             "alone; leave it True."
@@ -891,7 +891,7 @@ def _make_engine(
         max_prompt_tokens=rollout.max_prompt_tokens,
         max_total_tokens=rollout.max_total_tokens,
         chunk_tokens=rollout.chunk_tokens,
-        max_image_tokens=environment.max_image_tokens(config),
+        max_units=environment.max_image_tokens(config),
         dtype=jnp.dtype(config.model.dtype),
         kernels=kernels,
         records=records_arrays(config),

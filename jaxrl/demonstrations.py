@@ -17,7 +17,7 @@ from jaxrl.envs.protocol import SEARCH_R1, Protocol
 from jaxrl.processor import Processor
 from jaxrl.sampling.rollout import Limits, encode_observation, encode_results
 from jaxrl.tokenizer import Tokenizer
-from jaxrl.types import Image
+from jaxrl.types import Attachment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Demonstration:
     processor: Processor | None = None  # reads them
 
     @property
-    def images(self) -> tuple[Image, ...]:
+    def attachments(self) -> tuple[Attachment, ...]:
         """What the model reads of `pictures`, made when it is asked for.
 
         Raises:

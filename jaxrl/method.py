@@ -248,8 +248,8 @@ def batch_shape(
         micro_rows=optimizer_section(config, stage).micro_rows,
         row_tokens=-(-rollout.max_total_tokens // unit) * unit,
         shards_with_prompts=shards_with_prompts,
-        vision=model.vision if model else None,
-        max_image_tokens=image_tokens,
+        tower=model.tower if model else None,
+        max_units=image_tokens,
         num_pieces=num_pieces,
         token_arrays=model.recorded if model and replays else {},
     )

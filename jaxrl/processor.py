@@ -8,12 +8,15 @@ prompt or an observation shows them; the last ones stay in memory, up to a limit
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
+import math
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from PIL.Image import Transpose
 
 from jaxrl.envs.images import Picture, UnreadableError
 from jaxrl.envs.quiet import quiet_transformers
-from jaxrl.types import Group, Image, Trajectory
+from jaxrl.types import Group, Trajectory
 
 FILE = "preprocessor_config.json"
 
@@ -46,6 +49,32 @@ _TURNS = {
 }  # fmt: skip
 """What makes images upright; Pillow's `exif_transpose` fails at other fields of wrong types."""
 _ORIENTATION = 0x0112
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Image:
+    """What a vision model reads of one image: the model's own processor has cut it into patches."""
+
+    patches: np.ndarray  # float32 [t * h * w, C * temporal patch * patch * patch], `pixel_values`
+    grid: tuple[int, int, int]  # (t, h, w), patches in time, height and width
+
+    @property
+    def num_patches(self) -> int:
+        """Rows of `patches`."""
+        return math.prod(self.grid)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Equal for images of equal content, which are equal."""
+        content = np.ascontiguousarray(self.patches, np.float32)
+        shape = repr(self.grid).encode()
+        return hashlib.blake2b(shape + content.tobytes(), digest_size=16).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Image) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
 
 
 class Processor:
@@ -142,7 +171,7 @@ class Processor:
         ]
 
     def _restored(self, trajectory: Trajectory) -> Trajectory:
-        return dataclasses.replace(trajectory, images=tuple(map(self, trajectory.pictures)))
+        return dataclasses.replace(trajectory, attachments=tuple(map(self, trajectory.pictures)))
 
 
 class BlankProcessor(Processor):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -77,30 +76,17 @@ class Windows:
         return int(self.is_high.sum())
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Image:
-    """What a vision model reads of one image: the model's own processor has cut it into patches."""
-
-    patches: np.ndarray  # float32 [t * h * w, C * temporal patch * patch * patch], `pixel_values`
-    grid: tuple[int, int, int]  # (t, h, w), patches in time, height and width
+class Attachment(Protocol):
+    """What a model reads of something that stands in a text, an image say; equal by content."""
 
     @property
     def num_patches(self) -> int:
-        """Rows of `patches`."""
-        return math.prod(self.grid)
-
-    @cached_property
-    def digest(self) -> bytes:
-        """Equal for images of equal content, which are equal."""
-        content = np.ascontiguousarray(self.patches, np.float32)
-        shape = repr(self.grid).encode()
-        return hashlib.blake2b(shape + content.tobytes(), digest_size=16).digest()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Image) and self.digest == other.digest
+        """Into how many pieces it is cut."""
+        ...
 
     def __hash__(self) -> int:
-        return hash(self.digest)
+        """Of the content."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +98,7 @@ class Trajectory:
     rollout_logprobs: np.ndarray  # float32 [L], nats; 0 outside loss_mask
     rollout_entropies: np.ndarray  # float32 [L], nats; 0 outside loss_mask
     policy_versions: np.ndarray  # int32 [L], updates the sampling weights had seen; -1 outside
-    images: tuple[Image, ...] = ()  # in the order of their runs of image ids in `token_ids`
+    attachments: tuple[Attachment, ...] = ()  # in the order of their runs of ids in `token_ids`
     # [L, ...] of `Architecture.recorded`, as the sampler's passes left them; {} where training is
     # not given them.
     token_arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -172,7 +158,7 @@ class Trajectory:
 
     @property
     def pictures(self) -> list[Picture]:
-        """The images as they were given, in the order of `images`: the task's, then of tools."""
+        """Images as they were given, in the order of `attachments`: the task's, then of tools."""
         return [*self.task.images, *(image for turn in self.turns for image in turn.images)]
 
     @property
@@ -441,21 +427,6 @@ class Columns:
 
 
 @struct.dataclass
-class BatchImages:
-    """The images of packed rows, on the S devices that share tokens: each has those of its own.
-
-    An image that several sequences of a device's rows begin with is there once; one whose tokens
-    are in the pieces of several devices is on each. Patches are there while their micro-batch is
-    computed.
-    """
-
-    units: jax.Array  # int32 [A, b, T], which of the device's units a token is; -1: it is text
-    rotary: jax.Array  # int32 [A, b, T, 3], positions in time, height and width
-    patches: Any = None  # jax.Array [S, P, values], in the compute dtype
-    places: Any = None  # jax.Array, int32 [S, P, 4], as of `Vision.arrange`; 0: no image
-
-
-@struct.dataclass
 class Batch:
     """Trajectories packed into rows of T. Index t of every row is about token t.
 
@@ -472,9 +443,13 @@ class Batch:
     old_logprobs: jax.Array | None = None  # float32 [A, b, T]; None: the current ones are the old
     ref_logprobs: jax.Array | None = None  # float32 [A, b, T]; None without a KL term to them
     kl_weights: jax.Array | None = None  # float32 [A, b, T]; None where all tokens have kl.coef
-    images: BatchImages | None = None  # None where no token is one of an image
-    # [A, b, T, ...] of `Architecture.recorded`; those of the trajectories
+    # [A, b, T, ...], those that are recorded with trajectories, and of `Tower.arrays` where a token
+    # is one of an attachment
     token_arrays: Mapping[str, jax.Array] = field(default_factory=dict)
+    # Of a micro-batch while it is computed: `patches` [S, P, values] in the compute dtype, `places`
+    # int32 [S, P, 4] on the S devices that share tokens, each with what its own rows have. What
+    # several sequences of a device's rows begin with is there once.
+    attached: Any = None
     rest: Any = None  # the Batch of what is measured and not learned from; None without any
 
 

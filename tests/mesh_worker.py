@@ -491,7 +491,7 @@ def of_images():
             micro_rows=8,
             row_tokens=88 if is_long else 44,
             max_tokens=44,
-            vision=config.vision,
+            tower=config.tower,
             num_pieces=sizes["context"],
         )
         mesh = make_mesh(**sizes)
@@ -511,7 +511,7 @@ def of_images():
         if sizes in SHOWN:
             room = loss_quarters(packed, num_batch_shards(mesh), model.num_pieces)[0]
             program = gradient.add.program
-            patches = put_patches(mesh, packed.images, 0, model.dtype)
+            patches = put_patches(mesh, packed.attachments, 0, model.dtype)
             span = np.int32(0), np.int32(1)
             text = program_text(program, placed, sums, batch, *span, room, patches)
             moved = [size for _, size in collectives(text) if size % 11 == 0]

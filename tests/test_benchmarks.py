@@ -445,11 +445,11 @@ def test_floors_of_one_h200_by_hand():
 def test_abstract_batches_have_what_images_and_replay_add():
     config = default_config()
     seeing = Model(golden()[0], one_device_mesh(), num_tokens=96)
-    assert memory.abstract_batch(config, seeing).images is not None
+    assert memory.abstract_batch(config, seeing).token_arrays.keys() == {"positions", "units"}
     config.model.router.replay = True
     mixed = Model(TINY_MOE, one_device_mesh(), num_tokens=NUM_TOKENS)
     batch = memory.abstract_batch(config, mixed)
     own = len(TINY_MOE.expert_layers), TINY_MOE.num_chosen
     assert batch.token_arrays["routed_experts"].shape == (*batch.token_ids.shape, *own)
     assert batch.token_arrays["routed_experts"].dtype == np.uint8
-    assert batch.images is None
+    assert batch.token_arrays.keys() == {"routed_experts"}

@@ -529,9 +529,9 @@ class TestEpisodes:
     def test_a_group_shares_its_images(self, processor, tmp_path):
         task = looking_task(tmp_path)
         first, second = self.sample(player(processor), task)
-        assert first.images[0] is second.images[0]
+        assert first.attachments[0] is second.attachments[0]
         assert first.token_ids.count(looking_tokenizer().image_id) == 6
-        assert first.images[0].num_patches == 24
+        assert first.attachments[0].num_patches == 24
 
     def test_overlong_prompts_with_images_are_never_cut(self, processor, tmp_path):
         task = looking_task(tmp_path, width=32, height=32)
@@ -592,7 +592,7 @@ class TestEpisodes:
         image = f"<|vision_start|>{PAD}<|vision_end|>"
         assert turn.observation == f"<r>{'x' * 8}{image}{image}</r>"  # 20 tokens, 12 of images
         assert turn.images == (picture, picture)
-        assert [i.num_patches for i in sample.images] == [24, 24, 24]
+        assert [i.num_patches for i in sample.attachments] == [24, 24, 24]
         assert sample.token_ids.count(looking_tokenizer().image_id) == 18
         assert len(sample.loss_mask) == len(sample.token_ids)
 
@@ -601,7 +601,7 @@ class TestEpisodes:
         results = ToolResults(bodies=("a", "b"), images=((), (picture,)))
         sample = self.shown(processor, tmp_path, results)
         assert f"b<|vision_start|>{PAD}<|vision_end|>" in sample.episode.turns[0].observation
-        assert len(sample.images) == 2
+        assert len(sample.attachments) == 2
 
     @pytest.mark.parametrize(
         ("images", "why"),
@@ -623,7 +623,7 @@ class TestEpisodes:
         observation = Observation(prefix="", body="", suffix="", images=(picture,))
         sample = self.shown(processor, tmp_path, observation, max_total_tokens=39)
         assert sample.episode.outcome == Outcome.OUT_OF_BUDGET
-        assert len(sample.images) == 1
+        assert len(sample.attachments) == 1
 
     @pytest.mark.parametrize("limit", [11, 12])
     def test_more_image_tokens_than_a_trajectory_may_have_end_it(self, processor, tmp_path, limit):
@@ -635,7 +635,7 @@ class TestEpisodes:
             [turn] = sample.episode.turns
             fits = limit == 12  # the prompt's image has 6, as that of the observation
             assert sample.episode.outcome == (None if fits else Outcome.OUT_OF_BUDGET)
-            assert len(sample.images) == 1 + fits
+            assert len(sample.attachments) == 1 + fits
             assert (turn.observation is not None, len(turn.images)) == (fits, fits)
 
 
@@ -647,11 +647,11 @@ class TestCodecs:
         plain = make_trajectory(turns=(turn, ANSWER))
         task = dataclasses.replace(plain.task, images=pictures[:1])
         seen = tuple(map(processor, pictures))
-        before = dataclasses.replace(plain, task=task, images=seen)
+        before = dataclasses.replace(plain, task=task, attachments=seen)
         travelled = json.loads(json.dumps(codecs.to_json(before)))
         [group] = processor.with_images([Group(trajectories=(codecs.from_json(travelled),))])
         [after] = group.trajectories
-        assert after.images == seen  # the very same: they were kept
+        assert after.attachments == seen  # the very same: they were kept
         assert (after.task, after.turns) == (before.task, before.turns)
         record = json.loads(json.dumps(codecs.trajectory_record(before)))
         assert record["images"] == [{"digest": pictures[0].digest, "file": str(file)}]
@@ -722,7 +722,7 @@ class TestTools:
 
 def test_a_processor_of_another_model_is_refused(tmp_path):
     [model, *_], config = golden(), default_config()
-    sizes = {"patch_size": model.vision.patch, "merge_size": model.vision.merge}
+    sizes = {"patch_size": model.tower.patch, "merge_size": model.tower.merge}
     for changes, why in (
         ({}, None),
         ({"patch_size": 4}, "of 96 values"),
@@ -757,9 +757,9 @@ class TestDemonstrations:
         tokenizer = looking_tokenizer()
         assert one.token_ids.tolist().count(tokenizer.image_id) == 6
         assert tokenizer.decode(one.token_ids[one.loss_mask].tolist()) == "a dot"
-        assert [image.grid for image in one.images] == [(1, 6, 4)]
+        assert [image.grid for image in one.attachments] == [(1, 6, 4)]
         (tmp_path / "a.png").unlink()
-        assert len(one.images) == 1  # kept
+        assert len(one.attachments) == 1  # kept
 
     @pytest.mark.parametrize(
         ("fields", "has_processor", "why"),
@@ -800,4 +800,4 @@ class TestDemonstrations:
         (tmp_path / "a.png").write_bytes(encoded(drawn())[:-100])
         [one] = self.read(tmp_path, {}, processor)
         with pytest.raises(UnreadableError, match=r"config.sft.source has .*a.png cannot be read"):
-            _ = one.images
+            _ = one.attachments

@@ -56,7 +56,7 @@ def tower():
     [pad] = looking_tokenizer().encode(PAD)
     return dict(
         width=16, mlp_width=24, num_layers=2, num_heads=2, out_width=32, channels=3, patch=4,
-        temporal_patch=2, merge=2, rope_theta=1e4, image_id=pad,
+        temporal_patch=2, merge=2, rope_theta=1e4, token_id=pad,
     )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ DECODER = dict(
 def world(tmp_path_factory):
     """Four drawings to be told apart, and a model that cannot yet."""
     vision = QwenVision(**tower(), window=4, full_layers=(1,))
-    config = QwenVLConfig(**DECODER, qkv_bias=True, qk_norm=False, vision=vision)
+    config = QwenVLConfig(**DECODER, qkv_bias=True, qk_norm=False, tower=vision)
     return make_world(tmp_path_factory.mktemp("looking"), config)
 
 
@@ -79,7 +79,7 @@ def world(tmp_path_factory):
 def qwen3_world(tmp_path_factory):
     """The same for a Qwen3-VL, both of whose layers see images."""
     vision = Qwen3Vision(**tower(), side=3, deep_layers=(0, 1))
-    config = Qwen3VLConfig(**DECODER, qkv_bias=False, qk_norm=True, vision=vision)
+    config = Qwen3VLConfig(**DECODER, qkv_bias=False, qk_norm=True, tower=vision)
     return make_world(tmp_path_factory.mktemp("looking_deeper"), config)
 
 

@@ -1,17 +1,19 @@
 """The small vision models of `golden/`, and their full pass over rows of whole sequences."""
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention.kernels import XLA
+from jaxrl.models.beside import Beside
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.layers import Through
 from jaxrl.models.reading import read_model
-from jaxrl.types import BatchImages, Image
+from jaxrl.processor import Image
 
 FOLDERS = Path(__file__).parent / "golden"
 NAMES = ("qwen2_5_vl", "qwen3_vl")
@@ -28,24 +30,27 @@ def golden(name="qwen2_5_vl"):
     return read_model(FOLDERS / name), load_hf(FOLDERS / name), wanted, images
 
 
-def batch_images(config, rows, images_of_rows, *, num_patches=None):
-    """`BatchImages` of rows of whole sequences, each on a device of its own."""
-    arranged = [config.vision.arrange(images) for images in images_of_rows]
+def beside_rows(config, rows, images_of_rows, *, num_patches=None):
+    """What goes with rows of whole sequences, each on a device of its own."""
+    arranged = [config.tower.arrange(images) for images in images_of_rows]
     P = num_patches or max(4, *(len(one.patches) for one in arranged))
     T = len(rows[0])
-    out = BatchImages(
-        patches=np.zeros((len(rows), P, config.vision.patch_values), np.float32),
-        places=np.zeros((len(rows), P, 4), np.int32),
-        units=np.full((len(rows), T), -1, np.int32),
-        rotary=np.zeros((len(rows), T, 3), np.int32),
-    )
+    patches = np.zeros((len(rows), P, config.tower.patch_values), np.float32)
+    places = np.zeros((len(rows), P, 4), np.int32)
+    positions, of_units = np.zeros((len(rows), T, 3), np.int32), np.full((len(rows), T), -1)
     for index, (ids, images, one) in enumerate(zip(rows, images_of_rows, arranged, strict=True)):
-        out.patches[index, : len(one.patches)] = one.patches
-        out.places[index, : len(one.places)] = one.places
-        out.rotary[index] = config.vision.rotary_positions(ids, images).T
-        for run, units in zip(config.vision.image_runs(ids, images), one.units, strict=True):
-            out.units[index, run] = units
-    return jax.tree.map(jnp.asarray, out)
+        patches[index, : len(one.patches)] = one.patches
+        places[index, : len(one.places)] = one.places
+        positions[index] = config.tower.positions(ids, images)
+        for run, units in zip(config.tower.image_runs(ids, images), one.units, strict=True):
+            of_units[index, run] = units
+    return Beside(
+        given={
+            POSITIONS: jnp.asarray(positions.reshape(-1, 3)),
+            UNITS: jnp.asarray(of_units.reshape(-1), jnp.int32),
+        },
+        attached={"patches": jnp.asarray(patches), "places": jnp.asarray(places)},
+    )
 
 
 def logits_of(config, params, rows, images_of_rows, *, through=Through(), **settings):
@@ -56,7 +61,6 @@ def logits_of(config, params, rows, images_of_rows, *, through=Through(), **sett
         token_ids,
         positions,
         XLA.within(jnp.ones_like(token_ids), positions),
-        through,
-        batch_images(config, rows, images_of_rows, **settings),
+        replace(through, beside=beside_rows(config, rows, images_of_rows, **settings)),
     )
     return config.unembed(params, hidden, num_tokens=config.vocab_size)

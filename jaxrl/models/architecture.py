@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxrl.models.attachments import Tower
 from jaxrl.models.beside import TokenArray
 from jaxrl.models.layers import Attend, SamplerThrough, Stacks, Through
 from jaxrl.models.parts import Declared, divide
-from jaxrl.types import Image, Params
+from jaxrl.types import Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,105 +53,6 @@ class MemoryTerms:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Arranged:
-    """Images one behind the other, as the devices read them.
-
-    Attributes:
-        patches: in the order in which they are read, P of them.
-        places: of each patch what `Vision.embeddings` wants to know; 0 is no image.
-        units: of each image, for each of its tokens which unit of all it is.
-    """
-
-    patches: np.ndarray  # float32 [P, patch_values]
-    places: np.ndarray  # int32 [P, 4]
-    units: tuple[np.ndarray, ...]  # int32 [n]
-
-
-class Vision(ABC):
-    """How a model reads images: a token stands for each unit of patches, and becomes what is seen.
-
-    Attributes:
-        image_id: the token.
-        unit: patches that become one token.
-        patch_values: numbers of one patch.
-    """
-
-    image_id: int
-    width: int  # of the patches' hidden states
-    num_layers: int  # that read them
-
-    @property
-    def num_added(self) -> int:
-        """The decoder's first layers to whose states something is added at image tokens."""
-        return 0
-
-    @abstractmethod
-    def memory_terms(self) -> MemoryTerms:
-        """Of a patch in a layer, in place of a token."""
-
-    @abstractmethod
-    def num_scores(self, num_patches: int) -> int:
-        """Values of attention scores that are in memory at a time, of so many patches."""
-
-    @property
-    @abstractmethod
-    def unit(self) -> int:
-        """Patches that become one token."""
-
-    @property
-    @abstractmethod
-    def patch_values(self) -> int:
-        """Numbers of one patch."""
-
-    @abstractmethod
-    def num_tokens(self, image: Image) -> int:
-        """Tokens in whose place an image stands.
-
-        Raises:
-            ValueError: the image is not one that this model reads.
-        """
-
-    @abstractmethod
-    def rotary_positions(
-        self, token_ids: np.ndarray, images: Sequence[Image], *, start: int = 0
-    ) -> np.ndarray:
-        """Positions in time, height and width, int32 [3, L]; behind an image text counts on.
-
-        Args:
-            token_ids: of a sequence, or of what is appended to one.
-            images: whose tokens are in it.
-            start: the position of the first token.
-
-        Raises:
-            ValueError: tokens and images disagree.
-        """
-
-    @abstractmethod
-    def arrange(self, images: Sequence[Image]) -> Arranged:
-        """Images as the devices read them."""
-
-    @abstractmethod
-    def embeddings(
-        self,
-        params: Params,
-        patches: Float[Array, "S P C"],
-        places: Int[Array, "S P 4"],
-        through: Through,
-    ) -> Float[Array, "S U E"]:
-        """What is seen of each unit: `1 + num_added` times D numbers.
-
-        The first D stand in the place of the image token. Each D behind them are added to its
-        hidden state after a layer of the decoder, from the first on (DeepStack).
-
-        Args:
-            params: what is under `vision` of the model's, in the compute dtype.
-            patches: of S rows that do not read each other; P is a multiple of `unit`.
-            places: of each patch, see `Arranged`.
-            through: goes through the layers.
-        """
-
-
-@dataclass(frozen=True, kw_only=True)
 class Fused:
     """An HF tensor of matrices that holds several tensors.
 
@@ -177,7 +78,7 @@ class Architecture(ABC):
     tie_embeddings: bool  # the output layer is the embedding
     num_experts: int = 0  # of a layer that has some, which `mesh.expert` splits
     has_statistics: bool = False  # passes leave some in `Beside.statistics`
-    vision: Vision | None = None  # what reads images; None in a model of text alone
+    tower: Tower | None = None  # reads attachments, images say; None in a model of text alone
 
     @property
     def plain(self) -> Architecture:
@@ -298,7 +199,8 @@ class Architecture(ABC):
     ) -> Float[Array, "R T D"]:
         """The full pass: final hidden states of packed rows.
 
-        With `vision` it takes `images`, a `BatchImages`, too: its `rotary` are then the positions.
+        Of tokens with attachments `through.beside` has the arrays of `Tower.arrays`, whose
+        positions count, and what is attached: `patches` and `places`, see `Tower.embeddings`.
 
         Args:
             params: parameters, or their `train_weights`.
@@ -325,9 +227,8 @@ class Architecture(ABC):
     ) -> Float[Array, "M D"]:
         """The sampler's pass: final hidden states of M tokens, of one row or of many.
 
-        With `vision` it takes `positions` `[M, 3]` too, and `images`: what that sees `[S, U, E]`,
-        which lies on S shards as the tokens do, and of each token which of its shard's units it is,
-        int32 [M]; -1 is a token of text.
+        With a tower, `through.beside` may have the arrays of `Tower.arrays`, whose positions count,
+        and as attached what `Tower.embeddings` gave, `[S, U, E]` of S shards.
 
         Args:
             weights: of `decode_weights`.

@@ -10,7 +10,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxrl.models.architecture import Architecture, Fused, MemoryTerms, Vision
+from jaxrl.models.architecture import Architecture, Fused, MemoryTerms
+from jaxrl.models.attachments import Tower
 from jaxrl.types import Params
 
 Progress = Callable[[int, int], None]
@@ -38,7 +39,7 @@ class Around(Architecture):
     has_statistics: bool = _of_model("has_statistics")
     recorded: Any = _of_model("recorded")
     shown_kernels: Any = _of_model("shown_kernels")
-    vision: Vision | None = _of_model("vision")
+    tower: Tower | None = _of_model("tower")
     stacks: Any = _of_model("stacks")
     num_idle: Any = _of_model("num_idle")
 
@@ -113,9 +114,9 @@ class Around(Architecture):
         """See `Architecture`."""
         return self.model.linear_layers()
 
-    def hidden_states(self, *arrays: Any, **images: Any) -> Any:
+    def hidden_states(self, *arrays: Any) -> Any:
         """See `Architecture`."""
-        return self.model.hidden_states(*arrays, **images)
+        return self.model.hidden_states(*arrays)
 
     def statistics_metrics(self, statistics: Any) -> dict[str, Any]:
         """See `Architecture`."""
@@ -133,9 +134,9 @@ class Around(Architecture):
         """See `Architecture`."""
         return self.model.unembed(params, hidden, num_tokens=num_tokens)
 
-    def sample_states(self, *arrays: Any, **images: Any) -> Any:
+    def sample_states(self, *arrays: Any) -> Any:
         """See `Architecture`."""
-        return self.model.sample_states(*arrays, **images)
+        return self.model.sample_states(*arrays)
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
         """See `Architecture`."""

@@ -1,8 +1,9 @@
 """What goes with the tokens of a pass beside their ids and positions, and with their states.
 
-An architecture declares arrays by token (`Architecture.recorded`). The sampler keeps what passes
-put into them, rollouts carry it with the trajectory, packing lays it beside the ids, and passes of
-training find it again; none of them knows what it is.
+An architecture declares arrays by token. A pass leaves those of `Architecture.recorded`: the
+sampler keeps them, rollouts carry them with the trajectory, packing lays them beside the ids, and
+passes of training find them again. Those of `Tower.arrays` follow from a text and its attachments.
+None of these rooms knows what an array means.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class Beside:
     """What a pass over M tokens is given beside ids and positions, and leaves beside states.
 
     Attributes:
-        given: arrays `[M, ...]` by the names of `Architecture.recorded`; those of a recorded pass.
+        given: arrays `[M, ...]` by name: of `Architecture.recorded`, and of `Tower.arrays`.
+        attached: of the attachments among the tokens, as `Architecture` says of each pass; None
+            without any.
         counted: float32 `[M]`, how often each token counts in `statistics`; None: none are wanted.
         records: `recorded` is wanted.
         recorded: after the pass, arrays `[M, ...]` by name.
@@ -53,6 +56,7 @@ class Beside:
     """
 
     given: Mapping[str, jax.Array] = field(default_factory=dict)
+    attached: Any = None
     counted: jax.Array | None = None
     records: bool = False
     recorded: dict[str, jax.Array] = field(default_factory=dict)

@@ -92,13 +92,26 @@ class Model:
         """Into how many pieces a row is cut, which divides its tokens."""
         return self.mesh.shape[CONTEXT]
 
+    def of_text(self, batch: Batch) -> Batch:
+        """A batch without what it has of attachments, all of whose tokens then are text."""
+        tower = self.config.tower
+        kept = {n: x for n, x in batch.token_arrays.items() if not tower or n not in tower.arrays}
+        return replace(batch, token_arrays=kept, attached=None)
+
+    def by_own_choice(self, batch: Batch) -> Batch:
+        """A batch without what a sampler has recorded."""
+        recorded = self.config.recorded
+        kept = {name: x for name, x in batch.token_arrays.items() if name not in recorded}
+        return replace(batch, token_arrays=kept)
+
     def beside(self, batch: Batch, *, counts: bool = True) -> Beside:
         """What a pass over a micro-batch is given of its tokens, and asked for.
 
         For statistics, if the model has some, unless `counts` is False.
         """
         given = {name: in_pieces(self.mesh, x) for name, x in batch.token_arrays.items()}
-        beside = Beside(given={name: x.reshape(-1, *x.shape[2:]) for name, x in given.items()})
+        given = {name: x.reshape(-1, *x.shape[2:]) for name, x in given.items()}
+        beside = Beside(given=given, attached=batch.attached)
         if counts and self.config.has_statistics:
             is_token = in_pieces(self.mesh, batch.segment_ids > 0)
             beside.counted = is_token.reshape(-1).astype(jnp.float32)
@@ -165,11 +178,6 @@ class Model:
     def _hidden_states(self, params: Params, batch: Batch, beside: Beside) -> jax.Array:
         """Of the last layer `[C * b, T / C, D]`; see `in_pieces`."""
         on_shards = partial(jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh))
-        images = {}
-        if batch.images is not None:
-            own = (in_pieces(self.mesh, x) for x in (batch.images.units, batch.images.rotary))
-            units, rotary = own
-            images["images"] = replace(batch.images, units=units, rotary=rotary)
         hidden = self.config.hidden_states(
             params,
             in_pieces(self.mesh, batch.token_ids),
@@ -180,7 +188,6 @@ class Model:
                 self.num_pieces,
             ),
             replace(self._through, beside=beside, on_shards=on_shards),
-            **images,
         )
         # Rows stay split over data and fsdp: left alone, the compiler splits the width of
         # activations over fsdp instead, and sums partial activations and logits across devices.

@@ -63,7 +63,7 @@ class Rows:
     state: State  # of rows that start here, or go on after an observation
     tables: Array  # int32 [r, M], pages in order
     keys: Array  # uint32 [r, 2], of the samples
-    rotary_offset: Array | None = None  # int32 [r], of rotary positions; None where there is none
+    offset: Array | None = None  # int32 [r], of positions in their rows; None without a tower
 
 
 @struct.dataclass
@@ -74,8 +74,7 @@ class Blocks:
     start: Array  # int32 [b], position of the first one
     counts: Array  # int32 [b], tokens that count
     tables: Array  # int32 [b, M], the row's pages in order
-    rotary: Array | None = None  # int32 [b, BLOCK, 3], where a model has three rows of positions
-    units: Array | None = None  # int32 [b, BLOCK], which of the shard's units of images; -1: text
+    token_arrays: dict[str, Array]  # [b, BLOCK, ...] of `Tower.arrays`; {} without a tower
 
 
 @struct.dataclass
@@ -155,9 +154,9 @@ class Sampler:
 
     def nothing_seen(self, num_units: int) -> Array | None:
         """Zeros as `see` would return them; None without a tower."""
-        if self.config.vision is None:
+        if self.config.tower is None:
             return None
-        values = (1 + self.config.vision.num_added) * self.config.width
+        values = (1 + self.config.tower.num_added) * self.config.width
         return self._by_row(jnp.zeros((num_pieces(self.mesh), num_units, values), self.dtype))
 
     def _split(self, cache: Cache) -> Cache:
@@ -208,22 +207,22 @@ class Sampler:
         )
 
     def see(self, weights: Params, patches: Array, places: Array, num_units: int) -> Array:
-        """Images, which `append` reads in the place of their tokens.
+        """Attachments, which `append` reads in the place of their tokens.
 
         Args:
             weights: of `weights`.
-            patches: float32 [S, P, values], of the images of each shard.
-            places: int32 [S, P, 4], see `Vision.embeddings`.
+            patches: float32 [S, P, values], of the attachments of each shard.
+            places: int32 [S, P, 4], see `Tower.embeddings`.
             num_units: that each shard has room for.
 
         Returns:
-            `[S, num_units, E]`, those of its images first; see `Vision.embeddings`.
+            `[S, num_units, E]`, those of its attachments first; see `Tower.embeddings`.
         """
-        vision = self.config.vision
-        assert vision is not None
+        tower = self.config.tower
+        assert tower is not None
         patches, places = self._by_row((patches, places))
         through = Through(scan=self.scan_layers)
-        seen = vision.embeddings(weights["vision"], patches, places, through)
+        seen = tower.embeddings(weights["vision"], patches, places, through)
         return self._by_row(jnp.pad(seen, ((0, 0), (0, num_units - seen.shape[1]), (0, 0))))
 
     def append(
@@ -232,7 +231,7 @@ class Sampler:
         """Reads tokens that were not sampled: prompts and observations alike.
 
         A block may go on where another one of the same call ends: all keys and values of a layer
-        are written before any are read. `seen` are the images of these tokens, of `see`: where
+        are written before any are read. `seen` are the attachments of these tokens, of `see`: where
         the model has a tower it is always there, and text reads nothing of it.
 
         Returns:
@@ -261,13 +260,11 @@ class Sampler:
             out, _ = read(q, keys, values, tables, limits, place)
             return out.astype(q.dtype).reshape(-1, *q.shape[2:]), (keys, values)
 
-        through = SamplerThrough(attend, cache, Beside(records=self.records))
+        given = {name: x.reshape(-1, *x.shape[2:]) for name, x in blocks.token_arrays.items()}
+        beside = Beside(given=given, attached=seen, records=self.records)
+        through = SamplerThrough(attend, cache, beside)
         token_ids = blocks.token_ids.reshape(-1)
-        rotary = positions.reshape(-1) if blocks.rotary is None else blocks.rotary.reshape(-1, 3)
-        units, given = blocks.units, {}
-        if seen is not None and units is not None:
-            given = {"images": (seen, units.reshape(-1))}
-        self.config.sample_states(weights, token_ids, rotary, through, **given)
+        self.config.sample_states(weights, token_ids, positions.reshape(-1), through)
         recorded = self._recorded(through.beside)
         recorded = {name: x.reshape(-1, BLOCK, *x.shape[1:]) for name, x in recorded.items()}
         return self._split(through.memory), recorded
@@ -318,7 +315,7 @@ class Sampler:
         rows = self._by_row(rows)
         state = self._go_on(last, rows)
         cached, num_rows = state.length, state.length.shape[0]
-        offset = rows.rotary_offset
+        offset = rows.offset
         # While a row runs, its step i draws the token at position cached + 1 + i.
         draws = cached + 1 + jnp.arange(self.num_steps)[:, None]
         uniforms = jax.vmap(next_token.uniforms, in_axes=(None, 0))(rows.keys, draws)
@@ -347,9 +344,9 @@ class Sampler:
         ) -> tuple[State, Cache, Report]:
             state, chunk, report = carry
             limits = jnp.where(state.active, cached, 0)  # who has stopped reads nothing more
-            rotary = state.length if offset is None else state.length + offset
+            position = state.length if offset is None else state.length + offset
             hidden, chunk, recorded = self._read_pending(
-                weights, state.pending, rotary, limits, chunk, index, read, past
+                weights, state.pending, position, limits, chunk, index, read, past
             )
             logits = self.config.unembed(weights, hidden, num_tokens=self.num_tokens)
             token, logprob, entropy = next_token.sample(
@@ -398,7 +395,7 @@ class Sampler:
         self,
         weights: Params,
         pending: jax.Array,
-        rotary: jax.Array,
+        positions: jax.Array,
         limits: jax.Array,
         chunk: Cache,
         index: jax.Array,
@@ -418,7 +415,7 @@ class Sampler:
             return read(place, past, q, limits, *own, index).astype(q.dtype), (keys, values)
 
         through = SamplerThrough(attend, chunk, Beside(records=self.records), past)
-        hidden = self.config.sample_states(weights, pending, rotary, through)
+        hidden = self.config.sample_states(weights, pending, positions, through)
         return hidden, through.memory, self._recorded(through.beside)
 
     def _add_step(

@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Architecture
+from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention.kernels import XLA, Kernels
 from jaxrl.models.attention.reference import past_ends
 from jaxrl.models.beside import TokenArray
@@ -48,7 +49,7 @@ from jaxrl.sampling.protocol import Counts
 from jaxrl.sampling.shard import Prompt, Read, Recorded, Row, Shard
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.sampling.weights import Weights, delete
-from jaxrl.types import Image, Params
+from jaxrl.types import Attachment, Params
 
 MOVED_PAGES = 8
 """Pages of a shard that are copied or swapped in one call."""
@@ -69,18 +70,18 @@ class Request:
             them has some.
         sample_key: uint32 [2], see `sample_keys`.
         budget: tokens it may sample until the caller grants more.
-        images: in the order of their runs of image ids in `prompt_ids`.
+        attachments: in the order of their runs of ids in `prompt_ids`.
     """
 
     prompt_ids: tuple[int, ...]
     sample_key: np.ndarray
     budget: int
-    images: tuple[Image, ...] = ()
+    attachments: tuple[Attachment, ...] = ()
 
     @property
     def prompt(self) -> Prompt:
-        """Ids and images."""
-        return Prompt(self.prompt_ids, self.images)
+        """Ids and attachments."""
+        return Prompt(self.prompt_ids, self.attachments)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,8 +115,7 @@ class _Piece:
     row: Row
     start: int  # position of the first one
     token_ids: np.ndarray  # int32 [n]
-    rotary: np.ndarray | None  # int32 [n, 3], with images
-    units: np.ndarray  # int32 [n], which of those seen they are; -1: text
+    token_arrays: dict[str, np.ndarray]  # [n, ...] of `Tower.arrays`; {} without a tower
 
 
 def sample_keys(
@@ -193,11 +193,11 @@ def append_sizes(platform: str, max_total_tokens: int) -> list[int]:
     return sorted({min(size, longest) for size in sizes})
 
 
-def image_sizes(max_units: int, unit: int) -> list[int]:
-    """Into how many patches of a shard images are padded when they are read, the smaller first.
+def patch_sizes(max_units: int, unit: int) -> list[int]:
+    """Into how many patches of a shard attachments are padded, the smaller first.
 
     Args:
-        max_units: of the images of one trajectory.
+        max_units: of the attachments of one trajectory.
         unit: patches of each.
     """
     return sorted({max(max_units // part, 1) * unit for part in (4, 1)})
@@ -212,7 +212,7 @@ class Engine:
     """Decodes requests in a fixed number of rows, their caches in a fixed number of pages.
 
     All its compiled shapes come from small sets: rows of a shard to decode in `row_sizes`, tokens
-    of a shard to read in `append_sizes`, patches of its images in `image_sizes`; `shapes` prints
+    of a shard to read in `append_sizes`, patches of attachments in `patch_sizes`; `shapes` prints
     them. They are at most `MAX_PROGRAMS`. Where a chunk copies the past that its steps read, there
     is a program for each of `past_sizes` in the place of one.
 
@@ -237,7 +237,7 @@ class Engine:
         kernels: Kernels = XLA,
         records: bool = False,
         train_mesh: Mesh | None = None,
-        max_image_tokens: int = 0,
+        max_units: int = 0,
         scan_layers: bool = False,
         kinds: Sequence[str] = (next_token.GREEDY, next_token.PLAIN),
     ):
@@ -260,7 +260,7 @@ class Engine:
             kernels: of attention.
             records: events have the arrays of `Architecture.recorded`.
             train_mesh: on which `set_weights` finds the parameters; `mesh` by default.
-            max_image_tokens: of any trajectory; 0: as many as it has room for.
+            max_units: tokens of attachments of any trajectory; 0: as many as it has room for.
             scan_layers: see `decode.Sampler`.
             kinds: ways to draw, out of `next_token.KINDS`, that `submit` may ask for.
 
@@ -315,9 +315,9 @@ class Engine:
             if self.sampler.copies_past
             else [self._table_pages]
         )
-        self._vision = config.vision
-        self._max_units = max_image_tokens or max_total_tokens
-        self.image_sizes = image_sizes(self._max_units, config.vision.unit) if config.vision else []
+        self._tower = config.tower
+        self._max_units = max_units or max_total_tokens
+        self.patch_sizes = patch_sizes(self._max_units, config.tower.unit) if config.tower else []
         self.kinds = tuple(kinds)
         self._declare()
         self._stops = _stop_tables(automaton, config.vocab_size, eos_ids, mesh)
@@ -329,7 +329,7 @@ class Engine:
         self._cache: Cache | None = None
         self._state: State | None = None
         self._nothing: Cache | None = None
-        self._seen: jax.Array | None = None  # of the images that were read last
+        self._seen: jax.Array | None = None  # the attachments that were read last
         self._forget()
 
     def _forget(self) -> None:
@@ -365,7 +365,7 @@ class Engine:
             CompiledFunction(sampler.copy_pages, name="copy", donate_argnums=(0,)),
             CompiledFunction(sampler.swap_pages, name="swap", donate_argnums=(0,)),
             CompiledFunction(
-                sampler.see, name="see", variants=self.image_sizes, static_argnums=(3,)
+                sampler.see, name="see", variants=self.patch_sizes, static_argnums=(3,)
             ),
         )
         self._append, self._decode, self._copy, self._swap, self._see = self.functions
@@ -396,8 +396,8 @@ class Engine:
         nobody: list[list[Row]] = [[] for _ in range(shards)]
         compiling = [self._copy.ahead(cache, places, places)]
         compiling.append(self._swap.ahead(cache, moved, places, places))
-        for size in self.image_sizes:
-            patches = self._host_images([()] * shards, size)[:2]
+        for size in self.patch_sizes:
+            patches = self._host_patches([()] * shards, size)[:2]
             compiling.append(self._see.ahead(weights, *patches, self._max_units, variant=size))
         for size in self.append_sizes:
             nothing: list[deque[_Piece]] = [deque() for _ in range(shards)]
@@ -421,7 +421,7 @@ class Engine:
     def _row_sizes_of(self, kind: str) -> list[int]:
         """The largest, and of others as many as there is room for, most for the first kind."""
         others = len(self.kinds) - 1
-        room = MAX_PROGRAMS - 2 - len(self.append_sizes) - len(self.image_sizes)  # 2: copy, swap
+        room = MAX_PROGRAMS - 2 - len(self.append_sizes) - len(self.patch_sizes)  # 2: copy, swap
         every_second, between = self.row_sizes[::-2], self.row_sizes[-2::-2]
         count = min(len(self.row_sizes), room - others)
         if kind != self.kinds[0]:  # which samples most
@@ -435,7 +435,7 @@ class Engine:
 
     def shapes(self) -> str:
         """The set of shapes that may be compiled, for people."""
-        own = [*map(self._row_sizes_of, self.kinds), self.append_sizes, self.image_sizes]
+        own = [*map(self._row_sizes_of, self.kinds), self.append_sizes, self.patch_sizes]
         *rows, read, see = ([size * self.num_shards for size in sizes] for sizes in own)
         decode = ", ".join(f"{n} rows ({kind})" for n, kind in zip(rows, self.kinds, strict=True))
         return (
@@ -510,7 +510,7 @@ class Engine:
                     "ones are cut or refused before they come here."
                 )
             self._check_budget(len(request.prompt_ids), request.budget)
-            self._check_images(request.prompt_ids, request.images)
+            self._check_attachments(request.prompt_ids, request.attachments)
         self._take_settings(temperature, top_p)
         if self._cache is None:
             self._cache = self._make_cache(self.num_pages * self.num_shards, self.page_tokens)
@@ -530,18 +530,20 @@ class Engine:
                 f"max_total_tokens={self._max_total_tokens}. This is a bug in jaxrl."
             )
 
-    def _check_images(self, token_ids: Sequence[int], images: Sequence[Image]) -> None:
-        """Refuses images that are not those of the tokens, or without a text to go on from."""
-        if self._vision is None:
-            if images:
+    def _check_attachments(
+        self, token_ids: Sequence[int], attachments: Sequence[Attachment]
+    ) -> None:
+        """Refuses attachments that are not those of the tokens, or without text to go on from."""
+        if self._tower is None:
+            if attachments:
                 raise ValueError(
-                    f"a request has {len(images)} images, but the model of config.model.path reads "
-                    "text alone; take one with a vision tower."
+                    f"a request has {len(attachments)} images, but the model of config.model.path "
+                    "reads text alone; take one with a vision tower."
                 )
             return
-        self._vision.rotary_positions(np.asarray(token_ids), images)
-        count = sum(map(self._vision.num_tokens, images))
-        if images and token_ids[-1] == self._vision.image_id:
+        self._tower.positions(np.asarray(token_ids), attachments)
+        count = sum(map(self._tower.num_tokens, attachments))
+        if attachments and token_ids[-1] == self._tower.token_id:
             raise ValueError("a request ends with an image; expected text behind it.")
         if count > self._max_units:
             raise ValueError(
@@ -604,42 +606,46 @@ class Engine:
     def resume(
         self,
         resumed: Sequence[tuple[int, Sequence[int], int]],
-        images: Mapping[int, Sequence[Image]] = MappingProxyType({}),
+        attachments: Mapping[int, Sequence[Attachment]] = MappingProxyType({}),
     ) -> None:
         """Lets stopped requests go on.
 
         Args:
             resumed: of each: its number, the tokens to read after what it sampled (possibly
                 none), and the tokens it may sample from here.
-            images: of the tokens to read, by the request's number, where there are some.
+            attachments: of the tokens to read, by the request's number, where there are some.
 
         Raises:
-            ValueError: a budget is below 1, or images are not those of the tokens; then none goes
-                on.
+            ValueError: a budget is below 1, or attachments are not those of the tokens; then none
+                goes on.
         """
         for request, tokens, granted in resumed:
             self._check_budget(self._rows[request].length + 1 + len(tokens), granted)
-            self._check_images(tokens, images.get(request, ()))
+            self._check_attachments(tokens, attachments.get(request, ()))
         for request, tokens, granted in resumed:
             row = self._rows[request]
             assert row.is_waiting, f"request {request} has not stopped"
             read = [row.pending, *tokens]
-            self._place(row, read, tuple(images.get(request, ())), row.length)
+            self._place(row, read, tuple(attachments.get(request, ())), row.length)
             *row.unread, row.pending = read
             row.is_waiting, row.budget, row.stop_state = False, granted, 0
             self.counts.prefilled_resume += len(row.unread)
 
     def _place(
-        self, row: Row, token_ids: Sequence[int], images: tuple[Image, ...], start: int
+        self,
+        row: Row,
+        token_ids: Sequence[int],
+        attachments: tuple[Attachment, ...],
+        start: int,
     ) -> None:
-        """Rotary positions of what a row reads, `start` tokens being before it, and after it."""
-        if self._vision is None:
+        """Positions of what a row reads, `start` tokens being before it, and of what follows."""
+        if self._tower is None:
             return
-        rotary = self._vision.rotary_positions(
-            np.asarray(token_ids), images, start=start + row.rotary_offset
+        positions = self._tower.positions(
+            np.asarray(token_ids), attachments, start=start + row.offset
         )
-        row.unread_images, row.unread_rotary = images, rotary[:, :-1]
-        row.rotary_offset = int(rotary[0, -1]) - (start + len(token_ids) - 1)
+        row.unread_attachments, row.unread_arrays = attachments, {POSITIONS: positions[:-1]}
+        row.offset = int(positions[-1, 0]) - (start + len(token_ids) - 1)
 
     def step(self, *, ahead: int = 0) -> list[Event]:
         """Makes room, admits requests, dispatches a chunk, and tells what an earlier one sampled.
@@ -717,9 +723,9 @@ class Engine:
                 number, request.prompt, key=request.sample_key, budget=request.budget
             )
             is_read = not row.unread  # by another one
-            self._place(row, request.prompt_ids, request.images, 0)
+            self._place(row, request.prompt_ids, request.attachments, 0)
             if is_read:
-                row.unread_images, row.unread_rotary = (), None
+                row.unread_attachments, row.unread_arrays = (), {}
             self.counts.prefilled_prompt += len(row.unread)
             self._rows[number] = row
         for each in self._shards:
@@ -839,7 +845,7 @@ class Engine:
         active = np.zeros(total, bool)
         tables = np.full((total, self._table_pages), self.num_pages, np.int32)
         keys = np.zeros((total, 2), np.uint32)
-        offset = None if self._vision is None else np.zeros(total, np.int32)
+        offset = None if self._tower is None else np.zeros(total, np.int32)
         members = []
         for shard, rows in enumerate(running):
             for index, row in enumerate(rows, start=shard * num_rows):
@@ -851,92 +857,95 @@ class Engine:
                 tables[index, : len(row.pages)] = row.pages
                 keys[index] = row.key
                 if offset is not None:
-                    offset[index] = row.rotary_offset
+                    offset[index] = row.offset
                 row.in_flight += self.sampler.num_steps
                 row.index = index - shard * num_rows
                 members.append((row.request, index))
         state = State(
             pending=pending, length=length, budget=budget, stop_state=stop_state, active=active
         )
-        given = Rows(source=source, state=state, tables=tables, keys=keys, rotary_offset=offset)
+        given = Rows(source=source, state=state, tables=tables, keys=keys, offset=offset)
         return given, members
 
     def _read_tokens(self, running: list[list[Row]]) -> None:
         """Reads what rows have to read before they are decoded, in pieces of `BLOCK` tokens.
 
-        Where there are images, those of some rows are seen at a time. Text is read by the programs
-        that read images, of which it takes nothing: what was seen before lies there.
+        Where there are attachments, those of some rows are seen at a time. Text is read by the same
+        programs, and takes nothing of what was seen before, which lies there.
         """
         left = [deque(row for row in rows if row.unread) for rows in running]
         while any(left):
             rows = [self._next_readers(of_shard) for of_shard in left]
-            images = ([im for row in of_shard for im in row.unread_images] for of_shard in rows)
-            units = self._look_at([tuple(of_shard) for of_shard in images])
+            attached = [
+                tuple(one for row in of_shard for one in row.unread_attachments)
+                for of_shard in rows
+            ]
             pieces: list[deque[_Piece]] = []
-            for of_shard, of_images in zip(rows, units, strict=True):
+            for of_shard, units in zip(rows, self._look_at(attached), strict=True):
                 pieces.append(deque())
                 for row in of_shard:
-                    pieces[-1].extend(self._pieces(row, of_images))
+                    pieces[-1].extend(self._pieces(row, units))
             self._append_pieces(pieces)
 
     def _next_readers(self, rows: deque[Row]) -> list[Row]:
-        """The next rows of a shard, taken away, whose images can be seen together."""
+        """The next rows of a shard, taken away, whose attachments can be seen together."""
         taken: list[Row] = []
         room = self._max_units
         while rows:
-            if self._vision is not None:
-                room -= sum(map(self._vision.num_tokens, rows[0].unread_images))
+            if self._tower is not None:
+                room -= sum(map(self._tower.num_tokens, rows[0].unread_attachments))
             if taken and room < 0:
                 break
             taken.append(rows.popleft())
         return taken
 
-    def _look_at(self, images: list[tuple[Image, ...]]) -> list[Iterator[np.ndarray]]:
-        """Sees the images of each shard; of each image its tokens' places among what is seen."""
-        if self._vision is None or not any(images):
-            return [iter(()) for _ in images]
-        counts = [sum(image.num_patches for image in of_shard) for of_shard in images]
-        size = _fit(max(counts), self.image_sizes)
-        patches, places, units = self._host_images(images, size)
+    def _look_at(self, attached: list[tuple[Attachment, ...]]) -> list[Iterator[np.ndarray]]:
+        """Sees the attachments of each shard; of each, its tokens' places among what is seen."""
+        if self._tower is None or not any(attached):
+            return [iter(()) for _ in attached]
+        counts = [sum(one.num_patches for one in of_shard) for of_shard in attached]
+        size = _fit(max(counts), self.patch_sizes)
+        patches, places, units = self._host_patches(attached, size)
         self._seen = None  # its memory is free for the next
         self._seen = self._see(self._weights, patches, places, self._max_units, variant=size)
         return [iter(of_shard) for of_shard in units]
 
-    def _host_images(
-        self, images: Sequence[tuple[Image, ...]], size: int
+    def _host_patches(
+        self, attached: Sequence[tuple[Attachment, ...]], size: int
     ) -> tuple[np.ndarray, np.ndarray, list[tuple[np.ndarray, ...]]]:
-        """Images of each shard for the devices, padded to `size` patches."""
-        assert self._vision is not None
-        patches = np.zeros((len(images), size, self._vision.patch_values), np.float32)
-        places = np.zeros((len(images), size, 4), np.int32)
+        """Attachments of each shard for the devices, padded to `size` patches."""
+        assert self._tower is not None
+        patches = np.zeros((len(attached), size, self._tower.patch_values), np.float32)
+        places = np.zeros((len(attached), size, 4), np.int32)
         units = []
-        for index, of_shard in enumerate(images):
-            arranged = self._vision.arrange(of_shard)
+        for index, of_shard in enumerate(attached):
+            arranged = self._tower.arrange(of_shard)
             patches[index, : len(arranged.patches)] = arranged.patches
             places[index, : len(arranged.places)] = arranged.places
             units.append(arranged.units)
         return patches, places, units
 
     def _pieces(self, row: Row, units: Iterator[np.ndarray]) -> list[_Piece]:
-        """What a row has to read, which counts as read then; `units` are those of its images."""
-        tokens, rotary = np.array(row.unread, np.int32), row.unread_rotary
-        of_images = np.full(len(tokens), -1, np.int32)
-        if self._vision is not None and row.unread_images:
-            found = np.concatenate([next(units) for _ in row.unread_images])
-            of_images[tokens == self._vision.image_id] = found
+        """What a row has to read, which counts as read then; `units` are of its attachments."""
+        tokens, arrays = np.array(row.unread, np.int32), {}
+        if self._tower is not None:
+            arrays = {n: one.filled(len(tokens)) for n, one in self._tower.arrays.items()}
+            arrays |= row.unread_arrays
+            if row.unread_attachments:
+                found = np.concatenate([next(units) for _ in row.unread_attachments])
+                arrays[UNITS][tokens == self._tower.token_id] = found
         cuts = range(0, len(tokens), BLOCK)
         pieces = [
             _Piece(
                 row=row,
                 start=row.length + start,
                 token_ids=tokens[start : start + BLOCK],
-                rotary=None if rotary is None else rotary[:, start : start + BLOCK].T,
-                units=of_images[start : start + BLOCK],
+                token_arrays={n: x[start : start + BLOCK] for n, x in arrays.items()},
             )
             for start in cuts
         ]
         row.length += len(tokens)
-        row.unread, row.unread_images, row.unread_rotary = [], (), None
+        row.unread, row.unread_attachments, row.unread_arrays = [], (), {}
         return pieces
 
     def _append_pieces(self, pieces: list[deque[_Piece]]) -> None:
@@ -959,10 +968,11 @@ class Engine:
     ) -> tuple[Blocks, list[tuple[_Piece, int]]]:
         """The next pieces of each shard for the device, which are taken away, and their blocks."""
         total = self.num_shards * num_blocks
-        token_ids, units = np.zeros((total, BLOCK), np.int32), np.full((total, BLOCK), -1, np.int32)
+        token_ids = np.zeros((total, BLOCK), np.int32)
         start, counts = np.zeros((2, total), np.int32)
         tables = np.full((total, self._table_pages), self.num_pages, np.int32)
-        rotary = None if self._vision is None else np.zeros((total, BLOCK, 3), np.int32)
+        declared = self._tower.arrays if self._tower is not None else {}
+        token_arrays = {name: one.filled(total, BLOCK) for name, one in declared.items()}
         members = []
         for shard, of_shard in enumerate(pieces):
             for index in range(shard * num_blocks, (shard + 1) * num_blocks):
@@ -970,18 +980,17 @@ class Engine:
                     piece = of_shard.popleft()
                     members.append((piece, index))
                     count = len(piece.token_ids)
-                    token_ids[index, :count], units[index, :count] = piece.token_ids, piece.units
+                    token_ids[index, :count] = piece.token_ids
                     start[index], counts[index] = piece.start, count
                     tables[index, : len(piece.row.pages)] = piece.row.pages
-                    if rotary is not None and piece.rotary is not None:
-                        rotary[index, :count] = piece.rotary
+                    for name, values in piece.token_arrays.items():
+                        token_arrays[name][index, :count] = values
         blocks = Blocks(
             token_ids=token_ids,
             start=start,
             counts=counts,
             tables=tables,
-            rotary=rotary,
-            units=None if self._vision is None else units,
+            token_arrays=token_arrays,
         )
         return blocks, members
 

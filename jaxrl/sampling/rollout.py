@@ -49,7 +49,7 @@ from jaxrl.sampling.engine import Engine, Event, Request, sample_keys
 from jaxrl.sampling.protocol import Sampling
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer
-from jaxrl.types import Draw, Group, Image, Trajectory
+from jaxrl.types import Attachment, Draw, Group, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class Sample:
     attempt: int
     token_ids: list[int]
     prompt_length: int
-    images: list[Image] = field(default_factory=list)  # shown so far
+    attachments: list[Attachment] = field(default_factory=list)  # shown so far
     loss_mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     entropies: list[float] = field(default_factory=list)
@@ -319,7 +319,7 @@ class EpisodePlayer:
                     attempt=draw.attempt,
                     token_ids=list(prompt),
                     prompt_length=len(prompt),
-                    images=list(images),
+                    attachments=list(images),
                 )
                 sample.append_prompt()
                 if failure is not None:
@@ -345,10 +345,10 @@ class EpisodePlayer:
             raise self._unfit(task, prompt)
         return fits
 
-    def _see_all(self, tasks: Sequence[Task]) -> list[tuple[Image, ...] | UnreadableError]:
+    def _see_all(self, tasks: Sequence[Task]) -> list[tuple[Attachment, ...] | UnreadableError]:
         """The images of each task, or why they cannot be read."""
 
-        def see(task: Task) -> tuple[Image, ...] | UnreadableError:
+        def see(task: Task) -> tuple[Attachment, ...] | UnreadableError:
             try:
                 return tuple(self._see(task.images))
             except UnreadableError as error:
@@ -358,7 +358,7 @@ class EpisodePlayer:
             return [()] * len(tasks)
         return side_by_side(see, tasks, max_threads=_DECODERS)
 
-    def _see(self, pictures: Sequence[Picture]) -> list[Image]:
+    def _see(self, pictures: Sequence[Picture]) -> list[Attachment]:
         return [self._reader(picture) for picture in pictures]
 
     @property
@@ -496,7 +496,7 @@ class EpisodePlayer:
             )
         return reply
 
-    def _tokens(self, images: Sequence[Image]) -> list[int]:
+    def _tokens(self, images: Sequence[Attachment]) -> list[int]:
         """Tokens of each."""
         return [image.num_patches // self._reader.merge_size**2 for image in images]
 
@@ -541,7 +541,7 @@ class EpisodePlayer:
             self._end(sample, turn, Outcome.OUT_OF_BUDGET)
             return None
         sample.append_observation(token_ids)
-        sample.images += self._see(pictures)
+        sample.attachments += self._see(pictures)
         turn = dataclasses.replace(turn, observation=shown, images=tuple(pictures))
         sample.episode.turns.append(turn)
         return token_ids
@@ -773,7 +773,7 @@ class Rollout(EpisodePlayer):
                 prompt_ids=tuple(sample.token_ids),
                 sample_key=key,
                 budget=self._budget(sample.prompt_length, num_sampled=0),
-                images=tuple(sample.images),
+                attachments=tuple(sample.attachments),
             )
             for sample, key in opened
         ]
@@ -793,17 +793,17 @@ class Rollout(EpisodePlayer):
 
     def _advance(self, call: _Call) -> None:
         """Ends or resumes the samples of a call that has its replies or is given up."""
-        resumed, images = [], {}
+        resumed, attachments = [], {}
         for (request, sample, text), result in zip(call.members, self._replies(call), strict=True):
-            num_before = len(sample.images)
+            num_before = len(sample.attachments)
             token_ids = self._take(sample, text, result)
             if token_ids is None:
                 self._engine.finish(request)
                 continue
             budget = self._budget(len(sample.token_ids), num_sampled=sample.num_sampled)
             resumed.append((request, token_ids, budget))
-            images[request] = sample.images[num_before:]
-        self._engine.resume(resumed, images)
+            attachments[request] = sample.attachments[num_before:]
+        self._engine.resume(resumed, attachments)
 
     def _replies(self, call: _Call) -> list[StepResult]:
         if call.replies.done():
@@ -982,7 +982,7 @@ def _trajectory(
         rollout_logprobs=np.array(sample.logprobs, np.float32),
         rollout_entropies=np.array(sample.entropies, np.float32),
         policy_versions=np.where(loss_mask, policy_version, -1).astype(np.int32),
-        images=tuple(sample.images),
+        attachments=tuple(sample.attachments),
         token_arrays=sample.token_arrays(recorded),
         prompt_length=sample.prompt_length,
         sample_index=sample.sample_index,

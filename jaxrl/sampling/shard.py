@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxrl.sampling.pages import PagePool, pages_for
-from jaxrl.types import Image
+from jaxrl.types import Attachment
 
 
 class Recorded:
@@ -45,7 +45,7 @@ class Prompt(NamedTuple):
     """What a request begins with; equal ones share their pages."""
 
     ids: tuple[int, ...] = ()
-    images: tuple[Image, ...] = ()
+    attachments: tuple[Attachment, ...] = ()
 
 
 @dataclass(eq=False)
@@ -77,9 +77,9 @@ class Row:
     length: int = 0  # tokens in the cache, likewise
     stop_state: int = 0  # likewise
     unread: list[int] = field(default_factory=list)  # tokens to read before the pending one
-    unread_images: tuple[Image, ...] = ()  # whose tokens are among them
-    unread_rotary: np.ndarray | None = None  # int32 [3, n], their positions, with images
-    rotary_offset: int = 0  # of the rotary position of the pending token and those after it
+    unread_attachments: tuple[Attachment, ...] = ()  # whose tokens are among them
+    unread_arrays: dict[str, np.ndarray] = field(default_factory=dict)  # [n, ...], with a tower
+    offset: int = 0  # of the position of the pending token and those after it
     pages: list[int] = field(default_factory=list)
     saved: Any = None  # the content of its pages, of each layer, while they are another's
     in_flight: int = 0  # steps dispatched for it whose reports were not read
@@ -244,7 +244,7 @@ class Shard:
             budget=budget,
             length=0 if is_new else prefix.num_tokens,
             unread=list(prompt.ids[:-1]) if is_new else [],
-            unread_images=prompt.images if is_new else (),
+            unread_attachments=prompt.attachments if is_new else (),
             reads=prefix.reads,
         )
         num_full, rest = divmod(prefix.num_tokens, self._page_tokens)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -58,7 +57,7 @@ def make_measure(
             )
             batch = put_batch(mesh, packed.batch)
             old = score(params, batch, packed)
-            ref = score(ref_params, replace(batch, token_arrays={}), packed)
+            ref = score(ref_params, score.model.by_own_choice(batch), packed)
             arrays = [np.asarray(x) for x in compare(old, ref, batch.loss_mask)]
             lengths = [len(t.token_ids) for t in trained]
             pieces = [unpack(packed, array, lengths) for array in arrays]

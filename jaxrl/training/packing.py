@@ -10,20 +10,20 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxrl.models.architecture import Vision
+from jaxrl.models.attachments import POSITIONS, UNITS, Tower
 from jaxrl.models.beside import TokenArray
 from jaxrl.models.output import QUARTERS
 from jaxrl.objectives.balancing import largest_differencing
-from jaxrl.types import Batch, BatchImages, Image
+from jaxrl.types import Attachment, Batch
 
-IMAGE_PARTS = (64, 32, 16, 8, 4, 2, 1)
-"""Room for images, in parts of the most there may be: a program is compiled for each met."""
+PARTS = (64, 32, 16, 8, 4, 2, 1)
+"""Room for attachments, in parts of the most there may be: a program is compiled for each met."""
 
 
 class TokenSequence(Protocol):
     """What packing reads of a trajectory or a demonstration.
 
-    Where there are some, `images` and `token_arrays` too.
+    Where there are some, `attachments` and `token_arrays` too.
     """
 
     @property
@@ -49,8 +49,8 @@ class BatchShape:
         row_tokens: length of a row, T.
         shares_prompts: sequences in a row whose prompts are the same have it once.
         max_tokens: of a sequence; None for those of a row.
-        vision: reads images; None where there are none.
-        max_image_tokens: of a sequence; 0: as many as it has tokens.
+        tower: reads attachments; None where there are none.
+        max_units: tokens of attachments of a sequence; 0: as many as it has tokens.
         num_pieces: into which devices cut each row, C; divides its length.
         token_arrays: that are recorded with sequences and given to passes; {} for none.
     """
@@ -60,16 +60,16 @@ class BatchShape:
     row_tokens: int
     shares_prompts: bool = False
     max_tokens: int | None = None
-    vision: Vision | None = None
-    max_image_tokens: int = 0
+    tower: Tower | None = None
+    max_units: int = 0
     num_pieces: int = 1
     token_arrays: Mapping[str, TokenArray] = field(default_factory=dict)
 
     @property
     def row_units(self) -> int:
-        """Image tokens of a row, at most."""
+        """Tokens of attachments of a row, at most."""
         of_one = self.max_tokens or self.row_tokens
-        return self.row_tokens // of_one * (self.max_image_tokens or of_one)
+        return self.row_tokens // of_one * (self.max_units or of_one)
 
     @property
     def num_sequences(self) -> int:
@@ -85,8 +85,8 @@ class BatchShape:
         micro_rows: int,
         row_tokens: int,
         shards_with_prompts: int = 0,
-        vision: Vision | None = None,
-        max_image_tokens: int = 0,
+        tower: Tower | None = None,
+        max_units: int = 0,
         num_pieces: int = 1,
         token_arrays: Mapping[str, TokenArray] = MappingProxyType({}),
     ) -> BatchShape:
@@ -100,8 +100,8 @@ class BatchShape:
                 Each then has one row a micro-batch, as long as all its rows would be: more
                 sequences meet others of their prompt, and less of a row is padding. These kernels
                 skip what a token does not read. 0 elsewhere.
-            vision: of the shape.
-            max_image_tokens: of the shape.
+            tower: of the shape.
+            max_units: of the shape.
             num_pieces: of the shape.
             token_arrays: of the shape.
         """
@@ -111,8 +111,8 @@ class BatchShape:
                 num_micro=num_micro,
                 micro_rows=micro_rows,
                 row_tokens=row_tokens,
-                vision=vision,
-                max_image_tokens=max_image_tokens,
+                tower=tower,
+                max_units=max_units,
                 num_pieces=num_pieces,
                 token_arrays=token_arrays,
             )
@@ -122,35 +122,35 @@ class BatchShape:
             row_tokens=micro_rows // shards_with_prompts * row_tokens,
             shares_prompts=True,
             max_tokens=row_tokens,
-            vision=vision,
-            max_image_tokens=max_image_tokens,
+            tower=tower,
+            max_units=max_units,
             num_pieces=num_pieces,
             token_arrays=token_arrays,
         )
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedImages:
-    """The images of a batch, which stay on the host until their micro-batch is computed.
+class PackedAttachments:
+    """The attachments of a batch, which stay on the host until their micro-batch is computed.
 
     Attributes:
-        vision: reads them.
-        cells: by micro-batch and device, of those that share tokens, the images of its own.
+        tower: reads them.
+        cells: by micro-batch and device, of those that share tokens, the attachments of its own.
         num_shards: such devices.
-        part: out of `IMAGE_PARTS`, the room that they take.
+        part: out of `PARTS`, the room that they take.
         num_patches: that is on each device, P.
     """
 
-    vision: Vision
-    cells: Mapping[tuple[int, int], tuple[Image, ...]]
+    tower: Tower
+    cells: Mapping[tuple[int, int], tuple[Attachment, ...]]
     num_shards: int
     part: int
     num_patches: int
 
     def on_shard(self, micro: int, shard: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
         """Patches `[P, values]` in a dtype, and int32 places `[P, 4]`, of one micro-batch."""
-        arranged = self.vision.arrange(self.cells.get((micro, shard), ()))
-        patches = np.zeros((self.num_patches, self.vision.patch_values), dtype)
+        arranged = self.tower.arrange(self.cells.get((micro, shard), ()))
+        patches = np.zeros((self.num_patches, self.tower.patch_values), dtype)
         places = np.zeros((self.num_patches, 4), np.int32)
         patches[: len(arranged.patches)] = arranged.patches
         places[: len(arranged.places)] = arranged.places
@@ -168,7 +168,7 @@ class Packed:
     num_counted: int  # sampled tokens of the mini-batch, also of what is left out of it
     padding: float  # share of padding in these micro-batches
     imbalance: float  # of the device with the most tokens, above the mean, as a share of it
-    images: PackedImages | None = None  # None without any
+    attachments: PackedAttachments | None = None  # None without any
     rest: Packed | None = None  # of the mini-batch, what has no gradient; None without any
 
 
@@ -205,7 +205,7 @@ class Item:
         length: in tokens.
         prompt: equal for sequences that begin with the same `num_shared` tokens.
         num_shared: tokens that another sequence of this prompt, in the same row, has computed.
-        units: image tokens.
+        units: tokens of attachments.
         shared_units: those among the shared tokens.
     """
 
@@ -216,9 +216,9 @@ class Item:
     shared_units: int = 0
 
 
-def images_of(sequence: TokenSequence) -> tuple[Image, ...]:
-    """The images whose tokens are in a sequence."""
-    return tuple(getattr(sequence, "images", ()))
+def attachments_of(sequence: TokenSequence) -> tuple[Attachment, ...]:
+    """Those whose tokens are in a sequence."""
+    return tuple(getattr(sequence, "attachments", ()))
 
 
 def arrays_of(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.ndarray]:
@@ -232,20 +232,20 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
 
     These are the tokens before the last one that precedes the first token with loss: what follows
     is computed for each sequence, so that the token before one with loss stands beside it. Prompts
-    with other images are others, and with other arrays by token.
+    with other attachments are others, and with other arrays by token.
     """
-    vision = shape.vision
+    tower = shape.tower
     known: dict[Any, int] = {}
     items = []
     for number, sequence in enumerate(sequences):
         mask, prompt, ids = sequence.loss_mask, -1 - number, sequence.token_ids
         num_shared = max(int(mask.argmax()) - 1, 0) if shape.shares_prompts else 0
-        images = images_of(sequence)
-        has_unit = ids == vision.image_id if vision and images else np.zeros(len(ids), bool)
+        attached = attachments_of(sequence)
+        has_unit = ids == tower.token_id if tower and attached else np.zeros(len(ids), bool)
         shared_units = int(has_unit[:num_shared].sum())
         if num_shared:
-            ends = np.cumsum([vision.num_tokens(image) for image in images] if vision else [])
-            begun = images[: int(np.searchsorted(ends, shared_units)) + 1] if shared_units else ()
+            ends = np.cumsum([tower.num_tokens(one) for one in attached] if tower else [])
+            begun = attached[: int(np.searchsorted(ends, shared_units)) + 1] if shared_units else ()
             arrays = arrays_of(sequence, shape)
             beside = tuple((name, x[:num_shared].tobytes()) for name, x in arrays.items())
             prompt = known.setdefault((ids[:num_shared].tobytes(), begun, beside), len(known))
@@ -271,7 +271,7 @@ def assign_rows(
     Args:
         items: the sequences, none of them longer than a row.
         row_tokens: of a row.
-        row_units: image tokens of a row; None: as many as it has tokens.
+        row_units: tokens of attachments of a row; None: as many as it has tokens.
 
     Returns:
         For each row the indices of its sequences, those of a prompt one after another.
@@ -298,7 +298,7 @@ def _check_lengths(items: Sequence[Item], max_tokens: int) -> None:
 def _first_fit(
     items: Sequence[Item], order: Sequence[int], whole: tuple[int, int]
 ) -> list[list[int]]:
-    """Rows with room for so many tokens and image tokens."""
+    """Rows with room for so many tokens, and tokens of attachments."""
     rows: list[dict[int, list[int]]] = []  # by prompt
     room: list[tuple[int, int]] = []
     for index in order:
@@ -371,23 +371,22 @@ def pack(
     if num_shards > 1:
         rows, loads = balance_rows(rows, items, shape.micro_rows, num_shards)
     arrays = _fill(sequences, advantages, rows, shape, token_fields or {})
-    of_tokens, images = fill_images(sequences, rows, shape, num_shards)
+    of_tokens, attachments = fill_attachments(sequences, rows, shape, num_shards)
     if num_counted is None:
         num_counted = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
     blocks = (shape.num_micro, shape.micro_rows, shape.row_tokens)
+    fields = jax.tree.map(lambda array: array.reshape(*blocks, *array.shape[2:]), arrays)
+    fields["token_arrays"] |= of_tokens
     num_tokens = sum(item.length for item in items)
     num_computed = sum(_row_size(items, row) for row in rows)
     num_micro = -(-len(rows) // shape.micro_rows)
     return Packed(
-        batch=Batch(
-            **jax.tree.map(lambda array: array.reshape(*blocks, *array.shape[2:]), arrays),
-            images=of_tokens,
-        ),
+        batch=Batch(**fields),
         num_micro=num_micro,
         num_tokens=num_tokens,
         num_shared=num_tokens - num_computed,
         num_counted=num_counted,
-        images=images,
+        attachments=attachments,
         padding=1 - num_computed / max(num_micro * shape.micro_rows * shape.row_tokens, 1),
         imbalance=max(loads) * num_shards / num_computed - 1
         if num_shards > 1 and num_computed
@@ -480,52 +479,50 @@ def _fill(
     return arrays | {"token_arrays": beside}
 
 
-def fill_images(
+def fill_attachments(
     sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
-) -> tuple[BatchImages | None, PackedImages | None]:
-    """What is known of the tokens of rows, and their images; both None without any.
+) -> tuple[dict[str, np.ndarray], PackedAttachments | None]:
+    """The arrays of `Tower.arrays` of rows, and their attachments; {} and None without any.
 
-    An image is once on a device that has rows with it. The room is the least of `IMAGE_PARTS` that
+    An attachment is once on a device that has rows with it. The room is the least of `PARTS` that
     is enough everywhere.
 
     Raises:
-        ValueError: images are not those of a sequence's tokens, or more than there is room for.
+        ValueError: attachments are not those of a sequence's tokens, or more than there is room
+            for.
     """
-    vision, b = shape.vision, shape.micro_rows
-    if vision is None or not any(map(images_of, sequences)):
-        return None, None
-    cells: dict[tuple[int, int], dict[Image, int]] = {}  # by micro-batch and device
-    for place, image, *_ in _placed_images(sequences, rows, shape, num_shards):
+    tower, b = shape.tower, shape.micro_rows
+    if tower is None or not any(map(attachments_of, sequences)):
+        return {}, None
+    cells: dict[tuple[int, int], dict[Attachment, int]] = {}  # by micro-batch and device
+    for place, one, *_ in _on_devices(sequences, rows, shape, num_shards):
         cell = cells.setdefault(place, {})
-        cell.setdefault(image, len(cell))
-    units_of = {place: vision.arrange(tuple(cell)).units for place, cell in cells.items()}
-    most = max(sum(image.num_patches for image in cell) for cell in cells.values())
-    # One row's images may all have tokens in one piece of it, so a piece gets the room of rows.
-    room = b // num_shards * shape.row_units * vision.unit
+        cell.setdefault(one, len(cell))
+    units_of = {place: tower.arrange(tuple(cell)).units for place, cell in cells.items()}
+    most = max(sum(one.num_patches for one in cell) for cell in cells.values())
+    # A row's attachments may all have tokens in one piece of it, so a piece gets the room of rows.
+    room = b // num_shards * shape.row_units * tower.unit
     if most > room:
         raise ValueError(
             f"the images of a micro-batch have {most} patches on one device; expected at most "
             f"{room}. Raise config.rollout.max_image_tokens or lower config.images.max_pixels."
         )
-    sizes = {part: -(-room // (part * vision.unit)) * vision.unit for part in IMAGE_PARTS}
+    sizes = {part: -(-room // (part * tower.unit)) * tower.unit for part in PARTS}
     part = next(part for part, size in sizes.items() if most <= size)
-    tokens = (shape.num_micro, b, shape.row_tokens)
-    of_tokens: dict[str, Any] = {
-        "units": np.full(tokens, -1, np.int32),
-        "rotary": np.zeros((*tokens, 3), np.int32),
-    }
+    whole = shape.num_micro, b, shape.row_tokens
+    arrays = {name: one.filled(*whole) for name, one in tower.arrays.items()}
     for row, members in enumerate(rows):
         start = 0
         for index, left_out in members:
-            ids, own = sequences[index].token_ids, images_of(sequences[index])
+            ids = sequences[index].token_ids
             columns = slice(start, start + len(ids) - left_out)
-            rotary = vision.rotary_positions(ids, own)[:, left_out:].T
-            of_tokens["rotary"][row // b, row % b, columns] = rotary
+            positions = tower.positions(ids, attachments_of(sequences[index]))
+            arrays[POSITIONS][row // b, row % b, columns] = positions[left_out:]
             start += len(ids) - left_out
-    for place, image, at, which in _placed_images(sequences, rows, shape, num_shards):
-        of_tokens["units"][at] = units_of[place][cells[place][image]][which]
-    return BatchImages(**of_tokens), PackedImages(
-        vision=vision,
+    for place, one, at, which in _on_devices(sequences, rows, shape, num_shards):
+        arrays[UNITS][at] = units_of[place][cells[place][one]][which]
+    return arrays, PackedAttachments(
+        tower=tower,
         cells={place: tuple(cell) for place, cell in cells.items()},
         num_shards=num_shards * shape.num_pieces,
         part=part,
@@ -533,29 +530,29 @@ def fill_images(
     )
 
 
-def _placed_images(
+def _on_devices(
     sequences: Sequence[TokenSequence], rows: Sequence[Row], shape: BatchShape, num_shards: int
-) -> Iterator[tuple[tuple[int, int], Image, tuple[int, int, np.ndarray], np.ndarray]]:
-    """Each image for each device that has tokens of it.
+) -> Iterator[tuple[tuple[int, int], Attachment, tuple[int, int, np.ndarray], np.ndarray]]:
+    """Each attachment for each device that has tokens of it.
 
     Yields:
-        Micro-batch and device, the image, where in `[A, b, T]` those tokens are, and which of the
-        image's they are.
+        Micro-batch and device, the attachment, where in `[A, b, T]` those tokens are, and which
+        of its own they are.
     """
-    vision, b, size = shape.vision, shape.micro_rows, shape.row_tokens // shape.num_pieces
-    assert vision is not None
+    tower, b, size = shape.tower, shape.micro_rows, shape.row_tokens // shape.num_pieces
+    assert tower is not None
     for row, members in enumerate(rows):
         micro, within, start = row // b, row % b, 0
         shard = within * num_shards // b
         for index, left_out in members:
-            ids, own = sequences[index].token_ids, images_of(sequences[index])
-            ends = np.cumsum([vision.num_tokens(image) for image in own])
-            runs = np.split(np.flatnonzero(ids == vision.image_id), ends[:-1])
-            for image, run in zip(own, runs, strict=False):  # one run, of nothing, without images
+            ids, own = sequences[index].token_ids, attachments_of(sequences[index])
+            ends = np.cumsum([tower.num_tokens(one) for one in own])
+            runs = np.split(np.flatnonzero(ids == tower.token_id), ends[:-1])
+            for one, run in zip(own, runs, strict=False):  # one run, of nothing, without any
                 which = np.flatnonzero(run >= left_out)
                 columns = start - left_out + run[which]
                 for piece in np.unique(columns // size).tolist():
                     here = columns // size == piece
                     place = (micro, shard * shape.num_pieces + piece)
-                    yield place, image, (micro, within, columns[here]), which[here]
+                    yield place, one, (micro, within, columns[here]), which[here]
             start += len(ids) - left_out

@@ -31,10 +31,10 @@ from jaxrl.runtime.sharding import (
     replicated,
 )
 from jaxrl.training.packing import (
-    IMAGE_PARTS,
+    PARTS,
     BatchShape,
     Packed,
-    PackedImages,
+    PackedAttachments,
     loss_quarters,
 )
 from jaxrl.types import Batch, Params, TrainState
@@ -102,36 +102,36 @@ def put_batch(mesh: Mesh, batch: Batch) -> Batch:
 
 
 def put_patches(
-    mesh: Mesh, images: PackedImages, micro: int, dtype: Any
-) -> tuple[jax.Array, jax.Array]:
-    """Patches `[S, P, values]` and places `[S, P, 4]` of a micro-batch on the mesh.
+    mesh: Mesh, attachments: PackedAttachments, micro: int, dtype: Any
+) -> dict[str, jax.Array]:
+    """`patches` `[S, P, values]` and `places` `[S, P, 4]` of a micro-batch on the mesh.
 
     A process arranges those of its own devices.
     """
-    arranged = cache(partial(images.on_shard, micro, dtype=dtype))
+    arranged = cache(partial(attachments.on_shard, micro, dtype=dtype))
 
     def put(which: int, values: int) -> jax.Array:
-        shape = (images.num_shards, images.num_patches, values)
+        shape = (attachments.num_shards, attachments.num_patches, values)
 
         def part(index: Any) -> np.ndarray:
-            shards = range(*index[0].indices(images.num_shards))
+            shards = range(*index[0].indices(attachments.num_shards))
             return np.stack([arranged(shard)[which] for shard in shards])
 
         return jax.make_array_from_callback(shape, piece_sharding(mesh), part)
 
-    return put(0, images.vision.patch_values), put(1, 4)
+    return {"patches": put(0, attachments.tower.patch_values), "places": put(1, 4)}
 
 
 class MicroBatches:
     """`sums = micro_batches(params, sums, batch, packed)`: each micro-batch in turn changes `sums`.
 
-    Nothing waits for the devices, unless there are images. A GPU gets one micro-batch a call, since
-    a loop of a length that its host does not know would make it wait. Elsewhere a call takes as
-    many in a row as need the same room in the output layer: on a CPU each call gets its memory
+    Nothing waits for the devices, unless there are attachments. A GPU gets one micro-batch a call,
+    since a loop of a length that its host does not know would make it wait. Elsewhere a call takes
+    as many in a row as need the same room in the output layer: on a CPU each call gets its memory
     anew, a quarter of its time.
 
-    With images a call takes one micro-batch. Its patches go to the devices while the one before it
-    is computed, and no earlier: those of two are there at most.
+    With attachments a call takes one micro-batch. Its patches go to the devices while the one
+    before it is computed, and no earlier: those of two are there at most.
     """
 
     def __init__(self, model: Model, name: str, step: Callable[..., Any]):
@@ -142,7 +142,7 @@ class MicroBatches:
             name: of the program, for errors.
             step: `step(params, sums, micro_batch, index, quarters) -> sums`; `quarters` is static.
         """
-        self._mesh, self._dtype = model.mesh, model.dtype
+        self._mesh, self._dtype, self._recorded = model.mesh, model.dtype, model.config.recorded
         self._pieces = num_batch_shards(model.mesh), model.mesh.shape[CONTEXT]
         self._is_looped = model.mesh.devices.flat[0].platform != "gpu"
 
@@ -153,15 +153,13 @@ class MicroBatches:
             start: jax.Array,
             stop: jax.Array,
             room: int,
-            patches: tuple[jax.Array, jax.Array] | None = None,
+            attached: dict[str, jax.Array] | None = None,
         ) -> Any:
             def body(index: jax.Array, sums: Any) -> Any:
                 micro = jax.tree.map(
                     lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), batch
                 )
-                if patches is not None:
-                    images = replace(micro.images, patches=patches[0], places=patches[1])
-                    micro = replace(micro, images=images)
+                micro = replace(micro, attached=attached)
                 return step(params, sums, micro, index, room)
 
             return (
@@ -171,36 +169,41 @@ class MicroBatches:
         self.program = CompiledFunction(
             run,
             name=name,
-            variants=product(QUARTERS, (0, *IMAGE_PARTS), (False, True)),
+            variants=product(QUARTERS, (0, *PARTS), (False, True)),
             donate_argnums=(1,),
             static_argnums=(5,),
         )
 
     def __call__(self, params: Params, sums: Any, batch: Batch, packed: Packed) -> Any:
         """The sums after the micro-batches of `packed`, which lies on the devices as `batch`."""
-        rooms, images = loss_quarters(packed, *self._pieces), packed.images
+        rooms, attachments = loss_quarters(packed, *self._pieces), packed.attachments
         start = 0
         while start < len(rooms):
             stop, room = start + 1, rooms[start]
-            patches: tuple[Any, ...] = ()
-            if images is not None:
-                patches = (put_patches(self._mesh, images, start, self._dtype),)
+            attached: tuple[Any, ...] = ()
+            if attachments is not None:
+                attached = (put_patches(self._mesh, attachments, start, self._dtype),)
                 jax.block_until_ready(sums)  # so that those of earlier micro-batches are gone
-            while self._is_looped and not patches and stop < len(rooms) and rooms[stop] == room:
+            while self._is_looped and not attached and stop < len(rooms) and rooms[stop] == room:
                 stop += 1
             span = np.int32(start), np.int32(stop)
-            variant = room, images.part if images else 0, bool(batch.token_arrays)
-            sums = self.program(params, sums, batch, *span, room, *patches, variant=variant)
+            is_given = any(name in batch.token_arrays for name in self._recorded)
+            variant = room, attachments.part if attachments else 0, is_given
+            sums = self.program(params, sums, batch, *span, room, *attached, variant=variant)
             start = stop
         return sums
 
 
 class ScoreStep:
-    """`score(params, batch, packed) -> float32 [A, b, T]`, log-probabilities of what has loss."""
+    """`score(params, batch, packed) -> float32 [A, b, T]`, log-probabilities of what has loss.
+
+    Attributes:
+        model: whose they are.
+    """
 
     def __init__(self, model: Model, *, temperature: float):
         """The distribution is that of `temperature`."""
-        self._mesh, self._model = model.mesh, model
+        self._mesh, self.model = model.mesh, model
 
         def add(
             params: Params, logprobs: jax.Array, micro: Batch, index: jax.Array, quarters: int
@@ -218,7 +221,7 @@ class ScoreStep:
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> jax.Array:
         """Of `packed`, which lies on the devices as `batch`; 0 for tokens without loss."""
         zeros = jnp.zeros(batch.token_ids.shape, jnp.float32, device=batch_sharding(self._mesh))
-        return self.add(self._model.whole(params), zeros, batch, packed)
+        return self.add(self.model.whole(params), zeros, batch, packed)
 
 
 @struct.dataclass
@@ -254,6 +257,7 @@ class Balance:
 
     def __init__(self, model: Model):
         """Of the policy."""
+        self._model = model
 
         def statistics(params: Params, micro: Batch, quarters: int) -> Any:
             beside = model.beside(micro)
@@ -275,7 +279,7 @@ class Balance:
 
     def __call__(self, params: Params, batch: Batch, packed: Packed, coef: float) -> Any:
         """See `Architecture.balance_weights`."""
-        begun = self._begin(params, replace(batch, images=None))
+        begun = self._begin(params, self._model.of_text(batch))
         sums = self.add(params, begun, batch, packed)
         return self._weigh(sums, np.float32(coef))
 
@@ -385,8 +389,9 @@ class Gradient:
         """Over the micro-batches of `packed`, which lies on the devices as `batch`."""
         policy, rest = self._model.whole(params), batch.rest
         batch = replace(batch, rest=None)
-        without = replace(batch, images=None)  # which change no shape of a sum
-        sums = self.begin(policy, without)
+        sums = self.begin(
+            policy, self._model.of_text(batch)
+        )  # attachments change no shape of a sum
         if rest is not None and packed.rest is not None:
             sums = self.measure(policy, sums, rest, packed.rest)
         if self.balance is not None:

@@ -110,23 +110,23 @@ def of_tower(made):
     tower = made.vision_config
     return {
         "video_id": made.video_token_id,
-        "vision.image_id": made.image_token_id,
-        "vision.width": tower.hidden_size,
-        "vision.mlp_width": tower.intermediate_size,
-        "vision.num_layers": tower.depth,
-        "vision.num_heads": tower.num_heads,
-        "vision.out_width": tower.out_hidden_size,
-        "vision.channels": tower.in_channels,
-        "vision.patch": tower.patch_size,
-        "vision.temporal_patch": tower.temporal_patch_size,
-        "vision.merge": tower.spatial_merge_size,
-        "vision.rope_theta": tower.rope_parameters["rope_theta"],
+        "tower.token_id": made.image_token_id,
+        "tower.width": tower.hidden_size,
+        "tower.mlp_width": tower.intermediate_size,
+        "tower.num_layers": tower.depth,
+        "tower.num_heads": tower.num_heads,
+        "tower.out_width": tower.out_hidden_size,
+        "tower.channels": tower.in_channels,
+        "tower.patch": tower.patch_size,
+        "tower.temporal_patch": tower.temporal_patch_size,
+        "tower.merge": tower.spatial_merge_size,
+        "tower.rope_theta": tower.rope_parameters["rope_theta"],
         **(
-            {"vision.full_layers": tuple(tower.fullatt_block_indexes)}
+            {"tower.full_layers": tuple(tower.fullatt_block_indexes)}
             if hasattr(tower, "fullatt_block_indexes")
             else {
-                "vision.side": round(tower.num_position_embeddings**0.5),
-                "vision.deep_layers": tuple(tower.deepstack_visual_indexes),
+                "tower.side": round(tower.num_position_embeddings**0.5),
+                "tower.deep_layers": tuple(tower.deepstack_visual_indexes),
             }
         ),
     }

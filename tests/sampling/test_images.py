@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.processor import Image
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton
-from jaxrl.types import Image
 from tests.helpers import tiny_params
 from tests.toys import SMALL, count_compilations, one_device_mesh
 from tests.vision import golden, logits_of
@@ -37,7 +37,7 @@ def engine(name="qwen2_5_vl"):
         num_pages=8,
         max_prompt_tokens=64,
         max_total_tokens=96,
-        max_image_tokens=35,
+        max_units=35,
         chunk_tokens=4,
     )
 
@@ -74,13 +74,13 @@ def test_images_are_read_as_the_full_pass_reads_them(name):
     prompt = tuple(map(int, wanted["token_ids"][0]))
     blank = tuple(dataclasses.replace(one, patches=np.zeros_like(one.patches)) for one in images)
     rng = np.random.default_rng(0)
-    patches = rng.standard_normal((24, config.vision.patch_values)).astype(np.float32)
+    patches = rng.standard_normal((24, config.tower.patch_values)).astype(np.float32)
     seen_later = Image(patches=patches, grid=(1, 6, 4))
     keys = sample_keys(0, 0, 0, np.zeros(5, int), np.arange(5), np.zeros(5, int))
     of_requests = [tuple(images)] * 3 + [blank, ()]
     prompts = [prompt] * 4 + [prompt[:3]]
     requests = [
-        Request(prompt_ids=ids, sample_key=key, budget=TURN, images=own)
+        Request(prompt_ids=ids, sample_key=key, budget=TURN, attachments=own)
         for ids, key, own in zip(prompts, keys, of_requests, strict=True)
     ]
     look = ([40, 92, *[IMAGE] * 6, 93, 41], (seen_later,))
@@ -115,7 +115,7 @@ def test_a_prompt_read_in_pieces_is_that_of_the_full_pass(name, monkeypatch):
     grids = [(1, 12, 8), (1, 4, 6), (1, 8, 10)]
     images = [
         Image(
-            patches=rng.standard_normal((h * w, config.vision.patch_values)).astype(np.float32),
+            patches=rng.standard_normal((h * w, config.tower.patch_values)).astype(np.float32),
             grid=(t, h, w),
         )
         for t, h, w in grids
@@ -130,12 +130,12 @@ def test_a_prompt_read_in_pieces_is_that_of_the_full_pass(name, monkeypatch):
     monkeypatch.setattr("jaxrl.sampling.engine.append_sizes", lambda *_: [64])
     played = Engine(
         config, one_device_mesh(), automaton, num_tokens=NUM_TOKENS, eos_ids=(), num_rows=1,
-        num_pages=16, max_prompt_tokens=224, max_total_tokens=240, max_image_tokens=50,
+        num_pages=16, max_prompt_tokens=224, max_total_tokens=240, max_units=50,
         chunk_tokens=4,
     )  # fmt: skip
     played.set_weights(params)
     request = Request(
-        prompt_ids=tuple(prompt.tolist()), sample_key=KEY, budget=TURN, images=tuple(images)
+        prompt_ids=tuple(prompt.tolist()), sample_key=KEY, budget=TURN, attachments=tuple(images)
     )
     [number] = played.submit([request])
     ids, logprobs = prompt.tolist(), []
@@ -170,9 +170,9 @@ def test_no_program_is_compiled_but_those_ahead():
     played.set_weights(params)
     words = Request(prompt_ids=(5, 6, 7), sample_key=KEY, budget=TURN)
     prompt = tuple(map(int, wanted["token_ids"][0]))
-    assert sum(image.num_patches for image in images) > played.image_sizes[0] > 24
-    looks = [Request(prompt_ids=prompt, sample_key=KEY, budget=TURN, images=tuple(images))] * 3
-    patches = np.zeros((24, config.vision.patch_values), np.float32)
+    assert sum(image.num_patches for image in images) > played.patch_sizes[0] > 24
+    looks = [Request(prompt_ids=prompt, sample_key=KEY, budget=TURN, attachments=tuple(images))] * 3
+    patches = np.zeros((24, config.tower.patch_values), np.float32)
     more = ([42, 43], ())
     small = ([40, 92, *[IMAGE] * 6, 93, 41], (Image(patches=patches, grid=(1, 6, 4)),))
     with count_compilations() as compiled:
@@ -195,13 +195,18 @@ def test_text_is_read_as_by_a_program_that_sees_nothing(name):
         start=np.array([0, 16, 32, 0], np.int32),
         counts=np.array([16, 16, 5, 3], np.int32),
         tables=np.array([[0, 1, 2]] * 3 + [[3, 4, 5]], np.int32),
-        rotary=np.arange(48, dtype=np.int32)[:, None].repeat(3, 1).reshape(3, 16, 3)[[0, 1, 2, 0]],
-        units=np.full(ids.shape, -1, np.int32),
+        token_arrays={
+            "positions": np.arange(48, dtype=np.int32)[:, None]
+            .repeat(3, 1)
+            .reshape(3, 16, 3)[[0, 1, 2, 0]],
+            "units": np.full(ids.shape, -1, np.int32),
+        },
     )
     seen = sampler.nothing_seen(engine(name)._max_units)
     append = jax.jit(sampler.append)
     empty = sampler.empty_cache(6, 16)
-    wanted, _ = append(weights, empty, dataclasses.replace(blocks, units=None))
+    bare = dataclasses.replace(blocks, token_arrays={"positions": blocks.token_arrays["positions"]})
+    wanted, _ = append(weights, empty, bare)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(wanted))
     for value in (0, np.nan):
         got, _ = append(weights, empty, blocks, jnp.full_like(seen, value))
@@ -220,7 +225,7 @@ def test_images_that_are_refused(ids, count, why):
     engine().set_weights(golden()[1])
     own = (golden()[3][0],) * count
     with pytest.raises(ValueError, match=why):
-        engine().submit([Request(prompt_ids=tuple(ids), sample_key=KEY, budget=4, images=own)])
+        engine().submit([Request(prompt_ids=tuple(ids), sample_key=KEY, budget=4, attachments=own)])
     assert engine().is_idle
 
 
@@ -229,6 +234,6 @@ def test_a_model_of_text_refuses_images():
     sizes = {"num_rows": 1, "max_prompt_tokens": 8, "max_total_tokens": 16, "chunk_tokens": 4}
     text = Engine(SMALL, one_device_mesh(), automaton, num_tokens=NUM_TOKENS, eos_ids=(), **sizes)
     text.set_weights(tiny_params(SMALL))
-    request = Request(prompt_ids=(1, 2), sample_key=KEY, budget=4, images=(golden()[3][0],))
+    request = Request(prompt_ids=(1, 2), sample_key=KEY, budget=4, attachments=(golden()[3][0],))
     with pytest.raises(ValueError, match=r"has 1 images, but the model .* reads text alone"):
         text.submit([request])

@@ -87,7 +87,7 @@ def test_ten_programs_at_most(path, platform, tiny_world):
             model,
             num_rows=config.rollout.num_rows,
             max_total_tokens=config.rollout.max_total_tokens,
-            max_image_tokens=max_image_tokens(config),
+            max_units=max_image_tokens(config),
             kinds=draw_kinds(config),
         )
         programs = {function.name: function.variants for function in made.functions}

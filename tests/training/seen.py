@@ -7,8 +7,8 @@ import jax
 import numpy as np
 
 from jaxrl.objectives.metrics import Metric
+from jaxrl.processor import Image
 from jaxrl.training.packing import pack
-from jaxrl.types import Image
 from tests.helpers import Sequence
 from tests.vision import golden, logits_of
 
@@ -19,7 +19,7 @@ IMAGE, NUM_TOKENS = 90, 96
 class Seen(Sequence):
     """A sequence with images."""
 
-    images: tuple = ()
+    attachments: tuple = ()
 
 
 def draw(seed, h, w):
@@ -51,7 +51,7 @@ def sequence(seed, parts, prompt_parts):
         token_ids=np.array(ids, np.int32),
         loss_mask=mask,
         rollout_logprobs=logprobs,
-        images=tuple(images),
+        attachments=tuple(images),
     )
 
 
@@ -95,7 +95,7 @@ def naive(name="qwen2_5_vl"):
 
     def loss(params):
         total = 0.0
-        each = logits_of(config, params, rows, [one.images for one in sequences()])
+        each = logits_of(config, params, rows, [one.attachments for one in sequences()])
         for one, logits, advantage in zip(sequences(), each, ADVANTAGES, strict=True):
             at = np.flatnonzero(one.loss_mask)
             scored = jax.nn.log_softmax(logits)[at - 1, one.token_ids[at]]

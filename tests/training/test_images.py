@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl.config import default_config
 from jaxrl.method import frozen_of, optimizer_of
+from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.policy import Model
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape, assign_rows, make_items, pack
@@ -23,13 +24,13 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 def shape_of(num_micro, micro_rows, row_tokens, **more):
     sizes = {"num_micro": num_micro, "micro_rows": micro_rows, "row_tokens": row_tokens}
-    return BatchShape(**sizes, vision=golden()[0].vision, **more)
+    return BatchShape(**sizes, tower=golden()[0].tower, **more)
 
 
 SHAPES = {
     "apart": shape_of(5, 1, 48),
     "shared prompts": shape_of(2, 1, 144, shares_prompts=True, max_tokens=48),
-    "few images": shape_of(5, 1, 96, max_tokens=48, max_image_tokens=18),
+    "few images": shape_of(5, 1, 96, max_tokens=48, max_units=18),
 }
 
 
@@ -39,7 +40,7 @@ def model(frozen=(), name="qwen2_5_vl"):
 
 
 def gradient_of(shape, name):
-    packed = packed_in(dataclasses.replace(shape, vision=golden(name)[0].vision))
+    packed = packed_in(dataclasses.replace(shape, tower=golden(name)[0].tower))
     batch = put_batch(one_device_mesh(), packed.batch)
     return Gradient(model(name=name), weighted)(golden(name)[1], batch, packed).gradients
 
@@ -72,7 +73,7 @@ def test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is():
     moments = jax.tree.leaves(state.opt_state)
     num_trained = sum(x.size for x in jax.tree.leaves(trained))
     assert sum(x.size for x in moments if x.ndim) == 2 * num_trained
-    of_text = dataclasses.replace(batch, images=None)
+    of_text = policy.of_text(batch)
     gradients = jax.eval_shape(update.gradient.begin.function, params, of_text).gradients
     assert jax.tree.structure(gradients) == jax.tree.structure(trained)
     state, metrics = update(state, batch, packed)
@@ -86,39 +87,43 @@ def test_a_frozen_tower_gets_no_gradient_and_stays_as_it_is():
 
 
 def test_an_image_that_several_rows_begin_with_is_there_once_on_a_device():
-    vision = golden()[0].vision
+    tower = golden()[0].tower
     packed = packed_in(shape_of(1, 6, 48))
-    _, places = packed.images.on_shard(0, 0, np.float32)
+    _, places = packed.attachments.on_shard(0, 0, np.float32)
     # 24 + 40 patches of the group, 8 of the tool and 24 of the other: `second` is the same.
     assert (places[:, 0] > 0).sum() == 24 + 40 + 8 + 24
-    room = 6 * 48 * vision.unit
-    assert packed.images.num_patches == room // packed.images.part
-    assert room // (2 * packed.images.part) < 96 <= room // packed.images.part
+    room = 6 * 48 * tower.unit
+    assert packed.attachments.num_patches == room // packed.attachments.part
+    assert room // (2 * packed.attachments.part) < 96 <= room // packed.attachments.part
     # On two devices each has those of its own rows.
     apart = packed_in(shape_of(1, 6, 48), num_shards=2)
     counts = [
-        (apart.images.on_shard(0, shard, np.float32)[1][:, 0] > 0).sum() for shard in range(2)
+        (apart.attachments.on_shard(0, shard, np.float32)[1][:, 0] > 0).sum() for shard in range(2)
     ]
     assert sum(counts) > 96
-    assert apart.batch.images.units.max() < max(counts) // vision.unit
+    assert apart.batch.token_arrays[UNITS].max() < max(counts) // tower.unit
 
 
 def test_an_image_is_on_each_device_that_has_tokens_of_it():
-    vision, [one] = golden()[0].vision, sequences()[:1]
+    tower, [one] = golden()[0].tower, sequences()[:1]
     kept, shape = [one, one], shape_of(1, 2, 48, num_pieces=4)
     packed = packed_in(shape, kept, ADVANTAGES[:2], num_shards=2)
-    images = packed.batch.images
+    arrays = packed.batch.token_arrays
     # Tokens 4 + [6] + 3 + [10] + 2 + 5, each run between two marks: the first image is at 5 to 10,
     # the second at 16 to 25, and pieces have 12 tokens.
-    assert packed.images.num_shards == 8
-    places = [packed.images.on_shard(0, shard, np.float32)[1] for shard in range(8)]
-    first, second = (image.num_patches for image in one.images)
+    assert packed.attachments.num_shards == 8
+    places = [packed.attachments.on_shard(0, shard, np.float32)[1] for shard in range(8)]
+    first, second = (image.num_patches for image in one.attachments)
     assert [(one[:, 0] > 0).sum() for one in places] == [first, second, second, 0] * 2
-    assert images.units[0, 0, 5:11].tolist() == vision.arrange(one.images[:1]).units[0].tolist()
-    assert images.units[0, 0, 16:26].tolist() == vision.arrange(one.images[1:]).units[0].tolist()
-    assert (np.delete(images.units[0, 0], [*range(5, 11), *range(16, 26)]) == -1).all()
+    assert (
+        arrays[UNITS][0, 0, 5:11].tolist() == tower.arrange(one.attachments[:1]).units[0].tolist()
+    )
+    assert (
+        arrays[UNITS][0, 0, 16:26].tolist() == tower.arrange(one.attachments[1:]).units[0].tolist()
+    )
+    assert (np.delete(arrays[UNITS][0, 0], [*range(5, 11), *range(16, 26)]) == -1).all()
     whole = packed_in(dataclasses.replace(shape, num_pieces=1), kept, ADVANTAGES[:2], num_shards=2)
-    np.testing.assert_array_equal(images.rotary, whole.batch.images.rotary)
+    np.testing.assert_array_equal(arrays[POSITIONS], whole.batch.token_arrays[POSITIONS])
 
 
 def test_rows_are_shared_by_sequences_whose_images_have_room():
@@ -136,11 +141,11 @@ def test_rows_are_shared_by_sequences_whose_images_have_room():
 
 def test_too_many_images_are_refused():
     with pytest.raises(ValueError, match=r"expected at most 68\. Raise .*max_image_tokens"):
-        packed_in(shape_of(5, 1, 48, max_image_tokens=17))
+        packed_in(shape_of(5, 1, 48, max_units=17))
 
 
 def test_a_batch_without_images_has_none():
     text = sequences()[3]
     packed = pack([text], ADVANTAGES[:1], SHAPES["apart"])
-    assert packed.batch.images is None
-    assert packed.images is None
+    assert packed.batch.token_arrays == {}
+    assert packed.attachments is None

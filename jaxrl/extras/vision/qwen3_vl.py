@@ -39,16 +39,18 @@ from jaxrl.extras.vision.tower import (
     ATTENTION_AXES,
     EPSILON,
     QUERY_BLOCK,
-    Tower,
+    VisionTower,
     attend_within,
     biased,
     linear_names,
     refuse,
 )
-from jaxrl.models.architecture import Arranged, MemoryTerms
+from jaxrl.models.architecture import MemoryTerms
+from jaxrl.models.attachments import Arranged
 from jaxrl.models.decoder import layer_norm, linear, whole_number
 from jaxrl.models.layers import Through
-from jaxrl.types import Image, Params
+from jaxrl.processor import Image
+from jaxrl.types import Params
 
 _TOWER = "model.visual."
 _LAYER = _TOWER + "blocks.{}."
@@ -84,7 +86,7 @@ HF_NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3Vision(Tower):
+class Qwen3Vision(VisionTower):
     """Every field of a `vision_config` that changes the arithmetic, and where images stand.
 
     Attributes:
@@ -100,7 +102,7 @@ class Qwen3Vision(Tower):
 
     @classmethod
     def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> Qwen3Vision:
-        """See `Tower`."""
+        """See `VisionTower`."""
         common = cls.common_fields(own, source)
         count = whole_number(own, "num_position_embeddings", source)
         side, deep = round(count**0.5), own["deepstack_visual_indexes"]
@@ -116,7 +118,7 @@ class Qwen3Vision(Tower):
             },
             source,
         )
-        return cls(**common, image_id=image_id, side=side, deep_layers=tuple(deep))
+        return cls(**common, token_id=image_id, side=side, deep_layers=tuple(deep))
 
     def hf_fields(self) -> dict[str, Any]:
         """The inverse of `from_fields`."""
@@ -300,7 +302,7 @@ class Qwen3VLConfig(QwenVLConfig):
     model_type = "qwen3_vl"
     text_type = "qwen3"
     hf_class = "Qwen3VLForConditionalGeneration"
-    tower = Qwen3Vision
+    tower_class = Qwen3Vision
     default_sections = (24, 20, 20)
     is_interleaved = True
     ties_in_text = False

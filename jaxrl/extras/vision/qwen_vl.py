@@ -15,15 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxrl.extras.vision.tower import Tower, section
+from jaxrl.extras.vision.tower import VisionTower, section
 from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.models.architecture import Attend
+from jaxrl.models.attachments import POSITIONS, UNITS
 from jaxrl.models.attention import reference
 from jaxrl.models.decoder import SWITCH, check_kinds, whole_number, without_nulls
 from jaxrl.models.defaults import completed
 from jaxrl.models.layers import SamplerThrough, Through
 from jaxrl.models.qwen import QwenConfig
-from jaxrl.types import BatchImages, Params
+from jaxrl.types import Params
 
 RENAMED = {"model.language_model.": "model.", "model.visual.": "visual."}
 """Beginnings of names that transformers 5 gives tensors in memory, and those of published files."""
@@ -34,7 +35,7 @@ class QwenVLConfig(QwenConfig):
     """Every field of a `config.json` that changes the arithmetic, of models that read images.
 
     Attributes:
-        vision: the tower.
+        tower: reads images.
         mrope_section: pairs of a head that turn by the position in time, in height and in width.
         video_id: the token of videos, which are not read.
     """
@@ -42,12 +43,12 @@ class QwenVLConfig(QwenConfig):
     model_type: ClassVar[str] = "qwen2_5_vl"
     text_type: ClassVar[str] = "qwen2"  # the decoder's
     hf_class: ClassVar[str] = "Qwen2_5_VLForConditionalGeneration"
-    tower: ClassVar[type[Tower]] = QwenVision
+    tower_class: ClassVar[type[VisionTower]] = QwenVision
     default_sections: ClassVar[tuple[int, ...]] = (16, 24, 24)
     is_interleaved: ClassVar[bool] = False  # time, height and width take turns over the pairs
     ties_in_text: ClassVar[bool] = True  # `tie_word_embeddings` counts in `text_config` too
 
-    vision: Tower = field()  # every one has it
+    tower: VisionTower = field()  # every one has it
     mrope_section: tuple[int, ...]
     video_id: int
 
@@ -90,7 +91,7 @@ class QwenVLConfig(QwenConfig):
         fields = completed(fields, cls.model_type)
         image_id = whole_number(fields, "image_token_id", source)
         tower = completed(own, cls.model_type, "vision_config")
-        vision = cls.tower.from_fields(tower, image_id, source)
+        vision = cls.tower_class.from_fields(tower, image_id, source)
         if vision.out_width != text.width:
             raise ValueError(
                 f"{source}: 'out_hidden_size' of 'vision_config' is {vision.out_width}; expected "
@@ -103,7 +104,7 @@ class QwenVLConfig(QwenConfig):
             )
         return cls(
             **vars(text),
-            vision=vision,
+            tower=vision,
             mrope_section=tuple(sections),
             video_id=whole_number(fields, "video_token_id", source),
         )
@@ -141,13 +142,13 @@ class QwenVLConfig(QwenConfig):
         text["rope_parameters"]["mrope_section"] = list(self.mrope_section)
         if self.is_interleaved:
             text["rope_parameters"]["mrope_interleaved"] = True
-        vision = {"model_type": f"{self.model_type}_vision", **self.vision.hf_fields()}
+        vision = {"model_type": f"{self.model_type}_vision", **self.tower.hf_fields()}
         return {
             "architectures": [self.hf_class],
             "model_type": self.model_type,
             "text_config": text,
             "vision_config": vision,
-            "image_token_id": self.vision.image_id,
+            "image_token_id": self.tower.token_id,
             "video_token_id": self.video_id,
             "tie_word_embeddings": self.tie_embeddings,
             "torch_dtype": "float32",
@@ -155,15 +156,15 @@ class QwenVLConfig(QwenConfig):
 
     def abstract_params(self) -> Params:
         """The decoder's and the tower's."""
-        return {**super().abstract_params(), "vision": self.vision.abstract_params()}
+        return {**super().abstract_params(), "vision": self.tower.abstract_params()}
 
     def logical_axes(self) -> dict[str, Any]:
         """The decoder's and the tower's."""
-        return {**super().logical_axes(), "vision": self.vision.logical_axes()}
+        return {**super().logical_axes(), "vision": self.tower.logical_axes()}
 
     def hf_names(self) -> dict[str, str]:
         """As published."""
-        tower = {f"vision/{name}": tensor for name, tensor in self.vision.names.items()}
+        tower = {f"vision/{name}": tensor for name, tensor in self.tower.names.items()}
         return {**tower, **super().hf_names()}
 
     def hf_renamed(self) -> dict[str, str]:
@@ -185,15 +186,16 @@ class QwenVLConfig(QwenConfig):
         positions: Int[Array, "R T"],
         attend: Attend,
         through: Through,
-        images: BatchImages | None = None,
     ) -> Float[Array, "R T D"]:
         """Final normed hidden states of packed rows; `positions` are rotary without images."""
+        given, images = through.beside.given, through.beside.attached
         if images is None:
             return super().hidden_states(params, token_ids, positions, attend, through)
         x = self._embed(params["embed"], token_ids.reshape(-1))
-        seen = self.vision.embeddings(params["vision"], images.patches, images.places, through)
-        x, added = put_images(x, seen, images.units.reshape(-1))
-        rotary = self._by_pair(images.rotary.reshape(-1, 3))
+        patches, places = images["patches"], images["places"]
+        seen = self.tower.embeddings(params["vision"], patches, places, through)
+        x, added = put_images(x, seen, given[UNITS])
+        rotary = self._by_pair(given[POSITIONS])
         hidden = self._full_pass(params, x, rotary, attend, through, added)
         return hidden.reshape(*token_ids.shape, -1)
 
@@ -206,31 +208,23 @@ class QwenVLConfig(QwenConfig):
         """
         logits = super().unembed(params, hidden, num_tokens=num_tokens)
         places = jnp.arange(self.vocab_size)
-        is_seen = (places == self.vision.image_id) | (places == self.video_id)
+        is_seen = (places == self.tower.token_id) | (places == self.video_id)
         return jnp.where(is_seen, reference.LOWEST, logits)
 
     def sample_states(
         self,
         weights: Params,
         token_ids: Int[Array, " M"],
-        positions: Int[Array, "*M"],
+        positions: Int[Array, " M"],
         through: SamplerThrough,
-        images: tuple[jax.Array, jax.Array] | None = None,
     ) -> Float[Array, "M D"]:
-        """Final normed hidden states.
-
-        Args:
-            weights: of `decode_weights`.
-            token_ids: the tokens.
-            positions: rotary ones, `[M]` or `[M, 3]`.
-            through: goes through the layers.
-            images: what `vision` sees `[S, U, E]`, which lies on S shards as the tokens do, and of
-                each token which of its shard's units it is, int32 [M]; -1: a token of text.
-        """
+        """Final normed hidden states; `positions` are rotary where no others are given."""
         x, added = weights["embed"]["embedding"][token_ids], None
-        if images is not None:
-            x, added = put_images(x, *images)
-        rotary = self._by_pair(positions) if positions.ndim == 2 else positions
+        given, rotary = through.beside.given, positions
+        if POSITIONS in given:
+            rotary = self._by_pair(given[POSITIONS])
+        if through.beside.attached is not None:
+            x, added = put_images(x, through.beside.attached, given[UNITS])
         return self._sampler_pass(weights, x, rotary, through, added)
 
 

@@ -21,11 +21,12 @@ from flax.traverse_util import unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from jaxrl.models.architecture import Vision
+from jaxrl.models.attachments import Tower
 from jaxrl.models.attention.reference import LOWEST
 from jaxrl.models.decoder import BASE, Angles, linear, rope, whole_number
 from jaxrl.models.layers import Attend
-from jaxrl.types import Image, Params
+from jaxrl.processor import Image
+from jaxrl.types import Params
 
 EPSILON = 1e-6
 """Of the towers' norms; no config.json has it."""
@@ -65,7 +66,7 @@ def linear_names(names: Mapping[str, str]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tower(Vision):
+class VisionTower(Tower):
     """The fields of a `vision_config` that all towers have, and where images stand.
 
     Attributes:
@@ -85,11 +86,11 @@ class Tower(Vision):
     temporal_patch: int
     merge: int
     rope_theta: float
-    image_id: int
+    token_id: int
 
     @classmethod
     @abstractmethod
-    def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> Tower:
+    def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> VisionTower:
         """The tower of a `vision_config` that is `completed`.
 
         Raises:
@@ -98,7 +99,7 @@ class Tower(Vision):
 
     @classmethod
     def common_fields(cls, own: dict[str, Any], source: str) -> dict[str, Any]:
-        """The fields of `Tower`, but for the token.
+        """The fields of `VisionTower`, but for the token.
 
         Raises:
             ValueError: as `from_fields`.
@@ -180,18 +181,18 @@ class Tower(Vision):
         Raises:
             ValueError: as many tokens as the images take are not there.
         """
-        found = np.flatnonzero(np.asarray(token_ids) == self.image_id)
+        found = np.flatnonzero(np.asarray(token_ids) == self.token_id)
         counts = [self.num_tokens(image) for image in images]
         if sum(counts) != len(found):
             raise ValueError(
-                f"a prompt or an observation has {len(found)} image tokens (id {self.image_id}); "
+                f"a prompt or an observation has {len(found)} image tokens (id {self.token_id}); "
                 f"expected {sum(counts)} for its {len(counts)} images with grids "
                 f"{[image.grid for image in images]}."
             )
         runs = np.split(found, np.cumsum(counts)[:-1]) if counts else []
         if any(run[-1] - run[0] >= len(run) for run in runs):
             raise ValueError(
-                f"the image tokens (id {self.image_id}) of an image are not side by side; expected "
+                f"the image tokens (id {self.token_id}) of an image are not side by side; expected "
                 f"runs of {counts}, one for each image."
             )
         return runs
@@ -217,6 +218,12 @@ class Tower(Vision):
             behind = first + count
         out[:, behind:] = np.arange(position, position + len(token_ids) - behind)
         return out
+
+    def positions(
+        self, token_ids: np.ndarray, attachments: Sequence[Image], *, start: int = 0
+    ) -> np.ndarray:
+        """`rotary_positions` by token."""
+        return self.rotary_positions(token_ids, attachments, start=start).T
 
     # On the device.
 

@@ -34,17 +34,19 @@ from jaxrl.extras.vision.tower import (
     ATTENTION_AXES,
     EPSILON,
     QUERY_BLOCK,
-    Tower,
+    VisionTower,
     attend_to,
     attend_within,
     biased,
     linear_names,
     refuse,
 )
-from jaxrl.models.architecture import Arranged, MemoryTerms
+from jaxrl.models.architecture import MemoryTerms
+from jaxrl.models.attachments import Arranged
 from jaxrl.models.decoder import LAYER_LIST, linear, rms_norm, whole_number
 from jaxrl.models.layers import Through
-from jaxrl.types import Image, Params
+from jaxrl.processor import Image
+from jaxrl.types import Params
 
 _LAYER = "visual.blocks.{}."
 HF_NAMES = {
@@ -68,7 +70,7 @@ HF_NAMES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class QwenVision(Tower):
+class QwenVision(VisionTower):
     """Every field of a `vision_config` that changes the arithmetic, and where images stand.
 
     Attributes:
@@ -84,7 +86,7 @@ class QwenVision(Tower):
 
     @classmethod
     def from_fields(cls, own: dict[str, Any], image_id: int, source: str) -> QwenVision:
-        """See `Tower`."""
+        """See `VisionTower`."""
         common = cls.common_fields(own, source)
         merge, patch = common["merge"], common["patch"]
         window = whole_number(own, "window_size", source) // merge // patch * merge
@@ -96,7 +98,7 @@ class QwenVision(Tower):
             },
             source,
         )
-        return cls(**common, image_id=image_id, window=window, full_layers=tuple(full))
+        return cls(**common, token_id=image_id, window=window, full_layers=tuple(full))
 
     def hf_fields(self) -> dict[str, Any]:
         """The inverse of `from_fields`."""

@@ -33,8 +33,9 @@ from jaxrl.method import (
     policy_of,
     records_arrays,
 )
-from jaxrl.models.architecture import Architecture, MemoryTerms, Vision
+from jaxrl.models.architecture import Architecture, MemoryTerms
 from jaxrl.models.around import Around
+from jaxrl.models.attachments import Tower
 from jaxrl.models.attention.choice import copies_past, decide
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
@@ -569,40 +570,40 @@ class _Update:
     @property
     def num_patches(self) -> int:
         """Of a micro-batch on one device, at most."""
-        vision = self.shape.vision
-        return self.rows * self.shape.row_units * vision.unit if vision is not None else 0
+        tower = self.shape.tower
+        return self.rows * self.shape.row_units * tower.unit if tower is not None else 0
 
     @property
     def patch_bytes(self) -> int:
         """Patches and places of the micro-batch that is computed, and of the next one."""
-        vision = self.shape.vision
-        values = vision.patch_values * self.itemsize + 16 if vision is not None else 0
+        tower = self.shape.tower
+        values = tower.patch_values * self.itemsize + 16 if tower is not None else 0
         return 2 * self.num_patches * values
 
     def saved_of_images(self, remat: str) -> int:
         """Activations of patches kept for the backward pass."""
-        vision = self.shape.vision
-        if vision is None:
+        tower = self.shape.tower
+        if tower is None:
             return 0
-        inside = vision.memory_terms().saved_activations | {"full": 0, "offload": 0}
-        values = vision.width + inside[remat]
-        return vision.num_layers * self.num_patches * values * self.itemsize
+        inside = tower.memory_terms().saved_activations | {"full": 0, "offload": 0}
+        values = tower.width + inside[remat]
+        return tower.num_layers * self.num_patches * values * self.itemsize
 
     @property
     def added_of_images(self) -> int:
         """What is added to hidden states in the first layers."""
-        vision = self.shape.vision
-        depths = vision.num_added if vision is not None else 0
+        tower = self.shape.tower
+        depths = tower.num_added if tower is not None else 0
         return depths * self.tokens * self.model.width * self.itemsize
 
     def at_images(self, *, is_trained: bool) -> dict[str, int]:
         """What a layer that reads images needs, forwards, or backwards where it is trained."""
-        vision = self.shape.vision
-        if vision is None:
+        tower = self.shape.tower
+        if tower is None:
             return {}
-        terms, operand = vision.memory_terms(), self.operand
+        terms, operand = tower.memory_terms(), self.operand
         inner = terms.activations if is_trained else terms.read_activations
-        scores = vision.num_scores(self.num_patches)
+        scores = tower.num_scores(self.num_patches)
         return {
             "a micro-batch's gradients": is_trained * self.new_gradients,
             "attention scores of patches": scores * (3 * 4 if is_trained else 2 * 4),
@@ -1033,12 +1034,12 @@ class _Sampler:
         for name, size in _float32_copies(_Counts.of(model, mesh), model, cache).items():
             if is_short and (upcast > 1 or (name == "decode" and busy == 1)):
                 moments[name]["float32 copies"] = size
-        vision = model.vision
-        if vision is not None:
-            added = read * vision.num_added * model.width * dtype.itemsize
+        tower = model.tower
+        if tower is not None:
+            added = read * tower.num_added * model.width * dtype.itemsize
             moments["reading"]["images, added in first layers"] = added
-            moments["images"] = _sampled_images(config, vision, dtype.itemsize * upcast)
-            values = max_image_tokens(config) * (1 + vision.num_added) * model.width
+            moments["images"] = _sampled_images(config, tower, dtype.itemsize * upcast)
+            values = max_image_tokens(config) * (1 + tower.num_added) * model.width
             for terms_of_moment in moments.values():
                 terms_of_moment["images, seen last"] = values * dtype.itemsize
         is_apart = config.mesh.rollout_devices or _is_given_up(config)
@@ -1076,13 +1077,13 @@ def _row_sizes(config: ConfigDict, target: Target, rows: int) -> list[int]:
     return row_sizes(target.platform, rows, config.model.dtype)
 
 
-def _sampled_images(config: ConfigDict, vision: Vision, operand: int) -> dict[str, int]:
+def _sampled_images(config: ConfigDict, tower: Tower, operand: int) -> dict[str, int]:
     """What the sampler needs to read the images of a trajectory, with values of `operand` bytes."""
-    patches = max_image_tokens(config) * vision.unit
+    patches = max_image_tokens(config) * tower.unit
     return {
-        "patches": 4 * patches * (vision.patch_values + 4),
-        "activations of patches": patches * vision.memory_terms().read_activations * operand,
-        "attention scores of patches": 2 * 4 * vision.num_scores(patches),
+        "patches": 4 * patches * (tower.patch_values + 4),
+        "activations of patches": patches * tower.memory_terms().read_activations * operand,
+        "attention scores of patches": 2 * 4 * tower.num_scores(patches),
     }
 
 
@@ -1237,7 +1238,7 @@ def _shape(config: ConfigDict, model: Architecture, target: Target, stage: str) 
 def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str) -> int:
     """All mini-batches of a step: six arrays of four bytes, a mask, and what the method adds."""
     tokens = shape.num_micro * shape.micro_rows * shape.row_tokens // shards
-    of_token = 25 if shape.vision is None else 25 + 16  # its unit, and three positions
+    of_token = 25 if shape.tower is None else 25 + 16  # its unit, and three positions
     if stage == "sft":
         return of_token * tokens
     needs_ref = has_kl_loss(config.kl) and config.kl.anchor == "ref"

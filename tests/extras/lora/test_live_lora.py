@@ -44,7 +44,7 @@ CASES = [
 
 def transformers_model(folder):
     name = read_model(folder)
-    kind = "AutoModelForCausalLM" if name.vision is None else "AutoModelForImageTextToText"
+    kind = "AutoModelForCausalLM" if name.tower is None else "AutoModelForImageTextToText"
     load = getattr(transformers, kind).from_pretrained
     return load(folder, dtype="float32", attn_implementation="eager")
 

@@ -13,7 +13,7 @@ from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.layers import Through
 from jaxrl.models.reading import read_model
-from jaxrl.types import Image
+from jaxrl.processor import Image
 from tests.vision import logits_of
 
 torch = pytest.importorskip("torch")
@@ -62,7 +62,7 @@ def random_tower(rng, out_width):
         "temporal_patch": int(rng.integers(1, 3)),
         "merge": int(rng.integers(1, 4)),
         "rope_theta": 10_000.0,
-        "image_id": IMAGE,
+        "token_id": IMAGE,
     }
 
 
@@ -122,7 +122,7 @@ def random_params(config, seed):
 
 def random_images(config, rng, count):
     """Images of all shapes, and a sequence of ids with them."""
-    vision, images = config.vision, []
+    vision, images = config.tower, []
     ids = [*rng.integers(4, config.vocab_size, 3)]
     for _ in range(count):
         h, w = (int(x) * vision.merge for x in rng.integers(1, 6, 2))
@@ -156,8 +156,8 @@ def test_transformers_reads_our_export(tmp_path, family, seed):
             image_grid_thw=grids,
             mm_token_type_ids=kinds,
         ).logits[0]
-    arranged = config.vision.arrange(images)
-    see = partial(config.vision.embeddings, through=Through(scan=False))
+    arranged = config.tower.arrange(images)
+    see = partial(config.tower.embeddings, through=Through(scan=False))
     rows = arranged.patches[None], arranged.places[None]
     params = load_hf(tmp_path / "hf")
     seen = jax.jit(see)(params["vision"], *rows)[0][np.concatenate(arranged.units)]

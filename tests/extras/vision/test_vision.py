@@ -22,7 +22,7 @@ from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
 from jaxrl.models.layers import Through
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.reading import read_model
-from jaxrl.types import Image
+from jaxrl.processor import Image
 from tests.helpers import ROOT
 from tests.vision import FOLDERS, NAMES, golden, logits_of
 
@@ -35,10 +35,10 @@ FOLDER = FOLDERS / "qwen2_5_vl"
 def test_the_tower_sees_what_the_reference_sees(name):
     config, params, wanted, images = golden(name)
     order = [2, 0, 1]  # beside others, and behind padding, as alone
-    arranged = config.vision.arrange([images[i] for i in order])
+    arranged = config.tower.arrange([images[i] for i in order])
     padding = [(0, 24), (0, 0)]
     rows = (np.pad(x, padding)[None] for x in (arranged.patches, arranged.places))
-    seen = jax.jit(config.vision.embeddings, static_argnums=3)(params["vision"], *rows, Through())
+    seen = jax.jit(config.tower.embeddings, static_argnums=3)(params["vision"], *rows, Through())
     found = {i: seen[0][units] for i, units in zip(order, arranged.units, strict=True)}
     features = jnp.concatenate([found[i] for i in range(3)])
     np.testing.assert_allclose(features, wanted["features"], atol=1e-4, rtol=0)
@@ -47,23 +47,23 @@ def test_the_tower_sees_what_the_reference_sees(name):
 def test_positions_by_hand():
     """3 tokens, an image of 2 x 2 units, 2 tokens: the numbers of the source's figure."""
     config = golden()[0]
-    image = Image(patches=np.zeros((16, config.vision.patch_values), np.float32), grid=(1, 4, 4))
-    ids = np.array([1, 2, 3, *[config.vision.image_id] * 4, 4, 5])
-    found = config.vision.rotary_positions(ids, [image])
+    image = Image(patches=np.zeros((16, config.tower.patch_values), np.float32), grid=(1, 4, 4))
+    ids = np.array([1, 2, 3, *[config.tower.token_id] * 4, 4, 5])
+    found = config.tower.rotary_positions(ids, [image])
     assert found.tolist() == [
         [0, 1, 2, 3, 3, 3, 3, 5, 6],
         [0, 1, 2, 3, 3, 4, 4, 5, 6],
         [0, 1, 2, 3, 4, 3, 4, 5, 6],
     ]
-    again = config.vision.rotary_positions(ids[3:], [image], start=3)
+    again = config.tower.rotary_positions(ids[3:], [image], start=3)
     assert (again == found[:, 3:]).all()
-    assert config.vision.rotary_positions(ids[:3], []).tolist() == [[0, 1, 2]] * 3
+    assert config.tower.rotary_positions(ids[:3], []).tolist() == [[0, 1, 2]] * 3
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_positions_are_those_of_the_reference(name):
     config, _, wanted, images = golden(name)
-    found = config.vision.rotary_positions(wanted["token_ids"][0], images)
+    found = config.tower.rotary_positions(wanted["token_ids"][0], images)
     np.testing.assert_array_equal(found, wanted["positions"][:, 0])
 
 
@@ -74,7 +74,7 @@ def test_logits_are_those_of_the_reference_and_an_image_matters(name):
     blank = [dataclasses.replace(one, patches=np.zeros_like(one.patches)) for one in images]
     rows = {"rows": [ids] * 3, "images_of_rows": [images, images, blank]}  # on three devices
     real, again, nothing = jax.jit(partial(logits_of, config, **rows))(params)
-    is_text = ~np.isin(np.arange(config.vocab_size), [config.vision.image_id, config.video_id])
+    is_text = ~np.isin(np.arange(config.vocab_size), [config.tower.token_id, config.video_id])
     expected = wanted["logits"][0][:, is_text]
     for logits in real, again:
         np.testing.assert_allclose(logits[:, is_text], expected, atol=2e-4, rtol=0)
@@ -87,7 +87,7 @@ def test_logits_are_those_of_the_reference_and_an_image_matters(name):
 def test_gradients_are_those_of_the_reference(name):
     config, params, wanted, images = golden(name)
     ids = wanted["token_ids"][0]
-    at = np.flatnonzero(ids[1:] != config.vision.image_id) + 1
+    at = np.flatnonzero(ids[1:] != config.tower.token_id) + 1
 
     def loss(params):
         logits = logits_of(config, params, [ids], [images], through=Through(remat="names"))[0]
@@ -211,7 +211,7 @@ def test_config_of_qwen3_as_published():
     config = read_model(ROOT / "configs" / "models" / "qwen3-vl-4b")
     sizes = [np.prod(leaf.shape) for leaf in jax.tree.leaves(config.abstract_params())]
     assert sum(sizes) == 4_437_815_808
-    assert (config.vision.side, config.vision.num_added) == (48, 3)
+    assert (config.tower.side, config.tower.num_added) == (48, 3)
     # Height and width take turns with time until each has 20 of the 64 pairs.
     pairs = "".join(map(str, config._axes_of_pairs()))
     assert pairs == "012" * 20 + "0" * 4
@@ -221,7 +221,7 @@ def test_config_of_qwen3_as_published():
 
 def test_learned_positions_by_hand():
     """The corners of an image are those of the grid, and between them is a weighted average."""
-    vision = dataclasses.replace(golden("qwen3_vl")[0].vision, side=3, width=1)
+    vision = dataclasses.replace(golden("qwen3_vl")[0].tower, side=3, width=1)
     table = np.array([[0.0], [1.0], [4.0], [10.0], [11.0], [14.0], [50.0], [51.0], [54.0]])
     images = [image((1, 4, 2)), image((1, 2, 6))]
     places = jnp.asarray(vision.arrange(images).places)
@@ -312,16 +312,16 @@ def image(grid, width=24):
 )
 def test_images_that_do_not_fit_their_tokens(num_ids, images, why):
     config = golden()[0]
-    ids = np.array([1, *[config.vision.image_id] * num_ids, 2])
+    ids = np.array([1, *[config.tower.token_id] * num_ids, 2])
     with pytest.raises(ValueError, match=why):
-        config.vision.rotary_positions(ids, images)
+        config.tower.rotary_positions(ids, images)
 
 
 def test_an_image_in_two_places_is_refused():
     config = golden()[0]
     ids = np.array([90, 90, 1, 90, 90])
     with pytest.raises(ValueError, match=r"not side by side; expected runs of \[4\]"):
-        config.vision.rotary_positions(ids, [image((1, 4, 4))])
+        config.tower.rotary_positions(ids, [image((1, 4, 4))])
 
 
 def test_equal_images_are_told_from_others():

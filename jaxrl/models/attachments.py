@@ -1,0 +1,132 @@
+"""Attachments of a text, as images: a model's tower reads them into the place of tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxrl.models.beside import TokenArray
+from jaxrl.models.layers import Through
+from jaxrl.types import Params
+
+if TYPE_CHECKING:
+    from jaxrl.models.architecture import MemoryTerms
+
+POSITIONS, UNITS = "positions", "units"
+"""Arrays by token of a model with a tower: where it stands, and which of the units of its shard's
+attachments it is; -1 is a token of text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arranged:
+    """Attachments one behind the other, as the devices read them.
+
+    Attributes:
+        patches: in the order in which they are read, P of them.
+        places: of each patch what `Tower.embeddings` wants to know; 0 is padding.
+        units: of each attachment, for each of its tokens which unit of all it is.
+    """
+
+    patches: np.ndarray  # float32 [P, patch_values]
+    places: np.ndarray  # int32 [P, 4]
+    units: tuple[np.ndarray, ...]  # int32 [n]
+
+
+class Tower(ABC):
+    """How a model reads attachments: a token stands for each unit of patches of one.
+
+    Attributes:
+        token_id: the token.
+        width: of the patches' hidden states.
+        num_layers: that read them.
+        num_axes: numbers of a token's position.
+    """
+
+    token_id: int
+    width: int
+    num_layers: int
+    num_axes: int = 3
+
+    @property
+    def arrays(self) -> Mapping[str, TokenArray]:
+        """What passes are given of each token where there are attachments."""
+        int32 = np.dtype(np.int32)
+        return {
+            POSITIONS: TokenArray(shape=(self.num_axes,), dtype=int32, fill=0),
+            UNITS: TokenArray(shape=(), dtype=int32, fill=-1),
+        }
+
+    @property
+    def num_added(self) -> int:
+        """The decoder's first layers to whose states something is added at attachments."""
+        return 0
+
+    @abstractmethod
+    def memory_terms(self) -> MemoryTerms:
+        """Of a patch in a layer, in place of a token."""
+
+    @abstractmethod
+    def num_scores(self, num_patches: int) -> int:
+        """Values of attention scores that are in memory at a time, of so many patches."""
+
+    @property
+    @abstractmethod
+    def unit(self) -> int:
+        """Patches that become one token."""
+
+    @property
+    @abstractmethod
+    def patch_values(self) -> int:
+        """Numbers of one patch."""
+
+    @abstractmethod
+    def num_tokens(self, attachment: Any) -> int:
+        """Tokens in whose place an attachment stands.
+
+        Raises:
+            ValueError: it is not one that this model reads.
+        """
+
+    @abstractmethod
+    def positions(
+        self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
+    ) -> np.ndarray:
+        """Positions of tokens, int32 [L, num_axes]; behind an attachment text counts on.
+
+        Args:
+            token_ids: of a sequence, or of what is appended to one.
+            attachments: whose tokens are in it.
+            start: the position of the first token.
+
+        Raises:
+            ValueError: tokens and attachments disagree.
+        """
+
+    @abstractmethod
+    def arrange(self, attachments: Sequence[Any]) -> Arranged:
+        """Attachments as the devices read them."""
+
+    @abstractmethod
+    def embeddings(
+        self,
+        params: Params,
+        patches: Float[Array, "S P C"],
+        places: Int[Array, "S P 4"],
+        through: Through,
+    ) -> Float[Array, "S U E"]:
+        """What is read of each unit: `1 + num_added` times D numbers.
+
+        The first D stand in the place of the token. Each D behind them are added to its hidden
+        state after a layer of the decoder, from the first on (DeepStack).
+
+        Args:
+            params: what is under `vision` of the model's, in the compute dtype.
+            patches: of S rows that do not read each other; P is a multiple of `unit`.
+            places: of each patch, see `Arranged`.
+            through: goes through the layers.
+        """
