@@ -32,8 +32,7 @@ from jaxrl.config import default_config
 from jaxrl.extras.experts.choice import choose
 from jaxrl.extras.experts.products import Product
 from jaxrl.method import method_of
-from jaxrl.models.attention.kernels import Kernels
-from jaxrl.models.attention.reference import find_reads
+from jaxrl.models.attention.kernels import Kernels, find_reads
 from jaxrl.runtime.sharding import make_mesh
 from jaxrl.sampling import next_token
 from jaxrl.sampling.engine import Engine

@@ -20,8 +20,7 @@ from jaxrl.config import default_config
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
 from jaxrl.method import method_of
 from jaxrl.models import kv_cache
-from jaxrl.models.attention.kernels import XLA
-from jaxrl.models.attention.reference import attend_pages
+from jaxrl.models.attention.reference import XLA, attend_pages
 from jaxrl.models.layers import SamplerThrough, Through, for_sampler
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.qwen import QwenConfig

@@ -24,7 +24,8 @@ from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.lora.adapter import Adapter, find_targets
 from jaxrl.models.attention import reference
 from jaxrl.models.attention.choice import choose, on_mesh
-from jaxrl.models.attention.kernels import XLA
+from jaxrl.models.attention.kernels import find_reads
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.beside import Beside
 from jaxrl.models.layers import Through
 from jaxrl.models.policy import Model
@@ -392,7 +393,7 @@ def attention_gap(mesh):
     """How far a kernel on the devices of a mesh, each with its rows and heads, is from XLA's."""
     rng = np.random.default_rng(0)
     segment_ids, positions, _ = random_rows(rng, 8, 44)
-    reads = reference.find_reads(jnp.asarray(segment_ids), jnp.asarray(positions))
+    reads = find_reads(jnp.asarray(segment_ids), jnp.asarray(positions))
     q, k, v, gradient = (jnp.asarray(x) for x in random_inputs(rng, (8, 44, 4, 8), 2))
     gradient *= (segment_ids > 0)[:, :, None, None]
 
@@ -579,7 +580,7 @@ def measure(meshes):
     on_one = jax.device_put(params, param_shardings(one, TINY))
     one_rows, _ = sample(one, on_one)
     one_report, one_gradient, one_logprobs = train(one, on_one)
-    score = ScoreStep(Model(TINY, one, num_tokens=NUM_TOKENS), temperature=1.0)
+    score = ScoreStep(Model(TINY, one, XLA, num_tokens=NUM_TOKENS), temperature=1.0)
     _, one_adapted = adapt(one, params)
     report = {
         "num_sampled": sum(sum(row["mask"]) for row in one_rows),

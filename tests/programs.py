@@ -15,7 +15,8 @@ from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels import attention_tpu as tpu
 from jaxrl.method import method_of
 from jaxrl.models.attention.choice import on_mesh
-from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, XLA, Kernels
+from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.runtime import sharding
 from jaxrl.sampling.decode import BLOCK, Blocks, Rows, Sampler, StopTables

@@ -30,7 +30,7 @@ from jaxrl.config import default_config
 from jaxrl.demonstrations import Demonstration
 from jaxrl.extras.experts import choice, products
 from jaxrl.models.attention import reference
-from jaxrl.models.attention.kernels import XLA
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from tests.helpers import NUM_TOKENS, TINY_MOE
 from tests.toys import one_device_mesh
@@ -444,10 +444,10 @@ def test_floors_of_one_h200_by_hand():
 
 def test_abstract_batches_have_what_images_and_replay_add():
     config = default_config()
-    seeing = Model(golden()[0], one_device_mesh(), num_tokens=96)
+    seeing = Model(golden()[0], one_device_mesh(), XLA, num_tokens=96)
     assert memory.abstract_batch(config, seeing).token_arrays.keys() == {"positions", "units"}
     config.model.router.replay = True
-    mixed = Model(TINY_MOE, one_device_mesh(), num_tokens=NUM_TOKENS)
+    mixed = Model(TINY_MOE, one_device_mesh(), XLA, num_tokens=NUM_TOKENS)
     batch = memory.abstract_batch(config, mixed)
     own = len(TINY_MOE.expert_layers), TINY_MOE.num_chosen
     assert batch.token_arrays["routed_experts"].shape == (*batch.token_ids.shape, *own)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax import export
 
-from jaxrl.models.attention.kernels import XLA
+from jaxrl.models.attention.reference import XLA
 from jaxrl.sampling.next_token import KINDS
 from tests.helpers import ROOT
 from tests.programs import (

@@ -25,6 +25,7 @@ from jaxrl.config_checks import validate
 from jaxrl.envs.base import Outcome
 from jaxrl.method import method_of
 from jaxrl.models.attention.choice import choose
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.objectives.kl import KL_ESTIMATORS
@@ -518,7 +519,7 @@ def step_of(changes):
     )  # fmt: skip
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
     step = Gradient(
-        Model(TINY, mesh, num_tokens=NUM_TOKENS, remat="none"),
+        Model(TINY, mesh, XLA, num_tokens=NUM_TOKENS, remat="none"),
         make_policy_loss(method),
         temperature=method.temperature,
         entropy_gradient=method.loss.entropy_coef != 0,
@@ -563,7 +564,9 @@ def test_by_default_a_batch_has_nothing_optional(plain_step):
         *("advantages", "rollout_logprobs"),
     }
     fields = {field.name for field in dataclasses.fields(Batch)}
-    assert {name for name in fields if getattr(packed.batch, name) is not None} == names
+    there = {name for name in fields if getattr(packed.batch, name) is not None}
+    assert there == names | {"token_arrays"}
+    assert packed.batch.token_arrays == {}
     assert len(jax.tree.leaves(packed.batch)) == len(names)
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models.attachments import POSITIONS, UNITS
-from jaxrl.models.attention.kernels import XLA
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.beside import Beside
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.models.layers import Through

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.kernels import XLA, Kernels
+from jaxrl.models.attention.kernels import Kernels
 from jaxrl.models.beside import Beside
 from jaxrl.models.layers import Through
 from jaxrl.models.output import OutputLayer, block_tokens, find_places, put, take
@@ -40,10 +40,10 @@ class Model:
         self,
         config: Architecture,
         mesh: Mesh,
+        attention: Kernels,
         *,
         num_tokens: int,
         dtype: Any = jnp.float32,
-        attention: Kernels = XLA,
         remat: str = "full",
         scan_layers: bool = True,
         logits_chunk_tokens: int = 2048,
@@ -54,9 +54,9 @@ class Model:
         Args:
             config: of the model.
             mesh: rows are split over its data and fsdp axes, and each over context.
+            attention: the kernels.
             num_tokens: ids the tokenizer knows; larger ones have probability 0.
             dtype: of activations and matrix products; master weights stay float32.
-            attention: the kernels.
             remat: what of a layer is computed again in the backward pass; see `layers.REMAT`.
             scan_layers: compile one layer for all.
             logits_chunk_tokens: at most so many tokens have their logits in memory at a time.

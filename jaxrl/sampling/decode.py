@@ -74,7 +74,8 @@ class Blocks:
     start: Array  # int32 [b], position of the first one
     counts: Array  # int32 [b], tokens that count
     tables: Array  # int32 [b, M], the row's pages in order
-    token_arrays: dict[str, Array]  # [b, BLOCK, ...] of `Tower.arrays`; {} without a tower
+    # [b, BLOCK, ...] of `Tower.arrays`; {} without a tower
+    token_arrays: dict[str, Array] = dataclasses.field(default_factory=dict)
 
 
 @struct.dataclass

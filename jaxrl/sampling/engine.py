@@ -30,8 +30,8 @@ from jax.typing import DTypeLike
 
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.attachments import POSITIONS, UNITS
-from jaxrl.models.attention.kernels import XLA, Kernels
-from jaxrl.models.attention.reference import past_ends
+from jaxrl.models.attention.kernels import Kernels
+from jaxrl.models.attention.reference import XLA, past_ends
 from jaxrl.models.beside import TokenArray
 from jaxrl.models.kv_cache import Cache
 from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16, CompiledFunction, compile_all

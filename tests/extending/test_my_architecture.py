@@ -13,6 +13,7 @@ from configs import debug_tiny
 from jaxrl.components import assemble, settings_of
 from jaxrl.logs.display import Display
 from jaxrl.models import kv_cache
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.policy import Model
 from jaxrl.models.reading import read_model
@@ -58,7 +59,7 @@ def test_cached_decoding_is_the_full_pass():
 
 
 def test_every_parameter_has_a_finite_gradient():
-    model = Model(POCKET, one_device_mesh(), num_tokens=950)
+    model = Model(POCKET, one_device_mesh(), XLA, num_tokens=950)
     sequences = [replace(s, old_logprobs=None) for s in random_sequences([9, 14, 12])]
     packed = pack_all(sequences, BatchShape(num_micro=1, micro_rows=2, row_tokens=32))
     gradient = gradient_of(model, policy_loss())

@@ -12,6 +12,7 @@ from jaxrl.components import assemble
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import Reward
 from jaxrl.method import batch_shape, method_of, optimizer_of
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.objectives.advantages import COLUMNS, ESTIMATORS
 from jaxrl.objectives.aggregation import AGGREGATIONS
@@ -370,7 +371,7 @@ def test_each_loss_of_ours_passes(name, level, place):
     changes = {"loss.correction.level": level, "kl.place": place, "kl.coef": 0.1}
     config = settings(**{"loss.name": name, "loss.entropy_coef": 0.1, **changes})
     method = method_of(config)
-    model = Model(TINY, one_device_mesh(), num_tokens=NUM_TOKENS, remat="none")
+    model = Model(TINY, one_device_mesh(), XLA, num_tokens=NUM_TOKENS, remat="none")
     update = UpdateStep(model, make_policy_loss(method), optax.identity(), entropy_gradient=True)
     check_update(update, batch_shape(config, "train"), method)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.output import chunks_of, find_places, put, take
 from jaxrl.models.policy import Model
 from jaxrl.training.packing import BatchShape
@@ -31,7 +32,7 @@ PARAMS = jax.tree.map(jnp.asarray, tiny_params())
 
 def tiny_model(*, chunk_tokens=12):
     settings = {"num_tokens": NUM_TOKENS, "logits_chunk_tokens": chunk_tokens}
-    return Model(TINY, one_device_mesh(), **settings)
+    return Model(TINY, one_device_mesh(), XLA, **settings)
 
 
 def one_micro_batch():

@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.runtime import checkpoint
 from jaxrl.runtime.checkpoint import (
@@ -191,7 +192,7 @@ def test_a_replacement_that_was_killed(opened, mesh, folder, moment):
 
 def test_the_state_may_be_donated_at_once(opened, mesh):
     # The update writes over the very buffers that are being saved.
-    model = Model(TINY, mesh, num_tokens=NUM_TOKENS)
+    model = Model(TINY, mesh, XLA, num_tokens=NUM_TOKENS)
     update = UpdateStep(model, policy_loss(), OPTIMIZER)
     shape = BatchShape.for_sequences(4, micro_rows=2, row_tokens=32)
     packed = pack_all(random_sequences([20, 24, 28, 30]), shape)

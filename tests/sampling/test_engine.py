@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.envs.base import Observation, Outcome, StepResult
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Request, sample_keys
@@ -62,7 +63,7 @@ def play(num_rows, *args, params=OLD, group_size=3, **kwargs):
 
 @jax.jit
 def score(params, micro, temperature):
-    model = Model(SMALL, one_device_mesh(), num_tokens=TOKENIZER.num_tokens, remat="none")
+    model = Model(SMALL, one_device_mesh(), XLA, num_tokens=TOKENIZER.num_tokens, remat="none")
     return model.token_logprobs(params, micro, temperature=temperature)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl.models.attention.kernels import XLA
+from jaxrl.models.attention.reference import XLA
 from jaxrl.sampling.engine import Request, sample_keys
 from jaxrl.sampling.pages import PagePool, pages_for
 from tests.helpers import dense_table, tiny_params

@@ -6,6 +6,7 @@ from functools import cache
 import jax
 import numpy as np
 
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, param_shardings
 from jaxrl.training.packing import BatchShape
@@ -39,7 +40,7 @@ def policies():
 
 @cache
 def score():
-    return ScoreStep(Model(TINY, MESH, num_tokens=NUM_TOKENS, remat="none"), temperature=1.0)
+    return ScoreStep(Model(TINY, MESH, XLA, num_tokens=NUM_TOKENS, remat="none"), temperature=1.0)
 
 
 @cache

@@ -10,6 +10,7 @@ import pytest
 from jaxrl.config import default_config
 from jaxrl.method import frozen_of, optimizer_of
 from jaxrl.models.attachments import POSITIONS, UNITS
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.training.optimizer import make_optimizer
 from jaxrl.training.packing import BatchShape, assign_rows, make_items, pack
@@ -36,7 +37,7 @@ SHAPES = {
 
 def model(frozen=(), name="qwen2_5_vl"):
     settings = {"num_tokens": NUM_TOKENS, "scan_layers": True, "remat": "names"}
-    return Model(golden(name)[0], one_device_mesh(), frozen=frozen, **settings)
+    return Model(golden(name)[0], one_device_mesh(), XLA, frozen=frozen, **settings)
 
 
 def gradient_of(shape, name):

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 from jaxrl.extras.experts.routing import ROUTED, recorded_dtype
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.objectives.losses import PolicyLoss
 from jaxrl.runtime.sharding import param_shardings
@@ -132,7 +133,7 @@ def steps(method, model, advantages, programs, skips):
 
 
 def compare(method, model, advantages):
-    policy = Model(model, MESH, num_tokens=NUM_TOKENS, remat="none")
+    policy = Model(model, MESH, XLA, num_tokens=NUM_TOKENS, remat="none")
     update = UpdateStep(
         policy,
         make_policy_loss(method),

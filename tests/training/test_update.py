@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from jaxrl.envs.base import Outcome, Task
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.output import QUARTERS, chunks_of
 from jaxrl.models.policy import Model
@@ -62,7 +63,7 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.3, momentum=
 
 def tiny_model(*, chunk_tokens=CHUNK_TOKENS, remat="full"):
     settings = {"num_tokens": NUM_TOKENS, "logits_chunk_tokens": chunk_tokens}
-    return Model(TINY, MESH, remat=remat, **settings)
+    return Model(TINY, MESH, XLA, remat=remat, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -474,7 +475,7 @@ def test_gradients_of_frequent_tokens_are_summed_in_float32(tied):
     for dtype in (jnp.bfloat16, jnp.float32):
         # 256 chunks, each of which adds to the output layer's gradient.
         settings = {"num_tokens": NUM_TOKENS, "dtype": dtype, "logits_chunk_tokens": 20}
-        model = Model(config, MESH, remat="none", **settings)
+        model = Model(config, MESH, XLA, remat="none", **settings)
         found.append(gradient_of(model, policy_loss())(params, batch, 1)[0])
     far = jax.tree.map(relative_distance, *found)
     assert max(jax.tree.leaves(far)) < 0.02, far

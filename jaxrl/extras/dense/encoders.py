@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.envs.json_text import parse_json, read_object
 from jaxrl.extras.dense.bert import BertConfig
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.kernels import XLA
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.hf_weights import (
     DTYPES,
     StoredTensor,

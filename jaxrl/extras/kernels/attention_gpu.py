@@ -183,7 +183,7 @@ def _forward_kernel(
 
 
 Reads = tuple[jax.Array, ...]
-"""Of a block's tokens, the three numbers of `reference.find_reads`."""
+"""Of a block's tokens, the three numbers of `kernels.find_reads`."""
 
 
 def _reads_at(ref: Any, block: Any = slice(None)) -> Reads:

@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.models.architecture import Architecture
-from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, XLA, Kernels, Train
-from jaxrl.models.attention.reference import moved_reads
+from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels, Train
+from jaxrl.models.attention.reference import XLA, moved_reads
 from jaxrl.runtime.sharding import BATCH, CONTEXT, PIECES
 
 PLATFORMS = {"triton": "gpu", "mosaic": "tpu"}

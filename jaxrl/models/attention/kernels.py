@@ -1,4 +1,4 @@
-"""What an attention kernel is to models and sampler, and plain XLA as one kind."""
+"""Attention kernels as models and sampler know them, and which tokens a token reads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxrl.models.architecture import Attend
-from jaxrl.models.attention import reference
 
 Train = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 """Queries of the last Q of T tokens `[R, Q, N, H]`, keys and values of all `[R, T, K, H]`, what
@@ -49,7 +49,7 @@ class Kernels:
         With pieces each row is in so many, and of those that a device has the first ones of its
         rows come first.
         """
-        reads = reference.find_reads(segment_ids, positions)
+        reads = find_reads(segment_ids, positions)
         R, T = segment_ids.shape
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -70,13 +70,28 @@ SHARES_PROMPTS = {"xla": True, "triton": True, "mosaic": False}
 Splash attention tells by equal ids, or before it is compiled, which tokens a token reads.
 """
 
-XLA = Kernels(
-    name="xla",
-    reason="which every platform has",
-    train=reference.train,
-    attend_pages=reference.attend_pages,
-    page_tokens=PAGE_TOKENS["xla"],
-    shares_prompts=SHARES_PROMPTS["xla"],
-    past=(reference.open_past, reference.attend_past),
-)
-"""Plain XLA, on every platform."""
+
+def find_reads(segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> Int[Array, "R 3 T"]:
+    """Which tokens of its row each token reads.
+
+    Those from the first number to itself, which are of its segment, and those from the second to
+    before the third. These are none, unless the segment continues another: one whose first position
+    is p > 0 has the first p tokens of the last segment before it that began at 0. Padding reads
+    itself.
+
+    Args:
+        segment_ids: a run of tokens with one id is a segment; 0 is padding.
+        positions: of each token in its trajectory.
+    """
+    T = segment_ids.shape[1]
+    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
+    begins = (segment_ids != before) | (segment_ids == 0)
+
+    def last(is_start: jax.Array) -> jax.Array:
+        return jax.lax.cummax(jnp.where(is_start, jnp.arange(T), 0), axis=1)
+
+    starts, shared = last(begins), last(begins & (positions == 0))
+    first_positions = jnp.take_along_axis(positions, starts, axis=1)
+    continues = (first_positions > 0) & (segment_ids > 0)
+    shared_starts = jnp.where(continues, shared, T)
+    return jnp.stack([starts, shared_starts, jnp.where(continues, shared + first_positions, 0)], 1)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS, Kernels
+
 LOWEST = float(jnp.finfo(jnp.float32).min) / 2
 """Stands for minus infinity in scores and logits: its exponential is 0, its products are finite."""
 
@@ -40,7 +42,7 @@ def train(
         q: queries of the last Q tokens.
         k: keys of all T.
         v: values of all T.
-        reads: which tokens each reads; see `find_reads`.
+        reads: which tokens each reads; see `kernels.find_reads`.
     """
     R, Q, N, H = q.shape
     K = k.shape[2]
@@ -78,32 +80,6 @@ def in_blocks(
     return q, k, v, reads
 
 
-def find_reads(segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> Int[Array, "R 3 T"]:
-    """Which tokens of its row each token reads.
-
-    Those from the first number to itself, which are of its segment, and those from the second to
-    before the third. These are none, unless the segment continues another: one whose first position
-    is p > 0 has the first p tokens of the last segment before it that began at 0. Padding reads
-    itself.
-
-    Args:
-        segment_ids: a run of tokens with one id is a segment; 0 is padding.
-        positions: of each token in its trajectory.
-    """
-    T = segment_ids.shape[1]
-    before = jnp.pad(segment_ids[:, :-1], ((0, 0), (1, 0)))
-    begins = (segment_ids != before) | (segment_ids == 0)
-
-    def last(is_start: jax.Array) -> jax.Array:
-        return jax.lax.cummax(jnp.where(is_start, jnp.arange(T), 0), axis=1)
-
-    starts, shared = last(begins), last(begins & (positions == 0))
-    first_positions = jnp.take_along_axis(positions, starts, axis=1)
-    continues = (first_positions > 0) & (segment_ids > 0)
-    shared_starts = jnp.where(continues, shared, T)
-    return jnp.stack([starts, shared_starts, jnp.where(continues, shared + first_positions, 0)], 1)
-
-
 def padded_reads(reads: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 length"]:
     """The same of rows padded to `length`."""
     R, _, T = reads.shape
@@ -129,7 +105,7 @@ def key_blocks(
     """The blocks of `size` keys before block `index` that hold something for some of its queries.
 
     Args:
-        reads: of the queries, `[3, ...]`; see `find_reads`.
+        reads: of the queries, `[3, ...]`; see `kernels.find_reads`.
         index: of the block at which the queries begin.
         size: tokens of a block of keys.
 
@@ -511,3 +487,15 @@ def _finish(part: Part) -> tuple[jax.Array, jax.Array]:
     average, highest, total = part
     total = jnp.where(total > 0, total, 1.0)
     return average / total[..., None], highest + jnp.log(total)
+
+
+XLA = Kernels(
+    name="xla",
+    reason="which every platform has",
+    train=train,
+    attend_pages=attend_pages,
+    page_tokens=PAGE_TOKENS["xla"],
+    shares_prompts=SHARES_PROMPTS["xla"],
+    past=(open_past, attend_past),
+)
+"""Plain XLA, on every platform."""

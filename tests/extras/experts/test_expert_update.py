@@ -15,6 +15,7 @@ from jaxrl.extras.experts.routing import (
     route,
     usage_metrics,
 )
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.beside import Beside
 from jaxrl.models.policy import Model
 from jaxrl.training.packing import BatchShape
@@ -39,7 +40,7 @@ def gradient(shape, coef):
     mesh = one_device_mesh()
     optimizer = optax.adamw(1e-3)
     params = jax.tree.map(jnp.asarray, tiny_params(TINY_MOE))
-    model = Model(TINY_MOE, mesh, num_tokens=NUM_TOKENS)
+    model = Model(TINY_MOE, mesh, XLA, num_tokens=NUM_TOKENS)
     step = UpdateStep(model, policy_loss(), optimizer, balance_coef=coef)
     packed = pack_all(SEQUENCES, shape)
     state, metrics = step(init_state(params, mesh, TINY_MOE, optimizer), packed.batch, packed)

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.extras.experts.routing import balance_loss
 from jaxrl.models import kv_cache
-from jaxrl.models.attention.kernels import XLA
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.beside import Beside
 from jaxrl.models.decoder import init_params
 from jaxrl.models.hf_weights import hf_places, load_hf, save_hf

@@ -14,7 +14,7 @@ from jaxrl.codecs import from_json, to_json
 from jaxrl.envs.base import Observation, Outcome, StepResult
 from jaxrl.extras.experts.qwen_moe import QwenMoeConfig
 from jaxrl.extras.experts.routing import ROUTED, recorded_dtype
-from jaxrl.models.attention.kernels import XLA
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.beside import Beside
 from jaxrl.models.layers import Through
 from jaxrl.models.policy import Model
@@ -186,7 +186,7 @@ def first_micro(packed):
 
 @partial(jax.jit, static_argnames="dtype")
 def score(params, micro, dtype=jnp.float32):
-    model = Model(MOE, one_device_mesh(), num_tokens=TOKENIZER.num_tokens, dtype=dtype)
+    model = Model(MOE, one_device_mesh(), XLA, num_tokens=TOKENIZER.num_tokens, dtype=dtype)
     return model.token_logprobs(params, micro, temperature=1.0)[0]
 
 
@@ -201,7 +201,7 @@ def test_training_computes_the_recorded_experts(sampled, normalises):
 
     def total(config, params):
         model = Model(
-            config, one_device_mesh(), num_tokens=TOKENIZER.num_tokens, scan_layers=False,
+            config, one_device_mesh(), XLA, num_tokens=TOKENIZER.num_tokens, scan_layers=False,
             remat="none",
         )  # fmt: skip
         beside = model.beside(micro)
@@ -247,7 +247,7 @@ def test_the_gap_to_the_sampler_is_smaller_with_replay(sampled, params, dtype, m
 def gradient(trajectories, shape, balance_coef=0.5):
     """The first gradient, ten times Adam's first moment, and metrics, of weights that moved."""
     optimizer = optax.adamw(1e-3)
-    model = Model(MOE, one_device_mesh(), num_tokens=TOKENIZER.num_tokens)
+    model = Model(MOE, one_device_mesh(), XLA, num_tokens=TOKENIZER.num_tokens)
     step = UpdateStep(model, policy_loss(), optimizer, balance_coef=balance_coef)
     packed = pack_all(trajectories, shape)
     state = init_state(jax.tree.map(jnp.array, MOVED), model.mesh, MOE, optimizer)
@@ -314,7 +314,7 @@ def test_prompts_of_other_experts_are_others(with_advantages):
 
 
 def test_the_old_policy_replays_and_the_reference_chooses_for_itself(sampled):
-    model = Model(MOE, one_device_mesh(), num_tokens=TOKENIZER.num_tokens, scan_layers=False)
+    model = Model(MOE, one_device_mesh(), XLA, num_tokens=TOKENIZER.num_tokens, scan_layers=False)
     step = ScoreStep(model, temperature=1.0)
     method = method_with(**{"kl.coef": 0.1, "kl.place": "loss", "optimizer.num_epochs": 2})
     packed, plain = whole(sampled), whole(sampled, {})

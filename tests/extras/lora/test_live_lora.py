@@ -17,6 +17,7 @@ from jaxrl.extras.lora.files import (
     save_adapter,
     save_merged,
 )
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.parts import join
 from jaxrl.models.policy import Model
 from jaxrl.models.reading import read_model
@@ -139,7 +140,7 @@ def test_gradients_are_those_of_plain_torch(source, names, is_rank_stabilised):
     wanted = table.gather(-1, ids[:, 1:, None])[..., 0]
     (wanted * torch.tensor(weights[:, 1:])).sum().backward()
 
-    model = Model(adapter, MESH, num_tokens=adapter.model.vocab_size)
+    model = Model(adapter, MESH, XLA, num_tokens=adapter.model.vocab_size)
     ones = np.ones(token_ids.shape, np.int32)
     batch = Batch(
         token_ids=token_ids.astype(np.int32),

@@ -20,6 +20,7 @@ from jaxrl.extras.lora.files import (
     save_adapter,
     save_merged,
 )
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.decoder import linear
 from jaxrl.models.hf_weights import load_hf, open_tensors
 from jaxrl.models.parts import join, split
@@ -338,7 +339,7 @@ def test_the_base_gets_no_gradient(scan, share):
 
     def flops(policy, params, base):
         settings = {"num_tokens": 288, "logits_chunk_tokens": 8, "remat": "none"}
-        model = Model(policy, MESH, scan_layers=scan, **settings)
+        model = Model(policy, MESH, XLA, scan_layers=scan, **settings)
         loss = lambda params: model.token_logprobs(  # noqa: E731
             join(base, params), batch, temperature=1.0
         )[0].sum()

@@ -6,6 +6,7 @@ import optax
 import pytest
 
 from jaxrl.extras.lora.adapter import Adapter, find_targets
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.parts import join
 from jaxrl.models.policy import Model
 from jaxrl.runtime.sharding import make_mesh, param_shardings
@@ -44,7 +45,7 @@ def some_adapter(seed=1):
 
 
 def adapted_model(base):
-    model = Model(ADAPTER, MESH, **SETTINGS)
+    model = Model(ADAPTER, MESH, XLA, **SETTINGS)
     model.base = base
     return model
 
@@ -62,7 +63,7 @@ def test_gradients_are_those_of_merged_weights_whatever_the_packing():
         kernel = plain["blocks"][part][name]["kernel"]
         kernel += s * np.einsum("lir,lro->lio", pair["lora_a"], pair["lora_b"])
     packed = pack_all(sequences, WHOLE)
-    of_plain, _ = gradient_of(Model(TINY, MESH, **SETTINGS), loss, **settings)(
+    of_plain, _ = gradient_of(Model(TINY, MESH, XLA, **SETTINGS), loss, **settings)(
         plain, packed.batch, packed.num_micro
     )
     gradient = gradient_of(adapted_model(base), loss, **settings)
@@ -116,7 +117,7 @@ def test_with_the_adapter_off_scores_are_those_of_the_base():
     params = some_adapter()
     on, alone = (
         score(params, batch, packed),
-        ScoreStep(Model(TINY, MESH, **SETTINGS), temperature=1.0)(base, batch, packed),
+        ScoreStep(Model(TINY, MESH, XLA, **SETTINGS), temperature=1.0)(base, batch, packed),
     )
     for leaf in (layer for part in params["blocks"].values() for layer in part.values()):
         leaf["lora_b"] = np.zeros_like(leaf["lora_b"])

@@ -16,8 +16,7 @@ from jaxrl.extras.vision.qwen3_vl import Qwen3VLConfig
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
 from jaxrl.extras.vision.tower import attend_within
 from jaxrl.extras.vision.vision import attend_windows
-from jaxrl.models.attention.kernels import XLA
-from jaxrl.models.attention.reference import LOWEST
+from jaxrl.models.attention.reference import LOWEST, XLA
 from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
 from jaxrl.models.layers import Through
 from jaxrl.models.qwen import QwenConfig

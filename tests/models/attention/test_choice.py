@@ -5,7 +5,7 @@ import pytest
 
 from jaxrl.config import ATTENTION
 from jaxrl.models.attention.choice import PLATFORMS, choose, decide
-from jaxrl.models.attention.kernels import XLA
+from jaxrl.models.attention.reference import XLA
 from jaxrl.runtime.sharding import make_mesh
 from tests.helpers import TINY
 

@@ -10,6 +10,7 @@ import pytest
 from jaxrl.extras.kernels import attention_gpu as gpu
 from jaxrl.extras.kernels import attention_tpu as tpu
 from jaxrl.models.attention import reference
+from jaxrl.models.attention.kernels import find_reads
 from tests.models.attention.brute import brute_force, random_inputs, random_rows
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -26,7 +27,7 @@ def compiled(train):
     """Outputs and gradients, compiled once for arrays of the same shapes."""
 
     def run(q, k, v, gradient, *ids):
-        reads = reference.find_reads(*ids)
+        reads = find_reads(*ids)
         out, back = jax.vjp(lambda q, k, v: train(q, k, v, reads), q, k, v)
         return out, *back(gradient)
 
@@ -105,7 +106,7 @@ def test_blocks_without_anything_to_read_are_left_out():
     q, k, v, _ = random_inputs(np.random.default_rng(0), (1, 400, 2, 8), 1)
     v[:, :72] = np.inf
     ids = jnp.repeat(jnp.array([1, 2]), 200)[None], jnp.tile(jnp.arange(200), 2)[None]
-    reads = reference.find_reads(*ids)
+    reads = find_reads(*ids)
     for name in ("xla", "triton"):
         out = jax.jit(KERNELS[name])(*map(jnp.asarray, (q, k, v)), reads)
         assert np.isfinite(out[:, 328:]).all()
@@ -121,7 +122,7 @@ def test_keys_of_a_response_are_left_out_of_those_that_share_its_prompt():
     q, k, v, gradient = map(jnp.asarray, (q, k, v, gradient))
     segment_ids = jnp.repeat(jnp.array([1, 2, 3]), jnp.array([288, 96, 96]))[None]
     positions = jnp.concatenate([jnp.arange(288), *[jnp.arange(96, 192)] * 2])[None]
-    reads = reference.find_reads(segment_ids, positions)
+    reads = find_reads(segment_ids, positions)
     for name in ("xla", "triton"):
         back = jax.vjp(lambda k, f=KERNELS[name]: f(q, k, v, reads), k)[1]
         [of_keys] = jax.jit(back)(gradient)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.memory import compiled_bytes
+from jaxrl.models.attention.reference import XLA
 from jaxrl.models.policy import Model
 from jaxrl.types import Batch
 from tests.helpers import NUM_TOKENS, ROOT, TINY
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 def gradient_of(row_tokens, **settings):
     """The gradient of a row's log-probabilities, and the shapes of what it is taken of."""
-    model = Model(TINY, one_device_mesh(), num_tokens=NUM_TOKENS, **settings)
+    model = Model(TINY, one_device_mesh(), XLA, num_tokens=NUM_TOKENS, **settings)
     ints, floats = (
         jax.ShapeDtypeStruct((1, row_tokens), kind) for kind in (jnp.int32, jnp.float32)
     )
