@@ -14,7 +14,7 @@ products are computed for sorted tokens (`experts/dispatch.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import jax
@@ -108,7 +108,7 @@ class QwenMoeConfig(QwenConfig):
     num_chosen: int  # experts of a token
     normalises_shares: bool  # those of a token add up to 1
     expert_layers: tuple[int, ...]  # with experts, in order
-    experts: Experts = XLA
+    experts: Experts = field(default=XLA, compare=False)  # a model is the same on every mesh
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any], *, source: str = "config.json") -> QwenMoeConfig:
@@ -304,7 +304,7 @@ class QwenMoeConfig(QwenConfig):
     def memory_terms(self, tensor: int) -> MemoryTerms:
         """As of the dense model, with an MLP only where layers have one."""
         width = self.mlp_width if self._dense_layers else 0
-        dense = {field.name: getattr(self, field.name) for field in fields(QwenConfig)}
+        dense = {one.name: getattr(self, one.name) for one in fields(QwenConfig)}
         return QwenConfig(**{**dense, "mlp_width": width}).memory_terms(tensor)
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:

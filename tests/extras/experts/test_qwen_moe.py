@@ -21,6 +21,7 @@ from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
 from jaxrl.models.layers import Through
 from jaxrl.models.reading import read_model
 from tests.helpers import full_pass, read_tokens, relative_distance
+from tests.toys import one_device_mesh
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 NAMES = ["qwen3_moe", "qwen3_moe_mixed", "qwen3_moe_sparse_step"]
@@ -161,7 +162,9 @@ def test_experts_stored_as_one_tensor_are_read_and_written_apart(tmp_path):
     fuse(fused)
     params = load_hf(fused)
     jax.tree.map(np.testing.assert_array_equal, params, load_hf(source))
-    save_hf(params, read_model(fused), tmp_path / "export", source=fused)
+    on_mesh = read_model(fused).on_mesh(one_device_mesh(), experts="auto")  # the same model
+    assert on_mesh.experts.mesh is not None
+    save_hf(params, on_mesh, tmp_path / "export", source=fused)
     wanted, got = (load_file(f / "model.safetensors") for f in (source, tmp_path / "export"))
     assert wanted.keys() == got.keys()
     for name, value in wanted.items():
