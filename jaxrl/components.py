@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,7 +56,6 @@ from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.policy import Model
 from jaxrl.models.reading import read_model
 from jaxrl.own_code import is_own
-from jaxrl.processor import BlankProcessor, Processor
 from jaxrl.runtime.checkpoint import newest_whole
 from jaxrl.runtime.plan import memory
 from jaxrl.runtime.sharding import check_model_fits, local_mesh, make_mesh
@@ -63,7 +63,7 @@ from jaxrl.runtime.versions import search_fingerprints
 from jaxrl.sampling.decode import scans
 from jaxrl.sampling.engine import Engine
 from jaxrl.sampling.next_token import GREEDY, NUCLEUS, PLAIN, kind_of
-from jaxrl.sampling.protocol import POLICIES, External, RolloutFunction
+from jaxrl.sampling.protocol import POLICIES, PROCESSOR, External, Processor, RolloutFunction
 from jaxrl.sampling.rollout import EpisodePlayer, Limits, Rollout, Schedule
 from jaxrl.sampling.sharing import shared
 from jaxrl.sampling.stop_strings import StopAutomaton
@@ -219,15 +219,17 @@ def _make_limits(config: ConfigDict) -> Limits:
 def _make_processor(
     config: ConfigDict, tokenizer: Tokenizer, model: Architecture
 ) -> Processor | None:
-    """What reads images, or counts them for an endpoint; None where the folder's model reads none.
+    """Reads images, or counts them for an endpoint; None where the folder's model reads none.
 
     Raises:
         ValueError: the folder of a model that reads them has none, or that of another model.
     """
     if tokenizer.image_id is None:
         return None
-    processor = Processor(model_folder(config.model.path), **config.images)
-    made = processor.patch_values, processor.merge_size**2
+    processor: Any = pkgutil.resolve_name(PROCESSOR)(
+        model_folder(config.model.path), **config.images
+    )
+    made = processor.patch_values, processor.unit
     if model.tower and made != (wanted := (model.tower.patch_values, model.tower.unit)):
         raise ValueError(
             f"the preprocessor_config.json in {config.model.path!r} makes patches of {made[0]} "
@@ -268,7 +270,7 @@ def _controls(
             "an evaluation asks for the suite 'blank_images', but the model in config.model.path "
             "reads no images; leave the suite out."
         )
-    return controls | {"blank_images": shared_rollout(env, BlankProcessor(processor))}
+    return controls | {"blank_images": shared_rollout(env, processor.blank())}
 
 
 def _make_model(

@@ -14,7 +14,7 @@ from jaxrl.data import read_demonstration, read_jsonl
 from jaxrl.envs.base import ToolResults
 from jaxrl.envs.images import Picture, UnreadableError
 from jaxrl.envs.protocol import SEARCH_R1, Protocol
-from jaxrl.processor import Processor
+from jaxrl.sampling.protocol import Processor
 from jaxrl.sampling.rollout import Limits, encode_observation, encode_results
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Attachment

@@ -41,8 +41,8 @@ from jaxrl.envs.retrieval import EmptySearch
 from jaxrl.envs.search import SearchEnv
 from jaxrl.envs.tools import Tool, run_one
 from jaxrl.extras.endpoints.sent_images import sent_image
+from jaxrl.extras.vision.processor import BlankProcessor, Processor
 from jaxrl.logs.writers import write_images
-from jaxrl.processor import BlankProcessor, Processor
 from jaxrl.sampling.rollout import EpisodePlayer, Limits, StartError
 from jaxrl.tasks import Tasks, TaskSource, overlap_note, read_tasks
 from jaxrl.tokenizer import Tokenizer
@@ -385,7 +385,7 @@ class TestProcessor:
             raise AssertionError("it is decoded")
 
         fitting, larger = encoded(drawn(40, 25), kind), encoded(drawn(77, 13), kind)
-        monkeypatch.setattr("jaxrl.processor.MAX_PIXELS", 1000)
+        monkeypatch.setattr("jaxrl.envs.opening.MAX_PIXELS", 1000)
         assert processor(Picture(data=fitting)).patches.size
         for place in ("ImageFile.ImageFile", "GifImagePlugin.GifImageFile", "Image.Image"):
             monkeypatch.setattr(f"PIL.{place}.load", decode)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 
-from jaxrl.types import Group, Params
+from jaxrl.envs.images import Picture
+from jaxrl.types import Attachment, Group, Params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,52 @@ class Sampler(Protocol):
     def release(self) -> None:
         """Gives back the memory of cache and weights."""
         ...
+
+
+class Processor(Protocol):
+    """Reads images as the model wants them; several threads may ask at once.
+
+    Attributes:
+        is_blank: every image is without content, as a control.
+        patch_values: numbers of a patch.
+        unit: patches to a token.
+    """
+
+    is_blank: bool
+    patch_values: int
+    unit: int
+
+    def num_tokens(self, picture: Picture) -> int:
+        """Tokens that an image takes in a prompt.
+
+        Raises:
+            UnreadableError: it is no image.
+        """
+        ...
+
+    def num_units(self, image: Any) -> int:
+        """Tokens of an image that was read."""
+        ...
+
+    def __call__(self, picture: Picture) -> Attachment:
+        """What the model reads of it.
+
+        Raises:
+            UnreadableError: it is no image, or damaged.
+        """
+        ...
+
+    def with_images(self, groups: Iterable[Group]) -> list[Group]:
+        """Groups from another process or a checkpoint, with the images that they name."""
+        ...
+
+    def blank(self) -> Processor:
+        """The same for images without content."""
+        ...
+
+
+PROCESSOR = "jaxrl.extras.vision.processor.Processor"
+"""Makes a `Processor` of a model's folder and `config.images`."""
 
 
 class External(Protocol):

@@ -41,12 +41,11 @@ from jaxrl.envs.calls import MAX_ERROR, error_text, failure_report, in_thread, s
 from jaxrl.envs.images import MARK, Picture, UnreadableError
 from jaxrl.envs.text import writable
 from jaxrl.models.beside import TokenArray
-from jaxrl.processor import Processor
 from jaxrl.runtime.compilation import stopped_by
 from jaxrl.runtime.stopping import Interrupted
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Event, Request, sample_keys
-from jaxrl.sampling.protocol import Sampling
+from jaxrl.sampling.protocol import Processor, Sampling
 from jaxrl.sampling.stop_strings import StopAutomaton
 from jaxrl.tokenizer import Tokenizer
 from jaxrl.types import Attachment, Draw, Group, Trajectory
@@ -498,7 +497,7 @@ class EpisodePlayer:
 
     def _tokens(self, images: Sequence[Attachment]) -> list[int]:
         """Tokens of each."""
-        return [image.num_patches // self._reader.merge_size**2 for image in images]
+        return [self._reader.num_units(image) for image in images]
 
     def _give_up(self) -> StepResult:
         """In place of a reply that did not come in time."""

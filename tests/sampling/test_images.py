@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.processor import Image
+from jaxrl.extras.vision.processor import Image
 from jaxrl.sampling import decode
 from jaxrl.sampling.engine import Engine, Request, sample_keys
 from jaxrl.sampling.stop_strings import StopAutomaton

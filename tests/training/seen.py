@@ -6,8 +6,8 @@ from functools import cache
 import jax
 import numpy as np
 
+from jaxrl.extras.vision.processor import Image
 from jaxrl.objectives.metrics import Metric
-from jaxrl.processor import Image
 from jaxrl.training.packing import pack
 from tests.helpers import Sequence
 from tests.vision import golden, logits_of

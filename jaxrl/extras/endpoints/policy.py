@@ -43,8 +43,7 @@ from jaxrl.envs.text import writable
 from jaxrl.envs.tools import Tool
 from jaxrl.extras.endpoints.completions import Completions, first_choice, policy_of
 from jaxrl.extras.endpoints.sent_images import sent_image, url_of
-from jaxrl.processor import BlankProcessor, Processor
-from jaxrl.sampling.protocol import Sampling
+from jaxrl.sampling.protocol import Processor, Sampling
 from jaxrl.sampling.rollout import (
     LOOK_S,
     EpisodePlayer,
@@ -374,7 +373,7 @@ class ChatRollout(EpisodePlayer):
         pay: Pay,
         processor: Processor | None = None,
     ):
-        """As `EpisodePlayer`, with who writes the turns; a `BlankProcessor` sends blank images.
+        """As `EpisodePlayer`, with who writes the turns; a blank one sends blank images.
 
         Raises:
             ValueError: the environment reads calls as the model's own chat template has them.
@@ -458,7 +457,7 @@ class ChatRollout(EpisodePlayer):
         return opening
 
     def _sent(self, images: Sequence[Picture]) -> list[Picture]:
-        is_blank = isinstance(self._processor, BlankProcessor)
+        is_blank = self._processor is not None and self._processor.is_blank
         return [sent_image(image, is_blank=is_blank) for image in images]
 
     def _shown(self, turn: Turn) -> Content:

@@ -34,6 +34,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jaxrl.extras.vision.processor import Image
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
 from jaxrl.extras.vision.tower import (
     ATTENTION_AXES,
@@ -49,7 +50,6 @@ from jaxrl.models.architecture import MemoryTerms
 from jaxrl.models.attachments import Arranged
 from jaxrl.models.decoder import layer_norm, linear, whole_number
 from jaxrl.models.layers import Through
-from jaxrl.processor import Image
 from jaxrl.types import Params
 
 _TOWER = "model.visual."

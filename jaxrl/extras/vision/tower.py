@@ -21,11 +21,11 @@ from flax.traverse_util import unflatten_dict
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jaxrl.extras.vision.processor import Image
 from jaxrl.models.attachments import Tower
 from jaxrl.models.attention.reference import LOWEST
 from jaxrl.models.decoder import BASE, Angles, linear, rope, whole_number
 from jaxrl.models.layers import Attend
-from jaxrl.processor import Image
 from jaxrl.types import Params
 
 EPSILON = 1e-6

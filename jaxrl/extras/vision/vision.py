@@ -30,6 +30,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from jaxrl.extras.vision.processor import Image
 from jaxrl.extras.vision.tower import (
     ATTENTION_AXES,
     EPSILON,
@@ -45,7 +46,6 @@ from jaxrl.models.architecture import MemoryTerms
 from jaxrl.models.attachments import Arranged
 from jaxrl.models.decoder import LAYER_LIST, linear, rms_norm, whole_number
 from jaxrl.models.layers import Through
-from jaxrl.processor import Image
 from jaxrl.types import Params
 
 _LAYER = "visual.blocks.{}."

@@ -28,7 +28,7 @@ from jaxrl.envs.protocol import PROTOCOLS
 from jaxrl.envs.retrieval import Document, DocumentSearch, Hit
 from jaxrl.envs.search import SearchEnv
 from jaxrl.extras.endpoints.policy import GO_ON, ChatModel, ChatRollout, read_turn
-from jaxrl.processor import BlankProcessor, Processor
+from jaxrl.extras.vision.processor import BlankProcessor, Processor
 from jaxrl.runtime.stopping import Interrupted
 from jaxrl.sampling.protocol import Sampling, Seeds
 from jaxrl.sampling.rollout import Limits, Schedule

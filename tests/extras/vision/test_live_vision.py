@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.extras.vision.processor import Image
 from jaxrl.extras.vision.qwen3_vl import Qwen3Vision, Qwen3VLConfig
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
 from jaxrl.extras.vision.vision import QwenVision
 from jaxrl.models.hf_weights import load_hf, save_hf
 from jaxrl.models.layers import Through
 from jaxrl.models.reading import read_model
-from jaxrl.processor import Image
 from tests.vision import logits_of
 
 torch = pytest.importorskip("torch")

@@ -12,6 +12,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 from safetensors.numpy import load_file, save_file
 
+from jaxrl.extras.vision.processor import Image
 from jaxrl.extras.vision.qwen3_vl import Qwen3VLConfig
 from jaxrl.extras.vision.qwen_vl import QwenVLConfig
 from jaxrl.extras.vision.tower import attend_within
@@ -21,7 +22,6 @@ from jaxrl.models.hf_weights import hf_places, load_hf, save_hf
 from jaxrl.models.layers import Through
 from jaxrl.models.qwen import QwenConfig
 from jaxrl.models.reading import read_model
-from jaxrl.processor import Image
 from tests.helpers import ROOT
 from tests.vision import FOLDERS, NAMES, golden, logits_of
 

@@ -9,46 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import math
-import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL.Image
-from PIL.Image import Transpose
 
 from jaxrl.envs.images import Picture, UnreadableError
+from jaxrl.envs.opening import TURNED, opened, orientation, reading, upright
 from jaxrl.envs.quiet import quiet_transformers
 from jaxrl.types import Group, Trajectory
 
 FILE = "preprocessor_config.json"
-
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Those that are read. Pillow would try all that it knows, and starts Ghostscript for EPS."""
-
-MAX_PIXELS = 50_000_000
-"""Of an image in its file: few bytes may stand for many pixels, of which each takes some 11 bytes
-while it is made smaller."""
-
-MAX_SCANS = 100
-"""Of a JPEG, as in libtiff: each goes over all pixels again, and may take a few bytes of the file.
-A progressive one has 10, or 18 with four colours."""
-
-_TURNED = range(5, 9)  # values of EXIF's orientation that swap height and width
-_TURNS = {
-    2: Transpose.FLIP_LEFT_RIGHT, 3: Transpose.ROTATE_180, 4: Transpose.FLIP_TOP_BOTTOM,
-    5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE,
-    8: Transpose.ROTATE_90,
-}  # fmt: skip
-"""What makes images upright; Pillow's `exif_transpose` fails at other fields of wrong types."""
-_ORIENTATION = 0x0112
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,6 +56,8 @@ class Image:
 class Processor:
     """Makes images of pictures; several threads may ask at once."""
 
+    is_blank = False
+
     def __init__(
         self, folder: str, *, min_pixels: int = 0, max_pixels: int = 0, cache_mib: float = 256.0
     ):
@@ -98,7 +76,7 @@ class Processor:
         size = dict(self._processor.size)
         limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
         self._size = size | {name: value for name, value in limits.items() if value}
-        self.merge_size = int(self._processor.merge_size)
+        self.unit = int(self._processor.merge_size) ** 2
         side, moments = self._processor.patch_size, self._processor.temporal_patch_size
         self.patch_values = 3 * int(moments) * int(side) ** 2
         self._room = int(cache_mib * 2**20)
@@ -114,7 +92,7 @@ class Processor:
         """
         with reading(picture), opened(picture) as image:
             width, height = image.size
-            if orientation(image) in _TURNED:
+            if orientation(image) in TURNED:
                 width, height = height, width
         limits = {
             "min_pixels": self._size["shortest_edge"],
@@ -126,7 +104,15 @@ class Processor:
             raise UnreadableError(
                 f"{picture.name} has {width} x {height} pixels: {error}"
             ) from error
-        return int(count) // self.merge_size**2
+        return int(count) // self.unit
+
+    def num_units(self, image: Image) -> int:
+        """Tokens of an image that was read."""
+        return image.num_patches // self.unit
+
+    def blank(self) -> BlankProcessor:
+        """The same for images without content."""
+        return BlankProcessor(self)
 
     def __call__(self, picture: Picture) -> Image:
         """The image, decoded and cut into patches.
@@ -177,10 +163,12 @@ class Processor:
 class BlankProcessor(Processor):
     """In place of each image one of the same size without content: the control of what looks."""
 
+    is_blank = True
+
     def __init__(self, processor: Processor):
         """Of the same settings as `processor`."""
         self._seen = processor
-        self.merge_size = processor.merge_size
+        self.unit = processor.unit
 
     def num_tokens(self, picture: Picture) -> int:
         """See `Processor`."""
@@ -219,85 +207,3 @@ def _load(folder: str) -> Any:
             "whose images have any size, as Qwen2.5-VL's have."
         )
     return found
-
-
-def opened(picture: Picture) -> PIL.Image.Image:
-    """An image whose pixels are not read yet.
-
-    Raises:
-        UnreadableError: it has more than `MAX_PIXELS` or `MAX_SCANS`, or its colours more than 8
-            bits.
-        Exception: it is none of `FORMATS`, or damaged; see `reading`.
-    """
-    source = picture.path if picture.path else io.BytesIO(picture.data)
-    image = PIL.Image.open(source, formats=FORMATS)
-    if image.width * image.height > MAX_PIXELS:
-        raise UnreadableError(
-            f"{picture.name} is an image of {image.width} x {image.height} pixels; expected at "
-            f"most {MAX_PIXELS:,}. Make it smaller."
-        )
-    if image.format in ("JPEG", "MPO") and (count := num_scans(picture.read())) > MAX_SCANS:
-        raise UnreadableError(
-            f"{picture.name} is a JPEG of {count} scans; expected at most {MAX_SCANS}. Save it as "
-            "a baseline JPEG."
-        )
-    if image.mode.startswith(("I", "F")):
-        raise UnreadableError(
-            f"{picture.name} is an image of mode {image.mode}, with more than 8 bits a value, most "
-            "of which would become white; save it with 8 bits."
-        )
-    return image
-
-
-def num_scans(jpeg: bytes) -> int:
-    """Upper bound on the scans of the image that a JPEG begins with; exact above `MAX_SCANS`."""
-    starts = jpeg.count(b"\xff\xda")
-    if starts <= MAX_SCANS:
-        return starts
-    # Some may stand in what accompanies the image, or in another image or a film behind it.
-    count, place = 0, 2
-    # Within a scan, 255 stands before 0 or before the number of a restart.
-    while marker := _MARKER.search(jpeg, place):
-        kind, place = marker[0][1], marker.end()
-        if kind == 0xD9:  # the end
-            break
-        count += kind == 0xDA
-        place += int.from_bytes(jpeg[place : place + 2])
-    return count
-
-
-_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
-
-
-@contextmanager
-def reading(picture: Picture) -> Iterator[None]:
-    """Whatever goes wrong while an image is read is an `UnreadableError`."""
-    try:
-        yield
-    except UnreadableError:
-        raise
-    except PIL.UnidentifiedImageError as error:  # whose text may be an address in memory
-        raise UnreadableError(
-            _cannot_be_read(picture, f"it is none of {', '.join(FORMATS)}")
-        ) from error
-    except Exception as error:  # whatever Pillow's readers make of a damaged file
-        raise UnreadableError(_cannot_be_read(picture, error)) from error
-
-
-def orientation(image: PIL.Image.Image) -> int | None:
-    """How it is turned, as far as the start of the file tells; of a PNG, the end may say more."""
-    is_told = image.format != "PNG" or "exif" in image.info
-    return image.getexif().get(_ORIENTATION) if is_told else None
-
-
-def upright(image: PIL.Image.Image) -> PIL.Image.Image:
-    """Decoded, as it is looked at, in three colours."""
-    is_turned = orientation(image) in _TURNS
-    image.load()  # which turns a TIFF, and reads the end of a PNG
-    turn = _TURNS.get(orientation(image) or 1) if is_turned else None
-    return (image if turn is None else image.transpose(turn)).convert("RGB")
-
-
-def _cannot_be_read(picture: Picture, error: BaseException | str) -> str:
-    why = " ".join(str(error).split())
-    return f"{picture.name} cannot be read as an image: {why}"
