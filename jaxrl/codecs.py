@@ -30,8 +30,8 @@ MEASURED = ("divergence", "windows")
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
     """A trajectory as it was sampled, as plain JSON values, exactly.
 
-    Arrays are base64 of their little-endian bytes. What a step has measured is left out, and so is
-    what a model reads of images: that is made again of the images as they were given.
+    Arrays are base64 of their little-endian bytes. `MEASURED` and `attachments` are left
+    out; `Processor.with_images` makes the latter again from the images.
     """
     known = [field.name for field in dataclasses.fields(trajectory)]
     left_out = (*MEASURED, "attachments", "token_arrays")

@@ -443,11 +443,11 @@ class Batch:
     old_logprobs: jax.Array | None = None  # float32 [A, b, T]; None: the current ones are the old
     ref_logprobs: jax.Array | None = None  # float32 [A, b, T]; None without a KL term to them
     kl_weights: jax.Array | None = None  # float32 [A, b, T]; None where all tokens have kl.coef
-    # [A, b, T, ...], those that are recorded with trajectories, and of `Tower.arrays` where a token
-    # is one of an attachment
+    # [A, b, T, ...], the recorded arrays, and those of `Tower.arrays` where the mini-batch has
+    # attachments
     token_arrays: Mapping[str, jax.Array] = field(default_factory=dict)
     # Of a micro-batch while it is computed: `patches` [S, P, values] in the compute dtype, `places`
-    # int32 [S, P, 4] on the S devices that share tokens, each with what its own rows have. What
+    # int32 [S, P, W] on the S devices that share tokens, each with what its own rows have. What
     # several sequences of a device's rows begin with is there once.
     attached: Any = None
     rest: Any = None  # the Batch of what is measured and not learned from; None without any

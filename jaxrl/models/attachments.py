@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from jaxrl.models.architecture import MemoryTerms
 
 POSITIONS, UNITS = "positions", "units"
-"""Arrays by token of a model with a tower: where it stands, and which of the units of its shard's
-attachments it is; -1 is a token of text."""
+"""Arrays by token of a model with a tower: the position on each axis, and the index of the token's
+unit among those of all attachments on its shard, -1 for text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +28,12 @@ class Arranged:
 
     Attributes:
         patches: in the order in which they are read, P of them.
-        places: of each patch what `Tower.embeddings` wants to know; 0 is padding.
-        units: of each attachment, for each of its tokens which unit of all it is.
+        places: of each patch where it is, as `Tower.embeddings` reads it; 0 is padding.
+        units: of each attachment, the indices of its tokens' units among all that are arranged.
     """
 
     patches: np.ndarray  # float32 [P, patch_values]
-    places: np.ndarray  # int32 [P, 4]
+    places: np.ndarray  # int32 [P, place_values]
     units: tuple[np.ndarray, ...]  # int32 [n]
 
 
@@ -45,12 +45,16 @@ class Tower(ABC):
         width: of the patches' hidden states.
         num_layers: that read them.
         num_axes: numbers of a token's position.
+        place_values: numbers that say where a patch is.
+        entry: of the model's parameters, under which the tower's are.
     """
 
     token_id: int
     width: int
     num_layers: int
     num_axes: int = 3
+    place_values: int = 4
+    entry: str = "vision"
 
     @property
     def arrays(self) -> Mapping[str, TokenArray]:
@@ -96,7 +100,7 @@ class Tower(ABC):
     def positions(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> np.ndarray:
-        """Positions of tokens, int32 [L, num_axes]; behind an attachment text counts on.
+        """Positions of tokens, int32 [L, num_axes]; text behind an attachment goes on by axis.
 
         Args:
             token_ids: of a sequence, or of what is appended to one.
@@ -107,6 +111,12 @@ class Tower(ABC):
             ValueError: tokens and attachments disagree.
         """
 
+    def token_arrays(
+        self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
+    ) -> dict[str, np.ndarray]:
+        """Those of `arrays`, `[L, ...]`, but for units; arguments as of `positions`."""
+        return {POSITIONS: self.positions(token_ids, attachments, start=start)}
+
     @abstractmethod
     def arrange(self, attachments: Sequence[Any]) -> Arranged:
         """Attachments as the devices read them."""
@@ -116,7 +126,7 @@ class Tower(ABC):
         self,
         params: Params,
         patches: Float[Array, "S P C"],
-        places: Int[Array, "S P 4"],
+        places: Int[Array, "S P W"],
         through: Through,
     ) -> Float[Array, "S U E"]:
         """What is read of each unit: `1 + num_added` times D numbers.
@@ -125,7 +135,7 @@ class Tower(ABC):
         state after a layer of the decoder, from the first on (DeepStack).
 
         Args:
-            params: what is under `vision` of the model's, in the compute dtype.
+            params: what is under `entry` of the model's, in the compute dtype.
             patches: of S rows that do not read each other; P is a multiple of `unit`.
             places: of each patch, see `Arranged`.
             through: goes through the layers.

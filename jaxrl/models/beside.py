@@ -3,7 +3,7 @@
 An architecture declares arrays by token. A pass leaves those of `Architecture.recorded`: the
 sampler keeps them, rollouts carry them with the trajectory, packing lays them beside the ids, and
 passes of training find them again. Those of `Tower.arrays` follow from a text and its attachments.
-None of these rooms knows what an array means.
+None of these rooms reads what is recorded; engine and packing fill what a tower asks for.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class Beside:
 
     Attributes:
         given: arrays `[M, ...]` by name: of `Architecture.recorded`, and of `Tower.arrays`.
-        attached: of the attachments among the tokens, as `Architecture` says of each pass; None
-            without any.
+        attached: the attachments among the tokens: `patches` and `places` in the full pass, what
+            `Tower.embeddings` gave in the sampler's; None without any.
         counted: float32 `[M]`, how often each token counts in `statistics`; None: none are wanted.
         records: `recorded` is wanted.
         recorded: after the pass, arrays `[M, ...]` by name.

@@ -29,8 +29,10 @@ from jaxrl.runtime.sharding import (
 )
 from jaxrl.types import Batch, Params
 
-NO_TABLES = {"blocks", "vision"}
-"""What of the parameters is no table of rows or columns for tokens."""
+
+def no_tables(model: Architecture) -> set[str]:
+    """Entries of the parameters that are not embedding or output tables."""
+    return {"blocks", *([model.tower.entry] if model.tower else [])}
 
 
 class Model:
@@ -71,7 +73,8 @@ class Model:
         self._through = Through(remat=remat, scan=scan_layers)
         self.logits_chunk_tokens = logits_chunk_tokens
         self.trained, self.frozen = config.parts(frozen)
-        tables = self.trained.abstract_params().keys() - NO_TABLES
+        self._no_tables = no_tables(config)
+        tables = self.trained.abstract_params().keys() - self._no_tables
         self._trains_tables = bool(tables)
 
     def whole(self, params: Params) -> Params:
@@ -93,21 +96,21 @@ class Model:
         return self.mesh.shape[CONTEXT]
 
     def of_text(self, batch: Batch) -> Batch:
-        """A batch without what it has of attachments, all of whose tokens then are text."""
+        """The batch without attachments and their arrays; every token is read as text."""
         tower = self.config.tower
         kept = {n: x for n, x in batch.token_arrays.items() if not tower or n not in tower.arrays}
         return replace(batch, token_arrays=kept, attached=None)
 
-    def by_own_choice(self, batch: Batch) -> Batch:
-        """A batch without what a sampler has recorded."""
+    def without_recorded(self, batch: Batch) -> Batch:
+        """The batch without what a sampler has recorded."""
         recorded = self.config.recorded
         kept = {name: x for name, x in batch.token_arrays.items() if name not in recorded}
         return replace(batch, token_arrays=kept)
 
     def beside(self, batch: Batch, *, counts: bool = True) -> Beside:
-        """What a pass over a micro-batch is given of its tokens, and asked for.
+        """The `Beside` of a pass over a micro-batch.
 
-        For statistics, if the model has some, unless `counts` is False.
+        It asks for the model's statistics unless `counts` is False.
         """
         given = {name: in_pieces(self.mesh, x) for name, x in batch.token_arrays.items()}
         given = {name: x.reshape(-1, *x.shape[2:]) for name, x in given.items()}
@@ -164,7 +167,7 @@ class Model:
             trains_tables=self._trains_tables,
         )
         logprobs, entropies = layer.logprobs_and_entropies(
-            {name: table for name, table in params.items() if name not in NO_TABLES},
+            {name: table for name, table in params.items() if name not in self._no_tables},
             layer.on_shards(take(hidden.reshape(shards, b * T // shards, -1), places)),
             take(targets.reshape(shards, -1), places),
             temperature,
@@ -211,7 +214,7 @@ class Model:
 
         tables = {
             name: {leaf: gathered(name, leaf, array) for leaf, array in params[name].items()}
-            for name in params.keys() - NO_TABLES
+            for name in params.keys() - self._no_tables
         }
         return {**params, **tables}
 

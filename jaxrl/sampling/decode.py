@@ -4,8 +4,8 @@ All are pure functions of the cache, which the engine donates from call to call.
 token, the last one of its prompt, of what it sampled or of an observation, is not in the cache yet:
 a decoding step reads it, and draws the next one from what comes out. So no hidden state is kept.
 
-Rows, pages and tokens of the S shards (the mesh's data, fsdp and context axes) lie one after
-another, as many of each shard; indices of pages and rows are local to the shard.
+Rows, pages and tokens of the S shards (the mesh's data, fsdp, expert and context axes) lie one
+after another, as many of each shard; indices of pages and rows are local to the shard.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class Sampler:
         Args:
             weights: of `weights`.
             patches: float32 [S, P, values], of the attachments of each shard.
-            places: int32 [S, P, 4], see `Tower.embeddings`.
+            places: int32 [S, P, W], see `Tower.embeddings`.
             num_units: that each shard has room for.
 
         Returns:
@@ -223,7 +223,7 @@ class Sampler:
         assert tower is not None
         patches, places = self._by_row((patches, places))
         through = Through(scan=self.scan_layers)
-        seen = tower.embeddings(weights["vision"], patches, places, through)
+        seen = tower.embeddings(weights[tower.entry], patches, places, through)
         return self._by_row(jnp.pad(seen, ((0, 0), (0, num_units - seen.shape[1]), (0, 0))))
 
     def append(
@@ -278,6 +278,14 @@ class Sampler:
                 f"leave {missing[0]!r}, which it declares, in `through.beside.recorded`; set it to "
                 "False."
             )
+        for name, one in self.recorded.items():
+            found = beside.recorded[name]
+            if (found.shape[1:], found.dtype) != (one.shape, one.dtype):
+                raise ValueError(
+                    f"{type(self.config).__name__} declares {name!r} as {one.dtype} "
+                    f"{list(one.shape)} by token, but a pass leaves {found.dtype} "
+                    f"{list(found.shape[1:])}; mend `recorded` or the pass."
+                )
         return {name: self._by_row(beside.recorded[name]) for name in self.recorded}
 
     def decode_chunk(
@@ -332,7 +340,7 @@ class Sampler:
             status=jnp.zeros(num_rows, jnp.int32),
             stop_state=state.stop_state,
             recorded={
-                name: jnp.full((self.num_steps, num_rows, *one.shape), 0, one.dtype)
+                name: jnp.full((self.num_steps, num_rows, *one.shape), one.fill, one.dtype)
                 for name, one in self.recorded.items()
             },
         )

@@ -1,4 +1,6 @@
-"""The sampling engine: programs, chunks and the order of work. It knows tokens only.
+"""The sampling engine: programs, chunks and the order of work.
+
+It knows tokens, and of attachments what a `Tower` tells.
 
 Requests wait in a queue and are admitted in order while there are rows to decode them in and pages
 for their caches. A running row is decoded in chunks until it stops, then waits until the caller
@@ -55,7 +57,7 @@ MOVED_PAGES = 8
 """Pages of a shard that are copied or swapped in one call."""
 
 MAX_PROGRAMS = 10
-"""That an engine compiles, whatever its model reads and in however many ways it draws.
+"""Programs that an engine compiles at most, whatever its model reads and however it draws.
 
 Those that differ in the length of the past alone count once.
 """
@@ -621,7 +623,8 @@ class Engine:
         """
         for request, tokens, granted in resumed:
             self._check_budget(self._rows[request].length + 1 + len(tokens), granted)
-            self._check_attachments(tokens, attachments.get(request, ()))
+            row = self._rows[request]
+            self._check_attachments([row.pending, *tokens], attachments.get(request, ()))
         for request, tokens, granted in resumed:
             row = self._rows[request]
             assert row.is_waiting, f"request {request} has not stopped"
@@ -638,14 +641,18 @@ class Engine:
         attachments: tuple[Attachment, ...],
         start: int,
     ) -> None:
-        """Positions of what a row reads, `start` tokens being before it, and of what follows."""
+        """Sets attachments and arrays of the tokens to read, which `start` others precede.
+
+        And the offset of later positions.
+        """
         if self._tower is None:
             return
-        positions = self._tower.positions(
+        arrays = self._tower.token_arrays(
             np.asarray(token_ids), attachments, start=start + row.offset
         )
-        row.unread_attachments, row.unread_arrays = attachments, {POSITIONS: positions[:-1]}
-        row.offset = int(positions[-1, 0]) - (start + len(token_ids) - 1)
+        row.unread_attachments = attachments
+        row.unread_arrays = {name: array[:-1] for name, array in arrays.items()}
+        row.offset = int(arrays[POSITIONS][-1, 0]) - (start + len(token_ids) - 1)
 
     def step(self, *, ahead: int = 0) -> list[Event]:
         """Makes room, admits requests, dispatches a chunk, and tells what an earlier one sampled.
@@ -870,8 +877,8 @@ class Engine:
     def _read_tokens(self, running: list[list[Row]]) -> None:
         """Reads what rows have to read before they are decoded, in pieces of `BLOCK` tokens.
 
-        Where there are attachments, those of some rows are seen at a time. Text is read by the same
-        programs, and takes nothing of what was seen before, which lies there.
+        Attachments are embedded for as many rows at a time as there is room for. Text goes through
+        the same programs; the embeddings that lie there from before are not read.
         """
         left = [deque(row for row in rows if row.unread) for rows in running]
         while any(left):
@@ -916,7 +923,7 @@ class Engine:
         """Attachments of each shard for the devices, padded to `size` patches."""
         assert self._tower is not None
         patches = np.zeros((len(attached), size, self._tower.patch_values), np.float32)
-        places = np.zeros((len(attached), size, 4), np.int32)
+        places = np.zeros((len(attached), size, self._tower.place_values), np.int32)
         units = []
         for index, of_shard in enumerate(attached):
             arranged = self._tower.arrange(of_shard)

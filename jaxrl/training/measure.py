@@ -57,7 +57,7 @@ def make_measure(
             )
             batch = put_batch(mesh, packed.batch)
             old = score(params, batch, packed)
-            ref = score(ref_params, score.model.by_own_choice(batch), packed)
+            ref = score(ref_params, score.model.without_recorded(batch), packed)
             arrays = [np.asarray(x) for x in compare(old, ref, batch.loss_mask)]
             lengths = [len(t.token_ids) for t in trained]
             pieces = [unpack(packed, array, lengths) for array in arrays]

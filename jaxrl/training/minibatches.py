@@ -176,7 +176,7 @@ def put_minibatches(
     def put(packed: Packed) -> Batch:
         batch = put_batch(mesh, packed.batch)
         plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
-        own_choice = score.model.by_own_choice(plain)  # as the reference's
+        own_choice = score.model.without_recorded(plain)  # as the reference's
         if needs_old and batch.old_logprobs is None:
             batch = dataclasses.replace(batch, old_logprobs=score(params, plain, packed))
         if needs_ref and ref_params is not None and batch.ref_logprobs is None:

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from jaxrl.models.attachments import POSITIONS, UNITS, Tower
+from jaxrl.models.attachments import UNITS, Tower
 from jaxrl.models.beside import TokenArray
 from jaxrl.models.output import QUARTERS
 from jaxrl.objectives.balancing import largest_differencing
 from jaxrl.types import Attachment, Batch
 
 PARTS = (64, 32, 16, 8, 4, 2, 1)
-"""Room for attachments, in parts of the most there may be: a program is compiled for each met."""
+"""Divisors of the largest room for attachments; a program is compiled for each that is used."""
 
 
 class TokenSequence(Protocol):
@@ -135,9 +135,9 @@ class PackedAttachments:
 
     Attributes:
         tower: reads them.
-        cells: by micro-batch and device, of those that share tokens, the attachments of its own.
+        cells: by micro-batch and device, the attachments of the device's own tokens.
         num_shards: such devices.
-        part: out of `PARTS`, the room that they take.
+        part: the entry of `PARTS` whose room holds them.
         num_patches: that is on each device, P.
     """
 
@@ -148,10 +148,10 @@ class PackedAttachments:
     num_patches: int
 
     def on_shard(self, micro: int, shard: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Patches `[P, values]` in a dtype, and int32 places `[P, 4]`, of one micro-batch."""
+        """Patches `[P, values]` in a dtype, and int32 places `[P, W]`, of one micro-batch."""
         arranged = self.tower.arrange(self.cells.get((micro, shard), ()))
         patches = np.zeros((self.num_patches, self.tower.patch_values), dtype)
-        places = np.zeros((self.num_patches, 4), np.int32)
+        places = np.zeros((self.num_patches, self.tower.place_values), np.int32)
         patches[: len(arranged.patches)] = arranged.patches
         places[: len(arranged.places)] = arranged.places
         return patches, places
@@ -516,8 +516,9 @@ def fill_attachments(
         for index, left_out in members:
             ids = sequences[index].token_ids
             columns = slice(start, start + len(ids) - left_out)
-            positions = tower.positions(ids, attachments_of(sequences[index]))
-            arrays[POSITIONS][row // b, row % b, columns] = positions[left_out:]
+            found = tower.token_arrays(ids, attachments_of(sequences[index]))
+            for name, values in found.items():
+                arrays[name][row // b, row % b, columns] = values[left_out:]
             start += len(ids) - left_out
     for place, one, at, which in _on_devices(sequences, rows, shape, num_shards):
         arrays[UNITS][at] = units_of[place][cells[place][one]][which]
@@ -536,8 +537,8 @@ def _on_devices(
     """Each attachment for each device that has tokens of it.
 
     Yields:
-        Micro-batch and device, the attachment, where in `[A, b, T]` those tokens are, and which
-        of its own they are.
+        (Micro-batch, device), the attachment, the indices in `[A, b, T]` of its tokens there, and
+        their indices among all its tokens.
     """
     tower, b, size = shape.tower, shape.micro_rows, shape.row_tokens // shape.num_pieces
     assert tower is not None

@@ -88,7 +88,7 @@ def with_moments_in(state: TrainState, memory: str) -> TrainState:
 
 
 def batch_shardings(mesh: Mesh, batch: Batch) -> Batch:
-    """Rows over data and fsdp, their tokens over context."""
+    """Rows over data, fsdp and expert, their tokens over context."""
     return jax.tree.map(lambda _: batch_sharding(mesh), batch)
 
 
@@ -119,7 +119,10 @@ def put_patches(
 
         return jax.make_array_from_callback(shape, piece_sharding(mesh), part)
 
-    return {"patches": put(0, attachments.tower.patch_values), "places": put(1, 4)}
+    return {
+        "patches": put(0, attachments.tower.patch_values),
+        "places": put(1, attachments.tower.place_values),
+    }
 
 
 class MicroBatches:
@@ -378,6 +381,10 @@ class Gradient:
         sizes = 1, shape.micro_rows, shape.row_tokens
         fields: dict[str, Any] = {
             name: jax.ShapeDtypeStruct(sizes, kind) for name, kind in kinds.items()
+        }
+        fields["token_arrays"] = {
+            name: jax.ShapeDtypeStruct((*sizes, *one.shape), one.dtype)
+            for name, one in shape.token_arrays.items()
         }
         batch = Batch(**fields)
         params = self._model.config.abstract_params()

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl.extras.lora.adapter import QUANTISED, TRAINED, Adapter
-from jaxrl.runtime.plan.weights import PolicyWeights, is_table, leaves, num_values
+from jaxrl.models.policy import no_tables
+from jaxrl.runtime.plan.weights import PolicyWeights, leaves, num_values
 from jaxrl.runtime.sharding import param_shardings
 
 
@@ -17,7 +18,7 @@ def policy_weights(adapter: Adapter, mesh: Any, dtype: np.dtype) -> PolicyWeight
     """The weights of a policy with an adapter, on one device."""
     own, others = adapter.parts()
     trained = num_values(own.abstract_params(), param_shardings(mesh, own))
-    base = leaves(others, mesh)
+    base, inside = leaves(others, mesh), no_tables(adapter)
     kept = {"int8", str(dtype)}
     cast = {
         path: size * dtype.itemsize
@@ -29,7 +30,7 @@ def policy_weights(adapter: Adapter, mesh: Any, dtype: np.dtype) -> PolicyWeight
         has_adapter=True,
         base_bytes=sum(size * kind.itemsize for size, kind in base.values()),
         cast_bytes=dtype.itemsize * trained + sum(cast.values()),
-        cast_tables=sum(size for path, size in cast.items() if is_table(path)),
+        cast_tables=sum(size for path, size in cast.items() if path[0] not in inside),
         dequantised=max(
             (size // adapter.model.num_layers for size, kind in base.values() if kind == "int8"),
             default=0,

@@ -176,7 +176,7 @@ class Qwen3Vision(VisionTower):
         self,
         params: Params,
         patches: Float[Array, "S P C"],
-        places: Int[Array, "S P 4"],
+        places: Int[Array, "S P W"],
         through: Through,
     ) -> Float[Array, "S U E"]:
         """The tower's output, of the units of `merge^2` patches, and behind it that of deep layers.

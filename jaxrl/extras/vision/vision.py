@@ -151,7 +151,7 @@ class QwenVision(VisionTower):
         self,
         params: Params,
         patches: Float[Array, "S P C"],
-        places: Int[Array, "S P 4"],
+        places: Int[Array, "S P W"],
         through: Through,
     ) -> Float[Array, "S U D"]:
         """The tower's output, of the units of `merge^2` patches."""

@@ -42,7 +42,7 @@ from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
 from jaxrl.models.beside import TokenArray
 from jaxrl.models.output import block_tokens, chunks_of
 from jaxrl.models.parts import Declared
-from jaxrl.models.policy import NO_TABLES
+from jaxrl.models.policy import no_tables
 from jaxrl.runtime.compilation import MULTIPLIES_BFLOAT16
 from jaxrl.runtime.plan.host import host_memory
 from jaxrl.runtime.plan.weights import PolicyWeights, num_values
@@ -577,7 +577,9 @@ class _Update:
     def patch_bytes(self) -> int:
         """Patches and places of the micro-batch that is computed, and of the next one."""
         tower = self.shape.tower
-        values = tower.patch_values * self.itemsize + 16 if tower is not None else 0
+        values = (
+            tower.patch_values * self.itemsize + 4 * tower.place_values if tower is not None else 0
+        )
         return 2 * self.num_patches * values
 
     def saved_of_images(self, remat: str) -> int:
@@ -865,7 +867,7 @@ def _made_in_turn(config: ConfigDict, model: Architecture, target: Target) -> di
     has_head_copy = target.platform == "cpu" and model.tie_embeddings
     parts = []
     for name in params:
-        num_made = 2 if has_head_copy and name not in NO_TABLES else 1
+        num_made = 2 if has_head_copy and name not in no_tables(model) else 1
         for leaf, read, made in zip(
             *(jax.tree.leaves(tree[name]) for tree in (params, of_params, of_weights)), strict=True
         ):
@@ -1081,7 +1083,7 @@ def _sampled_images(config: ConfigDict, tower: Tower, operand: int) -> dict[str,
     """What the sampler needs to read the images of a trajectory, with values of `operand` bytes."""
     patches = max_image_tokens(config) * tower.unit
     return {
-        "patches": 4 * patches * (tower.patch_values + 4),
+        "patches": 4 * patches * (tower.patch_values + tower.place_values),
         "activations of patches": patches * tower.memory_terms().read_activations * operand,
         "attention scores of patches": 2 * 4 * tower.num_scores(patches),
     }
@@ -1126,12 +1128,12 @@ class _Counts:
             )
         ]
         total, whole = num_values(params, train), num_values(params, decode)
-        no_tables = [name for name in params if name in NO_TABLES]
+        inside = [name for name in params if name in no_tables(model)]
         return cls(
             params=total,
-            tables=total - sum(num_values(params[name], train[name]) for name in no_tables),
+            tables=total - sum(num_values(params[name], train[name]) for name in inside),
             decode_params=whole,
-            whole_tables=whole - sum(num_values(params[name], decode[name]) for name in no_tables),
+            whole_tables=whole - sum(num_values(params[name], decode[name]) for name in inside),
             whole_layer=sum(size for size, _ in layers) // model.num_layers,
             gathered_layer=sum(size for size, own in layers if own < size) // model.num_layers,
         )
@@ -1238,7 +1240,7 @@ def _shape(config: ConfigDict, model: Architecture, target: Target, stage: str) 
 def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str) -> int:
     """All mini-batches of a step: six arrays of four bytes, a mask, and what the method adds."""
     tokens = shape.num_micro * shape.micro_rows * shape.row_tokens // shards
-    of_token = 25 if shape.tower is None else 25 + 16  # its unit, and three positions
+    of_token = 25 + (_bytes_of_token(shape.tower.arrays) if shape.tower else 0)
     if stage == "sft":
         return of_token * tokens
     needs_ref = has_kl_loss(config.kl) and config.kl.anchor == "ref"

@@ -18,7 +18,7 @@ from jaxrl.method import frozen_of, policy_of
 from jaxrl.models.architecture import Architecture
 from jaxrl.models.around import Around
 from jaxrl.models.parts import Declared
-from jaxrl.models.policy import NO_TABLES
+from jaxrl.models.policy import no_tables
 from jaxrl.runtime.sharding import param_shardings
 
 
@@ -73,18 +73,15 @@ def _entries(
         for part in model.parts(frozen)
     )
     itemsize = dtype.itemsize if dtype.itemsize < 4 else 0
-    tables = sum(size for path, (size, _) in leaves(model, mesh).items() if is_table(path))
+    tables = sum(
+        size for path, (size, _) in leaves(model, mesh).items() if path[0] not in no_tables(model)
+    )
     return PolicyWeights(
         trained=trained,
         base_bytes=4 * others,
         cast_bytes=itemsize * (trained + others),
         cast_tables=itemsize * tables,
     )
-
-
-def is_table(path: tuple[str, ...]) -> bool:
-    """Whether a parameter is outside the layers: one of rows or columns for tokens."""
-    return path[0] not in NO_TABLES
 
 
 def leaves(

@@ -64,11 +64,12 @@ def both(tmp_path_factory):
     theirs = {"pretrained_model_name_or_path": str(FILE.parent), "gguf_file": FILE.name}
     model = transformers.AutoModelForCausalLM.from_pretrained(**theirs, dtype=torch.float32).eval()
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(FILE).tensors}
-    if model.config.tie_word_embeddings and "output.weight" in tensors:
-        # The one table twice, the output's in more bits; transformers keeps the other one.
+    if read_model(folder).tie_embeddings and "output.weight" in tensors:
+        # One table twice, the output's in more bits; transformers keeps both, and we the finer.
         finer = tensors["output.weight"]
-        table = gguf.quants.dequantize(finer.data, finer.tensor_type)
-        model.get_input_embeddings().weight.data = torch.tensor(table)
+        table = torch.tensor(gguf.quants.dequantize(finer.data, finer.tensor_type))
+        model.get_input_embeddings().weight.data = table
+        model.get_output_embeddings().weight.data = table
     tokenizer = transformers.AutoTokenizer.from_pretrained(**theirs)
     ours = (read_model(folder), load_hf(folder), Tokenizer.from_folder(folder))
     return ours, (model, tokenizer)
