@@ -1,4 +1,4 @@
-"""Whether a run fits: `memory` computes, `advice` looks for settings, `display` shows both.
+"""The memory plan of a run: `memory` computes, `advice` looks for settings, `display` shows both.
 
 `search` knows what dense retrieval needs.
 """

@@ -1,4 +1,4 @@
-"""What to change so that a run fits its devices: rows, single keys, several keys, more devices."""
+"""Settings with which a run would fit its devices: rows, one key, several keys, more devices."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config import flatten
+from jaxrl.method import batch_shape
 from jaxrl.models.architecture import Architecture
 from jaxrl.runtime.plan.memory import (
     Target,
     gib,
     make_plan,
-    num_sequences,
     target_mesh,
     update_phase,
 )
@@ -52,7 +52,9 @@ def best_micro_rows(
         changed = _changed(config, {_MICRO_ROWS[stage]: rows_each * shards})
         return update_phase(changed, model, target, stage).peak
 
-    most = -(-num_sequences(config, stage) // shards)
+    # With one row each, there are as many micro-batches as sequences in a mini-batch.
+    one_each = _changed(config, dict.fromkeys(_MICRO_ROWS.values(), 1))
+    most = -(-batch_shape(one_each, stage).num_micro // shards)
     if target.platform == "cpu":
         most = min(most, max(-(-CPU_TOKENS // config.rollout.max_total_tokens), 2))
     usable = target.usable
@@ -128,7 +130,7 @@ class Advice:
 
 
 def advise(config: ConfigDict, model: Architecture, target: Target) -> list[Advice]:
-    """What to change in a configuration that does not fit: every single key that is enough.
+    """Finds changes that make a configuration fit: every single key that is enough.
 
     Where none is, keys are added up in the order of what they cost in speed, until it fits.
     An empty list: nothing tried here helps.
@@ -174,7 +176,8 @@ def devices_needed(config: ConfigDict, model: Architecture, target: Target) -> i
         shards = num_batch_shards(mesh) * factor
         num_sampling = max(flat["mesh.rollout_devices"] * factor * target.num_processes, 1)
         unit = math.lcm(shards * sizes["context"], num_sampling)
-        rows = {key: -(-flat[key] // unit) * unit for key in _ROWS}
+        keys = ("optimizer.micro_rows", "sft.optimizer.micro_rows", "rollout.num_rows")
+        rows = {key: -(-flat[key] // unit) * unit for key in keys}
         grown_mesh = {
             "mesh.data": sizes["data"],
             "mesh.fsdp": sizes["fsdp"] * factor,
@@ -186,15 +189,10 @@ def devices_needed(config: ConfigDict, model: Architecture, target: Target) -> i
     return None
 
 
-_ROWS = (
-    "optimizer.micro_rows", "sft.optimizer.micro_rows", "rollout.num_rows",
-)  # fmt: skip
-
-
 def _options(
     config: ConfigDict, model: Architecture, target: Target
 ) -> Iterator[list[dict[str, Any]]]:
-    """For each key its values to try, the cheapest first; keys by what they cost in time."""
+    """Yields for each key its values to try, the cheapest first; keys by what they cost in time."""
     mesh = target_mesh(config, model, target)
     sizes, shards = mesh.shape, num_batch_shards(mesh)
     groups = sizes["data"] * sizes["fsdp"]  # of devices that have all experts together

@@ -35,7 +35,6 @@ from jaxrl.method import (
 )
 from jaxrl.models.architecture import Architecture, MemoryTerms
 from jaxrl.models.around import Around
-from jaxrl.models.attachments import Tower
 from jaxrl.models.attention.choice import copies_past, decide
 from jaxrl.models.attention.kernels import PAGE_TOKENS, SHARES_PROMPTS
 from jaxrl.models.attention.reference import MAX_BLOCK, TURN_TOKENS
@@ -134,7 +133,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """What lies on one device in a phase, in bytes.
+    """Bytes on one device during a phase.
 
     Attributes:
         name: what is done, as the table shows it.
@@ -164,7 +163,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a run needs on each device, and what it computes."""
+    """Memory that a run needs on each device, and the work of a step."""
 
     target: Target
     mesh: dict[str, int]
@@ -220,13 +219,22 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
     """
     mesh = target_mesh(config, model, target)
     check_rows(config, mesh, target.num_processes)
-    check_length(config, model)
+    if config.rollout.max_total_tokens > model.max_positions:
+        raise ValueError(
+            f"config.rollout.max_total_tokens={config.rollout.max_total_tokens} is beyond the "
+            f"model's {model.max_positions} positions (max_position_embeddings of its config.json, "
+            "or what YaRN in rope_scaling makes of them)."
+        )
     phases = [
         update_phase(config, model, target, stage)
         for stage in ("sft", "train")
         if stage in config.stages
     ]
-    if "train" in config.stages and _scores(config):
+    # An update that takes its own log-probabilities, without a reference, needs no pass before it.
+    is_own = takes_own_logprobs(config.optimizer, config.filter)
+    if "train" in config.stages and (
+        not is_own or has_kl_loss(config.kl) or is_measured(config.kl)
+    ):
         phases.append(score_phase(config, model, target))
     if {"train", "evaluate"} & set(config.stages):
         phases.append(rollout_phase(config, model, target))
@@ -236,11 +244,15 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
     tokens *= config.rollout.max_total_tokens
     held = [_between(config, model, target, stage) for stage in config.stages]
     if target.platform == "cpu":
-        phases += [
-            _saving(config, model, target, stage)
-            for stage in ("sft", "train")
-            if stage in config.stages
-        ]
+        for stage in ("sft", "train"):
+            if stage in config.stages:  # arrays are copied before they are written
+                state = _state(config, model, mesh, stage)
+                saved = sum(size for name, size in state.items() if name != "frozen weights")
+                kept = _between(config, model, target, stage)
+                if config.num_steps <= config.checkpoint.every_steps:  # only the one at the end
+                    kept.pop("decode weights", None)
+                saving = {"saving": {"copies to be written": saved}}
+                phases.append(Phase(name=f"{stage} checkpoint", kept=kept, moments=saving))
         phases = [_with_process(phase, config, model, target) for phase in phases]
         held = [terms | _process(config, model, target) for terms in held]
     is_around = isinstance(policy_of(config, model), Around)
@@ -286,28 +298,14 @@ def check_rows(config: ConfigDict, mesh: Any, num_processes: int) -> None:
 
 
 def _sampling_shards(config: ConfigDict, mesh: Any, num_processes: int) -> int:
-    """Among how many devices, or groups of them along `tensor`, rows are sampled."""
+    """Number of devices, or of groups of them along `tensor`, that sample rows of their own."""
     own = config.mesh.rollout_devices
     return num_processes * own // mesh.shape["tensor"] if own else num_pieces(mesh)
 
 
 def _samples_beside(config: ConfigDict) -> bool:
-    """Whether a device samples while it updates."""
+    """Return True if a device samples while it updates."""
     return bool(config.rollout.ahead) and not config.mesh.rollout_devices
-
-
-def check_length(config: ConfigDict, model: Architecture) -> None:
-    """Refuses trajectories longer than the model's positions.
-
-    Raises:
-        ValueError: names the key.
-    """
-    if config.rollout.max_total_tokens > model.max_positions:
-        raise ValueError(
-            f"config.rollout.max_total_tokens={config.rollout.max_total_tokens} is beyond the "
-            f"model's {model.max_positions} positions (max_position_embeddings of its config.json, "
-            "or what YaRN in rope_scaling makes of them)."
-        )
 
 
 def target_mesh(config: ConfigDict, model: Architecture, target: Target) -> Any:
@@ -328,10 +326,7 @@ def target_mesh(config: ConfigDict, model: Architecture, target: Target) -> Any:
 
 @dataclass(frozen=True)
 class ModelTerms:
-    """What the terms owe to the architecture: values on one device, of the model on the mesh.
-
-    All else follows from the shapes of parameters and from how they are split.
-    """
+    """Terms that depend on the architecture: values on one device, of the model on the mesh."""
 
     model: Architecture
     mesh: Any
@@ -343,7 +338,7 @@ class ModelTerms:
 
     @property
     def logits(self) -> int:
-        """Of a token."""
+        """Logits of a token."""
         return _split(self.model.vocab_size, self.mesh.shape["tensor"])
 
     @property
@@ -354,7 +349,7 @@ class ModelTerms:
 
     @property
     def experts(self) -> MemoryTerms | None:
-        """Of these, what experts add."""
+        """The part of these values that experts add."""
         if not self.model.num_experts:
             return None
         sizes = self.mesh.shape
@@ -404,8 +399,12 @@ def update_phase(config: ConfigDict, model: Architecture, target: Target, stage:
         "batch": _batch_bytes(config, update.shape, num_pieces(update.mesh), stage),
         "patches of two micro-batches": update.patch_bytes,
     }
-    if stage == "train" and _samples_beside(config):
-        kept |= _next_rollout(config, model, target)
+    if stage == "train" and _samples_beside(config):  # the next step's rollout is under way
+        sampler = _Sampler.of(config, model, target)
+        kept["decode weights"] = _decode_weights(config, model, target)
+        kept["KV cache"] = cache_pages(config, model, target) * sampler.page_bytes
+        kept["sampling"] = max(sum(terms.values()) for terms in sampler.moments.values())
+        kept |= _search_bytes(config, target)[1]
     moments = {"layers": held | update.at_layers(), "output": held | update.at_output()}
     if update.num_patches:
         moments["images"] = held | update.at_images(is_trained=trains_images)
@@ -443,12 +442,6 @@ def score_phase(config: ConfigDict, model: Architecture, target: Target) -> Phas
     return Phase(name="scoring", kept=_nonzero(kept), moments=moments)
 
 
-def _scores(config: ConfigDict) -> bool:
-    """Whether log-probabilities are computed apart from an update."""
-    is_own = takes_own_logprobs(config.optimizer, config.filter)
-    return not is_own or has_kl_loss(config.kl) or is_measured(config.kl)
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Update:
     """A micro-batch's update on one device, for the terms of its memory, in bytes."""
@@ -464,7 +457,7 @@ class _Update:
 
     @classmethod
     def of(cls, config: ConfigDict, model: Architecture, target: Target, stage: str) -> _Update:
-        """Of a stage, sft or train."""
+        """Builds the terms for a stage, sft or train."""
         mesh = target_mesh(config, model, target)
         return cls(
             model=model,
@@ -484,12 +477,12 @@ class _Update:
 
     @property
     def is_cast(self) -> bool:
-        """Whether the weights are multiplied in another dtype than they are kept in."""
+        """True if the weights are multiplied in another dtype than they are kept in."""
         return self.itemsize < 4
 
     @property
     def copies_bfloat16(self) -> bool:
-        """Whether bfloat16 is multiplied in float32, from copies."""
+        """True if bfloat16 is multiplied in float32, from copies."""
         return self.is_cpu and self.is_cast and not MULTIPLIES_BFLOAT16
 
     @property
@@ -511,28 +504,28 @@ class _Update:
 
     @property
     def copies_tables(self) -> bool:
-        """Whether a CPU has copies of trained tables to multiply with."""
+        """True if a CPU has copies of trained tables to multiply with."""
         return self.copies_bfloat16 and not self.policy.has_adapter
 
     @property
     def gathers(self) -> bool:
-        """Whether the weights are split over devices that multiply them whole."""
+        """True if the weights are split over devices that multiply them whole."""
         sizes = self.mesh.shape
         return sizes["fsdp"] * sizes["context"] * sizes["expert"] > 1
 
     @property
     def splits_gradients(self) -> bool:
-        """Whether gradients of tables are split where they arise; see `Model`."""
+        """True if gradients of tables are split where they arise; see `Model`."""
         return self.gathers and self.mesh.shape["data"] == 1
 
     @property
     def rows(self) -> int:
-        """Of a micro-batch, in which a device has tokens."""
+        """Rows of a micro-batch in which a device has tokens."""
         return self.shape.micro_rows // num_batch_shards(self.mesh)
 
     @property
     def tokens(self) -> int:
-        """Of these rows, that the device has."""
+        """Tokens of these rows that the device has."""
         return self.rows * self.shape.row_tokens // self.mesh.shape["context"]
 
     @property
@@ -569,7 +562,7 @@ class _Update:
 
     @property
     def num_patches(self) -> int:
-        """Of a micro-batch on one device, at most."""
+        """Most patches of a micro-batch on one device."""
         tower = self.shape.tower
         return self.rows * self.shape.row_units * tower.unit if tower is not None else 0
 
@@ -593,13 +586,13 @@ class _Update:
 
     @property
     def added_of_images(self) -> int:
-        """What is added to hidden states in the first layers."""
+        """Bytes added to hidden states in the first layers."""
         tower = self.shape.tower
         depths = tower.num_added if tower is not None else 0
         return depths * self.tokens * self.model.width * self.itemsize
 
     def at_images(self, *, is_trained: bool) -> dict[str, int]:
-        """What a layer that reads images needs, forwards, or backwards where it is trained."""
+        """Terms of a layer that reads images, forwards, or backwards where it is trained."""
         tower = self.shape.tower
         if tower is None:
             return {}
@@ -611,20 +604,6 @@ class _Update:
             "attention scores of patches": scores * (3 * 4 if is_trained else 2 * 4),
             "activations of patches": self.num_patches * inner * operand,
         }
-
-    @property
-    def scored(self) -> int:
-        """Values of a token in a layer where nothing is differentiated.
-
-        At least the inner width once, if the MLP's gate is applied within a product. A CPU has gate
-        and product side by side. A TPU multiplies with a large kernel part by part as the parts
-        arrive, and has the sum and the next part too.
-        """
-        terms = ModelTerms(self.model, self.mesh).layer
-        kernel = self.itemsize * self.model.width * terms.inner
-        in_parts = self.is_tpu and self.gathers and kernel > WINDOWED_BYTES
-        copies = 3 if in_parts else 1 + self.is_cpu
-        return max(terms.read_activations, copies * terms.inner + 2 * self.model.width)
 
     def not_copied(self, experts: Callable[[MemoryTerms], int]) -> int:
         """Bytes by which values of experts take less than in float32.
@@ -708,7 +687,7 @@ class _Update:
         return self.count.whole_layer if self.is_cpu else self.count.gathered_layer
 
     def at_layers(self) -> dict[str, int]:
-        """What the backward pass of a layer needs."""
+        """Terms of a layer's backward pass."""
         count = self.count
         # The output layer's is float32, whatever the others are.
         of_tables = max(self.itemsize * count.whole_tables, 4 * self.output_table)
@@ -736,11 +715,13 @@ class _Update:
         }
 
     def at_output(self) -> dict[str, int]:
-        """What the output layer and the loss need."""
+        """Terms of the output layer and the loss."""
         num_chunks, chunk = chunks_of(self.tokens, self.logits_chunk_tokens)  # all may carry loss
         ids = ModelTerms(self.model, self.mesh).logits
-        logits, block = 4 * ids * chunk, 4 * ids * self.block_tokens(chunk)
-        table, copies = 4 * self.output_table, self.gathers and self.is_cpu
+        # A block's logits are treated at once; their gradient is written over them.
+        block = 4 * ids * min(block_tokens("cpu" if self.is_cpu else "accelerator", ids), chunk)
+        logits, table = 4 * ids * chunk, 4 * self.output_table
+        copies = self.gathers and self.is_cpu
         if self.is_tpu:
             # It makes the gradient of logits as it multiplies, in the compute dtype, unless the
             # logits are kept from the forward pass. What one device sums in one chunk it adds to
@@ -767,35 +748,31 @@ class _Update:
         tables = 0 if self.policy.has_adapter else 4 * self.count.whole_tables
         whole = max(tables, self.splits_gradients * 2 * table)
         has_product = self.copies_bfloat16 and (self.gathers or num_chunks > 1)  # beside the sums
+        # A block's logits and their gradient, further copies on a CPU; one less in a single chunk.
+        blocks = 3 if self.copies_tables else (4 if self.is_cpu else 2) - (num_chunks == 1)
         return {
             "a micro-batch's gradients": self.is_cpu * self.new_gradients
             + (1 + copies) * whole
             + has_product * table,
-            # Logits and their gradient, further copies on a CPU; one less where nothing is chunked.
-            "logits chunk": logits + block * (self.logits_copies(num_chunks) - 1) + of_logits,
+            "logits chunk": logits + block * (blocks - 1) + of_logits,
             "embedding and output gathered": self.gathered_tables + self.turned_table,
         }
 
-    def block_tokens(self, chunk: int) -> int:
-        """Of a chunk, whose logits are treated at once; their gradient is written over them."""
-        platform = "cpu" if self.is_cpu else "accelerator"
-        ids = ModelTerms(self.model, self.mesh).logits
-        return min(block_tokens(platform, ids), chunk)
-
-    def logits_copies(self, num_chunks: int) -> int:
-        """Arrays of a block's logits that are there at once, with their gradient."""
-        if self.copies_tables:
-            return 3
-        return (4 if self.is_cpu else 2) - (num_chunks == 1)
-
     def at_layers_forward(self) -> dict[str, int]:
-        """What a layer needs where nothing is differentiated."""
-        operand = self.operand
+        """Terms of a layer where nothing is differentiated."""
+        operand, terms = self.operand, ModelTerms(self.model, self.mesh).layer
         is_float32 = self.is_cpu and not self.is_cast
+        # At least the inner width once, if the MLP's gate is applied within a product. A CPU has
+        # gate and product side by side. A TPU multiplies with a large kernel part by part as the
+        # parts arrive, and has the sum and the next part too.
+        kernel = self.itemsize * self.model.width * terms.inner
+        in_parts = self.is_tpu and self.gathers and kernel > WINDOWED_BYTES
+        copies = 3 if in_parts else 1 + self.is_cpu
+        values = max(terms.read_activations, copies * terms.inner + 2 * self.model.width)
         return {
             "attention scores": self.scores * 4,
             "keys and values of whole rows": self.whole_keys * 3 * self.itemsize,
-            "activations of a layer": self.tokens * self.scored * operand
+            "activations of a layer": self.tokens * values * operand
             - self.not_copied(lambda experts: experts.read_activations),
             "int8 weights in the compute dtype": operand * self.policy.dequantised,
             "layers gathered": self.gathers * operand * self.gathered_layer,
@@ -805,7 +782,7 @@ class _Update:
         }
 
     def at_output_forward(self) -> dict[str, int]:
-        """What the output layer needs where nothing is differentiated."""
+        """Terms of the output layer where nothing is differentiated."""
         _, chunk = chunks_of(self.tokens, self.logits_chunk_tokens)
         return {
             "activations": self.tokens * self.model.width * self.itemsize,
@@ -819,17 +796,6 @@ def rollout_phase(config: ConfigDict, model: Architecture, target: Target) -> Ph
     sampler = _Sampler.of(config, model, target)
     kept = {**sampler.kept, "KV cache": cache_pages(config, model, target) * sampler.page_bytes}
     return Phase(name="rollout", kept=_nonzero(kept), moments=sampler.moments)
-
-
-def _next_rollout(config: ConfigDict, model: Architecture, target: Target) -> dict[str, int]:
-    """What the rollout of the next step holds beside an update."""
-    sampler = _Sampler.of(config, model, target)
-    return {
-        "decode weights": _decode_weights(config, model, target),
-        "KV cache": cache_pages(config, model, target) * sampler.page_bytes,
-        "sampling": max(sum(terms.values()) for terms in sampler.moments.values()),
-        **_search_bytes(config, target)[1],
-    }
 
 
 def _handing_over(config: ConfigDict, model: Architecture, target: Target) -> Phase:
@@ -850,9 +816,8 @@ def _handing_over(config: ConfigDict, model: Architecture, target: Target) -> Ph
     moved = {"decode weights": _decode_weights(config, model, target)}
     if _is_given_up(config) and not config.mesh.rollout_devices:
         largest = max(math.prod(leaf.shape) for leaf in jax.tree.leaves(model.abstract_params()))
-        moved = {
-            "decode weights of one parameter": largest * jnp.dtype(config.model.dtype).itemsize
-        }
+        itemsize = jnp.dtype(config.model.dtype).itemsize
+        moved = {"decode weights of one parameter": largest * itemsize}
     return Phase(name=HANDING_OVER, kept=kept, moments={"handing over": moved})
 
 
@@ -860,10 +825,8 @@ def _made_in_turn(config: ConfigDict, model: Architecture, target: Target) -> di
     """The fullest moment while parameters are read and cast, the largest first: `Weights.of`."""
     mesh = target_mesh(config, model, target)
     params, itemsize = model.abstract_params(), jnp.dtype(config.model.dtype).itemsize
-    of_params, of_weights = (
-        param_shardings(mesh, model),
-        param_shardings(mesh, model, for_decode=True),
-    )
+    of_params = param_shardings(mesh, model)
+    of_weights = param_shardings(mesh, model, for_decode=True)
     has_head_copy = target.platform == "cpu" and model.tie_embeddings
     parts = []
     for name in params:
@@ -885,20 +848,6 @@ def _made_in_turn(config: ConfigDict, model: Architecture, target: Target) -> di
     return {"decode weights so far": sum_made, "one parameter": read}
 
 
-def _saving(config: ConfigDict, model: Architecture, target: Target, stage: str) -> Phase:
-    """Memory of a CPU while a checkpoint is made: arrays are copied before they are written."""
-    state = _state(config, model, target_mesh(config, model, target), stage)
-    saved = sum(size for name, size in state.items() if name != "frozen weights")
-    kept = _between(config, model, target, stage)
-    if config.num_steps <= config.checkpoint.every_steps:  # only the one at the end
-        kept.pop("decode weights", None)
-    return Phase(
-        name=f"{stage} checkpoint",
-        kept=kept,
-        moments={"saving": {"copies to be written": saved}},
-    )
-
-
 def _is_given_up(config: ConfigDict) -> bool:
     """Return True if the parameters are freed once the sampler has its weights: `Weights.of`."""
     return "train" not in config.stages
@@ -908,19 +857,15 @@ def _process(config: ConfigDict, model: Architecture, target: Target) -> dict[st
     """A device's part of what a process holds beside arrays, on a CPU."""
     held = {"process": PROCESS_BYTES}
     if {"train", "evaluate"} & set(config.stages):
-        code = _num_compiled(config, model, target) * model.num_layers * LAYER_CODE_BYTES
-        held["compiled programs"] = code
+        # The sampler's: those that read, and those that decode as many rows as there are.
+        mesh = target_mesh(config, model, target)
+        rows = config.rollout.num_rows // _sampling_shards(config, mesh, target.num_processes)
+        busy = _busy_rows(config, target, rows)
+        decoding = sum(size <= busy for size in _row_sizes(config, target, rows))
+        reading = len(append_sizes(target.platform, config.rollout.max_total_tokens))
+        num_compiled = min(NUM_COMPILED, decoding + reading)
+        held["compiled programs"] = num_compiled * model.num_layers * LAYER_CODE_BYTES
     return _nonzero({name: size // target.num_local for name, size in held.items()})
-
-
-def _num_compiled(config: ConfigDict, model: Architecture, target: Target) -> int:
-    """The sampler's programs: those that read, and those that decode as many rows as there are."""
-    mesh = target_mesh(config, model, target)
-    rows = config.rollout.num_rows // _sampling_shards(config, mesh, target.num_processes)
-    busy = _busy_rows(config, target, rows)
-    decoding = sum(size <= busy for size in _row_sizes(config, target, rows))
-    reading = len(append_sizes(target.platform, config.rollout.max_total_tokens))
-    return min(NUM_COMPILED, decoding + reading)
 
 
 def _with_process(phase: Phase, config: ConfigDict, model: Architecture, target: Target) -> Phase:
@@ -990,7 +935,7 @@ def _pages(config: ConfigDict, model: Architecture, target: Target) -> tuple[int
 
 @dataclass(frozen=True, kw_only=True)
 class _Sampler:
-    """What the sampler holds on one device, in bytes."""
+    """The sampler's memory on one device, in bytes."""
 
     rows: int  # decoded side by side
     table_pages: int  # pages of a trajectory of full length
@@ -1000,7 +945,7 @@ class _Sampler:
 
     @classmethod
     def of(cls, config: ConfigDict, model: Architecture, target: Target) -> _Sampler:
-        """Of a run's rollouts and evaluations."""
+        """Builds the terms for a run's rollouts and evaluations."""
         mesh = target_mesh(config, model, target)
         terms, rollout = ModelTerms(model, mesh), config.rollout
         dtype = jnp.dtype(config.model.dtype)
@@ -1031,16 +976,29 @@ class _Sampler:
                 "recorded experts": read * routed,
             },
         }
-        full = rows * table_pages
-        cache = page_bytes * (_given_pages(config, target, full, page_bytes) or full)
-        for name, size in _float32_copies(_Counts.of(model, mesh), model, cache).items():
-            if is_short and (upcast > 1 or (name == "decode" and busy == 1)):
-                moments[name]["float32 copies"] = size
+        if is_short:
+            # A CPU computes with float32 copies of values of two bytes, of the whole cache too. For
+            # a chunk of steps it makes them once, the table of ids among them. Where tokens are
+            # read, about half the layers are copied at a time: some before their turn.
+            full, count = rows * table_pages, _Counts.of(model, mesh)
+            cache = page_bytes * (_given_pages(config, target, full, page_bytes) or full)
+            layers = count.decode_params - count.whole_tables
+            table = count.whole_tables // (1 if model.tie_embeddings else 2)
+            if upcast > 1 or busy == 1:
+                moments["decode"]["float32 copies"] = 2 * cache + 4 * (layers + table)
+            if upcast > 1:
+                moments["reading"]["float32 copies"] = 2 * cache + 4 * layers // 2
         tower = model.tower
         if tower is not None:
             added = read * tower.num_added * model.width * dtype.itemsize
             moments["reading"]["images, added in first layers"] = added
-            moments["images"] = _sampled_images(config, tower, dtype.itemsize * upcast)
+            patches = max_image_tokens(config) * tower.unit
+            activations = patches * tower.memory_terms().read_activations
+            moments["images"] = {
+                "patches": 4 * patches * (tower.patch_values + tower.place_values),
+                "activations of patches": activations * dtype.itemsize * upcast,
+                "attention scores of patches": 2 * 4 * tower.num_scores(patches),
+            }
             values = max_image_tokens(config) * (1 + tower.num_added) * model.width
             for terms_of_moment in moments.values():
                 terms_of_moment["images, seen last"] = values * dtype.itemsize
@@ -1079,31 +1037,6 @@ def _row_sizes(config: ConfigDict, target: Target, rows: int) -> list[int]:
     return row_sizes(target.platform, rows, config.model.dtype)
 
 
-def _sampled_images(config: ConfigDict, tower: Tower, operand: int) -> dict[str, int]:
-    """What the sampler needs to read the images of a trajectory, with values of `operand` bytes."""
-    patches = max_image_tokens(config) * tower.unit
-    return {
-        "patches": 4 * patches * (tower.patch_values + tower.place_values),
-        "activations of patches": patches * tower.memory_terms().read_activations * operand,
-        "attention scores of patches": 2 * 4 * tower.num_scores(patches),
-    }
-
-
-def _float32_copies(count: _Counts, model: Architecture, cache: int) -> dict[str, int]:
-    """What a CPU copies to compute with values of two bytes, at the moments of the sampler.
-
-    Args:
-        count: of the parameters.
-        model: these are of.
-        cache: bytes of the cache, all of which it copies.
-    """
-    layers = count.decode_params - count.whole_tables
-    table = count.whole_tables // (1 if model.tie_embeddings else 2)
-    # It makes them once for a chunk of steps, the table of ids among them. Where tokens are read,
-    # about half the layers are copied at a time: some before their turn.
-    return {"decode": 2 * cache + 4 * (layers + table), "reading": 2 * cache + 4 * layers // 2}
-
-
 @dataclass(frozen=True)
 class _Counts:
     """Numbers of parameters on one device."""
@@ -1118,7 +1051,7 @@ class _Counts:
     @classmethod
     @functools.cache
     def of(cls, model: Architecture, mesh: Any) -> _Counts:
-        """Of a model on a mesh."""
+        """Counts the parameters of a model on a mesh."""
         params = model.abstract_params()
         train, decode = param_shardings(mesh, model), param_shardings(mesh, model, for_decode=True)
         layers = [
@@ -1150,7 +1083,7 @@ def _split(size: int, num_shards: int) -> int:
 
 
 def _state(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> dict[str, int]:
-    """What lies on a device from step to step: weights, moments, and the reference policy."""
+    """Bytes that stay on a device from step to step: weights, moments, and the reference policy."""
     policy = PolicyWeights.of(config, model, mesh)
     params = 4 * policy.trained
     state = {"frozen weights": policy.base_bytes} if policy.base_bytes else {}
@@ -1163,7 +1096,7 @@ def _state(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> di
 
 
 def _between(config: ConfigDict, model: Architecture, target: Target, stage: str) -> dict[str, int]:
-    """What is on a device between two phases of a stage, where no cache and no batch is.
+    """Bytes on a device between two phases of a stage, where no cache and no batch is.
 
     The sampler has its weights from right after an update on.
     """
@@ -1204,7 +1137,7 @@ def _decode_weights(config: ConfigDict, model: Architecture, target: Target) -> 
 
 
 def _moment_bytes(config: ConfigDict, model: Architecture, mesh: Any, stage: str) -> int:
-    """Of the optimizer's state on one device: two values a parameter, one of them perhaps short."""
+    """Bytes of the optimizer's state on one device: two values a parameter, one perhaps short."""
     itemsize = jnp.dtype(optimizer_section(config, stage).moments_dtype).itemsize
     num_moments = _num_moments(_trained(config, model), mesh)
     return 4 * num_moments - (4 - itemsize) * PolicyWeights.of(config, model, mesh).trained
@@ -1222,15 +1155,8 @@ def _num_moments(trained: Declared, mesh: Any) -> int:
     return num_values(moments, state_shardings(mesh, trained, optimizer).opt_state)
 
 
-def num_sequences(config: ConfigDict, stage: str) -> int:
-    """Of a mini-batch of a stage, sft or train."""
-    one_each = config.copy_and_resolve_references()
-    one_each.optimizer.micro_rows = one_each.sft.optimizer.micro_rows = 1
-    return batch_shape(one_each, stage).num_micro
-
-
 def _shape(config: ConfigDict, model: Architecture, target: Target, stage: str) -> BatchShape:
-    """Of the mini-batches of a stage, sft or train."""
+    """Shapes of a stage's mini-batches, sft or train."""
     mesh = target_mesh(config, model, target)
     name, _ = decide(config.model.attention, target.platform, model.head_dim)
     shards = num_batch_shards(mesh) if SHARES_PROMPTS[name] else 0

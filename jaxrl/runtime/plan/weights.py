@@ -1,4 +1,4 @@
-"""What of a policy's weights lies on a device: all of a model, or an adapter and its base."""
+"""A policy's weights on a device: all of a model, or an adapter and its base."""
 
 from __future__ import annotations
 
@@ -53,14 +53,13 @@ class PolicyWeights:
 
     @classmethod
     def of(cls, config: ConfigDict, model: Architecture, mesh: Any) -> PolicyWeights:
-        """Of the configured policy on the mesh."""
+        """Counts the configured policy's weights on the mesh."""
         dtype = jnp.dtype(config.model.dtype)
         policy = policy_of(config, model)
         if not isinstance(policy, Around):
             return _entries(model, frozen_of(config), mesh, dtype)
-        found: PolicyWeights = importlib.import_module(policy.plan).policy_weights(
-            policy, mesh, dtype
-        )
+        plan: Any = importlib.import_module(policy.plan)
+        found: PolicyWeights = plan.policy_weights(policy, mesh, dtype)
         return found
 
 
