@@ -219,12 +219,7 @@ def make_plan(config: ConfigDict, model: Architecture, target: Target) -> Plan:
     """
     mesh = target_mesh(config, model, target)
     check_rows(config, mesh, target.num_processes)
-    if config.rollout.max_total_tokens > model.max_positions:
-        raise ValueError(
-            f"config.rollout.max_total_tokens={config.rollout.max_total_tokens} is beyond the "
-            f"model's {model.max_positions} positions (max_position_embeddings of its config.json, "
-            "or what YaRN in rope_scaling makes of them)."
-        )
+    check_length(config, model)
     phases = [
         update_phase(config, model, target, stage)
         for stage in ("sft", "train")
@@ -306,6 +301,20 @@ def _sampling_shards(config: ConfigDict, mesh: Any, num_processes: int) -> int:
 def _samples_beside(config: ConfigDict) -> bool:
     """Return True if a device samples while it updates."""
     return bool(config.rollout.ahead) and not config.mesh.rollout_devices
+
+
+def check_length(config: ConfigDict, model: Architecture) -> None:
+    """Refuses trajectories longer than the model's positions.
+
+    Raises:
+        ValueError: names the key.
+    """
+    if config.rollout.max_total_tokens > model.max_positions:
+        raise ValueError(
+            f"config.rollout.max_total_tokens={config.rollout.max_total_tokens} is beyond the "
+            f"model's {model.max_positions} positions (max_position_embeddings of its config.json, "
+            "or what YaRN in rope_scaling makes of them)."
+        )
 
 
 def target_mesh(config: ConfigDict, model: Architecture, target: Target) -> Any:
