@@ -225,8 +225,10 @@ class Checkpointer:
             )
         if damaged:
             if distributed.is_main():
+                aside = self._folder / "damaged"
+                aside.mkdir(exist_ok=True)
                 for step, what in damaged.items():
-                    moved = _set_aside(self._folder / str(step))
+                    moved = (self._folder / str(step)).rename(free_name(aside / str(step)))
                     self._log(f"warning: checkpoint {step} is damaged ({what}); moved to {moved}")
                 self._log(f"using checkpoint {chosen} instead")
             distributed.meet()
@@ -278,7 +280,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def has_any(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint, whatever its state."""
+    """Return True if a folder holds a checkpoint, whatever its state."""
     return bool(steps_in(folder)) or any(folder.glob("*.replaced"))
 
 
@@ -368,7 +370,7 @@ def read_value(folder: Path) -> float | None:
 
 
 def find_damage(folder: Path, step: int) -> str | None:
-    """What is wrong with a checkpoint's files, the first one by name; None: nothing."""
+    """Describes the damage to a checkpoint's files, the first one by name; None: there is none."""
     try:
         content = read_object(folder / MANIFEST)
         digest = content.pop("sha256")
@@ -422,13 +424,6 @@ def _clean(folder: Path) -> None:
         marker.unlink()
     for left in (*folder.glob("*.replaced"), *folder.glob("*.removed")):
         settle(left.with_suffix(""))
-
-
-def _set_aside(path: Path) -> Path:
-    """Moves a checkpoint to `damaged/`, under a name that is free there."""
-    damaged = path.parent / "damaged"
-    damaged.mkdir(exist_ok=True)
-    return path.rename(free_name(damaged / path.name))
 
 
 def optimizer_items(state: TrainState) -> dict[str, Any]:

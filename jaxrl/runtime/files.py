@@ -31,7 +31,7 @@ REMEDIES = {
 
 
 def system_message(error: OSError, remedy: str = "", place: Path | None = None) -> str | None:
-    """What the system refuses, where and what to do about it; None where `REMEDIES` does not know.
+    """Says which file the system refuses, why, and the remedy; None for errors not in `REMEDIES`.
 
     Args:
         error: of the system.
@@ -84,7 +84,7 @@ def written_whole(path: Path) -> Iterator[TextIO]:
 
 @contextmanager
 def taking_place(path: Path) -> Iterator[Path]:
-    """Where to write a file of any kind, which takes the place of `path` at the end."""
+    """An unfinished file of any kind to write to, which takes the place of `path` at the end."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:

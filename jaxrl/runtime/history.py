@@ -1,4 +1,4 @@
-"""What a workdir knows of the run that began in it, and how far the present start differs from it.
+"""A workdir's record of the run that began in it, and how far the present start differs from it.
 
 Three places know it, so that no single file's loss hides a difference: `config.json`, every
 checkpoint's position, and `config_history.jsonl`, to which each start that changes something adds
@@ -43,7 +43,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Begun:
-    """What a workdir knows of its run."""
+    """A workdir's record of its run."""
 
     step: int  # of the newest checkpoint; 0 where none can be read
     config: dict[str, Any]  # flat; a key that nothing tells has its default
@@ -65,7 +65,7 @@ def check_step(folder: Path, step: int) -> None:
 
 
 def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
-    """What is known of the run that the workdir's checkpoints belong to; None without any.
+    """Reads the record of the run that the workdir's checkpoints belong to; None without any.
 
     Args:
         workdir: the folder with `checkpoints/` and `config.json`.
@@ -88,7 +88,9 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
         told = flat_json(path)
     except (OSError, ValueError) as error:
         told = {}
-        damage = f"{_damage(path, error)}; "
+        damage = f"{path} cannot be read ({' '.join(str(error).split())[:200]}); "
+        if isinstance(error, FileNotFoundError):
+            damage = f"{path} is missing; "
         if saved:
             warnings.append(f"warning: {damage}checkpoint {step} tells how the run was configured")
         elif is_accepted:
@@ -125,12 +127,6 @@ def read_begun(workdir: Path, *, is_accepted: bool = False) -> Begun | None:
     )
 
 
-def _damage(path: Path, error: Exception) -> str:
-    if isinstance(error, FileNotFoundError):
-        return f"{path} is missing"
-    return f"{path} cannot be read ({' '.join(str(error).split())[:200]})"
-
-
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """A flat configuration as it comes back from JSON."""
     return json.loads(json.dumps(dict(config)))
@@ -153,15 +149,13 @@ def changes_since(
     if contents is None:  # another path may hold the same
         different = [key for key in different if not _own(key, begun.contents)]
         contents = {}
-    found = [
-        Change(
-            key=key,
-            before=begun.config[key],
-            now=now[key],
-            is_free=is_free(key, begun.config, config) or _is_moved(key, begun.contents, contents),
-        )
-        for key in different
-    ]
+    found = []
+    for key in different:
+        # A key that names another place with the same files changes nothing.
+        files = _own(key, contents)
+        is_moved = bool(files) and files == _own(key, begun.contents)
+        free = is_free(key, begun.config, config) or is_moved
+        found.append(Change(key=key, before=begun.config[key], now=now[key], is_free=free))
     gone = begun.config.keys() - KEYS.keys()
     found += [
         Change(key=key, before=begun.config[key], now=None, is_free=False) for key in sorted(gone)
@@ -181,14 +175,18 @@ def changes_since(
 
 
 def is_free(key: str, before: Mapping[str, Any], config: ConfigDict) -> bool:
-    """Whether a key may change without consent.
+    """Return True if a key may change without consent.
 
     Args:
         key: with its sections; or the name of a file that it names.
         before: the flat configuration so far.
         config: the present one.
     """
-    restart = _restart_of(key)
+    # Files have names as `loss.name's file` and `tasks.train.sources[0].format's file`, and
+    # are as free as the key in it.
+    rests = {name: key[len(name) :] for name in KEYS if key.startswith(name)}
+    named = [name for name, rest in rests.items() if not re.match(r"\w", rest)]
+    restart = KEYS[max(named, key=len)].restart if named else RESULTS
     if set(config.stages) == {"evaluate"}:
         return restart != RESULTS
     if key in ("num_steps", "sft.num_steps"):
@@ -202,21 +200,6 @@ def is_free(key: str, before: Mapping[str, Any], config: ConfigDict) -> bool:
         return False  # they decide when trajectories end
     is_steered = config.checkpoint.keep_best or config.eval.patience or has_gate(config.shaping)
     return restart == FREE or (restart == EVALUATION and not is_steered)
-
-
-def _restart_of(name: str) -> str:
-    """Return what a restart may do with a key, or with a file that a name in it stands for.
-
-    Files have names as `loss.name's file` and `tasks.train.sources[0].format's file`.
-    """
-    following = {key: name[len(key) :] for key in KEYS if name.startswith(key)}
-    found = [key for key, rest in following.items() if not re.match(r"\w", rest)]
-    return KEYS[max(found, key=len)].restart if found else RESULTS
-
-
-def _is_moved(key: str, before: Mapping[str, str], now: Mapping[str, str]) -> bool:
-    """Whether a key names another place with the same files."""
-    return bool(_own(key, now)) and _own(key, before) == _own(key, now)
 
 
 def _own(key: str, contents: Mapping[str, str]) -> dict[str, str]:

@@ -88,7 +88,18 @@ def _open(setting: str) -> tuple[Path | None, str]:
     try:
         base = Path(setting).absolute() if setting else users_cache()
         wanted = base / f"jax-{jax.__version__}-{processor_type()}"
-        _make_private(base, wanted)
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        wanted.mkdir(mode=0o700, exist_ok=True)
+        for path in (base, wanted):  # JAX runs what lies there, so nobody else may write it
+            found = path.stat()
+            if found.st_uid != os.getuid() or found.st_mode & 0o022:
+                raise PermissionError(
+                    f"{path} belongs to another user or can be written by others, who could have "
+                    "programs run here"
+                )
+        probe = wanted / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
+        probe.touch()
+        probe.unlink()
         folder = wanted
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         reason = _message(error)
@@ -112,22 +123,6 @@ def processor_type() -> str:
     return re.sub(r"\W+", "-", f"{platform.machine()}-{name[:40]}-{digest}").lower()
 
 
-def _make_private(base: Path, folder: Path) -> None:
-    """Makes the folder, which nobody else may write: JAX runs what lies there."""
-    base.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    for path in (base, folder):
-        found = path.stat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o022:
-            raise PermissionError(
-                f"{path} belongs to another user or can be written by others, who could have "
-                "programs run here"
-            )
-    probe = folder / f".probe-{os.getpid()}-{secrets.token_hex(4)}"
-    probe.touch()
-    probe.unlink()
-
-
 def _is_one(folder: Path) -> bool:
     """True where all processes find what the first one wrote.
 
@@ -147,7 +142,7 @@ def _is_one(folder: Path) -> bool:
 
 
 def _bytes_of_others(folder: Path) -> int:
-    """What the folders beside this one hold, once the oldest of too many are gone."""
+    """Bytes in the folders beside this one, after removing the oldest of too many."""
     sizes = {}
     with contextlib.suppress(OSError):
         for other in folder.parent.glob("jax-*"):
@@ -176,7 +171,14 @@ class _Checked(LRUCache):
         self._is_over = False
         with self._ending_at_errors(path):
             super().__init__(path, max_size=max_size, lock_timeout_secs=LOCK_S)
-            self._remove_halves()
+            # A process killed in between leaves an entry without its time of use, or the reverse.
+            with self.lock.acquire(timeout=LOCK_S):
+                names = {path.name for path in self._path.glob("*-*")}
+                for name in names:
+                    key, _, suffix = name.rpartition("-")
+                    other = {"cache": "atime", "atime": "cache"}.get(suffix)
+                    if other and f"{key}-{other}" not in names:
+                        (self._path / name).unlink(missing_ok=True)
 
     def get(self, key: str) -> bytes | None:
         """The entry; None where there is none, or a damaged one, which is removed."""
@@ -206,16 +208,6 @@ class _Checked(LRUCache):
     def _remove(self, key: str) -> None:
         for suffix in ("cache", "atime"):
             (self._path / f"{key}-{suffix}").unlink(missing_ok=True)
-
-    def _remove_halves(self) -> None:
-        """Entries without their time of use, or the reverse: a process was killed in between."""
-        with self.lock.acquire(timeout=LOCK_S):
-            names = {path.name for path in self._path.glob("*-*")}
-            for name in names:
-                key, _, suffix = name.rpartition("-")
-                other = {"cache": "atime", "atime": "cache"}.get(suffix)
-                if other and f"{key}-{other}" not in names:
-                    (self._path / name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _ending_at_errors(self, path: object) -> Iterator[None]:

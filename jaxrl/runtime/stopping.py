@@ -25,7 +25,7 @@ ENDED_EARLY = "ended before the first step; there is nothing to save"
 
 
 class Interrupted(Exception):  # noqa: N818, nothing went wrong
-    """What was under way ended early because it was asked to.
+    """Raised where work under way ends early because it was asked to.
 
     A rollout that raises it leaves its engine empty, and both can be used again.
     """

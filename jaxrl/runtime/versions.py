@@ -1,4 +1,4 @@
-"""What a run was made with: versions, devices, the code's commit, the model's size, its data."""
+"""Records of a run's origin: versions, devices, the code's commit, the model's size, its data."""
 
 from __future__ import annotations
 
@@ -65,6 +65,15 @@ def write_environment(
 def environment(components: Components) -> dict[str, Any]:
     """This process's versions and devices, and what it works on."""
     device = jax.devices()[0]
+    sizes: dict[str, Any] = {"external": components.external}
+    if not components.external:
+        model = components.model.config.plain
+        shapes = jax.tree.leaves(model.abstract_params())
+        sizes = {
+            "layers": model.num_layers,
+            "width": model.width,
+            "parameters": sum(math.prod(leaf.shape) for leaf in shapes),
+        }
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {
@@ -80,22 +89,10 @@ def environment(components: Components) -> dict[str, Any]:
             "num_devices": jax.device_count(),
             "num_processes": jax.process_count(),
         },
-        "model": _model(components),
+        "model": sizes,
         "num_tasks": len(components.tasks),
         "num_eval_tasks": len(components.eval_tasks),
         "num_demonstrations": len(components.demonstrations),
-    }
-
-
-def _model(components: Components) -> dict[str, Any]:
-    if components.external:
-        return {"external": components.external}
-    model = components.model.config.plain
-    shapes = jax.tree.leaves(model.abstract_params())
-    return {
-        "layers": model.num_layers,
-        "width": model.width,
-        "parameters": sum(math.prod(leaf.shape) for leaf in shapes),
     }
 
 
@@ -120,7 +117,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def fingerprints(config: ConfigDict) -> dict[str, str]:
-    """What the files that the configured stages read hold, by key of the configuration.
+    """Hashes the files that the configured stages read, by key of the configuration.
 
     Files of code that dotted names stand for are among them, as `advantage.name's file`.
 
@@ -139,7 +136,13 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
     demonstrations = Path(config.sft.source)
     if "sft" in config.stages and demonstrations.exists():
         found["sft.source"] = _data_digest(demonstrations)
-    found |= _task_digests(config)
+    for kind in _kinds(config):
+        for key, (files, told) in task_files(config, kind).items():
+            # Of a single path its own digest, which the same data has wherever it is named.
+            digests = [_data_digest(file) for file in files]
+            whole = "\n".join([*digests, told] if told else digests).encode()
+            is_one = len(digests) == 1 and not told
+            found[key] = digests[0] if is_one else hashlib.sha256(whole).hexdigest()
     if corpus_section(config):
         found |= search_fingerprints(config)
     found |= {f"{key}{OF_CODE}": _digest(path) for key, path in _own_code(config).items()}
@@ -147,7 +150,7 @@ def fingerprints(config: ConfigDict) -> dict[str, str]:
 
 
 def search_fingerprints(config: ConfigDict) -> dict[str, str]:
-    """What the files hold that the configured engine searches, as `fingerprints` has them."""
+    """Hashes the files that the configured engine searches, as `fingerprints` has them."""
     section = CORPORA.get(config.search.engine, "")
     if not section:
         return {}
@@ -165,24 +168,21 @@ def search_fingerprints(config: ConfigDict) -> dict[str, str]:
 
 
 def _model_digests(key: str, model: Path) -> dict[str, str]:
-    """Of the files of a model's folder, which a key names."""
+    """Hashes the files of a model's folder, which a key names."""
     files = [path for pattern in (*SIDE_FILES, INDEX_FILE) for path in model.glob(pattern)]
     found = {f"{key}/{path.name}": _digest(path) for path in files if path.is_file()}
-    weights = model.glob("*.safetensors")
-    return found | {f"{key}/{path.name}": _weights_digest(path) for path in weights}
+    for path in model.glob("*.safetensors"):
+        # Before the tensors stand a length of 8 bytes and so much JSON.
+        with path.open("rb") as file:
+            header = 8 + int.from_bytes(file.read(8), "little")
+        found[f"{key}/{path.name}"] = sampled_digest(path, header=header)
+    return found
 
 
 def _own_code(config: ConfigDict) -> dict[str, Path]:
     """The files that dotted names stand for, by key; what these import is not seen."""
-    names = {key: config[key].name for key in ("env", "advantage", "loss", "filter")}
-    names = {f"{key}.name": name for key, name in names.items()}
-    names |= {"loss.aggregation": config.loss.aggregation, "kl.estimator": config.kl.estimator}
-    names |= {"optimizer.schedule": config.optimizer.schedule}
-    names |= {"sft.optimizer.schedule": config.sft.optimizer.schedule}
-    names |= {"search.engine": config.search.engine}
-    names |= {"env.search.protocol": config.env.search.protocol}
-    names |= {"env.search.python.sandbox": config.env.search.python.sandbox}
-    names |= {"model.architecture": config.model.architecture}
+    flat = flatten(config)
+    names = {key: flat[key] for key in NAMING}
     names |= {f"env.search.tools.{name}": name for name in config.env.search.tools}
     names |= {f"reward.weights.{name}": name for name in config.reward.weights}
     for kind in _kinds(config):
@@ -223,6 +223,13 @@ def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) 
         )
 
 
+NAMING = (
+    *("env.name", "advantage.name", "loss.name", "filter.name", "loss.aggregation"),
+    *("kl.estimator", "optimizer.schedule", "sft.optimizer.schedule", "search.engine"),
+    *("env.search.protocol", "env.search.python.sandbox", "model.architecture"),
+)
+"""Keys whose value may be the dotted name of a function of one's own."""
+
 ADAPTER_FILE = "adapter_model.safetensors"
 """Of a folder as PEFT writes it."""
 
@@ -237,12 +244,14 @@ def differences(everyone: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
             such a setting the content counts: hosts may keep their files in different places.
     """
     found = []
+    of_files = [f"{name}/" for _, contents in everyone for name in contents]
     for is_content in (False, True):
         every = [one[is_content] for one in everyone]
         for name in dict.fromkeys(name for one in every for name in one):
             values = [one.get(name) for one in every]
             other = next((i for i, value in enumerate(values) if value != values[0]), None)
-            if other is None or (not is_content and _is_path(name, everyone)):
+            is_path = not is_content and any(of.startswith(f"{name}/") for of in of_files)
+            if other is None or is_path:
                 continue
             if is_content:
                 lacking = [i for i in (0, other) if values[i] is None]
@@ -255,37 +264,15 @@ def differences(everyone: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
     return found
 
 
-def _is_path(setting: str, everyone: Sequence[Sequence[Mapping[str, str]]]) -> bool:
-    """Whether there are contents of files that a setting names."""
-    return any(
-        f"{name}/".startswith(f"{setting}/") for _, contents in everyone for name in contents
-    )
-
-
 WEIGHT_SAMPLES, _SAMPLE_BYTES = 256, 4096
 
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors refuses a longer one
-
-
-def _task_digests(config: ConfigDict) -> dict[str, str]:
-    """The tasks of the configured stages, by their keys; of a single path its own digest."""
-    found = {}
-    for kind in _kinds(config):
-        for key, (files, told) in task_files(config, kind).items():
-            digests = [_data_digest(file) for file in files]
-            whole = "\n".join([*digests, told] if told else digests).encode()
-            found[key] = digests[0] if len(digests) == 1 and not told else _sha256(whole)
-    return found
 
 
 def _kinds(config: ConfigDict) -> list[str]:
     """The tasks that the configured stages read."""
     readers = {"train": {"train"}, "eval": {"train", "evaluate"}}
     return [kind for kind, stages in readers.items() if stages & set(config.stages)]
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def _data_digest(path: Path) -> str:
@@ -303,11 +290,6 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _weights_digest(path: Path) -> str:
-    """SHA-256 of a safetensors file's size, header and some of its blocks."""
-    return sampled_digest(path, header=_header_bytes(path))
-
-
 def sampled_digest(path: Path, *, header: int) -> str:
     """SHA-256 of a large file's size, its first `header` bytes and some of its blocks."""
     digest = hashlib.sha256()
@@ -318,12 +300,6 @@ def sampled_digest(path: Path, *, header: int) -> str:
             file.seek(start)
             digest.update(file.read(length))
     return digest.hexdigest()
-
-
-def _header_bytes(path: Path) -> int:
-    """Bytes of a safetensors file before its tensors: a length of 8 bytes and so much JSON."""
-    with path.open("rb") as file:
-        return 8 + int.from_bytes(file.read(8), "little")
 
 
 def _weight_blocks(size: int, *, header: int) -> Iterator[tuple[int, int]]:
