@@ -1,4 +1,4 @@
-"""A corpus: documents in a JSONL file, and what its content is known by."""
+"""A corpus: documents in a JSONL file, and the digests that identify its content."""
 
 from __future__ import annotations
 
@@ -64,24 +64,18 @@ def read_corpus(path: Path, known: Known | None = None) -> Iterator[Document]:
     for fields, place in read_objects(path, skip_bytes=known.num_bytes, skip_lines=known.num_lines):
         document = parse_document(fields, place)
         key = id_hash(document.id)
-        if key in seen:
-            _refuse_second(path, document.id, place)
+        for other, first in read_objects(path) if key in seen else ():
+            if first == place:  # only the hashes are equal
+                break
+            if str(other["id"]) == document.id:
+                raise ValueError(
+                    f"{place}: the id {document.id!r} is that of line {first.rpartition(':')[2]} "
+                    "already; give every document an id of its own."
+                )
         seen.add(key)
         yield document
     if not seen:
         raise ValueError(f"the corpus {path} has no documents; expected one JSON object a line.")
-
-
-def _refuse_second(path: Path, document_id: str, place: str) -> None:
-    """Refuses a document with the id of an earlier one, unless only their hashes are equal."""
-    for fields, first in read_objects(path):
-        if first == place:
-            return
-        if str(fields["id"]) == document_id:
-            raise ValueError(
-                f"{place}: the id {document_id!r} is that of line {first.rpartition(':')[2]} "
-                "already; give every document an id of its own."
-            )
 
 
 def parse_document(fields: dict[str, Any], place: str) -> Document:
@@ -164,7 +158,7 @@ def line_check(line: bytes) -> int:
 
 
 def line_starts(path: Path) -> Sequence[int]:
-    """Where the lines of a file begin that are not blank, in bytes."""
+    """Offsets in bytes of the lines of a file that are not blank."""
     starts, begin = array("Q"), 0
     with open(path, "rb") as lines:
         for line in lines:
@@ -175,7 +169,7 @@ def line_starts(path: Path) -> Sequence[int]:
 
 
 def index_folder(corpus: str | Path, index: str | Path = "") -> Path:
-    """Where the indexes of a corpus live: `index`, by default a folder `index` beside it."""
+    """The folder of a corpus' indexes: `index`, by default a folder `index` beside it."""
     return Path(index) if index else Path(corpus).parent / "index"
 
 
@@ -192,7 +186,7 @@ def num_lines(path: Path) -> int:
 
 
 def longest_known(path: Path, parts: Mapping[str, int]) -> tuple[str, int]:
-    """Which of these parts a corpus begins with, the longest of them.
+    """Finds the longest of these parts that a corpus begins with.
 
     A part that ends within a line is none: that line is another one by now.
 
@@ -294,7 +288,11 @@ def corpus_digest(corpus: Path, index_dir: Path) -> str:
     """
     found, now_ns = corpus.stat(), time.time_ns()
     key = f"{corpus.name} {found.st_size} {found.st_mtime_ns}"
-    known = _read_digests(index_dir / _DIGESTS)
+    known: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        known = read_object(index_dir / _DIGESTS)
+    if not all(isinstance(digest, str) for digest in known.values()):
+        known = {}
     is_settled = now_ns - found.st_mtime_ns > _SETTLED_NS
     if is_settled and key in known:
         return known[key]
@@ -324,11 +322,3 @@ def file_digest(file: Path) -> str:
     """SHA-256 of a file's content."""
     with open(file, "rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
-
-
-def _read_digests(path: Path) -> dict[str, str]:
-    try:
-        known = read_object(path)
-    except (OSError, ValueError):
-        return {}
-    return known if all(isinstance(digest, str) for digest in known.values()) else {}

@@ -59,13 +59,11 @@ def tokenize(text: str) -> list[str]:
     words = _WORD.findall(unicodedata.normalize("NFKC", text).lower())
     if text.isascii():
         return words
-    return [token for word in words for token in _bigrams(word)]
-
-
-def _bigrams(word: str) -> list[str]:
-    if len(word) < 2 or not _CJK_RUN.fullmatch(word):
-        return [word]
-    return [word[i : i + 2] for i in range(len(word) - 1)]
+    tokens: list[str] = []
+    for word in words:
+        is_run = len(word) > 1 and _CJK_RUN.fullmatch(word)
+        tokens += [word[i : i + 2] for i in range(len(word) - 1)] if is_run else [word]
+    return tokens
 
 
 # Float32 sums of term scores depend on their order, so that equal documents may differ by this
@@ -120,12 +118,21 @@ class LocalSearch(DocumentSearch):
             NotADirectoryError: `index` is a file.
             ValueError: the corpus is malformed or empty, its index damaged, or `topk` is below 1.
         """
-        index_dir = index_folder(corpus, index)
+        corpus, index_dir = Path(corpus), index_folder(corpus, index)
         if topk < 1:
             raise ValueError(f"topk is {topk}; a search must show at least 1 document.")
         self.topk = topk
-        self.documents = CorpusDocuments(Path(corpus))
-        folder, digest = _built_index(Path(corpus), index_dir, progress)
+        self.documents = CorpusDocuments(corpus)
+        check_corpus(corpus, index_dir, section="search.local")
+        digest = corpus_digest(corpus, index_dir)
+        folder = index_dir / hashlib.sha256(f"{digest} {_format()}".encode()).hexdigest()[:32]
+        make_once(
+            folder,
+            lambda: _build_index(corpus, digest, folder, progress),
+            lock=index_dir / "lock",
+            corpus=corpus,
+            section="search.local",
+        )
         with _damage_told(folder, ValueError):
             _check_files(folder, digest)
             opened = _open(folder)
@@ -141,37 +148,32 @@ class LocalSearch(DocumentSearch):
         return side_by_side(best, queries, max_threads=_NUM_THREADS)
 
     def _best(self, query: str, topk: int) -> list[Hit]:
+        words = list(dict.fromkeys(tokenize(query)))[:MAX_QUERY_WORDS]
+        if not words:
+            return []
+        terms = [
+            tantivy.Query.term_query(self._schema, "tokens", word, index_option="freq")
+            for word in words
+        ]
         found: list[Hit] = []
         with _damage_told(self._folder, _DAMAGED):  # since it was opened
-            for score, addresses in self._ties(tokenize(query), topk):
-                documents = sorted(self._document(address) for address in addresses)
+            any_word = tantivy.Query.boolean_query([(tantivy.Occur.Should, t) for t in terms])
+            # Ties are broken by id, which tantivy does not know: a group of equally good documents
+            # is read to its end, and more are asked for until the last one needed is complete.
+            limit = topk + 1
+            while True:
+                hits = self._searcher.search(any_word, limit, count=False).hits
+                groups = _group_ties(hits)
+                if len(hits) < limit or sum(len(group) for _, group in groups[:-1]) >= topk:
+                    break
+                limit *= 4
+            for score, addresses in groups:
+                records = [self._searcher.doc(address).get_first("record") for address in addresses]
+                documents = sorted(Document(*json.loads(record)) for record in records)
                 found += [Hit(document, score) for document in documents]
                 if len(found) >= topk:
                     break
         return found[:topk]
-
-    def _ties(self, tokens: list[str], topk: int) -> list[tuple[float, list[Any]]]:
-        """Groups of equally good documents, best group first, complete as far as `topk` reaches."""
-        words = list(dict.fromkeys(tokens))[:MAX_QUERY_WORDS]
-        if not words:
-            return []
-        any_token = tantivy.Query.boolean_query(
-            [(tantivy.Occur.Should, self._term(token)) for token in words]
-        )
-        limit = topk + 1
-        while True:
-            hits = self._searcher.search(any_token, limit, count=False).hits
-            groups = _group_ties(hits)
-            if len(hits) < limit or sum(len(group) for _, group in groups[:-1]) >= topk:
-                return groups
-            limit *= 4
-
-    def _term(self, token: str) -> Any:
-        return tantivy.Query.term_query(self._schema, "tokens", token, index_option="freq")
-
-    def _document(self, address: Any) -> Document:
-        record: Any = self._searcher.doc(address).get_first("record")
-        return Document(*json.loads(record))
 
 
 # Another search would fail alike.
@@ -259,21 +261,6 @@ def _group_ties(hits: Sequence[tuple[float, Any]]) -> list[tuple[float, list[Any
     return groups
 
 
-def _built_index(corpus: Path, index_dir: Path, progress: Progress) -> tuple[Path, str]:
-    """The folder that holds the index of `corpus`, built if it was missing, and its SHA-256."""
-    check_corpus(corpus, index_dir, section="search.local")
-    digest = corpus_digest(corpus, index_dir)
-    folder = index_dir / hashlib.sha256(f"{digest} {_format()}".encode()).hexdigest()[:32]
-    make_once(
-        folder,
-        lambda: _build_index(corpus, digest, folder, progress),
-        lock=index_dir / "lock",
-        corpus=corpus,
-        section="search.local",
-    )
-    return folder, digest
-
-
 def _format() -> str:
     """Our tokens and tantivy's files: an index of another format is another one."""
     return f"{_INDEX_VERSION} {version('tantivy')}"
@@ -286,8 +273,17 @@ def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) ->
     building.mkdir()
     try:
         old, known = _known_part(corpus, folder.parent)
-        if old is not None:
-            _copy_index(old, building)
+        for part in old.iterdir() if old is not None else ():
+            if part.suffix == ".lock" or part.name in (_READ, _IDS):
+                continue
+            # Files that never change are shared, where they are ours and the system has links.
+            is_fixed = part.suffix not in ("", ".json") and part.stat().st_uid == os.geteuid()
+            try:
+                if not is_fixed:
+                    raise OSError
+                os.link(part, building / part.name)
+            except OSError:
+                shutil.copyfile(part, building / part.name)
         ids = _write_index(corpus, building, known, progress)
         (building / _IDS).write_bytes(ids.tobytes())
         read: dict[str, Any] = {"sha256": digest, "num_bytes": corpus.stat().st_size}
@@ -341,20 +337,6 @@ def _known_part(corpus: Path, index_dir: Path) -> tuple[Path | None, Known]:
     if num_documents != len(ids):
         return None, Known()
     return folders[digest], Known(num_bytes=sizes[digest], num_lines=num_lines, ids=ids)
-
-
-def _copy_index(old: Path, folder: Path) -> None:
-    """Tantivy's files of an index; those that never change are shared where they can be."""
-    for part in old.iterdir():
-        if part.suffix == ".lock" or part.name in (_READ, _IDS):
-            continue
-        is_fixed = part.suffix not in ("", ".json") and part.stat().st_uid == os.geteuid()
-        try:
-            if not is_fixed:
-                raise OSError
-            os.link(part, folder / part.name)
-        except OSError:  # also of a file system without links
-            shutil.copyfile(part, folder / part.name)
 
 
 def _write_index(corpus: Path, folder: Path, known: Known, progress: Progress) -> array[int]:

@@ -38,7 +38,7 @@ class RateLimit:
 
 
 class Breaker:
-    """Whether a service is up, by how its last calls ended.
+    """A circuit breaker: it judges by its last calls if a service is up.
 
     Closed, it lets all calls through. Failures in a row open it: nobody asks while the service
     rests. Then one call tries (half open): an answer closes it, a failure opens it again.
@@ -61,7 +61,7 @@ class Breaker:
         """When it last answered."""
 
     def may_try(self, now: float) -> bool:
-        """Whether a call may be made now; of a half-open breaker, the call is then under way."""
+        """Return True if a call may be made now; of a half-open breaker, it is then under way."""
         if self._is_open:
             if self._is_tried or now < self._rests_until:
                 return False
@@ -109,5 +109,5 @@ class Breaker:
 
     @property
     def refuses_all(self) -> bool:
-        """Whether so many queries in a row failed that would fail alike if they were made again."""
+        """True if so many queries in a row failed that would fail alike if made again."""
         return self._num_permanent >= max(self._max_failures, 1)

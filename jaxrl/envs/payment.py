@@ -1,4 +1,4 @@
-"""What a run pays: the environment's parts of the reward and further ones, weighed and added up."""
+"""The pay of a run: parts of the reward, the environment's and further ones, weighed and added up."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Found = Measured | BaseException
 
 
 class EventLoop:
-    """Where coroutines run, in a thread of its own that no exit of the interpreter waits for.
+    """Runs coroutines in a thread of its own that no exit of the interpreter waits for.
 
     It is one for the whole run, as clients that code of the user's has opened belong to theirs.
     """
@@ -57,7 +57,7 @@ class _Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Payment:
-    """What a run pays: parts by their weights.
+    """Computes rewards: parts by their weights.
 
     Attributes:
         weights: of the environment's parts and of those below, summed in this order; a part
@@ -113,7 +113,7 @@ class Payment:
     def _measure(
         self, groups: Sequence[Sequence[Finished]]
     ) -> dict[tuple[int, int], dict[str, Found]]:
-        """What the parts found, by group and member."""
+        """Measures all parts, by group and member."""
         found: dict[tuple[int, int], dict[str, Found]] = {
             (g, i): {} for g, group in enumerate(groups) for i in range(len(group))
         }
@@ -125,11 +125,14 @@ class Payment:
             for call in part.calls(group)
         ]
         answers = self._ask(asked)
+        # Where a call about several episodes has failed, each is asked about by itself.
         again = [
-            call
+            replace(one, call=replace(call, members=(member,)))
             for one, answer in zip(asked, answers, strict=True)
             if isinstance(answer, BaseException) and not isinstance(answer, LateError)
-            for call in self._each_alone(one, groups[one.group])
+            if len(one.call.members) > 1
+            for member in one.call.members
+            for call in self.own_parts[one.part].calls([groups[one.group][member]])
         ]
         for one, answer in zip([*asked, *again], [*answers, *self._ask(again)], strict=True):
             groups[one.group][one.call.members[0]].records.extend(one.call.records())
@@ -138,19 +141,8 @@ class Payment:
                 found[one.group, member][one.part] = one_answer
         return found
 
-    def _each_alone(self, asked: _Asked, group: Sequence[Finished]) -> list[_Asked]:
-        """The same about each member by itself, where a call about several has failed."""
-        part = self.own_parts[asked.part]
-        if len(asked.call.members) == 1:
-            return []
-        return [
-            replace(asked, call=replace(call, members=(member,)))
-            for member in asked.call.members
-            for call in part.calls([group[member]])
-        ]
-
     def _ask(self, asked: Sequence[_Asked]) -> list[list[Measured] | BaseException]:
-        """What each call gave, or what it failed with."""
+        """Makes the calls; gives the result of each, or its exception."""
         later = [self.own_parts[one.part].is_async for one in asked]
         plain = [one.call.make for one, is_async in zip(asked, later, strict=True) if not is_async]
         if self.deadline_s:
@@ -188,7 +180,15 @@ class Payment:
         try:
             parts, turn_parts = self._parts(one, found)
             paid = self._weights_of(parts)
-            total = _total({name: (weight, parts[name]) for name, weight in paid.items()})
+            amounts = {name: weight * parts[name] for name, weight in paid.items()}
+            total = sum(amounts.values())
+            if not abs(total) <= LARGEST_REWARD:  # in float32, in which advantages are computed
+                name = max(amounts, key=lambda name: abs(amounts[name]))
+                raise ValueError(
+                    f"the reward part {name!r} gave {parts[name]:g}, which its weight "
+                    f"{paid[name]:g} in config.reward.weights makes {amounts[name]:g}; expected "
+                    f"a sum of at most {LARGEST_REWARD:.2g}"
+                )
         except BaseException as error:
             note = f"of the task {one.episode.task.id!r}"
             if note not in getattr(error, "__notes__", ()):  # an error may be several episodes'
@@ -234,9 +234,18 @@ class Payment:
         """All parts, and those by turns.
 
         Raises:
-            Exception: what one of them failed with.
+            Exception: what one of them failed with; of a part by turns that it has not a finite
+                number for each turn.
         """
-        turn_parts = _checked_turns(one)
+        num_turns = len(one.episode.turns)
+        turn_parts: dict[str, Sequence[float]] = {}
+        for name, amounts in one.reward.turn_parts.items():
+            turn_parts[name] = tuple(number(name, amount) for amount in amounts)
+            if len(turn_parts[name]) != num_turns:
+                raise ValueError(
+                    f"the reward's turn_parts have {len(turn_parts[name])} amounts of {name!r} for "
+                    f"{num_turns} turns; expected one for each"
+                )
         parts = {**one.reward.parts, **{n: math.fsum(x) for n, x in turn_parts.items()}}
         for name, measured in found.items():
             if isinstance(measured, BaseException):
@@ -247,28 +256,6 @@ class Payment:
             if measured.turns is not None:
                 turn_parts[name] = measured.turns
         return parts, turn_parts
-
-
-def _total(paid: Mapping[str, tuple[float, float]]) -> float:
-    """The sum of parts by their weights.
-
-    Args:
-        paid: weight and value of each part.
-
-    Raises:
-        ValueError: float32, in which advantages are computed, cannot hold it.
-    """
-    amounts = {name: weight * value for name, (weight, value) in paid.items()}
-    total = sum(amounts.values())
-    if not abs(total) <= LARGEST_REWARD:
-        name = max(amounts, key=lambda name: abs(amounts[name]))
-        weight, value = paid[name]
-        raise ValueError(
-            f"the reward part {name!r} gave {value:g}, which its weight {weight:g} in "
-            f"config.reward.weights makes {amounts[name]:g}; expected a sum of at most "
-            f"{LARGEST_REWARD:.2g}"
-        )
-    return total
 
 
 def _called(make: Callable[[], Any]) -> Future[Any]:
@@ -284,25 +271,7 @@ def _called(make: Callable[[], Any]) -> Future[Any]:
 
 
 async def _awaited(call: Call) -> Any:
-    return await call.make()
-
-
-def _checked_turns(one: Finished) -> dict[str, Sequence[float]]:
-    """The environment's parts by turns.
-
-    Raises:
-        ValueError: one has not a finite number for each turn.
-    """
-    num_turns = len(one.episode.turns)
-    checked: dict[str, Sequence[float]] = {}
-    for name, amounts in one.reward.turn_parts.items():
-        checked[name] = tuple(number(name, amount) for amount in amounts)
-        if len(checked[name]) != num_turns:
-            raise ValueError(
-                f"the reward's turn_parts have {len(checked[name])} amounts of {name!r} for "
-                f"{num_turns} turns; expected one for each"
-            )
-    return checked
+    return await call.make()  # made in the loop's thread, as clients it opens belong to that
 
 
 JUDGE = ("jaxrl.extras.endpoints.judges:Judge", "jaxrl.extras.endpoints.judges:JudgeSettings")

@@ -1,4 +1,4 @@
-r"""What a searching model writes: how it is parsed, defused and rendered.
+r"""Grammars of a searching model's turns: how they are parsed, defused and rendered.
 
 Three grammars, as data. In two of them the model thinks in `<think>..</think>`, asks in
 `<search>..</search>`, calls other tools by tags of their names, and closes with
@@ -56,7 +56,7 @@ class Unreadable:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a turn asks for; nothing at all where it closes a call that it never opened."""
+    """The calls of a turn; none where it closes one that it never opened."""
 
     calls: tuple[Asked | Unreadable, ...] = ()
     is_answer: bool = False  # it ends the episode
@@ -121,7 +121,7 @@ class Protocol:
         )
 
     def render_results(self, results: Sequence[str]) -> Observation | ToolResults:
-        """What a turn's calls are answered with, in their order; tags hold the result of one."""
+        """The answer to a turn's calls, in their order; tags hold the result of one."""
         images = tuple(map(images_behind, results))
         if self.in_template:
             shown = images if any(images) else ()
@@ -130,7 +130,7 @@ class Protocol:
 
 
 def read_tags(turn: str, tools: Sequence[str]) -> Reading:
-    """What a turn asks for that ends with a closing tag; any other end is malformed."""
+    """Reads the call of a turn that ends with a closing tag; any other end is malformed."""
     if turn.endswith("</answer>"):
         return Reading(is_answer=True)
     tool = next((name for name in tools if turn.endswith(f"</{name}>")), None)
@@ -141,7 +141,7 @@ def read_tags(turn: str, tools: Sequence[str]) -> Reading:
 
 
 def read_tool_calls(turn: str, tools: Sequence[str] = ()) -> Reading:
-    """What a turn asks for in Qwen's tool calls; thoughts call nothing.
+    """Reads a turn's calls in Qwen's format; thoughts call nothing.
 
     Each `<tool_call>` holds a JSON object with a name and an object of arguments. What is no such
     thing is an unreadable call, as is one that is never closed. Without any, the turn is the last
@@ -172,14 +172,11 @@ def read_call(text: str) -> Asked | Unreadable:
         return Unreadable(reason="the call is nested too deeply")
     except ValueError as error:  # of numbers with thousands of digits too
         return Unreadable(reason=f"the call is not valid JSON: {error}")
-    if not (isinstance(call, dict) and isinstance(call.get("name"), str)):
-        return Unreadable(reason=_EXPECTED)
-    if not isinstance(call.get("arguments"), dict):
-        return Unreadable(reason=_EXPECTED)
-    return Asked(tool=call["name"], arguments=call["arguments"])
-
-
-_EXPECTED = 'the call is no JSON object as {"name": "...", "arguments": {...}}'
+    match call:
+        case {"name": str() as name, "arguments": dict() as arguments}:
+            return Asked(tool=name, arguments=arguments)
+    reason = 'the call is no JSON object as {"name": "...", "arguments": {...}}'
+    return Unreadable(reason=reason)
 
 
 def _refuse_constant(name: str) -> Any:
@@ -187,12 +184,12 @@ def _refuse_constant(name: str) -> Any:
 
 
 def said(text: str) -> str:
-    """What a text says after its thoughts; what follows a `<think>` never closed is thought too."""
+    """A text without its thoughts; what follows a `<think>` never closed is thought too."""
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
 
 def qwen_format(text: str) -> bool:
-    """Whether a response keeps to Qwen's tool calls.
+    """Return True if a response keeps to Qwen's tool calls.
 
     Apart from closed think blocks, which may stand anywhere and are ignored with all they hold,
     the tags must read: any number of rounds of calls, each closed, with as many closed results as
@@ -222,7 +219,7 @@ _LETTERS = {
 
 
 def last_query(turn: str, tag: str = "search") -> str | None:
-    """What a turn that ends with the closing tag asks for, dedented and stripped; may be blank.
+    """The query of a turn that ends with the closing tag, dedented and stripped; may be blank.
 
     The query is the text after the last opening tag. None when the turn ends otherwise or opens
     nothing.
@@ -251,11 +248,6 @@ def _best_answer_reward(response: str, answers: Sequence[str], **amounts: float)
     return max(answer_reward(answer, truth, **amounts) for truth in answers)
 
 
-def _has_right_answer(response: str, answers: Sequence[str]) -> bool:
-    answer = last_answer(response)
-    return not is_abstention(response) and any(is_right_answer(answer, t) for t in answers)
-
-
 def search_r1(
     tools: Sequence[str] = (),
     *,
@@ -276,6 +268,11 @@ def search_r1(
         not_found: for the answer "no relevant content found".
     """
     tools = ("search", *tools)
+
+    def is_correct(response: str, answers: Sequence[str]) -> bool:
+        answer = last_answer(response)
+        return not is_abstention(response) and any(is_right_answer(answer, t) for t in answers)
+
     return Protocol(
         name="search_r1",
         tags=("think", *tools, "information", "answer"),
@@ -296,12 +293,8 @@ def search_r1(
             exact_match_bonus=exact_match_bonus,
             not_found=not_found,
         ),
-        is_correct=_has_right_answer,
+        is_correct=is_correct,
     )
-
-
-def _boxed_or_blank(response: str) -> str:
-    return boxed_answer(response) or ""
 
 
 def bapo(tools: Sequence[str] = ()) -> Protocol:
@@ -324,7 +317,7 @@ def bapo(tools: Sequence[str] = ()) -> Protocol:
         stop_strings=("</search>", "</answer>"),
         result_prefix=" <result>\n",
         result_suffix="\n</result>",
-        final_answer=_boxed_or_blank,
+        final_answer=lambda response: boxed_answer(response) or "",
         is_well_formed=is_well_formed,
         format_reward=lambda response: 0.0 if is_well_formed(response) else -1.0,
         reward_parts=("format", "exact_match", "f1", "bapo"),

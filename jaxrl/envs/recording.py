@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from jaxrl.envs.json_text import parse_json, read_object
 
 
 class Recording:
-    """What an engine with certain settings found for each query, in files that only grow.
+    """Results of an engine with certain settings, by query, in files that only grow.
 
     ```text
     <folder>/<hash of engine and settings>/
@@ -53,12 +53,15 @@ class Recording:
         self._lock = threading.Lock()
         others = sorted(self.folder.glob("process_*.jsonl")) if self.folder.is_dir() else []
         for path in [self._own, *(path for path in others if path != self._own)]:
-            num_bad = 0
-            for key, start, size in _lines_of(path):
-                if key is None:
-                    num_bad += 1
-                else:
-                    self._places.setdefault(key, (path, start, size))
+            num_bad = start = 0
+            if path.exists():
+                with path.open("rb") as file:
+                    for data in file:
+                        if (found := _read_line(data)) is not None:
+                            self._places.setdefault(found[0], (path, start, len(data)))
+                        elif data.strip():
+                            num_bad += 1
+                        start += len(data)
             if num_bad:
                 lines, them = ("1 line", "it") if num_bad == 1 else (f"{num_bad} lines", "them")
                 verb = ("is", "It is") if num_bad == 1 else ("are", "They are")
@@ -101,13 +104,25 @@ class Recording:
         key = self._key(query)
         digest = _digest(f"{key}\n{result}")
         line = {"key": key, "query": query, "result": result, "digest": digest}
+        try:
+            data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
+        except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 does not have
+            data = json.dumps(line).encode() + b"\n"
         with self._lock:
             if key in self._places:
                 return
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._own.exists():
                 (self.folder / "engine.json").write_text(self._engine + "\n", encoding="utf-8")
-            self._places[key] = (self._own, *_append(self._own, line))
+            # In one write, behind the end of a line that a kill has cut.
+            with self._own.open("a+b", buffering=0) as file:
+                if file.seek(0, os.SEEK_END):
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":
+                        file.write(b"\n")
+                if file.write(data) != len(data):
+                    raise OSError(f"{self._own}: a result could not be written whole")
+                self._places[key] = (self._own, file.tell() - len(data), len(data))
 
     def _key(self, query: str) -> str:
         return _digest(f"{self._engine}\n{query}")
@@ -126,19 +141,6 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _lines_of(path: Path) -> Iterator[tuple[str | None, int, int]]:
-    """Key, first byte and number of bytes of each line; no key where it is no result."""
-    if not path.exists():
-        return
-    start = 0
-    with path.open("rb") as file:
-        for data in file:
-            if data.strip():
-                found = _read_line(data)
-                yield found and found[0], start, len(data)
-            start += len(data)
-
-
 _NAMES = {"key", "query", "result"}
 
 
@@ -151,19 +153,3 @@ def _read_line(data: bytes) -> tuple[str, str] | None:
                 if is_whole or {"key", "result", *rest} == _NAMES:  # of before there were digests
                     return key, result
     return None
-
-
-def _append(path: Path, line: Mapping[str, str]) -> tuple[int, int]:
-    """Adds a line in one write, behind the end of one that was cut; its first byte, and bytes."""
-    try:
-        data = json.dumps(line, ensure_ascii=False).encode() + b"\n"
-    except UnicodeEncodeError:  # half of a surrogate pair, which UTF-8 does not have
-        data = json.dumps(line).encode() + b"\n"
-    with path.open("a+b", buffering=0) as file:
-        if file.seek(0, os.SEEK_END):
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":
-                file.write(b"\n")
-        if file.write(data) != len(data):
-            raise OSError(f"{path}: a result could not be written whole")
-        return file.tell() - len(data), len(data)

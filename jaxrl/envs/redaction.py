@@ -288,8 +288,13 @@ def _places(text: str) -> list[tuple[int, int]]:
     needles = list(_needles.items())
     found = [place for key, _ in needles for place in _occurrences(key.encode(), data)]
     plain, steps = _unescaped(data)
-    codings = [one for _, codings in needles for one in codings]
-    matches = [(place, coded) for one, coded in codings for place in _matches(one, plain)]
+    matches: list[tuple[tuple[int, int], bool]] = []
+    for needle, is_base64 in (one for _, codings in needles for one in codings):
+        for start, end in _occurrences(needle[:_MAX_SPELLED], plain):
+            # As much of a long key's rest as is there is left out too.
+            more = zip(needle[_MAX_SPELLED:], plain[end : end + len(needle)], strict=False)
+            end += sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], more))
+            matches.append(((start, end), is_base64))
     spans = [place for place, _ in matches]
     for pattern, before in reversed(steps) if spans else ():
         spans = _origins(pattern, before, spans)
@@ -320,14 +325,6 @@ def _occurrences(needle: bytes, data: bytes) -> Iterator[tuple[int, int]]:
         at += len(needle)
 
 
-def _matches(needle: bytes, data: bytes) -> Iterator[tuple[int, int]]:
-    """Where a coding of a key begins and ends in an unescaped text."""
-    for start, end in _occurrences(needle[:_MAX_SPELLED], data):
-        more = zip(needle[_MAX_SPELLED:], data[end : end + len(needle)], strict=False)
-        end += sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], more))
-        yield start, end
-
-
 def _unescaped(data: bytes) -> tuple[bytes, list[tuple[re.Pattern[bytes], bytes]]]:
     """A text without escapes, spaces, backslashes and capitals; and what was done to get there.
 
@@ -346,7 +343,7 @@ def _unescaped(data: bytes) -> tuple[bytes, list[tuple[re.Pattern[bytes], bytes]
 
 
 def _meaning(match: re.Match[bytes]) -> bytes:
-    """The bytes for which a piece of a text stands that is replaced."""
+    """Decodes a piece of a text that is replaced; b"" where it stands for no byte."""
     group = match.lastindex
     if group is None:
         return match[0][:1] if match.re is _ESCAPE else b""
@@ -392,22 +389,16 @@ def _codings(secret: str) -> list[tuple[bytes, bool]]:
     """A key as it stands in an unescaped text: plain, then in hex, or once or twice in base64."""
     data = secret.encode()
     once = _base64(data)
+    # In hex bytes may have anything between them but spaces, which are gone; or be in decimal.
+    in_hex = [data.hex(), *(data.hex(between) for between in ":-,")]
+    in_hex += [data.hex(",").replace(",", ",0x"), ",".join(map(str, data))]
+    numbers = [one.encode() for one in in_hex]
     coded = {
-        **dict.fromkeys([data, data.replace(b" ", b"+"), *_hex(data)], False),  # + as in forms
+        **dict.fromkeys([data, data.replace(b" ", b"+"), *numbers], False),  # + as in forms
         **dict.fromkeys([*once, *(twice for one in once for twice in _base64(one))], True),
     }
     found = {_unescaped(one)[0]: is_base64 for one, is_base64 in coded.items()}
     return [(one, is_base64) for one, is_base64 in found.items() if len(one) >= _MIN_FOUND]
-
-
-def _hex(data: bytes) -> list[bytes]:
-    """Bytes in hex with what may stand between them but spaces, and in decimal."""
-    joined = [
-        data.hex(),
-        *(data.hex(between) for between in ":-,"),
-        data.hex(",").replace(",", ",0x"),
-    ]
-    return [one.encode() for one in [*joined, ",".join(map(str, data))]]
 
 
 def _base64(data: bytes) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What stands around any search engine, so that neither its failures nor its limits reach a reward.
+"""A guard around any search engine: neither its failures nor its limits reach a reward.
 
 A query passes, in this order:
 
@@ -200,14 +200,16 @@ class ResilientSearch(SearchEngine):
         return [answer.found for answer in self.answer_all(queries)]
 
     def answer_all(self, calls: Sequence[str], /) -> list[Answer]:
-        """What is found for each query, or why nothing is, and what that took."""
+        """Answers each query, with the text found or the reason for none, and what that took."""
         started = time.monotonic()
         cached: dict[str, str] = {}
         misses: dict[str, _Miss] = {}
         shared: dict[str, _Miss] = {}
         with self._lock:
             for query in dict.fromkeys(calls):
-                if (text := self._fresh(query, started)) is not None:
+                text, kept, _ = self._cache.get(query, (None, started, 0))
+                ttl_s = self._policy.cache_ttl_s
+                if text is not None and not (ttl_s and started - kept > ttl_s):
                     cached[query] = text
                 elif query in self._in_flight:
                     shared[query] = self._in_flight[query]
@@ -215,7 +217,15 @@ class ResilientSearch(SearchEngine):
                     miss = _Miss(query=query, started=started, since=started)
                     self._in_flight[query] = misses[query] = miss
         try:
-            self._ask([miss for miss in misses.values() if not self._is_recalled(miss)])
+            unknown = [miss for miss in misses.values() if not self._is_recalled(miss)]
+            # One by one, or in batches as large as the rate limit lets start at once.
+            size = max(len(unknown) if self._takes_batches else 1, 1)
+            size = min(size, self._limit.burst) if self._limit else size
+            pieces = [unknown[start : start + size] for start in range(0, len(unknown), size)]
+            if len(pieces) == 1:
+                self._play(pieces[0])
+            elif pieces:
+                side_by_side(self._play, pieces, max_threads=self._max_running)
         finally:  # others may wait for them
             for miss in misses.values():
                 self._settle(miss, miss.error)
@@ -241,14 +251,8 @@ class ResilientSearch(SearchEngine):
         took = {"source": source, "waited_s": waited_s, "attempts": attempts}
         return Answer.of(self, query, found, **took)
 
-    def _fresh(self, query: str, now: float) -> str | None:
-        """What the cache holds, unless that is too old."""
-        text, kept, _ = self._cache.get(query, (None, now, 0))
-        ttl_s = self._policy.cache_ttl_s
-        return None if ttl_s and now - kept > ttl_s else text
-
     def _settle(self, miss: _Miss, found: str | ToolError, source: str = "tool") -> None:
-        """What a query got, once; only a result is kept."""
+        """Gives a query its answer, once; only a result is kept."""
         with self._lock:
             if miss.settled.done():
                 return
@@ -261,7 +265,7 @@ class ResilientSearch(SearchEngine):
             miss.settled.set_result(answer)
 
     def _is_recalled(self, miss: _Miss) -> bool:
-        """Whether a query has its answer from the recording, or can have none."""
+        """Settles a query from the recording, or because it is replayed and has none there."""
         if self._recording is None:
             return False
         found: str | ToolError | None = self._recording.get(miss.query)
@@ -277,18 +281,6 @@ class ResilientSearch(SearchEngine):
             self._settle(miss, found, "replay")
         return found is not None
 
-    def _ask(self, misses: list[_Miss]) -> None:
-        """Asks the engine until each query has its answer, or none is waited for any more."""
-        if not misses:
-            return
-        size = len(misses) if self._takes_batches else 1
-        size = min(size, self._limit.burst) if self._limit else size
-        pieces = [misses[start : start + size] for start in range(0, len(misses), size)]
-        if len(pieces) == 1:
-            self._play(pieces[0])
-        else:
-            side_by_side(self._play, pieces, max_threads=self._max_running)
-
     def _play(self, misses: list[_Miss]) -> None:
         """Asks for some queries at once, and again for those that failed.
 
@@ -298,30 +290,42 @@ class ResilientSearch(SearchEngine):
             found = self._attempt([miss.query for miss in misses], misses)
             if found is None:
                 for miss in misses:
-                    self._settle(miss, self._outage(miss, self._why_given_up(miss)))
+                    with self._turn:
+                        down_s = self._breaker.down_s(time.monotonic())
+                    why = (
+                        f"{self.what} has answered nobody for {down_s:.1f} s "
+                        f"({self.section}.outage_deadline_s); the last error: {miss.error}"
+                    )
+                    self._settle(miss, self._outage(miss, why))
                 return
             misses = [m for m, one in zip(misses, found, strict=True) if self._goes_on(m, one)]
             if not misses:
                 return
+            # Longer from try to try, but not beyond an outage's end.
             most = max(miss.attempts for miss in misses)
-            self._rest(most)
+            doublings = min(most - 1, self._policy.retries, 10)
+            wait_s = min(self._policy.backoff_s * 2**doublings, MAX_BACKOFF_S)
+            wait_s *= random.uniform(0.75, 1.25)  # so that not all who failed come back together
+            with self._turn:
+                patience_s = self._breaker.patience_s(time.monotonic())
+            time.sleep(max(min(wait_s, patience_s), 0.0))
             if len(misses) > 1 and most >= self._policy.retries:
                 side_by_side(lambda m: self._play([m]), misses, max_threads=self._max_running)
                 return
 
-    def _rest(self, num_tries: int) -> None:
-        """Waits between two tries, longer from try to try, but not beyond an outage's end."""
-        doublings = min(num_tries - 1, self._policy.retries, 10)
-        wait_s = min(self._policy.backoff_s * 2**doublings, MAX_BACKOFF_S)
-        wait_s *= random.uniform(0.75, 1.25)  # so that not all who failed come back together
-        with self._turn:
-            patience_s = self._breaker.patience_s(time.monotonic())
-        time.sleep(max(min(wait_s, patience_s), 0.0))
-
     def _goes_on(self, miss: _Miss, found: str | ToolError) -> bool:
-        """Whether a query is to be asked again, given what it got; else it is settled."""
+        """Settles a query with its result, or returns True if it is to be asked again."""
         if isinstance(found, str):
-            self._settle(miss, self._recorded(miss, found))
+            kept: str | ToolError = found
+            if self._recording is not None:
+                try:
+                    self._recording.add(miss.query, found)
+                except OSError as error:
+                    text = f"an answer of {self.what} could not be recorded: {error}"
+                    kept = OutageError(text)
+                else:  # another call of it may have been first
+                    kept = self._recording.get(miss.query) or found
+            self._settle(miss, kept)
             return False
         with self._turn:
             answered_others = self._breaker.answered_at > miss.since
@@ -339,7 +343,7 @@ class ResilientSearch(SearchEngine):
         return not miss.settled.done()
 
     def _answers_another(self, miss: _Miss, *, is_forced: bool = False) -> bool:
-        """Whether the engine still answers what it has answered before; that is asked for `miss`.
+        """Asks for `miss` what the engine has answered before; returns True if it still does.
 
         An answer counts for the breaker, as any does; with `is_forced` the breaker is not asked.
         """
@@ -393,16 +397,17 @@ class ResilientSearch(SearchEngine):
         else:
             call = in_thread(lambda: run_together(self.engine, queries))
         if not wait_for([call], timeout=limit_s).done:
+
+            def came_late(_: Future[list[str | ToolError]]) -> None:
+                with self._turn:
+                    self._num_hanging -= 1
+
             with self._turn:
                 self._num_hanging += 1
-            call.add_done_callback(self._came_late)
+            call.add_done_callback(came_late)
             text = f"no answer within {limit_s:g} s ({self.section}.deadline_s)"
             return [ToolError(text)] * len(queries)
         return call.result()
-
-    def _came_late(self, _: Future[list[str | ToolError]]) -> None:
-        with self._turn:
-            self._num_hanging -= 1
 
     def _enter(self, *, is_new: bool, is_forced: bool) -> bool:
         """Waits for a turn to call the engine; False where the engine is given up instead.
@@ -439,49 +444,25 @@ class ResilientSearch(SearchEngine):
                     retry_after_s=max([bounded_wait_s(e.retry_after_s) for e in failed], default=0),
                     num_permanent=len(failed) if all(permanent) else 0,
                 )
-                self._tell_outage(now, failed)
+                if not self._is_told and self._breaker.down_s(now) > _TOLD_AFTER_S:
+                    self._is_told = True
+                    patience_s = max(self._breaker.patience_s(now), 0.0)
+                    self._log(
+                        f"warning: {self.what} answers nobody; it is asked again for "
+                        f"{patience_s:.0f} s ({self.section}.outage_deadline_s). The last error: "
+                        f"{failed[-1] if failed else 'none'}"
+                    )
             texts = [q for q, one in zip(queries, found, strict=False) if isinstance(one, str)]
             if texts:
-                self._tell_end(now)
+                if self._is_told:
+                    self._is_told = False
+                    self._log(f"{self.what} answers again, after {self._breaker.down_s(now):.1f} s")
                 self._breaker.answered(now)
                 self._answered_query = texts[-1]
             self._turn.notify_all()
 
-    def _tell_outage(self, now: float, failed: Sequence[ToolError]) -> None:
-        if not self._is_told and self._breaker.down_s(now) > _TOLD_AFTER_S:
-            self._is_told = True
-            patience_s = max(self._breaker.patience_s(now), 0.0)
-            self._log(
-                f"warning: {self.what} answers nobody; it is asked again for "
-                f"{patience_s:.0f} s ({self.section}.outage_deadline_s). The last error: "
-                f"{failed[-1] if failed else 'none'}"
-            )
-
-    def _tell_end(self, now: float) -> None:
-        if self._is_told:
-            self._is_told = False
-            self._log(f"{self.what} answers again, after {self._breaker.down_s(now):.1f} s")
-
-    def _recorded(self, miss: _Miss, text: str) -> str | ToolError:
-        """A result, once it is recorded where results are."""
-        if self._recording is None:
-            return text
-        try:
-            self._recording.add(miss.query, text)
-        except OSError as error:
-            return OutageError(f"an answer of {self.what} could not be recorded: {error}")
-        return self._recording.get(miss.query) or text  # another call of it may have been first
-
-    def _why_given_up(self, miss: _Miss) -> str:
-        with self._turn:
-            down_s = self._breaker.down_s(time.monotonic())
-        return (
-            f"{self.what} has answered nobody for {down_s:.1f} s "
-            f"({self.section}.outage_deadline_s); the last error: {miss.error}"
-        )
-
     def _outage(self, miss: _Miss, why: str, what_to_do: str = _WHAT_TO_DO) -> OutageError:
-        """How a query ends that the engine does not answer."""
+        """The error of a query that the engine does not answer; empty where a run goes on."""
         if self._policy.on_outage == "stop":
             return OutageError(f"{why}. {what_to_do}")
         with self._lock:

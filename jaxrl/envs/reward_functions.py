@@ -22,7 +22,7 @@ from jaxrl.envs.base import CallRecord, Episode, Finished, Message, Reward, Task
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What a part of the reward found in one episode.
+    """Result of a reward part for one episode.
 
     Attributes:
         score: the part's value; None where it does not apply, so that nothing is paid for it.
@@ -59,11 +59,11 @@ class RewardPart(Protocol):
 
     @property
     def is_async(self) -> bool:
-        """Whether calls give coroutines."""
+        """True if calls give coroutines."""
         ...
 
     def calls(self, group: Sequence[Finished]) -> list[Call]:
-        """What to call for the episodes of one task; each of them is in one call."""
+        """The calls for the episodes of one task; each of them is in one call."""
         ...
 
     def lacks(self, task: Task) -> list[str]:
@@ -107,48 +107,40 @@ class RewardFunction:
 
     @property
     def is_async(self) -> bool:
-        """Whether calls give coroutines."""
+        """True if calls give coroutines."""
         inner = getattr(self.function, "__call__", None)  # noqa: B004, of an object
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(inner)
 
     def calls(self, group: Sequence[Finished]) -> list[Call]:
         """One for each episode, or one for the group, as its kind has it."""
-        return [
-            Call(
-                members=members,
-                make=partial(self.function, **self._taken(offered), **self.settings),
-                read=partial(self._read, [group[i] for i in members]),
-            )
-            for members, offered in self.kind.arguments(group, self.answer_is_text)
-        ]
+        parameters = inspect.signature(self.function).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        calls = []
+        for members, offered in self.kind.arguments(group, self.answer_is_text):
+            taken = {
+                name: value
+                for name, value in offered.items()
+                if (takes_all or name in parameters) and name not in self.settings
+            }
+            make = partial(self.function, **taken, **self.settings)
+            read = partial(self._read, [group[i] for i in members])
+            calls.append(Call(members=members, make=make, read=read))
+        return calls
 
     def lacks(self, task: Task) -> list[str]:
         """Names of what it asks for and a task does not offer."""
         blank = Finished(episode=Episode(task=task), reward=Reward(parts={}, final_answer=""))
         [(_, offered)] = self.kind.arguments([blank], self.answer_is_text)
         known = {**offered, **self.settings}
-        return [name for name in _required(self.function) if name not in known]
-
-    def _taken(self, offered: Mapping[str, Any]) -> dict[str, Any]:
-        parameters = inspect.signature(self.function).parameters
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        return {
-            name: value
-            for name, value in offered.items()
-            if (takes_all or name in parameters) and name not in self.settings
-        }
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return [
+            p.name
+            for p in inspect.signature(self.function).parameters.values()
+            if p.kind in kinds and p.default is p.empty and p.name not in known
+        ]
 
     def _read(self, episodes: Sequence[Finished], found: Any) -> list[Measured]:
         return self.kind.read(self.name, found, episodes)
-
-
-def _required(function: Callable[..., Any]) -> list[str]:
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [
-        p.name
-        for p in inspect.signature(function).parameters.values()
-        if p.kind in kinds and p.default is p.empty
-    ]
 
 
 def kind_of(function: Callable[..., Any]) -> Kind | None:
@@ -161,7 +153,7 @@ def kind_of(function: Callable[..., Any]) -> Kind | None:
 
 
 def number(name: str, value: Any) -> float:
-    """What a part gave, where that is a finite number, or a scalar array that holds one.
+    """Reads a part's value: a finite number, or a scalar array that holds one.
 
     Raises:
         ValueError: it is something else.
@@ -229,7 +221,7 @@ def _read_turns(name: str, found: Any, episodes: Sequence[Finished]) -> list[Mea
 
 
 def ground_truth(task: Task, answer_is_text: bool) -> Any:
-    """What verl's functions compare with: the task's `reward_model.ground_truth`, or its answers.
+    """The truth for verl's functions: the task's `reward_model.ground_truth`, or its answers.
 
     Those are `{"target": [..]}`, as in verl's sets of questions, or the first of them as a text, as
     in its sets of mathematics.
@@ -263,19 +255,13 @@ def _read_verl(name: str, found: Any, _: Sequence[Finished]) -> list[Measured]:
             f"the reward part {name!r} gave a dict of {', '.join(map(repr, found)) or 'nothing'}; "
             "expected 'score' in it"
         )
-    others = {
-        str(key): number(f"{name}/{key}", value)
-        for key, value in found.items()
-        if key != "score" and _is_number(value)
-    }
+    others = {}
+    for key, value in found.items():
+        # Texts, lists and None among verl's further keys are for people, and not measured.
+        is_scalar = getattr(value, "shape", ()) == () and callable(getattr(value, "item", None))
+        if key != "score" and isinstance(value.item() if is_scalar else value, Real):
+            others[str(key)] = number(f"{name}/{key}", value)
     return [Measured(score=number(name, found["score"]), others=others)]
-
-
-def _is_number(value: Any) -> bool:
-    """Texts, lists and None among verl's further keys are for people, and not measured."""
-    shape = getattr(value, "shape", ())
-    plain = value.item() if shape == () and callable(getattr(value, "item", None)) else value
-    return isinstance(plain, Real)
 
 
 def _trl_arguments(group: Sequence[Finished], _: bool) -> Arguments:

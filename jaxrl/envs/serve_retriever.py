@@ -197,16 +197,13 @@ def search_together(
             return [list(itertools.islice(found, len(one))) for one in requests]
         except RefusedError:
             pass  # which of them failed, each says by itself
-    return [_search_alone(engine, one, topk) for one in requests]
-
-
-def _search_alone(
-    engine: DocumentSearch, queries: list[str], topk: int
-) -> list[list[Hit]] | RefusedError:
-    try:
-        return search(engine, queries, topk)
-    except RefusedError as error:
-        return error
+    answers: list[list[list[Hit]] | RefusedError] = []
+    for queries in requests:
+        try:
+            answers.append(search(engine, queries, topk))
+        except RefusedError as error:
+            answers.append(error)
+    return answers
 
 
 @dataclass(frozen=True)
@@ -248,7 +245,14 @@ class Together:
 
     async def _work(self) -> None:
         while self._waiting:
-            batch = self._next()
+            # The first that waits, and those directly behind it that want as many documents.
+            batch = [self._waiting.popleft()]
+            room = MAX_QUERIES - len(batch[0].queries)
+            while self._waiting and self._waiting[0].topk == batch[0].topk:
+                room -= len(self._waiting[0].queries)
+                if room < 0:
+                    break
+                batch.append(self._waiting.popleft())
             requests = [one.queries for one in batch]
             found = await asyncio.get_running_loop().run_in_executor(
                 self._threads, search_together, self._engine, requests, batch[0].topk
@@ -260,17 +264,6 @@ class Together:
                     one.answer.set_exception(result)
                 else:
                     one.answer.set_result(result)
-
-    def _next(self) -> list[Waiting]:
-        """The first that waits, and those directly behind it that want as many documents."""
-        batch = [self._waiting.popleft()]
-        room = MAX_QUERIES - len(batch[0].queries)
-        while self._waiting and self._waiting[0].topk == batch[0].topk:
-            room -= len(self._waiting[0].queries)
-            if room < 0:
-                break
-            batch.append(self._waiting.popleft())
-        return batch
 
 
 def make_app(
@@ -465,16 +458,6 @@ def in_arguments(text: str, engine: str) -> str:
     )
 
 
-def _listener(host: str, port: int) -> socket.socket:
-    try:
-        return socket.create_server((host, port), backlog=1024)
-    except (OSError, OverflowError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-        raise ValueError(
-            f"--host={host} --port={port}: {why}; name a port that is free, or 0 for any."
-        ) from error
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Makes the engine, with its index, then serves it."""
     arguments, settings = parse_arguments(argv)
@@ -482,8 +465,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         with shown_progress(Path(str(settings.get("corpus", "")))) as show:
             engine = make_engine(name, settings, progress=show)
-        listener = _listener(arguments.host, arguments.port)
-        host, port = listener.getsockname()[:2]
+        host, port = arguments.host, arguments.port
+        try:
+            listener = socket.create_server((host, port), backlog=1024)
+        except (OSError, OverflowError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise ValueError(
+                f"--host={host} --port={port}: {why}; name a port that is free, or 0 for any."
+            ) from error
+        host, port = listener.getsockname()[:2]  # the free one, where 0 was asked for
         paths = ", ".join(DIALECTS)
         line = f"serving {name} at http://{host}:{port} ({paths}, /health)"
         app = make_app(

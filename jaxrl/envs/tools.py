@@ -1,4 +1,4 @@
-"""What a model can call: a text in, a text out. Search engines are tools, and Python is one.
+"""Tools that a model can call: a text in, a text out. Search engines are tools, and Python is one.
 
 A tool knows neither the tags around its calls nor what an episode is paid.
 """
@@ -46,12 +46,12 @@ class Tool(abc.ABC):
 
     @property
     def takes_text(self) -> bool:
-        """Whether a text alone can be a call, as tags hold it."""
+        """True if a text alone can be a call, as tags hold it."""
         return True
 
     @property
     def description(self) -> str:
-        """What the model is told of it there: the first paragraph of its docstring."""
+        """The model's description of it there: the first paragraph of its docstring."""
         return (inspect.getdoc(type(self)) or "").partition("\n\n")[0]
 
     @property
@@ -70,8 +70,10 @@ class Tool(abc.ABC):
             return arguments
         check_names(arguments, [self.argument], [self.argument])
         text = arguments[self.argument]
-        if not isinstance(text, str):
-            raise CallError(f"argument '{self.argument}' is {_kind(text)}; expected a string")
+        if not isinstance(text, str):  # told in JSON's words, which are the model's
+            kinds = {bool: "a boolean", list: "an array", dict: "an object", type(None): "null"}
+            kind = kinds.get(type(text), "a number")
+            raise CallError(f"argument '{self.argument}' is {kind}; expected a string")
         return text
 
     @abc.abstractmethod
@@ -94,7 +96,7 @@ class Tool(abc.ABC):
         return side_by_side(functools.partial(run_one, self), calls, max_threads=self.max_threads)
 
     def answer_all(self, calls: Sequence[str], /) -> list[Answer]:
-        """What is answered to each call, or how the tool failed for it, whatever it raised.
+        """Answers each call, with the tool's failure where it raised anything.
 
         Calls that failed are made once more, each alone; side by side, or a dead server would cost
         one timeout a call. What would fail alike is left at that.
@@ -130,12 +132,6 @@ def check_names(arguments: Mapping[str, Any], known: Sequence[str], needed: Sequ
             raise CallError(f"argument '{name}' is missing; {takes}")
 
 
-def _kind(value: Any) -> str:
-    """What JSON calls the type of a value."""
-    kinds = {bool: "a boolean", str: "a string", list: "an array", dict: "an object"}
-    return kinds.get(type(value), "null" if value is None else "a number")
-
-
 def chat_schema(tool: Tool) -> dict[str, Any]:
     """A tool as chat templates describe functions."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
@@ -162,7 +158,7 @@ class JsonTool(Tool):
 
     @property
     def takes_text(self) -> bool:
-        """Whether one argument will do, and it is a text."""
+        """True if one argument will do, and it is a text."""
         return self._text_argument is not None
 
     @property
@@ -189,21 +185,21 @@ class JsonTool(Tool):
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a call got, and what that took."""
+    """The answer to a call, and what that took."""
 
     found: str | ToolError  # a text, maybe with images, or how the tool failed
     record: CallRecord
 
     @classmethod
     def of(cls, tool: Tool, call: str, found: str | ToolError, **took: Any) -> Answer:
-        """What a tool found for a call; `took` are further fields of the record."""
+        """Makes the answer of a tool to a call; `took` are further fields of the record."""
         error = str(found) or type(found).__name__ if isinstance(found, ToolError) else None
         name = None if tool.name == "search" else tool.name
         return cls(found=found, record=CallRecord(call=call, tool=name, error=error, **took))
 
 
 def run_together(tool: Tool, calls: Sequence[str]) -> list[str | ToolError]:
-    """What a tool answers to a batch, or how it failed for each call, whatever it raised."""
+    """Answers of a tool to a batch, or its failure for each call, whatever it raised."""
     try:
         found = [_text_or_error(tool, answer) for answer in tool.run_batch(calls)]
         if len(found) != len(calls):
@@ -216,7 +212,7 @@ def run_together(tool: Tool, calls: Sequence[str]) -> list[str | ToolError]:
 
 
 def run_one(tool: Tool, call: str) -> str | ToolError:
-    """What a tool answers to one call, or how it failed, whatever it raised."""
+    """The answer of a tool to one call, or its failure, whatever it raised."""
     try:
         return _text_or_error(tool, tool.run(call))
     except KeyboardInterrupt:
@@ -226,7 +222,7 @@ def run_one(tool: Tool, call: str) -> str | ToolError:
 
 
 def _text_or_error(tool: Tool, answer: object) -> str | ToolError:
-    """What a tool gave, where that can be shown or is an error; else what is wrong with it.
+    """Checks a tool's answer: itself where it can be shown or is an error, else an error.
 
     A tool may have been told a key by whom it asks: no answer holds one.
     """
@@ -307,7 +303,7 @@ class MontyTool(Tool):
         weakref.finalize(self, self._pool.__exit__, None, None, None)
 
     def run(self, code: str, /) -> str:
-        """What the code printed; the type and text of its error, without traceback, if it failed.
+        """Runs code; returns what it printed, or the type and text of its error.
 
         A worker that dies may have been killed from outside, as the system does when memory runs
         out, so its code runs again in another one. Where that dies too, it is the code's doing.
@@ -315,34 +311,30 @@ class MontyTool(Tool):
         try:
             for _ in range(2):
                 with self._pool.checkout(limits=self._limits, os_policy=self._policy) as session:
-                    outcome = self._feed(session, code)
-                if outcome is not None:
-                    return outcome
+                    printed = self._monty.CollectString(self._max_output)
+                    try:
+                        session.feed_run(code, print_callback=printed)
+                    except self._monty.MontyCrashedError as error:
+                        if error.timed_out:
+                            return _TIMEOUT
+                    except (self._monty.MontyRuntimeError, self._monty.MontySyntaxError) as error:
+                        # Without the traceback, which repeats long lines of code.
+                        message = _shortened(error.display("type-msg")).rstrip()
+                        # As they come, these say what was measured, each time something else.
+                        fixed = {"TimeoutError": _TIMEOUT, "MemoryError": _MEMORY}
+                        return fixed.get(message.partition(":")[0], message)
+                    else:
+                        return printed.output.strip("\n") or self.blank
         except (self._monty.MontyError, RuntimeError, OSError) as error:
             raise ToolError(f"the Python sandbox failed: {_shortened(str(error))}") from error
         return "SystemError: the interpreter crashed"
-
-    def _feed(self, session: Any, code: str) -> str | None:
-        """What the code is answered with; None where the worker died."""
-        printed = self._monty.CollectString(self._max_output)
-        try:
-            session.feed_run(code, print_callback=printed)
-        except self._monty.MontyCrashedError as error:
-            return _TIMEOUT if error.timed_out else None
-        except (self._monty.MontyRuntimeError, self._monty.MontySyntaxError) as error:
-            # Without the traceback, which repeats long lines of code.
-            message = _shortened(error.display("type-msg")).rstrip()
-            # As they come, these say what was measured, which is different each time.
-            fixed = {"TimeoutError": _TIMEOUT, "MemoryError": "MemoryError: limit exceeded"}
-            return fixed.get(message.partition(":")[0], message)
-        return printed.output.strip("\n") or self.blank
 
 
 def _shortened(error: str) -> str:
     return error if len(error) <= MAX_ERROR else error[:MAX_ERROR] + " .."
 
 
-_TIMEOUT = "TimeoutError: time limit exceeded"
+_TIMEOUT, _MEMORY = "TimeoutError: time limit exceeded", "MemoryError: limit exceeded"
 
 
 SANDBOXES: Mapping[str, Any] = {
