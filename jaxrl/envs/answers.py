@@ -38,14 +38,11 @@ def f1(answer: str, truths: str | Sequence[str]) -> float:
     text that merely contains one of them shares nothing with it. A blank answer earns 0.
     """
     truths = (truths,) if isinstance(truths, str) else truths
-    normalized = normalize_answer(answer)
-    return max((_overlap(normalized, normalize_answer(truth)) for truth in truths), default=0.0)
-
-
-def _overlap(answer: str, truth: str) -> float:
-    """F1 of two normalised texts; 2PR / (P + R) is twice the shared words over all of them."""
-    if answer != truth and {answer, truth} & _VERDICTS:
-        return 0.0
-    words, wanted = Counter(answer.split()), Counter(truth.split())
-    shared = (words & wanted).total()
-    return 2 * shared / (words.total() + wanted.total()) if shared else 0.0
+    answer, best = normalize_answer(answer), 0.0
+    for truth in map(normalize_answer, truths):
+        if answer == truth or not {answer, truth} & _VERDICTS:
+            words, wanted = Counter(answer.split()), Counter(truth.split())
+            # 2PR / (P + R) is twice the shared words over all of them.
+            shared = (words & wanted).total()
+            best = max(best, 2 * shared / (words.total() + wanted.total()) if shared else 0.0)
+    return best

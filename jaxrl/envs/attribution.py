@@ -1,4 +1,4 @@
-"""Where an answer comes from: what of the results of an episode holds it, and what they repeat.
+"""The source of an answer: which results of an episode hold it, and which repeat others.
 
 All of it is read from the observations as the model saw them, so after they were cut to
 `rollout.max_observation_tokens`; what was cut off is no evidence.
@@ -21,7 +21,7 @@ _NO_WORD = re.compile(r"[\W_]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """What the results of one episode were to its answer.
+    """Relation of one episode's results to its answer.
 
     Attributes:
         has_evidence: an accepted answer occurs in a result.
@@ -34,21 +34,33 @@ class Attribution:
 
 
 def attribute(turns: Sequence[Turn], answers: Sequence[str]) -> Attribution:
-    """What the results of an episode hold.
+    """Looks for accepted answers in an episode's results, and counts redundant searches.
 
     Args:
         turns: of the episode.
         answers: that are accepted.
     """
     observations = [turn.observation for turn in turns if turn.observation]
+    asked: set[str] = set()
+    seen: list[str] = []
+    num_redundant = 0
+    for turn in turns:
+        queries = [" ".join(c.call.lower().split()) for c in calls_of(turn) if c.tool is None]
+        found = results_of(turn.observation or "") if queries else []
+        # A result that was cut is the beginning of the whole one.
+        is_known = bool(found) and all(any(old.startswith(new) for old in seen) for new in found)
+        for query in queries:
+            num_redundant += is_known or query in asked
+            asked.add(query)
+        seen += found
     return Attribution(
         has_evidence=any(occurs(one, text) for text in observations for one in answers),
-        num_redundant=_num_redundant(turns),
+        num_redundant=num_redundant,
     )
 
 
 def occurs(answer: str, observation: str) -> bool:
-    """Whether an answer stands in an observation as whole words.
+    """Return True if an answer stands in an observation as whole words.
 
     Both are compared as `exact_match` does (case, articles, blanks and punctuation aside), once
     without their punctuation and once with blanks in its place: `U.S.` is `US`, and `1914-1918`
@@ -68,19 +80,3 @@ def results_of(observation: str) -> list[str]:
     parts = _DOCUMENT.split(text)
     pieces = [" ".join(part.split()) for part in (parts[1:] or parts)]
     return [piece for piece in pieces if piece and not piece.startswith(NO_INFORMATION)]
-
-
-def _num_redundant(turns: Sequence[Turn]) -> int:
-    asked: set[str] = set()
-    seen: list[str] = []
-    count = 0
-    for turn in turns:
-        queries = [" ".join(c.call.lower().split()) for c in calls_of(turn) if c.tool is None]
-        found = results_of(turn.observation or "") if queries else []
-        # A result that was cut is the beginning of the whole one.
-        is_known = bool(found) and all(any(old.startswith(new) for old in seen) for new in found)
-        for query in queries:
-            count += is_known or query in asked
-            asked.add(query)
-        seen += found
-    return count

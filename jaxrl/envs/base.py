@@ -1,4 +1,4 @@
-"""What an environment is: tasks in, observations and rewards out. Text and files of images only."""
+"""Interface of environments: tasks in, observations and rewards out, as text and image files."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ that moment; the record of earlier calls; nobody, in an outage."""
 
 @dataclass(frozen=True, kw_only=True)
 class CallRecord:
-    """What one call of a tool took. All but `tool` and `call` may differ when a run is repeated."""
+    """Record of one call of a tool. All but `tool` and `call` may differ when a run is repeated."""
 
     call: str  # as it was sent
     tool: str | None = None  # which one; None for the search engine
@@ -149,7 +149,7 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class ToolResults:
-    """What the calls of one message returned, in their order.
+    """Results of the calls of one message, in their order.
 
     The model's chat template puts each into a message of the role `tool` and begins the model's
     next one. Each may be shortened to fit a token budget; all come from outside, as the body of an
@@ -198,7 +198,7 @@ class Turn:
     images: tuple[Picture, ...] = ()  # that the observation shows
 
     def calls(self, tool: str | None) -> list[str]:
-        """What was asked of a tool; None is the search engine."""
+        """The calls of a tool in this turn; None is the search engine."""
         if self.records:
             return [record.call for record in self.records if record.tool == tool]
         return [self.tool_call] if self.tool_call is not None and self.tool == tool else []
@@ -229,7 +229,7 @@ class Episode:
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """What the environment found in one episode.
+    """Result of the environment for one episode.
 
     `parts` are what was measured, each without its weight. `total` is what training uses: the sum
     by the weights of a run, which `rewards.Payment` puts in; an environment leaves it out.

@@ -105,18 +105,8 @@ def started(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> list[
     return futures
 
 
-def _run_always(loop: asyncio.AbstractEventLoop) -> None:
-    """Runs a loop for as long as the process lives, though a coroutine calls `sys.exit`.
-
-    That would end the loop, and whoever waits for another coroutine would wait for ever.
-    """
-    while True:
-        with contextlib.suppress(SystemExit, KeyboardInterrupt):  # its own task has failed by it
-            loop.run_forever()
-
-
 def once(make: Callable[[], Result]) -> Callable[[], Result]:
-    """What `make` makes, made once, also where several threads are the first to ask for it."""
+    """Has `make` called once, also where several threads are the first to ask for its result."""
     lock, made = threading.Lock(), functools.cache(make)
 
     @functools.wraps(make)
@@ -130,13 +120,21 @@ def once(make: Callable[[], Result]) -> Callable[[], Result]:
 def new_loop(name: str) -> asyncio.AbstractEventLoop:
     """A loop that runs for as long as the process lives, in a thread that no exit waits for."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=_run_always, args=(loop,), daemon=True, name=name).start()
+
+    def run() -> None:
+        # A coroutine that calls `sys.exit` would end the loop, and whoever waits for another one
+        # would wait for ever; its own task has failed by it.
+        while True:
+            with contextlib.suppress(SystemExit, KeyboardInterrupt):
+                loop.run_forever()
+
+    threading.Thread(target=run, daemon=True, name=name).start()
     return loop
 
 
 @once
 def event_loop() -> asyncio.AbstractEventLoop:
-    """That of tools and their servers."""
+    """The event loop of tools and their servers."""
     return new_loop("event_loop")
 
 

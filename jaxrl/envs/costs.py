@@ -1,4 +1,4 @@
-"""What calls of tools cost, and when a trajectory may make no more of them."""
+"""Costs of calls of tools, and the end of a trajectory that may make no more of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def calls_of(turn: Turn) -> tuple[CallRecord, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """What the calls of one trajectory may cost.
+    """Upper bound on the cost of one trajectory's calls.
 
     Every call counts once and at its price, whether a cache answered it, a server needed several
     tries, or nobody answered: when an episode ends must be the policy's doing.
@@ -35,7 +35,7 @@ class Budget:
     max_cost: float = 0.0
 
     def allows(self, episode: Episode, tools: Iterable[str]) -> bool:
-        """Whether an episode may make one more call of each of these tools."""
+        """Return True if an episode may make one more call of each of these tools."""
         if not self.max_cost:
             return True
         made = [call.tool or SEARCH for turn in episode.turns for call in calls_of(turn)]

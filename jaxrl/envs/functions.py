@@ -88,15 +88,24 @@ class FunctionTool(JsonTool):
         return values
 
     def run(self, call: str, /) -> str:
-        """What the function returns: text, text with images, or else its JSON.
+        """Calls the function; gives its text, its text with images, or else its result as JSON.
 
         Raises:
             ToolError: it took too long, or returned what JSON does not have.
         """
         try:
-            result = self._call(self._values(json.loads(call)))
+            values = self._values(json.loads(call))
+            if inspect.iscoroutinefunction(self._function):
+                result = within(self._deadline_s, self._function(**values))
+            else:
+                result = in_time(self._deadline_s, lambda: self._function(**values))
         except CallError as error:
             return f"error: {error}"
+        except LateError as error:
+            raise ToolError(
+                f"{self.name}: no answer within {self._deadline_s:g} s "
+                "(config.env.search.tool_deadline_s)"
+            ) from error
         if isinstance(result, str):  # or `Pictured`
             return result
         try:
@@ -104,17 +113,6 @@ class FunctionTool(JsonTool):
         except (TypeError, ValueError) as error:
             raise ToolError(
                 f"{self.name} returned {type(result).__name__}; expected text, or what JSON has"
-            ) from error
-
-    def _call(self, values: dict[str, Any]) -> Any:
-        try:
-            if inspect.iscoroutinefunction(self._function):
-                return within(self._deadline_s, self._function(**values))
-            return in_time(self._deadline_s, lambda: self._function(**values))
-        except LateError as error:
-            raise ToolError(
-                f"{self.name}: no answer within {self._deadline_s:g} s "
-                "(config.env.search.tool_deadline_s)"
             ) from error
 
 

@@ -89,18 +89,14 @@ class HttpRetriever(DocumentSearch):
         requests = [Request(url=self._url, body=self._body(list(one), topk)) for one in asked]
         found: list[list[Hit] | ToolError] = []
         for batch, answer in zip(asked, self._client.ask(requests), strict=True):
-            found += self._hits(batch, answer, topk)
+            if isinstance(answer, ToolError):
+                found += [answer] * len(batch)
+                continue
+            try:
+                found += [hits[:topk] for hits in self._read(answer, len(batch))]
+            except ValueError as error:
+                found += [ToolError(f"{shown_url(self._url)} gives {error}")] * len(batch)
         return found
-
-    def _hits(
-        self, batch: Sequence[str], answer: Any, topk: int
-    ) -> Sequence[list[Hit] | ToolError]:
-        if isinstance(answer, ToolError):
-            return [answer] * len(batch)
-        try:
-            return [hits[:topk] for hits in self._read(answer, len(batch))]
-        except ValueError as error:
-            return [ToolError(f"{shown_url(self._url)} gives {error}")] * len(batch)
 
 
 def _search_r1_body(queries: list[str], topk: int) -> dict[str, Any]:
@@ -124,15 +120,17 @@ def _read_search_r1(answer: Any, count: int) -> list[list[Hit]]:
 
 
 def _read_flashrag(answer: Any, count: int) -> list[list[Hit]]:
-    pair = _scored_pair(answer, count)
-    if pair is None:
-        return [
-            [_hit(item) for item in _list(items, "the result of a query")]
-            for items in _counted(answer, count, "the answer")
-        ]
-    documents, scores = pair
-    return [_with_scores(*one) for one in zip(documents, _counted(scores, count, "the scores"),
-                                              strict=True)]  # fmt: skip
+    # An answer to two queries is a list of two as well, but its lists hold objects.
+    match answer:
+        case [list() as documents, list() as scores] if (
+            all(isinstance(one, list) for one in (*documents, *scores)) and len(documents) == count
+        ):
+            pairs = zip(documents, _counted(scores, count, "the scores"), strict=True)
+            return [_with_scores(*pair) for pair in pairs]
+    return [
+        [_hit(item) for item in _list(items, "the result of a query")]
+        for items in _counted(answer, count, "the answer")
+    ]
 
 
 def _read_single(answer: Any, count: int) -> list[list[Hit]]:
@@ -140,19 +138,6 @@ def _read_single(answer: Any, count: int) -> list[list[Hit]]:
     if is_pair:
         return [_with_scores(*answer)]
     return [[_hit(item) for item in _list(answer, "the answer")]]
-
-
-def _scored_pair(answer: Any, count: int) -> tuple[list[Any], Any] | None:
-    """Documents and scores, where the answer is a pair of these; of plain documents None.
-
-    An answer to two queries is a list of two as well, but its lists hold objects.
-    """
-    match answer:
-        case [list() as documents, list() as scores] if (
-            all(isinstance(one, list) for one in (*documents, *scores)) and len(documents) == count
-        ):
-            return documents, scores
-    return None
 
 
 def _with_scores(documents: Any, scores: Any) -> list[Hit]:
@@ -220,7 +205,7 @@ def _list(items: Any, what: str) -> list[Any]:
 
 
 def _kind(value: Any) -> str:
-    """What arrived, for a message."""
+    """Describes a value that arrived, for a message."""
     if isinstance(value, dict):
         return f"an object with {sorted(map(str, value))[:8]}"
     return f"{type(value).__name__} {str(value)[:80]!r}"

@@ -27,7 +27,7 @@ class Picture:
     data: bytes = field(default=b"", repr=False)  # what a file would hold, where there is none
 
     def read(self) -> bytes:
-        """What its file holds.
+        """Reads the bytes of its file.
 
         Raises:
             OSError: there is no such file, or it cannot be read.
@@ -41,7 +41,7 @@ class Picture:
 
     @property
     def name(self) -> str:
-        """What to call it in messages."""
+        """Its name in messages."""
         return self.path or f"an image of {len(self.data):,} bytes"
 
 
@@ -78,7 +78,15 @@ def picture(value: Any, folder: Path) -> Picture:
         case bytes() if value:
             return Picture(data=value)
         case str() if value.startswith("data:"):
-            return Picture(data=_of_url(value))
+            head, _, content = value.partition(",")
+            if not (content and head.endswith(";base64")):
+                raise ValueError(
+                    "it is a data: URL without base64; expected data:image/png;base64,…"
+                )
+            try:
+                return Picture(data=base64.b64decode(content, validate=True))
+            except binascii.Error as error:
+                raise ValueError(f"it is a data: URL that cannot be read: {error}") from error
         case str() if "://" in value.removeprefix("file://"):
             raise ValueError(f"it is {value[:100]!r}; expected a file, since nothing is downloaded")
         case str() if value.strip():
@@ -91,25 +99,13 @@ def picture(value: Any, folder: Path) -> Picture:
     raise ValueError(f"it is a {type(value).__name__}; expected a path, or bytes")
 
 
-def _of_url(url: str) -> bytes:
-    head, _, content = url.partition(",")
-    if not (content and head.endswith(";base64")):
-        raise ValueError("it is a data: URL without base64; expected data:image/png;base64,…")
-    try:
-        return base64.b64decode(content, validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"it is a data: URL that cannot be read: {error}") from error
-
-
 def pictures(values: Any, folder: Path) -> tuple[Picture, ...]:
     """The images of a field that holds one or a list of them; errors as of `picture`."""
     if values is None:
         return ()
-    listed = (
-        values if isinstance(values, Sequence) and not isinstance(values, str | bytes) else [values]
-    )
+    is_list = isinstance(values, Sequence) and not isinstance(values, str | bytes)
     found = []
-    for index, value in enumerate(listed):
+    for index, value in enumerate(values if is_list else [values]):
         try:
             found.append(picture(value, folder))
         except ValueError as error:

@@ -17,9 +17,9 @@ import re
 import ssl
 import time
 import weakref
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx2
 
@@ -28,8 +28,6 @@ from jaxrl.envs.calls import error_text, new_loop, once
 from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.pacing import bounded_wait_s
 from jaxrl.envs.redaction import hide, redacted, redacted_content, redacted_start
-
-Result = TypeVar("Result")
 
 MAX_SHOWN = 200  # characters of an answer that an error shows
 
@@ -60,7 +58,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What a client does at most.
+    """Limits of a client.
 
     Attributes:
         timeout_s: seconds from sending a request to the last byte of its answer.
@@ -111,14 +109,27 @@ class JsonClient:
 
     def ask(self, requests: Sequence[Request]) -> list[Any | ToolError]:
         """The JSON that each request is answered with, or why there is none, in their order."""
-        found = _in_loop(self._fetch_all(requests))
-        return [
-            answer if isinstance(answer, ToolError) else self._parse(request, answer)
-            for request, answer in zip(requests, found, strict=True)
-        ]
 
-    async def _fetch_all(self, requests: Sequence[Request]) -> list[bytes | ToolError]:
-        return await asyncio.gather(*(self._fetch(request) for request in requests))
+        async def fetch_all() -> list[bytes | ToolError]:
+            return await asyncio.gather(*(self._fetch(request) for request in requests))
+
+        future = asyncio.run_coroutine_threadsafe(fetch_all(), _loop())
+        try:
+            bodies = future.result()
+        except BaseException:
+            future.cancel()  # an interrupt ends what is under way
+            raise
+        found: list[Any | ToolError] = []
+        for request, body in zip(requests, bodies, strict=True):
+            if isinstance(body, ToolError):
+                found.append(body)
+                continue
+            try:
+                found.append(redacted_content(parse_json(body, "the answer")))
+            except ValueError as error:
+                what = f"{len(body)} bytes that are not JSON ({error_text(error)})"
+                found.append(self._error(request, f"gives {what}: {self._start(body)}"))
+        return found
 
     async def _fetch(self, request: Request) -> bytes | ToolError:
         limit_s = self._bounds.timeout_s
@@ -158,29 +169,20 @@ class JsonClient:
                         request, f"answers with more than {self._bounds.max_mib:g} MiB"
                     )
             body = b"".join(chunks)
-            if not response.is_success:
-                raise self._status_error(request, response, body)
-            return body
-
-    def _status_error(self, request: Request, response: Any, body: bytes) -> ToolError:
-        status, places = response.status_code, response.headers.get_list("location")
-        # Of several, each might hold a part of a key.
-        elsewhere = shown_url(redacted(places[0])) if len(places) == 1 else f"{len(places)} places"
-        redirects = f", redirecting to {elsewhere}" if places else ""
-        return self._error(
-            request,
-            f"answers with status {status}{redirects}: {self._start(body)}",
-            retry_after_s=_retry_after_s(response.headers),
-            is_permanent=status < 500 and status not in MAY_PASS,
-            status=status,
-        )
-
-    def _parse(self, request: Request, body: bytes) -> Any | ToolError:
-        try:
-            return redacted_content(parse_json(body, "the answer"))
-        except ValueError as error:
-            what = f"{len(body)} bytes that are not JSON ({error_text(error)})"
-            return self._error(request, f"gives {what}: {self._start(body)}")
+            if response.is_success:
+                return body
+            status, places = response.status_code, response.headers.get_list("location")
+            elsewhere = f"{len(places)} places"  # each of which might hold a part of a key
+            if len(places) == 1:
+                elsewhere = shown_url(redacted(places[0]))
+            redirects = f", redirecting to {elsewhere}" if places else ""
+            raise self._error(
+                request,
+                f"answers with status {status}{redirects}: {self._start(body)}",
+                retry_after_s=_retry_after_s(response.headers),
+                is_permanent=status < 500 and status not in MAY_PASS,
+                status=status,
+            )
 
     def _start(self, body: bytes) -> str:
         """How an answer begins, for a message; keys are left out before anything is cut."""
@@ -322,14 +324,5 @@ def _loop() -> asyncio.AbstractEventLoop:
     return new_loop("json_http")
 
 
-def _in_loop(work: Coroutine[Any, Any, Result]) -> Result:
-    future = asyncio.run_coroutine_threadsafe(work, _loop())
-    try:
-        return future.result()
-    except BaseException:
-        future.cancel()  # an interrupt ends what is under way
-        raise
-
-
 def _close(client: httpx2.AsyncClient) -> None:
-    asyncio.run_coroutine_threadsafe(client.aclose(), _loop())
+    asyncio.run_coroutine_threadsafe(client.aclose(), _loop())  # it belongs to that loop

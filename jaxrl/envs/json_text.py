@@ -44,14 +44,11 @@ def read_object(path: Path) -> dict[str, Any]:
 def is_too_deep(text: str | bytes, value: Any) -> bool:
     """Return True if what a text holds is nested deeper than `MAX_DEPTH`."""
     data = text.encode("utf-8", "replace") if isinstance(text, str) else text
-    return data.count(b"[") + data.count(b"{") > MAX_DEPTH and _depth(value) > MAX_DEPTH
-
-
-def _depth(value: Any) -> int:
-    """How many objects and lists lie in one another."""
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:  # as of nearly every text
+        return False
     depth, level = 0, [value]
     while level := [one for one in level if isinstance(one, dict | list)]:
         depth += 1
         inner = (one.values() if isinstance(one, dict) else one for one in level)
         level = list(itertools.chain.from_iterable(inner))
-    return depth
+    return depth > MAX_DEPTH

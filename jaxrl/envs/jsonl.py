@@ -75,8 +75,12 @@ def parse_line(line: bytes, place: str) -> dict[str, Any]:
     """
     try:
         fields = json.loads(line.decode("utf-8-sig"))
-        # Escapes may leave what no file can hold.
-        is_text = b"\\u" not in line or _is_text(fields)
+        is_text = True
+        if b"\\u" in line:  # escapes may leave what no file can hold
+            try:
+                json.dumps(fields, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                is_text = False
         if is_too_deep(line, fields):
             raise RecursionError
     except RecursionError:
@@ -93,11 +97,3 @@ def parse_line(line: bytes, place: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{place} holds a {type(fields).__name__}; expected a JSON object.")
     return fields
-
-
-def _is_text(fields: Any) -> bool:
-    try:
-        json.dumps(fields, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True

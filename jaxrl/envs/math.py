@@ -33,21 +33,21 @@ class MathEnv(Env):
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
         """`math` is 1 for a right answer and -1 otherwise, `exact_match` 1 or 0."""
-        return [self._score_one(episode) for episode in group]
-
-    def _score_one(self, episode: Episode) -> Reward:
-        task, answer = episode.task, math_answer(episode.response)
-        if not task.answers:
-            raise ValueError(f"task {task.id!r} has no accepted answer; set its `answers`.")
-        correctness = math_correctness(episode.response, task.answers)
-        parts = {"math": correctness, "exact_match": float(correctness > 0)}
-        return Reward(
-            parts=parts,
-            final_answer=answer or "",
-            is_correct=correctness > 0,
-            is_abstention=_outcome(answer) == Outcome.ABSTAINED,
-            is_well_formed=_outcome(answer) != Outcome.MALFORMED,
-        )
+        rewards = []
+        for episode in group:
+            task, answer = episode.task, math_answer(episode.response)
+            if not task.answers:
+                raise ValueError(f"task {task.id!r} has no accepted answer; set its `answers`.")
+            correctness = math_correctness(episode.response, task.answers)
+            reward = Reward(
+                parts={"math": correctness, "exact_match": float(correctness > 0)},
+                final_answer=answer or "",
+                is_correct=correctness > 0,
+                is_abstention=_outcome(answer) == Outcome.ABSTAINED,
+                is_well_formed=_outcome(answer) != Outcome.MALFORMED,
+            )
+            rewards.append(reward)
+        return rewards
 
 
 def _outcome(answer: str | None) -> Outcome:

@@ -36,7 +36,7 @@ _MAX_MATH = 200  # characters; longer answers are text, so that nobody can nest 
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What is in the last `\boxed{..}` whose braces are balanced, stripped; None without one."""
+    r"""The content of the last balanced `\boxed{..}`, stripped; None without one."""
     # Where the content of each open brace begins, negative where it is not boxed. Numbers, since
     # hundreds of thousands of pairs set off the garbage collector again and again.
     opened: list[int] = []
@@ -52,7 +52,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def math_answer(response: str) -> str | None:
-    """What follows the last `Answer:` up to the end of its line; None without one.
+    """The text after the last `Answer:` up to the end of its line; None without one.
 
     Case and the asterisks of bold type do not matter, and the answer may stand on the next line.
     """
@@ -61,7 +61,7 @@ def math_answer(response: str) -> str | None:
 
 
 def same_math(answer: str, truth: str) -> bool:
-    r"""Whether two answers are the same number, or the same list of answers, or read alike.
+    r"""Return True if two answers are the same number, the same list of answers, or read alike.
 
     Numbers are whole, decimal, fractions (`1/2`, `\frac{1}{2}`, `1\frac12`), with leading zeros
     and with thousands parted (see `join_thousands`), and compared exactly. Around an answer, dollar
@@ -73,7 +73,7 @@ def same_math(answer: str, truth: str) -> bool:
 
 
 def value_equal(answer: str, truth: str) -> bool | None:
-    """Whether two answers are the same as of `same_math`; None where only their text differs.
+    """Compares two answers as `same_math` does; None where only their text differs.
 
     Two numbers that differ are not the same. Of anything else that differs, other notation may be
     the reason.
@@ -123,15 +123,11 @@ def _canonical_math(text: str) -> Fraction | str | tuple:
     ).strip()
     if assignment := _ASSIGNMENT.fullmatch(text):
         text = assignment[1]
-    return _read_math(_without_units(text))
-
-
-def _without_units(text: str) -> str:
     text = text.strip().rstrip(".").removesuffix("%").removesuffix("\\").strip()
     words = re.sub(r"(?<=\d)(?=[A-Za-z]{2})", " ", text).split(" ")
     while len(words) > 1 and _UNIT_POWER.sub("", words[-1].lower().rstrip(".")) in ("", *_UNITS):
         words.pop()
-    return " ".join(words)
+    return _read_math(" ".join(words))
 
 
 def _read_math(text: str) -> Fraction | str | tuple:
@@ -171,7 +167,7 @@ def _fraction(digits: str) -> Fraction:
 
 
 def _is_one_bracket(text: str) -> bool:
-    """Whether the first bracket of a text is closed by its last one."""
+    """Return True if the first bracket of a text is closed by its last one."""
     depth = 0
     for i, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")

@@ -1,4 +1,4 @@
-"""The pay of a run: parts of the reward, the environment's and further ones, weighed and added up."""
+"""The pay of a run: parts of the reward, of the environment and others, weighed and added up."""
 
 from __future__ import annotations
 

@@ -32,15 +32,13 @@ class RandomSearch(DocumentSearch):
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit]]:
         """Documents drawn for each query, all different."""
-        return [[Hit(self._documents[i], None) for i in self._draw(q, topk)] for q in queries]
-
-    def _draw(self, query: str, topk: int) -> list[int]:
-        """Places of different documents, in the order in which they are drawn."""
-        size = len(self._documents)
-        drawn: dict[int, None] = {}
-        for number in itertools.count():
-            if len(drawn) == min(topk, size):
-                break
-            data = f"{self._seed} {number} {query}".encode("utf-8", errors="surrogatepass")
-            drawn[int.from_bytes(hashlib.sha256(data).digest()) % size] = None
-        return list(drawn)
+        size, found = len(self._documents), []
+        for query in queries:
+            drawn: dict[int, None] = {}  # places, in the order in which they are drawn
+            for number in itertools.count():
+                if len(drawn) == min(topk, size):
+                    break
+                data = f"{self._seed} {number} {query}".encode("utf-8", errors="surrogatepass")
+                drawn[int.from_bytes(hashlib.sha256(data).digest()) % size] = None
+            found.append([Hit(self._documents[place], None) for place in drawn])
+        return found

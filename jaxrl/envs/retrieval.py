@@ -56,7 +56,7 @@ class Document(NamedTuple):
 
     @classmethod
     def of_contents(cls, id: str, contents: str) -> Document:
-        r"""Of Search-R1's `contents`, `"title"\ntext`."""
+        r"""Splits Search-R1's `contents`, `"title"\ntext`."""
         title, _, text = contents.partition("\n")
         title = " ".join(title.split())
         is_quoted = len(title) > 1 and title[0] == title[-1] == '"'

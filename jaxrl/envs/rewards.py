@@ -25,7 +25,7 @@ def search_r1_format(
     tools: Sequence[str] = ("search",),
     special_tokens: Sequence[str] = SPECIAL_TOKENS,
 ) -> bool:
-    """Whether a response keeps to Search-R1's protocol.
+    """Return True if a response keeps to Search-R1's protocol.
 
     Apart from closed think blocks, which may stand anywhere and are ignored with all they hold,
     the tags must read: any number of calls, each closed and followed by one closed information
@@ -78,7 +78,7 @@ def answer_reward(
     exact_match_bonus: float = 2.0,
     not_found: float = 0.5,
 ) -> float:
-    """What an answer earns; 0 where it is wrong. Of several accepted answers take the maximum.
+    """The pay for an answer; 0 where it is wrong. Of several accepted answers take the maximum.
 
     Args:
         answer: the model's.
@@ -99,7 +99,7 @@ MAX_COMPARED = 400
 
 
 def is_right_answer(answer: str, truth: str) -> bool:
-    """Whether an answer is the truth or close to it; `NOT_FOUND` is right only as the truth itself.
+    """Return True if an answer is the truth or close to it; `NOT_FOUND` only as the truth itself.
 
     Close means a `SequenceMatcher` ratio of at least one half, blanks and case aside. The ratio
     is not symmetric, so the order of the arguments matters. Where either has more than
@@ -119,13 +119,13 @@ def _squeeze(text: str) -> str:
 
 
 def says_unknown(answer: str) -> bool:
-    """Whether an answer says that the model does not know, typographic apostrophe or not."""
+    """Return True if an answer says "I don't know", typographic apostrophe or not."""
     lowered = answer.lower().replace("’", "'")
     return any(words in lowered for words in _UNKNOWN)
 
 
 def is_abstention(response: str) -> bool:
-    """Whether the first closed answer of a response says that the model does not know."""
+    """Return True if the first closed answer of a response says "I don't know"."""
     span = _answer_span(response)
     return span is not None and says_unknown(span)
 
@@ -137,7 +137,7 @@ def _answer_span(response: str) -> str | None:
 
 
 def bapo_format(response: str, *, tools: Sequence[str] = ("search", "python")) -> bool:
-    """Whether a response keeps to BAPO's protocol.
+    """Return True if a response keeps to BAPO's protocol.
 
     BAPO (https://arxiv.org/abs/2601.11037), as its code checks: at least one think block, as many
     closed as opened; one answer, closed after it is opened, with something boxed; each call of a
@@ -156,18 +156,14 @@ def bapo_format(response: str, *, tools: Sequence[str] = ("search", "python")) -
     span = _answer_span(response)
     if span is None or "\\boxed{" not in span or "}" not in span:
         return False
-    return all(_calls_are_answered(response, tool) for tool in tools)
-
-
-def _calls_are_answered(response: str, tool: str) -> bool:
-    """Whether each call of a tool is closed and has a result before the next one is looked for."""
-    position = 0
-    while (start := response.find(f"<{tool}>", position)) >= 0:
-        marks = [response.find(tag, start) for tag in (f"</{tool}>", "<result>")]
-        marks.append(response.find("</result>", marks[-1]))
-        if -1 in marks or marks != sorted(marks):
-            return False
-        position = marks[-1]
+    for tool in tools:
+        position = 0
+        while (start := response.find(f"<{tool}>", position)) >= 0:
+            marks = [response.find(tag, start) for tag in (f"</{tool}>", "<result>")]
+            marks.append(response.find("</result>", marks[-1]))
+            if -1 in marks or marks != sorted(marks):
+                return False
+            position = marks[-1]  # only behind its result is the next call looked for
     return True
 
 

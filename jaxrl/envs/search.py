@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxrl.envs.answers import exact_match, f1
@@ -134,25 +134,21 @@ class SearchEnv(Env):
             return StepResult(outcome=Outcome.MALFORMED)
         if not reading.calls:
             return StepResult()
-        if _num_turns(episode) >= self._max_turns:
+        # Blank calls reach no tool, but are answered like the others, so they count.
+        num_turns = sum(turn.observation is not None for turn in episode.turns)
+        if num_turns >= self._max_turns:
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
-        calls = self._allowed(episode, [self._resolve(asked) for asked in reading.calls])
+        calls = [self._resolve(asked) for asked in reading.calls]
+        if self._max_calls:
+            left = self._max_calls - sum(len(calls_of(turn)) for turn in episode.turns)
+            for call in [call for call in calls if call.tool is not None][max(left, 0) :]:
+                call.tool = None
+                call.found = (
+                    f"error: this call was not made: no call is left of the {self._max_calls} "
+                    "allowed; answer now"
+                )
         if not self._budget.allows(episode, [call.tool.name for call in calls if call.tool]):
             return StepResult(outcome=Outcome.OUT_OF_BUDGET)
-        return calls
-
-    def _allowed(self, episode: Episode, calls: list[_Call]) -> list[_Call]:
-        """The calls of a turn; those of a tool beyond `max_calls` are answered that they are."""
-        if not self._max_calls:
-            return calls
-        left = self._max_calls - sum(len(calls_of(turn)) for turn in episode.turns)
-        beyond = [call for call in calls if call.tool is not None][max(left, 0) :]
-        for call in beyond:
-            call.tool = None
-            call.found = (
-                f"error: this call was not made: no call is left of the {self._max_calls} allowed; "
-                "answer now"
-            )
         return calls
 
     def _resolve(self, asked: Asked | Unreadable) -> _Call:
@@ -174,7 +170,7 @@ class SearchEnv(Env):
         return _Call(tool=tool, text=text) if text.strip() else _Call(found=tool.blank)
 
     def _reply(self, calls: list[_Call]) -> StepResult:
-        """What all calls of a turn have come to: their results, or the failure of one."""
+        """The reply to a turn whose calls are answered: their results, or the failure of one."""
         records = tuple(call.record for call in calls if call.record is not None)
         told = StepResult(
             tool_call=records[0].call if records else None,
@@ -200,33 +196,32 @@ class SearchEnv(Env):
 
         An abstention is never correct, whatever else its answer says.
         """
-        return [self._score_one(episode) for episode in group]
-
-    def _score_one(self, episode: Episode) -> Reward:
-        task, response, protocol = episode.task, episode.response, self._protocol
-        if not task.answers:
-            raise ValueError(f"task {task.id!r} has no accepted answer; set its `answers`.")
-        answer, abstains = protocol.final_answer(response), protocol.is_abstention(response)
-        judged = "" if abstains else answer
-        parts = {
-            "format": protocol.format_reward(response),
-            protocol.correctness_name: protocol.correctness(response, task.answers),
-            "exact_match": exact_match(judged, task.answers),
-            "f1": f1(judged, task.answers),
-        }
-        return Reward(
-            parts=parts,
-            final_answer=answer,
-            is_correct=self._is_correct(response, task, parts),
-            is_abstention=abstains,
-            is_well_formed=protocol.is_well_formed(response),
-        )
-
-    def _is_correct(self, response: str, task: Task, parts: Mapping[str, float]) -> bool:
-        # What a protocol's own part pays is a setting, and may be above 0 for what is not right.
-        if self._correct_by == self._protocol.correctness_name:
-            return self._protocol.is_correct(response, task.answers)
-        return parts[self._correct_by] > 0
+        rewards, protocol = [], self._protocol
+        for episode in group:
+            task, response = episode.task, episode.response
+            if not task.answers:
+                raise ValueError(f"task {task.id!r} has no accepted answer; set its `answers`.")
+            answer, abstains = protocol.final_answer(response), protocol.is_abstention(response)
+            judged = "" if abstains else answer
+            parts = {
+                "format": protocol.format_reward(response),
+                protocol.correctness_name: protocol.correctness(response, task.answers),
+                "exact_match": exact_match(judged, task.answers),
+                "f1": f1(judged, task.answers),
+            }
+            is_correct = parts[self._correct_by] > 0
+            # A protocol's own part pays what a setting says, also above 0 for what is not right.
+            if self._correct_by == protocol.correctness_name:
+                is_correct = protocol.is_correct(response, task.answers)
+            reward = Reward(
+                parts=parts,
+                final_answer=answer,
+                is_correct=is_correct,
+                is_abstention=abstains,
+                is_well_formed=protocol.is_well_formed(response),
+            )
+            rewards.append(reward)
+        return rewards
 
 
 @dataclass
@@ -257,7 +252,17 @@ def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[st
     """
     bare = protocol(())
     if bare.in_template:
-        _check_functions(names)
+        if not names:
+            raise ValueError(
+                "there is no tool to call; name one in config.env.search.tools or "
+                "config.env.search.mcp, or set config.search.engine."
+            )
+        for name in names:
+            if not re.fullmatch(r"[A-Za-z_][\w.-]*", name, re.ASCII) or names.count(name) > 1:
+                raise ValueError(
+                    f"a tool is called {name!r}; expected names of letters, digits, '_', '-' and "
+                    "'.', each of one tool."
+                )
         return protocol(names)
     if names[:1] != ["search"]:
         found = f"the search engine is called {names[0]!r}" if names else "there is no tool"
@@ -271,21 +276,6 @@ def with_tools(protocol: Callable[[Sequence[str]], Protocol], names: Sequence[st
             )
         taken.add(name)
     return protocol(names[1:])
-
-
-def _check_functions(names: Sequence[str]) -> None:
-    """Refuses names by which a model cannot call functions."""
-    if not names:
-        raise ValueError(
-            "there is no tool to call; name one in config.env.search.tools or "
-            "config.env.search.mcp, or set config.search.engine."
-        )
-    for name in names:
-        if not re.fullmatch(r"[A-Za-z_][\w.-]*", name, re.ASCII) or names.count(name) > 1:
-            raise ValueError(
-                f"a tool is called {name!r}; expected names of letters, digits, '_', '-' and '.', "
-                "each of one tool."
-            )
 
 
 def check_spoken(protocol: Protocol) -> None:
@@ -305,8 +295,3 @@ def check_spoken(protocol: Protocol) -> None:
             raise ValueError(
                 f"it has the reward part {part!r}; expected some of {', '.join(measured)}"
             )
-
-
-def _num_turns(episode: Episode) -> int:
-    """Turns so far that called a tool; blank calls reach none, but are answered like the others."""
-    return sum(turn.observation is not None for turn in episode.turns)

@@ -36,8 +36,4 @@ def printable(text: str) -> str:
     Newline and tab stay. An escape sequence reads as `\x1b[2J` and is not obeyed, a mark that
     would turn the rest of a line round reads as `\u202e`.
     """
-    return _HIDDEN.sub(_code, writable(text))
-
-
-def _code(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode("ascii")
+    return _HIDDEN.sub(lambda m: m[0].encode("unicode_escape").decode("ascii"), writable(text))
