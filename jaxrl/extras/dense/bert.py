@@ -150,24 +150,20 @@ class BertConfig:
         x = layer_norm(x, embed["norm"], self.epsilon)
 
         def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
-            return self._block(weights, x, is_there), None
+            attention, mlp = weights["attention"], weights["mlp"]
+            heads = (*x.shape[:2], self.num_heads, -1)
+            q, k, v = (_linear(attention[name], x).reshape(heads) for name in "qkv")
+            scores = jnp.einsum("bqnh,bknh->bnqk", q, k, preferred_element_type=jnp.float32)
+            scores = jnp.where(is_there[:, None, None], scores / q.shape[-1] ** 0.5, LOWEST)
+            shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+            attended = jnp.einsum("bnqk,bknh->bqnh", shares, v).reshape(x.shape)
+            x = x + _linear(attention["o"], attended)
+            x = layer_norm(x, weights["attention_norm"], self.epsilon)
+            inner = ACTIVATIONS[self.activation](_linear(mlp["up"], x))
+            x = x + _linear(mlp["down"], inner)
+            return layer_norm(x, weights["mlp_norm"], self.epsilon), None
 
         return jax.lax.scan(layer, x, params["blocks"])[0]
-
-    def _block(self, weights: Params, x: jax.Array, is_there: jax.Array) -> jax.Array:
-        attention, mlp = weights["attention"], weights["mlp"]
-        q, k, v = (
-            _linear(attention[name], x).reshape(*x.shape[:2], self.num_heads, -1) for name in "qkv"
-        )
-        scores = jnp.einsum("bqnh,bknh->bnqk", q, k, preferred_element_type=jnp.float32)
-        scores = jnp.where(is_there[:, None, None], scores / q.shape[-1] ** 0.5, LOWEST)
-        shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        attended = jnp.einsum("bnqk,bknh->bqnh", shares, v).reshape(x.shape)
-        x = layer_norm(
-            x + _linear(attention["o"], attended), weights["attention_norm"], self.epsilon
-        )
-        inner = ACTIVATIONS[self.activation](_linear(mlp["up"], x))
-        return layer_norm(x + _linear(mlp["down"], inner), weights["mlp_norm"], self.epsilon)
 
 
 def _linear(layer: Params, x: jax.Array) -> jax.Array:

@@ -86,34 +86,26 @@ class Encoder:
                 longer.
         """
         ids = self.token_ids(texts)
-        widths = [self._width(len(one)) for one in ids]
-        pending = []
+        # Few widths, each twice the one before: each is a program.
+        doublings = [max(-(-len(one) // SHORTEST) - 1, 0).bit_length() for one in ids]
+        widths = [min(SHORTEST << power, self.model.max_tokens) for power in doublings]
+        split, pending = NamedSharding(self._mesh, P("rows")), []
         for width in sorted(set(widths)):
             rows = max(batch_tokens // width, 1) * self._mesh.size
             own = [index for index, one in enumerate(widths) if one == width]
             for start in range(0, len(own), rows):
                 block = own[start : start + rows]
-                pending.append((block, self._run([ids[i] for i in block], rows, width)))
+                token_ids, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
+                for row, index in enumerate(block):
+                    lengths[row] = len(ids[index])
+                    token_ids[row, : lengths[row]] = ids[index]
+                arrays = jax.device_put((token_ids, lengths), split)
+                found = encode_rows(self._params, *arrays, model=self.model, mesh=self._mesh)
+                pending.append((block, found))
         vectors = np.zeros((len(texts), self.model.width), np.float32)
         for block, found in pending:  # all are under way by now
             vectors[block] = np.asarray(found)[: len(block)]
         return vectors
-
-    def _width(self, length: int) -> int:
-        """Tokens of the batch that a text of so many goes into."""
-        width = SHORTEST
-        while width < length:
-            width *= 2
-        return min(width, self.model.max_tokens)
-
-    def _run(self, ids: Sequence[Sequence[int]], rows: int, width: int) -> jax.Array:
-        token_ids, lengths = np.zeros((rows, width), np.int32), np.ones(rows, np.int32)
-        for row, one in enumerate(ids):
-            token_ids[row, : len(one)] = one
-            lengths[row] = len(one)
-        split = NamedSharding(self._mesh, P("rows"))
-        arrays = jax.device_put((token_ids, lengths), split)
-        return encode_rows(self._params, *arrays, model=self.model, mesh=self._mesh)
 
 
 def read_tokenizer(folder: str | Path, model: EmbeddingModel) -> tokenizers.Tokenizer:

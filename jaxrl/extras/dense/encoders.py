@@ -161,7 +161,7 @@ def read_embedding_model(
     passage_prefix: str = "auto",
     max_tokens: int = 512,
 ) -> EmbeddingModel:
-    """What an HF folder holds, without its weights.
+    """Reads an HF folder, without its weights.
 
     Args:
         path: a folder with `config.json`, of a BERT or of an architecture of ours.
@@ -247,7 +247,20 @@ def _as_sentence_transformers(model: EmbeddingModel, folder: Path) -> EmbeddingM
             "computed here; expected Transformer, Pooling and Normalize."
         )
     if "Pooling" in kinds:
-        model = replace(model, pooling=_pooling(folder / kinds["Pooling"] / "config.json"))
+        file = folder / kinds["Pooling"] / "config.json"
+        if not file.is_file():
+            raise ValueError(f"{file}, which modules.json names, is not there.")
+        fields = read_object(file)
+        modes = [name for name, on in fields.items() if "pooling_mode_" in name and on is True]
+        if isinstance(fields.get("pooling_mode"), str):
+            modes.append(fields["pooling_mode"])
+        is_known = len(modes) == 1 and modes[0] in _POOLING_MODES
+        if not is_known or fields.get("include_prompt") is False:
+            raise ValueError(
+                f"{file} asks for the pooling {modes}; expected one of mean, cls and lasttoken "
+                "over all tokens, the prompt's too."
+            )
+        model = replace(model, pooling=_POOLING_MODES[modes[0]])
     is_dot = settings.get("similarity_fn_name") == "dot"
     return replace(model, normalize="Normalize" in kinds or not is_dot)
 
@@ -256,21 +269,6 @@ _POOLING_MODES = {
     **{"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"},
     **{"pooling_mode_lasttoken": "last", "mean": "mean", "cls": "first", "lasttoken": "last"},
 }
-
-
-def _pooling(file: Path) -> str:
-    if not file.is_file():
-        raise ValueError(f"{file}, which modules.json names, is not there.")
-    fields = read_object(file)
-    modes = [name for name, is_on in fields.items() if "pooling_mode_" in name and is_on is True]
-    if isinstance(fields.get("pooling_mode"), str):
-        modes.append(fields["pooling_mode"])
-    if len(modes) != 1 or modes[0] not in _POOLING_MODES or fields.get("include_prompt") is False:
-        raise ValueError(
-            f"{file} asks for the pooling {modes}; expected one of mean, cls and lasttoken over "
-            "all tokens, the prompt's too."
-        )
-    return _POOLING_MODES[modes[0]]
 
 
 def _read_fields(file: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ LEAST_COSINE = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Of a `DenseSearch`; `jaxrl/config.py` says more of each.
+    """Settings of a `DenseSearch`; `jaxrl/config.py` says more of each.
 
     Attributes:
         corpus: a JSONL file of documents.
@@ -69,7 +69,7 @@ class Settings:
 
 
 def embedding_model(settings: Settings) -> EmbeddingModel:
-    """What the encoder's folder holds, as the settings change it; reads no weights.
+    """Reads the encoder's folder, as the settings change it; reads no weights.
 
     Raises:
         FileNotFoundError, ValueError: as `read_embedding_model`.
@@ -108,7 +108,13 @@ class DenseSearch(DocumentSearch):
             ValueError: there is no such setting, a file is malformed, or what belongs together does
                 not fit.
         """
-        self._settings = own = _known(settings)
+        names = [field.name for field in fields(Settings)]
+        unknown = [name for name in settings if name not in names]
+        missing = [name for name in ("corpus", "encoder") if name not in settings]
+        if unknown or missing:
+            problem = f"{unknown[0]!r} is none" if unknown else f"{missing[0]!r} is missing"
+            raise ValueError(f"of the settings of dense search {problem}: {', '.join(names)}.")
+        self._settings = own = Settings(**settings)
         if own.topk < 1:
             raise ValueError(f"topk is {own.topk}; a search must show at least 1 document.")
         self.topk = own.topk
@@ -146,14 +152,10 @@ class DenseSearch(DocumentSearch):
         ]
 
     def _rows(self, documents: Documents) -> Rows:
-        """What gives the vectors of documents."""
+        """The function from places to vectors: of a file, or encoded here."""
         if self._settings.embeddings:
             return self._prebuilt(documents)
-
-        def encode(start: int, stop: int) -> np.ndarray:
-            return self._encode(documents.texts(start, stop))
-
-        return encode
+        return lambda start, stop: self._encode(documents.texts(start, stop))
 
     def _encode(self, texts: Sequence[str]) -> np.ndarray:
         return self._encoder.passages(
@@ -185,29 +187,13 @@ class DenseSearch(DocumentSearch):
         return vectors
 
 
-def _known(settings: Mapping[str, Any]) -> Settings:
-    names = [field.name for field in fields(Settings)]
-    unknown = [name for name in settings if name not in names]
-    missing = [name for name in ("corpus", "encoder") if name not in settings]
-    if unknown or missing:
-        problem = f"{unknown[0]!r} is none" if unknown else f"{missing[0]!r} is missing"
-        raise ValueError(f"of the settings of dense search {problem}: {', '.join(names)}.")
-    return Settings(**settings)
-
-
 def _made_with(settings: Settings, model: EmbeddingModel, index_dir: Path) -> dict[str, Any]:
     """All that vectors depend on beside the corpus."""
     if settings.embeddings:
         file = Path(settings.embeddings)
         read_prebuilt(file)  # which says what is wrong with it
         return {"embeddings": corpus_digest(file, index_dir)}
-    of_model = {
-        name: value
-        for name, value in asdict(model).items()
-        if name not in ("model", "query_prefix")
-    }
-    return {
-        **of_model,
-        "encoder": folder_digest(settings.encoder),
-        "encoder_dtype": settings.encoder_dtype,
-    }
+    found = asdict(model)
+    del found["model"], found["query_prefix"]
+    found["encoder"] = folder_digest(settings.encoder)
+    return {**found, "encoder_dtype": settings.encoder_dtype}

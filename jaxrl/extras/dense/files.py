@@ -64,13 +64,13 @@ class Documents(CorpusDocuments):
     """The documents of a corpus, and what is encoded of them."""
 
     def texts(self, start: int, stop: int) -> list[str]:
-        """What is encoded of some documents: title and text, as `Document.contents` has them."""
+        """Texts of some documents for the encoder: title and text, as in `Document.contents`."""
         documents = (self[place] for place in range(start, stop))
         return [one.contents if one.title else one.text for one in documents]
 
 
 def line_offsets(corpus: Path, progress: Progress) -> tuple[np.ndarray, np.ndarray]:
-    """Where the documents of a corpus begin, int64 [N], and `line_check` of each, uint32 [N].
+    """Offsets of a corpus' documents in bytes, int64 [N], and `line_check` of each, uint32 [N].
 
     Checks all of them.
 
@@ -94,7 +94,7 @@ def line_offsets(corpus: Path, progress: Progress) -> tuple[np.ndarray, np.ndarr
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """What vectors are made of; a folder of the index is named after it.
+    """Inputs that vectors are made of; a folder of the index is named after them.
 
     Attributes:
         corpus: a JSONL file.
@@ -112,7 +112,7 @@ class Source:
 
     @property
     def digest(self) -> str:
-        """Of the corpus."""
+        """SHA-256 of the corpus."""
         return corpus_digest(self.corpus, self.index_dir)
 
     @property
@@ -131,7 +131,7 @@ class Source:
 
     @property
     def folder(self) -> Path:
-        """Of these vectors."""
+        """The folder of these vectors."""
         key = json.dumps([self.made_of, self.digest], sort_keys=True)
         return self.index_dir / f"dense-{hashlib.sha256(key.encode()).hexdigest()[:32]}"
 
@@ -172,10 +172,6 @@ def open_built(
         corpus=source.corpus,
         section="search.dense",
     )
-    return _open(source, folder)
-
-
-def _open(source: Source, folder: Path) -> VectorFiles:
     damaged = f"delete the folder {folder}, and the next start builds it anew."
     try:
         _check_lines(source, folder)
@@ -198,10 +194,9 @@ def _check_lines(source: Source, folder: Path) -> None:
     if manifest != source.manifest:
         raise ValueError(f"{_MANIFEST} is not the file that was written")
     if digests is None:
-        for name, lines in zip(
-            _LINE_FILES, line_offsets(source.corpus, lambda _: None), strict=True
-        ):
-            if not np.array_equal(np.load(folder / name), lines):
+        lines = line_offsets(source.corpus, lambda _: None)
+        for name, expected in zip(_LINE_FILES, lines, strict=True):
+            if not np.array_equal(np.load(folder / name), expected):
                 raise ValueError(f"{name} is not the file that was written")
     else:
         _check_digests(folder, digests)
@@ -224,9 +219,15 @@ def _check_digests(folder: Path, digests: object) -> None:
 
 
 def _write_manifest(source: Source, folder: Path) -> None:
+    """Writes the manifest in one piece, after all files that it vouches for."""
     names = [name for name in (*_LINE_FILES, _CHUNKS) if (folder / name).is_file()]
     digests = {name: file_digest(folder / name) for name in names}
-    _write(folder / _MANIFEST, json.dumps({**source.manifest, _LINES: digests}, indent=1) + "\n")
+    unfinished = folder / f".{_MANIFEST}.{os.getpid()}"
+    with open(unfinished, "w", encoding="utf-8") as out:
+        out.write(json.dumps({**source.manifest, _LINES: digests}, indent=1) + "\n")
+        out.flush()
+        os.fsync(out.fileno())
+    unfinished.replace(folder / _MANIFEST)
 
 
 def _vectors(source: Source, folder: Path, count: int) -> np.ndarray:
@@ -246,8 +247,7 @@ def _vectors(source: Source, folder: Path, count: int) -> np.ndarray:
             f"{shape[1]} values: it is damaged; {damaged}"
         )
     vectors = np.memmap(folder / _VECTORS, dtype, "r", shape=shape)
-    chunks = _written_chunks(folder)
-    whole = _whole_chunks(vectors, chunks)
+    whole = _whole_chunks(folder, vectors)
     missing = [number for number in range(-(-len(vectors) // CHUNK_ROWS)) if number not in whole]
     if missing:
         raise ValueError(
@@ -258,7 +258,7 @@ def _vectors(source: Source, folder: Path, count: int) -> np.ndarray:
 
 
 def _documents(source: Source, folder: Path) -> Documents:
-    """Those of an index; a line of the corpus that is another by then is a failure.
+    """The documents of an index; a line of the corpus that is another by then is a failure.
 
     Raises:
         OSError, ValueError: its files cannot be read.
@@ -275,10 +275,8 @@ def _build(
     """Writes what is missing in a folder beside, then gives that its name."""
     building = folder.with_name(f"{folder.name}.building")
     manifest, digest = _read_json(building / _MANIFEST), source.digest
-    is_same = isinstance(manifest, dict) and {**manifest, _LINES: 0} == {
-        **source.manifest,
-        _LINES: 0,
-    }
+    wanted = {**source.manifest, _LINES: 0}
+    is_same = isinstance(manifest, dict) and {**manifest, _LINES: 0} == wanted
     has_lines = all((building / name).is_file() for name in _LINE_FILES)
     if not (is_same and has_lines):
         shutil.rmtree(building, ignore_errors=True)
@@ -288,17 +286,24 @@ def _build(
         np.save(building / _CHECKS, checks)
         _write_manifest(source, building)
     documents = _documents(source, building)
-    _reserve(building, (len(documents), source.width), FILE_DTYPES[source.dtype])
-    vectors = np.memmap(
-        building / _VECTORS, FILE_DTYPES[source.dtype], "r+", shape=(len(documents), source.width)
-    )
-    done = _whole_chunks(vectors, _written_chunks(building))
+    shape, dtype = (len(documents), source.width), FILE_DTYPES[source.dtype]
+    _reserve(building, shape, dtype)
+    vectors = np.memmap(building / _VECTORS, dtype, "r+", shape=shape)
+    done = _whole_chunks(building, vectors)
     rows = _with_earlier(source, make_rows(documents))
     with open(building / _CHUNKS, "ab") as log:
         for number in range(-(-len(documents) // CHUNK_ROWS)):
             start, stop = number * CHUNK_ROWS, min((number + 1) * CHUNK_ROWS, len(documents))
             if number not in done:
-                found = _checked(rows(start, stop), (stop - start, source.width), start)
+                found, wide = rows(start, stop), (stop - start, source.width)
+                if found.shape != wide or not np.isfinite(found.astype(np.float32)).all():
+                    what = f"an array of {found.shape}"
+                    if found.shape == wide:  # a search could not rank them
+                        what = "no finite numbers"
+                    raise ValueError(
+                        f"the vectors of documents {start} to {stop} are {what}; expected finite "
+                        f"numbers, {wide}."
+                    )
                 vectors[start:stop] = found.astype(vectors.dtype)
                 vectors.flush()
                 line = {"chunk": number, "sha256": _digest(vectors[start:stop])}
@@ -311,17 +316,6 @@ def _build(
     _write_manifest(source, building)  # now with its chunks
     check_unchanged(source.corpus, source.index_dir, digest)
     building.rename(folder)
-
-
-def _checked(found: np.ndarray, shape: tuple[int, int], start: int) -> np.ndarray:
-    """Refuses vectors that cannot be searched."""
-    if found.shape != shape or not np.isfinite(found.astype(np.float32)).all():
-        what = f"an array of {found.shape}" if found.shape != shape else "no finite numbers"
-        raise ValueError(
-            f"the vectors of documents {start} to {start + shape[0]} are {what}; expected finite "
-            f"numbers, {shape}."
-        )
-    return found
 
 
 def _reserve(building: Path, shape: tuple[int, int], dtype: np.dtype) -> None:
@@ -343,20 +337,15 @@ def _reserve(building: Path, shape: tuple[int, int], dtype: np.dtype) -> None:
             ) from error
 
 
-def _written_chunks(folder: Path) -> dict[int, str]:
-    """SHA-256 of the chunks that are written, by their numbers."""
-    found: dict[int, str] = {}
+def _whole_chunks(folder: Path, vectors: np.ndarray) -> set[int]:
+    """Numbers of the chunks whose vectors are those that were written."""
+    chunks: dict[int, str] = {}
     with contextlib.suppress(FileNotFoundError):
         for line in (folder / _CHUNKS).read_bytes().split(b"\n"):
             # A kill may have cut it.
             with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
                 fields = parse_json(line, _CHUNKS)
-                found[int(fields["chunk"])] = str(fields["sha256"])
-    return found
-
-
-def _whole_chunks(vectors: np.ndarray, chunks: Mapping[int, str]) -> set[int]:
-    """The chunks whose vectors are those that were written."""
+                chunks[int(fields["chunk"])] = str(fields["sha256"])
 
     def is_whole(number: int) -> bool:
         start = number * CHUNK_ROWS
@@ -484,13 +473,3 @@ def _read_json(file: Path) -> Any:
         return parse_json(file.read_bytes(), str(file))
     except (OSError, ValueError):
         return None
-
-
-def _write(file: Path, text: str) -> None:
-    """In one piece, after all that was written before."""
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    with open(unfinished, "w", encoding="utf-8") as out:
-        out.write(text)
-        out.flush()
-        os.fsync(out.fileno())
-    unfinished.replace(file)

@@ -30,11 +30,9 @@ def fuse(rankings: Sequence[Sequence[Hit]], *, k: float, topk: int) -> list[Hit]
     scores: dict[str, Fraction] = {}
     exact_k = Fraction(k)
     for ranking in rankings:
-        for rank, hit in enumerate(ranking, start=1):
-            documents.setdefault(hit.document.id, hit.document)
-            scores[hit.document.id] = scores.get(hit.document.id, Fraction(0)) + 1 / (
-                exact_k + rank
-            )
+        for rank, (document, _) in enumerate(ranking, start=1):
+            documents.setdefault(document.id, document)
+            scores[document.id] = scores.get(document.id, Fraction(0)) + 1 / (exact_k + rank)
     best = sorted(scores, key=lambda id: (-scores[id], documents[id]))[:topk]
     return [Hit(documents[id], float(scores[id])) for id in best]
 

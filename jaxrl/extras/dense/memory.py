@@ -1,4 +1,4 @@
-"""What dense retrieval needs of a device: its passages, its encoder, and what a search computes."""
+"""Memory of dense retrieval on a device: its passages, its encoder, and a search's arrays."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Layout:
 
     @property
     def passages(self) -> int:
-        """Of a device, with those that fill it up."""
+        """Passages of a device, with those that fill it up."""
         return self.num_blocks * self.block
 
 
@@ -283,31 +283,29 @@ class Passages:
         self._mesh = Mesh(np.array(devices), ("passages",))
         starts = np.arange(len(devices)) * self._layout.passages
         counts = np.clip(len(vectors) - starts, 0, self._layout.passages).astype(np.int32)
-        self._counts = jax.device_put(counts, self._split)
-        self._load()
-
-    @property
-    def _split(self) -> NamedSharding:
-        return NamedSharding(self._mesh, P("passages"))
-
-    def _load(self) -> None:
-        """Puts all vectors on the devices, each of which gets a part of its own at a time."""
-        size, width, count = self._layout.passages, self.vectors.shape[1], self._mesh.size
-        num_scales = size if self._dtype == "int8" else self._layout.num_blocks
-        is_cpu = self._mesh.devices.flat[0].platform == "cpu"
+        split, size = NamedSharding(self._mesh, P("passages")), self._layout.passages
+        self._counts = jax.device_put(counts, split)
+        num_scales = size if dtype == "int8" else self._layout.num_blocks
         # Bfloat16 as bits on a CPU, whose compiler would convert all of it to float32 to take some.
-        kind = "uint16" if is_cpu and self._dtype == "bfloat16" else self._dtype
-        self._passages = jnp.zeros((count * size, width), kind, device=self._split)
-        self._scales = jnp.ones(count * num_scales, jnp.float32, device=self._split)
+        is_in_bits = devices[0].platform == "cpu" and dtype == "bfloat16"
+        kind = "uint16" if is_in_bits else dtype
+        self._passages = jnp.zeros((len(devices) * size, vectors.shape[1]), kind, device=split)
+        self._scales = jnp.ones(len(devices) * num_scales, jnp.float32, device=split)
         step = min(LOAD_ROWS, size)
         largest = np.zeros(2)
-        for start in range(0, min(size, len(self.vectors)), step):
+        for start in range(0, min(size, len(vectors)), step):
             start = min(start, size - step)  # the last part begins within the one before
-            rows = [self._rows(index * size + start, step) for index in range(count)]
+            parts = []
+            for index in range(len(devices)):
+                begin = index * size + start
+                rows = np.asarray(vectors[begin : begin + step])
+                if rows.dtype not in (np.float32, jnp.bfloat16):
+                    rows = rows.astype(np.float32)
+                parts.append(np.pad(rows, ((0, step - len(rows)), (0, 0))))  # behind its end
             self._passages, self._scales, *tops = _put(
                 self._passages,
                 self._scales,
-                jax.device_put(np.concatenate(rows), self._split),
+                jax.device_put(np.concatenate(parts), split),
                 np.int32(start),
                 mesh=self._mesh,
             )
@@ -319,13 +317,6 @@ class Passages:
                 )
             largest = np.maximum(largest, found)
         self._max_norm, self._max_scale = map(float, largest)
-
-    def _rows(self, begin: int, count: int) -> np.ndarray:
-        """Vectors out of the file; zeros behind its end."""
-        rows = np.asarray(self.vectors[begin : begin + count])
-        if rows.dtype not in (np.float32, jnp.bfloat16):
-            rows = rows.astype(np.float32)
-        return np.pad(rows, ((0, count - len(rows)), (0, 0)))
 
     def search(self, queries: np.ndarray, topk: int) -> tuple[np.ndarray, np.ndarray]:
         """The passages with the largest inner products, best first; the first of equal ones.
@@ -355,8 +346,12 @@ class Passages:
                 block = left[start : start + self._query_rows]
                 found = self._candidates_of(queries[block], num)
                 for row, candidates, weakest in zip(block, *found, strict=True):
-                    query = queries[row].astype(np.float64)
-                    places[row], scores[row] = self._ranked(query, candidates, topk)
+                    query, own = queries[row].astype(np.float64), np.sort(candidates)
+                    # From the vectors in the file, which is read forwards. Each row is summed by
+                    # itself and in one order: equal vectors have equal scores.
+                    exact = (self.vectors[own].astype(np.float64) * query).sum(axis=1)
+                    best = np.lexsort((own, -exact))[:topk]
+                    places[row], scores[row] = own[best], exact[best]
                     bound = weakest + self._rounding(query)
                     if not is_last and scores[row, -1] <= bound:
                         unsure.append(row)
@@ -364,7 +359,7 @@ class Passages:
         return places, scores
 
     def _candidates_of(self, queries: np.ndarray, num: int) -> tuple[list[np.ndarray], list[float]]:
-        """Of each query the places of `num` passages, and the score that others do not exceed."""
+        """Places of each query's `num` candidates, and the score that no other passage exceeds."""
         # A query that comes alone is spared the work of many; the scores that count are the file's.
         num_rows = 1 if len(queries) == 1 else self._query_rows
         rows = np.zeros((num_rows, queries.shape[1]), np.float32)
@@ -394,18 +389,8 @@ class Passages:
             weakest.append(float(scores[best[-1]]) * float(query_scales[row]))
         return places, weakest
 
-    def _ranked(
-        self, query: np.ndarray, places: np.ndarray, topk: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """The best of some passages by the vectors in the file."""
-        places = np.sort(places)  # a file is read forwards
-        # Each row is summed by itself and in one order: equal vectors have equal scores.
-        scores = (self.vectors[places].astype(np.float64) * query).sum(axis=1)
-        best = np.lexsort((places, -scores))[:topk]
-        return places[best], scores[best]
-
     def _rounding(self, query: np.ndarray) -> float:
-        """By how much the devices' score of a passage may lie below its inner product."""
+        """Bound on the amount by which the devices' score of a passage lies below the exact one."""
         norms = float(np.linalg.norm(query)) * self._max_norm
         summed = len(query) * float(np.finfo(np.float32).eps) * norms
         if self._dtype == "int8":

@@ -53,7 +53,7 @@ class Completions:
 
 
 class Patience(Protocol):
-    """What the settings of all that asks an endpoint say; times in seconds."""
+    """Settings common to all that asks an endpoint; times in seconds."""
 
     @property
     def deadline_s(self) -> float:

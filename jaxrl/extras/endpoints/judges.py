@@ -42,7 +42,7 @@ _SEARCH_S = 1.0  # of computing time for it, which may otherwise take forever
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeSettings:
-    """What a judge is: the keys of an entry of `config.reward.judges`.
+    """Settings of a judge: the keys of an entry of `config.reward.judges`.
 
     Attributes:
         url: of the endpoint, up to `/chat/completions`, as `http://localhost:8000/v1`.
@@ -98,7 +98,18 @@ class JudgeSettings:
         Raises:
             ValueError: names the one that is wrong.
         """
-        self._check_numbers()
+        for one in fields(self):
+            value, is_whole = getattr(self, one.name), one.type == "int"
+            if one.type not in ("int", "float"):
+                continue
+            kinds = int if is_whole else int | float
+            if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+                wanted = "a whole number" if is_whole else "a finite number"
+                raise ValueError(f"a judge's {one.name} is {value!r}; expected {wanted}.")
+            if one.name.endswith("_s") and value > MAX_S:
+                raise ValueError(
+                    f"a judge's {one.name} is {value!r}; expected at most {MAX_S:g} seconds."
+                )
         check_url("reward.judges", self.url)
         if "{response}" not in self.prompt:
             raise ValueError(
@@ -126,24 +137,9 @@ class JudgeSettings:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"a judge's {name} is {getattr(self, name)}; expected 0 or more.")
 
-    def _check_numbers(self) -> None:
-        """Refuses what is no number, or none that a judge could work with."""
-        for one in fields(self):
-            value, is_whole = getattr(self, one.name), one.type == "int"
-            if one.type not in ("int", "float"):
-                continue
-            kinds = int if is_whole else int | float
-            if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
-                wanted = "a whole number" if is_whole else "a finite number"
-                raise ValueError(f"a judge's {one.name} is {value!r}; expected {wanted}.")
-            if one.name.endswith("_s") and value > MAX_S:
-                raise ValueError(
-                    f"a judge's {one.name} is {value!r}; expected at most {MAX_S:g} seconds."
-                )
-
     @property
     def asked(self) -> dict[str, Any]:
-        """That on which a reply depends, beside the prompt; not where the endpoint is."""
+        """Settings on which a reply depends, beside the prompt; not where the endpoint is."""
         names = ("model", "system", "temperature", "max_tokens", "pattern", "low", "high")
         return {**{name: getattr(self, name) for name in names}, "options": dict(self.options)}
 
@@ -184,29 +180,37 @@ class Endpoint(Tool):
             "max_tokens": settings.max_tokens,
             **settings.options,
         }
-        reply = _content(self._completions.ask(body), settings)
+        answer = self._completions.ask(body)
+        reply, (choice, _) = content_of(answer), first_choice(answer)
+        if choice.get("finish_reason") == "length":  # of `Score: 10` it may have left `Score: 1`
+            raise ToolError(
+                f"the reply ends {reply[-_MAX_SHOWN:]!r}, cut at max_tokens={settings.max_tokens}; "
+                "raise that setting of the judge"
+            )
         read_number(reply, settings)
         return reply
 
 
-def _content(answer: Any, settings: JudgeSettings) -> str:
-    content, (choice, _) = content_of(answer), first_choice(answer)
-    if choice.get("finish_reason") == "length":  # of `Score: 10` it may have left `Score: 1`
-        raise ToolError(
-            f"the reply ends {content[-_MAX_SHOWN:]!r}, cut at max_tokens={settings.max_tokens}; "
-            "raise that setting of the judge"
-        )
-    return content
-
-
 def read_number(reply: str, settings: JudgeSettings) -> float:
-    """What a reply is worth, from 0 to 1.
+    """The score in a reply, from 0 to 1.
 
     Raises:
         ToolError: it holds no number, or one out of bounds, or the pattern took too long.
     """
+    pattern = settings.pattern
+    if pattern == SCORE:  # whose time is in proportion to the text
+        text = (re.findall(pattern, reply) or [""])[-1]
+    else:
+        answer = _searchers().ask({"pattern": pattern, "text": reply[-_MAX_READ:]})
+        if "error" in answer:
+            raise ToolError(
+                f"the judge's pattern {pattern!r:.100} was not done with the last {_MAX_READ:,} "
+                f"characters of a reply after {_SEARCH_S:g} s of computing ({answer['error']}); "
+                "repeat nothing in it that is repeated inside"
+            )
+        text = answer["found"] or ""
     try:
-        number = float(_last_match(settings.pattern, reply))
+        number = float(str(text))
     except ValueError:
         number = math.nan
     if not settings.low <= number <= settings.high:
@@ -217,24 +221,9 @@ def read_number(reply: str, settings: JudgeSettings) -> float:
     return (number - settings.low) / (settings.high - settings.low)
 
 
-def _last_match(pattern: str, reply: str) -> str:
-    """What the pattern's group holds at its last match; "" without one."""
-    if pattern == SCORE:  # whose time is in proportion to the text
-        found = re.findall(pattern, reply)
-        return str(found[-1]) if found else ""
-    answer = _searchers().ask({"pattern": pattern, "text": reply[-_MAX_READ:]})
-    if "error" in answer:
-        raise ToolError(
-            f"the judge's pattern {pattern!r:.100} was not done with the last {_MAX_READ:,} "
-            f"characters of a reply after {_SEARCH_S:g} s of computing ({answer['error']}); repeat "
-            "nothing in it that is repeated inside"
-        )
-    return str(answer["found"] or "")
-
-
 @cache
 def _searchers() -> WorkerPool:
-    """Those of all judges; none is started before it is asked."""
+    """The workers of all judges; none is started before it is asked."""
     return WorkerPool("pattern", deadline_s=_SEARCH_S, memory_mib=1024, size=4)
 
 
@@ -285,30 +274,18 @@ class Judge:
             mark = "warning: " if text.startswith("warning: ") else ""
             log(f"{mark}reward part {self.name!r}: {text.removeprefix(mark)}")
 
-        self._asked = _Asked(
-            Nobody() if is_replay else Endpoint(settings),
-            policy,
-            recording=self._recording(workdir, process, tell),
-            is_replay=is_replay,
-            log=tell,
-        )
-
-    def _recording(
-        self, workdir: Path | None, process: int, log: Callable[[str], None]
-    ) -> Recording | None:
-        settings = self.settings
-        folder = settings.replay_folder or (workdir and workdir / "judgements")
-        if settings.replay == "off" or not (folder or settings.replay == "only"):
-            return None
-        recording = Recording(
-            Path(folder or "judgements"), settings.asked, process=process, log=log
-        )
-        if settings.replay == "only" and not len(recording):
-            raise FileNotFoundError(
-                f"config.reward.judges[{self.name!r}] has replay='only', but {recording.folder} "
-                "has no replies of a judge with these settings; name the folder by replay_folder."
-            )
-        return recording
+        engine = Nobody() if is_replay else Endpoint(settings)
+        recording, folder = None, settings.replay_folder or (workdir and workdir / "judgements")
+        if settings.replay != "off" and (folder or is_replay):
+            place = Path(folder or "judgements")
+            recording = Recording(place, settings.asked, process=process, log=tell)
+            if is_replay and not len(recording):
+                raise FileNotFoundError(
+                    f"config.reward.judges[{self.name!r}] has replay='only', but "
+                    f"{recording.folder} has no replies of a judge with these settings; name the "
+                    "folder by replay_folder."
+                )
+        self._asked = _Asked(engine, policy, recording=recording, is_replay=is_replay, log=tell)
 
     def calls(self, group: Sequence[Finished]) -> list[Call]:
         """One for each episode."""
@@ -328,7 +305,7 @@ class Judge:
         return ["answers"] if "{answers}" in self.settings.prompt and not task.answers else []
 
     def prompt(self, one: Finished) -> str:
-        """What is asked about an episode."""
+        """The prompt about an episode."""
         task = one.episode.task
         asked = [m["content"] for m in task.messages or () if m["role"] == "user"]
         texts = {
@@ -355,7 +332,7 @@ class _Judgement:
     answer: Answer | None = None
 
     def make(self) -> float:
-        """What the judge says, from 0 to 1.
+        """Asks the judge; gives its score, from 0 to 1.
 
         Raises:
             ToolError: it says nothing that can be read.
@@ -367,7 +344,7 @@ class _Judgement:
         return read_number(self.answer.found, self.judge.settings)
 
     def records(self) -> list[CallRecord]:
-        """What it took; where that is not known, one attempt if it was begun."""
+        """The call's record; one attempt if it was begun and nothing is known of it."""
         if self.answer is not None:
             return [self.answer.record]
         return [

@@ -17,14 +17,13 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxrl.chat import parts_of
 from jaxrl.envs.base import (
-    CallRecord,
     Env,
     OutageError,
     Outcome,
@@ -103,7 +102,7 @@ class ChatSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What a model wrote.
+    """A turn that a model wrote.
 
     Attributes:
         text: up to the stop string, which is in it.
@@ -143,10 +142,20 @@ class ChatModel:
         self.settings = settings = ChatSettings(**keys)
         is_replay = settings.replay == "only"
         self._endpoint = None if is_replay else _Endpoint(settings)
+        recording, folder = None, settings.replay_folder or (workdir and workdir / "replies")
+        if settings.replay != "off" and (folder or is_replay):
+            asked = {"model": settings.model, "options": dict(settings.options)}
+            recording = Recording(Path(folder or "replies"), asked, process=process, log=log)
+            if is_replay and not len(recording):
+                raise FileNotFoundError(
+                    f"config.policy.openai.replay is 'only', but {recording.folder} has no answers "
+                    f"of {json.dumps(asked)}; name the folder by "
+                    "config.policy.openai.replay_folder."
+                )
         self._asked = _Asked(
             self._endpoint or Nobody(),
             policy_of(settings, max_concurrent=settings.max_concurrent),
-            recording=_recording(settings, workdir, process, log),
+            recording=recording,
             is_replay=is_replay,
             log=log,
         )
@@ -186,7 +195,15 @@ class ChatModel:
             OutageError: the endpoint refuses everybody, as with a wrong key.
             ToolError: there is no turn.
         """
-        chat = [{"role": plain_text(role), "content": _named(said)} for role, said in messages]
+        chat = []
+        for role, said in messages:
+            content: Any = plain_text(said) if isinstance(said, str) else []
+            for one in () if isinstance(said, str) else said:
+                if isinstance(one, str):
+                    content.append({"type": "text", "text": plain_text(one)})
+                else:  # named by its digest, so that a recording holds no images
+                    content.append({"type": "image_url", "image_url": {"url": one.digest}})
+            chat.append({"role": plain_text(role), "content": content})
         body = {"messages": chat, **sampling, **({"stop": list(stops)} if stops else {})}
         images = [one for _, said in messages for one in said if isinstance(one, Picture)]
         [answer] = self._asked.answer_all([Pictured(json.dumps(body), images)])
@@ -195,64 +212,16 @@ class ChatModel:
         if isinstance(answer.found, ToolError):
             raise ToolError(f"the model behind config.policy.openai: {answer.found}")
         reply = json.loads(answer.found)
-        usage = self._usage(answer.record, reply)
+        usage: dict[str, float] = {"calls": 1, "attempts": 0, "replayed": 1}
+        if answer.record.source != "replay":  # an answer of the recording took nothing
+            tokens, settings = _tokens(reply), self.settings
+            usage = {"calls": 1, "attempts": answer.record.attempts, **tokens}
+            if settings.prompt_price or settings.completion_price:
+                paid = tokens["prompt_tokens"] * settings.prompt_price
+                paid += tokens["completion_tokens"] * settings.completion_price
+                usage["cost"] = paid / 1e6
         text, is_cut = read_turn(reply, stops)
         return Written(text=text, is_cut=is_cut, usage=usage)
-
-    def _usage(self, record: CallRecord, reply: Mapping[str, Any]) -> dict[str, float]:
-        """What an answer took; one of the recording took nothing."""
-        if record.source == "replay":
-            return {"calls": 1, "attempts": 0, "replayed": 1}
-        tokens, settings = _tokens(reply), self.settings
-        usage: dict[str, float] = {"calls": 1, "attempts": record.attempts, **tokens}
-        if settings.prompt_price or settings.completion_price:
-            paid = tokens["prompt_tokens"] * settings.prompt_price
-            paid += tokens["completion_tokens"] * settings.completion_price
-            usage["cost"] = paid / 1e6
-        return usage
-
-
-def _recording(
-    settings: ChatSettings, workdir: Path | None, process: int, log: Callable[[str], None]
-) -> Recording | None:
-    """What keeps the answers; None where nothing does.
-
-    Raises:
-        FileNotFoundError: it alone is to answer, and there is none of this model.
-    """
-    folder = settings.replay_folder or (workdir and workdir / "replies")
-    if settings.replay == "off" or not (folder or settings.replay == "only"):
-        return None
-    asked = {"model": settings.model, "options": dict(settings.options)}
-    recording = Recording(Path(folder or "replies"), asked, process=process, log=log)
-    if settings.replay == "only" and not len(recording):
-        raise FileNotFoundError(
-            f"config.policy.openai.replay is 'only', but {recording.folder} has no answers of "
-            f"{json.dumps(asked)}; name the folder by config.policy.openai.replay_folder."
-        )
-    return recording
-
-
-def _named(content: Content) -> str | list[dict[str, Any]]:
-    """A content as a request has it, but that images are named by their digests."""
-    if isinstance(content, str):
-        return plain_text(content)
-    return [
-        {"type": "text", "text": plain_text(one)}
-        if isinstance(one, str)
-        else {"type": "image_url", "image_url": {"url": one.digest}}
-        for one in content
-    ]
-
-
-def _with_images(body: dict[str, Any], images: Sequence[Picture]) -> dict[str, Any]:
-    """A request in which images are, in place of their digests."""
-    urls = {image.digest: url_of(image) for image in images}
-    for message in body["messages"]:
-        for part in message["content"] if isinstance(message["content"], list) else ():
-            if part["type"] == "image_url":
-                part["image_url"]["url"] = urls[part["image_url"]["url"]]
-    return body
 
 
 class _Endpoint(Tool):
@@ -274,7 +243,12 @@ class _Endpoint(Tool):
     def run(self, call: str, /) -> str:
         if self.refusal:
             raise ToolError(self.refusal, is_permanent=True)
-        asked = _with_images(json.loads(call), images_behind(call))
+        asked = json.loads(call)
+        urls = {image.digest: url_of(image) for image in images_behind(call)}
+        for message in asked["messages"]:
+            for part in message["content"] if isinstance(message["content"], list) else ():
+                if part["type"] == "image_url":
+                    part["image_url"]["url"] = urls[part["image_url"]["url"]]
         fields = {"model": self._settings.model, **asked, **self._settings.options}
         body = {name: value for name, value in fields.items() if value is not None}
         try:
@@ -317,20 +291,18 @@ def read_turn(answer: Any, stops: Sequence[str]) -> tuple[str, bool]:
     ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
     if ends:
         return text[: min(ends)], False
-    return (text, True) if reason == "length" else (text + _left_out(choice, text, stops), False)
-
-
-def _left_out(choice: Mapping[str, Any], text: str, stops: Sequence[str]) -> str:
-    """The stop string that an endpoint left out; "" where the model ended its turn by itself."""
+    if reason == "length":
+        return text, True
+    # The endpoint left the stop string out, unless the model ended its turn by itself.
     for name in ("stop_reason", "matched_stop"):  # vLLM, SGLang
         if name in choice:
-            return choice[name] if choice[name] in stops else ""
+            return (text + choice[name] if choice[name] in stops else text), False
     opened = {
         text.rfind(opening): stop
         for stop in stops
         if stop.startswith("</") and (opening := f"<{stop[2:]}") in text
     }
-    return opened[max(opened)] if opened else ""
+    return (text + opened[max(opened)] if opened else text), False
 
 
 MAX_COUNT = 10**9
@@ -405,16 +377,22 @@ class ChatRollout(EpisodePlayer):
         """
         samples = self._make_samples(draws, sampling.group_size)
         is_over = threading.Event()
+        size = sampling.group_size
         playing = [
-            functools.partial(
-                self._play, sample, draws[i // sampling.group_size], sampling, is_over
-            )
+            functools.partial(self._play, sample, draws[i // size], sampling, is_over)
             for i, sample in enumerate(samples)
             if sample.episode.outcome is None
         ]
         episodes = started(playing, max_threads=self._model.settings.max_concurrent)
         try:
-            _await_all(episodes, len(samples), should_stop, progress)
+            left, total = set(episodes), len(samples)
+            while left:
+                check_stop(should_stop)
+                progress(total - len(left), total)
+                done, left = wait(left, timeout=LOOK_S, return_when=FIRST_EXCEPTION)
+                for episode in done:
+                    episode.result()
+            progress(total, total)
         except BaseException:
             is_over.set()
             for episode in episodes:
@@ -461,7 +439,7 @@ class ChatRollout(EpisodePlayer):
         return [sent_image(image, is_blank=is_blank) for image in images]
 
     def _shown(self, turn: Turn) -> Content:
-        """What a turn's reply says, with its images where the run's template has written them."""
+        """A turn's reply, with its images where the run's template has written them."""
         said = turn.observation or GO_ON
         if not turn.images:
             return said
@@ -496,7 +474,7 @@ class ChatRollout(EpisodePlayer):
         return self._model.write(messages, stops=self._env.stop_strings, sampling=fields)
 
     def _answer(self, sample: Sample, text: str) -> StepResult:
-        """What the environment replies to a turn, within its deadline."""
+        """The environment's reply to a turn, within its deadline."""
         reply = in_thread(lambda: self._step([sample.episode], [text]))
         if not wait([reply], timeout=self._schedule.deadline_s or None).done:
             return self._give_up()
@@ -512,23 +490,6 @@ class ChatRollout(EpisodePlayer):
         if why:
             return failed_step(f"{type(self._env).__name__}.step {why}")
         return result
-
-
-def _await_all(
-    episodes: Sequence[Future[None]],
-    total: int,
-    should_stop: Callable[[], bool],
-    progress: Callable[[int, int], None],
-) -> None:
-    """Waits until all episodes have ended, or one raises what ends them all."""
-    left = set(episodes)
-    while left:
-        check_stop(should_stop)
-        progress(total - len(left), total)
-        done, left = wait(left, timeout=LOOK_S, return_when=FIRST_EXCEPTION)
-        for episode in done:
-            episode.result()
-    progress(total, total)
 
 
 def _seed(sampling: Sampling, draw: Draw, sample: Sample) -> int:

@@ -15,7 +15,7 @@ _GREY = (128, 128, 128)
 
 
 def sent_image(picture: Picture, *, is_blank: bool = False) -> Picture:
-    """What is sent of an image: its file, if that is a PNG or JPEG and not turned; else a PNG.
+    """The image to send: its file, if that is a PNG or JPEG and not turned; else a PNG.
 
     Args:
         picture: as it is given.

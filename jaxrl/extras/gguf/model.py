@@ -1,4 +1,4 @@
-"""What a GGUF file holds, as a folder in Hugging Face's format.
+"""Conversion of a GGUF file to a folder in Hugging Face's format.
 
 The layout of the file: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Tensors have
 llama.cpp's names here, and those of `Architecture.hf_names` in the folder.
@@ -79,7 +79,7 @@ class Contents:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors in float32, which a folder has at most."""
+        """Bytes of the tensors in float32, which a folder has at most."""
         return 4 * sum(int(tensor.n_elements) for tensor in self.sources.values())
 
     def values(self, name: str) -> np.ndarray:
@@ -135,7 +135,20 @@ def read_model(path: Path) -> Contents:
         model=model,
         sources=_hf_tensors(tensors, is_tied=is_tied),
     )
-    _check_tensors(contents)
+    places = hf_places(model)
+    for name in sorted(places.keys() ^ contents.sources.keys()):
+        verb = "lacks" if name in places else "holds"
+        raise ValueError(
+            f"{path} {verb} the tensor {name!r}, which the model of its metadata "
+            f"{'has' if name in places else 'does not have'}."
+        )
+    for name, tensor in contents.sources.items():
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        if shape != places[name].shape:
+            raise ValueError(
+                f"{path}: tensor {tensor.name!r} has shape {list(shape)}; its metadata calls for "
+                f"{list(places[name].shape)}."
+            )
     return contents
 
 
@@ -294,7 +307,7 @@ def _llama3_scaling(
 
 
 def _hf_tensors(tensors: dict[str, Any], *, is_tied: bool) -> dict[str, Any]:
-    """Each tensor by its HF name; unknown ones keep theirs, and are refused by `_check_tensors`."""
+    """Each tensor by its HF name; unknown ones keep theirs, and are refused by `read_model`."""
     found = {}
     for name, tensor in tensors.items():
         layer, _, rest = name.removeprefix("blk.").partition(".")
@@ -314,25 +327,6 @@ def _hf_tensors(tensors: dict[str, Any], *, is_tied: bool) -> dict[str, Any]:
         both = (found["model.embed_tokens.weight"], found.pop("lm_head.weight"))
         found["model.embed_tokens.weight"] = max(both, key=lambda tensor: tensor.n_bytes)
     return found
-
-
-def _check_tensors(contents: Contents) -> None:
-    """Refuses tensors that are missing, unexpected or misshapen."""
-    places = hf_places(contents.model)
-    wrong = [*(places.keys() - contents.sources.keys()), *(contents.sources.keys() - places.keys())]
-    for name in sorted(wrong):
-        verb = "lacks" if name in places else "holds"
-        raise ValueError(
-            f"{contents.path} {verb} the tensor {name!r}, which the model of its metadata "
-            f"{'has' if name in places else 'does not have'}."
-        )
-    for name, tensor in contents.sources.items():
-        shape = tuple(int(size) for size in reversed(tensor.shape))
-        if shape != places[name].shape:
-            raise ValueError(
-                f"{contents.path}: tensor {tensor.name!r} has shape {list(shape)}; its metadata "
-                f"calls for {list(places[name].shape)}."
-            )
 
 
 def write_model(contents: Contents, folder: Path) -> None:

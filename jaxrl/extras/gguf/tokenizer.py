@@ -50,13 +50,22 @@ def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, dict[str,
         if id is not None and not (type(id) is int and 0 <= id < count):
             raise ValueError(f"{path}: {KEY}{name}_token_id is {id!r:.80}; expected an id.")
         named[name] = id
-    bos = named["bos"] if metadata.get(f"{KEY}add_bos_token") else None
+    bos, post_processor = named["bos"], None
+    if bos is not None and metadata.get(f"{KEY}add_bos_token"):
+        # It stands before each text here, and in the chat template, to which jaxrl leaves it.
+        first = {"SpecialToken": {"id": tokens[bos], "type_id": 0}}
+        single, pair = ([first, {"Sequence": {"id": n, "type_id": 0}}] for n in "AB")
+        written = {tokens[bos]: {"id": tokens[bos], "ids": [bos], "tokens": [tokens[bos]]}}
+        post_processor = {
+            **{"type": "TemplateProcessing", "single": single, "pair": single + pair},
+            "special_tokens": written,
+        }
     normalizer, pieces, ignores_merges = PRE_TOKENIZERS[metadata[f"{KEY}pre"]]
     tokenizer = {
         **{"version": "1.0", "truncation": None, "padding": None, "added_tokens": added},
         "normalizer": normalizer,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": pieces},
-        "post_processor": None if bos is None else _with_first(tokens[bos], bos),
+        "post_processor": post_processor,
         "decoder": {"type": "ByteLevel", **BYTES, "use_regex": True},
         "model": {
             **{"type": "BPE", "dropout": None, "unk_token": None, "fuse_unk": False},
@@ -109,18 +118,6 @@ def _vocabulary(
         found = f"the merge {wrong[0]!r:.80}" if wrong else "a token twice"
         raise ValueError(f"{path}: its vocabulary has {found}, so it is damaged.")
     return tokens, kinds, pairs
-
-
-def _with_first(token: str, id: int) -> dict[str, Any]:
-    """A post-processor that writes a token before each text, which jaxrl leaves to the template."""
-    first = {"SpecialToken": {"id": token, "type_id": 0}}
-    single, pair = ([first, {"Sequence": {"id": n, "type_id": 0}}] for n in "AB")
-    return {
-        "type": "TemplateProcessing",
-        "single": single,
-        "pair": single + pair,
-        "special_tokens": {token: {"id": token, "ids": [id], "tokens": [token]}},
-    }
 
 
 BYTES = {"add_prefix_space": False, "trim_offsets": True}

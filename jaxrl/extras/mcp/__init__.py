@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 from jaxrl.envs.base import ToolError
@@ -78,7 +78,7 @@ class McpServer:
         return [McpTool(self, tool) for tool in found]
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """What a tool of the server returns; what it calls an error is an answer too.
+        """Calls a tool of the server; an error that it reports is an answer too.
 
         Raises:
             CallError: the server does not take these arguments.
@@ -140,7 +140,7 @@ class McpServer:
             return await asyncio.shield(self._held.client)
 
     def _opener(self) -> Callable[[], Any]:
-        """What opens a connection; it does not hold this object, which ends with its last tool."""
+        """A function that opens a connection; it holds no reference to this object."""
         spec, env, headers, told = self._spec, self._env, self._headers, self._stderr
         mcp, deadline_s = self._mcp, self._deadline_s
 
@@ -218,13 +218,13 @@ def _end_all() -> None:
     tasks = [held.task for held in _OPEN if not held.task.done()]
     for held in _OPEN:
         held.let_go()
+
+    async def ended() -> None:
+        await asyncio.wait(tasks)
+
     if tasks:
         with contextlib.suppress(Exception):
-            asyncio.run_coroutine_threadsafe(_ended(tasks), event_loop()).result(_CLOSING_S)
-
-
-async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
-    await asyncio.wait(tasks)
+            asyncio.run_coroutine_threadsafe(ended(), event_loop()).result(_CLOSING_S)
 
 
 def _variable(name: str) -> str:
@@ -233,15 +233,14 @@ def _variable(name: str) -> str:
         raise ValueError(
             f"config.env.search.mcp names the environment variable {name!r}, which is not set."
         )
-    if not (
-        os.path.isabs(value) and os.path.exists(value)
-    ):  # a place is no secret, and answers speak of it
+    is_place = os.path.isabs(value) and os.path.exists(value)
+    if not is_place:  # which is no secret, and answers speak of it
         hide(value)
     return value
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:
-    """What went wrong, without the groups around it."""
+    """The exceptions in an error, without the groups around them."""
     if isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
             yield from _leaves(one)
@@ -257,9 +256,8 @@ def _text(result: Any) -> str:
     """
     texts, images = [], []
     for block in result.content:
-        text = getattr(block, "text", None) or getattr(
-            getattr(block, "resource", None), "text", None
-        )
+        resource = getattr(block, "resource", None)
+        text = getattr(block, "text", None) or getattr(resource, "text", None)
         if block.type == "image":
             images.append(block.data)
         else:
@@ -281,7 +279,7 @@ _CHECK_S = 1.0
 
 @functools.cache
 def _checkers() -> WorkerPool:
-    """Those of all tools; none is started before a schema is listed."""
+    """The workers of all tools; none is started before a schema is listed."""
     return WorkerPool("schema", deadline_s=_CHECK_S, memory_mib=1024, size=4)
 
 
@@ -297,10 +295,7 @@ class McpTool(JsonTool):
         self.name = redacted_content(str(listed.name))
         self._server = server
         self._description = redacted_content(str(listed.description or listed.title or self.name))
-        self._schema = {
-            **{"properties": {}, "required": []},
-            **redacted_content(listed.input_schema),
-        }
+        self._schema = {"properties": {}, "required": [], **redacted_content(listed.input_schema)}
         self._schema_text = json.dumps(self._schema)
         if problem := self._problem({}):
             raise ToolError(
@@ -333,7 +328,7 @@ class McpTool(JsonTool):
             raise CallError(problem)
 
     def _problem(self, question: Mapping[str, Any]) -> str | None:
-        """What a worker finds wrong: of a few lines of schema, a check may take hours.
+        """Has a worker check arguments: of a few lines of schema, a check may take hours.
 
         Raises:
             ToolError: it could not be done.
@@ -351,7 +346,7 @@ class McpTool(JsonTool):
         return found["problem"]
 
     def run(self, call: str, /) -> str:
-        """What the server returns.
+        """Calls the tool on the server.
 
         Raises:
             ToolError: see `McpServer.call`.

@@ -1,4 +1,4 @@
-"""How much an MCP server may send, over HTTP or its standard streams: bounded before mcp has it."""
+"""Bounds on what an MCP server sends, over HTTP or its standard streams, before mcp has it."""
 
 from __future__ import annotations
 
@@ -40,22 +40,6 @@ class _Bounded(httpx2.AsyncByteStream):
         await self._body.aclose()
 
 
-async def _check_request(request: httpx2.Request) -> None:
-    """Refuses to open the stream of what a server says unasked: nobody reads it.
-
-    A request that goes on with an answer after a failure says where it was.
-    """
-    if request.method == "GET" and "last-event-id" not in request.headers:
-        raise AnswerError("nobody listens to what was not asked for")
-
-
-async def _bound_response(response: httpx2.Response) -> None:
-    packed = response.headers.pop("content-encoding", "")
-    packed = "" if packed.strip().lower() == "identity" else packed
-    assert isinstance(response.stream, httpx2.AsyncByteStream)
-    response.stream = _Bounded(response.stream, packed)
-
-
 def bounded_client(headers: Mapping[str, str], *, timeout_s: float) -> httpx2.AsyncClient:
     """A client of which no answer is larger than it may be.
 
@@ -65,10 +49,23 @@ def bounded_client(headers: Mapping[str, str], *, timeout_s: float) -> httpx2.As
         headers: of each request.
         timeout_s: of each step of a request.
     """
+
+    async def check_request(request: httpx2.Request) -> None:
+        # The stream of what a server says unasked is not opened: nobody reads it. A request that
+        # goes on with an answer after a failure says where it was.
+        if request.method == "GET" and "last-event-id" not in request.headers:
+            raise AnswerError("nobody listens to what was not asked for")
+
+    async def bound_response(response: httpx2.Response) -> None:
+        packed = response.headers.pop("content-encoding", "")
+        packed = "" if packed.strip().lower() == "identity" else packed
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        response.stream = _Bounded(response.stream, packed)
+
     return httpx2.AsyncClient(
         headers={**headers, "Accept-Encoding": "identity"},
         timeout=timeout_s,
-        event_hooks={"request": [_check_request], "response": [_bound_response]},
+        event_hooks={"request": [check_request], "response": [bound_response]},
     )
 
 
@@ -137,7 +134,8 @@ async def _keep_end(stream: asyncio.StreamReader, told: bytearray) -> None:
 
 async def _pass_on(stdout: asyncio.StreamReader, found: Any, pending: set[Any]) -> None:
     """Gives what a server says to the session; what is no message is left out, but counted."""
-    types, message_of = importlib.import_module("mcp_types"), _session_message()
+    types = importlib.import_module("mcp_types")
+    message_of = importlib.import_module("mcp.shared.message").SessionMessage
     anyio, size = importlib.import_module("anyio"), 0
     with contextlib.suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
         async with found:
@@ -181,10 +179,6 @@ async def _send(stdin: asyncio.StreamWriter, asked: Any, pending: set[Any], foun
                 await stdin.drain()
     except OSError:
         found.close()
-
-
-def _session_message() -> Any:
-    return importlib.import_module("mcp.shared.message").SessionMessage
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:

@@ -90,31 +90,26 @@ class OpenSearchRetriever(DocumentSearch):
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """The documents of the index for each query."""
-        asked = list(batches(queries, self._batch_size))
-        answers = self._client.ask([self._request(batch, topk) for batch in asked])
+        asked, requests = list(batches(queries, self._batch_size)), []
+        for batch in asked:
+            lines: list[dict[str, Any]] = []
+            for query in batch:
+                words = list(dict.fromkeys(plain_text(query).split()))[:MAX_WORDS]
+                match = {
+                    "query": " ".join(words)[:MAX_TEXT],
+                    "fields": [f"{self._title}^2", self._text] if self._title else [self._text],
+                    "type": "cross_fields",
+                }
+                wanted = [self._title, self._text] if self._title else [self._text]
+                search = {"query": {"multi_match": match}, "size": topk, "_source": wanted}
+                lines += [{"index": self._index}, search]
+            body = "".join(json.dumps(line) + "\n" for line in lines).encode()
+            headers = {"Content-Type": "application/x-ndjson"}
+            requests.append(Request(url=self._url, body=body, headers=headers))
         found: list[list[Hit] | ToolError] = []
-        for batch, answer in zip(asked, answers, strict=True):
+        for batch, answer in zip(asked, self._client.ask(requests), strict=True):
             found += self._hits(answer, len(batch))
         return found
-
-    def _request(self, queries: Sequence[str], topk: int) -> Request:
-        lines = [one for query in queries for one in ({"index": self._index},
-                                                      self._search(query, topk))]  # fmt: skip
-        return Request(
-            url=self._url,
-            body="".join(json.dumps(line) + "\n" for line in lines).encode(),
-            headers={"Content-Type": "application/x-ndjson"},
-        )
-
-    def _search(self, query: str, topk: int) -> dict[str, Any]:
-        words = list(dict.fromkeys(plain_text(query).split()))[:MAX_WORDS]
-        match = {
-            "query": " ".join(words)[:MAX_TEXT],
-            "fields": [f"{self._title}^2", self._text] if self._title else [self._text],
-            "type": "cross_fields",
-        }
-        wanted = [self._title, self._text] if self._title else [self._text]
-        return {"query": {"multi_match": match}, "size": topk, "_source": wanted}
 
     def _hits(self, answer: Any, count: int) -> Sequence[list[Hit] | ToolError]:
         if isinstance(answer, ToolError):
@@ -126,12 +121,14 @@ class OpenSearchRetriever(DocumentSearch):
         return [self._read(response) for response in responses]
 
     def _read(self, response: Any) -> list[Hit] | ToolError:
-        """The hits of one response, or what is wrong with it."""
+        """The hits of one response, or the error in it."""
         match response:
             case {"error": error, **rest}:
                 status = rest.get("status", 500)
                 is_permanent = isinstance(status, int) and status < 500 and status not in MAY_PASS
-                return self._error(f"an error {status}: {_reason(error)}", is_permanent)
+                if isinstance(error, dict):
+                    error = f"{error.get('type')}: {error.get('reason')}"
+                return self._error(f"an error {status}: {str(error)[:300]}", is_permanent)
             case {"timed_out": True}:
                 return self._error("what it found until its own time limit")
             case {"_shards": {"failed": int() as failed}} if failed:
@@ -182,12 +179,6 @@ def _field(source: Mapping[str, Any], name: str, key: str) -> str:
             f"a {type(value).__name__} in the field {name!r} of {key!r}; expected text"
         )
     return plain_text((value or "")[:MAX_TEXT]).strip()
-
-
-def _reason(error: Any) -> str:
-    if isinstance(error, dict):
-        return f"{error.get('type')}: {error.get('reason')}"[:300]
-    return str(error)[:300]
 
 
 def _authorization(auth: str) -> dict[str, str]:

@@ -105,8 +105,9 @@ class WebSearch(DocumentSearch):
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """The provider's results for each query."""
-        count = min(topk, self._provider.max_topk)
-        asked = [self._fitted(query) for query in queries]
+        count, most = min(topk, self._provider.max_topk), self._provider.max_words
+        words = [plain_text(query).replace("\0", " ").split()[:most] for query in queries]
+        asked = [" ".join(one)[: self._provider.max_chars] for one in words]
         numbers = [i for i, query in enumerate(asked) if query]
         answers = self._client.ask(
             [self._provider.request(self._url, asked[i], count) for i in numbers]
@@ -115,10 +116,6 @@ class WebSearch(DocumentSearch):
         for i, answer in zip(numbers, answers, strict=True):
             found[i] = self._hits(answer, topk)
         return found
-
-    def _fitted(self, query: str) -> str:
-        words = plain_text(query).replace("\0", " ").split()[: self._provider.max_words]
-        return " ".join(words)[: self._provider.max_chars]
 
     def _hits(self, answer: Any, topk: int) -> list[Hit] | ToolError:
         if isinstance(answer, ToolError):
@@ -130,10 +127,6 @@ class WebSearch(DocumentSearch):
         except ValueError as error:
             return ToolError(f"{shown_url(self._url)} gives {error}")
         return [hit for hit in hits if hit.document.title or hit.document.text][:topk]
-
-
-def _serper_request(url: str, query: str, topk: int) -> Request:
-    return Request(url=url, body={"q": query, "num": topk})
 
 
 def _read_serper(answer: Mapping[str, Any]) -> list[Hit]:
@@ -168,24 +161,12 @@ def _read_brave(answer: Mapping[str, Any]) -> list[Hit]:
         return []
     if not isinstance(web, dict):
         raise ValueError(f'an object with {sorted(answer)[:8]}; expected "web"')
-    return [
-        _hit({**result, **_unmarked(result)}, "url", "description")
-        for result in _results(web, "results")
-    ]
-
-
-def _unmarked(result: Mapping[str, Any]) -> dict[str, str]:
-    """Title and description without HTML."""
-    texts = {name: result.get(name) for name in ("title", "description")}
-    return {
-        name: html.unescape(_TAG.sub("", text))
-        for name, text in texts.items()
-        if isinstance(text, str)
-    }
-
-
-def _tavily_request(url: str, query: str, topk: int) -> Request:
-    return Request(url=url, body={"query": query, "max_results": topk, "search_depth": "basic"})
+    hits = []
+    for result in _results(web, "results"):
+        marked = {name: result.get(name) for name in ("title", "description")}
+        texts = {n: html.unescape(_TAG.sub("", x)) for n, x in marked.items() if isinstance(x, str)}
+        hits.append(_hit({**result, **texts}, "url", "description"))
+    return hits
 
 
 def _read_tavily(answer: Mapping[str, Any]) -> list[Hit]:
@@ -250,7 +231,7 @@ PROVIDERS: Mapping[str, Provider] = {
         max_words=300,
         max_topk=100,
         headers=lambda key: {"X-API-KEY": key},
-        request=_serper_request,
+        request=lambda url, query, topk: Request(url=url, body={"q": query, "num": topk}),
         read=_read_serper,
     ),
     "brave": Provider(
@@ -270,7 +251,9 @@ PROVIDERS: Mapping[str, Provider] = {
         max_words=400,
         max_topk=20,
         headers=lambda key: {"Authorization": f"Bearer {key}"},
-        request=_tavily_request,
+        request=lambda url, query, topk: Request(
+            url=url, body={"query": query, "max_results": topk, "search_depth": "basic"}
+        ),
         read=_read_tavily,
     ),
     "searxng": Provider(
