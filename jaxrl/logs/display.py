@@ -21,7 +21,7 @@ class Display:
     def __init__(
         self, *, every_s: float = 5.0, activity_every_s: float = 30.0, is_shown: bool = True
     ):
-        """Where the output is no terminal, lines come at most so often.
+        """Opens the terminal; where the output is none, lines are rate-limited.
 
         Args:
             every_s: seconds between two lines of steps.
@@ -70,7 +70,9 @@ class Display:
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Shows the state after step number `step` of the stage."""
-        text = "  ".join(f"{name} {_short(value)}" for name, value in numbers.items())
+        # Three digits, or a whole number with its thousands apart.
+        shown = {k: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for k, x in numbers.items()}
+        text = "  ".join(f"{name} {value}" for name, value in shown.items())
         if self._progress is not None:
             self._progress.update(self._bar, completed=step, numbers=text, activity="")
             return
@@ -83,7 +85,10 @@ class Display:
         first_step, started = self._first
         left = "--:--"
         if step > first_step:
-            left = _duration((now - started) / (step - first_step) * (self._num_steps - step))
+            left_s = (now - started) / (step - first_step) * (self._num_steps - step)
+            minutes, seconds = divmod(round(left_s), 60)
+            hours, minutes = divmod(minutes, 60)
+            left = f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
         self.log(f"{self._stage} {step}/{self._num_steps}  {text}  {left} left")
 
     def activity(self, text: str) -> None:
@@ -114,14 +119,3 @@ class Display:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
-
-
-def _short(value: float) -> str:
-    """Three digits, or a whole number with its thousands apart."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,4 +1,4 @@
-"""What is measured of rollouts, and numbers as records hold them."""
+"""Metrics of rollouts, and numbers as records hold them."""
 
 from __future__ import annotations
 
@@ -25,32 +25,26 @@ def rollout_metrics(
     lengths = [t.num_sampled for t in scored]
     rewards = [t.reward for t in scored]
     outcomes = [str(t.outcome) for t in trajectories]
-    parts = sorted({name for t in scored for name in t.reward_parts})
-    return {
+    metrics = {
         "critic/rewards/mean": mean(rewards),
         "critic/rewards/max": max(rewards, default=math.nan),
         "critic/rewards/min": min(rewards, default=math.nan),
-        **{
-            f"reward/{name}/mean": mean(
-                [t.reward_parts[name] for t in scored if name in t.reward_parts]
-            )
-            for name in parts
-        },
+    }
+    for name in sorted({name for t in scored for name in t.reward_parts}):
+        found = [t.reward_parts[name] for t in scored if name in t.reward_parts]
+        metrics[f"reward/{name}/mean"] = mean(found)
+    metrics |= {
         "response_length/mean": mean(lengths),
         "response_length/max": max(lengths, default=math.nan),
         "response_length/clip_ratio": mean([n >= max_response_tokens for n in lengths]),
         "num_turns/mean": mean([len(t.turns) for t in scored]),
         "num_searches/mean": mean([len(t.searches) for t in scored]),
-        **(
-            {"num_python_calls/mean": mean([len(t.python_calls) for t in scored])}
-            if has_python
-            else {}
-        ),
-        **{
-            f"outcome/{name}": outcomes.count(name) / max(len(outcomes), 1)
-            for name in ("answered", "abstained", "malformed", "out_of_budget", "environment_error")
-        },
     }
+    if has_python:
+        metrics["num_python_calls/mean"] = mean([len(t.python_calls) for t in scored])
+    for name in ("answered", "abstained", "malformed", "out_of_budget", "environment_error"):
+        metrics[f"outcome/{name}"] = outcomes.count(name) / max(len(outcomes), 1)
+    return metrics
 
 
 def search_metrics(records: Sequence[CallRecord]) -> dict[str, float]:

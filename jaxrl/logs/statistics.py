@@ -1,4 +1,4 @@
-"""What several samples of a question say about a policy, and how sure a mean over questions is.
+"""Pass@k and votes over several samples of a question, and intervals of a mean over questions.
 
 Plain numbers on the host; `evaluate` applies them.
 """

@@ -1,4 +1,4 @@
-"""What a training step reports: its times, its updates, where the policy wavers."""
+"""Metrics of a training step: its times, its updates, and the policy's entropy by difficulty."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Clock:
 
 
 def engine_metrics(engine: Sampler, before: Counts) -> dict[str, float]:
-    """What the samplers of all processes did since this one's counters stood at `before`."""
+    """Work of the samplers of all processes since this one's counters stood at `before`."""
     now, past = dataclasses.asdict(engine.counts), dataclasses.asdict(before)
     of_this = {name: now[name] - past[name] for name in now}
     cache_use = engine.most_pages / engine.num_pages
@@ -152,7 +152,14 @@ def window_metrics(groups: Sequence[Group], controllers: Controllers) -> dict[st
     if controllers.threshold is not None:
         metrics["entropy/high_window_tokens"] = mean(_window_counts(scored))
     if controllers.coefficients is not None:
-        metrics["entropy/inversions"] = _inversions(groups)
+        # Of the groups with right and wrong answers, the share where a wrong one earns as much.
+        inverted = []
+        for group in groups:
+            right = [t.reward for t in group.scored if t.is_correct]
+            wrong = [t.reward for t in group.scored if not t.is_correct]
+            if right and wrong:
+                inverted.append(max(wrong) >= min(right))
+        metrics["entropy/inversions"] = mean(inverted)
     if controllers.buckets is None:
         return metrics
     for name in BUCKETS:
@@ -168,25 +175,10 @@ def _window_counts(trajectories: Sequence[Trajectory]) -> list[int]:
     return [t.windows.count for t in trajectories if t.windows is not None]
 
 
-def _inversions(groups: Sequence[Group]) -> float:
-    """Of the groups with right and wrong answers, those where a wrong one earns as much; a share.
-
-    NaN without such groups.
-    """
-    inverted = []
-    for group in groups:
-        right, wrong = (
-            [t.reward for t in group.scored if t.is_correct == wanted] for wanted in (True, False)
-        )
-        if right and wrong:
-            inverted.append(max(wrong) >= min(right))
-    return mean(inverted)
-
-
 def sample_fields(
     groups: Sequence[Group], controllers: Controllers, prices: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """What is kept of each trajectory beside itself, for the file of a step's trajectories."""
+    """Further fields of each trajectory, for the file of a step's trajectories."""
     fields: list[dict[str, Any]] = []
     for group_id, group in enumerate(groups):
         for trajectory in group.trajectories:

@@ -1,4 +1,4 @@
-"""Where a run writes what it measured: `metrics.jsonl` and its mirrors, and trajectories."""
+"""Files in which a run records its measurements: `metrics.jsonl`, its mirrors, and trajectories."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class MetricsLog:
             file.writelines(line.decode("utf-8") + "\n" for line in kept)
 
     def records(self) -> list[Record]:
-        """What the log holds."""
+        """Reads the records in the log."""
         if self._path is None:
             return []
         return [json.loads(line) for line in self._path.read_text(encoding="utf-8").splitlines()]

@@ -216,7 +216,7 @@ def pass_at_k_bootstrap(
 def advantages_of_subsets(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], subsets: Int[Array, "N k"]
 ) -> Float[jax.Array, " N"]:
-    """What `pass_at_k_bootstrap` gives for these subsets.
+    """`pass_at_k_bootstrap` for given subsets.
 
     Args:
         is_correct: as in `pass_at_k`.
@@ -268,7 +268,7 @@ def entropy_guided(
 
 
 def _in_group(group_ids: Int[Array, " N"]) -> Bool[jax.Array, "N N"]:
-    """Whether two trajectories are of one group; never for negative ids."""
+    """True where two trajectories are of one group; never for negative ids."""
     group_ids = jnp.asarray(group_ids)
     return (group_ids[:, None] == group_ids[None, :]) & (group_ids >= 0)
 

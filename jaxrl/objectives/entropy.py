@@ -1,4 +1,4 @@
-"""Where the policy is undecided: window entropies, and the KL they relax.
+"""Window entropies, which tell where the policy is undecided, and the KL that they relax.
 
 ARES (https://arxiv.org/abs/2510.08457) lets a policy stray further from its reference at the
 tokens from which on it is undecided.

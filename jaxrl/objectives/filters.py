@@ -1,4 +1,4 @@
-"""Which groups are worth training on, and which are sampled again. On the host, in numpy."""
+"""Filters of groups: worth training on, or to be sampled again. On the host, in numpy."""
 
 from collections.abc import Callable
 from typing import Any

@@ -14,7 +14,7 @@ Array = jax.Array | np.ndarray
 
 
 class PolicyLoss(NamedTuple):
-    """What a policy loss returns; both are zero outside `loss_mask`.
+    """Result of a policy loss; both are zero outside `loss_mask`.
 
     Metrics are averaged over the sampled tokens; none has a part in the gradient.
     """
@@ -102,7 +102,13 @@ def gspo_policy_loss(
         The loss, and of its metrics: `pg_clipfrac`, 1 where the trajectory's clipped ratio set the
         surrogate; `ppo_kl` as of `clipped_policy_loss`.
     """
-    log_ratio = _log_trajectory_ratio(logprobs, old_logprobs, loss_mask, segment_ids)
+    # The mean log-ratio of each token's trajectory; as a function of `logprobs`, the token's own.
+    own = jnp.where(loss_mask, logprobs, 0.0)
+    log_ratios = jax.lax.stop_gradient(own - jnp.where(loss_mask, old_logprobs, 0.0))
+    counts = segment_sums(loss_mask.astype(jnp.float32), segment_ids)
+    mean = segment_sums(log_ratios, segment_ids) / jnp.maximum(counts, 1.0)
+    # Clipped last, so that as with single tokens a ratio beyond 20 nats has no gradient.
+    log_ratio = jnp.clip(mean + (own - jax.lax.stop_gradient(own)), -20.0, 20.0)
     plain, clipped = _surrogates(log_ratio, advantages, clip_low, clip_high)
     metrics = {
         "pg_clipfrac": jnp.where(loss_mask & (clipped > plain), 1.0, 0.0),
@@ -166,21 +172,6 @@ def _log_ratio(
 ) -> Float[jax.Array, "R T"]:
     # Mask before exp: an overflow at a masked token would turn its zero gradient into NaN.
     return jnp.clip(jnp.where(loss_mask, logprobs - old_logprobs, 0.0), -20.0, 20.0)
-
-
-def _log_trajectory_ratio(
-    logprobs: Float[Array, "R T"],
-    old_logprobs: Float[Array, "R T"],
-    loss_mask: Bool[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
-) -> Float[jax.Array, "R T"]:
-    """Mean log-ratio of each token's trajectory; as a function of `logprobs`, the token's own."""
-    own = jnp.where(loss_mask, logprobs, 0.0)
-    log_ratios = jax.lax.stop_gradient(own - jnp.where(loss_mask, old_logprobs, 0.0))
-    counts = segment_sums(loss_mask.astype(jnp.float32), segment_ids)
-    mean = segment_sums(log_ratios, segment_ids) / jnp.maximum(counts, 1.0)
-    # Clipped last, so that as with single tokens a ratio beyond 20 nats has no gradient.
-    return jnp.clip(mean + (own - jax.lax.stop_gradient(own)), -20.0, 20.0)
 
 
 def _surrogates(

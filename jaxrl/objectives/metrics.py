@@ -1,4 +1,4 @@
-"""What a loss measures of its tokens, and how many measurements become one number."""
+"""Measurements of a loss on its tokens, and reductions of many measurements to one number."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ class Metric:
 
     def finish(self, num_tokens: Float[Array, ""]) -> Metric:
         """The number of all micro-batches, in which `num_tokens` tokens were sampled."""
-        return dataclasses.replace(
-            self, value=REDUCTIONS[self.reduction].finish(self.value, num_tokens)
-        )
+        finished = REDUCTIONS[self.reduction].finish(self.value, num_tokens)
+        return dataclasses.replace(self, value=finished)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,11 +36,11 @@ Pair = tuple[Float[Array, "..."], Bool[Array, "..."]]
 
 
 def _add(left: Pair, right: Pair) -> Pair:
-    """Of two neighbouring spans: the sum since the last start, and whether there was one."""
+    """Sum of two neighbouring spans since the last start, and whether there was one."""
     value = jnp.where(right[1], right[0], left[0] + right[0])
     return value, left[1] | right[1]
 
 
 def _keep(right: Pair, left: Pair) -> Pair:
-    """Of two neighbouring spans: the value at the first end, and whether there was one."""
+    """Value of two neighbouring spans at the first end, and whether there was one."""
     return jnp.where(left[1], left[0], right[0]), left[1] | right[1]

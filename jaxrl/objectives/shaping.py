@@ -85,16 +85,13 @@ def boundary_aware_rewards(
     paid = is_abstention & np.asarray(is_well_formed)
     for members in group_members(group_ids):
         chosen = members[paid[members]]
+        distinct = {answers[i] for i in members if not is_abstention[i]}
+        explores = 2 * len(distinct) >= len(members)
         if (scores[members] > 0).any():
             rewards[chosen] = 0.0
-        elif not (is_late and sample_level and _explores(members, is_abstention, answers)):
+        elif not (is_late and sample_level and explores):
             rewards[chosen] += bonus
     return rewards
-
-
-def _explores(members: np.ndarray, is_abstention: np.ndarray, answers: Sequence[str]) -> bool:
-    """Whether a group gives at least half as many distinct answers as it has members."""
-    return 2 * len({answers[i] for i in members if not is_abstention[i]}) >= len(members)
 
 
 class _Shape(NamedTuple):
@@ -174,7 +171,9 @@ def _entropy_term(
         return 2.0 * sigmoid - 1.0 if centred_gain else sigmoid
 
     def penalty(excess: float) -> float:
-        return _huber(max(excess, 0.0), shape.knee) / (margin + shape.knee) * size
+        excess, knee = max(excess, 0.0), shape.knee
+        huber = excess**2 / (2 * knee) if excess <= knee else excess - knee / 2
+        return huber / (margin + knee) * size
 
     if not is_correct:
         return shape.wrong * size * gain(max(delta - margin, 0.0))
@@ -185,10 +184,6 @@ def _entropy_term(
     if delta >= -margin:
         return size * gain(delta + margin)
     return -min(size, 0.5 * penalty(-delta - margin))
-
-
-def _huber(excess: float, knee: float) -> float:
-    return excess**2 / (2 * knee) if excess <= knee else excess - knee / 2
 
 
 def relaxed_kl(

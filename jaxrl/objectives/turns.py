@@ -17,7 +17,7 @@ def turn_returns(
     *,
     discount: float,
 ) -> Float[np.ndarray, "N K"]:
-    """What each trajectory earns from each turn on: `rest + sum over s >= t of d^(s - t) r_s`.
+    """Return of each trajectory from each turn on: `rest + sum over s >= t of d^(s - t) r_s`.
 
     The reward to go of the policy gradient theorem, with turns for steps, as GTPO has it
     (https://arxiv.org/abs/2511.14846): what a turn writes cannot change what earlier turns have

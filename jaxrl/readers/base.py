@@ -1,4 +1,4 @@
-"""What a reader is: random access to the records of a source, in little memory."""
+"""The interface of readers: random access to the records of a source, in little memory."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ class Reader(ABC):
 
     @abstractmethod
     def place(self, index: int) -> str:
-        """Where a record stands, for messages and as its id where it has none: `file:row`."""
+        """The place of a record, for messages and as its id where it has none: `file:row`."""
 
     def folder(self, index: int) -> Path:
-        """Where the relative paths in a record begin: in the folder of its file."""
+        """The folder in which the relative paths in a record begin: that of its file."""
         return Path(self.place(index).rpartition(":")[0]).parent
 
 
@@ -84,7 +84,7 @@ class Joined(Reader):
 
 
 class Listed(Reader):
-    """What a reader of one's own gives: anything with `len` and an object at each index."""
+    """Reader over an object of the user's: anything with `len` and an object at each index."""
 
     def __init__(self, records: Any, name: str, key: str):
         """Checks what there is to read.
@@ -108,14 +108,14 @@ class Listed(Reader):
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         """See `Reader`."""
-        return [self._one(index) for index in indices]
-
-    def _one(self, index: int) -> Record:
-        record = self._records[index]
-        if not isinstance(record, Mapping):
-            kind = type(record).__name__
-            raise ValueError(f"{self.place(index)} is a {kind}; expected an object with fields.")
-        return present(record, self.place(index))
+        found = []
+        for index in indices:
+            record, place = self._records[index], self.place(index)
+            if not isinstance(record, Mapping):
+                kind = type(record).__name__
+                raise ValueError(f"{place} is a {kind}; expected an object with fields.")
+            found.append(present(record, place))
+        return found
 
     def place(self, index: int) -> str:
         """See `Reader`."""

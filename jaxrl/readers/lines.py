@@ -48,13 +48,12 @@ class _JsonLines(Reader):
     def read(self, indices: Sequence[int]) -> list[Record]:
         """See `Reader`."""
         self._held.check()
-        return [parse_line(self._line(index), self.place(index)) for index in indices]
-
-    def _line(self, index: int) -> bytes:
-        file = self._held.file
-        if file.tell() != self._offsets[index]:
-            file.seek(self._offsets[index])
-        return file.readline()
+        file, found = self._held.file, []
+        for index in indices:
+            if file.tell() != self._offsets[index]:
+                file.seek(self._offsets[index])
+            found.append(parse_line(file.readline(), self.place(index)))
+        return found
 
     def place(self, index: int) -> str:
         """See `Reader`."""
@@ -102,7 +101,12 @@ class _Csv(Reader):
         self._names = next(rows, [])
         if self._names:
             self._names[0] = self._names[0].removeprefix("\ufeff")
-        self._check_names(key)
+        named = [name for name in self._names if name.strip()]
+        if not named or len(set(named)) < len(named):
+            raise ValueError(
+                f"{path} begins with the columns {self._names!r}, of {key}; expected a line of "
+                "names, each once."
+            )
         begin = self._at, self._number + 1
         for row in rows:
             if row:  # blank lines are skipped
@@ -116,14 +120,6 @@ class _Csv(Reader):
             begin = self._at, self._number + 1
         if not self._offsets:
             raise ValueError(f"{path} holds no row; {key} must name a file with at least one.")
-
-    def _check_names(self, key: str) -> None:
-        path, names = self._held.path, [name for name in self._names if name.strip()]
-        if not names or len(set(names)) < len(names):
-            raise ValueError(
-                f"{path} begins with the columns {self._names!r}, of {key}; expected a line of "
-                "names, each once."
-            )
 
     def _rows(self, offset: int, number: int) -> Iterator[list[str]]:
         """The rows from an offset on; a row is read with as many lines as it has, and no more."""
@@ -166,7 +162,7 @@ class _Csv(Reader):
 
 
 def _value(name: str, cell: str, place: str) -> object:
-    """What a cell stands for: JSON in the columns that may hold it, lists of texts, text."""
+    """Reads a cell: JSON in the columns that may hold it, lists of texts, text."""
     if name in OBJECTS and cell.lstrip()[:1] in ("{", "["):
         return parse_json(cell, f"{place}: {name!r}")
     if cell.startswith("["):

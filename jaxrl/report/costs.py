@@ -1,4 +1,4 @@
-"""What a run has spent, and where the answers of its last evaluation come from."""
+"""Costs of a run, and the sources of the answers in its last evaluation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ USED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a run has spent.
+    """Totals of a run.
 
     Attributes:
         tools: calls of each tool, and how often it was asked for them.

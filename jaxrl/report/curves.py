@@ -251,21 +251,13 @@ def group_runs(runs: Sequence[Facts], ignore: Sequence[str] = ()) -> list[Group]
     configs = [kept(members[0]) for members in found.values()]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     differ = [key for key in keys if len({repr(config.get(key)) for config in configs}) > 1]
-    return [
-        Group(
-            label=_label(members),
-            runs=members,
-            config={key: config.get(key) for key in differ},
-        )
-        for members, config in zip(found.values(), configs, strict=True)
-    ]
-
-
-def _label(members: Sequence[Facts]) -> str:
-    names = [run.name for run in members]
-    if len(names) == 1:
-        return names[0]
-    return f"{', '.join(names)}" if len(names) <= 3 else f"{names[0]} … {names[-1]}"
+    grouped = []
+    for members, config in zip(found.values(), configs, strict=True):
+        names = [run.name for run in members]
+        label = ", ".join(names) if len(names) <= 3 else f"{names[0]} … {names[-1]}"
+        own = {key: config.get(key) for key in differ}
+        grouped.append(Group(label=label, runs=members, config=own))
+    return grouped
 
 
 def charts_of(groups: Sequence[Group]) -> tuple[list[Chart], list[str]]:
@@ -314,17 +306,14 @@ def _chart(spec: _Spec, groups: Sequence[Group]) -> Chart:
     scale = spec.scale
     if scale == "log" and any(np.any(s.values <= 0) for s in series):
         scale = "zero"
-    if scale == "zero" and any(np.any(_lowest(s) < 0) for s in series):
+    lowest = [s.values if s.low is None else s.low for s in series]
+    if scale == "zero" and any(np.any(low < 0) for low in lowest):
         scale = "free"
     if scale == "rate" and any(np.any((s.values < 0) | (s.values > 1)) for s in series):
         scale = "free"
     unit = spec.unit.replace(", log scale", "") if scale != "log" else spec.unit
     note += absent.note()
     return Chart(name=spec.name, title=title, unit=unit, note=note, scale=scale, series=series)
-
-
-def _lowest(series: Series) -> np.ndarray:
-    return series.values if series.low is None else series.low
 
 
 def _metric(run: Facts, stage: str, names: Sequence[str]) -> dict[int, tuple[float, None, None]]:
@@ -344,7 +333,7 @@ Curve = dict[int, tuple[float, float | None, float | None]]
 
 
 class _Absent:
-    """What a chart lacks, for its note: runs without any values, curves without a common step."""
+    """Omissions of a chart, for its note: runs without any values, curves without a common step."""
 
     def __init__(self) -> None:
         self.runs: dict[str, list[str]] = {}  # labels of curves by the run that is not in them

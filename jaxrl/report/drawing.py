@@ -113,7 +113,11 @@ def _draw(chart: Chart, *, is_page: bool) -> Figure:
         own = [series for series in chart.series if series.stage == stage]
         for series in own:
             _draw_series(axes, series)
-        _set_steps(axes, own, 6 // len(panels))
+        locator = MaxNLocator(nbins=6 // len(panels), integer=True, min_n_ticks=2)
+        axes.xaxis.set_major_locator(locator)
+        axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+        if len({step for s in own for step in s.steps}) == 1:
+            axes.set_xlim(own[0].steps[0] - 1, own[0].steps[0] + 1)
         _set_values(axes, chart.scale, own)
         axes.set_xlabel("global step, " * (len(panels) == 1) + STAGES[stage])
     if not is_page:
@@ -164,13 +168,6 @@ def _draw_series(axes: Axes, series: Series) -> None:
     axes.plot(steps, values, **look)
 
 
-def _set_steps(axes: Axes, series: Sequence[Series], num_ticks: int) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=num_ticks, integer=True, min_n_ticks=2))
-    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    if len({step for s in series for step in s.steps}) == 1:
-        axes.set_xlim(series[0].steps[0] - 1, series[0].steps[0] + 1)
-
-
 def _set_values(axes: Axes, scale: str, series: Sequence[Series]) -> None:
     """Honest ends: shares run from 0 to 1, amounts from 0."""
     if scale == "log":
@@ -186,9 +183,6 @@ def _set_values(axes: Axes, scale: str, series: Sequence[Series]) -> None:
         if scale == "zero":
             highs = [np.max(s.values if s.high is None else s.high) for s in series]
             axes.set_ylim(0, 1.05 * max(highs) or 1)
-        axes.yaxis.set_major_formatter(FuncFormatter(_tick))
-
-
-def _tick(value: float, _: int) -> str:
-    """Thousands apart; no trailing zeros."""
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"
+        axes.yaxis.set_major_formatter(  # thousands apart; no trailing zeros
+            FuncFormatter(lambda x, _: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.6g}")
+        )

@@ -1,4 +1,4 @@
-"""What a report says of one run: pure functions from the files' contents to plain data."""
+"""Facts of one run for its report: pure functions from the files' contents to plain data."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class Failures:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Where a stage's time went, in seconds."""
+    """Time of a stage by its parts, in seconds."""
 
     stage: str
     num_steps: int
@@ -138,7 +138,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Learning:
-    """Whether reinforcement learning had anything to learn from."""
+    """Signs that reinforcement learning had something to learn from."""
 
     num_steps: int
     num_failed: int  # steps of which every episode ended in an environment error
@@ -186,7 +186,7 @@ class Facts:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every configured stage has come to its end."""
+        """True if every configured stage has come to its end."""
         return bool(self.stages) and all(stage.is_done for stage in self.stages)
 
 
@@ -194,7 +194,9 @@ def facts_of(run: RunFiles) -> Facts:
     """Everything the report says of a run."""
     evaluations = evaluations_of(run)
     asked = [found for found in run.evaluations if found["questions"]]
-    suite = _shown_suite(asked)
+    # Shown are answers of the last evaluation, sampled ones where there are any.
+    suites = list(asked[-1]["questions"]) if asked else []
+    suite = min(suites, key=lambda s: [*SUITES, s].index(s), default=None)
     with_suite = [found for found in asked if suite in found["questions"]]
     pairs, changes = compare_questions(with_suite, suite) if suite else ([], {})
     last = asked[-1]["questions"] if asked else {}
@@ -269,14 +271,9 @@ def evaluations_of(run: RunFiles) -> list[Evaluation]:
                     at.setdefault(suite, {})[data_set] = _score(number, interval, count)
     ordered = sorted(scores, key=lambda key: place({"step": key[0], "stage": key[1]}))
     return [
-        Evaluation(
-            stage=stage,
-            step=step,
-            weights_step=weights.get((step, stage), step),
-            scores=scores[step, stage],
-        )
-        for step, stage in ordered
-        if scores[step, stage]
+        Evaluation(stage=at[1], step=at[0], weights_step=weights.get(at, at[0]), scores=scores[at])
+        for at in ordered
+        if scores[at]
     ]
 
 
@@ -363,7 +360,7 @@ def held_out(facts: Facts) -> dict[tuple[str, str], tuple[Score | None, Score]]:
 
 
 def gain(facts: Facts) -> str:
-    """What a run came to, in a line: held-out scores before and after; "" where it has none."""
+    """The result of a run in a line: held-out scores before and after; "" where it has none."""
     told: dict[str, list[str]] = {}
     for (measure, suite), (before, after) in held_out(facts).items():
         name = SUITES[suite][0] if suite in SUITES else suite
@@ -372,14 +369,8 @@ def gain(facts: Facts) -> str:
     return "; ".join(f"{measure}: {', '.join(scores)}" for measure, scores in told.items())
 
 
-def _shown_suite(asked: Sequence[dict[str, Any]]) -> str | None:
-    """The suite whose answers are shown: of the last evaluation, sampled where there is that."""
-    suites = list(asked[-1]["questions"]) if asked else []
-    return min(suites, key=lambda s: [*SUITES, s].index(s), default=None)
-
-
 def is_right(record: dict[str, Any]) -> bool | None:
-    """Whether a question was answered right; None where it could not be scored."""
+    """Return True if a question was answered right; None where it could not be scored."""
     score = number_of(record.get("exact_match"))
     failed = record.get("outcome") == "environment_error"
     return None if failed or score is None else score >= 1
@@ -414,14 +405,11 @@ def compare_questions(
         if change:
             pairs[change].append(Pair(change=change, before=before, after=after))
     best, *others = pairs
-    other_set = [p for p in pairs[best] if _source(p) != _source(pairs[best][0])]
+    sources = [pair.after.get("data_source") for pair in pairs[best]]
+    other_set = [p for p, of in zip(pairs[best], sources, strict=True) if of != sources[0]]
     shown = [*pairs[best][:1], *(other_set or pairs[best][1:])[:1]]
     shown += [pair for name in others for pair in pairs[name][:1]]
     return shown, {name: len(found) for name, found in pairs.items()}
-
-
-def _source(pair: Pair) -> Any:
-    return pair.after.get("data_source")
 
 
 def group_failures(questions: dict[str, list[dict[str, Any]]], suite: str | None) -> list[Failures]:
@@ -435,14 +423,8 @@ def group_failures(questions: dict[str, list[dict[str, Any]]], suite: str | None
             example.setdefault(kind, record)
     present = [kind for kind in KINDS if any(c[kind] for c in counts.values())]
     present.sort(key=lambda kind: -counts[suite][kind] if suite in counts else 0)
-    return [
-        Failures(
-            kind=kind,
-            counts={name: c[kind] for name, c in counts.items()},
-            example=example.get(kind),
-        )
-        for kind in present
-    ]
+    by_suite = {kind: {name: c[kind] for name, c in counts.items()} for kind in present}
+    return [Failures(kind=k, counts=by_suite[k], example=example.get(k)) for k in present]
 
 
 def failure_kind(record: dict[str, Any]) -> str | None:
@@ -484,7 +466,7 @@ def segments(response: str) -> list[Segment]:
 
 
 def timings_of(records: Sequence[dict[str, Any]]) -> list[Timing]:
-    """Where the time of each stage went.
+    """Times of each stage by their parts.
 
     What lies between two records, such as a checkpoint, counts with the later one.
     """
@@ -502,20 +484,17 @@ def timings_of(records: Sequence[dict[str, Any]]) -> list[Timing]:
             parts["update"] = step_s - parts["generation"]
         known = sum(parts.values())
         parts["other"] = max(total("timing_s/wall") - known, step_s - known, 0.0)
-        tokens = sum(
-            (number_of(record.get("perf/throughput")) or 0.0)
-            * (number_of(record.get("timing_s/step")) or 0.0)
-            for record in steps
-        )
+        names = ("perf/throughput", "timing_s/step")
+        rates = [[number_of(record.get(name)) or 0.0 for name in names] for record in steps]
+        tokens = sum(throughput * seconds for throughput, seconds in rates)
         if sum(parts.values()) > 0:
-            timings.append(
-                Timing(
-                    stage=stage,
-                    num_steps=len(steps),
-                    parts={part: seconds for part, seconds in parts.items() if seconds >= 0.05},
-                    throughput=tokens / step_s if tokens and step_s else None,
-                )
+            timing = Timing(
+                stage=stage,
+                num_steps=len(steps),
+                parts={part: seconds for part, seconds in parts.items() if seconds >= 0.05},
+                throughput=tokens / step_s if tokens and step_s else None,
             )
+            timings.append(timing)
     return timings
 
 
@@ -530,7 +509,7 @@ def changed_config(config: dict[str, Any]) -> list[tuple[str, Any, Any]]:
 
 
 def learning_of(records: Sequence[dict[str, Any]]) -> Learning:
-    """What the steps of reinforcement learning had to learn from, and which evaluations failed."""
+    """Counts steps of reinforcement learning with a signal, and names evaluations that failed."""
     steps = [r for r in records if r["stage"] == "train" and "timing_s/step" in r]
     failed = [step for step in steps if step.get(ENVIRONMENT_ERRORS) == 1]
     silent = [step for step in steps if step.get("rollout/informative_share") == 0]
@@ -538,10 +517,8 @@ def learning_of(records: Sequence[dict[str, Any]]) -> Learning:
     unscored = []
     for record in records:
         for suite in SUITES:
-            counts = [
-                number_of(record.get(f"val-aux/all/{name}/{suite}"))
-                for name in ("unscored_questions", "num_questions")
-            ]
+            names = ("unscored_questions", "num_questions")
+            counts = [number_of(record.get(f"val-aux/all/{name}/{suite}")) for name in names]
             if counts[0] and counts[0] == counts[1]:
                 unscored.append(f"{_where({'weights_step': record['step'], **record})}, {suite}")
     return Learning(
@@ -572,12 +549,7 @@ def progress_of(run: RunFiles) -> list[Progress]:
         is_done |= any(record.get("stopped_early") for record in own)
         if stage == "evaluate":
             done, total, is_done = min(len(own), 1), 1, bool(own)
-        progress.append(
-            Progress(
-                stage=stage,
-                num_done=done,
-                num_planned=None if total is None else int(total),
-                is_done=is_done,
-            )
-        )
+        num_planned = None if total is None else int(total)
+        found = Progress(stage=stage, num_done=done, num_planned=num_planned, is_done=is_done)
+        progress.append(found)
     return progress

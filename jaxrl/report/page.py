@@ -49,7 +49,7 @@ def page(
         "wait": wait,
         "tokens": tokens,
         "seconds": seconds,
-        "value": value,
+        "value": repr,  # a setting as the configuration would have it
         "visible": visible,
         "key_name": key_name,
         "pieces": pieces,
@@ -97,7 +97,7 @@ def spread_of(runs: Sequence[Facts], name: tuple[str, str]) -> tuple[str, str, i
 
 
 def sentence(run: Facts) -> str:
-    """What was trained, on what, how: one or two sentences for a stranger."""
+    """Says for a stranger what was trained, on what and how, in one or two sentences."""
     config, start = run.files.config, (run.files.starts or [{}])[-1]
     model = start.get("model", {})
     steps = {stage.stage: stage.num_done for stage in run.stages}
@@ -125,7 +125,7 @@ def sentence(run: Facts) -> str:
 
 
 def searched(config: Mapping[str, Any]) -> str:
-    """What the questions of a run are answered from; "" where that is not known.
+    """Names the source of a run's answers; "" where that is not known.
 
     Args:
         config: flat.
@@ -190,11 +190,6 @@ def tokens(run: Facts) -> str:
 def seconds(run: Facts) -> str:
     """The time that a run has taken."""
     return duration(sum(stage.total for stage in run.timings)) if run.timings else "–"
-
-
-def value(setting: Any) -> str:
-    """A setting as the configuration would have it."""
-    return repr(setting)
 
 
 def key_name(key: str) -> Markup:

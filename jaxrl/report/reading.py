@@ -17,7 +17,7 @@ from jaxrl.settings import STAGES
 
 @dataclass(frozen=True, kw_only=True)
 class RunFiles:
-    """What could be read of one run."""
+    """Readable contents of one run's files."""
 
     name: str
     workdir: Path
@@ -47,15 +47,25 @@ def read_run(workdir: Path) -> RunFiles:
     records = _read_records(workdir / "metrics.jsonl", problems)
     starts = _try(workdir / "environment.json", _starts, problems) or []
     evaluations = _read_evaluations(workdir / "eval", records, problems)
+    config = _try(workdir / "config.json", flat_json, problems) or {}
+    lines, bad = read_history(workdir)
+    if bad:
+        problems.append(f"{len(bad)} lines of {HISTORY} are cut or damaged")
+    changes = []
+    for line in (line for line in lines if line["changes"]):
+        accepted = line.get("accepted")
+        own = {key: mapping(change) for key, change in line["changes"].items()}
+        own_accepted = accepted if isinstance(accepted, list) else []
+        changes.append({**line, "changes": own, "accepted": own_accepted})
     return RunFiles(
         name=workdir.resolve().name,
         workdir=workdir,
-        config=_try(workdir / "config.json", flat_json, problems) or {},
+        config=config,
         records=records,
         evaluations=evaluations,
         starts=starts,
         problems=problems,
-        changes=_read_changes(workdir, problems),
+        changes=changes,
         error=_first_error(workdir, records, evaluations),
     )
 
@@ -80,23 +90,8 @@ ENVIRONMENT_ERRORS = "outcome/environment_error"
 """The metric that is the share of a step's episodes that failed."""
 
 
-def _read_changes(workdir: Path, problems: list[str]) -> list[dict[str, Any]]:
-    """The starts that changed settings, each with its step, its keys, and those accepted."""
-    lines, bad = read_history(workdir)
-    if bad:
-        problems.append(f"{len(bad)} lines of {HISTORY} are cut or damaged")
-    found = []
-    for line in lines:
-        changes = {key: mapping(change) for key, change in line["changes"].items()}
-        accepted = line.get("accepted")
-        if changes:
-            accepted = accepted if isinstance(accepted, list) else []
-            found.append({**line, "changes": changes, "accepted": accepted})
-    return found
-
-
 def _try(path: Path, read: Callable[[Path], Any], problems: list[str]) -> Any:
-    """What `read` makes of a file; None, with a note, where it cannot be read."""
+    """Reads a file by `read`; None, with a note, where it cannot be read."""
     try:
         return read(path)
     except FileNotFoundError:
@@ -153,7 +148,14 @@ def _read_evaluations(
             continue
         weights = content.get("weights_step")
         weights = weights if isinstance(weights, int) else at["step"]
-        asked = _questions(content.pop("questions", None))
+        asked: dict[str, list[dict[str, Any]]] = {}
+        for suite, questions in mapping(content.pop("questions", None)).items():
+            for record in questions if isinstance(questions, list) else ():
+                if isinstance(record, dict):  # what is not one is left out
+                    answers, outcome = record.get("answers"), record.get("outcome")
+                    record["answers"] = answers if isinstance(answers, list) else []
+                    record["outcome"] = outcome if isinstance(outcome, str) else ""
+                    asked.setdefault(suite, []).append(record)
         found.append({**content, **at, "weights_step": weights, "questions": {}})
         if asked:
             new = {suite: found[-1] for suite in asked if suite not in first}
@@ -164,25 +166,6 @@ def _read_evaluations(
             last = found[-1]
             last["questions"] = asked
     return found
-
-
-def _questions(found: Any) -> dict[str, list[dict[str, Any]]]:
-    """An evaluation's questions by suite, without what is not one."""
-    by_suite = {
-        suite: [_question(record) for record in records if isinstance(record, dict)]
-        for suite, records in mapping(found).items()
-        if isinstance(records, list)
-    }
-    return {suite: records for suite, records in by_suite.items() if records}
-
-
-def _question(record: dict[str, Any]) -> dict[str, Any]:
-    answers, outcome = record.get("answers"), record.get("outcome")
-    return {
-        **record,
-        "answers": answers if isinstance(answers, list) else [],
-        "outcome": outcome if isinstance(outcome, str) else "",
-    }
 
 
 def mapping(value: Any) -> dict[str, Any]:
@@ -201,6 +184,6 @@ def number_of(value: Any) -> float | None:
 
 
 def place(found: dict[str, Any]) -> tuple[int, int]:
-    """Where a record or an evaluation stands in its run: step, then stage."""
+    """Key that sorts records and evaluations in the order of a run: step, then stage."""
     stage = found["stage"]
     return found["step"], STAGES.index(stage) if stage in STAGES else len(STAGES)

@@ -53,15 +53,14 @@ class _Generated(Reader):
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         """See `Reader`."""
-        return [self._one(index) for index in indices]
-
-    def _one(self, index: int) -> Record:
-        place = self.place(index)
-        entry = self._made[index]
-        record = present({"question": entry["question"], "metadata": entry["metadata"]}, place)
-        # Puzzles with many solutions have none to show; their own verifier reads the metadata.
-        answer = entry["answer"] or "any that the verifier accepts"
-        return record | {"answers": str(answer), "id": place, "data_source": self._name}
+        records = []
+        for index in indices:
+            place, entry = self.place(index), self._made[index]
+            record = present({"question": entry["question"], "metadata": entry["metadata"]}, place)
+            # Puzzles with many solutions have none to show; their own verifier reads the metadata.
+            answer = str(entry["answer"] or "any that the verifier accepts")
+            records.append(record | {"answers": answer, "id": place, "data_source": self._name})
+        return records
 
     def place(self, index: int) -> str:
         """See `Reader`."""

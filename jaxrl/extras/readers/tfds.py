@@ -26,7 +26,22 @@ def tfds(source: str, split: str, config_key: str) -> Reader:
             with images or sound.
     """
     folder = Path(source)
-    _check_tfds(folder, config_key)
+    file = folder / "dataset_info.json"
+    if not file.is_file():
+        versions = sorted(path.parent.name for path in folder.glob("*/dataset_info.json"))
+        hint = f" (it has the versions {', '.join(versions)})" if versions else ""
+        raise ValueError(
+            f"{str(folder)!r} has no dataset_info.json; set {config_key} to a JSONL file, or to "
+            "the folder of one version of a TFDS data set, as data/tfds/bridges/1.0.0"
+            f"{hint}."
+        )
+    # Data sets of before the field was introduced are TFRecord.
+    kind = read_object(file).get("fileFormat", "tfrecord")
+    if kind != "array_record":
+        raise ValueError(
+            f"{folder} holds {kind} files, of which TFDS would need TensorFlow or lose examples; "
+            "prepare it anew with file_format='array_record'."
+        )
     import tensorflow_datasets  # late: it takes a second, and the folder may be none
 
     try:
@@ -86,25 +101,6 @@ class _Examples(Reader):
     def place(self, index: int) -> str:
         """See `Reader`."""
         return f"{self._folder} [{self._split}]:{index + 1}"
-
-
-def _check_tfds(folder: Path, key: str) -> None:
-    """Refuses what is no prepared data set, or one that TFDS would not read whole."""
-    file = folder / "dataset_info.json"
-    if not file.is_file():
-        versions = sorted(path.parent.name for path in folder.glob("*/dataset_info.json"))
-        hint = f" (it has the versions {', '.join(versions)})" if versions else ""
-        raise ValueError(
-            f"{str(folder)!r} has no dataset_info.json; set {key} to a JSONL file, or to the "
-            f"folder of one version of a TFDS data set, as data/tfds/bridges/1.0.0{hint}."
-        )
-    # Data sets of before the field was introduced are TFRecord.
-    found = read_object(file).get("fileFormat", "tfrecord")
-    if found != "array_record":
-        raise ValueError(
-            f"{folder} holds {found} files, of which TFDS would need TensorFlow or lose examples; "
-            "prepare it anew with file_format='array_record'."
-        )
 
 
 def _task_fields(example: dict[str, Any], place: str) -> dict[str, Any]:
