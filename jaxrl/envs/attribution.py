@@ -34,12 +34,7 @@ class Attribution:
 
 
 def attribute(turns: Sequence[Turn], answers: Sequence[str]) -> Attribution:
-    """Looks for accepted answers in an episode's results, and counts redundant searches.
-
-    Args:
-        turns: of the episode.
-        answers: that are accepted.
-    """
+    """Looks for accepted answers in an episode's results, and counts redundant searches."""
     observations = [turn.observation for turn in turns if turn.observation]
     asked: set[str] = set()
     seen: list[str] = []

@@ -186,13 +186,9 @@ def num_lines(path: Path) -> int:
 
 
 def longest_known(path: Path, parts: Mapping[str, int]) -> tuple[str, int]:
-    """Finds the longest of these parts that a corpus begins with.
+    """Finds the longest part that a corpus begins with; `parts` has bytes of each by its SHA-256.
 
     A part that ends within a line is none: that line is another one by now.
-
-    Args:
-        path: of the corpus.
-        parts: bytes of each, by the SHA-256 of its content.
 
     Returns:
         Its SHA-256 and how many lines end in it; "" and 0 where there is none.

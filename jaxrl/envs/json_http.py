@@ -85,12 +85,7 @@ class JsonClient:
     """
 
     def __init__(self, bounds: Bounds, *, headers: Mapping[str, str] | None = None) -> None:
-        """Opens no connection yet.
-
-        Args:
-            bounds: of each request.
-            headers: of each request.
-        """
+        """Opens no connection yet."""
         self._bounds = bounds
         limits = httpx2.Limits(
             max_connections=bounds.connections,
@@ -239,10 +234,6 @@ def check_url(key: str, url: str, *, keys_from: str = "the key_env beside it") -
 
 def key_of(key: str, variable: str) -> str:
     """The secret that an environment variable holds; from now on it is left out of all texts.
-
-    Args:
-        key: of the configuration, which names the variable.
-        variable: its name.
 
     Raises:
         ValueError: it is not set, or empty, or no header could carry it.

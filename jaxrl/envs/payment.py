@@ -79,8 +79,7 @@ class Payment:
     def __call__(self, groups: Sequence[Sequence[Finished]]) -> list[list[Reward | BaseException]]:
         """The reward of each episode with its parts and its total, or why it has none.
 
-        Args:
-            groups: finished episodes of each task; their `records` are filled.
+        Fills the `records` of the episodes.
 
         Raises:
             OutageError: what a part asks has answered nobody for too long.
@@ -93,10 +92,6 @@ class Payment:
 
     def check(self, task: Task, key: str) -> None:
         """Refuses parts that ask for what a task does not offer.
-
-        Args:
-            task: one of those that will be played.
-            key: the configuration key that named its file.
 
         Raises:
             ValueError: names the part, and what it asks for.

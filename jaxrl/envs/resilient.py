@@ -94,12 +94,6 @@ def ask_first(engine: Tool, policy: Policy, *, place: str, log: Callable[[str], 
     Where it fails, a warning says so, and it is asked again for as long as a run would ask; with
     `on_outage="empty"` nobody waits, as a run would go on without it.
 
-    Args:
-        engine: asks the server.
-        policy: of the run.
-        place: key of the server's address, for messages.
-        log: told of a failure.
-
     Raises:
         ValueError: the server refuses the query, as where there is no such path, or a key is wrong.
         OutageError: it has answered nobody for `policy.outage_deadline_s`.
@@ -356,13 +350,7 @@ class ResilientSearch(SearchEngine):
     def _attempt(
         self, queries: list[str], misses: list[_Miss], *, is_forced: bool = False
     ) -> list[str | ToolError] | None:
-        """Asks the engine once; None where it is given up.
-
-        Args:
-            queries: to ask in one call.
-            misses: what they are asked for; counts the attempts.
-            is_forced: whatever the breaker says.
-        """
+        """Asks the engine once; None where it is given up."""
         is_new = not any(miss.attempts for miss in misses)
         if not self._enter(is_new=is_new, is_forced=is_forced):
             return None

@@ -124,11 +124,6 @@ DIALECTS = {
 def read_request(body: bytes, dialect: Dialect, topk: int) -> tuple[list[str], int, bool]:
     """The queries of a request, how many documents of each are wanted, and whether scores are.
 
-    Args:
-        body: as it arrived.
-        dialect: of the path that it was sent to.
-        topk: documents where the request does not say.
-
     Raises:
         RefusedError: the body is not of the protocol; says what arrived.
     """

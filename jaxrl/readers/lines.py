@@ -46,7 +46,6 @@ class _JsonLines(Reader):
         return len(self._offsets)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """See `Reader`."""
         self._held.check()
         file, found = self._held.file, []
         for index in indices:
@@ -56,7 +55,6 @@ class _JsonLines(Reader):
         return found
 
     def place(self, index: int) -> str:
-        """See `Reader`."""
         return f"{self._held.path}:{self._numbers[index]}"
 
 
@@ -145,7 +143,6 @@ class _Csv(Reader):
         return len(self._offsets)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """See `Reader`."""
         self._held.check()
         found = []
         for index in indices:
@@ -157,7 +154,6 @@ class _Csv(Reader):
         return found
 
     def place(self, index: int) -> str:
-        """See `Reader`."""
         return f"{self._held.path}:{self._numbers[index]}"
 
 

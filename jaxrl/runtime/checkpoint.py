@@ -257,13 +257,7 @@ class Checkpointer:
 
 
 def choose_step(folder: Path, steps: Sequence[int], rejected: dict[int, str]) -> int | None:
-    """The first of `steps` whose files are as they were written.
-
-    Args:
-        folder: the one that holds all checkpoints, each in a folder of its step.
-        steps: in order of preference.
-        rejected: steps that are out of question, and why; those found damaged are added.
-    """
+    """The first of `steps` whose files are as they were written; `rejected` gets others' damage."""
     for step in steps:
         if step not in rejected:
             damage = find_damage(folder / str(step), step)

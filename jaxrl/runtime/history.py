@@ -135,13 +135,7 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
 def changes_since(
     begun: Begun, config: ConfigDict, contents: Mapping[str, str] | None = None
 ) -> list[Change]:
-    """How a configuration differs from the one the run had so far.
-
-    Args:
-        begun: the run so far.
-        config: the present one.
-        contents: fingerprints of the files it names; None: files are not compared yet.
-    """
+    """Differences to the run's configuration so far; without `contents`, files are not compared."""
     now = plain(flatten(config))
     different = [key for key in now if key in begun.config and begun.config[key] != now[key]]
     # 0 stands for what the memory holds, which is chosen later.

@@ -78,13 +78,7 @@ class Encoder:
         return [one or [0] for one in ids]
 
     def _encode(self, texts: Sequence[str], batch_tokens: int) -> np.ndarray:
-        """Vectors of texts, in their order.
-
-        Args:
-            texts: with what stands before them.
-            batch_tokens: of a device's part of a batch, padding included, where one text is no
-                longer.
-        """
+        """Vectors of texts, in their order; `batch_tokens` of a device's part, padding included."""
         ids = self.token_ids(texts)
         # Few widths, each twice the one before: each is a program.
         doublings = [max(-(-len(one) // SHORTEST) - 1, 0).bit_length() for one in ids]

@@ -15,13 +15,7 @@ from jaxrl.extras.dense.passages import device_bytes
 def search_bytes(
     config: ConfigDict, num_passages: int, num_local: int, platform: str
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Bytes of one device: what lies there throughout, and what answering queries adds.
-
-    Args:
-        config: of the run; both are empty where it searches by no vectors, or on the host's CPU.
-        num_passages: of the corpus; 0 counts them in the file.
-        num_local: devices of a process, which split the passages.
-        platform: of these: cpu, gpu or tpu.
+    """Bytes of one device throughout, and those that answering queries adds; none on a CPU's.
 
     Raises:
         FileNotFoundError: `num_passages` is 0 and there is no corpus, or there is no encoder.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from jaxrl.envs.base import ToolError
@@ -21,13 +21,6 @@ class Completions:
         self, url: str, *, section: str, key_env: str, timeout_s: float, connections: int
     ) -> None:
         """Opens no connection yet.
-
-        Args:
-            url: of the endpoint, up to `/chat/completions`.
-            section: of the configuration, for messages.
-            key_env: environment variable with the key; "" for none.
-            timeout_s: of a request.
-            connections: requests in flight at most.
 
         Raises:
             ValueError: the key's environment variable is not set.
@@ -52,34 +45,14 @@ class Completions:
         return answer
 
 
-class Patience(Protocol):
-    """Settings common to all that asks an endpoint; times in seconds."""
-
-    @property
-    def deadline_s(self) -> float:
-        """Until a call has failed."""
-
-    @property
-    def retries(self) -> int:
-        """Further tries of a call that fails."""
-
-    @property
-    def backoff_s(self) -> float:
-        """Before the first of them."""
-
-    @property
-    def outage_deadline_s(self) -> float:
-        """In which nobody has got an answer, after which calls fail."""
-
-
 def policy_of(
-    settings: Patience,
+    settings: Any,
     *,
     max_concurrent: int,
     cache_mib: float = 0.0,
     queries_per_second: float = 0.0,
 ) -> Policy:
-    """How an endpoint is asked; see `Policy`."""
+    """How an endpoint is asked, by the `ChatSettings` of a policy or the `JudgeSettings`."""
     return Policy(
         cache_mib=cache_mib,
         cache_ttl_s=0.0,

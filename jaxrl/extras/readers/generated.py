@@ -52,7 +52,6 @@ class _Generated(Reader):
         return len(self._made)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """See `Reader`."""
         records = []
         for index in indices:
             place, entry = self.place(index), self._made[index]
@@ -63,5 +62,4 @@ class _Generated(Reader):
         return records
 
     def place(self, index: int) -> str:
-        """See `Reader`."""
         return f"{self._name}:{self._made.seed}:{index + 1}"

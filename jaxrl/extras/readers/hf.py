@@ -64,10 +64,8 @@ class _Rows(Reader):
         return len(self._rows)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """See `Reader`."""
         rows = self._rows[list(indices)].to_pylist()
         return [present(row, self.place(i)) for row, i in zip(rows, indices, strict=True)]
 
     def place(self, index: int) -> str:
-        """See `Reader`."""
         return f"{self._name}:{index + 1}"

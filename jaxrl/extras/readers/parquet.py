@@ -55,7 +55,6 @@ class _Parquet(Reader):
         return int(self._file.metadata.num_rows)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """See `Reader`."""
         self._held.check()
         wanted = np.asarray(indices, np.int64)
         of_group = np.searchsorted(self._ends, wanted, side="right")
@@ -82,7 +81,6 @@ class _Parquet(Reader):
         return table
 
     def place(self, index: int) -> str:
-        """See `Reader`."""
         return f"{self._held.path}:{index + 1}"
 
 

@@ -91,7 +91,6 @@ class _Examples(Reader):
         return len(self._examples)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """See `Reader`."""
         try:
             found = self._examples.__getitems__(list(indices))
         except RuntimeError as error:
@@ -99,7 +98,6 @@ class _Examples(Reader):
         return [_task_fields(one, self.place(i)) for one, i in zip(found, indices, strict=True)]
 
     def place(self, index: int) -> str:
-        """See `Reader`."""
         return f"{self._folder} [{self._split}]:{index + 1}"
 
 

@@ -923,14 +923,7 @@ def cache_pages(config: ConfigDict, model: Architecture, target: Target) -> int:
 
 
 def _given_pages(config: ConfigDict, target: Target, full: int, page_bytes: int) -> int | None:
-    """Pages of each shard's cache where they do not depend on what the plan leaves of a device.
-
-    Args:
-        config: of the run.
-        target: the devices.
-        full: pages that `rollout.num_rows` trajectories of full length fill.
-        page_bytes: keys and values of a page.
-    """
+    """Pages of each shard's cache where they do not depend on what the plan leaves of a device."""
     if config.rollout.cache_gib:
         return int(config.rollout.cache_gib * GIB) // page_bytes
     return full if target.platform == "cpu" or _samples_beside(config) else None
@@ -1028,11 +1021,6 @@ def _busy_rows(config: ConfigDict, target: Target, rows: int) -> int:
     """Rows of the largest decoding program that a device comes to run.
 
     An evaluation alone, of a part of the questions, may ask fewer than there are rows.
-
-    Args:
-        config: of the run.
-        target: the devices.
-        rows: of a device.
     """
     asked = rows
     if "train" not in config.stages and config.eval.max_tasks:
