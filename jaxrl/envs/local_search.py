@@ -162,8 +162,15 @@ class LocalSearch(DocumentSearch):
             # is read to its end, and more are asked for until the last one needed is complete.
             limit = topk + 1
             while True:
-                hits = self._searcher.search(any_word, limit, count=False).hits
-                groups = _group_ties(hits)
+                hits = self._searcher.search(any_word, limit, count=False).hits  # best first
+                groups: list[tuple[float, list[Any]]] = []
+                previous = float("inf")
+                for score, address in hits:
+                    if groups and previous - score <= _TIE * previous:
+                        groups[-1][1].append(address)
+                    else:
+                        groups.append((score, [address]))
+                    previous = score
                 if len(hits) < limit or sum(len(group) for _, group in groups[:-1]) >= topk:
                     break
                 limit *= 4
@@ -246,19 +253,6 @@ def _open(folder: Path) -> Any:
             if part.suffix != ".lock":
                 (Path(links) / part.name).symlink_to(part)
         return tantivy.Index.open(links)
-
-
-def _group_ties(hits: Sequence[tuple[float, Any]]) -> list[tuple[float, list[Any]]]:
-    """Addresses of `hits`, which come best first, grouped by score, with each group's best."""
-    groups: list[tuple[float, list[Any]]] = []
-    previous = float("inf")
-    for score, address in hits:
-        if groups and previous - score <= _TIE * previous:
-            groups[-1][1].append(address)
-        else:
-            groups.append((score, [address]))
-        previous = score
-    return groups
 
 
 def _format() -> str:

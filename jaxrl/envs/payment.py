@@ -174,7 +174,17 @@ class Payment:
         reward = one.reward
         try:
             parts, turn_parts = self._parts(one, found)
-            paid = self._weights_of(parts)
+            # Of 0 or of a part that does not apply to the episode nothing is paid; but the
+            # environment has to measure its own, and not all others may be missing.
+            wanted = {name: weight for name, weight in self.weights.items() if weight}
+            missing = [name for name in wanted if name not in parts]
+            foreign = [name for name in missing if name not in self.own_parts]
+            if foreign or len(missing) == len(wanted):
+                raise ValueError(
+                    f"the reward parts {', '.join(map(repr, foreign or missing))} have a weight "
+                    "and were not measured"
+                )
+            paid = {name: weight for name, weight in wanted.items() if name in parts}
             amounts = {name: weight * parts[name] for name, weight in paid.items()}
             total = sum(amounts.values())
             if not abs(total) <= LARGEST_REWARD:  # in float32, in which advantages are computed
@@ -206,22 +216,6 @@ class Payment:
             ),
             is_correct=is_correct,
         )
-
-    def _weights_of(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """The weights of the parts that there are, but those of 0.
-
-        Raises:
-            ValueError: the environment leaves one out, or all others do not apply.
-        """
-        wanted = {name: weight for name, weight in self.weights.items() if weight}
-        missing = [name for name in wanted if name not in parts]
-        foreign = [name for name in missing if name not in self.own_parts]
-        if foreign or len(missing) == len(wanted):
-            raise ValueError(
-                f"the reward parts {', '.join(map(repr, foreign or missing))} have a weight and "
-                "were not measured"
-            )
-        return {name: weight for name, weight in wanted.items() if name in parts}
 
     def _parts(
         self, one: Finished, found: Mapping[str, Found]

@@ -287,9 +287,16 @@ def _chart(spec: _Spec, groups: Sequence[Group]) -> Chart:
     for color, group in enumerate(groups):
         for index, (label, metrics) in enumerate(lines):
             for stage in ("sft", "train"):
+                curves: list[Curve] = [{} for _ in group.runs]
+                for run, curve in zip(group.runs, curves, strict=True):
+                    for record in run.files.records:
+                        found = [number_of(record.get(name)) for name in metrics]
+                        numbers = [number for number in found if number is not None]
+                        if record["stage"] == stage and numbers:
+                            curve[record["step"]] = (numbers[0], None, None)
                 made = _over_runs(
                     group.runs,
-                    [_metric(run, stage, metrics) for run in group.runs],
+                    curves,
                     absent,
                     label=group.label if len(groups) > 1 else label,
                     stage=stage,
@@ -314,18 +321,6 @@ def _chart(spec: _Spec, groups: Sequence[Group]) -> Chart:
     unit = spec.unit.replace(", log scale", "") if scale != "log" else spec.unit
     note += absent.note()
     return Chart(name=spec.name, title=title, unit=unit, note=note, scale=scale, series=series)
-
-
-def _metric(run: Facts, stage: str, names: Sequence[str]) -> dict[int, tuple[float, None, None]]:
-    """A metric of a run by global step, where it was measured."""
-    values = {}
-    for record in run.files.records:
-        if record["stage"] == stage:
-            found = [number_of(record.get(name)) for name in names]
-            numbers = [number for number in found if number is not None]
-            if numbers:
-                values[record["step"]] = (numbers[0], None, None)
-    return values
 
 
 Curve = dict[int, tuple[float, float | None, float | None]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -44,7 +45,18 @@ def read_run(workdir: Path) -> RunFiles:
     if not any((workdir / name).exists() for name in names):
         raise FileNotFoundError(f"{workdir} is no run: it holds none of {', '.join(names)}.")
     problems: list[str] = []
-    records = _read_records(workdir / "metrics.jsonl", problems)
+    path = workdir / "metrics.jsonl"
+    written = _try(path, lambda p: p.read_bytes().splitlines(), problems) or []
+    records = []
+    for line in written:
+        record: Any = None
+        with contextlib.suppress(ValueError):
+            record = parse_json(line, path.name)
+        is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
+        if is_record and isinstance(record.get("stage", "train"), str):
+            records.append({"stage": "train", **record})
+    if bad := len(written) - len(records):
+        problems.append(f"{bad} of {len(written)} lines of {path.name} are cut or damaged")
     starts = _try(workdir / "environment.json", _starts, problems) or []
     evaluations = _read_evaluations(workdir / "eval", records, problems)
     config = _try(workdir / "config.json", flat_json, problems) or {}
@@ -105,27 +117,6 @@ def _starts(path: Path) -> list[dict[str, Any]]:
     starts = parse_json(path.read_bytes(), path.name)
     parts = ("versions", "machine", "model")
     return [{**start, **{part: mapping(start.get(part)) for part in parts}} for start in starts]
-
-
-def _read_records(path: Path, problems: list[str]) -> list[dict[str, Any]]:
-    lines = _try(path, lambda p: p.read_bytes().splitlines(), problems) or []
-    records, bad = [], 0
-    for line in lines:
-        try:
-            record = parse_json(line, path.name)
-        except ValueError:
-            record = None
-        if (
-            isinstance(record, dict)
-            and isinstance(record.get("step"), int)
-            and isinstance(record.get("stage", "train"), str)
-        ):
-            records.append({"stage": "train", **record})
-        else:
-            bad += 1
-    if bad:
-        problems.append(f"{bad} of {len(lines)} lines of {path.name} are cut or damaged")
-    return records
 
 
 def _read_evaluations(

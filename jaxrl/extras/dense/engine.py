@@ -118,10 +118,20 @@ class DenseSearch(DocumentSearch):
         model = embedding_model(own)
         self._encoder = Encoder(model, own.encoder, devices, dtype=own.encoder_dtype)
         index_dir = index_folder(own.corpus, own.index)
+        # All that the vectors depend on beside the corpus.
+        if own.embeddings:
+            file = Path(own.embeddings)
+            read_prebuilt(file)  # which says what is wrong with it
+            made_with: dict[str, Any] = {"embeddings": corpus_digest(file, index_dir)}
+        else:
+            made_with = asdict(model)
+            del made_with["model"], made_with["query_prefix"]
+            made_with["encoder"] = folder_digest(own.encoder)
+            made_with["encoder_dtype"] = own.encoder_dtype
         source = Source(
             corpus=Path(own.corpus),
             index_dir=index_dir,
-            settings=_made_with(own, model, index_dir),
+            settings=made_with,
             width=model.width,
             dtype=own.file_dtype,
         )
@@ -181,15 +191,3 @@ class DenseSearch(DocumentSearch):
                 "of the same encoder, pooling and passage_prefix."
             )
         return vectors
-
-
-def _made_with(settings: Settings, model: EmbeddingModel, index_dir: Path) -> dict[str, Any]:
-    """All that vectors depend on beside the corpus."""
-    if settings.embeddings:
-        file = Path(settings.embeddings)
-        read_prebuilt(file)  # which says what is wrong with it
-        return {"embeddings": corpus_digest(file, index_dir)}
-    found = asdict(model)
-    del found["model"], found["query_prefix"]
-    found["encoder"] = folder_digest(settings.encoder)
-    return {**found, "encoder_dtype": settings.encoder_dtype}

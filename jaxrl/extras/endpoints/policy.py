@@ -28,7 +28,6 @@ from jaxrl.envs.base import (
     OutageError,
     Outcome,
     StepResult,
-    Task,
     ToolError,
     ToolResults,
     Turn,
@@ -400,10 +399,16 @@ class ChatRollout(EpisodePlayer):
         self, sample: Sample, draw: Draw, sampling: Sampling, is_over: threading.Event
     ) -> None:
         """Plays an episode to its end, unless all are given up."""
-        prompt: Sequence[tuple[str, Content]] = ()
+        prompt: list[tuple[str, Content]] = []
         while sample.episode.outcome is None and not is_over.is_set():
             try:
-                prompt = prompt or self._opening(draw.task)
+                if not prompt:  # with the task's images where their marks are
+                    opening, left = self._start(draw.task), list(self._sent(draw.task.images))
+                    for message in opening:
+                        content: Content = message["content"]
+                        if draw.task.images and None in (parts := parts_of(message["content"])):
+                            content = [left.pop(0) if part is None else part for part in parts]
+                        prompt.append((message["role"], content))
                 written = self._write(prompt, sample, draw, sampling)
             except OutageError:
                 raise
@@ -418,17 +423,6 @@ class ChatRollout(EpisodePlayer):
                 self._end(sample, Turn(text=text), Outcome.OUT_OF_BUDGET)
             else:
                 self._take(sample, text, self._answer(sample, text))
-
-    def _opening(self, task: Task) -> list[tuple[str, Content]]:
-        """The chat that opens an episode, with its images where their marks are."""
-        left = list(self._sent(task.images))
-        opening: list[tuple[str, Content]] = []
-        for message in self._start(task):
-            content: Content = message["content"]
-            if task.images and None in (parts := parts_of(message["content"])):
-                content = [left.pop(0) if part is None else part for part in parts]
-            opening.append((message["role"], content))
-        return opening
 
     def _sent(self, images: Sequence[Picture]) -> list[Picture]:
         is_blank = self._processor is not None and self._processor.is_blank

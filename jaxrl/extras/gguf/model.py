@@ -254,10 +254,24 @@ def _config_fields(
         fields["attention_bias"] = "blk.0.attn_q.bias" in tensors
     scaling = _rope_scaling(path, metadata, family, max_positions)
     if FREQUENCIES in tensors:
-        factors = gguf.quants.dequantize(
-            tensors[FREQUENCIES].data, tensors[FREQUENCIES].tensor_type
+        # Llama 3's scaling, of which a file holds the result alone: for each pair of a head what
+        # its frequency is divided by. The largest is the factor; the others follow from settings
+        # that all published models share.
+        tensor, theta = tensors[FREQUENCIES], fields["rope_theta"]
+        factors = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        llama3 = Llama3(
+            factor=float(factors.max()),
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_positions=8192.0,
         )
-        scaling = _llama3_scaling(path, factors, head_dim, fields["rope_theta"])
+        expected = default_frequencies(head_dim, theta) / llama3.frequencies(head_dim, theta)
+        if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
+            raise ValueError(
+                f"{path}: the tensor {FREQUENCIES!r} is not that of Llama 3's RoPE scaling with "
+                "low_freq_factor 1, high_freq_factor 4 and 8192 original positions."
+            )
+        scaling = {"rope_type": llama3.rope_type, **llama3.hf_fields()}
     return fields | ({"rope_scaling": scaling} if scaling else {})
 
 
@@ -281,29 +295,6 @@ def _rope_scaling(
             "supported; expected linear, or yarn with its factor and original_context_length."
         )
     return {"rope_type": kind, **{names[name]: value for name, value in given.items()}}
-
-
-def _llama3_scaling(
-    path: Path, factors: np.ndarray, head_dim: int, theta: float
-) -> dict[str, Any] | None:
-    """The settings of Llama 3's scaling, of which a file holds the result alone.
-
-    A tensor has for each pair of a head what its frequency is divided by. The largest is the
-    factor; the others follow from settings that all published models share.
-    """
-    scaling = Llama3(
-        factor=float(factors.max()),
-        low_freq_factor=1.0,
-        high_freq_factor=4.0,
-        original_max_positions=8192.0,
-    )
-    expected = default_frequencies(head_dim, theta) / scaling.frequencies(head_dim, theta)
-    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-4):
-        raise ValueError(
-            f"{path}: the tensor {FREQUENCIES!r} is not that of Llama 3's RoPE scaling with "
-            "low_freq_factor 1, high_freq_factor 4 and 8192 original positions."
-        )
-    return {"rope_type": scaling.rope_type, **scaling.hf_fields()}
 
 
 def _hf_tensors(tensors: dict[str, Any], *, is_tied: bool) -> dict[str, Any]:

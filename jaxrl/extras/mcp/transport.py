@@ -104,9 +104,16 @@ class StdioServer:
         found, read = anyio.create_memory_object_stream(0)
         write, asked = anyio.create_memory_object_stream(0)
         pending: set[Any] = set()  # ids of requests without an answer
+
+        async def keep_end() -> None:
+            assert process.stderr is not None
+            while chunk := await process.stderr.read(2**16):
+                self._told += chunk
+                del self._told[:-MAX_TOLD]
+
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_keep_end, process.stderr, self._told)
+                tasks.start_soon(keep_end)
                 tasks.start_soon(_pass_on, process.stdout, found, pending)
                 tasks.start_soon(_send, process.stdin, asked, pending, found)
                 try:
@@ -120,12 +127,6 @@ class StdioServer:
         finally:
             for stream in (found, read, write, asked):
                 stream.close()
-
-
-async def _keep_end(stream: asyncio.StreamReader, told: bytearray) -> None:
-    while chunk := await stream.read(2**16):
-        told += chunk
-        del told[:-MAX_TOLD]
 
 
 async def _pass_on(stdout: asyncio.StreamReader, found: Any, pending: set[Any]) -> None:

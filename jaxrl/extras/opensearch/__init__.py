@@ -30,7 +30,8 @@ MAX_WORDS = 500
 MAX_RESPONSE_MIB = 256
 """Of an answer; a cluster gives the whole of each document."""
 
-AUTHS = ("basic", "api_key", "bearer")
+AUTHS = {"basic": "Basic", "api_key": "ApiKey", "bearer": "Bearer"}
+"""Ways to say who asks, and the schemes of HTTP that they are."""
 
 
 class OpenSearchRetriever(DocumentSearch):
@@ -75,7 +76,20 @@ class OpenSearchRetriever(DocumentSearch):
         self._title, self._text = fields[0] if len(fields) == 2 else "", fields[-1]
         self._batch_size = batch_size
         bounds = Bounds(timeout_s=timeout_s, connections=connections, max_mib=MAX_RESPONSE_MIB)
-        self._client = JsonClient(bounds, headers=_authorization(auth))
+        headers = {}
+        if auth:
+            scheme, _, variable = auth.partition(":")
+            if scheme not in AUTHS or not variable:
+                raise ValueError(
+                    "config.search.opensearch.auth is no '' and none of "
+                    f"{', '.join(f'{one}:VARIABLE' for one in AUTHS)}, with the name of an "
+                    "environment variable."
+                )
+            secret = key_of("search.opensearch.auth", variable)
+            if scheme == "basic":
+                secret = base64.b64encode(secret.encode()).decode()
+            headers["Authorization"] = f"{AUTHS[scheme]} {secret}"
+        self._client = JsonClient(bounds, headers=headers)
 
     def retrieve(self, queries: Sequence[str], topk: int) -> list[list[Hit] | ToolError]:
         """The documents of the index for each query."""
@@ -168,25 +182,3 @@ def _field(source: Mapping[str, Any], name: str, key: str) -> str:
             f"a {type(value).__name__} in the field {name!r} of {key!r}; expected text"
         )
     return plain_text((value or "")[:MAX_TEXT]).strip()
-
-
-def _authorization(auth: str) -> dict[str, str]:
-    """The header that says who asks.
-
-    Raises:
-        ValueError: there is no such way to say it, or the variable is not set.
-    """
-    if not auth:
-        return {}
-    scheme, _, variable = auth.partition(":")
-    if scheme not in AUTHS or not variable:
-        raise ValueError(
-            "config.search.opensearch.auth is no '' and none of "
-            f"{', '.join(f'{one}:VARIABLE' for one in AUTHS)}, with the name of an environment "
-            "variable."
-        )
-    secret = key_of("search.opensearch.auth", variable)
-    if scheme == "basic":
-        secret = base64.b64encode(secret.encode()).decode()
-    words = {"basic": "Basic", "api_key": "ApiKey", "bearer": "Bearer"}
-    return {"Authorization": f"{words[scheme]} {secret}"}

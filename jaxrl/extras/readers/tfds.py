@@ -95,25 +95,24 @@ class _Examples(Reader):
             found = self._examples.__getitems__(list(indices))
         except RuntimeError as error:
             raise ValueError(f"{self._folder} cannot be read: {_one_line(error)}.") from error
-        return [_task_fields(one, self.place(i)) for one, i in zip(found, indices, strict=True)]
+        records = []
+        for example, index in zip(found, indices, strict=True):
+            place = self.place(index)
+            plain = present(example, place)
+            fields = {name: value for name, value in plain.items() if value not in ("", [])}
+            messages, metadata = fields.get("messages"), fields.get("metadata")
+            if isinstance(messages, dict):  # a sequence of records comes as a record of sequences
+                rows = zip(*messages.values(), strict=True)
+                fields["messages"] = [dict(zip(messages, row, strict=True)) for row in rows]
+                if not fields["messages"]:
+                    del fields["messages"]
+            if isinstance(metadata, str):
+                fields["metadata"] = parse_json(metadata, f"{place}: 'metadata'")
+            records.append(fields)
+        return records
 
     def place(self, index: int) -> str:
         return f"{self._folder} [{self._split}]:{index + 1}"
-
-
-def _task_fields(example: dict[str, Any], place: str) -> dict[str, Any]:
-    """The fields that are there, as JSON would have them."""
-    plain = present(example, place)
-    fields = {name: value for name, value in plain.items() if value not in ("", [])}
-    messages, metadata = fields.get("messages"), fields.get("metadata")
-    if isinstance(messages, dict):  # a sequence of records comes as a record of sequences
-        rows = zip(*messages.values(), strict=True)
-        fields["messages"] = [dict(zip(messages, row, strict=True)) for row in rows]
-        if not fields["messages"]:
-            del fields["messages"]
-    if isinstance(metadata, str):
-        fields["metadata"] = parse_json(metadata, f"{place}: 'metadata'")
-    return fields
 
 
 def _one_line(error: Exception) -> str:
