@@ -18,7 +18,7 @@ NO_INFORMATION = "No information found"
 
 
 class Outcome(enum.StrEnum):
-    """How an episode ended."""
+    """Reason for the end of an episode."""
 
     ANSWERED = "answered"
     ABSTAINED = "abstained"
@@ -99,7 +99,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """How a question is put: a system message, examples, and the question in its template.
+    """Chat that puts a question: a system message, examples, and the question in its template.
 
     Attributes:
         system: the system message; "" for none.
@@ -186,7 +186,7 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """One model message and what it earned."""
+    """One model message and the environment's reply to it."""
 
     text: str
     tool_call: str | None = None

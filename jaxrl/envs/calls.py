@@ -139,7 +139,7 @@ def event_loop() -> asyncio.AbstractEventLoop:
 
 
 class LateError(TimeoutError):
-    """Something did not end in its time."""
+    """Raised where a call exceeds its deadline."""
 
 
 def within(deadline_s: float, coroutine: Coroutine[Any, Any, Result]) -> Result:

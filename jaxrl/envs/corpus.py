@@ -174,7 +174,7 @@ def index_folder(corpus: str | Path, index: str | Path = "") -> Path:
 
 
 def num_lines(path: Path) -> int:
-    """How many lines a file has; 0 where there is none."""
+    """Number of lines of a file; 0 where there is none."""
     if not path.is_file():
         return 0
     with open(path, "rb") as content:

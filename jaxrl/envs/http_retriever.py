@@ -140,7 +140,7 @@ def _with_scores(documents: Any, scores: Any) -> list[Hit]:
 
 
 def _hit(item: Any) -> Hit:
-    """One document, alone or with its score.
+    """Reads one document, alone or with its score.
 
     Raises:
         ValueError: it is no document.

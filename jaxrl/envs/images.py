@@ -59,7 +59,7 @@ class Pictured(str):
 
 
 def images_behind(text: str) -> tuple[Picture, ...]:
-    """Those of a `Pictured`; any other text has none."""
+    """The images of a `Pictured`; any other text has none."""
     return text.images if isinstance(text, Pictured) else ()
 
 

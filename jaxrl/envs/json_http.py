@@ -180,7 +180,7 @@ class JsonClient:
             )
 
     def _start(self, body: bytes) -> str:
-        """How an answer begins, for a message; keys are left out before anything is cut."""
+        """The beginning of an answer, for a message; keys are left out before anything is cut."""
         text = " ".join(redacted_start(body.decode("utf-8", "replace"), len(body)).split())
         return repr(text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " ..")
 

@@ -1,4 +1,4 @@
-"""When a service may be asked: how often, and whether it is up. Time is an argument here."""
+"""Rate limits and circuit breakers of a service. Time is an argument here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def bounded_wait_s(asked_s: float | None) -> float:
 
 
 class RateLimit:
-    """At most so many queries a second, counted when they are sent.
+    """Limits queries to so many a second, counted when they are sent.
 
     Of a rate r it lets floor(r) queries, at least one, start within any floor(r) / r seconds.
     """
@@ -28,7 +28,7 @@ class RateLimit:
         self._starts: deque[float] = deque(maxlen=self.burst)
 
     def reserve(self, count: int, now: float) -> float:
-        """When so many queries, `burst` at most, may be sent together; they count from then on."""
+        """Time at which `count` queries, `burst` at most, may be sent; they count from then on."""
         start = max([now, *list(self._starts)[-1:]])
         last_before = len(self._starts) + count - self.burst - 1  # of those `start` must leave
         if last_before >= 0:
@@ -96,7 +96,7 @@ class Breaker:
             self._rests_until = max(self._rests_until, now + max(rest_s, retry_after_s))
 
     def down_s(self, now: float) -> float:
-        """For how long nobody has got an answer; 0 where the last call did."""
+        """Seconds since which nobody has got an answer; 0 where the last call did."""
         return max(now - self._down_since, 0.0)
 
     def patience_s(self, now: float) -> float:

@@ -220,7 +220,7 @@ class Payment:
     def _parts(
         self, one: Finished, found: Mapping[str, Found]
     ) -> tuple[dict[str, float], dict[str, Sequence[float]]]:
-        """All parts, and those by turns.
+        """Collects all parts, and those by turns.
 
         Raises:
             Exception: what one of them failed with; of a part by turns that it has not a finite

@@ -65,7 +65,7 @@ class Reading:
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """One grammar, and what its keepers are paid.
+    """A grammar of turns, and the rewards for keeping to it.
 
     Attributes:
         name: as in `PROTOCOLS`.

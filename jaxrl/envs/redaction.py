@@ -283,7 +283,7 @@ def _cut(texts: Iterable[str], places: list[tuple[int, int]]) -> Iterator[str]:
 
 
 def _places(text: str) -> list[tuple[int, int]]:
-    """Beginnings and ends of keys in a text, in order and apart."""
+    """Spans of the keys in a text, in order and disjoint."""
     data = text.encode("utf-8", "surrogatepass")
     needles = list(_needles.items())
     found = [place for key, _ in needles for place in _occurrences(key.encode(), data)]

@@ -52,7 +52,7 @@ _ENTRY = 200  # bytes that an entry of the cache takes beside its texts, about
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How an engine is asked; the keys of `config.search` with the same names, which explain them.
+    """Limits and deadlines of an engine: the keys of `config.search` with the same names.
 
     Times are in seconds, sizes in MiB.
     """
@@ -71,7 +71,7 @@ class Policy:
 
 
 class Nobody(Tool):
-    """In place of what is not to be asked."""
+    """Stands for an engine that must not be asked."""
 
     name, blank = "nobody", ""
 
@@ -370,7 +370,7 @@ class ResilientSearch(SearchEngine):
         return found
 
     def _call(self, queries: list[str], began: float) -> list[str | ToolError]:
-        """One call of the engine, given up at its deadline."""
+        """Calls the engine once, up to its deadline."""
         with self._turn:
             is_down = self._breaker.down_s(began) > 0
             patience_s = self._breaker.patience_s(began)

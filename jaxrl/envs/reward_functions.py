@@ -112,7 +112,7 @@ class RewardFunction:
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(inner)
 
     def calls(self, group: Sequence[Finished]) -> list[Call]:
-        """One for each episode, or one for the group, as its kind has it."""
+        """A call for each episode, or one for the group, as its kind has it."""
         parameters = inspect.signature(self.function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         calls = []

@@ -67,7 +67,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """How a protocol puts a question and its answer.
+    """Fields of a protocol's requests, and the form of its answers.
 
     Attributes:
         queries: the field that holds them.

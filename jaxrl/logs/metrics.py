@@ -48,7 +48,7 @@ def rollout_metrics(
 
 
 def search_metrics(records: Sequence[CallRecord]) -> dict[str, float]:
-    """Who answered the calls of the search engine, and how long they took; nothing without any.
+    """Sources and waiting times of the search engine's answers; nothing without any.
 
     All of it depends on the clock: which of two calls comes first, and finds the other's result.
     """
@@ -85,7 +85,7 @@ def plain_number(value: Any) -> float | int | None:
 
 
 def num_unscored_suites(metrics: Mapping[str, float]) -> int:
-    """How many suites could not score a single question, from `as_metrics` of them all."""
+    """Number of suites without a single question that could be scored, from all `as_metrics`."""
     head = "val-aux/all/unscored_questions/"
     suites = [name.removeprefix(head) for name in metrics if name.startswith(head)]
     return sum(metrics[head + s] == metrics[f"val-aux/all/num_questions/{s}"] for s in suites)

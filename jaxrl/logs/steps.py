@@ -40,7 +40,7 @@ SHOWN = {
 
 @dataclass(kw_only=True)
 class Clock:
-    """How long the parts of a step take."""
+    """Times of the parts of a step."""
 
     started: float = field(default_factory=time.perf_counter)
     sampling_s: float = 0.0
@@ -87,7 +87,7 @@ def engine_metrics(engine: Sampler, before: Counts) -> dict[str, float]:
 
 
 def lag_metrics(trajectories: Sequence[Trajectory], policy_version: int) -> dict[str, float]:
-    """How many updates the policy before a step's has had since it sampled its tokens."""
+    """Updates between the policy that sampled a step's tokens and the one that is updated."""
     versions = np.concatenate([t.policy_versions[t.loss_mask] for t in trajectories])
     return {"rollout/lag": mean((policy_version - versions).tolist())}
 
@@ -128,7 +128,7 @@ def merge(update_metrics: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
 
 
 def packing_metrics(minibatches: Sequence[Packed]) -> dict[str, float]:
-    """How full the rows were, what they had once for several, and how evenly the devices."""
+    """Padding of the rows, tokens that sequences share, and the imbalance of the devices."""
     num_tokens = sum(packed.num_tokens for packed in minibatches)
     return {
         "rollout/shared_tokens": sum(one.num_shared for one in minibatches) / max(num_tokens, 1),
@@ -146,7 +146,7 @@ def kl_metrics(groups: Sequence[Group], controllers: Controllers, kl: KL) -> dic
 
 
 def window_metrics(groups: Sequence[Group], controllers: Controllers) -> dict[str, float]:
-    """How many tokens waver, in all and by difficulty, and how long each difficulty thinks."""
+    """Tokens of high window entropy, and response lengths, in all and by difficulty."""
     metrics: dict[str, float] = {}
     scored = [t for t in members(groups) if t.is_scored]
     if controllers.threshold is not None:

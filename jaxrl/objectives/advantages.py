@@ -135,7 +135,7 @@ def pass_at_k(
 def pass_at_k_combination(
     is_correct: Bool[Array, " N"], group_ids: Int[Array, " N"], *, k: int
 ) -> Float[jax.Array, " N"]:
-    """Between pass@k and pass@1: `c/n * A_k + (1 - c/n) * A_1`.
+    """Interpolates between pass@k and pass@1: `c/n * A_k + (1 - c/n) * A_1`.
 
     Section 4.4 of https://arxiv.org/abs/2508.10751: the more of a group's n trajectories are
     correct, the more pass@k counts. Groups of fewer than k get 0. Arguments as in `pass_at_k`.

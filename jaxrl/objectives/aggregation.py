@@ -1,4 +1,4 @@
-"""How losses of tokens add up to one number: a weighted sum, fixed before the batch is cut up."""
+"""Aggregation of token losses to one number: a weighted sum, fixed before the batch is cut up."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -64,7 +64,7 @@ def seq_mean_token_sum(token_counts: Int[Array, " N"]) -> ScalarLike:
 def seq_mean_token_sum_norm(
     token_counts: Int[Array, " N"], *, max_response_tokens: int
 ) -> ScalarLike:
-    """As `seq_mean_token_sum`, divided by a length that is the same in every mini-batch."""
+    """`seq_mean_token_sum` divided by a length that is the same in every mini-batch."""
     return 1.0 / (_num_trajectories(token_counts) * max_response_tokens)
 
 

@@ -54,7 +54,7 @@ def largest_differencing(
 
 
 class _Solution:
-    """Some of the items, already split into bundles, the heaviest first."""
+    """A partial solution: some of the items, split into bundles, the heaviest first."""
 
     def __init__(self, bundles: list[tuple[int, list[int]]], num_parts: int) -> None:
         empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(num_parts - len(bundles))]

@@ -46,7 +46,7 @@ class Metric:
 
 @dataclass(frozen=True, kw_only=True)
 class Reduction:
-    """How the values of many tokens become one.
+    """Reduction of the values of many tokens to one.
 
     Attributes:
         reduce: values, loss mask and token weights `[R, T]` of a micro-batch to a number.

@@ -95,7 +95,7 @@ def boundary_aware_rewards(
 
 
 class _Shape(NamedTuple):
-    """How the entropy reward of one difficulty bends; ARES's names."""
+    """Parameters of the entropy reward of one difficulty; ARES's names."""
 
     margin: float  # phi, as a share of the target
     knee: float  # k, where the penalty turns from quadratic to linear, in tokens

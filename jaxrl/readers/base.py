@@ -27,11 +27,11 @@ class Reader(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many records there are, at least one."""
+        """Number of records, at least one."""
 
     @abstractmethod
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """These records; neighbours at a time are the quickest.
+        """Reads records; neighbours at a time are the quickest.
 
         Raises:
             ValueError: one cannot be read; the text names its place.

@@ -78,7 +78,7 @@ def costs_of(records: Sequence[Mapping[str, Any]]) -> Costs | None:
 
 
 def attribution_of(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """By suite, the measures of the newest evaluation that says where answers come from.
+    """Measures of the newest evaluation that says where answers come from, by suite.
 
     Without those of right answers where nobody says which are right.
     """

@@ -1,4 +1,4 @@
-"""From runs to charts as plain data: which curves, over which steps, with which bands."""
+"""Charts of runs as plain data: their curves, steps and bands."""
 
 from __future__ import annotations
 
@@ -350,7 +350,7 @@ def _over_runs(
     is_points: bool = False,
     **place: Any,
 ) -> Series | None:
-    """One run's curve; of several the mean, between the smallest and the largest.
+    """The curve of a run, or the mean of several between the smallest and the largest.
 
     Runs without any values are left out, and steps that not every other run has: a mean over
     fewer runs would jump.
@@ -390,7 +390,7 @@ def _over_runs(
 
 
 def thin(series: Series) -> Series:
-    """At most `MAX_POINTS` points: means of neighbours, in the widest of their bands."""
+    """Averages neighbours down to `MAX_POINTS` points, in the widest of their bands."""
     size = math.ceil(len(series.steps) / MAX_POINTS)
     if size == 1:
         return series

@@ -95,7 +95,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """One question before and after."""
+    """A question before and after."""
 
     change: str
     before: dict[str, Any] | None
@@ -122,13 +122,13 @@ class Timing:
 
     @property
     def total(self) -> float:
-        """All of it, in seconds."""
+        """The sum of all parts, in seconds."""
         return sum(self.parts.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a stage has come."""
+    """Progress of a stage."""
 
     stage: str
     num_done: int
@@ -158,7 +158,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """All that is said of one run."""
+    """Facts of one run."""
 
     files: RunFiles
     evaluations: list[Evaluation]
@@ -191,7 +191,7 @@ class Facts:
 
 
 def facts_of(run: RunFiles) -> Facts:
-    """Everything the report says of a run."""
+    """Collects the facts of a run for its report."""
     evaluations = evaluations_of(run)
     asked = [found for found in run.evaluations if found["questions"]]
     # Shown are answers of the last evaluation, sampled ones where there are any.
@@ -316,7 +316,7 @@ def first_and_last(evaluations: Sequence[Evaluation]) -> list[Row]:
 
 
 def parts_of(evaluations: Sequence[dict[str, Any]]) -> list[Part]:
-    """All parts of the reward that evaluations tell of, those with weight first."""
+    """Parts of the reward in evaluations, those with weight first."""
     weights: dict[str, float] = {}
     means: dict[str, dict[str, list[Score]]] = {}
     for found in evaluations:
@@ -428,7 +428,7 @@ def group_failures(questions: dict[str, list[dict[str, Any]]], suite: str | None
 
 
 def failure_kind(record: dict[str, Any]) -> str | None:
-    """Which of `KINDS` a question's record is; None for a right answer or one without a score."""
+    """Classifies a question's record by `KINDS`; None for a right answer or one without a score."""
     outcome = record.get("outcome")
     if outcome == "environment_error":
         return "environment_error"

@@ -151,7 +151,7 @@ def interval(found: Score | None) -> str:
 
 
 def change(row: Row) -> str:
-    """By how much a score changed, with its sign."""
+    """Difference of a score, with its sign."""
     return "" if row.before is None else f"{row.after.value - row.before.value:+.3f}"
 
 

@@ -1,4 +1,4 @@
-"""Several runs as a table for the terminal: what sets them apart, and what they came to."""
+"""A table of several runs for the terminal: their differing settings and their results."""
 
 from __future__ import annotations
 

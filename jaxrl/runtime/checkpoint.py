@@ -35,7 +35,7 @@ MANIFEST = "manifest.json"
 
 
 class CheckpointError(ValueError):
-    """There are checkpoints, but the one to go on with cannot be read."""
+    """Raised where there are checkpoints, but the one to go on with cannot be read."""
 
 
 @contextlib.contextmanager
@@ -145,7 +145,7 @@ class Checkpointer:
         self._unfinished = self._background.submit(self._finish, step, value)
 
     def _finish(self, step: int, value: float | None) -> None:
-        """Once Orbax is done: the manifest, then the removal of what it makes superfluous."""
+        """Writes the manifest once Orbax is done, then removes what that makes superfluous."""
         self._manager.wait_until_finished()
         if not distributed.is_main():
             return
@@ -330,7 +330,7 @@ def by_value(values: Mapping[int, float | None]) -> list[int]:
 
 
 def kept_steps(values: Mapping[int, float | None], keep: int, keep_best: int) -> set[int]:
-    """Which checkpoints stay: the newest `keep`, and the `keep_best` of the highest value.
+    """Steps to keep: the newest `keep`, and the `keep_best` of the highest value.
 
     Args:
         values: of each step; None where there was no evaluation.
@@ -421,7 +421,7 @@ def _clean(folder: Path) -> None:
 
 
 def optimizer_items(state: TrainState) -> dict[str, Any]:
-    """All of a state but its parameters, as it is saved."""
+    """The items of a state but its parameters, as they are saved."""
     return {
         "opt_state": state.opt_state,
         "num_updates": state.num_updates,

@@ -35,7 +35,7 @@ def _trim() -> Callable[[int], Any]:
 
 @functools.cache
 def give_back_after_compiling() -> None:
-    """From now on gives back what the compiler has left behind, wherever something is compiled."""
+    """Gives memory back after each long compilation from now on."""
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event == COMPILED and duration_secs > LONG_COMPILE_S:

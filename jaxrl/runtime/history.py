@@ -27,7 +27,7 @@ HISTORY = "config_history.jsonl"
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One difference to how the run was configured so far."""
+    """A difference to the run's configuration so far."""
 
     key: str  # with sections; or a name of `versions.fingerprints` and ` (content)`
     before: Any

@@ -211,7 +211,7 @@ class _Checked(LRUCache):
 
     @contextlib.contextmanager
     def _ending_at_errors(self, path: object) -> Iterator[None]:
-        """At an error of the disk, among them a lock that nobody gives back, the cache ends."""
+        """Ends the cache at an error of the disk, as at a lock that nobody gives back."""
         try:
             yield
         except OSError as error:

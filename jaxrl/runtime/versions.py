@@ -63,7 +63,7 @@ def write_environment(
 
 
 def environment(components: Components) -> dict[str, Any]:
-    """This process's versions and devices, and what it works on."""
+    """Versions, devices and data of this process."""
     device = jax.devices()[0]
     sizes: dict[str, Any] = {"external": components.external}
     if not components.external:
@@ -232,7 +232,7 @@ MAX_DIFFERENCES = 10  # that a message names
 
 
 def differences(everyone: Sequence[Sequence[Mapping[str, str]]]) -> list[str]:
-    """By name, in what processes differ from the first one.
+    """Names the settings and files in which processes differ from the first one.
 
     Args:
         everyone: of each process its settings, and the contents of files that settings name. Of

@@ -75,7 +75,7 @@ class BertConfig:
 
     @property
     def stacks(self) -> Stacks:
-        """All layers are alike."""
+        """No layer differs from the others."""
         return {}
 
     @classmethod

@@ -117,7 +117,7 @@ class Source:
 
     @property
     def made_of(self) -> dict[str, Any]:
-        """As `manifest.json` holds it, without the corpus."""
+        """Content of `manifest.json` without the corpus."""
         return {
             **{"version": _VERSION, "width": self.width, "dtype": self.dtype},
             "settings": dict(self.settings),
@@ -125,7 +125,7 @@ class Source:
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """As `manifest.json` holds it, without digests of files."""
+        """Content of `manifest.json` without digests of files."""
         size = self.corpus.stat().st_size
         return {**self.made_of, "corpus": {"digest": self.digest, "bytes": size}}
 

@@ -1,4 +1,4 @@
-"""Several engines as one: what each of them ranks high comes first."""
+"""Fusion of several engines: documents that each of them ranks high come first."""
 
 from __future__ import annotations
 

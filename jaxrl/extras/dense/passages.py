@@ -47,7 +47,7 @@ _DEVIATIONS = 6.0
 
 @dataclass(frozen=True)
 class Layout:
-    """How N passages lie on devices.
+    """Division of N passages over devices and blocks.
 
     Attributes:
         num_blocks: of a device.

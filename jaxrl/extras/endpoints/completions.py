@@ -52,7 +52,7 @@ def policy_of(
     cache_mib: float = 0.0,
     queries_per_second: float = 0.0,
 ) -> Policy:
-    """How an endpoint is asked, by the `ChatSettings` of a policy or the `JudgeSettings`."""
+    """The policy of asking an endpoint, from the `ChatSettings` of a model or `JudgeSettings`."""
     return Policy(
         cache_mib=cache_mib,
         cache_ttl_s=0.0,

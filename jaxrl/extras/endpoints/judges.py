@@ -283,7 +283,7 @@ class Judge:
         self._asked = _Asked(engine, policy, recording=recording, is_replay=is_replay, log=tell)
 
     def calls(self, group: Sequence[Finished]) -> list[Call]:
-        """One for each episode."""
+        """A call for each episode."""
         judgements = [_Judgement(judge=self, prompt=self.prompt(one)) for one in group]
         return [
             Call(

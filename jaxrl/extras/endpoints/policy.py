@@ -73,7 +73,7 @@ REFUSALS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings:
-    """How a model is asked: the keys of `config.policy.openai`, which explain them."""
+    """Settings of a model behind an endpoint: the keys of `config.policy.openai`."""
 
     url: str
     model: str
@@ -340,7 +340,7 @@ class ChatRollout(EpisodePlayer):
         pay: Pay,
         processor: Processor | None = None,
     ):
-        """As `EpisodePlayer`, with who writes the turns; a blank one sends blank images.
+        """Adds the model to an `EpisodePlayer`; a blank processor sends blank images.
 
         Raises:
             ValueError: the environment reads calls as the model's own chat template has them.

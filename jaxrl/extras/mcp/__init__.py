@@ -305,7 +305,7 @@ class McpTool(JsonTool):
 
     @property
     def description(self) -> str:
-        """As the server has it."""
+        """The server's description."""
         return self._description
 
     @property

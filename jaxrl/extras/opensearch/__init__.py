@@ -145,7 +145,7 @@ class OpenSearchRetriever(DocumentSearch):
         return self._error(f'a response with {kind}; expected "hits"')
 
     def _hit(self, hit: Any) -> Hit:
-        """One document.
+        """Reads one document.
 
         Raises:
             ValueError: it has no text, or something else is wrong with it.

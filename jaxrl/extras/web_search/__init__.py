@@ -27,7 +27,7 @@ MAX_TEXT = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class Provider:
-    """How a provider is asked and what it answers.
+    """A provider's requests, limits and answers.
 
     Attributes:
         url: of its service; "" where everyone has their own.
@@ -200,7 +200,7 @@ def _results(fields: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def _hit(result: Mapping[str, Any], address: str, text: str) -> Hit:
-    """One result; a field that is missing is empty.
+    """Reads one result; a field that is missing is empty.
 
     Raises:
         ValueError: a field is no text.

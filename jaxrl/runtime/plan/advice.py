@@ -257,7 +257,7 @@ def _of_optimizers(config: ConfigDict, key: str, value: Any) -> dict[str, Any]:
 def _divisions(
     config: ConfigDict, target: Target, sizes: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """One step ahead, other numbers of devices that only sample; at last, where some do, none.
+    """Other numbers of devices that only sample, one step ahead; at last, where some do, none.
 
     The devices that train are put along fsdp, with as many rows of a micro-batch each as before.
     """

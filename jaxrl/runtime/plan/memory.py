@@ -370,7 +370,7 @@ class ModelTerms:
         return 2 * self.model.num_layers * heads * self.model.head_dim * dtype.itemsize
 
     def flops_per_token(self, length: int, *, trains_all: bool = True) -> int:
-        """To sample a token once and train on it once, in a sequence of `length`, causal.
+        """Operations to sample a token and train on it, in a causal sequence of `length`.
 
         Weights beside an adapter, which are not trained, get no gradient.
         """
@@ -1161,7 +1161,7 @@ def _shape(config: ConfigDict, model: Architecture, target: Target, stage: str) 
 
 
 def _batch_bytes(config: ConfigDict, shape: BatchShape, shards: int, stage: str) -> int:
-    """All mini-batches of a step: six arrays of four bytes, a mask, and what the method adds."""
+    """Bytes of a step's mini-batches: six arrays of four bytes, a mask, and the method's own."""
     tokens = shape.num_micro * shape.micro_rows * shape.row_tokens // shards
     of_token = 25 + (_bytes_of_token(shape.tower.arrays) if shape.tower else 0)
     if stage == "sft":
