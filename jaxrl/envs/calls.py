@@ -1,4 +1,4 @@
-"""Calls of code that is not ours and may fail in any way or never return."""
+"""Threads, event loops and deadlines for code that is not ours and may fail or never return."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def failure_report(error: BaseException) -> str:
 
 
 def in_thread(work: Callable[[], Result]) -> Future[Result]:
-    """The result of `work`, done in a thread that no exit of the interpreter waits for.
+    """Runs `work` in a thread that no exit of the interpreter waits for; returns its future.
 
     A thread of an executor that hangs would keep the process from ending.
     """
@@ -72,13 +72,13 @@ def in_thread(work: Callable[[], Result]) -> Future[Result]:
 def side_by_side(
     work: Callable[[Item], Result], items: Sequence[Item], *, max_threads: int
 ) -> list[Result]:
-    """`work` of each item, in their order, in threads as `in_thread` makes them."""
+    """Maps `work` over items in threads, as `in_thread` makes them; results in their order."""
     calls = [partial(work, item) for item in items]
     return [future.result() for future in started(calls, max_threads=max_threads)]
 
 
 def started(calls: Sequence[Callable[[], Result]], *, max_threads: int) -> list[Future[Result]]:
-    """The results of all calls, made in threads as of `in_thread`; what is cancelled is not begun.
+    """Begins all calls in threads, as `in_thread` does; a cancelled one is not begun.
 
     A call that hangs keeps its thread; the others go on with the rest.
     """
@@ -143,7 +143,7 @@ class LateError(TimeoutError):
 
 
 def within(deadline_s: float, coroutine: Coroutine[Any, Any, Result]) -> Result:
-    """The result of a coroutine, run in `event_loop`; cancelled once its time is over.
+    """Runs a coroutine in `event_loop`, up to a deadline; cancels it then.
 
     One that does not end then, or blocks the loop, is left to itself.
 
@@ -169,7 +169,7 @@ def within(deadline_s: float, coroutine: Coroutine[Any, Any, Result]) -> Result:
 
 
 def in_time(deadline_s: float, work: Callable[[], Result]) -> Result:
-    """The result of `work`, done in a thread that is left to itself once its time is over.
+    """Runs `work` in a thread, up to a deadline; leaves the thread to itself then.
 
     Raises:
         LateError: it took longer.

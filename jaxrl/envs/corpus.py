@@ -40,7 +40,7 @@ class Known:
 
 
 def id_hash(document_id: str) -> int:
-    """64 bits, the same in every process: a corpus has millions of ids."""
+    """64-bit hash of an id, the same in every process: a corpus has millions of ids."""
     return int.from_bytes(hashlib.blake2b(document_id.encode(), digest_size=8).digest())
 
 
@@ -79,7 +79,7 @@ def read_corpus(path: Path, known: Known | None = None) -> Iterator[Document]:
 
 
 def parse_document(fields: dict[str, Any], place: str) -> Document:
-    """The document of a line of a corpus.
+    """Parses a line of a corpus.
 
     Raises:
         ValueError: the line is something else, or blank; `place` says where it stands.
@@ -129,7 +129,7 @@ class CorpusDocuments:
         return open(self._path, "rb", buffering=0)
 
     def __len__(self) -> int:
-        """Documents."""
+        """Number of documents."""
         return len(self._offsets)
 
     def __getitem__(self, place: int, /) -> Document:

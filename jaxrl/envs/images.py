@@ -36,7 +36,7 @@ class Picture:
 
     @cached_property
     def digest(self) -> str:
-        """Equal for equal files, wherever they are; errors as of `read`."""
+        """Hash of the content, equal for equal files wherever they are; errors as of `read`."""
         return hashlib.blake2b(self.read(), digest_size=16).hexdigest()
 
     @property

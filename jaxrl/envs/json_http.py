@@ -1,4 +1,4 @@
-"""Servers that answer JSON over HTTP: asked side by side, bounded, with failures told apart.
+"""A client of servers that answer JSON over HTTP: concurrent, bounded, with failures told apart.
 
 One thread runs the event loop of all clients in a process; whoever asks waits for its answers, so
 several threads may ask at once.
@@ -103,7 +103,7 @@ class JsonClient:
         weakref.finalize(self, _close, self._client).atexit = False
 
     def ask(self, requests: Sequence[Request]) -> list[Any | ToolError]:
-        """The JSON that each request is answered with, or why there is none, in their order."""
+        """Sends requests; returns the JSON of each answer, or its error, in their order."""
 
         async def fetch_all() -> list[bytes | ToolError]:
             return await asyncio.gather(*(self._fetch(request) for request in requests))
@@ -140,7 +140,7 @@ class JsonClient:
                 return self._error(request, f"failed: {error_text(error)}")
 
     async def _body(self, request: Request) -> bytes:
-        """The whole body of a good answer.
+        """Sends a request; returns the body of a successful answer.
 
         Raises:
             ToolError: the status is no success, or the body is too large.
@@ -305,7 +305,7 @@ def _numbers(text: str) -> list[float]:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Whom clients trust; reading it takes longer than all else of a client."""
+    """The TLS context of all clients; reading it takes longer than all else of a client."""
     return httpx2.create_ssl_context()
 
 

@@ -1,4 +1,4 @@
-"""JSON from outside: a value, or an error that says in one line why there is none."""
+"""JSON from outside, parsed with one-line errors and a bounded depth."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_DEPTH = 100
 
 
 def parse_json(text: str | bytes, place: str) -> Any:
-    """The value that a text holds.
+    """Parses JSON.
 
     Raises:
         ValueError: it is no JSON, or nested too deeply; `place` is named.
@@ -29,7 +29,7 @@ def parse_json(text: str | bytes, place: str) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object that a file holds.
+    """Reads a JSON object from a file.
 
     Raises:
         OSError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""JSON Lines: the objects of a file, and clear words where the file is something else."""
+"""JSON Lines: the objects of a file, and errors that name the format of another file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_objects(
 
 
 def refuse_other_formats(path: Path, start: bytes) -> None:
-    """Refuses by name what is no JSONL, from the file's first bytes."""
+    """Refuses files in other formats by name, from their first bytes."""
     new, name = path.with_name(f"{path.stem}_lines.jsonl"), json.dumps(str(path))
     expected = "expected JSONL, one JSON object a line"
     for magic, what in MAGIC.items():
@@ -68,7 +68,7 @@ def _conversion(modules: str, rows: str, new: Path) -> str:
 
 
 def parse_line(line: bytes, place: str) -> dict[str, Any]:
-    """The object that a line of JSONL holds.
+    """Parses a line of JSONL.
 
     Raises:
         ValueError: it holds none; `place` is named.

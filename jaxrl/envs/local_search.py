@@ -189,7 +189,7 @@ _DAMAGED = functools.partial(ToolError, is_permanent=True)
 
 @contextlib.contextmanager
 def _damage_told(folder: Path, kind: Callable[[str], Exception]) -> Iterator[None]:
-    """Has what tantivy says or panics of in a damaged index raised as `kind`, in one line."""
+    """Raises tantivy's errors and panics over a damaged index as `kind`, in one line."""
     try:
         yield
     except BaseException as error:
@@ -238,7 +238,7 @@ def _digests(folder: Path, names: Sequence[str]) -> dict[str, str]:
 
 
 def _open(folder: Path) -> Any:
-    """An index, also one that this user may only read.
+    """Opens an index, also one that this user may only read.
 
     tantivy writes a lock beside the files. Where it may not, links to them are opened in a
     temporary folder; nothing of an index is looked up by name once it is open.
@@ -256,12 +256,12 @@ def _open(folder: Path) -> Any:
 
 
 def _format() -> str:
-    """Our tokens and tantivy's files: an index of another format is another one."""
+    """Format of an index: our tokens and tantivy's files."""
     return f"{_INDEX_VERSION} {version('tantivy')}"
 
 
 def _build_index(corpus: Path, digest: str, folder: Path, progress: Progress) -> None:
-    """Builds beside it, then renames: `folder` is whole or absent, whenever we are killed."""
+    """Builds an index beside its folder, then renames it, so that it is whole or absent."""
     building = folder.parent / "building"
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
@@ -334,7 +334,7 @@ def _known_part(corpus: Path, index_dir: Path) -> tuple[Path | None, Known]:
 
 
 def _write_index(corpus: Path, folder: Path, known: Known, progress: Progress) -> array[int]:
-    """Adds to the index in a folder what of the corpus is not known yet; `id_hash` of all ids."""
+    """Indexes the documents that are not known yet; returns `id_hash` of all ids."""
     if known.ids:
         index = tantivy.Index.open(str(folder))
     else:

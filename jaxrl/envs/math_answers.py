@@ -109,7 +109,7 @@ def _joined(number: re.Match[str]) -> str:
 
 
 def _canonical_math(text: str) -> Fraction | str | tuple:
-    """The same value for answers that are the same; "" for none."""
+    """Canonical form of an answer, equal for answers that mean the same; "" for none."""
     text = text.strip().rstrip(".")
     boxed = last_boxed(text)
     text = (text if boxed is None else boxed).replace("−", "-")

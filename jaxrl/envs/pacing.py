@@ -69,7 +69,7 @@ class Breaker:
         return True
 
     def answered(self, now: float) -> None:
-        """A call was answered."""
+        """Records that a call was answered."""
         self._num_failures = self._num_permanent = 0
         self._is_open = self._is_tried = False
         self._down_since, self.answered_at = math.inf, now
@@ -77,7 +77,7 @@ class Breaker:
     def failed(
         self, now: float, *, began: float, retry_after_s: float = 0.0, num_permanent: int = 0
     ) -> None:
-        """A call failed.
+        """Records that a call failed.
 
         Args:
             now: when it did.

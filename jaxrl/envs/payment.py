@@ -1,4 +1,4 @@
-"""The pay of a run: parts of the reward, of the environment and others, weighed and added up."""
+"""Payment of episodes: parts of the reward, the environment's and others, weighted and summed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EventLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def submit(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """The result of a coroutine, which runs beside the others."""
+        """Runs a coroutine beside the others; returns its future."""
         if self._loop is None:
             self._loop = new_loop("rewards")
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
@@ -248,7 +248,7 @@ class Payment:
 
 
 def _called(make: Callable[[], Any]) -> Future[Any]:
-    """The result of a call, made here and now."""
+    """Makes a call here and now; returns its future."""
     future: Future[Any] = Future()
     try:
         future.set_result(make())

@@ -49,7 +49,7 @@ class Asked:
 
 @dataclass(frozen=True, kw_only=True)
 class Unreadable:
-    """A call of which not even the tool can be told."""
+    """A call that cannot be parsed, not even its tool."""
 
     reason: str
 

@@ -1,4 +1,4 @@
-"""transformers without its advice: the process's environment and settings stay the user's."""
+"""transformers without its advice; the process's environment and settings stay the user's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Keeps transformers from telling less than errors, while it is imported and called.
+    """Silences transformers below errors, while it is imported and called.
 
     Without torch it advises to install it, and of a folder's files it warns of what is meant.
     Whoever sets TRANSFORMERS_VERBOSITY hears what that says.

@@ -10,7 +10,7 @@ from jaxrl.envs.retrieval import DocumentSearch, Hit
 
 
 class RandomSearch(DocumentSearch):
-    """Finds documents drawn at random: what a policy scores with it, results did not teach it.
+    """Draws documents at random: a control, whose score was not learnt from results.
 
     The same query finds the same documents, each as likely as any other, whatever was asked before.
     """

@@ -1,4 +1,4 @@
-"""Results of searches on disk, so that a run can be given again without the engine."""
+"""Recorded search results on disk, so that a run can be repeated without the engine."""
 
 from __future__ import annotations
 

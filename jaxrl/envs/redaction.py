@@ -1,4 +1,4 @@
-"""Keys out of texts: what a run was told in confidence stands in no message, result or file.
+"""Redaction of API keys: what a run was told in confidence stands in no message, result or file.
 
 A server may echo a key in whatever it answers, and in whatever spelling. What comes from one is
 redacted where it comes in, so that nothing behind it need know of keys.
@@ -58,7 +58,7 @@ _CODE, _BYTE, _SPACE_NAMED, _NAME = {1, 2, 3, 6, 9}, {4, 7}, 5, 10  # groups; 8 
 
 
 def hide(secret: str) -> None:
-    """Has a key left out of all texts from now on, with what in it is a key itself.
+    """Registers a key to be left out of all texts from now on, with the keys inside it.
 
     That is the token behind `Bearer`, the value of `token=`, the password behind a user's name,
     also in base64.
@@ -174,7 +174,7 @@ def _cleaned(value: Any) -> Any:
 
 
 class _RedactedStream:
-    """A stream of text through which no key comes that is written in one piece."""
+    """Text stream that redacts keys written in one piece."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -210,7 +210,7 @@ def redacted_output() -> Iterator[None]:
 
 
 class _Excepthook:
-    """Shows what nobody catches: as it was shown before, unless there is a key in it."""
+    """Exception hook that redacts keys; without any, the hook before shows the exception."""
 
     def __init__(self, before: Callable[..., object]) -> None:
         self._before = before
@@ -266,7 +266,7 @@ def _may_be_key(value: Any) -> bool:
 
 
 def _cut(texts: Iterable[str], places: list[tuple[int, int]]) -> Iterator[str]:
-    """Texts without what stands at places of all of them, joined by one character."""
+    """Replaces the spans of the joined texts in each of them."""
     offset, index = 0, 0
     for text in texts:
         end, at, kept = offset + len(text), offset, []
@@ -326,7 +326,7 @@ def _occurrences(needle: bytes, data: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _unescaped(data: bytes) -> tuple[bytes, list[tuple[re.Pattern[bytes], bytes]]]:
-    """A text without escapes, spaces, backslashes and capitals; and what was done to get there.
+    """Normalises a text: no escapes, spaces, backslashes or capitals; also the steps to get there.
 
     A key comes out alike however it was escaped; for a step, there are what was replaced and in
     which text.

@@ -76,7 +76,7 @@ class Nobody(Tool):
     name, blank = "nobody", ""
 
     def run(self, call: str, /) -> str:
-        """Fails.
+        """Raises an error.
 
         Raises:
             ToolError: always.
@@ -89,7 +89,7 @@ PROBE = "test"
 
 
 def ask_first(engine: Tool, policy: Policy, *, place: str, log: Callable[[str], None]) -> None:
-    """Asks a server one query before any long work, so that a wrong address shows at once.
+    """Probes a server with one query before any long work, so that a wrong address shows at once.
 
     Where it fails, a warning says so, and it is asked again for as long as a run would ask; with
     `on_outage="empty"` nobody waits, as a run would go on without it.
@@ -419,7 +419,7 @@ class ResilientSearch(SearchEngine):
                 self._turn.wait(max(min(waits), 0.0) + 1e-3)
 
     def _leave(self, queries: list[str], found: list[str | ToolError], began: float) -> None:
-        """Ends a turn with what it brought."""
+        """Ends a turn and records its outcome."""
         with self._turn:
             now = time.monotonic()
             self._num_running -= 1

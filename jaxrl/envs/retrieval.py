@@ -40,7 +40,7 @@ class KeywordSearch(SearchEngine):
 
 
 class EmptySearch(SearchEngine):
-    """Finds nothing, ever: what a policy scores with it, it knew without searching."""
+    """Finds nothing, ever: a control, whose score is what the policy knew without searching."""
 
     def run(self, query: str, /) -> str:
         """Always `NO_INFORMATION`."""
@@ -84,7 +84,7 @@ class Documents(Protocol):
     """The documents of a corpus by their places in it, as a list of them."""
 
     def __len__(self) -> int:
-        """Documents."""
+        """Number of documents."""
         ...
 
     def __getitem__(self, place: int, /) -> Document:

@@ -125,7 +125,7 @@ class SearchEnv(Env):
         return [plan if isinstance(plan, StepResult) else self._reply(plan) for plan in plans]
 
     def _plan(self, episode: Episode, text: str) -> StepResult | list[_Call]:
-        """The reply to one turn where no tool has a say in it, else the calls of tools."""
+        """Reads one turn: the reply where no tool is called, else the calls of tools."""
         reading = self._protocol.read(text, tuple(self._tools))
         if reading.is_answer:
             abstains = self._protocol.is_abstention(episode.response + text)
@@ -152,7 +152,7 @@ class SearchEnv(Env):
         return calls
 
     def _resolve(self, asked: Asked | Unreadable) -> _Call:
-        """A call with the tool that is to answer it, or with its answer where none is."""
+        """Finds the tool of a call, or the answer where there is none."""
         if isinstance(asked, Unreadable):
             return _Call(found=f"error: {asked.reason}")
         tool = self._tools.get(asked.tool)
@@ -235,7 +235,7 @@ class _Call:
 
 
 def _answer(calls: list[_Call]) -> None:
-    """Has calls of one tool answered."""
+    """Runs the calls of one tool."""
     tool = calls[0].tool
     assert tool is not None
     answers = tool.answer_all([call.text for call in calls])

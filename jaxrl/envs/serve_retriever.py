@@ -122,7 +122,7 @@ DIALECTS = {
 
 
 def read_request(body: bytes, dialect: Dialect, topk: int) -> tuple[list[str], int, bool]:
-    """The queries of a request, how many documents of each are wanted, and whether scores are.
+    """Parses a request: its queries, the documents wanted of each, and whether scores are.
 
     Raises:
         RefusedError: the body is not of the protocol; says what arrived.
@@ -211,7 +211,7 @@ class Waiting:
 
 
 class Together:
-    """Asks the engine for all requests in one call that waited for it at the same time.
+    """Batches requests: one call of the engine for all that waited for it at the same time.
 
     Many clients send one query at a time, and an engine that encodes its queries does a hundred in
     little more than the time of one. Up to `MAX_CALLS` calls are under way in threads; a request
@@ -339,7 +339,7 @@ def make_app(
 
 
 def make_engine(name: str, settings: Mapping[str, Any], **offered: Any) -> DocumentSearch:
-    """An engine by its name, or a dotted one, with these settings.
+    """Makes an engine by its name, or a dotted one, with these settings.
 
     Args:
         name: in `ENGINES`, or dotted, of one's own.
@@ -377,7 +377,7 @@ def make_engine(name: str, settings: Mapping[str, Any], **offered: Any) -> Docum
 
 @contextlib.contextmanager
 def shown_progress(corpus: Path) -> Iterator[Callable[[int], None]]:
-    """A bar of documents that are indexed, on standard error; nothing where none are."""
+    """Progress bar of indexed documents, on standard error; nothing where none are."""
     columns = (
         *(TextColumn("indexing"), BarColumn(), MofNCompleteColumn(), TextColumn("documents")),
         TimeRemainingColumn(),
@@ -445,7 +445,7 @@ def parse_arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, dic
 
 
 def in_arguments(text: str, engine: str) -> str:
-    """An error of an engine, with the arguments of this command in place of a run's keys."""
+    """Rewrites an engine's error: arguments of this command in place of a run's keys."""
     if engine == "hybrid":
         return _KEY.sub(r"'\2' of '\1' in --settings", text)
     return _KEY.sub(

@@ -26,7 +26,7 @@ MAX_ERROR = 2_000  # characters of a snippet's error that are kept
 
 
 class CallError(ValueError):
-    """The model's arguments cannot be passed to the tool; the text is what it is told."""
+    """Raised where the model's arguments do not fit the tool; the text is shown to the model."""
 
 
 class Tool(abc.ABC):
@@ -51,7 +51,7 @@ class Tool(abc.ABC):
 
     @property
     def description(self) -> str:
-        """The model's description of it there: the first paragraph of its docstring."""
+        """Description for the model: the first paragraph of the class's docstring."""
         return (inspect.getdoc(type(self)) or "").partition("\n\n")[0]
 
     @property
@@ -118,7 +118,7 @@ class Tool(abc.ABC):
 
 
 def check_names(arguments: Mapping[str, Any], known: Sequence[str], needed: Sequence[str]) -> None:
-    """Refuses arguments that a function does not have, and lacks of those that it needs.
+    """Refuses unknown argument names, and missing ones that the function needs.
 
     Raises:
         CallError: says which.
@@ -133,7 +133,7 @@ def check_names(arguments: Mapping[str, Any], known: Sequence[str], needed: Sequ
 
 
 def chat_schema(tool: Tool) -> dict[str, Any]:
-    """A tool as chat templates describe functions."""
+    """Schema of a tool as chat templates describe functions."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": function}
 

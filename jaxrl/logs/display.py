@@ -92,7 +92,7 @@ class Display:
         self.log(f"{self._stage} {step}/{self._num_steps}  {text}  {left} left")
 
     def activity(self, text: str) -> None:
-        """Shows what a step, or what comes before the first one, is at."""
+        """Shows what is under way in a step, or before the first one."""
         text = printable(text)
         if self._progress is not None:
             self._progress.update(self._bar, activity=text)
@@ -105,7 +105,7 @@ class Display:
             self.log(text)
 
     def counter(self, what: str) -> Callable[[int, int], None]:
-        """Shows an activity of which so many are done, of so many."""
+        """Returns a callback that shows an activity's progress, done of total."""
         return lambda done, total: self.activity(f"{what} {done:,}/{total:,}")
 
     def _end_activity(self) -> None:

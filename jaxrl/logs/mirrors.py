@@ -62,7 +62,7 @@ def open_log(
 
 
 class _Fallible:
-    """A mirror that a failure ends, and not the run."""
+    """Mirror whose failure ends it, and not the run."""
 
     name: str
 

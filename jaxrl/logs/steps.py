@@ -48,17 +48,17 @@ class Clock:
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """Trajectories are sampled meanwhile, of this step or of the next."""
+        """Times the sampling of trajectories, of this step or of the next."""
         began = time.perf_counter()
         yield
         self.sampling_s += time.perf_counter() - began
 
     def updated(self) -> None:
-        """The update is done, and the sampler has its weights."""
+        """Marks the end of the update, when the sampler has its weights."""
         self.updated_at = time.perf_counter()
 
     def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Seconds, and tokens a second."""
+        """Durations in seconds, and tokens a second."""
         step_s = self.updated_at - self.started
         return {
             "timing_s/gen": self.sampling_s,

@@ -25,7 +25,7 @@ class Mirror(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends it, with all that was written safe."""
+        """Closes it, with all that was written safe."""
         ...
 
 
@@ -114,7 +114,7 @@ class MetricsLog:
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """A line of `metrics.jsonl`; None for what is none."""
+    """Parses a line of `metrics.jsonl`; None for a damaged one."""
     try:
         record = parse_json(line, "")
     except ValueError:

@@ -1,4 +1,4 @@
-"""Weights that make up for the sampler's probabilities not being quite the trainer's."""
+"""Importance weights that correct for the mismatch between sampler and trainer."""
 
 import jax
 import jax.numpy as jnp

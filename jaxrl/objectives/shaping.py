@@ -50,7 +50,7 @@ def boundary_aware_rewards(
     bonus: float = 0.5,
     max_rate: float = 0.1,
 ) -> Float[np.ndarray, " N"]:
-    """Rewards where admitting ignorance pays in groups that found nothing, and only there.
+    """Rewards an abstention in groups that found nothing, and only there.
 
     BAPO (https://arxiv.org/abs/2601.11037). In a group without any positive score each well-formed
     abstention gains `bonus`; in any other group it is worth 0. Two gates keep the policy from

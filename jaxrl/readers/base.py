@@ -48,7 +48,7 @@ class Reader(ABC):
 
 
 class Joined(Reader):
-    """Several files read as one, in their order."""
+    """Concatenation of several files' readers, in their order."""
 
     def __init__(self, readers: Sequence[Reader]):
         """A reader over these, at least one."""
@@ -262,7 +262,7 @@ def as_plain(value: Any) -> Any:
 
 
 def blocks(count: int, size: int) -> Iterable[range]:
-    """The indices of a source in ranges of at most `size`."""
+    """Ranges of at most `size` indices that cover a source."""
     return (range(start, min(start + size, count)) for start in range(0, count, size))
 
 

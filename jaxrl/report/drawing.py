@@ -132,7 +132,7 @@ def _draw(chart: Chart, *, is_page: bool) -> Figure:
 
 
 def _label(text: str) -> str:
-    """A name as a font can draw it; not so long that it pushes the picture away."""
+    """Shortens a name to what a font can draw beside the picture."""
     text = " ".join(printable(text).split())
     text = text if len(text) <= 40 else f"{text[:39]}…"
     # One that begins with an underscore would be left out.
@@ -169,7 +169,7 @@ def _draw_series(axes: Axes, series: Series) -> None:
 
 
 def _set_values(axes: Axes, scale: str, series: Sequence[Series]) -> None:
-    """Honest ends: shares run from 0 to 1, amounts from 0."""
+    """Sets the limits of the value axis: shares run from 0 to 1, amounts from 0."""
     if scale == "log":
         axes.set_yscale("log")
         exponents = np.log10([value for s in series for value in (s.values.min(), s.values.max())])

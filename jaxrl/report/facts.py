@@ -243,7 +243,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def evaluations_of(run: RunFiles) -> list[Evaluation]:
-    """Scores from the records; from the files of `eval/`, what the records lack and intervals."""
+    """Collects scores: from the records, and from the files of `eval/` what these lack."""
     scores: dict[tuple[int, str], dict[str, dict[str, Score]]] = {}
     weights: dict[tuple[int, str], int] = {}
     for found in (*run.records, *run.evaluations):
@@ -379,7 +379,7 @@ def is_right(record: dict[str, Any]) -> bool | None:
 def compare_questions(
     evaluations: Sequence[dict[str, Any]], suite: str
 ) -> tuple[list[Pair], dict[str, int]]:
-    """The same questions in the first and the last evaluation: some of them, and how many changed.
+    """Compares questions in the first and the last evaluation: examples, and counts of changes.
 
     Shown are two that became right, of two data sets where there are two, and one of each other
     kind: always the first ones, so that nothing is picked by hand.

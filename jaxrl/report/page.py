@@ -134,7 +134,7 @@ def searched(config: Mapping[str, Any]) -> str:
 
 
 def _ending(path: Any) -> str:
-    """A path's last two names: what tells it apart, without where it lies."""
+    """The last two names of a path."""
     return "/".join(Path(str(path or "")).parts[-2:])
 
 
@@ -190,7 +190,7 @@ def key_name(key: str) -> Markup:
 
 
 def visible(text: Any) -> str:
-    """Foreign text, printable and cut where it is endless."""
+    """Printable form of foreign text, cut where it is endless."""
     text = printable(str(text))
     left = len(text) - MAX_SEGMENT
     return f"{text[:MAX_SEGMENT]} … ({left:,} more characters)" if left > 0 else text

@@ -122,7 +122,7 @@ def _starts(path: Path) -> list[dict[str, Any]]:
 def _read_evaluations(
     folder: Path, records: list[dict[str, Any]], problems: list[str]
 ) -> list[dict[str, Any]]:
-    """Evaluations up to the last record: what a run killed later has left behind is not its own."""
+    """Reads evaluations up to the last record; later ones are of a run that was killed."""
     end = records[-1]["step"] if records else float("inf")
     names = [(re.fullmatch(r"(\w+)_(\d+)\.json", path.name), path) for path in folder.glob("*")]
     places = [

@@ -40,7 +40,7 @@ class CheckpointError(ValueError):
 
 @contextlib.contextmanager
 def raises_once() -> Iterator[None]:
-    """Keeps Orbax and its threads from printing what it raises too, a thousand lines of it.
+    """Silences Orbax and its threads where they print what they raise too, a thousand lines of it.
 
     Where saving fails it logs each tensor's failure as an error, with a traceback, leaves others to
     asyncio, which logs them, and tells event loops that are closed by then, which Python prints.
@@ -248,7 +248,7 @@ class Checkpointer:
         return {name: restored[name] for name in items}
 
     def close(self) -> None:
-        """Waits for what is under way."""
+        """Waits for the last save."""
         try:
             self.wait()
         finally:

@@ -39,7 +39,7 @@ def system_message(error: OSError, remedy: str = "", place: Path | None = None) 
 
 
 def full_disk(error: BaseException | None) -> OSError | None:
-    """The full disk that an error tells of, or what caused it; None: it tells of something else.
+    """Finds an error of a full disk in an exception or its causes; None: there is none.
 
     Libraries that write by themselves say it in their texts alone.
     """

@@ -1,4 +1,4 @@
-"""Giving memory of the host back, which is a CPU's."""
+"""Return of freed host memory, which is a CPU's, to the system."""
 
 from __future__ import annotations
 

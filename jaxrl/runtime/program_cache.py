@@ -83,7 +83,7 @@ def keep_programs(setting: str, log: Callable[[str], None]) -> Path | None:
 
 
 def _open(setting: str) -> tuple[Path | None, str]:
-    """The folder of this version and processor, made; or None, and what is wrong with it."""
+    """Makes the folder of this version and processor; or None, and the reason for that."""
     folder, reason = None, "it fails in another process"
     try:
         base = Path(setting).absolute() if setting else users_cache()

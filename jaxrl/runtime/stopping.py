@@ -1,4 +1,4 @@
-"""Ending before the last step: on a signal, or when evaluations no longer improve."""
+"""Ends of a run before its last step: on a signal, or when evaluations no longer improve."""
 
 from __future__ import annotations
 

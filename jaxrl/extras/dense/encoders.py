@@ -207,7 +207,7 @@ def read_embedding_model(
 
 
 def _as_sentence_transformers(model: EmbeddingModel, folder: Path) -> EmbeddingModel:
-    """The model as the files of sentence-transformers in its folder have it."""
+    """Applies the files of sentence-transformers in the folder to the model."""
     settings = _read_fields(folder / "config_sentence_transformers.json")
     prompts = settings.get("prompts")
     if isinstance(prompts, dict) and any(prompts.values()):
@@ -276,7 +276,7 @@ def _read_fields(file: Path) -> dict[str, Any]:
 def load_encoder(
     model: BertConfig | Architecture, path: str | Path, mesh: Mesh, dtype: DTypeLike
 ) -> Params:
-    """The parameters that hidden states need, whole on every device of a mesh.
+    """Loads the parameters that hidden states need, whole on every device of a mesh.
 
     Args:
         model: of the folder.

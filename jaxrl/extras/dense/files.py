@@ -61,7 +61,7 @@ Rows = Callable[[int, int], np.ndarray]
 
 
 class Documents(CorpusDocuments):
-    """The documents of a corpus, and what is encoded of them."""
+    """Documents of a corpus, and their texts for the encoder."""
 
     def texts(self, start: int, stop: int) -> list[str]:
         """Texts of some documents for the encoder: title and text, as in `Document.contents`."""
@@ -148,7 +148,7 @@ class VectorFiles:
 def open_built(
     source: Source, make_rows: Callable[[Documents], Rows], progress: Progress
 ) -> VectorFiles:
-    """Opens the files of an index, which are built or gone on with where they are not whole.
+    """Opens the files of an index, building them or resuming where they are not whole.
 
     One process builds; others that ask for the same wait for it.
 
@@ -267,7 +267,7 @@ def _documents(source: Source, folder: Path) -> Documents:
 def _build(
     source: Source, folder: Path, make_rows: Callable[[Documents], Rows], progress: Progress
 ) -> None:
-    """Writes what is missing in a folder beside, then gives that its name."""
+    """Builds an index in a folder beside, then renames it."""
     building = folder.with_name(f"{folder.name}.building")
     manifest, digest = _read_json(building / _MANIFEST), source.digest
     wanted = {**source.manifest, _LINES: 0}
@@ -314,7 +314,7 @@ def _build(
 
 
 def _reserve(building: Path, shape: tuple[int, int], dtype: np.dtype) -> None:
-    """A file of the size of all vectors; says before the work where there is no room for it."""
+    """Allocates the file of all vectors, so that a lack of room shows before the work."""
     size = shape[0] * shape[1] * dtype.itemsize
     with open(building / _VECTORS, "ab") as file:
         try:
@@ -355,7 +355,7 @@ def _digest(rows: np.ndarray) -> str:
 
 
 def _with_earlier(source: Source, rows: Rows) -> Rows:
-    """Takes from an earlier index what it has of the corpus, which has grown at its end since."""
+    """Reuses the vectors of an earlier index, where the corpus has grown at its end since."""
     folders: dict[str, tuple[int, Path, object]] = {}
     for manifest in source.index_dir.glob(f"dense-*/{_MANIFEST}"):
         match _read_json(manifest):
@@ -393,7 +393,7 @@ class Prebuilt(abc.ABC):
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """Vectors."""
+        """Number of vectors."""
 
     @abc.abstractmethod
     def __call__(self, start: int, stop: int) -> np.ndarray:

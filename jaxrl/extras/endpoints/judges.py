@@ -228,7 +228,7 @@ def _searchers() -> WorkerPool:
 
 
 class Judge:
-    """The reward part that a judge is: what it says of a response, from 0 to 1."""
+    """Reward part of a judge: its score of a response, from 0 to 1."""
 
     is_async = False
 
@@ -244,7 +244,7 @@ class Judge:
         process: int = 0,
         log: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Gets ready to judge.
+        """Opens the endpoint and the recording.
 
         Args:
             workdir: of the run, for what is kept beside it; None where there is none.
@@ -354,6 +354,6 @@ class _Judgement:
 
 
 class _Asked(ResilientSearch):
-    """An endpoint that is asked with care."""
+    """Guard around a judge's endpoint."""
 
     what, section = "the judge", "config.reward.judges[..]"

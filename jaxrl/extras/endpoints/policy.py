@@ -183,7 +183,7 @@ class ChatModel:
         stops: Sequence[str],
         sampling: Mapping[str, Any],
     ) -> Written:
-        """The next turn of a chat.
+        """Asks for the next turn of a chat.
 
         Args:
             messages: so far, each with its role; images in PNG or JPEG.
@@ -224,7 +224,7 @@ class ChatModel:
 
 
 class _Endpoint(Tool):
-    """Answers the body of a request, as JSON and with its images, with what the endpoint says."""
+    """Sends the body of a request, with its images; returns the endpoint's answer as JSON."""
 
     name, blank = "policy", ""
 
@@ -262,7 +262,7 @@ class _Endpoint(Tool):
 
 
 class _Asked(ResilientSearch):
-    """An endpoint that is asked with care."""
+    """Guard around the model's endpoint."""
 
     what, section = "the model's endpoint", "config.policy.openai"
 
@@ -483,7 +483,7 @@ class ChatRollout(EpisodePlayer):
 
 
 def _seed(sampling: Sampling, draw: Draw, sample: Sample) -> int:
-    """Tells this turn from all others of the run, 31 bits."""
+    """Seed of this turn, different from all others of the run; 31 bits."""
     seeds = sampling.seeds
     parts = (
         *(seeds.seed, seeds.stage, seeds.step, draw.stream_index, sample.sample_index),

@@ -161,7 +161,7 @@ class McpServer:
         return opened
 
     def _drop(self) -> None:
-        """Lets go of a connection of which nothing is known any more."""
+        """Drops a connection in an unknown state."""
         held, self._held = self._held, None
         if held is not None:
             held.let_go()
@@ -249,7 +249,7 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 def _text(result: Any) -> str:
-    """A result as text: its texts, one after another; else what it has in JSON. Images behind it.
+    """Text of a result, or its JSON where it has none; images behind it.
 
     Raises:
         ToolError: an image is none.

@@ -17,7 +17,7 @@ MAX_ANSWER_MIB = 16
 
 
 class AnswerError(httpx2.SSEError, httpx2.StreamError):
-    """A server's answer is beyond the bounds; mcp tells whoever waits, be it JSON or events."""
+    """Raised for an answer beyond the bounds; mcp passes it on, be it JSON or events."""
 
 
 class _Bounded(httpx2.AsyncByteStream):
@@ -41,7 +41,7 @@ class _Bounded(httpx2.AsyncByteStream):
 
 
 def bounded_client(headers: Mapping[str, str], *, timeout_s: float) -> httpx2.AsyncClient:
-    """A client of which no answer is larger than it may be.
+    """HTTP client that bounds the size of each answer.
 
     Headers are bounded by httpx2, the time of a call by whoever makes it.
     """
@@ -130,7 +130,7 @@ class StdioServer:
 
 
 async def _pass_on(stdout: asyncio.StreamReader, found: Any, pending: set[Any]) -> None:
-    """Gives what a server says to the session; what is no message is left out, but counted."""
+    """Passes a server's messages to the session; other lines are left out, but counted."""
     types = importlib.import_module("mcp_types")
     message_of = importlib.import_module("mcp.shared.message").SessionMessage
     anyio, size = importlib.import_module("anyio"), 0
@@ -164,7 +164,7 @@ async def _pass_on(stdout: asyncio.StreamReader, found: Any, pending: set[Any]) 
 
 
 async def _send(stdin: asyncio.StreamWriter, asked: Any, pending: set[Any], found: Any) -> None:
-    """Sends what the session asks; where the server does not take it, the session is told."""
+    """Sends the session's requests; closes the session where the server does not take them."""
     types = importlib.import_module("mcp_types")
     try:
         async with asked:
@@ -179,7 +179,7 @@ async def _send(stdin: asyncio.StreamWriter, asked: Any, pending: set[Any], foun
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends a server as the protocol has it: its input ends, it is asked to end, it is killed."""
+    """Shuts a server down as the protocol has it: end of its input, then SIGTERM, then SIGKILL."""
     assert process.stdin is not None
     process.stdin.close()
     for number in (None, signal.SIGTERM, signal.SIGKILL):

@@ -182,7 +182,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """The peak is within the usable memory."""
+        """True if the peak is within the usable memory."""
         return self.peak <= self.target.usable
 
 
@@ -669,7 +669,7 @@ class _Update:
 
     @property
     def read_tables(self) -> int:
-        """The same for the output layer where nothing is differentiated."""
+        """Bytes of the output layer's table where nothing is differentiated."""
         if self.copies_bfloat16:
             if self.gathers:
                 return self.gathered_tables + self.turned_table
@@ -863,7 +863,7 @@ def _is_given_up(config: ConfigDict) -> bool:
 
 
 def _process(config: ConfigDict, model: Architecture, target: Target) -> dict[str, int]:
-    """A device's part of what a process holds beside arrays, on a CPU."""
+    """Bytes that a process holds beside arrays, a device's part, on a CPU."""
     held = {"process": PROCESS_BYTES}
     if {"train", "evaluate"} & set(config.stages):
         # The sampler's: those that read, and those that decode as many rows as there are.
@@ -878,7 +878,7 @@ def _process(config: ConfigDict, model: Architecture, target: Target) -> dict[st
 
 
 def _with_process(phase: Phase, config: ConfigDict, model: Architecture, target: Target) -> Phase:
-    """A phase on a CPU, with the process around it, and what compiles its programs."""
+    """Adds to a phase on a CPU the process around it, and the compiler of its programs."""
     kept = _process(config, model, target) | phase.kept
     if phase.name == HANDING_OVER and config.stages == ("evaluate",):
         kept.pop("compiled programs", None)  # they come after the weights
