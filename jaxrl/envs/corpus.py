@@ -292,6 +292,7 @@ def corpus_digest(corpus: Path, index_dir: Path) -> str:
     is_settled = now_ns - found.st_mtime_ns > _SETTLED_NS
     if is_settled and key in known:
         return known[key]
+    # What may change again and look the same is remembered neither here nor on disk.
     hash_file = _digest if is_settled else _digest.__wrapped__
     digest = hash_file(corpus.resolve(), found.st_size, found.st_mtime_ns)
     if is_settled and index_dir.is_dir():

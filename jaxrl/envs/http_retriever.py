@@ -65,8 +65,7 @@ class HttpRetriever(DocumentSearch):
         self._url = url if path.strip("/") else url.rstrip("/") + PATHS[protocol]
         is_single = protocol == "flashrag" and path.rstrip("/").rpartition("/")[2] == "search"
         self._batch_size = 1 if is_single else max(batch_size, 1)
-        self._body = _single_body if is_single else BODIES[protocol]
-        self._read = _read_single if is_single else READERS[protocol]
+        self._body, self._read = FORMATS["flashrag_single" if is_single else protocol]
         self._client = JsonClient(
             Bounds(timeout_s=timeout_s, connections=connections, max_mib=max_response_mib),
             headers={"Authorization": f"Bearer {secret}"} if secret else {},
@@ -86,19 +85,6 @@ class HttpRetriever(DocumentSearch):
             except ValueError as error:
                 found += [ToolError(f"{shown_url(self._url)} gives {error}")] * len(batch)
         return found
-
-
-def _search_r1_body(queries: list[str], topk: int) -> dict[str, Any]:
-    # With scores always: the published server fails without, and a copy of it pairs two wrongly.
-    return {"queries": queries, "topk": topk, "return_scores": True}
-
-
-def _flashrag_body(queries: list[str], topk: int) -> dict[str, Any]:
-    return {"query": queries, "top_n": topk, "return_score": True}
-
-
-def _single_body(queries: list[str], topk: int) -> dict[str, Any]:
-    return {"query": queries[0], "top_n": topk, "return_score": True}
 
 
 def _read_search_r1(answer: Any, count: int) -> list[list[Hit]]:
@@ -203,11 +189,21 @@ def _kind(value: Any) -> str:
 PATHS = {"search_r1": "/retrieve", "flashrag": "/batch_search"}
 """Where a server of each protocol answers."""
 
-BODIES: Mapping[str, Callable[[list[str], int], dict[str, Any]]] = {
-    "search_r1": _search_r1_body,
-    "flashrag": _flashrag_body,
+Body, Read = Callable[[list[str], int], dict[str, Any]], Callable[[Any, int], list[list[Hit]]]
+
+FORMATS: Mapping[str, tuple[Body, Read]] = {
+    # With scores always: the published server fails without, and a copy of it pairs two wrongly.
+    "search_r1": (
+        lambda queries, topk: {"queries": queries, "topk": topk, "return_scores": True},
+        _read_search_r1,
+    ),
+    "flashrag": (
+        lambda queries, topk: {"query": queries, "top_n": topk, "return_score": True},
+        _read_flashrag,
+    ),
+    "flashrag_single": (
+        lambda queries, topk: {"query": queries[0], "top_n": topk, "return_score": True},
+        _read_single,
+    ),
 }
-READERS: Mapping[str, Callable[[Any, int], list[list[Hit]]]] = {
-    "search_r1": _read_search_r1,
-    "flashrag": _read_flashrag,
-}
+"""The body of a request, of queries and documents wanted, and the reader of its answer."""

@@ -100,6 +100,7 @@ class JsonClient:
             verify=_certificates(),
         )
         self._free = asyncio.Semaphore(bounds.connections)
+        # Connections of a client that is gone are closed; those of the process when it ends.
         weakref.finalize(self, _close, self._client).atexit = False
 
     def ask(self, requests: Sequence[Request]) -> list[Any | ToolError]:

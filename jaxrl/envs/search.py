@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -171,13 +170,6 @@ class SearchEnv(Env):
 
     def _reply(self, calls: list[_Call]) -> StepResult:
         """The reply to a turn whose calls are answered: their results, or the failure of one."""
-        records = tuple(call.record for call in calls if call.record is not None)
-        told = StepResult(
-            tool_call=records[0].call if records else None,
-            tool=records[0].tool if records else None,
-            latency_s=max((record.waited_s for record in records), default=0.0),
-            records=records,
-        )
         shown, errors = [], []
         for found in [call.found for call in calls]:
             if isinstance(found, OutageError) and found.fallback is None:
@@ -185,11 +177,18 @@ class SearchEnv(Env):
             is_failure = isinstance(found, ToolError)
             shown.append(getattr(found, "fallback", None) if is_failure else found)
             errors += [str(found) or type(found).__name__] if is_failure else []
-        told = dataclasses.replace(told, error=errors[0] if errors else None)
         results = [text for text in shown if isinstance(text, str)]
-        if len(results) < len(calls):
-            return dataclasses.replace(told, outcome=Outcome.ENVIRONMENT_ERROR)
-        return dataclasses.replace(told, observation=self._protocol.render_results(results))
+        is_whole = len(results) == len(calls)
+        records = tuple(call.record for call in calls if call.record is not None)
+        return StepResult(
+            observation=self._protocol.render_results(results) if is_whole else None,
+            outcome=None if is_whole else Outcome.ENVIRONMENT_ERROR,
+            tool_call=records[0].call if records else None,
+            tool=records[0].tool if records else None,
+            latency_s=max((record.waited_s for record in records), default=0.0),
+            error=errors[0] if errors else None,
+            records=records,
+        )
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
         """Format of the whole response and correctness of its final answer.

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxrl.envs.base import ToolError
-from jaxrl.envs.http_retriever import MAX_TEXT, READERS, HttpRetriever
+from jaxrl.envs.http_retriever import FORMATS, MAX_TEXT, PATHS, HttpRetriever
 from jaxrl.envs.retrieval import Document, Hit
 from tests.servers import Reply, Retriever, served
 
@@ -243,14 +243,14 @@ anything = st.recursive(
 
 
 @settings(max_examples=150, deadline=None)
-@given(anything, st.sampled_from(sorted(READERS)), st.integers(1, 2))
+@given(anything, st.sampled_from(sorted(PATHS)), st.integers(1, 2))
 def test_whatever_arrives_is_hits_or_a_failure(answer, protocol, count):
     scored = {"document": PASSAGES[0], "score": answer}
     titled = {"title": answer, "text": "x", "id": answer}
     forms = [answer, {"result": answer}, [answer], [[answer]], [[titled]], [[PASSAGES], [answer]]]
     for form in [*forms, {"result": [[answer]]}, {"result": [[scored, titled]]}]:
         try:
-            found = READERS[protocol](form, count)
+            found = FORMATS[protocol][1](form, count)
         except ValueError:
             continue
         assert len(found) == count

@@ -151,6 +151,7 @@ def _first(values: jax.Array, count: int) -> jax.Array:
     n = values.shape[1]
     if n < 64 * count or n < 2 * GROUP:
         return jax.lax.top_k(values, count)[1]
+    # The largest values are in the groups with the largest maxima: both lists are short to sort.
     padded = jnp.pad(values, ((0, 0), (0, -n % GROUP)), constant_values=-jnp.inf)
     groups = padded.reshape(len(values), -1, GROUP)
     best = jnp.sort(_first(groups.max(axis=2), count), axis=1)
@@ -345,6 +346,7 @@ class Passages:
                     bound = weakest + self._rounding(query)
                     if not is_last and scores[row, -1] <= bound:
                         unsure.append(row)
+            # What rounding may have left out is found among more candidates.
             left, num = np.array(unsure, np.int64), 4 * num
         return places, scores
 

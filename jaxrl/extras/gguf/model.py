@@ -327,9 +327,15 @@ def write_model(contents: Contents, folder: Path) -> None:
     (and an offset), for which bfloat16's 8 bits do not suffice, so that is float32. Files of floats
     are mostly bfloat16 in truth, and stay as small.
     """
-    name, dtype = next(
-        (kind for kind in STORAGE if _holds_all(contents, kind[1])), ("float32", np.float32)
-    )
+    name, dtype = "float32", np.float32
+    floats = {gguf.GGMLQuantizationType[kind] for kind in ("F32", "F16", "BF16")}
+    if all(tensor.tensor_type in floats for tensor in contents.sources.values()):
+        for kind, short in STORAGE:
+            values = (contents.values(source) for source in contents.sources)
+            with np.errstate(over="ignore"):  # float16 ends at 65504
+                if all(np.array_equal(x.astype(short).astype(np.float32), x) for x in values):
+                    name, dtype = kind, short
+                    break
     files = tokenizer_files(contents.path, contents.metadata)
     ids = files["generation_config.json"]
     config = {**contents.model.hf_config(), "torch_dtype": name, **ids}
@@ -344,16 +350,3 @@ def write_model(contents: Contents, folder: Path) -> None:
         lambda name: contents.values(name).astype(dtype),
         max_shard_size=MAX_SHARD_SIZE,
     )
-
-
-def _holds_all(contents: Contents, dtype: Any) -> bool:
-    """Return True if a dtype holds every value of the file; a quantised file is not asked."""
-    floats = {gguf.GGMLQuantizationType[name] for name in ("F32", "F16", "BF16")}
-    if any(tensor.tensor_type not in floats for tensor in contents.sources.values()):
-        return False
-    for name in contents.sources:
-        values = contents.values(name)
-        with np.errstate(over="ignore"):  # float16 ends at 65504
-            if not np.array_equal(values.astype(dtype).astype(np.float32), values):
-                return False
-    return True

@@ -58,6 +58,7 @@ def best_micro_rows(
     if target.platform == "cpu":
         most = min(most, max(-(-CPU_TOKENS // config.rollout.max_total_tokens), 2))
     usable = target.usable
+    # The peak grows with the rows, so that few plans are made.
     fitting = bisect.bisect_right(range(1, most + 1), usable, key=peak)
     if fitting == 0 and must_fit:
         raise ValueError(

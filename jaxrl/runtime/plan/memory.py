@@ -485,6 +485,11 @@ class _Update:
         return _Counts.of(self.model, self.mesh)
 
     @property
+    def terms(self) -> ModelTerms:
+        """Values that depend on the architecture."""
+        return ModelTerms(self.model, self.mesh)
+
+    @property
     def is_cast(self) -> bool:
         """True if the weights are multiplied in another dtype than they are kept in."""
         return self.itemsize < 4
@@ -541,7 +546,7 @@ class _Update:
     def scores(self) -> int:
         """Values of the scores of one block of queries and one of keys, of all heads."""
         block = min(self.shape.row_tokens // self.mesh.shape["context"], MAX_BLOCK)
-        return self.rows * ModelTerms(self.model, self.mesh).heads * block**2
+        return self.rows * self.terms.heads * block**2
 
     @property
     def whole_keys(self) -> int:
@@ -559,7 +564,7 @@ class _Update:
 
     def saved(self, remat: str) -> int:
         """Activations kept for the backward pass."""
-        tokens, terms = self.tokens, ModelTerms(self.model, self.mesh)
+        tokens, terms = self.tokens, self.terms
         num_layers = self.model.num_layers
         inside = terms.layer.saved_activations | {"full": 0}
         if remat == "offload":  # attention's result, and the float32 log-sum-exp of its scores
@@ -619,7 +624,7 @@ class _Update:
 
         A CPU keeps them in bfloat16, and copies those that it multiplies: three bytes on average.
         """
-        terms = ModelTerms(self.model, self.mesh).experts
+        terms = self.terms.experts
         if terms is None or not self.copies_bfloat16:
             return 0
         return self.tokens * experts(terms)
@@ -708,7 +713,7 @@ class _Update:
             values, sizes = self.model.vocab_size * self.model.width, self.mesh.shape
             of_tables = 4 * _split(values, sizes["fsdp"] * sizes["context"])
         operand = self.operand
-        terms = ModelTerms(self.model, self.mesh)
+        terms = self.terms
         inner = self.tokens * terms.layer.activations
         return {
             "a micro-batch's gradients": self.new_gradients + of_tables,
@@ -726,7 +731,7 @@ class _Update:
     def at_output(self) -> dict[str, int]:
         """Terms of the output layer and the loss."""
         num_chunks, chunk = chunks_of(self.tokens, self.logits_chunk_tokens)  # all may carry loss
-        ids = ModelTerms(self.model, self.mesh).logits
+        ids = self.terms.logits
         # A block's logits are treated at once; their gradient is written over them.
         block = 4 * ids * min(block_tokens("cpu" if self.is_cpu else "accelerator", ids), chunk)
         logits, table = 4 * ids * chunk, 4 * self.output_table
@@ -769,7 +774,7 @@ class _Update:
 
     def at_layers_forward(self) -> dict[str, int]:
         """Terms of a layer where nothing is differentiated."""
-        operand, terms = self.operand, ModelTerms(self.model, self.mesh).layer
+        operand, terms = self.operand, self.terms.layer
         is_float32 = self.is_cpu and not self.is_cast
         # At least the inner width once, if the MLP's gate is applied within a product. A CPU has
         # gate and product side by side. A TPU multiplies with a large kernel part by part as the
@@ -795,7 +800,7 @@ class _Update:
         _, chunk = chunks_of(self.tokens, self.logits_chunk_tokens)
         return {
             "activations": self.tokens * self.model.width * self.itemsize,
-            "logits chunk": chunk * ModelTerms(self.model, self.mesh).logits * 4,
+            "logits chunk": chunk * self.terms.logits * 4,
             "embedding and output gathered": self.read_tables,
         }
 
