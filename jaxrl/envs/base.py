@@ -209,9 +209,8 @@ class Episode:
     """One sample of one task while it runs; the rollout owns and fills it."""
 
     task: Task
-    opener: str = (
-        ""  # of the response, which the chat template has written: the prompt ends with it
-    )
+    # Of the response, which the chat template has written: the prompt ends with it.
+    opener: str = ""
     turns: list[Turn] = field(default_factory=list)
     outcome: Outcome | None = None
 

@@ -326,13 +326,7 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
 """By name in `advantage.name`. Arrays are bound by the names of their parameters."""
 
 COLUMNS = (
-    "rewards",
-    "is_correct",
-    "group_ids",
-    "token_counts",
-    "mean_entropies",
-    "is_abstention",
-    "is_well_formed",
-    "key",
+    *("rewards", "is_correct", "group_ids", "token_counts"),
+    *("mean_entropies", "is_abstention", "is_well_formed", "key"),
 )
 """What an estimator may ask for: `types.Columns` has all but `key`, a random key of the step."""

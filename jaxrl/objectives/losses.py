@@ -193,14 +193,7 @@ LOSSES: dict[str, Callable[..., Any]] = {
 """By name in `loss.name`. Arrays are bound by the names of their parameters (`policy_loss`)."""
 
 ARRAYS = (
-    "logprobs",
-    "old_logprobs",
-    "rollout_logprobs",
-    "entropies",
-    "advantages",
-    "loss_mask",
-    "token_weights",
-    "segment_ids",
-    "positions",
+    *("logprobs", "old_logprobs", "rollout_logprobs", "entropies", "advantages"),
+    *("loss_mask", "token_weights", "segment_ids", "positions"),
 )
 """What a loss may ask for, `[R, T]` each; see `types.Batch`."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.config import default_config, flatten
-from jaxrl.report.facts import SUITES, Evaluation, Facts
+from jaxrl.report.facts import SUITES, Facts
 from jaxrl.report.reading import number_of
 
 NUM_COLORS = 6
@@ -262,11 +262,17 @@ def group_runs(runs: Sequence[Facts], ignore: Sequence[str] = ()) -> list[Group]
 
 def charts_of(groups: Sequence[Group]) -> tuple[list[Chart], list[str]]:
     """Charts with something to see, and the titles of those that are 0 throughout."""
-    candidates = [_exact_match(groups), _by_data_set(groups)]
+    rows = [row for group in groups for run in group.runs for row in run.rows]
+    suites = [suite for suite in SUITES if suite in {row.suite for row in rows}]
+    lines = [(SUITES[suite][0], suite, "all") for suite in suites]
+    candidates = [_scored("exact_match", "Exact match on held-out questions", lines, groups)]
+    sets = dict.fromkeys(row.data_set for row in rows if row.suite == "sampled")
+    lines = [(name, "sampled", name) for name in sets if name not in ("all", "mean")]
+    if len(groups) == 1 and 1 < len(lines) <= 6:  # more would be a tangle
+        title = "Exact match by data set, sampled"
+        candidates.append(_scored("exact_match_by_set", title, lines, groups))
     candidates += [_chart(spec, groups) for spec in SPECS]
-    charts = [
-        chart for chart in candidates if chart and any(len(s.steps) > 1 for s in chart.series)
-    ]
+    charts = [chart for chart in candidates if any(len(s.steps) > 1 for s in chart.series)]
     zero = [
         chart.title
         for chart in charts
@@ -421,82 +427,38 @@ def running_mean(values: np.ndarray, size: int) -> np.ndarray:
     return np.asarray((sums[index + after + 1] - sums[index - before]) / (before + after + 1))
 
 
-def _exact_match(groups: Sequence[Group]) -> Chart:
+def _scored(
+    name: str, title: str, lines: Sequence[tuple[str, str, str]], groups: Sequence[Group]
+) -> Chart:
+    """Exact match with error bars; each line has a label, a suite and a data set."""
     series, absent = [], _Absent()
-    found = {row.suite for group in groups for run in group.runs for row in run.rows}
-    suites = [suite for suite in SUITES if suite in found]
     for color, group in enumerate(groups):
-        for index, suite in enumerate(suites):
-            label = SUITES[suite][0]
+        for index, (label, suite, data_set) in enumerate(lines):
+            # By the step whose weights they are of. Of two the first counts, made during training:
+            # with early stopping the last evaluation is of the weights of an earlier step, and the
+            # curve tells how they scored among the others.
+            curves: list[Curve] = [{} for _ in group.runs]
+            for run, curve in zip(group.runs, curves, strict=True):
+                for found in run.evaluations:
+                    score = found.scores.get(suite, {}).get(data_set)
+                    if score is not None:
+                        curve.setdefault(found.weights_step, (score.value, score.low, score.high))
             made = _over_runs(
                 group.runs,
-                [_scores(run.evaluations, suite, "all") for run in group.runs],
+                curves,
                 absent,
                 label=f"{group.label}: {label}" if len(groups) > 1 else label,
                 stage="train",
                 color=color if len(groups) > 1 else index,
-                dash=index + len(suites) * (color // NUM_COLORS),
+                dash=index + len(lines) * (color // NUM_COLORS),
                 is_points=True,
             )
             if made is not None:
                 series.append(made)
-    return Chart(
-        name="exact_match",
-        title="Exact match on held-out questions",
-        unit="share of questions",
-        note=("Bars: 95% interval." if _is_single(groups) else "") + absent.note(),
-        scale="rate",
-        series=series,
-    )
-
-
-def _by_data_set(groups: Sequence[Group]) -> Chart | None:
-    """Sampled exact match of each data set, for one group with several of them."""
-    [first, *others] = groups
-    sets = [row.data_set for run in first.runs for row in run.rows if row.suite == "sampled"]
-    sets = [name for name in dict.fromkeys(sets) if name not in ("all", "mean")]
-    if others or not 1 < len(sets) <= 6:
-        return None
-    absent = _Absent()
-    series = [
-        _over_runs(
-            first.runs,
-            [_scores(run.evaluations, "sampled", name) for run in first.runs],
-            absent,
-            label=name,
-            stage="train",
-            color=index,
-            dash=index,
-            is_points=True,
-        )
-        for index, name in enumerate(sets)
-    ]
-    return Chart(
-        name="exact_match_by_set",
-        title="Exact match by data set, sampled",
-        unit="share of questions",
-        note=("Bars: 95% interval." if _is_single(groups) else "") + absent.note(),
-        scale="rate",
-        series=[s for s in series if s is not None],
-    )
-
-
-def _is_single(groups: Sequence[Group]) -> bool:
-    return all(len(group.runs) == 1 for group in groups)
-
-
-def _scores(evaluations: Sequence[Evaluation], suite: str, data_set: str) -> Curve:
-    """Scores by the step whose weights they are of; the first of two of the same weights.
-
-    That is the one made during training: with early stopping, the last evaluation is of the weights
-    of an earlier step, and the curve tells how they scored among the others.
-    """
-    curve: Curve = {}
-    for evaluation in evaluations:
-        score = evaluation.scores.get(suite, {}).get(data_set)
-        if score is not None:
-            curve.setdefault(evaluation.weights_step, (score.value, score.low, score.high))
-    return curve
+    is_single = all(len(group.runs) == 1 for group in groups)
+    note = ("Bars: 95% interval." if is_single else "") + absent.note()
+    unit = "share of questions"
+    return Chart(name=name, title=title, unit=unit, note=note, scale="rate", series=series)
 
 
 def spread(values: Sequence[float]) -> str:

@@ -24,9 +24,17 @@ def search_bytes(
     dense = config.search.dense
     if corpus_section(config) != "dense" or dense.devices == "cpu":
         return {}, {}
-    model = read_encoder(dense.encoder)
+    model, corpus = read_encoder(dense.encoder), Path(dense.corpus)
+    if not num_passages:
+        if not corpus.is_file():
+            raise FileNotFoundError(
+                f"config.search.dense.corpus is {str(corpus)!r}, which is not there to count its "
+                "passages; say how many there are by --plan_passages."
+            )
+        found = corpus.stat()
+        num_passages = _count_lines(corpus, found.st_size, found.st_mtime_ns)
     sizes = device_bytes(
-        num_passages or _count(Path(dense.corpus)),
+        num_passages,
         model.width,
         dense.dtype,
         num_local,
@@ -37,16 +45,6 @@ def search_bytes(
     weights, activations = encoder_bytes(model, dense.encoder_dtype, dense.query_batch_tokens)
     held = {"search index": sizes["passages"], "search encoder": weights}
     return held, {"searching": sizes["search"] + activations}
-
-
-def _count(corpus: Path) -> int:
-    if not corpus.is_file():
-        raise FileNotFoundError(
-            f"config.search.dense.corpus is {str(corpus)!r}, which is not there to count its "
-            "passages; say how many there are by --plan_passages."
-        )
-    found = corpus.stat()
-    return _count_lines(corpus, found.st_size, found.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=8)

@@ -428,17 +428,6 @@ class ChatRollout(EpisodePlayer):
         is_blank = self._processor is not None and self._processor.is_blank
         return [sent_image(image, is_blank=is_blank) for image in images]
 
-    def _shown(self, turn: Turn) -> Content:
-        """A turn's reply, with its images where the run's template has written them."""
-        said = turn.observation or GO_ON
-        if not turn.images:
-            return said
-        _, written = self._tokenizer.render_image(1)
-        # They stand together, and behind them only what the protocol writes.
-        before, _, after = said.rpartition(written * len(turn.images))
-        parts = [before, *self._sent(turn.images), after]
-        return [part for part in parts if part != ""]
-
     def _write(
         self,
         prompt: Sequence[tuple[str, Content]],
@@ -457,7 +446,15 @@ class ChatRollout(EpisodePlayer):
         messages = list(prompt)
         if not settings.continues_message:
             for turn in episode.turns:
-                messages += [("assistant", turn.text), ("user", self._shown(turn))]
+                said: Content = turn.observation or GO_ON
+                if turn.images:
+                    # They stand where the run's template has written them, all together; behind
+                    # them is only what the protocol writes.
+                    _, written = self._tokenizer.render_image(1)
+                    before, _, after = str(said).rpartition(written * len(turn.images))
+                    parts = [before, *self._sent(turn.images), after]
+                    said = [part for part in parts if part != ""]
+                messages += [("assistant", turn.text), ("user", said)]
         elif episode.turns:
             messages.append(("assistant", episode.response))
             fields |= {"continue_final_message": True, "add_generation_prompt": False}
