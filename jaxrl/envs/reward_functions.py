@@ -173,16 +173,6 @@ def _of_each(
     return [((index,), arguments(one)) for index, one in enumerate(group)]
 
 
-def _own_arguments(group: Sequence[Finished], _: bool) -> Arguments:
-    return _of_each(
-        group, lambda one: {"response": one.episode.response, "answers": one.episode.task.answers}
-    )
-
-
-def _read_number(name: str, found: Any, _: Sequence[Finished]) -> list[Measured]:
-    return [Measured(score=number(name, found))]
-
-
 def _listed(name: str, found: Any, count: int, what: str) -> list[Any]:
     """The values that a part gave, in their order.
 
@@ -205,12 +195,6 @@ def _listed(name: str, found: Any, count: int, what: str) -> list[Any]:
             f"the reward part {name!r} gave {many} values for {count} {what}; expected one for each"
         )
     return values
-
-
-def _turn_arguments(group: Sequence[Finished], _: bool) -> Arguments:
-    return _of_each(
-        group, lambda one: {"turns": tuple(one.episode.turns), "answers": one.episode.task.answers}
-    )
 
 
 def _read_turns(name: str, found: Any, episodes: Sequence[Finished]) -> list[Measured]:
@@ -314,9 +298,17 @@ KINDS: dict[str, Kind] = {
     ),
     "turns": Kind(
         shown="f(turns, answers), which gives a list with an amount for each turn",
-        arguments=_turn_arguments,
+        arguments=lambda group, _: _of_each(
+            group, lambda x: {"turns": tuple(x.episode.turns), "answers": x.episode.task.answers}
+        ),
         read=_read_turns,
     ),
-    "response": Kind(shown="f(response, answers)", arguments=_own_arguments, read=_read_number),
+    "response": Kind(
+        shown="f(response, answers)",
+        arguments=lambda group, _: _of_each(
+            group, lambda x: {"response": x.episode.response, "answers": x.episode.task.answers}
+        ),
+        read=lambda name, found, _: [Measured(score=number(name, found))],
+    ),
 }
 """By the parameter that tells a function of this kind."""

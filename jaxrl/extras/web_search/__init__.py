@@ -134,11 +134,7 @@ def _read_serper(answer: Mapping[str, Any]) -> list[Hit]:
     return hits
 
 
-def _brave_request(url: str, query: str, topk: int) -> Request:
-    params = {"q": query, "count": str(topk), "text_decorations": "false", "result_filter": "web"}
-    return Request(url=url, params=params)
-
-
+_BRAVE = {"text_decorations": "false", "result_filter": "web"}
 _TAG = re.compile(r"</?\w[^<>]*>")
 
 
@@ -158,11 +154,6 @@ def _read_brave(answer: Mapping[str, Any]) -> list[Hit]:
         texts = {n: html.unescape(_TAG.sub("", x)) for n, x in marked.items() if isinstance(x, str)}
         hits.append(_hit({**result, **texts}, "url", "description"))
     return hits
-
-
-def _read_tavily(answer: Mapping[str, Any]) -> list[Hit]:
-    """Tavily's search, `POST https://api.tavily.com/search` with a bearer's key (2025)."""
-    return [_hit(result, "url", "content") for result in _results(answer, "results")]
 
 
 # What SearXNG would read at the beginning of a word: engines, languages, time limits.
@@ -232,7 +223,10 @@ PROVIDERS: Mapping[str, Provider] = {
         max_words=50,
         max_topk=20,
         headers=lambda key: {"X-Subscription-Token": key},
-        request=_brave_request,
+        request=lambda url, query, topk: Request(
+            url=url,
+            params={"q": query, "count": str(topk), **_BRAVE},
+        ),
         read=_read_brave,
     ),
     "tavily": Provider(
@@ -245,7 +239,8 @@ PROVIDERS: Mapping[str, Provider] = {
         request=lambda url, query, topk: Request(
             url=url, body={"query": query, "max_results": topk, "search_depth": "basic"}
         ),
-        read=_read_tavily,
+        # `POST https://api.tavily.com/search` with a bearer's key (2025).
+        read=lambda answer: [_hit(one, "url", "content") for one in _results(answer, "results")],
     ),
     "searxng": Provider(
         url="",
