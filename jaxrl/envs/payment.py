@@ -174,8 +174,8 @@ class Payment:
         reward = one.reward
         try:
             parts, turn_parts = self._parts(one, found)
-            # Of 0 or of a part that does not apply to the episode nothing is paid; but the
-            # environment has to measure its own, and not all others may be missing.
+            # A part that does not apply to an episode pays nothing; but the environment has to
+            # measure all of its own, and one with a weight has to be left.
             wanted = {name: weight for name, weight in self.weights.items() if weight}
             missing = [name for name in wanted if name not in parts]
             foreign = [name for name in missing if name not in self.own_parts]
