@@ -55,8 +55,8 @@ def read_run(workdir: Path) -> RunFiles:
         is_record = isinstance(record, dict) and isinstance(record.get("step"), int)
         if is_record and isinstance(record.get("stage", "train"), str):
             records.append({"stage": "train", **record})
-    if bad := len(written) - len(records):
-        problems.append(f"{bad} of {len(written)} lines of {path.name} are cut or damaged")
+    if num_bad := len(written) - len(records):
+        problems.append(f"{num_bad} of {len(written)} lines of {path.name} are cut or damaged")
     starts = _try(workdir / "environment.json", _starts, problems) or []
     evaluations = _read_evaluations(workdir / "eval", records, problems)
     config = _try(workdir / "config.json", flat_json, problems) or {}

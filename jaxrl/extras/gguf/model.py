@@ -327,14 +327,15 @@ def write_model(contents: Contents, folder: Path) -> None:
     (and an offset), for which bfloat16's 8 bits do not suffice, so that is float32. Files of floats
     are mostly bfloat16 in truth, and stay as small.
     """
-    name, dtype = "float32", np.float32
+    name = "float32"
+    dtype: np.dtype = np.dtype(name)
     floats = {gguf.GGMLQuantizationType[kind] for kind in ("F32", "F16", "BF16")}
     if all(tensor.tensor_type in floats for tensor in contents.sources.values()):
         for kind, short in STORAGE:
             values = (contents.values(source) for source in contents.sources)
             with np.errstate(over="ignore"):  # float16 ends at 65504
                 if all(np.array_equal(x.astype(short).astype(np.float32), x) for x in values):
-                    name, dtype = kind, short
+                    name, dtype = kind, np.dtype(short)
                     break
     files = tokenizer_files(contents.path, contents.metadata)
     ids = files["generation_config.json"]
@@ -343,7 +344,7 @@ def write_model(contents: Contents, folder: Path) -> None:
     for file, content in files.items():
         text = json.dumps(content, ensure_ascii=False)  # of a vocabulary, half of its size
         (folder / file).write_text(text + "\n", encoding="utf-8")
-    item, places = np.dtype(dtype).itemsize, hf_places(contents.model)
+    item, places = dtype.itemsize, hf_places(contents.model)
     write_tensors(
         folder,
         {name: int(contents.sources[name].n_elements) * item for name in places},
