@@ -211,10 +211,11 @@ class Checkpointer:
 
     def _choose(self, steps: Callable[[], Sequence[int]]) -> int | None:
         """The first of `steps` that is not damaged, the same in all processes."""
+        chosen: int | None = None
         damaged: dict[int, str] = {}
-        chosen = None
         if distributed.is_main():
-            chosen = choose_step(self._folder, steps(), damaged)
+            chosen, damaged = choose_step(self._folder, steps())
+        # As pairs: what processes exchange is JSON, which would make texts of the keys.
         chosen, found = distributed.from_main((chosen, list(damaged.items())))
         damaged = dict(found)
         if chosen is None and damaged:
@@ -256,15 +257,15 @@ class Checkpointer:
             self._manager.close()
 
 
-def choose_step(folder: Path, steps: Sequence[int], rejected: dict[int, str]) -> int | None:
-    """The first of `steps` whose files are as they were written; `rejected` gets others' damage."""
+def choose_step(folder: Path, steps: Sequence[int]) -> tuple[int | None, dict[int, str]]:
+    """The first of `steps` whose files are as they were written, and the damage of those before."""
+    damaged: dict[int, str] = {}
     for step in steps:
-        if step not in rejected:
-            damage = find_damage(folder / str(step), step)
-            if damage is None:
-                return step
-            rejected[step] = damage
-    return None
+        damage = find_damage(folder / str(step), step)
+        if damage is None:
+            return step, damaged
+        damaged[step] = damage
+    return None, damaged
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -306,9 +307,8 @@ def restore_params(folder: Path, target: Params, step: int | None = None) -> tup
     Raises:
         CheckpointError: there is none.
     """
-    damaged: dict[int, str] = {}
     steps = sorted(steps_in(folder), reverse=True) if step is None else [step]
-    step = choose_step(folder, steps, damaged)
+    step, damaged = choose_step(folder, steps)
     if step is None:
         what = "; ".join(f"checkpoint {step}: {why}" for step, why in damaged.items())
         raise CheckpointError(f"no checkpoint in {folder} can be read: {what or 'there is none'}.")
