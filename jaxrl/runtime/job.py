@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import os
 import queue
 import secrets
 import socket
-import subprocess
 import sys
 import threading
 import traceback
@@ -19,6 +17,7 @@ from typing import Any
 
 import jax
 
+from jaxrl.envs.child_process import Child, EndedError
 from jaxrl.envs.text import printable
 from jaxrl.runtime import monitor
 from jaxrl.runtime.distributed import from_main, gather
@@ -161,12 +160,11 @@ class Peers:
         }
         # A session of its own: a signal to the process group must not reach the monitor. Isolated:
         # beside the script lies a `types.py`, which is not the standard library's.
-        self._process = subprocess.Popen(
+        self._monitor = Child(
             [sys.executable, "-I", monitor.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            what="the monitor of this process",
+            stderr=None,
             pass_fds=[listener.fileno()] if listener else [],
-            start_new_session=True,
         )
         if listener:
             listener.close()
@@ -175,35 +173,32 @@ class Peers:
         self._is_stopping = threading.Event()
         self._should_stop: Callable[[], bool] = lambda: False
         self._is_over = threading.Event()
-        self._lock = threading.Lock()
         self._write(**settings)
         for work in (self._beat, self._listen):
             threading.Thread(target=work, daemon=True, name="jaxrl-peers").start()
 
     def _write(self, **line: Any) -> None:
-        assert self._process.stdin is not None
-        with self._lock:
-            try:
-                self._process.stdin.write(json.dumps(line).encode() + b"\n")
-                self._process.stdin.flush()
-            except OSError:
-                self._is_over.set()  # the monitor is gone: there is nobody to tell
+        try:
+            self._monitor.tell(line)
+        except EndedError:
+            self._is_over.set()  # there is nobody to tell
 
     def _beat(self) -> None:
         while not self._is_over.wait(monitor.BEAT_S):
             self._write(alive=True, **({"stop": True} if self._should_stop() else {}))
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in map(json.loads, self._process.stdout):
-            if "stop" in line:
-                self._is_stopping.set()
-                continue
-            loss = monitor.Loss.from_line(line)
-            self._verdict.put(loss)
-            if not self._is_failing:
-                # The main thread may wait in a collective that never ends.
-                os._exit(1 if loss.failed else EXIT_LOST)
+        with contextlib.suppress(EndedError):
+            while True:
+                line = self._monitor.hear()
+                if "stop" in line:
+                    self._is_stopping.set()
+                    continue
+                loss = monitor.Loss.from_line(line)
+                self._verdict.put(loss)
+                if not self._is_failing:
+                    # The main thread may wait in a collective that never ends.
+                    os._exit(1 if loss.failed else EXIT_LOST)
         if not (self._is_over.is_set() or self._is_failing):
             os.write(2, b"error: the monitor of this process is gone; without it nothing is sure\n")
             os._exit(EXIT_LOST)

@@ -147,7 +147,7 @@ def test_no_process_outlives_the_one_that_started_it():
         "from jaxrl.extras.symbolic_math import MathVerify\n"
         "math = MathVerify(deadline_s=30.0, memory_mib=1024, workers=1)\n"
         "math.is_equal(r'\\sqrt{4}', ('2',))\n"
-        "print(math.pool._all[0]._process.pid, flush=True)\n"
+        "print(math.pool._all[0].pid, flush=True)\n"
         "os.kill(os.getpid(), 9)\n"
     )
     command = [sys.executable, "-c", program]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import os
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import httpx2
+
+from jaxrl.envs.child_process import signal_group
 
 MAX_ANSWER_MIB = 16
 """Of an answer to one request, with all events before it."""
@@ -184,8 +185,7 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     process.stdin.close()
     for number in (None, signal.SIGTERM, signal.SIGKILL):
         if number is not None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, number)
+            signal_group(process.pid, number)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ENDING_S):
                 while process.returncode is None:  # `wait` also waits for whoever holds its pipes

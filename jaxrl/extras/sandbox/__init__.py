@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import json
 import os
-import selectors
 import shutil
 import signal
 import subprocess
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from jaxrl.envs.base import ToolError
+from jaxrl.envs.child_process import Child, SilentError
 from jaxrl.envs.tools import MAX_ERROR, PYTHON_DESCRIPTION, Tool
 from jaxrl.extras.sandbox.child import FAILED, READY
 
@@ -41,8 +42,6 @@ NOBODY = 65534
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
 
 _CLONE_NEWUSER = 0x10000000
-
-_LOOK_S = 3600.0  # the system's call takes no more than 24 days
 
 _ENDING_S = 5.0
 """Seconds in which a process that was killed is gone."""
@@ -134,18 +133,18 @@ class ProcessTool(Tool):
                 source.write(code.encode("utf-8", "surrogatepass"))
                 source.seek(0)
                 program = ["-I", self.child, json.dumps(self._limits())]
-                process = subprocess.Popen(
+                child = Child(
                     self.command(program, scratch),
+                    what="the process",
+                    most=self._max_output,
                     stdin=source,
-                    stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     env=_ENVIRONMENT,
                     cwd=scratch,
-                    start_new_session=True,
                     pass_fds=self.files(),
                 )
-            with process:
-                return self._answer(process, ends, is_second)
+            with child:
+                return self._answer(child, ends, is_second)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
@@ -155,82 +154,51 @@ class ProcessTool(Tool):
             **{"CPU": int(self._timeout_s) + 2, "NOFILE": 64, "MSGQUEUE": 0, "MEMLOCK": 0},
         }
 
-    def _answer(self, process: subprocess.Popen[bytes], ends: float, is_second: bool) -> str | None:
-        printed, report, ended = _outputs(process, ends, self._max_output)
+    def _answer(self, child: Child, ends: float, is_second: bool) -> str | None:
+        ended = self._await_end(child, ends)
+        status = child.wait(_ENDING_S)
         if ended == "late" and is_second:  # maybe before it began: little time was left
             return TIMEOUT
-        ready, _, error = report.partition(READY)
-        if ready or not report.startswith(READY):
+        ready, _, error = child.reported.partition(READY)
+        if ready or not child.reported.startswith(READY):
             if ended == "late":
                 raise ToolError("the Python sandbox failed: it did not start in time")
-            told = report.decode("utf-8", "replace").strip() or f"status {process.returncode}"
+            told = child.reported.decode("utf-8", "replace").strip() or f"status {status}"
             raise ToolError(f"the Python sandbox failed: {told[:MAX_ERROR]}")
         if ended:
             return TIMEOUT if ended == "late" else MEMORY
-        text = printed.decode("utf-8", "replace")
-        if process.returncode == 0:
+        text = child.printed.decode("utf-8", "replace")
+        if status == 0:
             return text.strip("\n") or self.blank
-        if process.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
             return None
-        if process.returncode != FAILED:
+        if status != FAILED:
             return _CRASH
         message = error.decode("utf-8", "replace").rstrip()
         message = message if len(message) <= MAX_ERROR else message[:MAX_ERROR] + " .."
         return MEMORY if message.startswith("MemoryError") else message or "SystemError"
 
+    def _await_end(self, child: Child, ends: float) -> str:
+        """Why a child was killed: "late", "much" (printed more than it may), or "" if it was not.
 
-def _outputs(
-    process: subprocess.Popen[bytes], ends: float, max_output: int
-) -> tuple[bytes, bytes, str]:
-    """What a process prints, and reports on its standard error, until it has ended.
-
-    Args:
-        process: with both streams open.
-        ends: when it is killed, on the clock `time.monotonic`.
-        max_output: bytes that it may print.
-
-    Returns:
-        Both, and why it was ended: "late", "much" (printed more than it may), or "" if it was not.
-    """
-    assert process.stdout is not None
-    assert process.stderr is not None
-    taken = {process.stdout: bytearray(), process.stderr: bytearray()}
-    ended = ""
-    with selectors.DefaultSelector() as selector:
-        for stream in taken:
-            os.set_blocking(stream.fileno(), False)
-            selector.register(stream, selectors.EVENT_READ)
-        while selector.get_map():
-            left = ends - time.monotonic()
-            if left <= 0 or (not ended and len(taken[process.stdout]) > max_output):
-                if ended:
-                    break  # what does not die when it is killed is left to itself
-                ended = "late" if left <= 0 else "much"
-                _kill(process)
-                ends = time.monotonic() + _ENDING_S
-                continue
-            for key, _ in selector.select(min(left, _LOOK_S)):
-                data = os.read(key.fd, 65536)
-                if not data:
-                    selector.unregister(key.fileobj)
-                elif len(taken[key.fileobj]) <= max_output:  # type: ignore[index]
-                    taken[key.fileobj] += data  # type: ignore[index]
-    try:  # both streams may be closed long before the end
-        process.wait(max(ends - time.monotonic(), 0))
-    except subprocess.TimeoutExpired:
-        ended = "late"
-        _kill(process)
-        process.wait(_ENDING_S)
-    if len(taken[process.stdout]) > max_output:
-        ended = ended or "much"
-    return bytes(taken[process.stdout]), bytes(taken[process.stderr]), ended
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        process.kill()
+        Args:
+            child: that runs.
+            ends: when it is killed, on the clock `time.monotonic`.
+        """
+        ended = "much"
+        try:
+            if not child.read(
+                lambda: len(child.printed) > self._max_output, ends - time.monotonic()
+            ):
+                # Both streams may be closed long before the end.
+                child.wait(max(ends - time.monotonic(), 0))
+                return ""
+        except SilentError:
+            ended = "late"
+        child.kill()
+        with contextlib.suppress(SilentError):
+            child.read(lambda: False, _ENDING_S)
+        return ended
 
 
 def _owns_devices() -> bool:
@@ -249,25 +217,22 @@ def _root_namespace() -> int:
         OSError: root may not do so here.
     """
     program = (
-        "import ctypes, os\n"
+        "import ctypes, json, os\n"
         "libc = ctypes.CDLL(None, use_errno=True)\n"
         f"failed = libc.unshare({_CLONE_NEWUSER})\n"
-        "print(os.strerror(ctypes.get_errno()) if failed else 'made', flush=True)\n"
+        "print(json.dumps({'failed': failed and os.strerror(ctypes.get_errno())}), flush=True)\n"
         "os.read(0, 1)"
     )
-    with subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        told = process.stdout.readline().decode().strip()
-        if told != "made":
-            raise OSError(f"root may not make a user namespace: {told}")
+    command = [sys.executable, "-I", "-S", "-c", program]
+    with Child(command, what="what makes a user namespace", stderr=None) as child:
+        if failed := child.hear()["failed"]:
+            raise OSError(f"root may not make a user namespace: {failed}")
         try:
             for name in ("uid_map", "gid_map"):
-                Path(f"/proc/{process.pid}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
+                Path(f"/proc/{child.pid}/{name}").write_text(f"0 0 1\n{NOBODY} {NOBODY} 1\n")
         except OSError as error:
             raise OSError(f"root may not map users into a namespace: {error.strerror}") from error
-        return os.open(f"/proc/{process.pid}/ns/user", os.O_RDONLY)
+        return os.open(f"/proc/{child.pid}/ns/user", os.O_RDONLY)
 
 
 class BubblewrapTool(ProcessTool):
