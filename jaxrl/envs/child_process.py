@@ -35,7 +35,7 @@ class SilentError(TimeoutError):
     """A child did not do in time what was waited for."""
 
 
-class Child:
+class Child(contextlib.AbstractContextManager):
     """A process with pipes; as a context, one that is gone at its end."""
 
     def __init__(
@@ -69,14 +69,8 @@ class Child:
         )
         self.pid = self._process.pid
         self.printed, self.reported = bytearray(), bytearray()  # and not taken yet
-        self._open = {
-            pipe.fileno(): taken
-            for pipe, taken in (
-                (self._process.stdout, self.printed),
-                (self._process.stderr, self.reported),
-            )
-            if pipe is not None
-        }
+        pipes = (self._process.stdout, self.printed), (self._process.stderr, self.reported)
+        self._open = {pipe.fileno(): taken for pipe, taken in pipes if pipe is not None}
         self._writing = threading.Lock()
 
     def tell(self, message: Mapping[str, Any]) -> None:
@@ -160,9 +154,6 @@ class Child:
             if pipe is not None:
                 with contextlib.suppress(OSError):  # what was written is not wanted any more
                     pipe.close()
-
-    def __enter__(self) -> Child:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

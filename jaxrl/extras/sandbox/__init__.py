@@ -179,7 +179,7 @@ class ProcessTool(Tool):
         return MEMORY if message.startswith("MemoryError") else message or "SystemError"
 
     def _await_end(self, child: Child, ends: float) -> str:
-        """Why a child was killed: "late", "much" (printed more than it may), or "" if it was not.
+        """Awaits an end; says why it was killed: "late", "much" (was printed), "" if it was not.
 
         Args:
             child: that runs.
