@@ -22,8 +22,8 @@ OWN = {
         "extras/endpoints/policy.py",
         "runtime/history.py",
     ),
-    *("envs/worker.py", "extras/sandbox/child.py", "envs/worker_pool.py"),
-    *("runtime/distributed.py", "runtime/job.py", "runtime/monitor.py", "tokenizer.py"),
+    *("envs/worker.py", "extras/sandbox/child.py", "envs/child_process.py"),
+    *("runtime/distributed.py", "runtime/monitor.py", "tokenizer.py"),
     *("logs/writers.py", "models/defaults.py"),
     "envs/serve_retriever.py",  # the type of a flag
 }
