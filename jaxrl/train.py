@@ -87,7 +87,7 @@ def train(session: Session, params: Params) -> Params:
         controllers, groups = advance(
             progress.controllers, groups, collected.tried, method, components.is_trigger
         )
-        # The KL coefficient of a step depends on earlier steps only; all else on this one too.
+        # This step uses the KL state from before it, and all other states as just advanced.
         current = dataclasses.replace(controllers, kl=progress.controllers.kl)
         groups = rewards.charge_kl(groups, current, method)
         groups = rewards.pay_entropy(groups, current, method.shaping)
@@ -107,8 +107,8 @@ def train(session: Session, params: Params) -> Params:
         for _ in range(stage.settings.num_epochs):
             for packed, batch in zip(minibatches, batches, strict=True):
                 if packed.num_counted:  # else only environment errors: nothing to learn from
-                    # A first update that is still compiled may end here, as the step it belongs to
-                    # has changed nothing yet; one after it has taken the state over.
+                    # A stop may interrupt the compilation of the step's first update, which has
+                    # changed nothing yet. Later ones may not be: the old state is donated by then.
                     may_end = session.should_stop if not update_metrics else lambda: False
                     with stopped_by(may_end):
                         state, metrics = stage.update(state, batch, packed)
@@ -153,8 +153,9 @@ def train(session: Session, params: Params) -> Params:
 class Collector:
     """Collects what a step trains on: at its start or, by `rollout.ahead`, during the one before.
 
-    What is collected ahead depends on what is known before that one's update: on the weights before
-    it, on controllers after its trajectories, and not yet on the gate that its evaluation moves.
+    Groups collected ahead are sampled with the weights from before the current step's update, and
+    with its controllers after `advance`. An evaluation at the end of that step moves the gate too
+    late for them.
     """
 
     session: Session
@@ -180,10 +181,10 @@ class Collector:
     def look_ahead(
         self, collected: Collected, controllers: Controllers, policy_version: int
     ) -> Collected | None:
-        """What the step after the one under way trains on; None where it collects that itself.
+        """Collects what the next step trains on; None where that step must collect it itself.
 
-        `controllers` are those after the trajectories of the step under way. A request to stop
-        waits, as weights to sample anew by are gone once that step is saved.
+        `controllers` are those after `advance` in the current step. A request to stop waits until
+        this is done: the weights that sample here are not in the checkpoint.
         """
         if not self._looks_ahead:
             return None
@@ -228,12 +229,12 @@ class Collector:
 
 
 def rollout_at(session: Session, step: int, policy_version: int) -> partial[list[Group]]:
-    """What samples groups of tasks, with the settings of training.
+    """Binds the session's rollout to the sampling settings of one training step.
 
     Args:
-        session: its rollout plays the tasks.
-        step: the step at which they start, over all stages; the draws depend on it.
-        policy_version: updates that the weights have seen.
+        session: the run.
+        step: counted over all stages; part of the sampling seeds.
+        policy_version: optimizer steps behind the engine's weights.
     """
     method = session.components.method
     sampling = Sampling(
@@ -253,7 +254,7 @@ def rollout_at(session: Session, step: int, policy_version: int) -> partial[list
 
 
 def measure_for(session: Session, score: ScoreStep, shape: BatchShape) -> Measure:
-    """What puts divergences on groups; where the method has no use for them, it changes nothing."""
+    """Makes a function that adds divergences to groups, or only copies the list if none is used."""
     method, engine = session.components.method, session.components.engine
     if not is_measured(method.kl):
         return list
@@ -309,7 +310,7 @@ def bootstrap(session: Session) -> None:
 
 
 BOOTSTRAP_STEP = 2**31 - 1
-"""In the place of a step, in the seeds of what is sampled before the first one."""
+"""Step number in the sampling seeds of `bootstrap`; no real step has it."""
 
 
 def update_gate(session: Session, evaluated: Mapping[str, float]) -> None:
@@ -382,7 +383,8 @@ def finish_step(session: Session) -> None:
     is_early = not is_last and progress.is_out_of_patience(patience)
     mark = {"stopped_early": 1} if is_early else {}
     session.metrics_log.write(progress.step, "train", record | mark)
-    # The end of the stage saves its last step; one that ends it early only counts as the best.
+    # `Session.end` saves the last step. A step at which patience ran out is saved only if it is
+    # the best, since the stage then ends with the best checkpoint.
     if not is_last and (is_best or (session.is_checkpoint_due and not is_early)):
         session.save()
 
@@ -406,7 +408,7 @@ def show_step(session: Session, record: Mapping[str, Any]) -> None:
 
 
 def compare_with_best(session: Session, evaluated: Mapping[str, float]) -> bool:
-    """Notes the value that tells the best checkpoint; whether this step is the best so far."""
+    """Records the value of `eval.best_metric`; returns True if this step is the best so far."""
     settings, progress = session.settings, session.progress
     progress.value = best_metric(settings, evaluated)
     if progress.value is None:

@@ -106,9 +106,10 @@ def collect(
         method: says what is kept.
         num_tasks_taken: tasks that were taken from the stream before.
         leftover: groups beyond what the step before needed.
-        controllers: before the step; the tasks that are skipped, and the stage of the method.
-        measure: for a filter that sees the KL term of the reward.
-        failures: takes note of every batch, and tells what there is to tell.
+        controllers: before the step; give the tasks to skip, the early or late stage, and the KL
+            coefficient for the filter.
+        measure: adds divergences, for a filter that compares rewards with their KL term.
+        failures: counts batches in which every episode failed, and logs warnings.
 
     Raises:
         NothingWorksError: see `Failures.count`.
@@ -267,10 +268,13 @@ def _complaint(settings: Filter, batches: _Batches, wanted: int) -> str:
 def _roll_out_with_retries(
     roll_out: RollOut, draws: Sequence[Draw], settings: Filter, is_late: bool
 ) -> tuple[list[Group], int]:
-    """Samples groups, and those without success or abstention anew; how many that were.
+    """Samples groups, and again those in which nobody has a reward above 0 or abstains.
 
-    BAPO (https://arxiv.org/abs/2601.11037): a group is replaced as a whole, and the last attempt
-    stays as it is.
+    BAPO (https://arxiv.org/abs/2601.11037): each attempt replaces the whole group, and the last
+    one is kept whatever it holds.
+
+    Returns:
+        The groups, and how many were sampled again, counted once an attempt.
     """
     groups = list(roll_out(draws))
     attempts = settings.resample_attempts if is_late or settings.resample_early else 0
@@ -291,9 +295,9 @@ def _roll_out_with_retries(
 def _filter_groups(
     groups: Sequence[Group], unshaped: Sequence[Group], method: Method, kl_coef: float
 ) -> list[Group]:
-    """The groups that pass the filter.
+    """Returns the groups that pass the filter.
 
-    By turns, members differ where they do from some turn on.
+    With advantages by turn, a group passes if it would by the returns from any one turn on.
 
     Args:
         groups: with shaped rewards, and divergences where the filter sees the KL term.

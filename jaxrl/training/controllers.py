@@ -464,9 +464,8 @@ def advance(
 ) -> tuple[Controllers, list[Group]]:
     """The controllers after what a step has sampled, and its groups with their windows marked.
 
-    The divergence of each trajectory was measured before the update, so that the coefficients of a
-    step depend on the steps before it alone: a step takes the state `kl` as it was before, and
-    every other one as it is after.
+    A step uses the state `kl` from before it, so that its KL coefficient depends on earlier steps
+    only; it uses every other state as returned here. Divergences are measured before the update.
 
     Args:
         controllers: before the step.

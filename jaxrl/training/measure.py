@@ -23,13 +23,13 @@ def make_measure(
 ) -> Callable[[Sequence[Group], Params, Params], list[Group]]:
     """`measure(groups, params, ref_params)` puts a divergence on every scored trajectory.
 
-    One that has a divergence keeps it. As many trajectories at a time as a mini-batch has rows go
-    through the program that scores mini-batches; what they are packed with may show in their last
-    bits.
+    A trajectory that has a divergence keeps it. The others are packed into batches of
+    `shape.num_sequences` and scored by the program that scores mini-batches. Results may differ in
+    the last bits by what a trajectory is packed with.
 
     Args:
         score: gives log-probabilities.
-        mesh: rows are split over its data and fsdp axes.
+        mesh: splits rows over data, fsdp and expert, and each row's tokens over context.
         shape: of a mini-batch.
         method: says how divergences are estimated and what is trained on.
     """

@@ -35,11 +35,11 @@ def make_minibatches(
     controllers: Controllers,
     num_shards: int = 1,
 ) -> list[Packed]:
-    """Whole groups in task order to mini-batches on the host, each packed alone.
+    """Packs whole groups, in task order, into mini-batches on the host.
 
-    Environment errors are left out. Trajectories without an advantage may be apart, as the `rest`
-    (`optimizer.skip_signal_free`), where nothing else gives them a gradient; they still count in
-    the weights of the others' tokens.
+    Environment errors are left out. With `optimizer.skip_signal_free`, trajectories whose advantage
+    is 0 go to `Packed.rest`, which is measured and not differentiated, unless another term gives
+    them a gradient. They still count in the token weights of the others.
 
     Args:
         groups: with their advantages; with their divergences where these were measured.
@@ -164,7 +164,7 @@ def put_minibatches(
 
     Args:
         minibatches: on the host; log-probabilities that were measured are in them.
-        mesh: rows are split over its data and fsdp axes.
+        mesh: splits rows over data, fsdp and expert, and each row's tokens over context.
         score: gives log-probabilities.
         params: the policy before the update.
         ref_params: the reference; None where there is none.
@@ -176,7 +176,7 @@ def put_minibatches(
     def put(packed: Packed) -> Batch:
         batch = put_batch(mesh, packed.batch)
         plain = dataclasses.replace(batch, old_logprobs=None, ref_logprobs=None, kl_weights=None)
-        own_choice = score.model.without_recorded(plain)  # as the reference's
+        own_choice = score.model.without_recorded(plain)  # the reference makes its own choices
         if needs_old and batch.old_logprobs is None:
             batch = dataclasses.replace(batch, old_logprobs=score(params, plain, packed))
         if needs_ref and ref_params is not None and batch.ref_logprobs is None:

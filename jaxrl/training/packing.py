@@ -163,8 +163,8 @@ class Packed:
 
     batch: Batch  # numpy arrays [A, b, T]
     num_micro: int  # micro-batches that hold anything
-    num_tokens: int  # of the sequences, also those that a row has once for several
-    num_shared: int  # of these, the ones that are left out since they are there
+    num_tokens: int  # of all sequences, before prompts are shared
+    num_shared: int  # of `num_tokens`, those not computed, since the row has the same prompt
     num_counted: int  # sampled tokens of the mini-batch, also of what is left out of it
     padding: float  # share of padding in these micro-batches
     imbalance: float  # of the device with the most tokens, above the mean, as a share of it
@@ -228,11 +228,11 @@ def arrays_of(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.ndarra
 
 
 def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[Item]:
-    """Of each sequence its length and what it may share.
+    """Finds the length of each sequence and the prefix that it may share.
 
-    These are the tokens before the last one that precedes the first token with loss: what follows
-    is computed for each sequence, so that the token before one with loss stands beside it. Prompts
-    with other attachments are others, and with other arrays by token.
+    The prefix ends two tokens before the first token with loss: the token right before that one
+    predicts it, so each sequence computes its own copy. Two prefixes are the same only if their
+    attachments and recorded arrays are too.
     """
     tower = shape.tower
     known: dict[Any, int] = {}
@@ -264,9 +264,10 @@ def make_items(sequences: Sequence[TokenSequence], shape: BatchShape) -> list[It
 def assign_rows(
     items: Sequence[Item], row_tokens: int, row_units: int | None = None
 ) -> list[list[int]]:
-    """Packs sequences into rows: each into the first row with its prompt and room, or with room.
+    """Packs sequences into rows, first fit, where rows that hold the same prompt come first.
 
-    The longest come first, of all or of one prompt after another: whichever takes fewer rows.
+    Two orders are tried, and the one with fewer rows is taken: all sequences by falling length, or
+    prompt by prompt and by falling length within each.
 
     Args:
         items: the sequences, none of them longer than a row.

@@ -115,7 +115,8 @@ class Method:
 
     Attributes:
         seed: of the estimators that draw.
-        temperature, top_p: at which trajectories are sampled, and at the first of them scored.
+        temperature: of sampling, and of the log-probabilities in training.
+        top_p: of sampling only; training scores the full distribution.
         replays: passes of training are given the arrays by token that the sampler recorded.
         prices: of a call of each tool and judge, by name.
         balance_coef: of the loss that has experts used alike.
