@@ -7,7 +7,7 @@
     config.model.path = "models/Qwen3-0.6B"
     ...
     run = train(config, "runs/first")
-    run.metrics.to_pandas().plot(x="step", y="reward/total")
+    run.metrics.to_pandas().plot(x="step", y="critic/rewards/mean")
 
 A run lives in its workdir as one of the command does: called again, it goes on where it stopped,
 and `python -m jaxrl.launch`, `ask` and `report` read the same folder.

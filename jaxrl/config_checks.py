@@ -259,11 +259,13 @@ def _check_best_metric(config: ConfigDict) -> None:
         case _:
             is_written = False
     if not is_written:
+        kinds = [f"mean@{samples}" if suite == "sampled" else suite for suite in suites]
+        known = " or ".join(f"val-core/all/exact_match/{kind}" for kind in kinds) or "nothing"
         refuse(
             "eval.best_metric",
             config.eval.best_metric,
             f"what an evaluation with eval.suites={suites} and eval.samples={samples} writes, as "
-            f"val-core/all/exact_match/mean@{samples} or val-core/all/exact_match/greedy",
+            f"{known}; or set checkpoint.keep_best to 0",
         )
 
 

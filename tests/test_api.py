@@ -65,6 +65,7 @@ def test_a_run_returns_what_its_folder_holds(whole, settings):
     assert [{name: record.get(name) for name in names} for record in written] == table
     steps = settings.sft.num_steps + settings.num_steps
     assert [row["step"] for row in table if row["stage"] == "train"][-1] == steps
+    assert "critic/rewards/mean" in names  # which the documents plot
     assert whole.report is None  # the fixture leaves it out
     page = report.write_report([whole.workdir])
     assert api.open_run(whole.workdir).report.resolve() == page

@@ -123,7 +123,7 @@ def place(tmp_path_factory):
         path.write_text("".join(json.dumps({"id": f"{i}", **task}) + "\n" for i in range(3)))
     for run in ("my_run", "seed0", "seed1", "seed2", "first", "lr_1e-6", "lr_3e-6"):
         (folder / "runs" / run).mkdir(parents=True)
-        record = {"step": 1, "stage": "train", "reward/total": 0.5}
+        record = {"step": 1, "stage": "train", "critic/rewards/mean": 0.5}
         (folder / "runs" / run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     return folder
 

@@ -278,5 +278,8 @@ def test_the_best_metric_is_one_that_is_written(config, name, changes, is_writte
     if is_written:
         validate(config)
     else:
-        with pytest.raises(ValueError, match=r"config\.eval\.best_metric is .*; expected what an"):
+        wanted = r"config\.eval\.best_metric is .*; expected what an"
+        with pytest.raises(ValueError, match=wanted) as refused:
             validate(config)
+        _, offered = str(refused.value).split(" writes, as ")
+        assert name not in offered.split(";")[0].split(" or ")
