@@ -448,8 +448,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     tokenizer = make_tokenizer(files)
     write_pictures(args.out, files)
     write_model(args.out / "model", tokenizer, seed=args.seed)
-    for name, records in files.items():
-        quickstart.write_jsonl(args.out / f"{name}.jsonl", records)
+    quickstart.write_files(args.out, files)
     chats = [quickstart.render_chat(chat, SEARCH_R1) for chat in files["demonstrations"]]
     quickstart.print_lengths(tokenizer, {"demonstrations, but for images": chats[:2000]})
     right = np.mean([chat["metadata"]["is_correct"] for chat in files["demonstrations"]])

@@ -542,6 +542,16 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
+def write_files(folder: Path, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    """Writes each as JSONL. The held-out questions come last and whole: make looks for them."""
+    last = folder / "questions_eval.jsonl"
+    for name in files.keys() - {last.stem}:
+        write_jsonl(folder / f"{name}.jsonl", files[name])
+    unfinished = last.with_suffix(".unfinished")
+    write_jsonl(unfinished, files[last.stem])
+    unfinished.replace(last)
+
+
 def print_lengths(tokenizer: tokenizers.Tokenizer, texts: Mapping[str, Sequence[str]]) -> None:
     """Percentiles of lengths, in tokens."""
     print(f"\n{'tokens':24}{'count':>8}{'p5':>6}{'p50':>6}{'p95':>6}{'max':>6}")
@@ -636,8 +646,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     check_nothing_leaks(people, files)
     check_words_are_whole(tokenizer, itertools.chain.from_iterable(texts.values()))
     write_model(args.out / "model", tokenizer, seed=args.seed, num_experts=args.num_experts)
-    for name, records in files.items():
-        write_jsonl(args.out / f"{name}.jsonl", records)
+    write_files(args.out, files)
 
     print_lengths(tokenizer, texts)
     print_quality(files)

@@ -53,6 +53,15 @@ def test_the_seed_decides_every_byte(out, tmp_path):
     assert not same & {"corpus.jsonl", "model/model.safetensors", "demonstrations.jsonl"}
 
 
+@pytest.mark.parametrize("name", [name for name in FILES if name != "questions_eval"])
+def test_a_world_that_is_not_whole_has_no_held_out_questions(tmp_path, name):
+    """Make takes a world for done where these are, so they are written last."""
+    (tmp_path / f"{name}.jsonl").mkdir()  # no file can be written there
+    with pytest.raises(IsADirectoryError):
+        world.write_files(tmp_path, {file: [{"id": file}] for file in FILES})
+    assert not (tmp_path / "questions_eval.jsonl").exists()
+
+
 def test_counts_and_fields(records):
     assert {name: len(lines) for name, lines in records.items()} == {
         "corpus": 60,
