@@ -247,7 +247,7 @@ def _controls(
     drawing: Env | None,
     shared_rollout: Callable[..., RolloutFunction],
 ) -> dict[str, RolloutFunction]:
-    """What plays each suite in which something else answers, or images show nothing.
+    """Makes the rollouts of control suites: other search engines, or blank images.
 
     Args:
         config: checked.
@@ -398,7 +398,7 @@ def _read_model(
 def _check_mesh(config: ConfigDict, mesh: Mesh, model: Architecture) -> None:
     """Refuses what the devices, or the model's longest sequence, leave no room for."""
     check_model_fits(mesh, model)
-    if config.model.router.balance_coef and not model.has_statistics:
+    if config.model.router.balance_coef and not model.statistics:
         coef = config.model.router.balance_coef
         raise ValueError(
             f"config.model.router.balance_coef is {coef}, but the model has no experts to balance; "
@@ -473,7 +473,7 @@ def _fit_all(
 
 
 def _mixture_note(tasks: Mixture[Task]) -> str:
-    """What the sources of a mixture are; "" of one."""
+    """Describes the sources of a mixture; "" of one."""
     total = sum(source.weight for source in tasks.sources)
     told = (f"{s.name} {len(s.items):,} ({s.weight / total:.1%} of draws)" for s in tasks.sources)
     return f"tasks: {', '.join(told)}" if len(tasks.sources) > 1 else ""
@@ -518,7 +518,7 @@ def fit_prompts(
 
 
 def _end_note(tokenizer: Tokenizer) -> str:
-    """What is to be told where nothing stops at the end of a message; "" where something does."""
+    """Warns where no stop string or id ends a message; "" where one does."""
     end = tokenizer.unknown_message_end
     if not end:
         return ""
@@ -660,7 +660,7 @@ def _index_progress(corpus: str, show: Callable[[str], None]) -> Callable[[int],
 
 
 def _search_settings(config: ConfigDict) -> dict[str, Any]:
-    """What the configured engine is made of."""
+    """Gathers the settings that the configured engine is made of."""
     name = config.search.engine
     if is_own(name):
         return dict(config.search.settings)
@@ -731,7 +731,7 @@ def _as_recorded(asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _make_recording(
     config: ConfigDict, workdir: Path | None, log: Callable[[str], None]
 ) -> Recording | None:
-    """What keeps the results of searches; None where nothing does.
+    """Opens the recording of searches; None without one.
 
     Raises:
         ValueError: there is no folder for it.
@@ -783,7 +783,7 @@ def _make_searching(
 
 
 def _make_random_search(config: ConfigDict, search: ResilientSearch) -> RandomSearch:
-    """What finds documents of an engine at random.
+    """Makes the engine that draws documents at random.
 
     Raises:
         ValueError: it has none at hand.
@@ -882,7 +882,7 @@ def _make_engine(
     rollout = config.rollout
     sampling = local_mesh(mesh, config.mesh.rollout_devices)
     kernels = choose(config.model.attention, sampling, policy)
-    return Engine(
+    engine = Engine(
         policy.on_mesh(sampling, experts=config.model.experts),
         sampling,
         automaton,
@@ -901,6 +901,9 @@ def _make_engine(
         scan_layers=scans(config.model.scan_layers, sampling.devices.flat[0].platform),
         kinds=draw_kinds(config),
     )
+    if engine.recorded:
+        engine.check()  # an architecture of the user's own may not leave what it declares
+    return engine
 
 
 def draw_kinds(config: ConfigDict) -> list[str]:

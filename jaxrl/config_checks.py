@@ -149,7 +149,7 @@ def check_rules(config: ConfigDict) -> None:
 
 
 def _value(config: ConfigDict, key: str) -> Any:
-    """What a key or a section holds, in plain types."""
+    """The value of a key or a section, in plain types."""
     value: Any = config
     for name in key.split("."):
         value = value[name]

@@ -32,7 +32,7 @@ class Demonstration:
 
     @property
     def attachments(self) -> tuple[Attachment, ...]:
-        """What the model reads of `pictures`, made when it is asked for.
+        """The images of `pictures` as the model reads them, made on demand.
 
         Raises:
             UnreadableError: one is damaged.
@@ -161,7 +161,7 @@ def encode_demonstration(
 def _of_pieces(
     pieces: Sequence[tuple[Sequence[int], bool]], tokenizer: Tokenizer, place: str
 ) -> Demonstration:
-    """Of token ids, and whether they are the assistant's.
+    """Joins pieces of token ids, each with whether the assistant wrote it.
 
     Raises:
         ValueError: there is nothing to learn, or what is never written.

@@ -1,4 +1,4 @@
-"""What a configuration makes of the method: the objectives it names, and what they ask for.
+"""The method that a configuration names: its objectives, and what they ask for.
 
 Objectives load JAX, so they are imported where their names are looked up: the report goes without,
 and so does the refusal of a mistyped key.
@@ -64,7 +64,7 @@ def filter_of(config: ConfigDict) -> Chosen | None:
 
 
 def aggregation_of(config: ConfigDict) -> Chosen:
-    """What weighs the tokens of a mini-batch, by their counts; errors as of `estimator_of`."""
+    """The function that weighs a mini-batch's tokens by counts; errors as of `estimator_of`."""
     from jaxrl.objectives.aggregation import AGGREGATIONS, ARRAYS
 
     key, wanted = "loss.aggregation", "my_aggregation.by_root"
@@ -74,7 +74,7 @@ def aggregation_of(config: ConfigDict) -> Chosen:
 
 
 def kl_estimator_of(config: ConfigDict) -> Chosen:
-    """What estimates the divergence from log-ratios; errors as of `estimator_of`."""
+    """The estimator of divergence from log-ratios; errors as of `estimator_of`."""
     from jaxrl.objectives.kl import ARRAYS, KL_ESTIMATORS
 
     name = config.kl.estimator
@@ -82,7 +82,7 @@ def kl_estimator_of(config: ConfigDict) -> Chosen:
 
 
 def schedule_of(settings: ConfigDict, section: str = "optimizer") -> Chosen:
-    """What makes the schedule of a learning rate; errors as of `estimator_of`.
+    """The function that makes a learning rate's schedule; errors as of `estimator_of`.
 
     Args:
         settings: of an optimizer.
@@ -97,7 +97,7 @@ def schedule_of(settings: ConfigDict, section: str = "optimizer") -> Chosen:
 def _function(
     key: str, name: str, table: Mapping[str, Any], offered: Sequence[str], wanted: str, **given: Any
 ) -> Chosen:
-    """What a name stands for whose settings no key holds.
+    """Resolves a name whose settings no key holds.
 
     Args:
         key: that holds the name.
@@ -311,7 +311,7 @@ def _is_scheduled(config: ConfigDict) -> bool:
 
 
 def _largest_k(config: ConfigDict) -> int:
-    """Of the sets of answers that the estimator compares; 0 where it compares none."""
+    """The largest set of answers that the estimator compares; 0 where it compares none."""
     if is_own(config.advantage.name):
         return 0
     settings = subsection(config.advantage)

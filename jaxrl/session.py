@@ -59,7 +59,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Components:
-    """What the stages work with."""
+    """Objects that the stages work with."""
 
     mesh: Mesh
     model: Model
@@ -84,7 +84,7 @@ class Components:
 
     @property
     def engine(self) -> Sampler:
-        """What samples from the run's own model.
+        """The sampler of the run's own model.
 
         Raises:
             RuntimeError: a model behind an endpoint plays.
@@ -96,7 +96,7 @@ class Components:
 
 @dataclass
 class Progress:
-    """Where a run stands; with the weights, all that a restart needs."""
+    """State of a run; with the weights, all that a restart needs."""
 
     step: int = 0  # steps done, over all stages
     stage: str = ""  # the stage under way, or the last one done
@@ -119,7 +119,7 @@ class Progress:
     ledger: Ledger = field(default_factory=Ledger, compare=False)
 
     def is_passed_by(self, record: Record) -> bool:
-        """Whether a record of `metrics.jsonl` is of something that comes after this progress."""
+        """True of a record of `metrics.jsonl` about something after this progress."""
         here = (STAGES.index(self.stage) if self.stage else -1, self.step)
         stage = record.get("stage", "train")
         there = (STAGES.index(stage) if stage in STAGES else len(STAGES), record["step"])
@@ -156,7 +156,7 @@ class Progress:
             self.pending = dataclasses.replace(pending, groups=groups, leftover=leftover)
 
     def totals(self) -> dict[str, float]:
-        """What the run has taken so far."""
+        """Totals of what the run has taken so far."""
         return self.ledger.asked("total/") | self.ledger.used("total/")
 
     def to_json(self) -> dict[str, Any]:
@@ -201,7 +201,7 @@ RunSuites = Callable[["Session", str, Sequence[str]], tuple[dict[str, float], di
 
 @dataclass(kw_only=True)
 class Session:
-    """What the stages of a run work with, and share."""
+    """State and helpers that the stages of a run share."""
 
     settings: Settings
     workdir: Path

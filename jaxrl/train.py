@@ -164,7 +164,7 @@ class Collector:
     failure: Exception | None = None  # for which nothing could be collected ahead
 
     def take(self, policy_version: int) -> Collected:
-        """What the step that begins trains on."""
+        """Collects what the step that begins trains on."""
         session, progress = self.session, self.session.progress
         if self.failure is not None:
             raise self.failure
@@ -203,7 +203,7 @@ class Collector:
 
     @property
     def _looks_ahead(self) -> bool:
-        """Whether the groups of a next step are collected during the one under way."""
+        """True if the next step's groups are collected during the current one."""
         components, stage_step = self.session.components, self.session.progress.stage_step
         is_ahead = bool(components.method.ahead)
         return is_ahead and stage_step + 1 < components.num_steps["train"]
@@ -335,7 +335,7 @@ def record_of(
     update_metrics: Sequence[dict[str, Any]],
     clock: Clock,
 ) -> dict[str, Any]:
-    """What a step was like, but for its evaluation.
+    """Makes the record of a step, but for its evaluation.
 
     Args:
         session: with the state after the step.
@@ -369,7 +369,7 @@ def record_of(
 
 
 def finish_step(session: Session) -> None:
-    """What follows an update: an evaluation, the record and a checkpoint, each where it is due."""
+    """Ends a step: evaluates, writes the record and saves a checkpoint, each where it is due."""
     progress, is_last = session.progress, session.is_last_step
     evaluated = evaluate_where_due(session)
     update_gate(session, evaluated)

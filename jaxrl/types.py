@@ -62,7 +62,7 @@ class Divergence:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Windows:
-    """What the windows of entropy along one trajectory say (ARES)."""
+    """Windows of entropy along one trajectory (ARES)."""
 
     values: np.ndarray  # float32 [L], nats; 0 where there is no whole window
     valid: np.ndarray  # bool [L]
@@ -77,7 +77,7 @@ class Windows:
 
 
 class Attachment(Protocol):
-    """What a model reads of something that stands in a text, an image say; equal by content."""
+    """An image, say, within a text, as a model reads it; equal by content."""
 
     @property
     def num_patches(self) -> int:
@@ -85,7 +85,7 @@ class Attachment(Protocol):
         ...
 
     def __hash__(self) -> int:
-        """Of the content."""
+        """Hashes the content."""
         ...
 
 
@@ -130,7 +130,7 @@ class Trajectory:
 
     @property
     def has_signal(self) -> bool:
-        """Whether an advantage of it is not 0."""
+        """True if an advantage of it is not 0."""
         if self.turn_advantages is not None:
             return any(self.turn_advantages)
         return self.advantage != 0
@@ -150,7 +150,7 @@ class Trajectory:
 
     @property
     def query(self) -> str:
-        """What was asked: the task's question, or the last message of the user that it brings."""
+        """The task's question, or the last message of the user that it brings."""
         if self.task.question is not None:
             return self.task.question
         asked = [m["content"] for m in self.task.messages or () if m["role"] == "user"]
@@ -173,12 +173,12 @@ class Trajectory:
 
     @property
     def error(self) -> str:
-        """What the environment failed with; "" where it did not."""
+        """The environment's failure; "" where it did not fail."""
         texts = [turn.error for turn in self.turns if turn.error]
         return "" if self.is_scored else texts[-1] if texts else "it has no text"
 
     def required(self, name: str) -> Any:
-        """What a step has found out about it: `divergence`, `windows` or `advantage`.
+        """A measure that a step has made of it: `divergence`, `windows` or `advantage`.
 
         Raises:
             RuntimeError: it was not measured.
@@ -203,26 +203,26 @@ class Trajectory:
 
     @property
     def mean_entropy(self) -> float:
-        """Of the sampled tokens, in nats."""
+        """Mean entropy of the sampled tokens, nats."""
         return float(self.rollout_entropies.sum()) / max(self.num_sampled, 1)
 
     @property
     def searches(self) -> list[str]:
-        """What was asked of the search engine."""
+        """Queries to the search engine."""
         return self.calls(None)
 
     @property
     def python_calls(self) -> list[str]:
-        """What code was given to the Python tool."""
+        """Code given to the Python tool."""
         return self.calls("python")
 
     @property
     def records(self) -> list[CallRecord]:
-        """What its calls of tools took, in their order."""
+        """Records of its calls of tools, in their order."""
         return [record for turn in self.turns for record in turn.records]
 
     def calls(self, tool: str | None) -> list[str]:
-        """What was asked of a tool; None is the search engine."""
+        """Calls of a tool; None is the search engine."""
         return [call for turn in self.turns for call in turn.calls(tool)]
 
     @property
@@ -256,7 +256,7 @@ class Trajectory:
 
     @property
     def generated_positions(self) -> list[int]:
-        """Where in `full_input_ids` the sampled tokens stand."""
+        """Places of the sampled tokens in `full_input_ids`."""
         return [int(position) for position in np.flatnonzero(self.loss_mask)]
 
 
@@ -284,7 +284,7 @@ class Group:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStats:
-    """What became of one group; of its trajectories, environment errors left out."""
+    """Outcome of one group; environment errors among its trajectories are left out."""
 
     task_id: str
     num_correct: int
@@ -348,7 +348,7 @@ def with_fields(groups: Sequence[Group], **columns: Sequence[Any]) -> list[Group
 
 
 class Columns:
-    """What objectives read of the trajectories of some groups, an array over all of them each.
+    """Columns over the trajectories of some groups, as objectives read them.
 
     A column has the name of the parameter that takes it. The trajectories of a group are
     contiguous; N counts those with environment errors too, which are in no group.

@@ -31,7 +31,10 @@ gc.disable()
 # Before anything imports these: the hook rewrites modules as they load. The tower lets an int pass
 # for a float, as it does for mypy.
 install_import_hook(
-    ["jaxrl.objectives", "jaxrl.models"],
+    [
+        *("jaxrl.objectives", "jaxrl.models", "jaxrl.extras.experts", "jaxrl.extras.kernels"),
+        *("jaxrl.extras.vision", "jaxrl.extras.lora", "jaxrl.extras.dense"),
+    ],
     "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
 )
 

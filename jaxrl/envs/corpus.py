@@ -190,6 +190,10 @@ def longest_known(path: Path, parts: Mapping[str, int]) -> tuple[str, int]:
 
     A part that ends within a line is none: that line is another one by now.
 
+    Args:
+        path: of the corpus.
+        parts: bytes of each, by the SHA-256 of its content.
+
     Returns:
         Its SHA-256 and how many lines end in it; "" and 0 where there is none.
     """

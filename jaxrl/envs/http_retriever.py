@@ -51,6 +51,17 @@ class HttpRetriever(DocumentSearch):
     ) -> None:
         """Asks nothing yet; arguments are the keys of `config.search.http`.
 
+        Args:
+            url: of the server, `http://127.0.0.1:8000/retrieve`; without a path that of the
+                protocol is meant.
+            protocol: `search_r1` or `flashrag`.
+            topk: documents of an answer.
+            key_env: the environment variable that holds a key, sent as a bearer's; "" for none.
+            timeout_s: of a request.
+            connections: requests in flight at most.
+            batch_size: queries of a request at most.
+            max_response_mib: MiB of an answer at most.
+
         Raises:
             ValueError: a setting is none of these, or the variable is not set.
         """

@@ -236,6 +236,10 @@ def check_url(key: str, url: str, *, keys_from: str = "the key_env beside it") -
 def key_of(key: str, variable: str) -> str:
     """The secret that an environment variable holds; from now on it is left out of all texts.
 
+    Args:
+        key: of the configuration, which names the variable.
+        variable: its name.
+
     Raises:
         ValueError: it is not set, or empty, or no header could carry it.
     """

@@ -93,6 +93,10 @@ class Payment:
     def check(self, task: Task, key: str) -> None:
         """Refuses parts that ask for what a task does not offer.
 
+        Args:
+            task: one of those that will be played.
+            key: the configuration key that named its file.
+
         Raises:
             ValueError: names the part, and what it asks for.
         """

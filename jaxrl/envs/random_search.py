@@ -18,6 +18,10 @@ class RandomSearch(DocumentSearch):
     def __init__(self, engine: DocumentSearch, *, seed: int) -> None:
         """Takes the place of an engine.
 
+        Args:
+            engine: whose documents are drawn, as many as it shows.
+            seed: with the query, what the draws depend on.
+
         Raises:
             ValueError: its documents are not at hand.
         """

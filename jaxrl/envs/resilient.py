@@ -94,6 +94,12 @@ def ask_first(engine: Tool, policy: Policy, *, place: str, log: Callable[[str], 
     Where it fails, a warning says so, and it is asked again for as long as a run would ask; with
     `on_outage="empty"` nobody waits, as a run would go on without it.
 
+    Args:
+        engine: asks the server.
+        policy: of the run.
+        place: key of the server's address, for messages.
+        log: told of a failure.
+
     Raises:
         ValueError: the server refuses the query, as where there is no such path, or a key is wrong.
         OutageError: it has answered nobody for `policy.outage_deadline_s`.

@@ -124,6 +124,11 @@ DIALECTS = {
 def read_request(body: bytes, dialect: Dialect, topk: int) -> tuple[list[str], int, bool]:
     """Parses a request: its queries, the documents wanted of each, and whether scores are.
 
+    Args:
+        body: as it arrived.
+        dialect: of the path that it was sent to.
+        topk: documents where the request does not say.
+
     Raises:
         RefusedError: the body is not of the protocol; says what arrived.
     """

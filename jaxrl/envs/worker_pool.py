@@ -49,7 +49,7 @@ class WorkerPool:
         self._finalizer = weakref.finalize(self, _close_all, self._all)
 
     def ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        """What a worker answers; `error` where a limit or an exception ends it.
+        """Asks a worker; its answer has `error` where a limit or an exception ends it.
 
         A worker that is lost is replaced and asked once more, since the system may have ended it.
 

@@ -150,7 +150,13 @@ def write_trajectories(
     trajectories: Sequence[Trajectory],
     fields: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Writes trajectories as JSONL, each with its text, its turns and its token arrays."""
+    """Writes trajectories as JSONL, each with its text, its turns and its token arrays.
+
+    Args:
+        path: the JSONL file; it is replaced.
+        trajectories: to write, with their advantages.
+        fields: further JSON values of each.
+    """
     with written_whole(path) as file:
         for trajectory, more in zip(trajectories, fields, strict=True):
             record = trajectory_record(trajectory) | dict(more)

@@ -1,4 +1,4 @@
-"""What a model is to everything outside this folder, and the table of architectures.
+"""Architectures: a model as everything outside this folder knows it.
 
 An architecture is a frozen dataclass: its fields are the sizes of one model, its methods compute
 with that model's parameters. The parameters are a nested dict: `blocks` holds the layers, every
@@ -18,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxrl.models.attachments import Tower
-from jaxrl.models.beside import TokenArray
+from jaxrl.models.beside import Statistics, TokenArray
 from jaxrl.models.layers import Attend, SamplerThrough, Stacks, Through
 from jaxrl.models.parts import Declared, divide
 from jaxrl.types import Params
@@ -26,7 +26,7 @@ from jaxrl.types import Params
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTerms:
-    """What the plan has to know of a layer: values on one device.
+    """Sizes of a layer for the plan: values on one device.
 
     Attributes:
         activations: of a token, while the layer is differentiated.
@@ -77,7 +77,6 @@ class Architecture(ABC):
     max_positions: int  # tokens of the longest sequence
     tie_embeddings: bool  # the output layer is the embedding
     num_experts: int = 0  # of a layer that has some, which `mesh.expert` splits
-    has_statistics: bool = False  # passes leave some in `Beside.statistics`
     tower: Tower | None = None  # reads attachments, images say; None in a model of text alone
 
     @property
@@ -107,17 +106,10 @@ class Architecture(ABC):
         """The kernels of `on_mesh` beside those of attention, for the log; "" without any."""
         return ""
 
-    def statistics_metrics(self, statistics: Any) -> dict[str, Array]:
-        """Scalars by name of metric, of the sums over a mini-batch's tokens."""
-        raise NotImplementedError
-
-    def balance_weights(self, statistics: Any, coef: Array) -> Any:
-        """The constant part of `balance_loss`, of the sums over the whole mini-batch."""
-        raise NotImplementedError
-
-    def balance_loss(self, weights: Any, statistics: Any) -> Float[Array, ""]:
-        """A micro-batch's part of the loss that has experts used alike."""
-        raise NotImplementedError
+    @property
+    def statistics(self) -> Statistics | None:
+        """Reads the sums that passes leave in `Beside.statistics`; None of a model without any."""
+        return None
 
     @property
     def stacks(self) -> Stacks:
@@ -240,10 +232,10 @@ class Architecture(ABC):
 
     @abstractmethod
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Of a layer, without experts, its heads and inner width split over `tensor` devices."""
+        """Terms of a layer without experts, heads and inner width split over `tensor` devices."""
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
-        """What the experts of a layer add, split over `expert` devices and each over `tensor`."""
+        """Terms that experts of a layer add, split over `expert` devices and each over `tensor`."""
         raise NotImplementedError
 
     @property
@@ -253,5 +245,5 @@ class Architecture(ABC):
 
 
 def is_axes(node: Any) -> bool:
-    """Whether a node of a tree of axes names those of one array; layers of a model are a tuple."""
+    """True if a node of a tree of axes names those of one array; layers of a model are a tuple."""
     return isinstance(node, tuple) and not any(isinstance(part, dict) for part in node)

@@ -36,7 +36,7 @@ class Around(Architecture):
     max_positions: int = _of_model("max_positions")
     tie_embeddings: bool = _of_model("tie_embeddings")
     num_experts: int = _of_model("num_experts")
-    has_statistics: bool = _of_model("has_statistics")
+    statistics: Any = _of_model("statistics")
     recorded: Any = _of_model("recorded")
     shown_kernels: Any = _of_model("shown_kernels")
     tower: Tower | None = _of_model("tower")
@@ -117,18 +117,6 @@ class Around(Architecture):
     def hidden_states(self, *arrays: Any) -> Any:
         """See `Architecture`."""
         return self.model.hidden_states(*arrays)
-
-    def statistics_metrics(self, statistics: Any) -> dict[str, Any]:
-        """See `Architecture`."""
-        return self.model.statistics_metrics(statistics)
-
-    def balance_weights(self, statistics: Any, coef: Any) -> Any:
-        """See `Architecture`."""
-        return self.model.balance_weights(statistics, coef)
-
-    def balance_loss(self, weights: Any, statistics: Any) -> Any:
-        """See `Architecture`."""
-        return self.model.balance_loss(weights, statistics)
 
     def unembed(self, params: Params, hidden: Any, *, num_tokens: int) -> Any:
         """See `Architecture`."""

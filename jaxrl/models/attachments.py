@@ -58,7 +58,7 @@ class Tower(ABC):
 
     @property
     def arrays(self) -> Mapping[str, TokenArray]:
-        """What passes are given of each token where there are attachments."""
+        """Arrays by token that passes are given where there are attachments."""
         int32 = np.dtype(np.int32)
         return {
             POSITIONS: TokenArray(shape=(self.num_axes,), dtype=int32, fill=0),
@@ -72,7 +72,7 @@ class Tower(ABC):
 
     @abstractmethod
     def memory_terms(self) -> MemoryTerms:
-        """Of a patch in a layer, in place of a token."""
+        """Terms of a patch in a layer, in place of a token."""
 
     @abstractmethod
     def num_scores(self, num_patches: int) -> int:
@@ -129,7 +129,7 @@ class Tower(ABC):
         places: Int[Array, "S P W"],
         through: Through,
     ) -> Float[Array, "S U E"]:
-        """What is read of each unit: `1 + num_added` times D numbers.
+        """Embeds units of attachments: `1 + num_added` times D numbers each.
 
         The first D stand in the place of the token. Each D behind them are added to its hidden
         state after a layer of the decoder, from the first on (DeepStack).

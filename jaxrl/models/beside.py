@@ -1,4 +1,4 @@
-"""What goes with the tokens of a pass beside their ids and positions, and with their states.
+"""Arrays by token beside ids, positions and states, and sums over tokens.
 
 An architecture declares arrays by token. A pass leaves those of `Architecture.recorded`: the
 sampler keeps them, rollouts carry them with the trajectory, packing lays them beside the ids, and
@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -31,6 +31,25 @@ class TokenArray:
     dtype: np.dtype
     fill: int
 
+    def __post_init__(self) -> None:
+        """Refuses a declaration that no array can have.
+
+        Raises:
+            ValueError: says what was declared.
+        """
+        if not isinstance(self.dtype, np.dtype) or not isinstance(self.shape, tuple):
+            raise ValueError(
+                f"a TokenArray has shape {self.shape!r} and dtype {self.dtype!r}; expected a tuple "
+                "and a np.dtype, as np.dtype(np.uint8)."
+            )
+        if self.dtype.kind in "iu":
+            bounds = np.iinfo(self.dtype)
+            if not bounds.min <= self.fill <= bounds.max:
+                raise ValueError(
+                    f"a TokenArray of {self.dtype} has fill {self.fill}; expected {bounds.min} to "
+                    f"{bounds.max}."
+                )
+
     def filled(self, *sizes: int) -> np.ndarray:
         """An array `[*sizes, *shape]` of `fill`."""
         return np.full((*sizes, *self.shape), self.fill, self.dtype)
@@ -41,9 +60,26 @@ class TokenArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@runtime_checkable
+class Statistics(Protocol):
+    """Metrics and a loss of a tree of sums over tokens, which passes of a model leave."""
+
+    def metrics(self, sums: Any) -> dict[str, jax.Array]:
+        """Scalars by name of metric, of the sums over a mini-batch."""
+        ...
+
+    def balance_weights(self, sums: Any, coef: jax.Array) -> Any:
+        """The constant part of `balance_loss`, of the sums over the whole mini-batch."""
+        ...
+
+    def balance_loss(self, weights: Any, sums: Any) -> jax.Array:
+        """A micro-batch's part of a loss that has experts used alike; a scalar."""
+        ...
+
+
 @dataclass(kw_only=True)
 class Beside:
-    """What a pass over M tokens is given beside ids and positions, and leaves beside states.
+    """Inputs of a pass over M tokens beside ids and positions, and outputs beside states.
 
     Attributes:
         given: arrays `[M, ...]` by name: of `Architecture.recorded`, and of `Tower.arrays`.
@@ -52,7 +88,8 @@ class Beside:
         counted: float32 `[M]`, how often each token counts in `statistics`; None: none are wanted.
         records: `recorded` is wanted.
         recorded: after the pass, arrays `[M, ...]` by name.
-        statistics: after the pass, a tree of sums over tokens; None of a model that has none.
+        statistics: after the pass, a tree of sums over tokens; None of a model that has none, see
+            `Architecture.statistics`.
     """
 
     given: Mapping[str, jax.Array] = field(default_factory=dict)

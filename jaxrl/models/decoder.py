@@ -476,11 +476,11 @@ class Decoder(Architecture):
 
     @abstractmethod
     def declare_feed_forward(self, rngs: nnx.Rngs) -> dict[str, nnx.Module]:
-        """What a layer has beside norms and attention, by the names of the parameters."""
+        """Declares a layer's parts beside norms and attention, by the names of the parameters."""
 
     @abstractmethod
     def feed_forward(self, layer: Params, x: Float[Array, "M D"]) -> Float[Array, "M D"]:
-        """What the second half of a layer adds to M tokens, of their normed states."""
+        """Computes what a layer's second half adds to M tokens, from their normed states."""
 
     @abstractmethod
     def feed_forward_axes(self) -> dict[str, Any]:

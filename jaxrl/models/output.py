@@ -53,7 +53,7 @@ def find_places(is_wanted: jax.Array, num_shards: int, room: int) -> Places:
 def _move(
     x: jax.Array, index: jax.Array, is_valid: jax.Array, back: jax.Array, is_valid_back: jax.Array
 ) -> jax.Array:
-    """What stands at `index` of each shard, 0 where that is not valid.
+    """Gathers at `index` of each shard, 0 where that is not valid.
 
     `back` is the inverse: the gradient is moved as well, rather than scattered.
     """
@@ -74,12 +74,12 @@ _move.defvjp(_move_forward, _move_backward)
 
 
 def take(x: jax.Array, places: Places) -> jax.Array:
-    """Of tokens `[S, M, ...]` the wanted ones, `[S, C, ...]`."""
+    """Gathers the wanted ones `[S, C, ...]` of tokens `[S, M, ...]`."""
     return _move(x, places.source, places.is_taken, places.place, places.is_wanted)
 
 
 def put(found: jax.Array, places: Places) -> jax.Array:
-    """What was found of the wanted tokens `[S, C]` at their places `[S, M]`, elsewhere 0."""
+    """Scatters results of wanted tokens `[S, C]` to their places `[S, M]`, elsewhere 0."""
     return _move(found, places.place, places.is_wanted, places.source, places.is_taken)
 
 
@@ -95,7 +95,7 @@ def block_tokens(platform: str, num_ids: int) -> int:
 
 
 class _Found(NamedTuple):
-    """Of tokens `[..., C]`, float32, nats."""
+    """Measures of tokens `[..., C]`, float32, nats."""
 
     logprobs: jax.Array
     entropies: jax.Array
@@ -103,7 +103,7 @@ class _Found(NamedTuple):
 
 
 def _measure(logits: jax.Array, targets: jax.Array) -> _Found:
-    """Of `[..., V]` logits; masked ids carry a huge negative logit and add exactly nothing."""
+    """Measures `[..., V]` logits; masked ids have a huge negative logit and add exactly nothing."""
     highest = logits.max(axis=-1, keepdims=True)
     centred = logits - highest
     weights = jnp.exp(centred)
@@ -167,7 +167,7 @@ class OutputLayer:
     def logprobs_and_entropies(
         self, tables: Any, hidden: jax.Array, targets: jax.Array, temperature: float | jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Of the targets `[S, C]`, drawn by the logits of the hidden states `[S, C, D]`.
+        """Scores the targets `[S, C]` by the logits of the hidden states `[S, C, D]`.
 
         Args:
             tables: all that `unembed` reads.
@@ -191,7 +191,7 @@ class OutputLayer:
         return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :num_tokens]
 
     def by_block(self, compute: Callable[..., Any], into: Any, *given: Any) -> Any:
-        """What `compute` makes of each block of `into` and `given`, `[S, c, ...]`, over `into`."""
+        """Replaces blocks of `into` by what `compute` makes of them and `given`, `[S, c, ...]`."""
         num_tokens = jax.tree.leaves(into)[0].shape[1]
         count, width = chunks_of(num_tokens, self.block_tokens)
 

@@ -36,7 +36,7 @@ def no_tables(model: Architecture) -> set[str]:
 
 
 class Model:
-    """What is known of the policy beside its parameters."""
+    """The policy without its parameters: architecture, mesh, kernels and settings of passes."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Model:
         given = {name: in_pieces(self.mesh, x) for name, x in batch.token_arrays.items()}
         given = {name: x.reshape(-1, *x.shape[2:]) for name, x in given.items()}
         beside = Beside(given=given, attached=batch.attached)
-        if counts and self.config.has_statistics:
+        if counts and self.config.statistics:
             is_token = in_pieces(self.mesh, batch.segment_ids > 0)
             beside.counted = is_token.reshape(-1).astype(jnp.float32)
         return beside
@@ -179,7 +179,7 @@ class Model:
         return logprobs, entropies
 
     def _hidden_states(self, params: Params, batch: Batch, beside: Beside) -> jax.Array:
-        """Of the last layer `[C * b, T / C, D]`; see `in_pieces`."""
+        """Hidden states of the last layer `[C * b, T / C, D]`; see `in_pieces`."""
         on_shards = partial(jax.lax.with_sharding_constraint, shardings=piece_sharding(self.mesh))
         hidden = self.config.hidden_states(
             params,

@@ -116,7 +116,7 @@ class QwenConfig(Decoder):
         }
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """Of attention and a gated MLP, both split over `tensor` devices where that divides."""
+        """Attention and a gated MLP, both split over `tensor` devices where that divides."""
         inner = self.mlp_width if self.mlp_width % tensor else self.mlp_width // tensor
         attended = self.num_heads // tensor * self.head_dim
         read = self.num_kv_heads // tensor * self.head_dim

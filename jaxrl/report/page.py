@@ -84,6 +84,10 @@ def spread_of(runs: Sequence[Facts], name: tuple[str, str]) -> tuple[str, str, i
 
     These are the finished ones with such a score: the last score of another is of some step on the
     way. `before` is empty where one of them has none.
+
+    Args:
+        runs: seeds of one configuration.
+        name: measure and suite, as of `held_out`.
     """
     found = [held_out(run).get(name) for run in runs if run.is_finished]
     scores = [pair for pair in found if pair]
@@ -121,7 +125,11 @@ def sentence(run: Facts) -> str:
 
 
 def searched(config: Mapping[str, Any]) -> str:
-    """Names the source of a run's answers; "" where that is not known."""
+    """Names the source of a run's answers; "" where that is not known.
+
+    Args:
+        config: flat.
+    """
     engine = str(config.get("search.engine", "local"))
     corpus = _ending(config.get(f"search.{'dense' if engine == 'hybrid' else engine}.corpus"))
     what = {

@@ -31,7 +31,13 @@ REMEDIES = {
 
 
 def system_message(error: OSError, remedy: str = "", place: Path | None = None) -> str | None:
-    """Says which file the system refuses, why, and the remedy; None for other errors."""
+    """Says which file the system refuses, why, and the remedy; None for other errors.
+
+    Args:
+        error: of the system.
+        remedy: what to do, if it is not what `REMEDIES` says.
+        place: what the error is about, if it does not name a file.
+    """
     file = error.filename or place
     if not file or error.errno not in REMEDIES:
         return None

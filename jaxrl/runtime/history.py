@@ -135,7 +135,13 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
 def changes_since(
     begun: Begun, config: ConfigDict, contents: Mapping[str, str] | None = None
 ) -> list[Change]:
-    """Differences to the run's configuration so far; without `contents`, files are not compared."""
+    """Differences to the run's configuration so far; without `contents`, files are not compared.
+
+    Args:
+        begun: the run so far.
+        config: the present one.
+        contents: fingerprints of the files it names; None: files are not compared yet.
+    """
     now = plain(flatten(config))
     different = [key for key in now if key in begun.config and begun.config[key] != now[key]]
     # 0 stands for what the memory holds, which is chosen later.

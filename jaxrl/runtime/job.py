@@ -34,7 +34,7 @@ CLUSTERS = ("slurm", "tpu")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Where this process stands in its job.
+    """Place of this process in its job.
 
     Attributes:
         coordinator: host and port at which process 0 listens; None where JAX finds out by itself.
@@ -309,7 +309,7 @@ def _waiting(job: Job, *, silent_s: float = 10.0, limit_s: float = JOIN_S) -> It
 
 
 def _bound(coordinator: str) -> dict[str, Any]:
-    """Where JAX's coordinator listens: on loopback if it is called there, else everywhere."""
+    """Addresses of JAX's coordinator: loopback if it is called there, else all."""
     host = coordinator.rpartition(":")[0].strip("[]")
     with contextlib.suppress(ValueError):  # of a name
         if ipaddress.ip_address(host).is_loopback:

@@ -201,6 +201,11 @@ def _own_code(config: ConfigDict) -> dict[str, Path]:
 def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) -> None:
     """Refuses processes of one job that would train on different things; all of them call this.
 
+    Args:
+        config: what this process was started with.
+        workdir: where this process writes.
+        contents: this process's `fingerprints`.
+
     Raises:
         ValueError: names what differs, in all processes alike.
     """

@@ -80,7 +80,7 @@ class Blocks:
 
 @struct.dataclass
 class Report:
-    """What a chunk of C steps sampled, for r rows."""
+    """Samples of a chunk of C steps, for r rows."""
 
     token_ids: Array  # int32 [r, C]; -1 where nothing was sampled
     logprobs: Array  # float32 [r, C], nats
@@ -146,7 +146,7 @@ class Sampler:
         )
 
     def empty_state(self) -> State:
-        """What the first chunk goes on from: nothing."""
+        """The state that the first chunk goes on from: no row runs."""
         zeros = jnp.zeros(self.num_rows, jnp.int32)
         state = State(
             pending=zeros, length=zeros, budget=zeros, stop_state=zeros, active=zeros.astype(bool)
@@ -266,12 +266,12 @@ class Sampler:
         through = SamplerThrough(attend, cache, beside)
         token_ids = blocks.token_ids.reshape(-1)
         self.config.sample_states(weights, token_ids, positions.reshape(-1), through)
-        recorded = self._recorded(through.beside)
+        recorded = self._recorded(through.beside, token_ids.size)
         recorded = {name: x.reshape(-1, BLOCK, *x.shape[1:]) for name, x in recorded.items()}
         return self._split(through.memory), recorded
 
-    def _recorded(self, beside: Beside) -> dict[str, Array]:
-        """The arrays of `recorded` that a pass has left, `[M, ...]`."""
+    def _recorded(self, beside: Beside, num_tokens: int) -> dict[str, Array]:
+        """The arrays of `recorded` that a pass over so many tokens has left, `[M, ...]`."""
         if missing := [name for name in self.recorded if name not in beside.recorded]:
             raise ValueError(
                 f"config.model.router.replay is True, but {type(self.config).__name__} does not "
@@ -280,11 +280,11 @@ class Sampler:
             )
         for name, one in self.recorded.items():
             found = beside.recorded[name]
-            if (found.shape[1:], found.dtype) != (one.shape, one.dtype):
+            if (found.shape, found.dtype) != ((num_tokens, *one.shape), one.dtype):
                 raise ValueError(
                     f"{type(self.config).__name__} declares {name!r} as {one.dtype} "
-                    f"{list(one.shape)} by token, but a pass leaves {found.dtype} "
-                    f"{list(found.shape[1:])}; mend `recorded` or the pass."
+                    f"{list(one.shape)} by token, but a pass over {num_tokens} tokens leaves "
+                    f"{found.dtype} {list(found.shape)}; mend `recorded` or the pass."
                 )
         return {name: self._by_row(beside.recorded[name]) for name in self.recorded}
 
@@ -411,7 +411,7 @@ class Sampler:
         read: Callable[..., jax.Array],
         past: tuple[Any, ...],
     ) -> tuple[jax.Array, Cache, dict[str, Array]]:
-        """Of each row's pending token: states, the chunk with its keys and values, `recorded`."""
+        """Reads pending tokens: states, the chunk with their keys and values, `recorded`."""
 
         def attend(
             place: Any, chunk: Pages, past: Any, q: jax.Array, k: jax.Array, v: jax.Array
@@ -425,7 +425,7 @@ class Sampler:
 
         through = SamplerThrough(attend, chunk, Beside(records=self.records), past)
         hidden = self.config.sample_states(weights, pending, positions, through)
-        return hidden, through.memory, self._recorded(through.beside)
+        return hidden, through.memory, self._recorded(through.beside, pending.size)
 
     def _add_step(
         self, old: jax.Array, new: jax.Array, place: Any, index: jax.Array
@@ -511,7 +511,7 @@ class Sampler:
 
 
 def scans(scan_layers: bool, platform: str) -> bool:
-    """Whether the sampler goes through layers in a loop, as `config.model.scan_layers` has it.
+    """True if the sampler goes through layers in a loop, as `config.model.scan_layers` has it.
 
     Not on a CPU: there a loop copies the weights of a layer before it multiplies with them, which
     took a fifth of the time, and layers apart compile in seconds.

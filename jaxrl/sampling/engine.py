@@ -376,6 +376,22 @@ class Engine:
             lambda: (sampler.empty_state(), sampler.nothing_seen(self._max_units))
         )
 
+    def check(self) -> None:
+        """Traces a pass that reads tokens, and computes nothing.
+
+        Raises:
+            ValueError: the pass does not leave the arrays that the architecture declares.
+        """
+        cache, seen = jax.eval_shape(
+            lambda: (
+                self.sampler.empty_cache(self.num_pages * self.num_shards, self.page_tokens),
+                self.sampler.nothing_seen(self._max_units),
+            )
+        )
+        nothing: list[deque[_Piece]] = [deque() for _ in range(self.num_shards)]
+        blocks, _ = self._host_blocks(nothing, self.append_sizes[0] // BLOCK)
+        jax.eval_shape(self.sampler.append, self._weights_of.abstract(), cache, blocks, seen)
+
     def compile(self, show: Callable[[str], None] = lambda _: None) -> None:
         """Compiles all programs that are not compiled yet, side by side; `show` is told how far."""
         shards, sampler = self.num_shards, self.sampler
@@ -710,11 +726,11 @@ class Engine:
 
     @property
     def _next_prompt(self) -> Prompt:
-        """Of the request that is admitted next."""
+        """The prompt of the request that is admitted next."""
         return self._queue[0][1].prompt if self._queue else Prompt()
 
     def _free_shard(self) -> int | None:
-        """Where the next request of the queue is admitted; None: nowhere now."""
+        """The shard that admits the queue's next request; None: none has room."""
         if not self._queue:
             return None
         request = self._queue[0][1]
@@ -739,7 +755,7 @@ class Engine:
             each.drop_kept(but=self._next_prompt)
 
     def _copy_prefixes(self) -> None:
-        """What a prompt has beyond its full pages, to the pages of its further samples."""
+        """Copies what a prompt has beyond its full pages to the pages of its further samples."""
         while any(shard.copies for shard in self._shards):
             sources, targets = (
                 np.full((self.num_shards, MOVED_PAGES), self.num_pages, np.int32) for _ in range(2)
@@ -933,7 +949,7 @@ class Engine:
         return patches, places, units
 
     def _pieces(self, row: Row, units: Iterator[np.ndarray]) -> list[_Piece]:
-        """What a row has to read, which counts as read then; `units` are of its attachments."""
+        """Cuts up what a row has to read, and counts it as read; `units` are of its attachments."""
         tokens, arrays = np.array(row.unread, np.int32), {}
         if self._tower is not None:
             arrays = {n: one.filled(len(tokens)) for n, one in self._tower.arrays.items()}

@@ -14,7 +14,7 @@ from jaxrl.types import Attachment, Group, Params
 
 @dataclass(frozen=True, kw_only=True)
 class Seeds:
-    """What, beside task, sample and attempt, the draws depend on."""
+    """Seeds of the draws, beside task, sample and attempt."""
 
     seed: int
     stage: int
@@ -130,7 +130,7 @@ class Processor(Protocol):
         ...
 
     def __call__(self, picture: Picture) -> Attachment:
-        """What the model reads of it.
+        """Reads an image as the model wants it.
 
         Raises:
             UnreadableError: it is no image, or damaged.

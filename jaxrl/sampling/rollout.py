@@ -328,7 +328,7 @@ class EpisodePlayer:
         return samples
 
     def prompt_fits(self, task: Task) -> bool:
-        """Whether the prompt of a task is within its limit.
+        """Returns True if the prompt of a task is within its limit.
 
         Raises:
             ValueError: it is longer, and that is refused, as is cutting images; or it is empty.
@@ -385,7 +385,7 @@ class EpisodePlayer:
         return 0 if image_id is None else token_ids.count(image_id)
 
     def _has_too_many_units(self, token_ids: Sequence[int]) -> bool:
-        """Whether there are more tokens of images than a trajectory may have."""
+        """Returns True if there are more tokens of images than a trajectory may have."""
         limit = self._limits.max_image_tokens
         return 0 < limit < self._num_units(token_ids)
 
@@ -598,7 +598,7 @@ class EpisodePlayer:
         ]
 
     def _found(self, samples: Sequence[Sample]) -> list[tuple[Sample, Finished]]:
-        """What the environment found; a sample that it cannot score has failed instead."""
+        """Asks the environment for scores; a sample that it cannot score has failed instead."""
         if not samples:
             return []
         try:
@@ -782,7 +782,7 @@ class Rollout(EpisodePlayer):
         return {number: sample for number, (sample, _) in zip(numbers, opened, strict=True)}
 
     def _turn_text(self, sample: Sample, status: int) -> str:
-        """What the environment sees: the turn up to its stop string, without an end-of-turn id."""
+        """The turn as the environment sees it: up to its stop string, without an end-of-turn id."""
         token_ids = sample.token_ids[sample.turn_starts[-1] :]
         if status == decode.END_OF_TURN:
             token_ids = token_ids[:-1]
@@ -821,7 +821,7 @@ def _ends_run(error: BaseException) -> bool:
 
 
 def failed_step(why: str) -> StepResult:
-    """What ends an episode as an environment error."""
+    """Makes the reply that ends an episode as an environment error."""
     return StepResult(outcome=Outcome.ENVIRONMENT_ERROR, error=writable(why)[:MAX_ERROR])
 
 
@@ -882,7 +882,7 @@ def _check_inserted(observation: Observation | ToolResults | None) -> None:
 
 
 def images_of(observation: Observation | ToolResults | None) -> list[Picture]:
-    """What an observation shows, in its order."""
+    """Images of an observation, in its order."""
     if isinstance(observation, ToolResults):
         return [picture for some in observation.images for picture in some]
     return [] if observation is None else list(observation.images)

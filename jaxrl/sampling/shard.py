@@ -42,7 +42,7 @@ class Read(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """What a request begins with; equal ones share their pages."""
+    """Ids and attachments that a request begins with; equal prompts share their pages."""
 
     ids: tuple[int, ...] = ()
     attachments: tuple[Attachment, ...] = ()
@@ -150,7 +150,7 @@ class Shard:
         return max(pages_for(longest, self._page_tokens) - len(row.pages), 0)
 
     def lacks_pages(self, row: Row) -> bool:
-        """Whether a row that has pages needs more for the next chunk than are free."""
+        """Returns True if a row with pages needs more for the next chunk than are free."""
         return row.saved is None and self._missing(row) > self.pool.num_free
 
     def grow(self, row: Row) -> None:

@@ -36,7 +36,7 @@ class StopAutomaton:
         self.next_state, self.is_hit = _lift_to_tokens(moves, ends, vocab_bytes)
 
     def first_stop(self, data: bytes) -> int | None:
-        """Where the stop string that is complete first ends in `data`; None if there is none."""
+        """Finds the end in `data` of the stop string that is complete first; None without one."""
         ends = [data.find(stop) + len(stop) for stop in self.stop_strings if stop in data]
         return min(ends, default=None)
 

@@ -46,7 +46,7 @@ ENDING = (NotEnoughGroupsError, NothingWorksError, OutageError, OwnCodeError)
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What a step trains on."""
+    """Groups that a step trains on, and how they came about."""
 
     groups: list[Group]
     leftover: list[Group]  # groups beyond the need, for the next step
@@ -75,7 +75,7 @@ _GROUPS = ("groups", "leftover")
 
 @dataclass(kw_only=True)
 class _Batches:
-    """What the batches of a step have brought so far."""
+    """Groups and counts of a step's batches so far."""
 
     num_tasks_taken: int
     kept: list[Group]
@@ -209,7 +209,7 @@ def _without_divergences(group: Group) -> Group:
 def _metrics(
     batches: _Batches, *, num_leftover_before: int, num_leftover: int, method: Method
 ) -> dict[str, float]:
-    """What a step has drawn and kept, with what was left over before it and is after it."""
+    """Metrics of what a step has drawn and kept, and of leftovers before and after it."""
     tried, size = batches.tried, method.group_size
     kinds = Counter(group.kind for group in tried)
     num_groups = len(tried) or np.nan  # of no group at all, where enough were left over
@@ -229,7 +229,7 @@ def _metrics(
 
 
 def _shares(tried: Sequence[GroupStats]) -> str:
-    """Of which kinds groups were, and why the first one failed that did."""
+    """Describes the kinds of groups, and why the first that failed did."""
     kinds = Counter(group.kind for group in tried)
     named = [(kinds[kind], kind.replace("_", " ")) for kind in GROUP_KINDS if kinds[kind]]
     shares = ", ".join(f"{count} {name}" for count, name in named)
@@ -329,7 +329,7 @@ def _filter_groups(
 def _compared(
     groups: Sequence[Group], before: Columns, method: Method, kl_coef: float
 ) -> np.ndarray:
-    """What `filter.varied.metric` names, float32 [N, K]; K is 1 but for rewards by turns."""
+    """The values of `filter.varied.metric`, float32 [N, K]; K is 1 but for rewards by turns."""
     columns, settings = Columns(groups), method.advantage
     match method.filter.metric:
         case "acc":
@@ -344,7 +344,7 @@ def _compared(
 
 
 def filter_flags(keep: Chosen, column: Callable[[str], np.ndarray], count: int) -> np.ndarray:
-    """What the filter says of `count` trajectories, bool; `column` has its arrays by name.
+    """Applies the filter to `count` trajectories, bool; `column` has its arrays by name.
 
     Raises:
         OwnCodeError: it failed, or says something else.

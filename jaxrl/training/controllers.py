@@ -1,4 +1,4 @@
-"""What a run learns about itself between steps: coefficients, targets, gates, difficulties.
+"""States that a run adapts between steps: coefficients, targets, gates, difficulties.
 
 Every state is a frozen dataclass of plain JSON values, which a checkpoint stores as it is. `init`
 gives the first one and `update` the next one; settings are arguments, not state. `Controllers`
@@ -161,7 +161,7 @@ class KLBudget:
 
 @dataclass(frozen=True)
 class StageGate:
-    """Whether training has left the early stage, in which correctness still rises."""
+    """Tells when training has left the early stage, in which correctness still rises."""
 
     best: float | None = None  # highest validation so far; None: there was none yet
     tolerance: int = 0  # validations below the best of their time
@@ -334,7 +334,7 @@ class SkipSet:
         return cls()
 
     def __contains__(self, task_id: str) -> bool:
-        """Whether the task is skipped."""
+        """True if the task is skipped."""
         return task_id in self.task_ids
 
     def update(

@@ -109,7 +109,7 @@ class Estimator:
         return estimate
 
     def metrics(self, stage_step: int) -> dict[str, float]:
-        """What the settings that have a schedule are, after `stage_step` steps of the stage."""
+        """Values of the settings with a schedule, after `stage_step` steps of the stage."""
         found = self.scheduled(stage_step)
         return {f"advantage/{name}": value for name, value in found.items()}
 

@@ -1,4 +1,4 @@
-"""Whether a step has taught anything, and what to tell where it has not."""
+"""Checks whether a step has taught anything, and says so where it has not."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def short(text: str) -> str:
 
 
 def has_learned(update_metrics: Sequence[Mapping[str, Metric]]) -> bool:
-    """Whether one of a step's updates had a gradient, and was taken."""
+    """Returns True if one of a step's updates had a gradient, and was taken."""
     return any(
         0 < float(m["grad_norm"].value) < math.inf and not m["skipped"].value
         for m in update_metrics

@@ -1,4 +1,4 @@
-"""What trajectories took: calls, tokens, waits and money; summed up for a step and for a run.
+"""Costs of trajectories: calls, tokens, waits and money; summed for a step and for a run.
 
 A ledger has two parts. What the policy asked for is a function of weights and seeds, and the same
 when a run is repeated. Its `usage` is what that took outside: caches, servers and clocks decide it.
@@ -53,7 +53,7 @@ class Waits:
 
     @classmethod
     def of(cls, waits: Sequence[float]) -> Waits:
-        """Of some calls, in seconds."""
+        """Sums up some calls, in seconds."""
         buckets = [math.floor(PER_OCTAVE * math.log2(max(wait, _LEAST_S))) for wait in waits]
         counts = Counter(map(str, buckets))
         return cls(counts=dict(counts), total_s=math.fsum(waits), max_s=max(waits, default=0.0))
@@ -89,7 +89,7 @@ class Waits:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What calls took outside.
+    """Costs of calls outside.
 
     Attributes:
         attempts: how often each tool was asked, by its name; each is paid.
@@ -113,7 +113,7 @@ class Usage:
 
     @classmethod
     def of(cls, calls: Sequence[CallRecord], prices: Mapping[str, float]) -> Usage:
-        """Of some calls."""
+        """Sums up some calls."""
         attempts = {call.tool or SEARCH: 0 for call in calls}
         asked = [call for call in calls if call.source in ASKED]
         for call in asked:
@@ -141,7 +141,7 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Ledger:
-    """What some trajectories took; two ledgers add up to that of all their trajectories.
+    """Costs of some trajectories; two ledgers add up to that of all their trajectories.
 
     Attributes:
         num_trajectories: environment errors too.
@@ -165,7 +165,7 @@ class Ledger:
         *,
         is_control: bool = False,
     ) -> Ledger:
-        """Of some trajectories.
+        """Sums up some trajectories.
 
         Args:
             trajectories: of any outcome.

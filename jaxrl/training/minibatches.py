@@ -108,7 +108,7 @@ def as_trained(trajectory: Trajectory, loss: Loss) -> Trajectory:
 def _measured_fields(
     trajectories: Sequence[Trajectory], controllers: Controllers, method: Method
 ) -> dict[str, list[np.ndarray]]:
-    """What is known of every token beforehand: KL coefficients, and what was measured."""
+    """Values by token that are known beforehand: KL coefficients, and what was measured."""
     fields: dict[str, list[np.ndarray]] = {}
     if has_kl_weights(method.kl):
         fields["kl_weights"] = token_kl_weights(trajectories, controllers, method.kl)

@@ -21,7 +21,7 @@ PARTS = (64, 32, 16, 8, 4, 2, 1)
 
 
 class TokenSequence(Protocol):
-    """What packing reads of a trajectory or a demonstration.
+    """A trajectory or a demonstration as packing reads it.
 
     Where there are some, `attachments` and `token_arrays` too.
     """
@@ -192,14 +192,14 @@ def loss_quarters(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[
 
 
 def _quarters(has_loss: np.ndarray) -> int:
-    """Of one micro-batch, `[shards, rows, pieces, tokens]`."""
+    """Quarters of one micro-batch, `[shards, rows, pieces, tokens]`."""
     most, room = int(has_loss.sum(axis=(1, 3)).max()), has_loss[0, :, 0].size
     return next(quarters for quarters in QUARTERS if 4 * most <= quarters * room)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """What packing knows of a sequence.
+    """Sizes of a sequence, for packing.
 
     Attributes:
         length: in tokens.

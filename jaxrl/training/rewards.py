@@ -40,7 +40,7 @@ def add_reward(groups: Sequence[Group], part: str, amounts: np.ndarray) -> list[
 
 
 def shape(groups: Sequence[Group], shaping: Shaping, *, is_late: bool) -> list[Group]:
-    """What abstentions earn and what length costs, before groups are filtered.
+    """Adds what abstentions earn and what length costs, before groups are filtered.
 
     Args:
         groups: with the environment's rewards.
@@ -74,7 +74,7 @@ def shape(groups: Sequence[Group], shaping: Shaping, *, is_late: bool) -> list[G
 
 
 def kl_penalties(groups: Sequence[Group], coef: float) -> np.ndarray:
-    """What the KL term takes off each reward: `coef` times the measured divergence, float64 [N]."""
+    """The KL term's cost of each reward: `coef` times the measured divergence, float64 [N]."""
     return np.array(
         [coef * t.required("divergence").total if t.is_scored else 0.0 for t in members(groups)]
     )

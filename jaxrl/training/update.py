@@ -15,7 +15,7 @@ import optax
 from flax import struct
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl.models.architecture import Architecture
+from jaxrl.models.beside import Statistics
 from jaxrl.models.layers import HOST_MEMORY
 from jaxrl.models.output import QUARTERS
 from jaxrl.models.parts import Declared, join
@@ -138,7 +138,7 @@ class MicroBatches:
     """
 
     def __init__(self, model: Model, name: str, step: Callable[..., Any]):
-        """What each does.
+        """Compiles what each micro-batch does.
 
         Args:
             model: says where all of it lies, and the dtype of patches.
@@ -222,20 +222,20 @@ class ScoreStep:
         return self.add.program.num_traces
 
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> jax.Array:
-        """Of `packed`, which lies on the devices as `batch`; 0 for tokens without loss."""
+        """Scores `packed`, which lies on the devices as `batch`; 0 for tokens without loss."""
         zeros = jnp.zeros(batch.token_ids.shape, jnp.float32, device=batch_sharding(self._mesh))
         return self.add(self.model.whole(params), zeros, batch, packed)
 
 
 @struct.dataclass
 class Sums:
-    """What the micro-batches so far add up to."""
+    """Sums over the micro-batches so far."""
 
     gradients: Params  # float32
     metrics: dict[str, Metric]  # unfinished
     num_tokens: jax.Array  # float32 scalar, that carry loss
     statistics: Any = None  # see `Beside`
-    balance: Any = None  # of `Architecture.balance_weights`; None without that loss
+    balance: Any = None  # of `Statistics.balance_weights`; None without that loss
 
     def with_measured(self, metrics: dict[str, Metric], num_tokens: Any, statistics: Any) -> Sums:
         """With what a micro-batch measured."""
@@ -246,11 +246,11 @@ class Sums:
             statistics=jax.tree.map(jnp.add, self.statistics, statistics),
         )
 
-    def finished_metrics(self, model: Architecture) -> dict[str, Metric]:
-        """Those of all micro-batches, and of the model's statistics."""
+    def finished_metrics(self, statistics: Statistics | None) -> dict[str, Metric]:
+        """Those of all micro-batches, and of the model's `statistics`."""
         found = {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
-        if self.statistics is not None:
-            measured = model.statistics_metrics(self.statistics)
+        if statistics is not None:
+            measured = statistics.metrics(self.statistics)
             found |= {name: Metric(value) for name, value in measured.items()}
         return found
 
@@ -259,8 +259,9 @@ class Balance:
     """The constant part of the balance loss, by passes over a whole mini-batch of their own."""
 
     def __init__(self, model: Model):
-        """Of the policy."""
-        self._model = model
+        """Takes a policy with statistics."""
+        self._model, read = model, model.config.statistics
+        assert read is not None
 
         def statistics(params: Params, micro: Batch, quarters: int) -> Any:
             beside = model.beside(micro)
@@ -277,11 +278,11 @@ class Balance:
 
         whole = replicated(model.mesh)
         self._begin = jax.jit(begin, out_shardings=whole)
-        self._weigh = jax.jit(model.config.balance_weights, out_shardings=whole)
+        self._weigh = jax.jit(read.balance_weights, out_shardings=whole)
         self.add = MicroBatches(model, "balance", add)
 
     def __call__(self, params: Params, batch: Batch, packed: Packed, coef: float) -> Any:
-        """See `Architecture.balance_weights`."""
+        """See `Statistics.balance_weights`."""
         begun = self._begin(params, self._model.of_text(batch))
         sums = self.add(params, begun, batch, packed)
         return self._weigh(sums, np.float32(coef))
@@ -302,17 +303,17 @@ class Gradient:
         entropy_gradient: bool = False,
         balance_coef: float = 0.0,
     ):
-        """What is differentiated.
+        """Compiles the gradient of a loss.
 
         Args:
             model: the policy.
             token_loss: see `TokenLoss`.
             temperature: of the distribution that was sampled from.
             entropy_gradient: the loss differentiates through the entropies.
-            balance_coef: of `Architecture.balance_loss`, which is of the whole mini-batch: a pass
+            balance_coef: of `Statistics.balance_loss`, which is of the whole mini-batch: a pass
                 beforehand counts which experts its tokens reach.
         """
-        shardings = param_shardings(model.mesh, model.trained)
+        shardings, read = param_shardings(model.mesh, model.trained), model.config.statistics
 
         def micro_loss(
             trained: Params, others: Params, micro: Batch, balance: Any, quarters: int
@@ -333,8 +334,8 @@ class Gradient:
             }
             num_tokens = micro.loss_mask.sum().astype(jnp.float32)
             loss = (values * micro.token_weights).sum()
-            if balance is not None:
-                loss += model.config.balance_loss(balance, beside.statistics)
+            if balance is not None and read is not None:
+                loss += read.balance_loss(balance, beside.statistics)
             return loss, (reduced, num_tokens, beside.statistics)
 
         def begin(params: Params, batch: Batch) -> Sums:
@@ -468,7 +469,7 @@ class UpdateStep:
             )
             state = jax.lax.with_sharding_constraint(state, shardings)
             measured = {"grad_norm": Metric(norm), "skipped": Metric(1.0 - is_finite)}
-            return state, sums.finished_metrics(model.config) | measured
+            return state, sums.finished_metrics(model.config.statistics) | measured
 
         self.apply = CompiledFunction(apply, name="optimizer", donate_argnums=(0,))
 

@@ -128,6 +128,9 @@ def encode_rows(
 def read_encoder(path: str | Path) -> BertConfig | Architecture:
     """The model of an HF folder, from its `config.json` alone.
 
+    Args:
+        path: the folder.
+
     Raises:
         FileNotFoundError: there is no such folder, or no `config.json` in it.
         ValueError: it is of no kind that makes vectors here.

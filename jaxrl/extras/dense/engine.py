@@ -97,6 +97,10 @@ class DenseSearch(DocumentSearch):
     def __init__(self, *, progress: Progress = lambda _: None, **settings: Any) -> None:
         """Opens the index of a corpus, building it if need be; `settings` are those of `Settings`.
 
+        Args:
+            progress: is told how many documents have their vectors, where an index must be built.
+            settings: those of `Settings`.
+
         Raises:
             FileNotFoundError: there is no such corpus, encoder or file of vectors.
             ImportError: the vectors are of FAISS, which is not installed.

@@ -152,6 +152,11 @@ def open_built(
 
     One process builds; others that ask for the same wait for it.
 
+    Args:
+        source: what it is made of.
+        make_rows: called where something has to be built; gives the vectors of documents.
+        progress: told how many vectors are there.
+
     Raises:
         FileNotFoundError: there is no such corpus.
         PermissionError: the index may not be written.

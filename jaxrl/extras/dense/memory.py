@@ -17,6 +17,12 @@ def search_bytes(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of one device throughout, and those that answering queries adds; none on a CPU's.
 
+    Args:
+        config: of the run; both are empty where it searches by no vectors, or on the host's CPU.
+        num_passages: of the corpus; 0 counts them in the file.
+        num_local: devices of a process, which split the passages.
+        platform: of these: cpu, gpu or tpu.
+
     Raises:
         FileNotFoundError: `num_passages` is 0 and there is no corpus, or there is no encoder.
         ValueError: the encoder is of no known kind.

@@ -81,7 +81,17 @@ def device_bytes(
     candidates: int,
     query_rows: int,
 ) -> dict[str, int]:
-    """Bytes of one device: what lies there, and what a search needs beside it."""
+    """Bytes of one device: what lies there, and what a search needs beside it.
+
+    Args:
+        num_passages: of the corpus.
+        width: of a vector.
+        dtype: out of `DTYPES`.
+        num_devices: over which they are split.
+        platform: of these: cpu, gpu or tpu.
+        candidates: that are computed again.
+        query_rows: queries that are searched for at once.
+    """
     layout, itemsize = Layout.of(num_passages, num_devices, platform), jnp.dtype(dtype).itemsize
     groups = layout.passages // GROUP
     return {

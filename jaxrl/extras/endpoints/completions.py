@@ -22,6 +22,13 @@ class Completions:
     ) -> None:
         """Opens no connection yet.
 
+        Args:
+            url: of the endpoint, up to `/chat/completions`.
+            section: of the configuration, for messages.
+            key_env: environment variable with the key; "" for none.
+            timeout_s: of a request.
+            connections: requests in flight at most.
+
         Raises:
             ValueError: the key's environment variable is not set.
         """

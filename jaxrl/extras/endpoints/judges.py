@@ -233,7 +233,12 @@ class Judge:
     is_async = False
 
     def __init__(self, name: str, settings: JudgeSettings) -> None:
-        """Asks nothing and needs no key yet; see `open`."""
+        """Asks nothing and needs no key yet; see `open`.
+
+        Args:
+            name: of the part.
+            settings: checked.
+        """
         self.name, self.settings = name, settings
         self._asked: _Asked | None = None
 

@@ -270,6 +270,10 @@ class _Asked(ResilientSearch):
 def read_turn(answer: Any, stops: Sequence[str]) -> tuple[str, bool]:
     """The text of an answer up to its stop string, and whether its tokens ran out.
 
+    Args:
+        answer: of the endpoint.
+        stops: strings at which the turn ends.
+
     Raises:
         ToolError: it holds no text, or ended for a reason that is not the model's.
     """

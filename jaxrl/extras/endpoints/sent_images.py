@@ -17,6 +17,10 @@ _GREY = (128, 128, 128)
 def sent_image(picture: Picture, *, is_blank: bool = False) -> Picture:
     """The image to send: its file or a PNG, upright; a grey one of its size if `is_blank`.
 
+    Args:
+        picture: as it is given.
+        is_blank: a grey image of its size is sent in its place.
+
     Raises:
         UnreadableError: it is no image, or damaged.
     """

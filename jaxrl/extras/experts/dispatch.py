@@ -60,7 +60,7 @@ def _picked(x: jax.Array, index: jax.Array, is_valid: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _spread(x: Float[Array, "M D"], order: Order) -> Float[Array, "C D"]:
-    """Of each place its token; the gradient is gathered as well, rather than scattered."""
+    """Copies each place its token; the gradient is gathered too, not scattered."""
     num_chosen = len(order.place) // len(x)
     return _picked(x, order.source // num_chosen, order.is_taken)
 
@@ -81,7 +81,7 @@ _spread.defvjp(_spread_forward, _spread_backward)
 
 @jax.custom_vjp
 def _put_back(rows: Float[Array, "C D"], order: Order) -> Float[Array, "A D"]:
-    """Of each pair what stands at its place, 0 where its expert is not at hand."""
+    """Gathers each pair's row from its place, 0 where its expert is not at hand."""
     return _picked(rows, order.place, order.is_here)
 
 
@@ -105,7 +105,7 @@ def mix(
     product: Product,
     first: int | jax.Array = 0,
 ) -> Float[Array, "M D"]:
-    """What the experts at hand make of their tokens, added up by shares; float32.
+    """Applies the experts at hand to their tokens and adds up by shares; float32.
 
     Args:
         x: the tokens.
@@ -151,7 +151,7 @@ class Experts:
         chosen: Int[Array, "M k"],
         shares: Float[Array, "M k"],
     ) -> Float[Array, "M D"]:
-        """What each token's experts make of it, added up by their shares."""
+        """Applies each token's experts to it and adds up by their shares."""
         if self.mesh is None or self.mesh.size == 1:
             return mix(x, weights, chosen, shares, product=self.product).astype(x.dtype)
         splits_width = weights["gate"].shape[-1] % self.mesh.shape["tensor"] == 0

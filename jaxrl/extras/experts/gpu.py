@@ -42,7 +42,7 @@ def grouped_product(
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """What a program multiplies at a time, so that three stages fit an Ampere chip's memory."""
+    """Block sizes of a program, so that three stages fit an Ampere chip's memory."""
 
     rows: int
     columns: int

@@ -101,8 +101,6 @@ class QwenMoeConfig(QwenConfig):
         experts: computes those of a layer; see `on_mesh`.
     """
 
-    has_statistics = True
-
     expert_width: int
     num_experts: int
     num_chosen: int  # experts of a token
@@ -181,7 +179,7 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def stacks(self) -> Stacks:
-        """Where some layers are dense: which have an MLP, and which have experts."""
+        """The layers with an MLP and those with experts, where some layers are dense."""
         dense = tuple(self._dense_layers)
         return {"mlp": dense, "moe": self.expert_layers} if dense else {}
 
@@ -227,19 +225,10 @@ class QwenMoeConfig(QwenConfig):
         """Which products compute experts, and why."""
         return f"experts: {self.experts.name}, {self.experts.reason}"
 
-    def statistics_metrics(self, statistics: routing.Usage) -> dict[str, jax.Array]:
-        """How the routers have used their experts."""
-        used = routing.usage_metrics(statistics)
-        return {f"router/{name}": value for name, value in used.items()}
-
-    def balance_weights(self, statistics: routing.Usage, coef: jax.Array) -> jax.Array:
-        """float32 [E]: times the probabilities of a token, summed over layers, the balance loss."""
-        rows = statistics.num_tokens * len(self.expert_layers)
-        return coef * self.num_experts * statistics.counts.sum(axis=0) / rows**2
-
-    def balance_loss(self, weights: jax.Array, statistics: routing.Usage) -> jax.Array:
-        """See `routing.balance_loss`, whose counts are those of the whole mini-batch."""
-        return (weights * statistics.probabilities.sum(axis=0)).sum()
+    @property
+    def statistics(self) -> routing.RouterStatistics:
+        """How the routers use their experts."""
+        return routing.RouterStatistics()
 
     def begin_layers(self, beside: Beside, num_tokens: int) -> Carried:
         """The number of the first layer with experts, and that nothing was found in one yet."""
@@ -308,7 +297,7 @@ class QwenMoeConfig(QwenConfig):
         return QwenConfig(**{**dense, "mlp_width": width}).memory_terms(tensor)
 
     def expert_terms(self, tensor: int, expert: int) -> MemoryTerms:
-        """Of the pairs of tokens and experts that there is room for, and of those of own tokens."""
+        """Values of the pairs of tokens and experts there is room for, and of own tokens' pairs."""
         rows = expert * min(self.num_chosen, self.num_experts // expert)
         pairs = expert * self.num_chosen
         width = self.expert_width

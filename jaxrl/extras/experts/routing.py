@@ -18,7 +18,7 @@ ROUTED = "routed_experts"
 
 
 class Choice(NamedTuple):
-    """Of M tokens in one layer."""
+    """Experts chosen for M tokens in one layer."""
 
     chosen: jax.Array  # int32 [M, k], experts
     shares: jax.Array  # float32 [M, k], by which what they make is added up
@@ -123,6 +123,24 @@ def usage_metrics(usage: Usage) -> dict[str, jax.Array]:
     }
 
 
+class RouterStatistics:
+    """`Usage` as metrics, and the balance loss with the counts of a whole mini-batch."""
+
+    def metrics(self, sums: Usage) -> dict[str, jax.Array]:
+        """Those of `usage_metrics`, as `router/...`."""
+        return {f"router/{name}": value for name, value in usage_metrics(sums).items()}
+
+    def balance_weights(self, sums: Usage, coef: jax.Array) -> jax.Array:
+        """float32 [E]: times the probabilities of a token, summed over layers, the loss."""
+        num_layers, num_experts = sums.counts.shape
+        rows = sums.num_tokens * num_layers
+        return coef * num_experts * sums.counts.sum(axis=0) / rows**2
+
+    def balance_loss(self, weights: jax.Array, sums: Usage) -> jax.Array:
+        """Equals `balance_loss` where the sums are of the whole mini-batch."""
+        return (weights * sums.probabilities.sum(axis=0)).sum()
+
+
 Found = tuple[jax.Array | None, Usage | None]
 """What a pass has found in the layers so far: the experts chosen `[L, M, k]`, and their use."""
 
@@ -155,7 +173,7 @@ def given_in(beside: Beside, number: Any) -> jax.Array | None:
 
 
 def note(beside: Beside, found: Found, number: Any, choice: Choice) -> Found:
-    """What was found before, with the choice in that layer."""
+    """Adds the choice in that layer to what was found before."""
     chosen, usage = found
     if chosen is not None:
         chosen = chosen.at[number].set(choice.chosen.astype(chosen.dtype))

@@ -29,6 +29,10 @@ def unpack(path: Path, log: Callable[[str], None]) -> str:
     found and another file of the same name is not. Processes that want the same folder wait for the
     first of them. The folder appears whole or not at all.
 
+    Args:
+        path: the file.
+        log: told before a folder is made.
+
     Raises:
         ValueError: the extra is missing, no model can be made of the file, or the disk is full.
     """

@@ -136,12 +136,12 @@ class Adapter(Around):
         files.save_merged(params, self, parent / "export", source=source)
 
     def is_quantised(self, path: tuple[str, ...]) -> bool:
-        """Whether a parameter of the architecture is int8 here."""
+        """True if a parameter of the architecture is int8 here."""
         is_kernel = path[-1] == "kernel" and "/".join(path[:-1]) in self.model.linear_layers()
         return is_kernel and self.base_dtype == "int8"
 
     def abstract_params(self) -> Params:
-        """Of base and adapter."""
+        """The parameters of base and adapter."""
         plain = self.other_dtype if self.base_dtype == "int8" else self.base_dtype
         shapes = {}
         for path, leaf in flatten_dict(self.model.abstract_params()).items():

@@ -45,6 +45,10 @@ def bounded_client(headers: Mapping[str, str], *, timeout_s: float) -> httpx2.As
     """HTTP client that bounds the size of each answer.
 
     Headers are bounded by httpx2, the time of a call by whoever makes it.
+
+    Args:
+        headers: of each request.
+        timeout_s: of each step of a request.
     """
 
     async def check_request(request: httpx2.Request) -> None:

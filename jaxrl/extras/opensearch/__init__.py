@@ -58,6 +58,17 @@ class OpenSearchRetriever(DocumentSearch):
     ) -> None:
         """Asks nothing yet; arguments are the keys of `config.search.opensearch`.
 
+        Args:
+            url: of the cluster, `https://search:9200`.
+            index: its name, an alias, or a pattern.
+            fields: of a document, its title and its text; or its text alone.
+            topk: documents of an answer.
+            auth: "" for none; `basic:VARIABLE`, `api_key:VARIABLE` or `bearer:VARIABLE`, where the
+                environment variable holds `user:password`, the encoded key, or the token.
+            timeout_s: of a request.
+            connections: requests in flight at most.
+            batch_size: queries of a request at most.
+
         Raises:
             ValueError: a setting is none of these, or the variable is not set.
         """

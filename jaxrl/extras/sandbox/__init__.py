@@ -88,7 +88,7 @@ class ProcessTool(Tool):
     @property
     @abc.abstractmethod
     def remedy(self) -> str:
-        """What to do where it does not work."""
+        """Advice where it does not work."""
 
     @abc.abstractmethod
     def command(self, program: list[str], scratch: str) -> list[str]:
@@ -109,7 +109,7 @@ class ProcessTool(Tool):
         """The path of `CHILD` inside."""
 
     def run(self, code: str, /) -> str:
-        """What the code printed; the type and text of its error if it failed.
+        """Runs code: what it printed, or the type and text of its error.
 
         A process that is killed may have been so from outside, as the system does when memory runs
         out, so its code runs again in what is left of its time. Where it is killed again, it is the

@@ -29,7 +29,7 @@ FILE = "preprocessor_config.json"
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Image:
-    """What a vision model reads of one image: the model's own processor has cut it into patches."""
+    """An image as a vision model reads it, cut into patches by the model's own processor."""
 
     patches: np.ndarray  # float32 [t * h * w, C * temporal patch * patch * patch], `pixel_values`
     grid: tuple[int, int, int]  # (t, h, w), patches in time, height and width
@@ -166,7 +166,7 @@ class BlankProcessor(Processor):
     is_blank = True
 
     def __init__(self, processor: Processor):
-        """Of the same settings as `processor`."""
+        """Takes the settings of `processor`."""
         self._seen = processor
         self.unit = processor.unit
 

@@ -134,7 +134,7 @@ class Qwen3Vision(VisionTower):
         return len(self.deep_layers)
 
     def memory_terms(self) -> MemoryTerms:
-        """Of attention and an MLP; nothing is split over devices."""
+        """Attention and an MLP; nothing is split over devices."""
         products = 4 * self.width + self.mlp_width  # all but the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,
@@ -148,7 +148,7 @@ class Qwen3Vision(VisionTower):
         )
 
     def num_scores(self, num_patches: int) -> int:
-        """Of a block of queries over all patches."""
+        """Scores of a block of queries over all patches."""
         return self.num_heads * min(num_patches, QUERY_BLOCK) * num_patches
 
     def arrange(self, images: Sequence[Image]) -> Arranged:
@@ -212,7 +212,7 @@ class Qwen3Vision(VisionTower):
     def _rows_and_columns(
         self, places: Int[Array, "M 4"]
     ) -> tuple[Int[Array, "M 2"], Int[Array, "M 2"]]:
-        """Of each patch its row and column in its image, and that image's rows and columns."""
+        """Finds each patch's row and column in its image, and that image's rows and columns."""
         sizes, (unit, within) = places[:, 1:3], divmod(places[:, 3], self.unit)
         units_in_row = jnp.maximum(sizes[:, 1] // self.merge, 1)  # padding has no rows
         of_unit, in_unit = divmod(unit, units_in_row), divmod(within, self.merge)

@@ -172,11 +172,11 @@ class QwenVLConfig(QwenConfig):
         return RENAMED
 
     def _axes_of_pairs(self) -> np.ndarray:
-        """Of each pair of a head whether it turns by time, 0, by height, 1, or by width, 2."""
+        """The axis by which each pair of a head turns: time 0, height 1, width 2."""
         return np.repeat(np.arange(3), self.mrope_section)
 
     def _by_pair(self, rotary: Int[Array, "M 3"]) -> Int[Array, "M pairs"]:
-        """Of each pair of a head the position by which it turns."""
+        """The position by which each pair of a head turns."""
         return rotary[:, self._axes_of_pairs()]
 
     def hidden_states(

@@ -1,4 +1,4 @@
-"""What the vision towers of Qwen's models share: images in tokens, attention, reading of files.
+"""Shared by the vision towers of Qwen's models: images in tokens, attention, reading of files.
 
 A tower has patches of images to read, and tells what stands in the place of image tokens. Its
 parameter tree has `patch`, stacked `blocks` and a `merger`; a file each (`vision.py` of Qwen2.5-VL,
@@ -176,7 +176,7 @@ class VisionTower(Tower):
         return h * w // self.unit
 
     def image_runs(self, token_ids: np.ndarray, images: Sequence[Image]) -> list[np.ndarray]:
-        """Of each image the positions of its tokens.
+        """Finds the places of each image's tokens.
 
         Raises:
             ValueError: as many tokens as the images take are not there.
@@ -228,7 +228,7 @@ class VisionTower(Tower):
     # On the device.
 
     def _read_patches(self, weights: Params, patches: Float[Array, "S P C"]) -> Float[Array, "M D"]:
-        """What the first layer makes of the patches of S rows, one behind the other."""
+        """Applies the first layer to the patches of S rows, one behind the other."""
         kernel = weights["filter"].reshape(self.width, -1).T
         x = patches.reshape(-1, patches.shape[2]).astype(kernel.dtype) @ kernel
         if "bias" not in weights:
@@ -246,7 +246,7 @@ class VisionTower(Tower):
     def _attention(
         self, weights: Params, x: Float[Array, "M D"], angles: Angles, attend: Attend, num_rows: int
     ) -> Float[Array, "M D"]:
-        """What attention adds to the patches, of their normed states.
+        """Attention's addition to the patches, from their normed states.
 
         Args:
             weights: of the layer's attention.

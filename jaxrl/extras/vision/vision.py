@@ -109,7 +109,7 @@ class QwenVision(VisionTower):
         }
 
     def memory_terms(self) -> MemoryTerms:
-        """Of attention and a gated MLP; nothing is split over devices."""
+        """Attention and a gated MLP; nothing is split over devices."""
         products = 4 * self.width + 2 * self.mlp_width  # all but the last
         return MemoryTerms(
             activations=4 * self.mlp_width + 22 * self.width,
@@ -123,7 +123,7 @@ class QwenVision(VisionTower):
         )
 
     def num_scores(self, num_patches: int) -> int:
-        """Of a block of queries over all patches, or of windows over those beside them."""
+        """Scores of a block of queries over all patches, or of windows over neighbours."""
         of_block = min(num_patches, QUERY_BLOCK) * num_patches
         return self.num_heads * max(of_block, 3 * self.window**2 * num_patches)
 

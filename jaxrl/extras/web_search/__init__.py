@@ -72,6 +72,15 @@ class WebSearch(DocumentSearch):
     ) -> None:
         """Asks nothing yet; arguments are the keys of `config.search.web`.
 
+        Args:
+            provider: an entry of `PROVIDERS`.
+            url: of a service of one's own; needed for `searxng` only.
+            topk: results of an answer.
+            key_env: the environment variable that holds the key; "" for the provider's usual one.
+            timeout_s: of a request.
+            connections: requests in flight at most.
+            max_response_mib: MiB of an answer at most.
+
         Raises:
             ValueError: a setting is none of these, or the variable is not set.
         """

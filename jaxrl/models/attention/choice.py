@@ -50,7 +50,7 @@ def choose(name: str, mesh: Mesh, model: Architecture) -> Kernels:
 
 
 def copies_past(name: str, platform: str) -> bool:
-    """Whether a chunk of decoding steps reads a copy of its rows' pages.
+    """True if a chunk of decoding steps reads a copy of its rows' pages.
 
     It is faster on a CPU. Elsewhere it would take as much memory as the cache.
     """

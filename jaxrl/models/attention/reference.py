@@ -121,7 +121,7 @@ def key_blocks(
 
 
 def is_read(reads: Iterable[jax.Array], keys: jax.Array) -> jax.Array:
-    """Whether queries `[3, ..., 1]` read the keys at these places; those behind them aside."""
+    """Tells which queries `[3, ..., 1]` read the keys at these places; keys behind them aside."""
     starts, shared_starts, shared_ends = reads
     return (keys >= starts) | (keys >= shared_starts) & (keys < shared_ends)
 
@@ -153,7 +153,7 @@ def _forward(
 
 
 def _places_of(q: jax.Array, k: jax.Array) -> jax.Array:
-    """Where the blocks of queries are among those of keys: the last ones."""
+    """Places of the blocks of queries among those of keys: the last ones."""
     return jnp.arange(len(k) - len(q), len(k))
 
 
@@ -245,7 +245,7 @@ Sums = tuple[jax.Array, jax.Array]
 def _backward_pair(
     given: tuple[jax.Array, ...], j: jax.Array, k: jax.Array, v: jax.Array, *, is_diagonal: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What a block of queries and key block `j` add to gradients of queries, keys and values."""
+    """Gradients of queries, keys and values from a block of queries and key block `j`."""
     q, reads, lse, gradient, delta = given
     weights = jnp.exp(_scores(q, k[j], reads, j, is_diagonal=is_diagonal) - lse)
     of_values = _product("rkth,rkts->rkhs", gradient, weights.astype(q.dtype))
@@ -376,7 +376,7 @@ def open_past(
 
 
 def past_ends(num_pages: int, page_tokens: int) -> list[int]:
-    """Where the pieces of a past end, in pages: at `TURN_TOKENS`, then at its doublings."""
+    """Ends of the pieces of a past, in pages: at `TURN_TOKENS`, then at its doublings."""
     ends = [min(max(TURN_TOKENS // page_tokens, 1), num_pages)]
     while ends[-1] < num_pages:
         ends.append(min(2 * ends[-1], num_pages))

@@ -28,6 +28,9 @@ def host_memory(root: Path = Path("/")) -> tuple[int | None, int | None]:
     (https://docs.kernel.org/filesystems/proc.html), and limits of version 2
     (https://docs.kernel.org/admin-guide/cgroup-v2.html) and 1. What files have in memory counts as
     free: the system takes it back. Swap does not count.
+
+    Args:
+        root: of the file system.
     """
     try:
         lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
