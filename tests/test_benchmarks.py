@@ -345,8 +345,7 @@ def test_where_the_time_of_a_step_goes(tiny_world, capsys):
         "output layer",
         "product",
     }
-    forward, recomputed, backward = by_layer["product"][2:5]
-    assert forward != recomputed != backward != ""
+    assert all(by_layer["product"][2:5])  # forward, recomputed and backward: each is told
     assert float(by_layer["product"][7].rstrip(" |")) > 0
 
 

@@ -235,6 +235,11 @@ def test_a_batch_is_run_in_order_by_few_workers(tool):
     ]
 
 
+def kill(pid):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
 class Killing:
     """A pool whose first workers are killed from outside while they run something."""
 
@@ -247,7 +252,7 @@ class Killing:
         with self._pool.checkout(**settings) as session:
             if self.kills_left:
                 self.kills_left -= 1
-                threading.Timer(0.05, os.kill, (session.worker_pid, signal.SIGKILL)).start()
+                threading.Timer(0.05, kill, (session.worker_pid,)).start()
             yield session
 
 

@@ -270,12 +270,6 @@ def test_environment_variables_are_given_by_their_names(monkeypatch):
         McpServer(spec)
 
 
-def children():
-    command = ["ps", "--ppid", str(os.getpid()), "-o", "args="]
-    found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
-    return found.count(SERVER.name)
-
-
 HANGS = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
 
 
@@ -347,17 +341,20 @@ def test_arguments_too_deep_to_be_checked_are_the_models_mistake(stdio, depth):
     assert reply.observation.bodies == ("error: the call is nested too deeply",)
 
 
-def test_no_server_is_left():
-    before = children()
-    server = McpServer({"command": COMMAND}, deadline_s=60)
+def test_no_server_is_left(tmp_path):
+    noted = tmp_path / "pid"
+    script = 'echo $$ > "$0"; exec "$@"'
+    server = McpServer({"command": ("sh", "-c", script, str(noted), *COMMAND)}, deadline_s=60)
     assert len(server.tools()) == 8
-    assert children() == before + 1
+    pid = int(noted.read_text())
+    os.kill(pid, 0)  # it is there
     del server
     gc.collect()
     ends = time.monotonic() + 10
-    while children() > before and time.monotonic() < ends:
-        time.sleep(0.1)
-    assert children() == before
+    with pytest.raises(ProcessLookupError):
+        while time.monotonic() < ends:
+            os.kill(pid, 0)
+            time.sleep(0.1)
 
 
 def test_they_answer_tool_calls(stdio):
