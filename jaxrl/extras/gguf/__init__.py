@@ -12,11 +12,14 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from jaxrl.runtime.files import folder_taking_place, full_disk, users_cache
+from jaxrl.models.hf_weights import open_tensors
+from jaxrl.runtime.files import folder_taking_place, full_disk, remove_whole, users_cache
 from jaxrl.runtime.versions import sampled_digest
 
 VERSION = 1
 """Raised with any change of what is written, so that folders of before are not found."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 HEADER_BYTES = 2**24
 """Hashed whole at the start of a file: metadata and vocabulary of most models."""
@@ -36,18 +39,18 @@ def unpack(path: Path, log: Callable[[str], None]) -> str:
     Raises:
         ValueError: the extra is missing, no model can be made of the file, or the disk is full.
     """
+    if not path.is_file():  # to read from a pipe might wait without end
+        raise ValueError(f"config.model.path is {str(path)!r}, which is no file.")
+    digest = sampled_digest(path, header=HEADER_BYTES)
     try:
-        digest = sampled_digest(path, header=HEADER_BYTES)
         cache = users_cache() / "models"
-    except IsADirectoryError as error:
-        raise ValueError(f"config.model.path is {str(path)!r}, which is no file.") from error
     except RuntimeError as error:
         raise ValueError(
             f"{path} is unpacked in the user's cache, but there is no home folder ({error}); set "
             "XDG_CACHE_HOME to a folder with room for the model."
         ) from error
     folder = cache / f"{path.stem}-{VERSION}-{digest[:16]}"
-    if (folder / "config.json").is_file():
+    if _is_whole(folder):
         return str(folder)
     try:
         from jaxrl.extras.gguf.model import read_model, write_model
@@ -61,8 +64,10 @@ def unpack(path: Path, log: Callable[[str], None]) -> str:
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     # The system lets go of it when its process ends.
     with FileLock(cache / f".{folder.name}.lock"):
-        if (folder / "config.json").is_file():
+        if _is_whole(folder):
             return str(folder)
+        if folder.exists():  # somebody has deleted files of it
+            remove_whole(folder)
         model = read_model(path)
         held = sum(file.stat().st_size for file in cache.rglob("*") if file.is_file())
         log(
@@ -83,6 +88,15 @@ def unpack(path: Path, log: Callable[[str], None]) -> str:
                 f"free some space{limit}, or set XDG_CACHE_HOME to a folder that has it."
             ) from error
     return str(folder)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return True if a folder that was made has all its files, for a user's cache is cleaned."""
+    try:
+        open_tensors(folder)
+    except (OSError, ValueError):
+        return False
+    return all((folder / name).is_file() for name in ("config.json", *TOKENIZER_FILES))
 
 
 def _size(num_bytes: int) -> str:

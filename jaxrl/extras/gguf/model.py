@@ -54,6 +54,9 @@ REFUSED = (
 STORAGE = (("bfloat16", ml_dtypes.bfloat16), ("float16", np.float16))
 """Dtypes that a folder may have in place of float32, where they hold each value exactly."""
 
+MAX_VALUES = 2**22
+"""Values in a list of the metadata; the largest vocabularies have a tenth as many merges."""
+
 MAX_SHARD_SIZE = 2 * 10**9  # bytes that are on the host at a time
 
 
@@ -68,6 +71,7 @@ class Contents:
         family: one of `FAMILIES`.
         model: what its sizes come to.
         sources: the tensor behind each HF name.
+        files: of the tokenizer and of its special ids, by name.
     """
 
     path: Path
@@ -76,6 +80,7 @@ class Contents:
     family: str
     model: Architecture
     sources: dict[str, Any]
+    files: dict[str, dict[str, Any]]
 
     @property
     def num_bytes(self) -> int:
@@ -108,14 +113,16 @@ def read_model(path: Path) -> Contents:
             f"{path}: general.architecture is {family!r:.80}; expected one of "
             f"{', '.join(FAMILIES)}. A folder in Hugging Face format may be of other models."
         )
-    if metadata.get("split.count", 1) > 1:
+    if (pieces := metadata.get("split.count", 1)) not in (0, 1):
         raise ValueError(
-            f"{path} is one of {metadata['split.count']} pieces of a model; join them with "
+            f"{path} is one of {pieces!r:.80} pieces of a model; join them with "
             "`llama-gguf-split --merge`."
         )
     if EMBEDDING not in tensors:
         raise ValueError(f"{path} holds no tensor {EMBEDDING!r}, so it is no whole model.")
     for tensor in tensors.values():
+        if not len(tensor.shape):
+            raise ValueError(f"{path}: tensor {tensor.name!r} has no shape; expected 1 or 2 axes.")
         try:
             gguf.quants.dequantize(tensor.data[:1], tensor.tensor_type)
         except NotImplementedError as error:
@@ -126,7 +133,6 @@ def read_model(path: Path) -> Contents:
     is_tied = OUTPUT not in tensors or _are_one(tensors[EMBEDDING], tensors[OUTPUT])
     fields = _config_fields(path, metadata, tensors, family, is_tied)
     model = find_architecture(fields, "", str(path)).from_dict(fields, source=str(path))
-    tokenizer_files(path, metadata)  # refuses what it cannot make
     contents = Contents(
         path=path,
         metadata=metadata,
@@ -134,6 +140,7 @@ def read_model(path: Path) -> Contents:
         family=family,
         model=model,
         sources=_hf_tensors(tensors, is_tied=is_tied),
+        files=tokenizer_files(path, metadata),
     )
     places = hf_places(model)
     for name in sorted(places.keys() ^ contents.sources.keys()):
@@ -163,6 +170,21 @@ class _Reader(gguf.GGUFReader):
     @data.setter
     def data(self, mapped: Any) -> None:
         self._bytes = mapped.view(np.ndarray)
+
+    # A damaged number of fields or values would be counted down to its end, outside of the file.
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        found = super()._get(offset, dtype, count, override_order)
+        if len(found) < count:
+            raise ValueError(f"{count} values at byte {offset} end behind it")
+        return found
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+        if raw_type == gguf.GGUFValueType.ARRAY:  # the type of its values, their number, values
+            [length] = self._get(orig_offs + 4, np.uint64)
+            if length > MAX_VALUES:
+                raise ValueError(f"a list of {length} values; at most {MAX_VALUES} are read")
+        return super()._get_field_parts(orig_offs, raw_type)
 
 
 def _open(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -260,7 +282,7 @@ def _config_fields(
         tensor, theta = tensors[FREQUENCIES], fields["rope_theta"]
         factors = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         llama3 = Llama3(
-            factor=float(factors.max()),
+            factor=float(factors.max(initial=1.0)),
             low_freq_factor=1.0,
             high_freq_factor=4.0,
             original_max_positions=8192.0,
@@ -337,11 +359,10 @@ def write_model(contents: Contents, folder: Path) -> None:
                 if all(np.array_equal(x.astype(short).astype(np.float32), x) for x in values):
                     name, dtype = kind, np.dtype(short)
                     break
-    files = tokenizer_files(contents.path, contents.metadata)
-    ids = files["generation_config.json"]
+    ids = contents.files["generation_config.json"]
     config = {**contents.model.hf_config(), "torch_dtype": name, **ids}
     write_json(folder / "config.json", config)
-    for file, content in files.items():
+    for file, content in contents.files.items():
         text = json.dumps(content, ensure_ascii=False)  # of a vocabulary, half of its size
         (folder / file).write_text(text + "\n", encoding="utf-8")
     item, places = dtype.itemsize, hf_places(contents.model)

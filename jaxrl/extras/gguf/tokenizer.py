@@ -6,8 +6,13 @@ not: `tokenizer.ggml.pre` has a name for it, and the table at the foot says what
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
+
+from jaxrl.envs.text import printable
 
 KEY = "tokenizer.ggml."
 
@@ -75,6 +80,11 @@ def tokenizer_files(path: Path, metadata: dict[str, Any]) -> dict[str, dict[str,
             "merges": pairs,
         },
     }
+    try:
+        Tokenizer.from_str(json.dumps(tokenizer))
+    except Exception as error:  # of the package's own type; it names the token or merge
+        text = " ".join(str(error).split())[:200]
+        raise ValueError(f"{path}: its vocabulary is damaged: {printable(text)}.") from error
     names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
     ends = dict.fromkeys(id for id in (named["eos"], named["eot"]) if id is not None)
     ids = {"bos_token_id": named["bos"], "eos_token_id": [*ends], "pad_token_id": named["padding"]}
@@ -100,19 +110,24 @@ def _vocabulary(
             f"{path}: {KEY}model is {kind!r:.80}; expected 'gpt2', byte-level BPE. Other "
             "vocabularies are not read here."
         )
-    if pre not in PRE_TOKENIZERS:
+    if pre not in [*PRE_TOKENIZERS]:  # it may be of any type
         raise ValueError(
             f"{path}: {KEY}pre is {pre!r:.80}; expected one of {', '.join(PRE_TOKENIZERS)}. A "
             "folder in Hugging Face format has its own tokenizer.json."
         )
     lists: list[Any] = [metadata.get(KEY + n) for n in ("tokens", "token_type", "merges")]
     tokens, kinds, merges = lists
-    if not all(isinstance(one, list) for one in lists) or len(tokens) != len(kinds):
+    types = (str, int, str)
+    if (
+        not all(isinstance(one, list) for one in lists)
+        or not all(isinstance(x, kind) for one, kind in zip(lists, types, strict=True) for x in one)
+        or len(tokens) != len(kinds)
+    ):
         raise ValueError(
-            f"{path}: expected the lists {KEY}tokens, {KEY}token_type and {KEY}merges, the first "
-            "two of one length."
+            f"{path}: expected the lists {KEY}tokens and {KEY}merges of strings and "
+            f"{KEY}token_type of whole numbers, as many as there are tokens."
         )
-    pairs = [str(merge).split(" ") for merge in merges]
+    pairs = [merge.split(" ") for merge in merges]
     wrong = [merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2]
     if wrong or len(set(tokens)) != len(tokens):
         found = f"the merge {wrong[0]!r:.80}" if wrong else "a token twice"

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import resource
 import shutil
 import sys
@@ -320,6 +321,18 @@ def test_what_a_kill_has_left_is_replaced(tmp_path, folder, cache, monkeypatch):
     assert sorted(one.name for one in cache.iterdir()) == [f".{found.name}.lock", found.name]
 
 
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_what_somebody_has_deleted_is_made_again(file, tmp_path, folder):
+    path = write_gguf(tmp_path / "m.gguf", folder)
+    found = Path(made_of(path))
+    (found / file).unlink()
+    model_paths._made.clear()  # as in another process
+    assert made_of(path) == str(found)
+    assert read_model(found) == LLAMA
+    assert Tokenizer.from_folder(found).eos_ids
+    assert open_tensors(found).keys() == open_tensors(folder).keys()
+
+
 def test_one_of_two_at_once_makes_it(tmp_path, folder):
     path, told = write_gguf(tmp_path / "m.gguf", folder), []
     threads = [threading.Thread(target=extra.unpack, args=(path, told.append)) for _ in range(4)]
@@ -349,10 +362,14 @@ def of_layer(value):
     [
         ({"general__architecture": "gemma3"}, "FILE: general.architecture is 'gemma3'; expected"),
         ({"split__count": 3}, "FILE is one of 3 pieces of a model; join them"),
+        ({"split__count": "two"}, "FILE is one of 'two' pieces of a model; join them"),
         ({"tokenizer__chat_template": None}, "FILE holds no chat template (tokenizer.chat_templa"),
         ({"tokenizer__ggml__model": "llama"}, "FILE: tokenizer.ggml.model is 'llama'; expected"),
         ({"tokenizer__ggml__pre": "tekken"}, "FILE: tokenizer.ggml.pre is 'tekken'; expected one"),
-        ({"tokenizer__ggml__merges": None}, "FILE: expected the lists tokenizer.ggml.tokens, "),
+        ({"tokenizer__ggml__pre": ["qwen2"]}, "FILE: tokenizer.ggml.pre is ['qwen2']; expected o"),
+        ({"tokenizer__ggml__merges": [1]}, "FILE: expected the lists tokenizer.ggml.tokens and"),
+        ({"tokenizer__ggml__merges": ["a 嗨"]}, "FILE: its vocabulary is damaged: Token `嗨` out"),
+        ({"tokenizer__ggml__merges": None}, "FILE: expected the lists tokenizer.ggml.tokens and "),
         ({"tokenizer__ggml__merges": ["ab"]}, "FILE: its vocabulary has the merge 'ab', so it is"),
         ({"tokenizer__ggml__eos_token_id": 999}, "FILE: tokenizer.ggml.eos_token_id is 999; exp"),
         ({"llama__expert_count": 8}, "FILE: llama.expert_count is 8; no model with it is comput"),
@@ -369,6 +386,7 @@ def of_layer(value):
         ({"kinds": {"blk.1.ffn_up.weight": "I8"}}, "FILE: tensor 'blk.1.ffn_up.weight' is stored"),
         ({"extra": of_layer(32)}, "FILE holds the tensor 'blk.0.more.weight', which the model"),
         ({"extra": {"rope_freqs.weight": np.ones(8, np.float32) * 3}}, "FILE: the tensor 'rope_f"),
+        ({"extra": {"rope_freqs.weight": np.ones(0, np.float32)}}, "FILE: the tensor 'rope_freqs"),
     ],
 )
 def test_refused_in_one_line(changes, told, tmp_path, folder, cache):
@@ -400,6 +418,32 @@ def test_a_file_that_is_cut_off(share, tmp_path, folder):
     path.write_bytes(data[: int(len(data) * share) // 4 * 4])
     text = refusal(path)
     assert "is cut off, damaged or of another version" in text
+
+
+def test_a_list_without_end(tmp_path, folder):
+    path = write_gguf(tmp_path / "m.gguf", folder)
+    data, key = bytearray(path.read_bytes()), b"tokenizer.ggml.token_type"
+    at = data.index(key) + len(key) + 4 + 4  # behind the types of the list and of its values
+    damaged = "is cut off, damaged or of another version"
+    for length, told in ((2**21, damaged), (2**40, "a list of 1099511627776 values; at most")):
+        data[at : at + 8] = length.to_bytes(8, "little")
+        path.write_bytes(data)
+        assert told in refusal(path)
+
+
+def test_a_tensor_without_a_shape(tmp_path, folder):
+    path = write_gguf(tmp_path / "m.gguf", folder)
+    data, name = path.read_bytes(), b"output_norm.weight"
+    at = data.index(name) + len(name)
+    assert data[at : at + 12] == (1).to_bytes(4, "little") + (64).to_bytes(8, "little")
+    path.write_bytes(data[:at] + bytes(4) + data[at + 12 :] + bytes(64))
+    assert refusal(path) == "FILE: tensor 'output_norm.weight' has no shape; expected 1 or 2 axes."
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    path = tmp_path / "m.gguf"
+    os.mkfifo(path)
+    assert refusal(path) == "config.model.path is 'FILE', which is no file."
 
 
 @pytest.mark.parametrize("content", [b"", b"GG", b"PK\x03\x04" * 100, b"\x80\x00\x00\x00" * 9])
