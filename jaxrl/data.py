@@ -202,6 +202,9 @@ def _given_images(fields: dict[str, Any], place: str, folder: Path) -> tuple[Pic
         raise ValueError(f"{place}: 'images': {error}.") from error
 
 
+OTHER_NAMES = "config.tasks.*.columns maps other names, as {'problem': 'question'}."
+
+
 def _prompt(fields: dict[str, Any], place: str) -> tuple[Any, Any, str]:
     """Question, chat, and the name of the field that one of them stands in."""
     question, messages = fields.get("question"), fields.get("messages")
@@ -210,7 +213,8 @@ def _prompt(fields: dict[str, Any], place: str) -> tuple[Any, Any, str]:
         return (None, prompt, "prompt") if isinstance(prompt, list) else (prompt, None, "prompt")
     if (question is None) == (messages is None):
         raise ValueError(
-            f"{place}: expected either 'question' or 'messages', found {_names(fields)}."
+            f"{place}: expected either 'question' or 'messages', found {_names(fields)}; "
+            f"{OTHER_NAMES}"
         )
     return question, messages, "messages" if question is None else "question"
 
@@ -221,7 +225,7 @@ def _answers(fields: dict[str, Any], place: str) -> tuple[str, ...]:
     if not answers:
         raise ValueError(
             f"{place}: expected 'answers', a list of at least one text; found {_names(fields)} "
-            f"with the answers {found!r}."
+            f"with the answers {found!r}; {OTHER_NAMES}"
         )
     if not all(answer.strip() for answer in answers):
         raise ValueError(f"{place}: an answer is blank, which nothing can match; leave it out.")
