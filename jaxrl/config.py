@@ -750,7 +750,7 @@ KEYS: dict[str, Key] = {
         "nothing.", example=0.001,
         is_valid=lambda v: all(is_finite(price) and price >= 0 for price in v.values()),
         expected="a price of at least 0 for each tool", restart=FREE),
-    "ledger.max_cost": Key(0.0, "What the run may spend, in that unit. Once a step or an "
+    "ledger.max_cost": Key(0.0, "What the run may spend, in that unit. Once a batch or an "
         "evaluation has reached it, the run saves and ends with exit code 78. 0: no limit.",
         at_least=0, restart=FREE),
     "ledger.max_calls": Key(0, "How often it may ask them; likewise.", at_least=0, restart=FREE),

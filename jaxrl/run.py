@@ -211,7 +211,7 @@ def run_stages(session: Session) -> None:
         params = start_params(session)
         for stage in session.settings.stages:
             params = STAGE_FUNCTIONS[stage](session, params)
-    except (*ENDING, BudgetSpentError, Interrupted) as error:
+    except (*ENDING, Interrupted) as error:
         session.save_progress()
         if isinstance(error, Interrupted):
             saved = f"step {progress.step} is saved. The same command goes on from there"

@@ -276,6 +276,12 @@ class Session:
         metrics, _ = self.run_suites(self, "train", suites)
         return metrics
 
+    @property
+    def has_budget(self) -> bool:
+        """True where the run may only spend so much."""
+        limits = self.settings.ledger
+        return limits.max_cost > 0 or limits.max_calls > 0
+
     def check_budget(self, uncounted: Ledger | None = None) -> None:
         """Ends the run where it has spent what it may, also on the groups of the next step.
 

@@ -136,7 +136,7 @@ def train(session: Session, params: Params) -> Params:
             **collected.ledger.asked("", progress.ledger),
             "perf/ledger/cost": collected.ledger.usage.cost,
             **estimate.metrics(progress.stage_step - 1),
-            **(lag_metrics(members(groups), policy_version) if method.ahead else {}),
+            **(lag_metrics(members(groups), policy_version) if method.has_lag else {}),
             "perf/num_compilations/sampler": components.engine.num_compilations,
             "perf/num_compilations/update": stage.update.num_traces,
         }
@@ -147,6 +147,9 @@ def train(session: Session, params: Params) -> Params:
     if progress.stage_step < stage.num_steps:
         state = take_best(session, state)
     return session.end(state)
+
+
+NOTHING = Ledger()
 
 
 @dataclass(kw_only=True)
@@ -162,6 +165,7 @@ class Collector:
     stream: Stream[Task]
     measure: Measure
     failure: Exception | None = None  # for which nothing could be collected ahead
+    spent: Ledger = NOTHING  # by the collection under way
 
     def take(self, policy_version: int) -> Collected:
         """Collects what the step that begins trains on."""
@@ -171,7 +175,12 @@ class Collector:
         collected = progress.pending
         if collected is None:
             roll_out = rollout_at(session, progress.step, policy_version)
-            collected = self._collect(roll_out, progress)
+            try:
+                collected = self._collect(roll_out, progress)
+            except ENDING:
+                if session.has_budget and progress.stage_step > 0:
+                    session.save()  # so that no start forgets what the ones before have spent
+                raise
         elif distributed.anywhere(session.should_stop()):
             raise Interrupted("the run was asked to stop between two steps")
         if not self._looks_ahead:
@@ -195,8 +204,11 @@ class Collector:
             controllers=controllers,
         )
         roll_out = rollout_at(self.session, progress.step + 1, policy_version)
+        # Not in the progress yet, unless they were pending.
+        under_way = NOTHING if self.session.progress.pending else collected.ledger
         try:
-            return self._collect(partial(roll_out, should_stop=lambda: False), progress)
+            roll_out = partial(roll_out, should_stop=lambda: False)
+            return self._collect(roll_out, progress, uncounted=under_way)
         except ENDING as error:
             self.failure = error  # told once the step under way is done and saved
             return None
@@ -208,24 +220,41 @@ class Collector:
         is_ahead = bool(components.method.ahead)
         return is_ahead and stage_step + 1 < components.num_steps["train"]
 
-    def _collect(self, roll_out: RollOut, progress: Progress) -> Collected:
-        """The groups of a step from where the progress stands, and what they took to sample."""
-        engine = self.session.components.engine
+    def _collect(
+        self, roll_out: RollOut, progress: Progress, uncounted: Ledger = NOTHING
+    ) -> Collected:
+        """Collects the groups of a step from where the progress stands, with its metrics.
+
+        `uncounted` is what the session's progress does not have in its ledger yet.
+        """
+        session, engine = self.session, self.session.components.engine
         before = dataclasses.replace(engine.counts)
-        collected = collect(
-            roll_out,
-            self.stream,
-            self.session.components.method,
-            num_tasks_taken=progress.items_taken,
-            leftover=progress.leftover,
-            controllers=progress.controllers,
-            measure=self.measure,
-            failures=self.session.failures,
-        )
+        self.spent = NOTHING
+        try:
+            collected = collect(
+                roll_out,
+                self.stream,
+                session.components.method,
+                num_tasks_taken=progress.items_taken,
+                leftover=progress.leftover,
+                controllers=progress.controllers,
+                measure=self.measure,
+                failures=session.failures,
+                account=partial(self._account, uncounted),
+            )
+        except ENDING:
+            # The groups are lost and sampled again, but what they cost is spent.
+            session.progress.ledger += Ledger(usage=self.spent.usage)
+            raise
         metrics = collected.metrics | engine_metrics(engine, before)
         metrics |= self.stream.metrics(collected.num_tasks_taken)
         engine.clear()  # each counts its pages from the first
         return dataclasses.replace(collected, metrics=metrics)
+
+    def _account(self, uncounted: Ledger, spent: Ledger) -> None:
+        """Notes what batches have cost; ends the run where it may not spend on another one."""
+        self.spent = spent
+        self.session.check_budget(uncounted + spent)
 
 
 def rollout_at(session: Session, step: int, policy_version: int) -> partial[list[Group]]:

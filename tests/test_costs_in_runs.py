@@ -202,6 +202,40 @@ def test_prices_are_of_tools_that_there_are(tiny_world, source):
     check_prices(config, ["search"])
 
 
+ONE_STEP = """
+calls = []
+
+
+def keep(group_ids):
+    calls.append(1)
+    return (group_ids >= 0) & (len(calls) <= NUM)
+"""
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_step_that_draws_on_is_ended_and_what_it_cost_is_counted(
+    ahead, tiny_world, source, tmp_path, monkeypatch
+):
+    """A filter that keeps the first step's groups and then none: a step without end."""
+    (tmp_path / f"one_step_{ahead}.py").write_text(ONE_STEP.replace("NUM", "2"))
+    monkeypatch.syspath_prepend(tmp_path)
+    changes = {"filter.name": f"one_step_{ahead}.keep", "filter.max_batches": 0, "num_steps": 3}
+    changes |= {"eval.suites": (), "stages": ("train",), "rollout.ahead": ahead}
+    changes |= {"loss.correction.level": "token"} if ahead else {}
+    config = configured(tiny_world, source, **changes)
+    parts = assemble(config)  # which tries the filter once
+    config.ledger.max_calls = 60  # steps have 16 trajectories with a search each, or two
+    with pytest.raises(BudgetSpentError, match=r"has spent .* of config\.ledger\.max_calls=60; "):
+        play(config, tmp_path / "run", parts)
+    assert steps_in(tmp_path / "run" / "checkpoints") == [1]
+    first = records(tmp_path / "run")[-1]
+    assert first["ledger/total/calls/search"] <= 16 * 2
+    progress, _ = saved_progress(parts, tmp_path / "run")
+    assert progress.ledger.usage.attempts["search"] >= 60
+    # What was lost is sampled again: the counts of what the policy asked for repeat.
+    assert progress.ledger.num_calls["search"] == first["ledger/total/calls/search"]
+
+
 @pytest.mark.slow
 def test_groups_that_a_stage_ended_before_count_too(tiny_world, source, tmp_path, monkeypatch):
     # Sampled ahead for a third step, which patience has ended before. Each step is the best so far,

@@ -25,7 +25,7 @@ from jaxrl.training import rewards
 from jaxrl.training.controllers import Controllers, SkipSet
 from jaxrl.training.estimators import returns_of
 from jaxrl.training.health import Failures, NothingWorksError, short
-from jaxrl.training.ledger import Ledger
+from jaxrl.training.ledger import BudgetSpentError, Ledger
 from jaxrl.training.settings import Filter, Method
 from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, members
 
@@ -40,7 +40,9 @@ class NotEnoughGroupsError(ValueError):
     """The filter kept too few groups in as many batches as it may draw."""
 
 
-ENDING = (NotEnoughGroupsError, NothingWorksError, OutageError, OwnCodeError)
+ENDING = (
+    NotEnoughGroupsError, NothingWorksError, OutageError, OwnCodeError, BudgetSpentError
+)  # fmt: skip
 """For what a run ends while it collects, once what was finished is saved."""
 
 
@@ -97,6 +99,7 @@ def collect(
     controllers: Controllers,
     measure: Measure,
     failures: Failures,
+    account: Callable[[Ledger], None],
 ) -> Collected:
     """Draws batches of tasks until `rollout.tasks_per_step` groups have passed the filter.
 
@@ -110,15 +113,19 @@ def collect(
             coefficient for the filter.
         measure: adds divergences, for a filter that compares rewards with their KL term.
         failures: counts batches in which every episode failed, and logs warnings.
+        account: told before each batch what those before it have cost; ends the run where that is
+            more than it may spend.
 
     Raises:
         NothingWorksError: see `Failures.count`.
         OutageError: what the environment asks has answered nobody for too long.
         NotEnoughGroupsError: after `filter.max_batches` batches there are still too few.
+        BudgetSpentError: see `account`.
     """
     settings, wanted = method.filter, method.tasks_per_step
     batches = _Batches(num_tasks_taken=num_tasks_taken, kept=list(leftover))
     while len(batches.kept) < wanted:
+        account(batches.ledger)
         if 0 < settings.max_batches <= batches.count:
             raise NotEnoughGroupsError(_complaint(settings, batches, wanted))
         draws, batches.num_tasks_taken = draw(

@@ -145,6 +145,11 @@ class Method:
         return self.tasks_per_step // self.optimizer.num_minibatches
 
     @property
+    def has_lag(self) -> bool:
+        """True where weights from before the newest update sample what a step trains on."""
+        return bool(self.ahead) or self.filter.carry_over
+
+    @property
     def learns_from_all(self) -> bool:
         """True where a trajectory may have a gradient without an advantage.
 
