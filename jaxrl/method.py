@@ -187,7 +187,6 @@ def method_of(config: ConfigDict) -> Method:
             metric=config.filter.varied.metric,
         ),
         shaping=filled(settings.Shaping, config.shaping, overlong_limit=overlong_limit(config)),
-        prices=config.ledger.prices,
         balance_coef=config.model.router.balance_coef,
         optimizer=optimizer_of(config, "train"),
     )

@@ -108,6 +108,7 @@ class Progress:
     best: Best = field(default_factory=Best)  # of the stage
     stopped_early: bool = False  # the stage ended for want of improvement
     num_failed: int = 0  # batches in a row of which every episode failed
+    num_broken_off: int = 0  # collections that the run ended in after they had cost something
     num_learned: int = 0  # the train stage's steps whose update had a gradient
     weights_step: int | None = None  # whose weights it ended with, where it stopped early
     # Of the train stage: the states of its controllers, and the groups left over.
@@ -275,12 +276,6 @@ class Session:
         """The engine's weights on these suites, in the stage `train`: its metrics."""
         metrics, _ = self.run_suites(self, "train", suites)
         return metrics
-
-    @property
-    def has_budget(self) -> bool:
-        """True where the run may only spend so much."""
-        limits = self.settings.ledger
-        return limits.max_cost > 0 or limits.max_calls > 0
 
     def check_budget(self, uncounted: Ledger | None = None) -> None:
         """Ends the run where it has spent what it may, also on the groups of the next step.

@@ -175,12 +175,7 @@ class Collector:
         collected = progress.pending
         if collected is None:
             roll_out = rollout_at(session, progress.step, policy_version)
-            try:
-                collected = self._collect(roll_out, progress)
-            except ENDING:
-                if session.has_budget and progress.stage_step > 0:
-                    session.save()  # so that no start forgets what the ones before have spent
-                raise
+            collected = self._collect(roll_out, progress)
         elif distributed.anywhere(session.should_stop()):
             raise Interrupted("the run was asked to stop between two steps")
         if not self._looks_ahead:
@@ -230,9 +225,16 @@ class Collector:
         session, engine = self.session, self.session.components.engine
         before = dataclasses.replace(engine.counts)
         self.spent = NOTHING
+
+        def accounted(draws: Sequence[Draw]) -> list[Group]:
+            session.check_budget(uncounted + self.spent)  # of the batches before
+            groups = roll_out(draws)
+            self.spent += Ledger.of(members(groups), session.settings.ledger.prices)
+            return groups
+
         try:
             collected = collect(
-                roll_out,
+                accounted,
                 self.stream,
                 session.components.method,
                 num_tasks_taken=progress.items_taken,
@@ -240,21 +242,16 @@ class Collector:
                 controllers=progress.controllers,
                 measure=self.measure,
                 failures=session.failures,
-                account=partial(self._account, uncounted),
             )
         except ENDING:
             # The groups are lost and sampled again, but what they cost is spent.
             session.progress.ledger += Ledger(usage=self.spent.usage)
+            session.progress.num_broken_off += self.spent != NOTHING
             raise
         metrics = collected.metrics | engine_metrics(engine, before)
         metrics |= self.stream.metrics(collected.num_tasks_taken)
         engine.clear()  # each counts its pages from the first
-        return dataclasses.replace(collected, metrics=metrics)
-
-    def _account(self, uncounted: Ledger, spent: Ledger) -> None:
-        """Notes what batches have cost; ends the run where it may not spend on another one."""
-        self.spent = spent
-        self.session.check_budget(uncounted + spent)
+        return dataclasses.replace(collected, metrics=metrics, ledger=self.spent)
 
 
 def rollout_at(session: Session, step: int, policy_version: int) -> partial[list[Group]]:

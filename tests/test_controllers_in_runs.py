@@ -274,7 +274,6 @@ def decisions():
             controllers=controllers,
             measure=list,
             failures=failures,
-            account=lambda spent: None,
         )
         leftover, taken = collected.leftover, collected.num_tasks_taken
         controllers, groups = advance(controllers, collected.groups, collected.tried, method, None)

@@ -10,7 +10,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,9 +39,7 @@ class NotEnoughGroupsError(ValueError):
     """The filter kept too few groups in as many batches as it may draw."""
 
 
-ENDING = (
-    NotEnoughGroupsError, NothingWorksError, OutageError, OwnCodeError, BudgetSpentError
-)  # fmt: skip
+ENDING = (NotEnoughGroupsError, NothingWorksError, OutageError, OwnCodeError, BudgetSpentError)
 """For what a run ends while it collects, once what was finished is saved."""
 
 
@@ -83,7 +80,6 @@ class _Batches:
     kept: list[Group]
     tried: list[GroupStats] = field(default_factory=list)
     records: list[CallRecord] = field(default_factory=list)  # of all calls, for dropped groups too
-    ledger: Ledger = field(default_factory=Ledger)  # likewise
     count: int = 0
     num_resampled: int = 0
     num_generated: int = 0
@@ -99,7 +95,6 @@ def collect(
     controllers: Controllers,
     measure: Measure,
     failures: Failures,
-    account: Callable[[Ledger], None],
 ) -> Collected:
     """Draws batches of tasks until `rollout.tasks_per_step` groups have passed the filter.
 
@@ -113,30 +108,27 @@ def collect(
             coefficient for the filter.
         measure: adds divergences, for a filter that compares rewards with their KL term.
         failures: counts batches in which every episode failed, and logs warnings.
-        account: told before each batch what those before it have cost; ends the run where that is
-            more than it may spend.
 
     Raises:
         NothingWorksError: see `Failures.count`.
         OutageError: what the environment asks has answered nobody for too long.
         NotEnoughGroupsError: after `filter.max_batches` batches there are still too few.
-        BudgetSpentError: see `account`.
     """
     settings, wanted = method.filter, method.tasks_per_step
     batches = _Batches(num_tasks_taken=num_tasks_taken, kept=list(leftover))
+
+    def recorded(draws: Sequence[Draw]) -> list[Group]:
+        groups = roll_out(draws)
+        batches.records += [record for t in members(groups) for record in t.records]
+        return groups
+
     while len(batches.kept) < wanted:
-        account(batches.ledger)
         if 0 < settings.max_batches <= batches.count:
             raise NotEnoughGroupsError(_complaint(settings, batches, wanted))
         draws, batches.num_tasks_taken = draw(
             stream, batches.num_tasks_taken, settings.tasks_per_batch or wanted, controllers.skipped
         )
-        groups, num_retried = _roll_out_with_retries(
-            partial(_recorded, roll_out, batches, method.prices),
-            draws,
-            settings,
-            controllers.is_late,
-        )
+        groups, num_retried = _roll_out_with_retries(recorded, draws, settings, controllers.is_late)
         failures.count(members(groups))
         shaped = rewards.shape(groups, method.shaping, is_late=controllers.is_late)
         if settings.sees_kl:
@@ -163,17 +155,7 @@ def collect(
             num_leftover=len(new_leftover),
             method=method,
         ),
-        ledger=batches.ledger,
     )
-
-
-def _recorded(
-    roll_out: RollOut, batches: _Batches, prices: Mapping[str, float], draws: Sequence[Draw]
-) -> list[Group]:
-    groups = roll_out(draws)
-    batches.records += [record for t in members(groups) for record in t.records]
-    batches.ledger += Ledger.of(members(groups), prices)
-    return groups
 
 
 _TOLD_EVERY = 10

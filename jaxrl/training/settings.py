@@ -118,7 +118,6 @@ class Method:
         temperature: of sampling, and of the log-probabilities in training.
         top_p: of sampling only; training scores the full distribution.
         replays: passes of training are given the arrays by token that the sampler recorded.
-        prices: of a call of each tool and judge, by name.
         balance_coef: of the loss that has experts used alike.
         optimizer: of the stage that trains by it.
     """
@@ -135,7 +134,6 @@ class Method:
     kl: KL
     filter: Filter
     shaping: Shaping
-    prices: Mapping[str, float]
     balance_coef: float
     optimizer: OptimizerSettings
 

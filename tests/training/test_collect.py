@@ -12,7 +12,6 @@ from jaxrl.stream import Stream
 from jaxrl.training.collect import NotEnoughGroupsError, collect, draw, some_failed
 from jaxrl.training.controllers import Controllers, SkipSet, StageGate
 from jaxrl.training.health import Failures, NothingWorksError
-from jaxrl.training.ledger import BudgetSpentError
 from jaxrl.types import Group, GroupStats, members, with_fields
 from tests import helpers
 from tests.episodes import NumberedTasks, in_turns, make_failure, make_trajectory, strayed
@@ -70,7 +69,6 @@ def run(sample, **changes):
         "controllers": Controllers(),
         "measure": list,
         "failures": failures()[0],
-        "account": lambda spent: None,
     }
     arguments = {key: changes.pop(key, default) for key, default in defaults.items()}
     return collect(sample, NumberedTasks(), method_with(**changes), **arguments)
@@ -88,22 +86,6 @@ def test_without_a_filter_a_step_is_one_batch():
     assert (got.num_tasks_taken, got.leftover) == (2, [])
     assert got.metrics["rollout/num_generated"] == 4
     assert got.metrics["filter/kept_share"] == 1.0
-
-
-def test_a_step_tells_what_it_has_cost_before_each_batch_and_may_be_ended():
-    told, sample = [], sampler([1, 1], [0, 0], [1, 1], [0, 0], [0, 1], [1, 0])
-    changes = {"filter.name": "varied"}
-    run(sample, account=lambda spent: told.append(spent.num_trajectories), **changes)
-    assert told == [0, 4, 8]
-
-    def refuse(spent):
-        if spent.num_trajectories == 8:
-            raise BudgetSpentError("spent")
-
-    sample.calls.clear()
-    with pytest.raises(BudgetSpentError):
-        run(sample, account=refuse, **changes)
-    assert len(sample.calls) == 2
 
 
 def test_dynamic_sampling_draws_until_enough_groups_differ():
