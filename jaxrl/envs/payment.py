@@ -268,7 +268,7 @@ async def _awaited(call: Call) -> Any:
 
 
 JUDGE = ("jaxrl.extras.endpoints.judges:Judge", "jaxrl.extras.endpoints.judges:JudgeSettings")
-"""What grades responses by a language model, and its settings."""
+"""Grader of responses by a language model, and its settings."""
 
 REWARD_PARTS: Mapping[str, str] = {"math_verify": "jaxrl.extras.symbolic_math.MathVerify"}
 """Parts that any environment can have beside its own, by where they are; their settings stand in
