@@ -1,4 +1,4 @@
-"""By which products the experts of a run are computed: chosen once, on the host."""
+"""Choice of the products that compute the experts of a run: made once, on the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxrl.extras.experts.products import (
 from jaxrl.runtime.sharding import PIECES
 
 PLATFORMS = {"triton": "gpu", "megablox": "tpu"}
-"""Where kernels run that do not run everywhere."""
+"""Platforms of the kernels that do not run everywhere."""
 
 
 KERNELS = {

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from jaxrl.models.beside import Beside
 
 ROUTED = "routed_experts"
-"""By token, of each layer with experts the numbers of those chosen, `[layers, k]`."""
+"""Name of an array by token: the numbers of the experts chosen in each layer, `[layers, k]`."""
 
 
 class Choice(NamedTuple):
@@ -70,7 +70,7 @@ def recorded_dtype(num_experts: int) -> np.dtype:
 
 @struct.dataclass
 class Usage:
-    """How the tokens that count used the experts of L layers; sums over these tokens, float32."""
+    """Use of the experts of L layers by the tokens that count; sums over these tokens, float32."""
 
     num_tokens: Any  # scalar
     counts: Any  # [L, E], tokens that chose it
@@ -142,7 +142,7 @@ class RouterStatistics:
 
 
 Found = tuple[jax.Array | None, Usage | None]
-"""What a pass has found in the layers so far: the experts chosen `[L, M, k]`, and their use."""
+"""Findings of a pass in the layers so far: the experts chosen `[L, M, k]`, and their use."""
 
 
 def begin(

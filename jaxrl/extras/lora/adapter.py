@@ -37,7 +37,7 @@ from jaxrl.models.parts import Declared, divide, join, only
 from jaxrl.types import Params
 
 ALL_LINEAR = "all-linear"
-"""As a target: every linear layer of the blocks."""
+"""Target for every linear layer of the blocks."""
 
 TRAINED = ("lora_a", "lora_b")
 """The parameters of an adapter, by their last name."""
@@ -163,7 +163,7 @@ class Adapter(Around):
         return self._with_own_axes(self.model.logical_axes())
 
     def decode_axes(self) -> dict[str, Any]:
-        """The same of `decode_weights`."""
+        """Names of the axes of `decode_weights`."""
         axes = self._with_own_axes(self.model.decode_axes())
 
         def is_there(path: tuple[str, ...]) -> bool:
@@ -198,11 +198,11 @@ class Adapter(Around):
         return unflatten_dict(drawn)
 
     def train_weights(self, policy: Params, dtype: DTypeLike) -> Params:
-        """As the architecture's; int8 weights and their scales stay as they are."""
+        """Weights of the architecture; int8 weights and their scales stay as they are."""
         return self._cast(self.model.train_weights, self._scaled(policy), dtype)
 
     def decode_weights(self, policy: Params, dtype: DTypeLike) -> Params:
-        """As the architecture's, merged or not; int8 weights and their scales stay likewise."""
+        """Weights of the architecture, merged or not; int8 ones and their scales stay."""
         weights = self._merged(policy, dtype) if self.is_merged else self._scaled(policy)
         return self._cast(self.model.decode_weights, weights, dtype)
 

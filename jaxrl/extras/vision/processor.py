@@ -111,7 +111,7 @@ class Processor:
         return image.num_patches // self.unit
 
     def blank(self) -> BlankProcessor:
-        """The same for images without content."""
+        """Makes a processor of images without content."""
         return BlankProcessor(self)
 
     def __call__(self, picture: Picture) -> Image:

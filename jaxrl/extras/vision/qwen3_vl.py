@@ -130,7 +130,7 @@ class Qwen3Vision(VisionTower):
 
     @property
     def num_added(self) -> int:
-        """As many of the decoder's layers as there are deep ones."""
+        """The decoder's first layers, as many as there are deep ones."""
         return len(self.deep_layers)
 
     def memory_terms(self) -> MemoryTerms:
@@ -315,7 +315,7 @@ class Qwen3VLConfig(QwenVLConfig):
         return axes
 
     def hf_names(self) -> dict[str, str]:
-        """As published, and as transformers 5 has them."""
+        """Names as published, and as transformers 5 has them."""
         return {
             name: tensor
             if name.startswith("vision/")

@@ -29,7 +29,7 @@ from jaxrl.models.layers import Attend
 from jaxrl.types import Params
 
 EPSILON = 1e-6
-"""Of the towers' norms; no config.json has it."""
+"""Epsilon of the towers' norms; no config.json has it."""
 
 QUERY_BLOCK = 256
 """Patches whose scores over a whole row are in memory at a time."""
