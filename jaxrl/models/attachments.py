@@ -38,7 +38,7 @@ class Arranged:
 
 
 class Tower(ABC):
-    """How a model reads attachments: a token stands for each unit of patches of one.
+    """Reader of attachments in a model: a token stands for each unit of patches of one.
 
     Attributes:
         token_id: the token.

@@ -50,7 +50,7 @@ SIDE_FILES = (
     "*processor_config.json",
     "LICENSE*",
 )
-"""What an export takes over from its source, byte for byte."""
+"""Files that an export takes over from its source, byte for byte."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -59,7 +59,7 @@ DTYPES_FILE = "tensor_dtypes.json"
 
 @dataclass(frozen=True)
 class Place:
-    """Where an HF tensor lies in the parameters."""
+    """Place of an HF tensor in the parameters."""
 
     param: str
     index: tuple[int, ...]  # on the leading axes: none, the layers', the layers' and experts'
@@ -67,7 +67,7 @@ class Place:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether HF's axes are the reverse of the parameter's."""
+        """True if HF's axes are the reverse of the parameter's."""
         return self.param.endswith("/kernel")
 
 
@@ -112,7 +112,7 @@ class _Part:
 
 @runtime_checkable
 class HasWeights(Protocol):
-    """What is asked of a model whose tensors are read: part of an `Architecture`."""
+    """Model whose tensors are read: part of an `Architecture`."""
 
     def hf_names(self) -> dict[str, str]:
         """Path of each parameter to its HF tensor."""
@@ -497,7 +497,7 @@ def write_tensors(
 
 
 def _export_places(config: Architecture, names: Iterable[str]) -> dict[str, Place]:
-    """Of tensors in the spelling of the source, those of `hf_names` first and in its order."""
+    """Places of tensors in the spelling of the source, those of `hf_names` first, in its order."""
     known, copies = hf_places(config), config.hf_copies()
     spelt = {known_name(config, name): name for name in names}
     places = {spelt[name]: place for name, place in known.items()}
@@ -588,7 +588,7 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def copy_side_files(source: Path, folder: Path) -> None:
-    """What is taken over as it is; see `SIDE_FILES`."""
+    """Copies the files of `SIDE_FILES` as they are."""
     for pattern in SIDE_FILES:
         for file in sorted(source.glob(pattern)):
             if file.is_file():

@@ -142,7 +142,7 @@ def _of_logits(
 
 @dataclass(frozen=True, kw_only=True)
 class OutputLayer:
-    """How the output layer is computed, chunk by chunk.
+    """Computes the output layer, chunk by chunk.
 
     In the backward pass logits are computed again, unless one chunk is all. What chunks add to a
     table's gradient is summed in float32, on each shard of the batch alone until the end.

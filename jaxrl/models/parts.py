@@ -19,7 +19,7 @@ class Declared(Protocol):
     """Part of a policy's parameters, or all: shapes, and how they lie on the mesh."""
 
     def abstract_params(self) -> Params:
-        """As `jax.ShapeDtypeStruct`s."""
+        """The parameters as `jax.ShapeDtypeStruct`s."""
         ...
 
     def logical_axes(self) -> dict[str, Any]:
@@ -40,7 +40,7 @@ class Part:
     paths: frozenset[tuple[str, ...]]
 
     def abstract_params(self) -> Params:
-        """As `jax.ShapeDtypeStruct`s."""
+        """The parameters as `jax.ShapeDtypeStruct`s."""
         return only(self.model.abstract_params(), self.paths.__contains__)
 
     def logical_axes(self) -> dict[str, Any]:

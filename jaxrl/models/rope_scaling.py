@@ -33,7 +33,7 @@ class RopeScaling(ABC):
 
     @abstractmethod
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """As `default_frequencies`, scaled."""
+        """Scaled `default_frequencies`."""
 
     @abstractmethod
     def hf_fields(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Fields:
         return float(value)
 
     def factor(self) -> float:
-        """By how much the context is longer: at least 1."""
+        """Factor by which the context is longer: at least 1."""
         value = self.number("factor")
         if value < 1:
             raise ValueError(
@@ -247,12 +247,12 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def _whole(value: float) -> float:
-    """As a whole number where it is one, as `transformers` wants it."""
+    """Returns a whole number where the value is one, as `transformers` wants it."""
     return int(value) if value == int(value) else value
 
 
 SCALINGS: dict[str, type[RopeScaling]] = {kind.rope_type: kind for kind in (Yarn, Linear, Llama3)}
-"""By `rope_type`; the others are refused, since no parity test covers them.
+"""Scalings by `rope_type`; the others are refused, since no parity test covers them.
 
 Those that scale by the length of a sequence (`dynamic`, `longrope`) would turn keys that are in the
 cache anew when it grows.

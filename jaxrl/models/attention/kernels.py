@@ -65,7 +65,7 @@ PAGE_TOKENS = {"xla": 16, "triton": 64, "mosaic": 128}
 """Tokens of a page, by kernels: a kernel reads a page at a time, and wants it large."""
 
 SHARES_PROMPTS = {"xla": True, "triton": True, "mosaic": False}
-"""Whether segments of a row may share a prompt, by kernels.
+"""True where segments of a row may share a prompt, by kernels.
 
 Splash attention tells by equal ids, or before it is compiled, which tokens a token reads.
 """
