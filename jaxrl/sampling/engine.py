@@ -174,7 +174,7 @@ def _sample_keys(
 
 
 def row_sizes(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> list[int]:
-    """For how many rows decoding is compiled, the smaller first.
+    """Numbers of rows for which decoding is compiled, the smaller first.
 
     An accelerator takes about as long for half the rows, a CPU half as long. But in bfloat16 a CPU
     would multiply a single row with float32 copies of all weights: two rows take less time.

@@ -23,7 +23,7 @@ class Seeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the trajectories of a rollout are drawn.
+    """Settings by which the trajectories of a rollout are drawn.
 
     Attributes:
         group_size: trajectories of each task.
@@ -142,7 +142,7 @@ class Processor(Protocol):
         ...
 
     def blank(self) -> Processor:
-        """The same for images without content."""
+        """Makes a processor of images without content."""
         ...
 
 

@@ -380,7 +380,7 @@ class EpisodePlayer:
         return prompt
 
     def _num_units(self, token_ids: Sequence[int]) -> int:
-        """How many of them are tokens of images."""
+        """Counts tokens of images."""
         image_id = self._tokenizer.image_id
         return 0 if image_id is None else token_ids.count(image_id)
 
