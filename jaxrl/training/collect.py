@@ -43,7 +43,7 @@ class NotEnoughGroupsError(ValueError):
 ENDING = (
     NotEnoughGroupsError, NothingWorksError, OutageError, OwnCodeError, BudgetSpentError
 )  # fmt: skip
-"""For what a run ends while it collects, once what was finished is saved."""
+"""Errors that end a run while it collects, once what was finished is saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ class Collected:
     ledger: Ledger = field(default_factory=Ledger)  # of all that was sampled, dropped groups too
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values, exactly; before anything of it was measured."""
+        """Converts to plain JSON values, exactly; before anything of it was measured."""
         plain = dataclasses.asdict(dataclasses.replace(self, groups=[], leftover=[]))
         groups = {name: codecs.groups_to_json(getattr(self, name)) for name in _GROUPS}
         return {**plain, **groups}
@@ -245,7 +245,7 @@ def _shares(tried: Sequence[GroupStats]) -> str:
 
 
 def some_failed(tried: Sequence[GroupStats], group_size: int) -> str | None:
-    """How many episodes of a step failed, and the first error; None where none or all did.
+    """Tells how many episodes of a step failed, and the first error; None where none or all did.
 
     That all of a batch failed is told where it is sampled; see `Failures`.
     """

@@ -39,7 +39,7 @@ KL_BUDGETS: Mapping[str, float] = {"easy": 0.05, "medium": 0.1, "hard": 0.2}
 
 
 def difficulty(num_correct: int, num_samples: int) -> str:
-    """How hard a task is by its group: easy from 2/3 correct, medium from 1/3, else hard.
+    """Grades a task by its group: easy from 2/3 correct, medium from 1/3, else hard.
 
     ARES (https://arxiv.org/abs/2510.08457). Counts rather than a ratio, so that 2 of 3 is exact.
     """
@@ -75,14 +75,14 @@ class DifficultyBuckets:
 
 @dataclass(frozen=True)
 class EntropyCoefficients:
-    """How strongly, and around what count, `shaping.entropy_reward` shapes each difficulty."""
+    """Strength of `shaping.entropy_reward` by difficulty, and the count around which it shapes."""
 
     alphas: dict[str, float]  # in units of reward, by bucket
     targets: dict[str, int]  # tokens of high window entropy; a bucket not seen yet has none
 
     @classmethod
     def init(cls, *, alpha: float = 0.5) -> EntropyCoefficients:
-        """The same coefficient for every bucket, and no targets."""
+        """One coefficient for every bucket, and no targets."""
         return cls(dict.fromkeys(BUCKETS, alpha), {})
 
     def update(
@@ -593,7 +593,7 @@ def _mark(
 def _advance_coefficients(
     controllers: Controllers, groups: Sequence[Group], shaping: Shaping
 ) -> EntropyCoefficients | None:
-    """By the windows of each group's scored trajectories, once there is a threshold."""
+    """Advances by the windows of each group's scored trajectories, once there is a threshold."""
     state = controllers.coefficients
     if state is None or controllers.level is None:
         return state
@@ -609,7 +609,7 @@ def _advance_coefficients(
 def _advance_kl(
     controllers: Controllers, groups: Sequence[Group], kl: KL
 ) -> AdaptiveKL | LogKL | KLBudget | None:
-    """By the mean divergence a token of the trajectories that have tokens to train."""
+    """Advances by the mean divergence a token of the trajectories that have tokens to train."""
     found = mean_divergences(groups)
     values = [value for _, value in found]
     match controllers.kl:

@@ -119,7 +119,7 @@ SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
     "linear": linear,
     "cosine": cosine,
 }
-"""By name in `optimizer.schedule` and `sft.optimizer.schedule`."""
+"""Schedules by `optimizer.schedule` and `sft.optimizer.schedule`."""
 
 NUMBERS = ("peak", "final_fraction", "num_updates")
-"""What a schedule may ask for."""
+"""Numbers that a schedule may ask for."""

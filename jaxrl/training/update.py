@@ -437,7 +437,7 @@ class UpdateStep:
         balance_coef: float = 0.0,
         offload: bool = False,
     ):
-        """As `Gradient`; the optimizer is applied to the float32 master weights.
+        """Takes what `Gradient` does; the optimizer is applied to the float32 master weights.
 
         With `offload` its moments are on the devices only while it is.
         """
