@@ -41,14 +41,14 @@ HELD = 100_000
 """Tasks up to which those of a source are held parsed."""
 
 HELD_BYTES = 2**28
-"""Of images that stand in the records themselves, up to which its tasks are held."""
+"""Bytes of images in the records themselves, up to which a source's tasks are held."""
 
 _BLOCK = 1000  # records read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSource:
-    """Where tasks come from, as it is configured."""
+    """Source of tasks, as it is configured."""
 
     key: str  # of the section, or of the entry of `sources`
     source: str = ""
@@ -61,17 +61,17 @@ class TaskSource:
 
     @property
     def format_name(self) -> str:
-        """What reads it."""
+        """Name of the format, by the path if none is configured."""
         return self.format or format_of(self.source)
 
     @property
     def name(self) -> str:
-        """What to call it, in metrics and messages."""
+        """Name in metrics and messages."""
         return self.data_source or Path(self.source).stem or self.format
 
 
 FIELDS = tuple(one.name for one in dataclasses.fields(TaskSource) if one.name != "key")
-"""What an entry of `sources` may hold."""
+"""Keys that an entry of `sources` may hold."""
 
 
 def sources_of(config: ConfigDict, kind: str) -> list[TaskSource]:
@@ -134,7 +134,7 @@ def _check_source(source: TaskSource, *, is_weighed: bool) -> None:
 
 
 def maker_of(source: TaskSource) -> Callable[..., Any]:
-    """What makes the reader of a source.
+    """Finds what makes the reader of a source.
 
     Raises:
         ValueError: its format stands for nothing.
@@ -283,7 +283,7 @@ class Tasks(Sequence[Task]):
             yield from self._read(self._indices[block.start : block.stop].tolist())
 
     def place(self, index: int) -> str:
-        """Where a task stands."""
+        """Place of a task in its source."""
         return self._reader.place(int(self._indices[index]))
 
     def only(self, kept: np.ndarray) -> Tasks:
