@@ -64,7 +64,7 @@ class OutageError(ToolError):
 
 
 SOURCES = ("tool", "cache", "shared", "replay", "fallback")
-"""Who answered a call: the tool itself; the cache; the same call of another episode under way at
+"""Answerers of a call: the tool itself; the cache; the same call of another episode under way at
 that moment; the record of earlier calls; nobody, in an outage."""
 
 

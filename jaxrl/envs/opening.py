@@ -13,7 +13,7 @@ from PIL.Image import Transpose
 from jaxrl.envs.images import Picture, UnreadableError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Those that are read. Pillow would try all that it knows, and starts Ghostscript for EPS."""
+"""Formats that are read. Pillow would try all it knows, and starts Ghostscript for EPS."""
 
 MAX_PIXELS = 50_000_000
 """Limit of an image in its file: few bytes may stand for many pixels, of which each takes some 11

@@ -14,7 +14,7 @@ from jaxrl.envs.calls import LateError, new_loop, started
 from jaxrl.envs.reward_functions import Call, Measured, RewardPart, number
 
 MAX_THREADS = 32
-"""In which functions that are not async are called at a time."""
+"""Threads in which functions that are not async are called at a time."""
 
 LARGEST_REWARD = (2 - 2.0**-23) * 2.0**127
 """The largest number of float32."""
