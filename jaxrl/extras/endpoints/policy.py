@@ -161,7 +161,7 @@ class ChatModel:
 
     @property
     def shown(self) -> str:
-        """Its name and address, for people."""
+        """Name and address, for people."""
         return f"{self.settings.model} at {shown_url(self.settings.url)}"
 
     def rollout(

@@ -35,7 +35,7 @@ def choose(name: str, mesh: Mesh) -> Experts:
 
 
 def decide(name: str, platform: str) -> tuple[str, str]:
-    """Which products `config.model.experts` stands for, never `auto`, and why.
+    """Picks the products `config.model.experts` stands for, never `auto`, and tells why.
 
     Raises:
         ValueError: names the key where they do not run on the devices.

@@ -192,4 +192,4 @@ class Experts:
 
 
 XLA = Experts(name="xla", reason="which every platform has", product=grouped_product)
-"""On one device of any platform."""
+"""Computation on one device of any platform."""

@@ -54,7 +54,7 @@ HF_NAMES = {
     "blocks/moe/up/kernel": _EXPERT + "up_proj.weight",
     "blocks/moe/down/kernel": _EXPERT + "down_proj.weight",
 }
-"""Beside those of `qwen`: the second `{}` is the expert."""
+"""Names beside those of `qwen`: the second `{}` is the expert."""
 
 _SIZES = (
     "moe_intermediate_size",
@@ -222,7 +222,7 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def shown_kernels(self) -> str:
-        """Which products compute experts, and why."""
+        """Products that compute experts, and why."""
         return f"experts: {self.experts.name}, {self.experts.reason}"
 
     @property
@@ -265,7 +265,7 @@ class QwenMoeConfig(QwenConfig):
         return added, (number + 1, routing.note(beside, found, number, choice))
 
     def feed_forward_names(self) -> dict[str, str]:
-        """Those of the MLP, and of the experts."""
+        """Names of the MLP, and of the experts."""
         return {**super().feed_forward_names(), **HF_NAMES}
 
     def hf_fused(self) -> dict[str, Fused]:

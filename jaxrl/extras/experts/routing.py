@@ -1,4 +1,4 @@
-"""Which experts a token reaches, how evenly they are used, and what of that is kept of a pass."""
+"""Routing of tokens to experts: which they reach, how evenly, and what a pass keeps of that."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def route(
 
 
 def is_recorded(given: Integer[Array, "M k"], num_experts: int) -> Bool[Array, " M"]:
-    """Which tokens have recorded experts: the numbers of others are no experts'."""
+    """True where tokens have recorded experts: the numbers of others are no experts'."""
     return (given < num_experts).all(axis=-1)
 
 
@@ -127,7 +127,7 @@ class RouterStatistics:
     """`Usage` as metrics, and the balance loss with the counts of a whole mini-batch."""
 
     def metrics(self, sums: Usage) -> dict[str, jax.Array]:
-        """Those of `usage_metrics`, as `router/...`."""
+        """Metrics of `usage_metrics`, as `router/...`."""
         return {f"router/{name}": value for name, value in usage_metrics(sums).items()}
 
     def balance_weights(self, sums: Usage, coef: jax.Array) -> jax.Array:
@@ -148,7 +148,7 @@ Found = tuple[jax.Array | None, Usage | None]
 def begin(
     beside: Beside, *, num_layers: int, num_tokens: int, num_chosen: int, num_experts: int
 ) -> Found:
-    """Before the first layer: what is asked of the pass, with nothing found yet."""
+    """Findings before the first layer: what is asked of the pass, with nothing found yet."""
     chosen = usage = None
     if beside.records:
         dtype = recorded_dtype(num_experts)
@@ -198,7 +198,7 @@ def note(beside: Beside, found: Found, number: Any, choice: Choice) -> Found:
 
 
 def end(beside: Beside, found: Found) -> None:
-    """After the last layer."""
+    """Keeps what is asked for, after the last layer."""
     chosen, beside.statistics = found
     if chosen is not None:
         beside.recorded[ROUTED] = jnp.moveaxis(chosen, 1, 0)

@@ -43,7 +43,7 @@ TRAINED = ("lora_a", "lora_b")
 """The parameters of an adapter, by their last name."""
 
 QUANTISED = ("kernel", "kernel_scale")
-"""Those of an int8 layer."""
+"""Arrays of an int8 layer."""
 
 
 def quantise(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -218,7 +218,7 @@ class Adapter(Around):
         return join(floats, only(weights, is_kept))
 
     def _scaled(self, policy: Params) -> Params:
-        """With s in B, so that a layer has all that it computes with."""
+        """Puts s into B, so that a layer has all that it computes with."""
         flat = flatten_dict(policy)
         return unflatten_dict(
             {p: x * self.scaling if p[-1] == "lora_b" else x for p, x in flat.items()}

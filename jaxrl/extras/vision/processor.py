@@ -161,7 +161,7 @@ class Processor:
 
 
 class BlankProcessor(Processor):
-    """In place of each image one of the same size without content: the control of what looks."""
+    """Reads each image as one of the same size without content: the control of what looks."""
 
     is_blank = True
 

@@ -168,7 +168,7 @@ class QwenVLConfig(QwenConfig):
         return {**tower, **super().hf_names()}
 
     def hf_renamed(self) -> dict[str, str]:
-        """Those of transformers 5."""
+        """Names of transformers 5."""
         return RENAMED
 
     def _axes_of_pairs(self) -> np.ndarray:

@@ -161,7 +161,7 @@ class VisionTower(Tower):
     # On the host.
 
     def num_tokens(self, image: Image) -> int:
-        """Its units."""
+        """Units of an image."""
         t, h, w = image.grid
         if t != 1 or h < 1 or w < 1 or h % self.merge or w % self.merge:
             raise ValueError(

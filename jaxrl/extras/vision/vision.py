@@ -128,7 +128,7 @@ class QwenVision(VisionTower):
         return self.num_heads * max(of_block, 3 * self.window**2 * num_patches)
 
     def arrange(self, images: Sequence[Image]) -> Arranged:
-        """In the order of windows.
+        """Arranges images in the order of windows.
 
         The places of a patch are the number of its image, from 1, that of its window, its row and
         its column.
