@@ -114,7 +114,7 @@ class Tower(ABC):
     def token_arrays(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> dict[str, np.ndarray]:
-        """Those of `arrays`, `[L, ...]`, but for units; arguments as of `positions`."""
+        """The entries of `arrays`, `[L, ...]`, but for units; arguments as of `positions`."""
         return {POSITIONS: self.positions(token_ids, attachments, start=start)}
 
     @abstractmethod

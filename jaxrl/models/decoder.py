@@ -706,7 +706,7 @@ class Decoder(Architecture):
         return {**super().decode_axes(), **OUTPUT_AXES}
 
     def hf_names(self) -> dict[str, str]:
-        """In the order of the layers' computation."""
+        """Names in the order of the layers' computation."""
         params = flatten_dict(self.abstract_params(), sep="/")
         names = {**FIRST_HF_NAMES, **self.feed_forward_names(), **LAST_HF_NAMES}
         return {name: tensor for name, tensor in names.items() if name in params}

@@ -81,7 +81,7 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """From the file's header."""
+        """Shape by the file's header."""
         return tuple(self.data.get_shape())
 
     @property

@@ -207,7 +207,7 @@ Run = tuple[tuple[str, int, int], ...]
 
 
 def entries_of(layer: int, names: Sequence[str], stacks: Stacks) -> tuple[str, ...]:
-    """Those entries of `blocks`, out of `names`, that a layer has."""
+    """Entries of `blocks`, out of `names`, that a layer has."""
     return tuple(name for name in names if name not in stacks or layer in stacks[name])
 
 

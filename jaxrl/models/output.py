@@ -27,7 +27,7 @@ Unembed = Callable[[Any, jax.Array], jax.Array]
 
 
 class Places(NamedTuple):
-    """Which tokens of a shard are wanted, and where they go; M tokens, room for C."""
+    """Places of a shard's wanted tokens; M tokens, room for C."""
 
     source: jax.Array  # int32 [S, C], of each place its token
     is_taken: jax.Array  # bool [S, C], the place has a token

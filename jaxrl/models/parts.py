@@ -23,7 +23,7 @@ class Declared(Protocol):
         ...
 
     def logical_axes(self) -> dict[str, Any]:
-        """In the shape of the parameters; see `Architecture.logical_axes`."""
+        """Names of axes in the shape of the parameters; see `Architecture.logical_axes`."""
         ...
 
 
@@ -44,7 +44,7 @@ class Part:
         return only(self.model.abstract_params(), self.paths.__contains__)
 
     def logical_axes(self) -> dict[str, Any]:
-        """In the shape of the parameters."""
+        """Names of axes in the shape of the parameters."""
         return only(self.model.logical_axes(), self.paths.__contains__)
 
 

@@ -140,7 +140,7 @@ class Llama3(RopeScaling):
         )
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """Between the two bounds an average, weighted by the number of waves in the context."""
+        """Average between the two bounds, weighted by the number of waves in the context."""
         whole = default_frequencies(head_dim, theta)
         divided = whole / np.float32(self.factor)
         waves = np.float32(self.original_max_positions) / (np.float32(2 * math.pi) / whole)
@@ -186,7 +186,7 @@ class Yarn(RopeScaling):
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Yarn:
-        """Without `attention_factor` it follows from `factor`, `mscale` and `mscale_all_dim`."""
+        """The settings; `attention_factor` may follow from `factor`, `mscale`, `mscale_all_dim`."""
         factor = fields.factor()
         attention_factor = _mscale(factor)
         if all(fields.values.get(name) not in (None, 0) for name in ("mscale", "mscale_all_dim")):
@@ -208,7 +208,7 @@ class Yarn(RopeScaling):
         )
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """From pair to pair, from as they are to divided."""
+        """Moves from pair to pair, from frequencies as they are to divided ones."""
 
         def pair_that_turns(times: float) -> float:
             turn = self.original_max_positions / (times * 2 * math.pi)

@@ -1,4 +1,4 @@
-"""Which attention kernels a run computes with: chosen once, on the host."""
+"""Choice of a run's attention kernels: made once, on the host."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def copies_past(name: str, platform: str) -> bool:
 
 
 def decide(name: str, platform: str, head_dim: int) -> tuple[str, str]:
-    """Which kernels `config.model.attention` stands for, never `auto`, and why.
+    """Picks the kernels `config.model.attention` stands for, never `auto`, and tells why.
 
     Raises:
         ValueError: names the key where these kernels do not run on the devices, or not with heads

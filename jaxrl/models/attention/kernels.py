@@ -72,7 +72,7 @@ Splash attention tells by equal ids, or before it is compiled, which tokens a to
 
 
 def find_reads(segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> Int[Array, "R 3 T"]:
-    """Which tokens of its row each token reads.
+    """Finds the tokens of its row that each token reads.
 
     Those from the first number to itself, which are of its segment, and those from the second to
     before the third. These are none, unless the segment continues another: one whose first position
