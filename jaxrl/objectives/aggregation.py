@@ -43,7 +43,7 @@ def token_weights(
 
 
 def token_mean(token_counts: Int[Array, " N"]) -> ScalarLike:
-    """Over all tokens: a trajectory counts as often as it has tokens.
+    """Mean over all tokens: a trajectory counts as often as it has tokens.
 
     Args:
         token_counts: tokens of each trajectory that are trained on, 0 in some.
