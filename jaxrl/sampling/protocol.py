@@ -155,7 +155,7 @@ class External(Protocol):
 
     @property
     def shown(self) -> str:
-        """Its name and address, for people."""
+        """Name and address, for people."""
         ...
 
     def rollout(self, *around: Any) -> Any:

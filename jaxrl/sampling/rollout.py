@@ -184,7 +184,7 @@ class Sample:
         return self.episode.outcome == Outcome.ENVIRONMENT_ERROR
 
     def finished(self, reward: Reward) -> Finished:
-        """With what the environment found in it."""
+        """The trajectory with what the environment found in it."""
         ids = self.token_ids[self.prompt_length :]
         return Finished(episode=self.episode, reward=reward, completion_ids=ids)
 
@@ -500,7 +500,7 @@ class EpisodePlayer:
         return [self._reader.num_units(image) for image in images]
 
     def _give_up(self) -> StepResult:
-        """In place of a reply that did not come in time."""
+        """Makes a failed step in place of a reply that did not come in time."""
         deadline_s = self._schedule.deadline_s
         why = f"no reply within {deadline_s:g} s (config.env.step_deadline_s)"
         late = failed_step(f"{type(self._env).__name__}.step: {why}")
