@@ -1,4 +1,4 @@
-"""From tasks to the groups that a step trains on: draw, roll out, shape rewards, filter.
+"""Groups that a step trains on, from tasks: draw, roll out, shape rewards, filter.
 
 Everything here is decided from the trajectories of all processes, in task order, so that all of
 them decide alike.

@@ -64,7 +64,7 @@ class DifficultyBuckets:
     def update(
         self, task_ids: Sequence[str], num_correct: Sequence[int], num_samples: Sequence[int]
     ) -> DifficultyBuckets:
-        """After one batch of groups; groups of the same task are counted together."""
+        """Updates after one batch of groups; groups of the same task are counted together."""
         counts: dict[str, tuple[int, int]] = {}
         for task_id, right, total in zip(task_ids, num_correct, num_samples, strict=True):
             before_right, before_total = counts.get(task_id, (0, 0))
@@ -93,7 +93,7 @@ class EntropyCoefficients:
         rate: float = 0.05,
         max_alpha: float = 2.0,
     ) -> EntropyCoefficients:
-        """After one batch of groups.
+        """Updates after one batch of groups.
 
         ARES (https://arxiv.org/abs/2510.08457): alpha follows the mean count less the target,
         upwards for easy and medium tasks, where it scales a penalty, and downwards for hard ones,
@@ -173,7 +173,7 @@ class StageGate:
         return cls()
 
     def update(self, value: float, *, max_tolerance: int = 5) -> StageGate:
-        """After one validation.
+        """Updates after one validation.
 
         BAPO (https://arxiv.org/abs/2601.11037). Validations below the best are counted over the
         whole run, not in a row; one more than `max_tolerance` of them is the end of the early
@@ -289,7 +289,7 @@ class EntropyThreshold:
 
     @classmethod
     def init(cls) -> EntropyThreshold:
-        """Before any estimate."""
+        """State before any estimate."""
         return cls(value=None)
 
     def update(
@@ -346,7 +346,7 @@ class SkipSet:
         *,
         threshold: float,
     ) -> SkipSet:
-        """After one batch of groups.
+        """Updates after one batch of groups.
 
         ARES (https://arxiv.org/abs/2510.08457). A task once skipped stays so.
 
@@ -524,7 +524,7 @@ def _advance_buckets(
 def _advance_skipped(
     state: SkipSet | None, whole: Sequence[GroupStats], filter: Filter
 ) -> SkipSet | None:
-    """With the tasks added that every sample of the step solved, surely.
+    """Adds the tasks that every sample of the step solved, surely.
 
     A group with environment errors says too little, and is not among these: one survivor would
     skip its task for good.

@@ -90,7 +90,7 @@ def check_schedule(settings: OptimizerSettings) -> None:
 
 
 _MOST_STEPS = 100_000
-"""At which a schedule is tried."""
+"""Steps at which a schedule is tried."""
 
 
 def constant(peak: float) -> optax.Schedule:

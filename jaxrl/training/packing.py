@@ -217,12 +217,12 @@ class Item:
 
 
 def attachments_of(sequence: TokenSequence) -> tuple[Attachment, ...]:
-    """Those whose tokens are in a sequence."""
+    """Attachments whose tokens are in a sequence."""
     return tuple(getattr(sequence, "attachments", ()))
 
 
 def arrays_of(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.ndarray]:
-    """Those that are recorded with a sequence, `[L, ...]`, and wanted."""
+    """Arrays that are recorded with a sequence, `[L, ...]`, and wanted."""
     recorded = getattr(sequence, "token_arrays", {})
     return {name: recorded[name] for name in shape.token_arrays if name in recorded}
 
