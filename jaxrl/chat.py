@@ -20,7 +20,7 @@ from jaxrl.envs.base import Message
 from jaxrl.envs.images import MARK
 
 _MARK = re.compile("\ue000([0-9]+)\ue001")
-"""In place of the content of the message of that number; no template knows these characters."""
+"""Mark in place of a message's content, with its number; no template knows these characters."""
 
 
 Shape = tuple[tuple[str, tuple[str, ...] | None], ...]
@@ -194,7 +194,7 @@ def parts_of(content: str) -> list[str | None]:
 
 
 def _types(parts: Sequence[str | None]) -> tuple[str, ...] | None:
-    """Those of a content's parts; None where it is a text."""
+    """Types of a content's parts; None where it is a text."""
     if None not in parts:
         return None
     return tuple("image" if part is None else "text" for part in parts)

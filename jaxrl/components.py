@@ -1,4 +1,4 @@
-"""From a configuration to the objects of a run.
+"""Objects of a run, made from a configuration.
 
 Everything that can be refused is refused here, before any long work.
 """
@@ -85,7 +85,7 @@ from jaxrl.types import Group, Params
 
 @dataclass(frozen=True, kw_only=True)
 class Assembled(Components):
-    """With what is needed around the stages alone."""
+    """Components with what is needed around the stages alone."""
 
     tokenizer: Tokenizer
     processor: Processor | None  # reads images; None where the model reads none
@@ -530,7 +530,7 @@ def _end_note(tokenizer: Tokenizer) -> str:
 
 
 def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
-    """Which ids are, without blanks and in lower case, one of the words, bool [V]; None of none.
+    """Marks ids that are one of `words`, without blanks, in lower case: bool [V]; None of none.
 
     Raises:
         ValueError: no id is.

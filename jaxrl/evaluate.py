@@ -167,7 +167,7 @@ def summarize(
 
 
 def _all_weights(weights: Mapping[str, float], questions: Sequence[Group]) -> dict[str, float]:
-    """Those of all parts that the samples have: first those with weight, as they were given."""
+    """Weights of all parts that the samples have: first those with weight, as they were given."""
     parts = sorted({part for t in members(questions) if t.is_scored for part in t.reward_parts})
     named = [part for part, weight in weights.items() if weight and part in parts]
     return {part: weights.get(part, 0.0) for part in dict.fromkeys((*named, *parts))}

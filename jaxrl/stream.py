@@ -72,7 +72,7 @@ class Stream(Generic[Item]):
 
     @property
     def epoch_length(self) -> int:
-        """In how many draws every item comes, of each source, but for the rounding of shares."""
+        """Draws in which every item comes, of each source, but for the rounding of shares."""
         total = sum(self._shares)
         parts = zip(self._sources, self._shares, strict=True)
         return max(math.ceil(len(source.items) * total / share) for source, share in parts)

@@ -287,7 +287,7 @@ class Tasks(Sequence[Task]):
         return self._reader.place(int(self._indices[index]))
 
     def only(self, kept: np.ndarray) -> Tasks:
-        """Those tasks for which `kept`, bool [N], is True; the reader is shared."""
+        """Selects the tasks for which `kept`, bool [N], is True; the reader is shared."""
         tasks = copy.copy(self)
         tasks._indices, tasks.ids = self._indices[kept], self.ids[kept]
         tasks.questions = self.questions[kept]

@@ -273,7 +273,7 @@ class Group:
 
     @property
     def scored(self) -> list[Trajectory]:
-        """Those without an environment error."""
+        """Trajectories without an environment error."""
         return [t for t in self.trajectories if t.is_scored]
 
     @property

@@ -27,7 +27,7 @@ def is_main() -> bool:
 
 
 def share(count: int) -> slice:
-    """Which of `count` items, in order, are this process's."""
+    """Slice of `count` items, in order, that is this process's."""
     index, size = jax.process_index(), jax.process_count()
     return slice(count * index // size, count * (index + 1) // size)
 
