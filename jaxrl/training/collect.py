@@ -10,7 +10,6 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from jaxrl.training.estimators import returns_of
 from jaxrl.training.health import Failures, NothingWorksError, short
 from jaxrl.training.ledger import BudgetSpentError, Ledger
 from jaxrl.training.settings import Filter, Method
-from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, members
+from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, members, with_fields
 
 RollOut = Callable[[Sequence[Draw]], list[Group]]
 """Samples and scores a group of every draw, in their order."""
@@ -124,6 +123,13 @@ def collect(
     """
     settings, wanted = method.filter, method.tasks_per_step
     batches = _Batches(num_tasks_taken=num_tasks_taken, kept=list(leftover))
+
+    def roll_out_recorded(draws: Sequence[Draw]) -> list[Group]:
+        groups = roll_out(draws)
+        batches.records += [record for t in members(groups) for record in t.records]
+        batches.ledger += Ledger.of(members(groups), method.prices)
+        return groups
+
     while len(batches.kept) < wanted:
         account(batches.ledger)
         if 0 < settings.max_batches <= batches.count:
@@ -132,10 +138,7 @@ def collect(
             stream, batches.num_tasks_taken, settings.tasks_per_batch or wanted, controllers.skipped
         )
         groups, num_retried = _roll_out_with_retries(
-            partial(_recorded, roll_out, batches, method.prices),
-            draws,
-            settings,
-            controllers.is_late,
+            roll_out_recorded, draws, settings, controllers.is_late
         )
         failures.count(members(groups))
         shaped = rewards.shape(groups, method.shaping, is_late=controllers.is_late)
@@ -152,9 +155,12 @@ def collect(
                 f"{batches.count} batches; the groups were: {_shares(batches.tried)}"
             )
     new_leftover = batches.kept[wanted:]
+    carried: list[Group] = []
+    if settings.carry_over:  # without divergences: by the next step the policy is another
+        carried = with_fields(new_leftover, divergence=[None] * len(members(new_leftover)))
     return Collected(
         groups=batches.kept[:wanted],
-        leftover=[_without_divergences(g) for g in new_leftover] if settings.carry_over else [],
+        leftover=carried,
         num_tasks_taken=batches.num_tasks_taken,
         tried=batches.tried,
         metrics=_metrics(
@@ -165,15 +171,6 @@ def collect(
         ),
         ledger=batches.ledger,
     )
-
-
-def _recorded(
-    roll_out: RollOut, batches: _Batches, prices: Mapping[str, float], draws: Sequence[Draw]
-) -> list[Group]:
-    groups = roll_out(draws)
-    batches.records += [record for t in members(groups) for record in t.records]
-    batches.ledger += Ledger.of(members(groups), prices)
-    return groups
 
 
 _TOLD_EVERY = 10
@@ -205,12 +202,6 @@ def draw(
             num_skipped = 0
         num_tasks_taken += 1
     return draws, num_tasks_taken
-
-
-def _without_divergences(group: Group) -> Group:
-    """The group without divergences: by the next step the policy is another."""
-    fresh = (dataclasses.replace(t, divergence=None) for t in group.trajectories)
-    return Group(trajectories=tuple(fresh))
 
 
 def _metrics(
