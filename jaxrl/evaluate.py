@@ -152,6 +152,9 @@ def summarize(
         means["mean"] = np.mean([means[name] for name in sets], axis=0)
         resampled["mean"] = np.mean([resampled[name] for name in sets], axis=0)
         counts["mean"] = counts["all"]
+    # All parts that the samples have: first those with weight, as they were given.
+    parts = sorted({part for t in members(questions) if t.is_scored for part in t.reward_parts})
+    weighed = [part for part, weight in weights.items() if weight and part in parts]
     return Summary(
         num_samples=num_samples,
         means={
@@ -162,15 +165,8 @@ def summarize(
             name: dict(zip(names, map(percentile_interval, columns.T), strict=True))
             for name, columns in resampled.items()
         },
-        weights=_all_weights(weights, questions),
+        weights={part: weights.get(part, 0.0) for part in dict.fromkeys((*weighed, *parts))},
     )
-
-
-def _all_weights(weights: Mapping[str, float], questions: Sequence[Group]) -> dict[str, float]:
-    """Weights of all parts that the samples have: first those with weight, as they were given."""
-    parts = sorted({part for t in members(questions) if t.is_scored for part in t.reward_parts})
-    named = [part for part, weight in weights.items() if weight and part in parts]
-    return {part: weights.get(part, 0.0) for part in dict.fromkeys((*named, *parts))}
 
 
 def subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
@@ -563,10 +559,22 @@ def run_suites(
 
     Returns:
         Metrics, and the first error of each suite of which every episode failed.
+
+    Raises:
+        BudgetSpentError: a model behind an endpoint plays, and the run may spend no more.
     """
     step, display, settings = session.progress.step, session.display, session.settings.evaluation
     started = time.perf_counter()
-    played, ledger = _play_all(session, suites)
+    played: dict[str, list[Group]] = {}
+    ledger = Ledger()
+    for suite in suites:
+        # Where a model behind an endpoint plays, the suites before may have spent what the run may:
+        # its answers are recorded, so that the next start goes on from there.
+        if session.components.external:
+            session.check_budget(ledger)
+        groups = played[suite] = play(session, suite)
+        prices, is_control = session.settings.ledger.prices, suite in CONTROLS
+        ledger += Ledger.of(members(groups), prices, is_control=is_control)
     summaries = {
         suite: summarize(
             groups,
@@ -612,24 +620,6 @@ def run_suites(
     for suite, summary in summaries.items():
         metrics |= as_metrics(suite, summary)
     return metrics, errors
-
-
-def _play_all(session: Session, suites: Sequence[str]) -> tuple[dict[str, list[Group]], Ledger]:
-    """The groups of each suite, and what all of them took.
-
-    Raises:
-        BudgetSpentError: a model behind an endpoint plays, and the suites before have spent what
-            the run may; its answers are recorded, so that the next start goes on from there.
-    """
-    played: dict[str, list[Group]] = {}
-    ledger = Ledger()
-    for suite in suites:
-        if session.components.external:
-            session.check_budget(ledger)
-        groups = played[suite] = play(session, suite)
-        prices, is_control = session.settings.ledger.prices, suite in CONTROLS
-        ledger += Ledger.of(members(groups), prices, is_control=is_control)
-    return played, ledger
 
 
 def play(session: Session, suite: str) -> list[Group]:
