@@ -793,7 +793,9 @@ class Rollout(EpisodePlayer):
     def _advance(self, call: _Call) -> None:
         """Ends or resumes the samples of a call that has its replies or is given up."""
         resumed, attachments = [], {}
-        for (request, sample, text), result in zip(call.members, self._replies(call), strict=True):
+        is_late = not call.replies.done()
+        replies = [self._give_up()] * len(call.members) if is_late else call.replies.result()
+        for (request, sample, text), result in zip(call.members, replies, strict=True):
             num_before = len(sample.attachments)
             token_ids = self._take(sample, text, result)
             if token_ids is None:
@@ -803,11 +805,6 @@ class Rollout(EpisodePlayer):
             resumed.append((request, token_ids, budget))
             attachments[request] = sample.attachments[num_before:]
         self._engine.resume(resumed, attachments)
-
-    def _replies(self, call: _Call) -> list[StepResult]:
-        if call.replies.done():
-            return call.replies.result()
-        return [self._give_up()] * len(call.members)
 
 
 def check_stop(should_stop: Callable[[], bool]) -> None:
