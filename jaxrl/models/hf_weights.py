@@ -456,7 +456,10 @@ def write_hf(
     is_writer = jax.process_index() == 0
     with folder_taking_place(Path(path), marker="config.json", is_writer=is_writer) as folder:
         if is_writer:
-            _write_small_files(folder, config, source)
+            if source is None:
+                write_json(folder / "config.json", config.hf_config())
+            else:
+                copy_side_files(Path(source), folder)
         write_tensors(
             folder,
             sizes,
@@ -573,13 +576,6 @@ def _write_index(folder: Path, sizes: Mapping[str, int], max_shard_size: int) ->
         weight_map = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
         write_json(folder / INDEX_FILE, index)
-
-
-def _write_small_files(folder: Path, config: Architecture, source: str | Path | None) -> None:
-    if source is None:
-        write_json(folder / "config.json", config.hf_config())
-    else:
-        copy_side_files(Path(source), folder)
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
