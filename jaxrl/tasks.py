@@ -394,7 +394,8 @@ def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
         (held_out[index], tasks[int(others[index])])
         for index in np.flatnonzero(is_known.any(axis=1)).tolist()
     ]
-    both = [pair for pair in both if _asks_the_same(*pair)]
+    # Of equal hashes the texts may differ still.
+    both = [pair for pair in both if set(_identities(pair[0])) & set(_identities(pair[1]))]
     if not both:
         return ""
     task, other = both[0]
@@ -425,10 +426,6 @@ def question_hashes(tasks: Sequence[Task]) -> np.ndarray:
 def _question_hashes(task: Task) -> tuple[int, int]:
     first, *others = map(_hash, _identities(task))
     return first, others[0] if others else first
-
-
-def _asks_the_same(task: Task, other: Task) -> bool:
-    return bool(set(_identities(task)) & set(_identities(other)))
 
 
 def _identities(task: Task) -> list[str]:
