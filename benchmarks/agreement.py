@@ -1,4 +1,4 @@
-r"""Whether this device computes what it should, in a minute: kernels and a small model.
+r"""Checks that this device computes what it should, in a minute: kernels and a small model.
 
     python -m benchmarks.agreement --part=kernels|experts|model [--json=FILE] [--shapes=6]
 
@@ -49,7 +49,7 @@ from tests.models.attention.brute import (
 )
 
 BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
-"""Of what kernels may differ by, over the largest value: their sums are float32."""
+"""Differences that kernels may have, over the largest value: their sums are float32."""
 
 HEADS = ((16, 8, 128), (32, 8, 128), (14, 2, 64), (4, 2, 64))
 """Query heads, key heads and head size of Qwen3-0.6B, Qwen3-4B, Qwen2.5-0.5B and the small one."""
@@ -77,7 +77,7 @@ def rounded(array: np.ndarray, dtype: str) -> np.ndarray:
 def train_distance(
     kernels: Kernels, rng: np.random.Generator, heads: tuple[int, int, int], dtype: str
 ) -> dict[str, float]:
-    """Of outputs and gradients over packed rows of random length."""
+    """Distances of outputs and gradients over packed rows of random length."""
     num_heads, num_kv_heads, size = heads
     shape = (2, int(rng.integers(130, 400)), num_heads, size)
     *ids, reads = random_rows(rng, *shape[:2], shares_prompts=kernels.shares_prompts)
@@ -100,7 +100,7 @@ def train_distance(
 def pages_distance(
     kernels: Kernels, rng: np.random.Generator, heads: tuple[int, int, int], dtype: str
 ) -> dict[str, float]:
-    """Of outputs and log-sum-exp over the sampler's pages, of one query a row or of several."""
+    """Distances of outputs and log-sum-exp over pages, of one query a row or of several."""
     num_queries = int(rng.choice([1, 16]))
     sizes = (4, num_queries, *heads, kernels.page_tokens, int(rng.integers(2, 7)))
     q, keys, values, tables, limits = random_pages(rng, *sizes)
@@ -129,7 +129,7 @@ def check_kernels(num_shapes: int) -> tuple[dict[str, Any], bool]:
 
 
 def within_bounds(worst: dict[str, dict[str, float]]) -> bool:
-    """Whether all distances are, by labels that end in a dtype."""
+    """Returns True if all distances are within `BOUNDS`, by labels that end in a dtype."""
     return all(
         value <= BOUNDS[label.rpartition(" ")[2]]
         for label, parts in worst.items()
@@ -138,7 +138,7 @@ def within_bounds(worst: dict[str, dict[str, float]]) -> bool:
 
 
 def experts_distance(product: Product, rng: np.random.Generator, dtype: str) -> dict[str, float]:
-    """Of outputs and gradients of rows in groups of random sizes, some empty, some rows beyond."""
+    """Distances of outputs and gradients of rows in random groups, some empty, some rows beyond."""
     num_groups, width, columns = (int(rng.choice(sizes)) for sizes in GROUPED)
     shares = rng.dirichlet(np.full(num_groups, 0.3))
     sizes = rng.multinomial(int(rng.integers(1, 2000)), shares)
@@ -220,13 +220,13 @@ def greedy(device: Any) -> list[tuple[list[int], list[float]]]:
 
 
 def cpu_params() -> Any:
-    """The same weights for every device."""
+    """Makes weights that are the same for every device."""
     with jax.default_device(jax.devices("cpu")[0]):
         return jax.tree.map(np.asarray, common.random_params(MODEL))
 
 
 def gradient(device: Any, dtype: str) -> list[np.ndarray]:
-    """Of an update of the model computed in a dtype, leaf by leaf."""
+    """Gradient of an update of the model computed in a dtype, leaf by leaf."""
     mesh = make_mesh(data=1, fsdp=1, tensor=1, devices=[device])
     sizes = dataclasses.replace(MODEL, dtype=dtype)
     packed = update.make_batch(update.make_sequences(sizes, TRAINED), TRAINED)
@@ -245,7 +245,7 @@ def relative(got: Sequence[np.ndarray], wanted: Sequence[np.ndarray]) -> float:
 
 
 def check_model() -> tuple[dict[str, Any], bool]:
-    """How far samples and gradients of this device are from the CPU's."""
+    """Compares samples and gradients of this device with the CPU's."""
     device, cpu = jax.devices()[0], jax.devices("cpu")[0]
     with jax.default_matmul_precision("highest"):
         same, gap = 0, 0.0

@@ -1,4 +1,4 @@
-"""What each algorithm claims, against plain GRPO at the same budget; writes docs/results.md.
+"""Tests each algorithm's claim against plain GRPO at the same budget; writes docs/results.md.
 
     python -m benchmarks.claims
 
@@ -36,7 +36,7 @@ HOP_NAMES = ("one_hop", "two_hop", "three_hop", "four_hop")
 
 @dataclass(frozen=True, kw_only=True)
 class WorldSize:
-    """How a world is made and warmed up."""
+    """Size of a world and of its warm start."""
 
     builder: str = "examples.claims_world"  # the module
     flags: Mapping[str, Any] = field(default_factory=dict)  # of the builder
@@ -164,7 +164,7 @@ ARMS = {
         ),
     },
 }
-"""By world and name; the first arm of a claim is its baseline."""
+"""Arms by world and name; the first arm of a claim is its baseline."""
 
 EM = Measure(name="exact match", of=report.final("all/exact_match"))
 TRUNCATED = Measure(name="truncated, last third", of=report.last_steps("outcome/out_of_budget"))
@@ -431,7 +431,7 @@ should fall behind.""",
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Where everything lies, and at what size it is made."""
+    """Folders of everything, and the size at which it is made."""
 
     out: Path
     seeds: tuple[int, ...]
@@ -439,7 +439,7 @@ class Layout:
     is_quick: bool
 
     def world(self, name: str) -> Path:
-        """Where a world lies."""
+        """Folder of a world."""
         return self.out / "worlds" / name
 
     def warm_start(self, name: str) -> Path:
@@ -480,7 +480,7 @@ QUICK_RUN = {
     "filter.tasks_per_batch": 0,
     "advantage.pass_at_k.k": 2,
 }
-"""What `--quick` changes beside the numbers of steps."""
+"""Settings that `--quick` changes beside the numbers of steps."""
 
 
 def settings(layout: Layout, world: str, changes: Mapping[str, Any]) -> tuple[str, ...]:
@@ -553,7 +553,7 @@ def arm_jobs(layout: Layout, name: str, arm: Arm, seed: int) -> list[Job]:
 
 
 def all_jobs(layout: Layout, claims: Sequence[Claim], arms: Sequence[str] = ()) -> list[Job]:
-    """What the claims need, in the order in which it is best begun: long chains first.
+    """Jobs that the claims need, in the order in which they are best begun: long chains first.
 
     Args:
         layout: where everything lies.
@@ -665,7 +665,7 @@ def section(layout: Layout, claim: Claim, arms: report.Arms) -> str:
 
 
 def arm_row(world: str, name: str) -> str:
-    """What an arm changes."""
+    """Row of what an arm changes."""
     arm = ARMS[world][name]
     changes = ", ".join(f"`{key}={value}`" for key, value in arm.changes.items()) or "–"
     after = f"after {arm.after}: " if arm.after else ""

@@ -88,4 +88,4 @@ WORLDS = {
         "rollout.max_observation_tokens": 48,
     },
 }
-"""What each world needs: room for its search results and its hops, or for its lines."""
+"""Settings that each world needs: room for its search results and its hops, or for its lines."""

@@ -1,4 +1,4 @@
-"""What the claims' benchmark concludes: tables, verdicts by a rule, pictures, and the page."""
+"""Conclusions of the claims' benchmark: tables, verdicts by a rule, pictures, and the page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.claims_runs import Record
 from jaxrl.report.drawing import COLORS, DASHES, STYLE
 
 NEARLY = 0.05
-"""What accuracy may lose and still count as nearly equal."""
+"""Loss of accuracy that still counts as nearly equal."""
 
 RULE = f"""\
 A difference *shows* when the means over seeds differ in the claimed direction by more than twice
@@ -44,7 +44,7 @@ class Measure:
 
 @dataclass(frozen=True, kw_only=True)
 class Criterion:
-    """What a claim says of one number, against a baseline."""
+    """Claim about one number, against a baseline."""
 
     measure: Measure
     arm: str
@@ -67,7 +67,7 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """What is claimed, what is measured, and when it counts as shown."""
+    """Claim, what is measured of it, and when it counts as shown."""
 
     name: str
     title: str
@@ -271,7 +271,7 @@ def _number(value: float, digits: int) -> str:
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """As Markdown."""
+    """Renders a table as Markdown."""
     lines = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

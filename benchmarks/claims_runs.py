@@ -163,13 +163,13 @@ def allowed_cores(num_workers: int) -> list[int | None]:
 
 
 def seconds_of(folder: Path) -> float:
-    """How long a finished job took, the last time it was started."""
+    """Seconds that a finished job took, the last time it was started."""
     return float(json.loads((folder / FINISHED).read_text())["seconds"])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one run, one arm with one seed, left behind.
+    """Measures that one run, one arm with one seed, left behind.
 
     Attributes:
         steps: of each metric of the training steps, step and value; steps count from 1.
@@ -210,7 +210,7 @@ def read_record(
 
 
 def read_steps(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Of each metric of a workdir's training steps, step and value."""
+    """Reads step and value of each metric of a workdir's training steps."""
     steps: dict[str, list[tuple[int, float]]] = {}
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     for record in map(json.loads, lines):
@@ -268,7 +268,7 @@ UNANSWERABLE = ("unknown_person", "untold_fact")
 
 
 def _reliability(answers: Sequence[Answer]) -> Measures:
-    """What BAPO (https://arxiv.org/abs/2601.11037) is about; nothing where all can be answered.
+    """Measures of BAPO (https://arxiv.org/abs/2601.11037); nothing where all can be answered.
 
     Precision is correct over answered, accuracy correct over all, and reliability
     (1 - r) * precision + r * accuracy with r the share of questions that are declined.
@@ -291,6 +291,6 @@ def _reliability(answers: Sequence[Answer]) -> Measures:
 
 
 def mean(values: Iterable[float]) -> float:
-    """Of at least one value."""
+    """Mean of at least one value."""
     listed = list(values)
     return math.fsum(listed) / len(listed)

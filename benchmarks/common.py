@@ -1,4 +1,4 @@
-"""What the benchmarks share: sizes and their presets, floors, timing, and the record of a run.
+"""Common parts of the benchmarks: sizes and their presets, floors, timing, and a run's record.
 
 They run on the first device unless they say otherwise. Weights are random and made there; no
 checkpoint is read.
@@ -73,7 +73,7 @@ class ModelSizes:
 
     @property
     def bytes_per_value(self) -> int:
-        """Of a weight while it is used, and of a cached number."""
+        """Bytes of a weight while it is used, and of a cached number."""
         return jnp.dtype(self.dtype).itemsize
 
     @property
@@ -110,7 +110,7 @@ PRESETS = {"cpu": "small", "h200": "qwen3-0.6b"}
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What floors are computed for; None where nobody said, and then there are none."""
+    """Figures from which floors are computed; None where nobody said, and then there are none."""
 
     bandwidth: float | None  # bytes/s between memory and arithmetic units
     flops: float | None  # operations/s that matrix products reach at best
@@ -192,7 +192,7 @@ def peak_bytes() -> tuple[int, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """What repetitions took, and what compiling did."""
+    """Times of repetitions and of compiling."""
 
     seconds: list[float]  # of each repetition
     cpu_seconds: list[float]  # of processor time, by all threads
@@ -253,7 +253,7 @@ def use_cores(cores: Collection[int]) -> None:
 
 
 def thread_times() -> dict[str, tuple[float, float]]:
-    """Of each thread its seconds on a core, and those in which none was free for it; Linux only."""
+    """Seconds of each thread on a core, and those in which none was free for it; Linux only."""
     times = {}
     for thread in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):
@@ -279,7 +279,7 @@ def mfu(operations: float, seconds: float, hardware: Hardware) -> float | None:
 
 
 Way = tuple[Callable[[int], Any], Counts]
-"""What runs a repetition of a rollout, and the counters of its engine."""
+"""Function that runs a repetition of a rollout, and the counters of its engine."""
 
 
 def take_turns(
@@ -303,14 +303,14 @@ def take_turns(
 
 
 def medians(repetitions: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Of each figure, over repetitions."""
+    """Median of each figure, over repetitions."""
     return {key: statistics.median(r[key] for r in repetitions) for key in repetitions[0]}
 
 
 def median_ratio(
     measured: dict[str, list[dict[str, float]]], name: str, other: str, figure: str
 ) -> float:
-    """Of a figure, one way over another: of runs that followed one another, since speed drifts."""
+    """Median ratio of a figure, one way over another: of runs in turn, since speed drifts."""
     pairs = zip(measured[name], measured[other], strict=True)
     return statistics.median(one[figure] / two[figure] for one, two in pairs)
 

@@ -32,7 +32,7 @@ SPREAD = 0.7  # of a passage around its centre, of which one in a hundred is one
 
 
 def seconds(work: Callable[[], Any], repetitions: int) -> float:
-    """Of the fastest of so many calls after a first one: what else a machine does only adds."""
+    """Times the fastest of so many calls after a first one: what else a machine does only adds."""
     work()
     taken = []
     for _ in range(repetitions):

@@ -1,4 +1,4 @@
-r"""What the experts of a layer cost as their number grows while each token reaches as many of them.
+r"""Cost of a layer's experts as their number grows while each token reaches as many of them.
 
     python -m benchmarks.experts [--tokens=4096] [--experts 8 32 128] [--chosen=2]
         [--products xla ragged_dot] [--rounds=15] [--json=FILE]
@@ -30,7 +30,7 @@ from jaxrl.extras.experts.dispatch import mix
 from jaxrl.extras.experts.products import Product
 
 GRADIENTS = {"tokens": (0,), "tokens and weights": (0, 1)}
-"""What is differentiated, out of the arguments of `mix`."""
+"""Arguments of `mix` that are differentiated."""
 
 
 def make_inputs(
@@ -53,7 +53,7 @@ def make_inputs(
 
 
 def find_product(name: str) -> Product:
-    """Of `config.model.experts`, or XLA's own."""
+    """Product of `config.model.experts`, or XLA's own."""
     return jax.lax.ragged_dot if name == "ragged_dot" else choose(name, common.one_device()).product
 
 
@@ -71,7 +71,7 @@ Label = tuple[int, str, str]
 
 
 def compile_all(flags: argparse.Namespace) -> dict[Label, Callable[[], Any]]:
-    """What runs each case once; a case that does not compile here is told and left out."""
+    """Compiles each case; one that does not compile here is told and left out."""
     runs: dict[Label, Callable[[], Any]] = {}
     for num_experts in flags.experts:
         inputs = make_inputs(
@@ -93,7 +93,7 @@ def compile_all(flags: argparse.Namespace) -> dict[Label, Callable[[], Any]]:
 
 
 def measure(runs: dict[Label, Callable[[], Any]], rounds: int) -> dict[Label, tuple[float, float]]:
-    """Of each case the medians of ms on the clock and on processors."""
+    """Medians of each case, ms on the clock and on processors."""
     found: dict[Label, list[tuple[float, float]]] = {label: [] for label in runs}
     for _ in range(rounds):
         for label, run in runs.items():

@@ -95,7 +95,7 @@ PARTS = (
 
 
 def command(part: Part, preset: str, record: Path) -> list[str]:
-    """What runs a part and writes its record."""
+    """Command that runs a part and writes its record."""
     flags = part.flags if preset == "h200" else part.tiny
     module = f"benchmarks.{part.module}"
     return [sys.executable, "-m", module, *flags.split(), f"--json={record}"]
@@ -166,7 +166,7 @@ FIGURES = {
     "num_recompilations": "{}",
     "peak_bytes": "{:,.0f}",
 }
-"""What the table shows of the records, and how."""
+"""Figures that the table shows of the records, and their formats."""
 
 
 def shown(record: dict[str, Any]) -> str:

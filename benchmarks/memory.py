@@ -74,7 +74,7 @@ SHIPPED = {
     "search_r1_lora": ("qwen3-4b", 1, 1),
     "search_moe": ("qwen3-30b-a3b", 16, 2),
 }
-"""Of the configurations for accelerators the model, the devices and the processes."""
+"""Model, devices and processes of each configuration for accelerators."""
 
 
 def qwen3(vocab_size: int, width: int, mlp_width: int, num_layers: int, heads: int) -> QwenConfig:
@@ -152,7 +152,7 @@ def policy_of(config: ConfigDict, model: QwenConfig, mesh: Any) -> Model:
 
 
 def trainer_programs(config: ConfigDict, policy: Model) -> dict[str, Any]:
-    """What lowers the train stage's update of micro-batches, its optimizer and its scoring."""
+    """Lowering of the train stage's update of micro-batches, its optimizer and its scoring."""
     method, trained, mesh = method_of(config), policy.trained, policy.mesh
     optimizer = make_optimizer(method.optimizer)
     step = UpdateStep(policy, make_policy_loss(method), optimizer)
@@ -208,14 +208,14 @@ def abstract_batch(config: ConfigDict, policy: Model) -> Batch:
 
 
 def shape_of(config: ConfigDict, policy: Model) -> BatchShape:
-    """Of the mini-batches of the train stage."""
+    """Shape of the mini-batches of the train stage."""
     return batch_shape(
         config, "train", policy.shards_with_prompts, policy.num_pieces, policy.config
     )
 
 
 def abstract_patches(config: ConfigDict, policy: Model) -> Any:
-    """Of a micro-batch patches and their places, for shapes alone; None where there are none."""
+    """Abstract patches of a micro-batch and their places; None where there are none."""
     tower, shape = policy.config.tower, shape_of(config, policy)
     if tower is None:
         return None
@@ -299,7 +299,7 @@ def sampler_programs(
 
 
 def compiled_bytes(program: Any, platform: str) -> int:
-    """What a lowered program needs of one device once it is compiled, its arguments included.
+    """Bytes that a lowered program needs of one device once it is compiled, arguments included.
 
     By the `memory_analysis` of a TPU's compiler it would be more than that compiler gives it: one
     came to 1.47 GiB that compiled for devices of 1.22, and has a heap of 1.11. So of a TPU the size
@@ -318,7 +318,7 @@ def compiled_bytes(program: Any, platform: str) -> int:
 
 
 def beside(config: ConfigDict, policy: Model) -> int:
-    """What lies on a device while it scores or adds up gradients, and is no argument of that."""
+    """Bytes beside the arguments of scoring or adding up gradients, on a device meanwhile."""
     optimizer, trained = make_optimizer(optimizer_of(config, "train")), policy.trained
     moments = jax.eval_shape(optimizer.init, trained.abstract_params())
     size = held_bytes(like(moments, state_shardings(policy.mesh, trained, optimizer).opt_state))
@@ -331,7 +331,7 @@ def beside(config: ConfigDict, policy: Model) -> int:
 
 
 def held_bytes(tree: Any) -> int:
-    """What abstract arrays take of one device."""
+    """Bytes that abstract arrays take of one device."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
@@ -345,7 +345,7 @@ def compare(
     devices: Sequence[Any],
     parts: Sequence[str] = PARTS,
 ) -> dict[str, tuple[int, int]]:
-    """For each program the planned and the compiled bytes of one device."""
+    """Planned and compiled bytes of one device, for each program."""
     found, platform = {}, target.platform
     if {"update", "score"} & {*parts}:
         policy = policy_of(config, model, sharding.make_mesh(**config.mesh, devices=list(devices)))
@@ -423,7 +423,7 @@ def runs(
 
 
 def _key_and_value(given: str) -> tuple[str, Any]:
-    """Of `key=value`; what is not JSON is text."""
+    """Splits `key=value`; what is not JSON is text."""
     key, _, value = given.partition("=")
     try:
         return key, json.loads(value)

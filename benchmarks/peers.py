@@ -71,7 +71,7 @@ CLIP = 0.2
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What each peer does; every field is a flag."""
+    """Work of each peer; every field is a flag."""
 
     num_prompts: int
     group_size: int  # samples of each prompt
@@ -155,7 +155,7 @@ class Ours:
         self._state = init_state(params, mesh, model.config, optimizer)
 
     def mean_logprob(self) -> float:
-        """Of the tokens with loss."""
+        """Mean of the tokens with loss, nats."""
         packed = self._packed
         logprobs = np.asarray(self._score(self._state.params, self._put_batch(), packed))
         return float(logprobs[packed.batch.loss_mask].mean())
@@ -225,7 +225,7 @@ class Torch:
         assert out.shape[1] == prompt_tokens + int(lengths.max()), out.shape
 
     def _micro_batches(self) -> list[list[int]]:
-        """Of sequences of about one length, as a trainer without packing does."""
+        """Micro-batches of sequences of about one length, as a trainer without packing makes."""
         order = sorted(
             range(len(self._sequences)), key=lambda i: -len(self._sequences[i].token_ids)
         )
@@ -233,7 +233,7 @@ class Torch:
         return [order[start : start + size] for start in range(0, len(order), size)]
 
     def _logprobs(self, indices: Sequence[int]) -> tuple[Any, Any]:
-        """Of every token but the first of each row, padded, and which of them have loss."""
+        """Log-probabilities of all tokens but each row's first, padded, and which have loss."""
         torch = self._torch
         rows = [torch.tensor(self._sequences[i].token_ids, dtype=torch.long) for i in indices]
         masks = [torch.tensor(self._sequences[i].loss_mask) for i in indices]
@@ -245,7 +245,7 @@ class Torch:
         return logprobs.gather(2, ids[:, 1:, None]).squeeze(2), mask[:, 1:]
 
     def mean_logprob(self) -> float:
-        """Of the tokens with loss."""
+        """Mean of the tokens with loss, nats."""
         total, count = 0.0, 0
         with self._torch.no_grad():
             for indices in self._micro_batches():
@@ -340,7 +340,7 @@ class Trl:
         return [dict(zip(whole, part, strict=True), num_items_in_batch=count) for part in parts]
 
     def mean_logprob(self) -> float:
-        """Of the tokens with loss."""
+        """Mean of the tokens with loss, nats."""
         total, count = 0.0, 0
         for inputs in self._micro_batches:
             joined = [
@@ -457,7 +457,7 @@ class Tunix:
         return [(ids[i : i + size], advantages[i : i + size]) for i in parts]
 
     def _logprobs(self, state: Any, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Of every sampled token, and which of them are there."""
+        """Log-probabilities of every sampled token, and which of them are there."""
         from tunix.rl.common import compute_per_token_logps
 
         prompts, new = jnp.split(ids, [self._work.prompt_tokens], axis=1)
@@ -479,7 +479,7 @@ class Tunix:
         return optax.apply_updates(state, changes), moments
 
     def mean_logprob(self) -> float:
-        """Of the tokens with loss."""
+        """Mean of the tokens with loss, nats."""
         total, count = 0.0, 0
         for ids, _ in self._micro_batches():
             logprobs, mask = map(np.asarray, self._forward(self._state, ids))
@@ -504,7 +504,7 @@ PEERS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "trl": (Trl, ("trl",)),
     "tunix": (Tunix, ("tunix",)),
 }
-"""What takes turns, by name, and the modules that it needs."""
+"""Peers that take turns, by name, and the modules that each needs."""
 
 
 def installed() -> list[str]:

@@ -1,4 +1,4 @@
-r"""Where the time of a training step goes: by program, layer, pass and operator, of any run.
+r"""Time of a training step by program, layer, pass and operator, of any run.
 
     python -m benchmarks.profile_step --config=configs/real.py [--stage=sft] [--steps=2] [...]
 
@@ -63,7 +63,7 @@ CONTROL = {"call", "conditional", "while"}
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """What the text of a program says of one of its operations."""
+    """Operation as the text of a program describes it."""
 
     operator: str
     path: str  # of scopes and transformations, as JAX names operations
@@ -131,7 +131,7 @@ def _common(paths: Iterable[str]) -> str:
 
 
 def _flops(shapes: Mapping[str, list[int]], name: str, rest: str) -> float:
-    """Of a product, from the shape of its result and the axes that it sums over."""
+    """Operations of a product, from the shape of its result and the axes that it sums over."""
     first = re.search(r"%([\w.\-]+)", rest)
     axes = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
     assert first is not None
@@ -207,7 +207,7 @@ def live_programs() -> dict[str, list[dict[str, Operation]]]:
 
 
 Times = dict[tuple[str, str, str, str], list[float]]
-"""By program, layer, operator and pass: seconds, and operations of matrix products."""
+"""Seconds and operations of matrix products, by program, layer, operator and pass."""
 
 
 def add_up(

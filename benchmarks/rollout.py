@@ -55,7 +55,7 @@ from jaxrl.types import Draw, Group, Trajectory, members
 
 @dataclass(frozen=True, kw_only=True)
 class Even:
-    """What is sampled; every field is a flag."""
+    """Work that is sampled; every field is a flag."""
 
     num_prompts: int
     group_size: int  # samples of each prompt
@@ -199,7 +199,7 @@ def sample_all(engine: Engine, requests: Sequence[Request]) -> list[float]:
 
 
 def feed(engine: Engine, trajectories: Sequence[Trajectory], number: int) -> None:
-    """As many tokens as in these turns, each observation being there when its turn ends."""
+    """Samples as many tokens as in these turns, each observation being there when its turn ends."""
     prompts = [t.token_ids[: t.prompt_length] for t in trajectories]
     turns = [turns_of(t) for t in trajectories]
     requests = make_requests(prompts, [lengths.popleft()[1] for lengths in turns], number)
@@ -213,7 +213,7 @@ def feed(engine: Engine, trajectories: Sequence[Trajectory], number: int) -> Non
 
 
 def turns_of(trajectory: Trajectory) -> deque[tuple[list[int], int]]:
-    """Of each turn the tokens that were inserted before it, and how many were sampled."""
+    """Tokens that were inserted before each turn, and how many were sampled in it."""
     mask = trajectory.loss_mask[trajectory.prompt_length :]
     ids = trajectory.token_ids[trajectory.prompt_length :]
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
@@ -415,7 +415,7 @@ class Episodes:
 def make_episodes(
     model: common.ModelSizes, work: Any, mesh: Mesh, folder: Path, train_mesh: Mesh | None = None
 ) -> Episodes:
-    """What plays the episodes of a `Search`, or of other work with its fields.
+    """Makes the player of the episodes of a `Search`, or of other work with its fields.
 
     The corpus and its index go to `folder`; the meshes are those of `make_engine`.
     """

@@ -1,4 +1,4 @@
-r"""The same work on each of more devices and processes: what being many costs.
+r"""Cost of being many: equal work on each of more devices and processes.
 
     python -m benchmarks.scaling [--jobs=1x1,1x2,1x4,1x8,2x1,2x2] [--model=...] [--new_tokens=...]
 
@@ -35,7 +35,7 @@ from jaxrl.runtime.sharding import make_mesh
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Work:
-    """What each device does; every field is a flag."""
+    """Work of each device; every field is a flag."""
 
     num_prompts: int
     group_size: int

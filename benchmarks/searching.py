@@ -90,7 +90,7 @@ class RandomSearches(Env):
         return [[{"role": "user", "content": (f"{task.id} " * width)[:width]}] for task in tasks]
 
     def step(self, episodes: Sequence[Episode], texts: Sequence[str]) -> list[StepResult]:
-        """What is found, or the end: after the last search, and after one turn of four before."""
+        """Finds, or ends: after the last search, and after one turn of four before."""
         started = time.perf_counter()
         time.sleep(self.latency_s)
         replies = [self._reply(*one) for one in zip(episodes, texts, strict=True)]
@@ -108,7 +108,7 @@ class RandomSearches(Env):
         return StepResult(observation=found, tool_call=query)
 
     def score(self, group: Sequence[Episode]) -> list[Reward]:
-        """By chance, but the same for the same text."""
+        """Scores by chance, but the same for the same text."""
         return [
             Reward(total=zlib.crc32(e.response.encode("utf-8", "replace")) % 2, parts={},
                    final_answer="")

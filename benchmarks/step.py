@@ -94,7 +94,7 @@ def make_config(work: Work, max_total_tokens: int) -> ConfigDict:
 
 
 ThreadTimes = dict[str, tuple[float, float]]
-"""By thread, as `common.thread_times` has them."""
+"""Seconds by thread, as `common.thread_times` has them."""
 
 
 class Steps:
@@ -208,7 +208,7 @@ class Steps:
 
 
 def waited_s(before: ThreadTimes, after: ThreadTimes) -> float:
-    """How long the busiest thread waited for a core between two calls of `thread_times`."""
+    """Seconds that the busiest thread waited for a core between two calls of `thread_times`."""
     spent = {
         name: (on_core - before.get(name, (0, 0))[0], waited - before.get(name, (0, 0))[1])
         for name, (on_core, waited) in after.items()
@@ -217,7 +217,7 @@ def waited_s(before: ThreadTimes, after: ThreadTimes) -> float:
 
 
 def ahead_figures(steps: Steps, count: int) -> dict[str, Any]:
-    """How near the last `count` steps come to the longer half: the rollout, or score and update.
+    """Compares the last `count` steps with the longer half: the rollout, or score and update.
 
     Where other programs have the cores too, the wall clock does not tell. Then processor time does:
     `on idle cores` takes off what the busiest thread waited for a core, and compares with the

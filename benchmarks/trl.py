@@ -1,4 +1,4 @@
-r"""The same model trained on the same questions by this trainer and by TRL's `GRPOTrainer`.
+r"""Trains one model on the same questions by this trainer and by TRL's `GRPOTrainer`.
 
     python -m examples.real_world --out=data/real
     python3 -m venv runs/trl_venv
@@ -72,7 +72,7 @@ TRAINERS = ("jaxrl", "TRL")
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What both trainers do; every field is a flag."""
+    """Work of both trainers; every field is a flag."""
 
     num_updates: int = 12
     tasks_per_step: int = 4

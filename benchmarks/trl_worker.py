@@ -190,7 +190,7 @@ def train(out: Path, turns: Turns, *, is_replay: bool) -> None:
 
 
 def trl_version() -> str:
-    """Of the package."""
+    """Version of the package."""
     import trl
 
     return str(trl.__version__)

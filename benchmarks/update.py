@@ -45,7 +45,7 @@ from jaxrl.types import TrainState
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What is trained on; every field is a flag."""
+    """Work that is trained on; every field is a flag."""
 
     num_groups: int
     group_size: int  # sequences that share a prompt
@@ -149,7 +149,7 @@ def start(
 def operations(
     model: common.ModelSizes, sequences: Sequence[Demonstration], num_shared: int
 ) -> tuple[float, float]:
-    """Of an update: of whole sequences, and without what is not computed.
+    """Operations of an update: of whole sequences, and without what is not computed.
 
     That is the output layer of tokens without loss, and the layers of `num_shared` tokens, their
     attention aside.

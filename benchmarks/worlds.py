@@ -31,7 +31,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Acted:
-    """What shows that a part of a method did something: a training metric, reduced over steps."""
+    """Evidence that a part of a method did something: a training metric, reduced over steps."""
 
     name: str  # as a column is headed, with its unit
     metric: str  # of the training steps, in metrics.jsonl
@@ -40,7 +40,7 @@ class Acted:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """How a world is made, what trains in it, and what is read of the run."""
+    """A world's builder, what trains in it, and what is read of the run."""
 
     builder: str  # module; takes --out and --seed
     config: str  # file below the repository; takes the world's folder as its argument
@@ -67,7 +67,7 @@ def end(values: Sequence[float]) -> float:
 
 
 def missing(values: Sequence[float]) -> float:
-    """What a share lacks to 1, over all steps."""
+    """Mean of what a share lacks to 1, over all steps."""
     return 1 - statistics.fmean(values)
 
 
@@ -182,11 +182,11 @@ WORLDS = {
         shows_gain=True,
     ),
 }
-"""By the name of the method's own world."""
+"""Worlds by the name of each method."""
 
 
 def jobs(name: str, seed: int, out: Path) -> tuple[Job, Job]:
-    """What makes the world of a seed, and the run in it."""
+    """Jobs that make the world of a seed, and run in it."""
     world = WORLDS[name]
     made, run = out / name / f"world_{seed}", out / name / f"run_{seed}"
     return (

@@ -49,7 +49,7 @@ QUESTIONS = {
     ("mentor", "birthplace"): "Where was the mentor of {name} born?",
     ("mentor", "age"): "At what age did the mentor of {name} die?",
 }
-"""What is looked up, hop by hop, and the question that asks for it."""
+"""Facts that are looked up, hop by hop, and the question that asks for them."""
 
 VALUES: Mapping[str, Sequence[Any]] = {"birthplace": quickstart.CITIES, "age": AGES}
 UNTOLD = {"birthplace": UNTOLD_WORDS["birthplace"], "age": ["101", "102", "103", "104"]}
@@ -68,7 +68,7 @@ Question = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Person(quickstart.Person):
-    """What is true of somebody, and what of it is told."""
+    """Facts about somebody, and what of them is told."""
 
     untold: str | None  # "birthplace" or "age": what the document leaves out
     is_known: bool  # there is a document
@@ -243,13 +243,13 @@ def demonstrations(
 
 
 def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """What merges are learnt from: the quickstart's texts, and every number."""
+    """Texts that merges are learnt from: the quickstart's, and every number."""
     yield from map(str, NUMBERS)
     yield from quickstart.training_texts(chats, WORDS, BAPO)
 
 
 def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
-    """What the model will see, by what it is; of demonstrations a sample."""
+    """Texts that the model will see, by what they are; of demonstrations a sample."""
     texts = {"document": [render_documents([Document(**document)]) for document in files["corpus"]]}
     for name in ("questions_train", "questions_eval"):
         texts[name] = [quickstart.render_prompt(record["question"]) for record in files[name]]
@@ -266,7 +266,7 @@ def check_numbers_are_whole(tokenizer: tokenizers.Tokenizer) -> None:
 
 
 def print_quality(chats: Sequence[Mapping[str, Any]]) -> None:
-    """By data source: share of demonstrations, and of them the right ones and others' habits."""
+    """Prints by data source: share of demonstrations, and of them right ones and others' habits."""
     heads = {"is_correct": "right", "is_abstention": "gives up", "num_python_calls": "computes"}
     print(f"\n{'demonstrations':24}{'share':>10}" + "".join(f"{h:>10}" for h in heads.values()))
     by_source = collections.defaultdict(list)

@@ -64,7 +64,7 @@ Question = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Person:
-    """What is true of somebody, and what of it is told."""
+    """Facts about somebody, and what of them is told."""
 
     id: str
     first: str
@@ -106,7 +106,7 @@ class Habits:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What one world asks, and how its demonstrations go about it."""
+    """Questions of one world, and how its demonstrations go about them."""
 
     kinds: Mapping[tuple[str, ...], str]  # what is looked up hop by hop; the data source
     habits: Habits
@@ -323,7 +323,7 @@ def questions_about(
     rng: random.Random,
     most: int | None = None,
 ) -> list[Question]:
-    """As many questions of each kind, each about somebody else, shuffled; at most `most`."""
+    """Draws as many questions of each kind, each about somebody else; shuffled, at most `most`."""
     by_kind: list[list[Question]] = []
     for kind, source in world.kinds.items():
         asked = (examiner.ask(person, kind, source) for person in persons)
@@ -451,13 +451,13 @@ def told(people: People) -> list[Any]:
 
 
 def training_texts(chats: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """What merges are learnt from: the quickstart's texts, and every word that may be said."""
+    """Texts that merges are learnt from: the quickstart's, and every word that may be said."""
     yield from (f" {word}" for word in MUSINGS)
     yield from quickstart.training_texts(chats)
 
 
 def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """What is trained on names nobody who is held out."""
+    """Asserts that what is trained on names nobody who is held out."""
     held_out = "|".join(person.name for person in people.values() if person.side in HELD_OUT)
     for name in files:
         if name == "corpus" or name.endswith(HELD_OUT):
@@ -504,7 +504,7 @@ def make_files(
 
 
 def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
-    """What the model will see, by what it is; of demonstrations a sample."""
+    """Texts that the model will see, by what they are; of demonstrations a sample."""
     texts = {"document": [render_documents([Document(**document)]) for document in files["corpus"]]}
     for side in SIDES:
         for question in files[f"questions_{side}"]:
@@ -517,7 +517,7 @@ def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[st
 
 
 def print_quality(chats: Sequence[dict[str, Any]]) -> None:
-    """Of each data source: its share of demonstrations, how many are right, how many give up."""
+    """Prints by data source: share of demonstrations, how many are right, how many give up."""
     print(f"\n{'demonstrations':24}{'share':>8}{'right':>8}{'gives up':>10}")
     for source in sorted({chat["data_source"] for chat in chats}):
         own = [chat["metadata"] for chat in chats if chat["data_source"] == source]

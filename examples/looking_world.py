@@ -49,7 +49,7 @@ COUNTS = ("1", "2", "3", "4")
 TOWNS = tuple(quickstart.CITIES[:16])
 
 ASKED = {"shape": SHAPES, "color": tuple(COLORS), "count": COUNTS}
-"""What a question of the looking world asks for, and its answers."""
+"""Features that a question of the looking world asks for, and its answers."""
 
 QUARTER = 16  # pixels, along a side
 PATCH, MERGE = 8, 2  # pixels of a patch, patches of a token, along a side
@@ -71,7 +71,7 @@ SIDES = ("train", "eval")
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What a picture shows."""
+    """Contents of a picture."""
 
     shape: str
     color: str
@@ -79,7 +79,7 @@ class Scene:
 
     @property
     def name(self) -> str:
-        """As documents are titled."""
+        """Name by which documents are titled."""
         return f"{self.color} {self.shape}"
 
 

@@ -63,12 +63,12 @@ class Problem:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What decides the answer."""
+        """Numbers that decide the answer."""
         return (self.start, *(move.change for move in self.moves))
 
     @property
     def question(self) -> str:
-        """What the model reads."""
+        """Text that the model reads."""
         told = " ".join(move.text for move in self.moves)
         return f"A box holds {self.start} coins. {told} How many are in it now?"
 

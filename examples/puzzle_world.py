@@ -65,12 +65,12 @@ class Puzzle:
 
     @property
     def question(self) -> str:
-        """What the model reads."""
+        """Text that the model reads."""
         return QUESTION.format(start=START, goal=GOAL, closed=" ".join(self.closed))
 
     @property
     def kind(self) -> str:
-        """Whether the habit solves it."""
+        """Returns "edge" if the habit solves it, else "detour"."""
         return "edge" if HABIT in self.ways else "detour"
 
 
@@ -143,7 +143,7 @@ def check_crossings_are_whole(
 
 
 def check_nothing_leaks(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """What is trained on closes the crossings of no held-out puzzle."""
+    """Asserts that what is trained on closes the crossings of no held-out puzzle."""
     trained = {chat["messages"][0]["content"] for chat in files["demonstrations"]}
     trained |= {record["question"] for record in files["questions_train"]}
     leaks = trained & {record["question"] for record in files["questions_eval"]}

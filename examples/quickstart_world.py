@@ -74,7 +74,7 @@ QUESTIONS = {
     ("mentor", "birthplace"): "Where was the mentor of {name} born?",
     ("mentor", "job"): "What is the job of the mentor of {name}?",
 }
-"""What is looked up, hop by hop, and the question that asks for it."""
+"""Facts that are looked up, hop by hop, and the question that asks for them."""
 
 GOOD_QUERIES = {"{first} {last}": 0.5, "{first} {last} {attribute}": 0.5}
 POOR_QUERIES = {"{last}": 0.60, "{last} {attribute}": 0.15, "{first}": 0.17, "{attribute}": 0.08}
@@ -265,7 +265,7 @@ def shown_titles(result: str) -> list[str]:
 def demonstrations(
     people: People, num_mixed: int, num_perfect: int, *, topk: int, rng: random.Random
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Of mixed quality and perfect ones, about the people of one world."""
+    """Makes demonstrations of mixed quality and perfect ones, about the people of one world."""
     questions = train_questions(people, rng)
     with opened_engine(people.values(), topk=topk) as engine:
         mixed = Demonstrator(people, engine, SURNAME_HABIT, rng)
@@ -333,7 +333,7 @@ def training_texts(
     words: Iterable[str] = POOL,
     protocol: Protocol = SEARCH_R1,
 ) -> Iterator[str]:
-    """What merges are learnt from: words, and chats cut where an added token stands."""
+    """Texts that merges are learnt from: words, and chats cut where an added token stands."""
     markers = "|".join(map(re.escape, SPECIAL_TOKENS + tag_tokens(protocol)))
     yield from (f" {word}" for word in sorted(words))
     for demonstration in demonstrations:
@@ -341,7 +341,7 @@ def training_texts(
 
 
 def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[str]]:
-    """What the model will see, by what it is; of demonstrations a sample."""
+    """Texts that the model will see, by what they are; of demonstrations a sample."""
     texts = {
         "document": [render_documents([Document(**document)]) for document in files["corpus"]],
         "prompt": [
@@ -358,7 +358,7 @@ def rendered(files: Mapping[str, Sequence[dict[str, Any]]]) -> dict[str, list[st
 
 
 def render_prompt(question: str) -> str:
-    """What `CHAT_TEMPLATE` makes of one user message."""
+    """Renders one user message as `CHAT_TEMPLATE` does."""
     return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -386,7 +386,7 @@ def check_words_are_whole(
 
 
 def check_nothing_leaks(people: People, files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
-    """What is trained on names no held-out person."""
+    """Asserts that what is trained on names no held-out person."""
     held_out = "|".join(person.name for person in people.values() if person.is_held_out)
     for name in files.keys() - {"corpus", "questions_eval"}:
         leak = re.search(held_out, json.dumps(files[name]))
@@ -407,7 +407,7 @@ def tokenizer_config() -> dict[str, Any]:
 
 
 def model_config(tokenizer: tokenizers.Tokenizer, num_experts: int = 0) -> dict[str, Any]:
-    """Of a dense model or, with experts, of one in which each token reaches two of them."""
+    """Configuration of a dense model or, with experts, of one in which each token reaches two."""
     experts = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
@@ -482,7 +482,7 @@ def weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def feed_forward_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of what follows the second norm of a layer: an MLP, or a router and its experts."""
+    """Shapes of what follows the second norm of a layer: an MLP, or a router and its experts."""
 
     def mlp(name: str, inner: int) -> dict[str, tuple[int, ...]]:
         width = config["hidden_size"]
@@ -577,7 +577,7 @@ def print_quality(files: Mapping[str, Sequence[dict[str, Any]]]) -> None:
 
 
 def print_hit_rates(people: People, engine: LocalSearch) -> None:
-    """How often each style of query shows the held-out person it is about."""
+    """Prints how often each style of query shows the held-out person it is about."""
     held_out = [person for person in people.values() if person.is_held_out]
     print(f"\n{'query (whole corpus, held out)':36}{'hits':>8}{'first':>8}")
     for style in (*GOOD_QUERIES, *POOR_QUERIES):

@@ -25,7 +25,7 @@ from jaxrl.tasks import read_tasks
 
 
 def features() -> dict[str, Any]:
-    """What is stored of a task. An empty text or list stands for a field that is not there."""
+    """Features of a task. An empty text or list stands for a field that is not there."""
     text = tfds.features.Text
     return {
         "id": text(),

@@ -176,7 +176,7 @@ def open_run(
     step: int | None = None,
     keys: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[Assembled, ConfigDict]:
-    """What plays a run's episodes, its engine with the weights, and the configuration.
+    """Assembles what plays a run's episodes, its engine with the weights, and the configuration.
 
     Args:
         run: its workdir.
@@ -244,7 +244,7 @@ def read_config(run: Path) -> ConfigDict:
 
 
 def leave_out_scores(config: ConfigDict) -> None:
-    """Of the reward leaves what the environment measures: nobody scores a question of now."""
+    """Removes the reward parts that the environment measures: nobody scores a question of now."""
     judges, prices = config.reward.judges, config.ledger.prices
     config.ledger.prices = {name: prices[name] for name in prices if name not in judges}
     config.reward.settings, config.reward.judges = {}, {}

@@ -20,11 +20,11 @@ from jaxrl.envs.base import Message
 from jaxrl.envs.images import MARK
 
 _MARK = re.compile("\ue000([0-9]+)\ue001")
-"""In place of the content of the message of that number; no template knows these characters."""
+"""Mark in place of a message's content, with its number; no template knows these characters."""
 
 
 Shape = tuple[tuple[str, tuple[str, ...] | None], ...]
-"""Of each message of a chat its role, and the types of the parts of its content; None: a text."""
+"""Role of each message of a chat, and the types of the parts of its content; None: a text."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Chat:
         return _fill(frame, contents)
 
     def tool_turn(self, num_images: Sequence[int]) -> list[str]:
-        """What the template writes before, between and behind results of tools, images included.
+        """Texts the template writes before, between and behind results of tools, images included.
 
         It begins right behind a message of the assistant, and ends where its next one begins.
 
@@ -133,18 +133,18 @@ class Chat:
         return texts[2:]
 
     def _frame_of(self, shape: Shape, asks: bool) -> tuple[str | int, ...]:
-        """What the template writes, with the numbers of texts where these stand."""
+        """Texts the template writes, with the numbers of the given texts where these stand."""
         count = sum(1 if kinds is None else kinds.count("text") for _, kinds in shape)
         marks = [f"\ue000{number}\ue001" for number in range(count)]
         parts = _MARK.split(self._apply(_filled(shape, marks), asks))
         return tuple(int(part) if odd % 2 else part for odd, part in enumerate(parts))
 
     def _texts(self, *roles: str, asks: bool = False) -> list[str] | None:
-        """As `_texts_of` messages of these roles, whose contents are texts."""
+        """Calls `_texts_of` on messages of these roles, whose contents are texts."""
         return self._texts_of(tuple((role, None) for role in roles), asks=asks)
 
     def _texts_of(self, shape: Shape, *, asks: bool = False) -> list[str] | None:
-        """What it writes before, between and behind texts; None where it does not take them."""
+        """Text it writes before, between and behind texts; None where it does not take them."""
         try:
             frame = self._frame(shape, asks)
         except Exception:  # told by `render`, if it is more than a chat that it does not take
@@ -154,7 +154,7 @@ class Chat:
         return [str(part) for part in frame[::2]] if is_whole and len(frame) // 2 == count else None
 
     def _find_image(self) -> str:
-        """What stands between two texts for an image that is between them."""
+        """Text that stands for an image between two texts."""
         texts = self._texts_of((("user", ("text", "image", "text")),))
         return "" if texts is None else texts[1]
 
@@ -177,7 +177,7 @@ class Chat:
         return (own, instead) if own.startswith(begin) else ("", "")
 
     def _find_opener(self) -> str:
-        """What is written before the model's message, beyond what is before an earlier one's."""
+        """Text before the model's message, beyond what is before an earlier one's."""
         chat, asked = self._texts("user", "assistant", "user"), self._texts("user", asks=True)
         if chat is None or asked is None or not asked[-1].startswith(chat[1]):
             return ""
@@ -194,7 +194,7 @@ def parts_of(content: str) -> list[str | None]:
 
 
 def _types(parts: Sequence[str | None]) -> tuple[str, ...] | None:
-    """Those of a content's parts; None where it is a text."""
+    """Types of a content's parts; None where it is a text."""
     if None not in parts:
         return None
     return tuple("image" if part is None else "text" for part in parts)

@@ -30,7 +30,7 @@ class Rule:
 
 
 def chosen(key: str, name: str, table: Mapping[str, Any], *, wanted: str) -> Any:
-    """What the name that `config.<key>` holds stands for.
+    """Looks up what the name that `config.<key>` holds stands for.
 
     Args:
         key: with its sections.
@@ -64,7 +64,7 @@ def _resolved(key: str, name: str) -> Any:
 
 
 def _why_not_found(name: str, error: BaseException) -> str:
-    """What is wrong with a dotted name, to be told behind it."""
+    """Says what is wrong with a dotted name, to be told behind it."""
     if isinstance(error, ModuleNotFoundError) and _is_of(name, error.name or ""):
         meant = _meant(str(error.name), [module.name for module in pkgutil.iter_modules()])
         return (
@@ -90,7 +90,7 @@ def _why_not_found(name: str, error: BaseException) -> str:
 
 
 def _is_of(name: str, module: str) -> bool:
-    """Whether a dotted name begins with this module's."""
+    """Returns True if a dotted name begins with this module's."""
     return name.replace(":", ".").startswith(f"{module}.")
 
 
@@ -101,7 +101,7 @@ def _meant(name: str, names: Iterable[str]) -> str:
 
 
 def made(key: str, kind: Callable[..., Any], settings: Mapping[str, Any], **offered: Any) -> Any:
-    """What a choice makes of its settings, and of those of the offered things that it asks for.
+    """Makes a choice from its settings, and from those of the offered things that it asks for.
 
     Args:
         key: where the settings are configured, for messages.

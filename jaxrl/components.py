@@ -1,4 +1,4 @@
-"""From a configuration to the objects of a run.
+"""Objects of a run, made from a configuration.
 
 Everything that can be refused is refused here, before any long work.
 """
@@ -85,7 +85,7 @@ from jaxrl.types import Group, Params
 
 @dataclass(frozen=True, kw_only=True)
 class Assembled(Components):
-    """With what is needed around the stages alone."""
+    """Components with what is needed around the stages alone."""
 
     tokenizer: Tokenizer
     processor: Processor | None  # reads images; None where the model reads none
@@ -118,18 +118,41 @@ def assemble(
     if isinstance(policy, Around):
         policy.check()
     tools = _make_tools(config, log)
-    control = _make_control(config, tokenizer, tools)
+    # The environment whose search engine finds nothing, where it has one. Where it calls tools, a
+    # chat template that does not show their results is refused.
+    has_engine = config.search.engine != environment.NO_ENGINE
+    control = _make_env(config, EmptySearch() if has_engine else None, tools)
+    chat_tools = getattr(control, "chat_tools", ())
+    if chat_tools:
+        tokenizer.render_results([""], chat_tools)
     automaton = StopAutomaton(tokenizer.vocab_bytes, control.stop_strings)
     processor = _make_processor(config, tokenizer, model_config)
     tasks, eval_tasks = _read_data(config, show)
-    demonstrations = _read_demonstrations(config, tokenizer, control, tools, processor)
+    image_tokens = environment.max_image_tokens(config)
+    limits = filled(Limits, config.rollout, max_image_tokens=image_tokens)
+    demonstrations: list[Demonstration] = []
+    if "sft" in config.stages:
+        names = [tool.name for tool in tools]
+        demonstrations = read_demonstrations(
+            config.sft.source,
+            tokenizer,
+            limits,
+            protocol=toolbox.protocol(config)(names),
+            tools=("search", *names),
+            chat_tools=chat_tools,
+            processor=processor,
+        )
     engine = None
     if external is None:
         engine = _make_engine(config, policy, mesh, automaton, tokenizer)
     model = _make_model(config, mesh, policy, tokenizer)
     stages = make_stages(config, model, method)
-    limits = _make_limits(config)
-    schedule, pay = _make_schedule(config), _make_payment(config, tasks, eval_tasks)
+    schedule = Schedule(
+        deterministic=config.rollout.deterministic,
+        lag_chunks=config.rollout.observation_lag_chunks,
+        deadline_s=config.env.step_deadline_s,
+    )
+    pay = _make_payment(config, tasks, eval_tasks)
     for part in pay.own_parts.values():
         if open_part := getattr(part, "open", None):  # as a judge has
             open_part(workdir, process=jax.process_index(), log=log)
@@ -149,9 +172,22 @@ def assemble(
     eval_tasks, eval_notes = _fit_all(eval_tasks, without_search, config, show)
     ends = _end_note(tokenizer) if engine else ""
     notes = [ends, *notes, *eval_notes, overlap_note(tasks, eval_tasks)]
-    env, drawing = control, None
+    # The environment that searches; of control suites, that with another engine or blank images.
+    env, controls = control, {"empty_search": shared_rollout(control)}
+    suites = environment.suites_of(config)
     if environment.searches(config):
-        env, drawing = _make_searching(config, _make_search(config, show, workdir, log), tools)
+        search = _make_search(config, show, workdir, log)
+        if "random_search" in suites:
+            drawing = _make_env(config, _make_random_search(config, search), tools)
+            controls["random_search"] = shared_rollout(drawing)
+        env = _make_env(config, search, tools)
+    if "blank_images" in suites:
+        if processor is None:
+            raise ValueError(
+                "an evaluation asks for the suite 'blank_images', but the model in "
+                "config.model.path reads no images; leave the suite out."
+            )
+        controls["blank_images"] = shared_rollout(env, processor.blank())
     return Assembled(
         mesh=mesh,
         model=model,
@@ -165,7 +201,7 @@ def assemble(
         sampler=engine,
         external=external.shown if external else "",
         rollout=shared_rollout(env),
-        controls=_controls(config, processor, env, control, drawing, shared_rollout),
+        controls=controls,
         reward_weights=toolbox.reward_weights(config),
         is_trigger=trigger_ids(tokenizer, config.shaping.trigger_words),
         notes=tuple(filter(None, notes)),
@@ -211,11 +247,6 @@ def settings_of(config: ConfigDict) -> Settings:
     )
 
 
-def _make_limits(config: ConfigDict) -> Limits:
-    tokens = environment.max_image_tokens(config)
-    return filled(Limits, config.rollout, max_image_tokens=tokens)
-
-
 def _make_processor(
     config: ConfigDict, tokenizer: Tokenizer, model: Architecture
 ) -> Processor | None:
@@ -237,40 +268,6 @@ def _make_processor(
             f"{wanted[1]} (patch_size, merge_size, temporal_patch_size). Copy that of the model."
         )
     return processor
-
-
-def _controls(
-    config: ConfigDict,
-    processor: Processor | None,
-    env: Env,
-    without_search: Env,
-    drawing: Env | None,
-    shared_rollout: Callable[..., RolloutFunction],
-) -> dict[str, RolloutFunction]:
-    """Makes the rollouts of control suites: other search engines, or blank images.
-
-    Args:
-        config: checked.
-        processor: of images; None where the model reads none.
-        env: of all other suites.
-        without_search: finds nothing.
-        drawing: finds documents drawn at random; None where no suite asks for it.
-        shared_rollout: makes a rollout of an environment and a processor.
-
-    Raises:
-        ValueError: a suite shows blank images, and the model reads none.
-    """
-    controls = {"empty_search": shared_rollout(without_search)}
-    if drawing:
-        controls["random_search"] = shared_rollout(drawing)
-    if "blank_images" not in environment.suites_of(config):
-        return controls
-    if processor is None:
-        raise ValueError(
-            "an evaluation asks for the suite 'blank_images', but the model in config.model.path "
-            "reads no images; leave the suite out."
-        )
-    return controls | {"blank_images": shared_rollout(env, processor.blank())}
 
 
 def _make_model(
@@ -383,7 +380,26 @@ def _read_model(
     folder = model_folder(config.model.path)
     model_config = read_model(folder, config.model.architecture)
     if is_played:
-        _check_mesh(config, mesh, model_config)
+        # Refuse what the devices, or the model's longest sequence, leave no room for.
+        check_model_fits(mesh, model_config)
+        router = config.model.router
+        if router.balance_coef and not model_config.statistics:
+            raise ValueError(
+                f"config.model.router.balance_coef is {router.balance_coef}, but the model has no "
+                "experts to balance; set it to 0."
+            )
+        if router.replay and not model_config.recorded:
+            raise ValueError(
+                "config.model.router.replay is True, but the model has no experts whose choice "
+                "could be recorded and replayed; set it to False."
+            )
+        memory.check_rows(config, mesh, jax.process_count())
+        memory.check_length(config, model_config)
+        check_offload(
+            mesh,
+            moments=config.optimizer.offload or config.sft.optimizer.offload,
+            activations=config.model.remat == "offload",
+        )
     tokenizer = Tokenizer.from_folder(
         folder,
         eos_tokens=config.model.eos_tokens,
@@ -393,29 +409,6 @@ def _read_model(
         check_tokenizer(folder, tokenizer, model_config)
         check_hf(folder, config.model.architecture)
     return model_config, tokenizer
-
-
-def _check_mesh(config: ConfigDict, mesh: Mesh, model: Architecture) -> None:
-    """Refuses what the devices, or the model's longest sequence, leave no room for."""
-    check_model_fits(mesh, model)
-    if config.model.router.balance_coef and not model.statistics:
-        coef = config.model.router.balance_coef
-        raise ValueError(
-            f"config.model.router.balance_coef is {coef}, but the model has no experts to balance; "
-            "set it to 0."
-        )
-    if config.model.router.replay and not model.recorded:
-        raise ValueError(
-            "config.model.router.replay is True, but the model has no experts whose choice could "
-            "be recorded and replayed; set it to False."
-        )
-    memory.check_rows(config, mesh, jax.process_count())
-    memory.check_length(config, model)
-    check_offload(
-        mesh,
-        moments=config.optimizer.offload or config.sft.optimizer.offload,
-        activations=config.model.remat == "offload",
-    )
 
 
 def check_offload(mesh: Mesh, *, moments: bool, activations: bool) -> None:
@@ -461,7 +454,13 @@ def _fit_all(
     tasks: Mixture[Task], rollout: EpisodePlayer, config: ConfigDict, show: Callable[[str], None]
 ) -> tuple[Mixture[Task], list[str]]:
     """`fit_prompts` of each source, with what is told of them and of several."""
-    sources, notes = [], [_mixture_note(tasks)]
+    sources, notes = [], []
+    if len(tasks.sources) > 1:
+        total = sum(source.weight for source in tasks.sources)
+        shares = (
+            f"{s.name} {len(s.items):,} ({s.weight / total:.1%} of draws)" for s in tasks.sources
+        )
+        notes.append(f"tasks: {', '.join(shares)}")
     for source in tasks.sources:
         items = source.items
         show(f"measuring the prompts of {source.name}, tasks {len(items):,}")
@@ -470,13 +469,6 @@ def _fit_all(
         sources.append(dataclasses.replace(source, items=fitting))
         notes.append(note)
     return Mixture(sources), notes
-
-
-def _mixture_note(tasks: Mixture[Task]) -> str:
-    """Describes the sources of a mixture; "" of one."""
-    total = sum(source.weight for source in tasks.sources)
-    told = (f"{s.name} {len(s.items):,} ({s.weight / total:.1%} of draws)" for s in tasks.sources)
-    return f"tasks: {', '.join(told)}" if len(tasks.sources) > 1 else ""
 
 
 def fit_prompts(
@@ -530,7 +522,7 @@ def _end_note(tokenizer: Tokenizer) -> str:
 
 
 def trigger_ids(tokenizer: Tokenizer, words: Sequence[str]) -> np.ndarray | None:
-    """Which ids are, without blanks and in lower case, one of the words, bool [V]; None of none.
+    """Marks ids that are one of `words`, without blanks, in lower case: bool [V]; None of none.
 
     Raises:
         ValueError: no id is.
@@ -558,29 +550,16 @@ def _read_data(
     if {"train", "evaluate"} & set(config.stages):
         eval_tasks = open_tasks(sources_of(config, "eval"), show)
         check_data_sources(eval_tasks, "config.tasks.eval.source")
-        eval_tasks = _first_of_each(eval_tasks, config.eval.max_tasks)
+        count = config.eval.max_tasks  # of each source; 0: all
+        cut = [
+            Source(items=items.only(np.arange(len(items)) < count), weight=s.weight, name=s.name)
+            if count and isinstance(items := s.items, Tasks)
+            else s
+            for s in eval_tasks.sources
+        ]
+        eval_tasks = Mixture(cut)
     _check_documents(config, show)
     return tasks, eval_tasks
-
-
-def _read_demonstrations(
-    config: ConfigDict,
-    tokenizer: Tokenizer,
-    env: Env,
-    tools: Sequence[Tool],
-    processor: Processor | None,
-) -> list[Demonstration]:
-    if "sft" not in config.stages:
-        return []
-    return read_demonstrations(
-        config.sft.source,
-        tokenizer,
-        _make_limits(config),
-        protocol=toolbox.protocol(config)([tool.name for tool in tools]),
-        tools=("search", *(tool.name for tool in tools)),
-        chat_tools=getattr(env, "chat_tools", ()),
-        processor=processor,
-    )
 
 
 def _check_documents(config: ConfigDict, show: Callable[[str], None]) -> None:
@@ -601,17 +580,6 @@ def _check_documents(config: ConfigDict, show: Callable[[str], None]) -> None:
     if not is_indexed(corpus, index):
         show(f"checking {corpus}")
         collections.deque(read_corpus(corpus), maxlen=0)
-
-
-def _first_of_each(tasks: Mixture[Task], count: int) -> Mixture[Task]:
-    """The first so many tasks of each source; 0: all."""
-    cut = [
-        Source(items=items.only(np.arange(len(items)) < count), weight=s.weight, name=s.name)
-        if count and isinstance(items := s.items, Tasks)
-        else s
-        for s in tasks.sources
-    ]
-    return Mixture(cut)
 
 
 def _make_search(
@@ -643,20 +611,16 @@ def _make_plain_search(config: ConfigDict, show: Callable[[str], None]) -> Tool:
     name = config.search.engine
     searched = environment.corpus_section(config)
     corpus = config.search[searched].corpus if searched else ""
+    total = functools.cache(lambda: num_lines(Path(corpus)))  # counted where an index is built
+    building = f"building the index of {corpus}, documents"
     return made(
         "search.settings" if is_own(name) else f"search.{name}",
         engine,
         _search_settings(config),
-        progress=_index_progress(corpus, show),
+        progress=lambda count: show(f"{building} {count:,}/{total():,}"),
         local=config.search.local.to_dict(),
         dense=config.search.dense.to_dict(),
     )
-
-
-def _index_progress(corpus: str, show: Callable[[str], None]) -> Callable[[int], None]:
-    total = functools.cache(lambda: num_lines(Path(corpus)))
-    what = f"building the index of {corpus}, documents"
-    return lambda count: show(f"{what} {count:,}/{total():,}")
 
 
 def _search_settings(config: ConfigDict) -> dict[str, Any]:
@@ -695,16 +659,13 @@ def _asked_settings(config: ConfigDict) -> dict[str, Any]:
         held = {
             name: one for name, one in digests.items() if f"{name}/".startswith(f"search.{key}/")
         }
-        found[key] = found[key] and (_digest_of(held) if held else None)
+        digest = hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
+        found[key] = found[key] and (digest if held else None)
     return found
 
 
 _FILES = {"local.corpus", "dense.corpus", "dense.encoder", "dense.embeddings"}
 """Settings that name files; where these lie does not matter to a recording, what they hold does."""
-
-
-def _digest_of(held: Mapping[str, str]) -> str:
-    return hashlib.sha256(json.dumps(held, sort_keys=True).encode()).hexdigest()
 
 
 def _as_recorded(asked: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -758,28 +719,6 @@ def _make_recording(
             "and its settings as they were."
         )
     return recording
-
-
-def _make_control(config: ConfigDict, tokenizer: Tokenizer, tools: Sequence[Tool]) -> Env:
-    """The environment whose search engine finds nothing, where it has one.
-
-    Raises:
-        ValueError: it needs a chat template that shows results of tools, and this one does not.
-    """
-    has_engine = config.search.engine != environment.NO_ENGINE
-    control = _make_env(config, EmptySearch() if has_engine else None, tools)
-    if chat_tools := getattr(control, "chat_tools", ()):
-        tokenizer.render_results([""], chat_tools)
-    return control
-
-
-def _make_searching(
-    config: ConfigDict, search: ResilientSearch, tools: Sequence[Tool]
-) -> tuple[Env, Env | None]:
-    """The environment that searches, and the one with documents at random where that is asked."""
-    is_drawn = "random_search" in environment.suites_of(config)
-    drawing = _make_env(config, _make_random_search(config, search), tools) if is_drawn else None
-    return _make_env(config, search, tools), drawing
 
 
 def _make_random_search(config: ConfigDict, search: ResilientSearch) -> RandomSearch:
@@ -838,14 +777,6 @@ def check_prices(config: ConfigDict, tools: Sequence[str]) -> None:
         raise ValueError(
             f"config.ledger.prices names {unknown[0]!r}; expected some of {', '.join(known)}."
         )
-
-
-def _make_schedule(config: ConfigDict) -> Schedule:
-    return Schedule(
-        deterministic=config.rollout.deterministic,
-        lag_chunks=config.rollout.observation_lag_chunks,
-        deadline_s=config.env.step_deadline_s,
-    )
 
 
 def _make_payment(config: ConfigDict, tasks: Mixture[Task], eval_tasks: Mixture[Task]) -> Payment:

@@ -24,7 +24,7 @@ from jaxrl.settings import STAGES
 FREE = "free"
 """A restart may change it: results stay the same, to rounding."""
 EVALUATION = "evaluation"
-"""Likewise, unless evaluations steer training: it decides what they measure."""
+"""A restart may change it unless evaluations steer training: it decides what they measure."""
 TRAINING = "training"
 """Another value makes another experiment, but an evaluation alone may change it."""
 RESULTS = "results"

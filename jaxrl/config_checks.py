@@ -168,7 +168,7 @@ WARNINGS = (
         "0.1 to 0.3 with loss.name='clip'",
     ),
 )
-"""What is unusual, and not refused."""
+"""Unusual settings, which are not refused."""
 
 
 def warnings(config: ConfigDict) -> list[str]:

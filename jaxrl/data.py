@@ -1,4 +1,4 @@
-"""What a record is as a task, and demonstrations from JSONL."""
+"""Records as tasks, and demonstrations from JSONL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxrl.envs.jsonl import read_objects
 Item = TypeVar("Item")
 
 ANSWER_KEYS = ("answers", "golden_answers", "answer")
-"""Where a task's accepted answers may stand: our name, FlashRAG's, and the plain singular."""
+"""Keys of a task's accepted answers: our name, FlashRAG's, and the plain singular."""
 
 
 def read_jsonl(

@@ -51,12 +51,12 @@ from jaxrl.training.ledger import Ledger
 from jaxrl.types import Draw, Group, Params, Trajectory, members
 
 COUNTS = ("num_questions", "unscored_questions", "environment_errors")
-"""What is counted rather than averaged, and has no interval."""
+"""Measures that are counted rather than averaged, and have no interval."""
 
 OUTCOMES = tuple(outcome for outcome in Outcome if outcome != Outcome.ENVIRONMENT_ERROR)
 
 RELIABILITY = ("precision", "reliability")
-"""What follows from the shares of right answers and of abstentions."""
+"""Measures that follow from the shares of right answers and of abstentions."""
 
 CONTROLS = ("empty_search", "random_search")
 """Suites in which something else answers in place of the search engine."""
@@ -67,12 +67,12 @@ ATTRIBUTED = (
     "right_without_evidence",
     "redundant_searches",
 )
-"""What `attribution` tells of the samples."""
+"""Measures that `attribution` takes of the samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What one suite measured, by data set and measure.
+    """Measures of one suite, by data set and measure.
 
     The data set `all` is every question; `mean`, there with several data sets, is the mean of
     their means.
@@ -152,6 +152,9 @@ def summarize(
         means["mean"] = np.mean([means[name] for name in sets], axis=0)
         resampled["mean"] = np.mean([resampled[name] for name in sets], axis=0)
         counts["mean"] = counts["all"]
+    # All parts that the samples have: first those with weight, as they were given.
+    parts = sorted({part for t in members(questions) if t.is_scored for part in t.reward_parts})
+    weighed = [part for part, weight in weights.items() if weight and part in parts]
     return Summary(
         num_samples=num_samples,
         means={
@@ -162,15 +165,8 @@ def summarize(
             name: dict(zip(names, map(percentile_interval, columns.T), strict=True))
             for name, columns in resampled.items()
         },
-        weights=_all_weights(weights, questions),
+        weights={part: weights.get(part, 0.0) for part in dict.fromkeys((*weighed, *parts))},
     )
-
-
-def _all_weights(weights: Mapping[str, float], questions: Sequence[Group]) -> dict[str, float]:
-    """Those of all parts that the samples have: first those with weight, as they were given."""
-    parts = sorted({part for t in members(questions) if t.is_scored for part in t.reward_parts})
-    named = [part for part, weight in weights.items() if weight and part in parts]
-    return {part: weights.get(part, 0.0) for part in dict.fromkeys((*named, *parts))}
 
 
 def subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
@@ -185,7 +181,7 @@ def subset_sizes(num_samples: int, ks: Sequence[int]) -> tuple[int, ...]:
 
 
 def _measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str, float]:
-    """What the samples of one question say; NaN where there are too few of them."""
+    """Measures of one question's samples; NaN where there are too few of them."""
     scored = question.scored
     parts = sorted({name for t in scored for name in t.reward_parts})
     formats = [t.is_well_formed for t in scored if "format" in t.reward_parts]
@@ -210,13 +206,13 @@ def _measures(question: Group, ks: Sequence[int], has_python: bool) -> dict[str,
 
 
 def _attributed(question: Group) -> dict[str, float]:
-    """What the results were to the answers of one question's samples."""
+    """Mean `_attribution` of one question's samples."""
     found = [_attribution(t) for t in question.scored]
     return {name: mean([one[name] for one in found if name in one]) for name in ATTRIBUTED}
 
 
 def _attribution(trajectory: Trajectory) -> dict[str, float]:
-    """What its results were to a sample's answer: whether they held it, and what became of that.
+    """Relates results to a sample's answer: whether they held it, and what became of that.
 
     The latter where there is an exact match, by which samples are right.
     """
@@ -360,7 +356,7 @@ def read_metrics(path: Path, weights_step: int, made_with: str) -> dict[str, flo
 
 
 def read_ledger(path: Path) -> Ledger:
-    """What an evaluation took that `write` wrote; nothing where its file does not tell."""
+    """Reads an evaluation's ledger that `write` wrote; an empty one where its file has none."""
     try:
         return Ledger.from_json(read_object(path)["ledger"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -368,7 +364,7 @@ def read_ledger(path: Path) -> Ledger:
 
 
 def is_unscored(summary: Summary) -> bool:
-    """Whether not a single question could be scored."""
+    """Returns True if not a single question could be scored."""
     counts = summary.means["all"]
     return counts["unscored_questions"] == counts["num_questions"]
 
@@ -563,10 +559,22 @@ def run_suites(
 
     Returns:
         Metrics, and the first error of each suite of which every episode failed.
+
+    Raises:
+        BudgetSpentError: a model behind an endpoint plays, and the run may spend no more.
     """
     step, display, settings = session.progress.step, session.display, session.settings.evaluation
     started = time.perf_counter()
-    played, ledger = _play_all(session, suites)
+    played: dict[str, list[Group]] = {}
+    ledger = Ledger()
+    for suite in suites:
+        # Where a model behind an endpoint plays, the suites before may have spent what the run may:
+        # its answers are recorded, so that the next start goes on from there.
+        if session.components.external:
+            session.check_budget(ledger)
+        groups = played[suite] = play(session, suite)
+        prices, is_control = session.settings.ledger.prices, suite in CONTROLS
+        ledger += Ledger.of(members(groups), prices, is_control=is_control)
     summaries = {
         suite: summarize(
             groups,
@@ -612,24 +620,6 @@ def run_suites(
     for suite, summary in summaries.items():
         metrics |= as_metrics(suite, summary)
     return metrics, errors
-
-
-def _play_all(session: Session, suites: Sequence[str]) -> tuple[dict[str, list[Group]], Ledger]:
-    """The groups of each suite, and what all of them took.
-
-    Raises:
-        BudgetSpentError: a model behind an endpoint plays, and the suites before have spent what
-            the run may; its answers are recorded, so that the next start goes on from there.
-    """
-    played: dict[str, list[Group]] = {}
-    ledger = Ledger()
-    for suite in suites:
-        if session.components.external:
-            session.check_budget(ledger)
-        groups = played[suite] = play(session, suite)
-        prices, is_control = session.settings.ledger.prices, suite in CONTROLS
-        ledger += Ledger.of(members(groups), prices, is_control=is_control)
-    return played, ledger
 
 
 def play(session: Session, suite: str) -> list[Group]:

@@ -82,4 +82,4 @@ _TABLES = {
     "jaxrl.environments": "jaxrl.envs.base:ENVS",
     "jaxrl.architectures": "jaxrl.models.reading:ARCHITECTURES",
 }
-"""Where the names of each group are that jaxrl has itself."""
+"""Tables of jaxrl's own names, by group."""

@@ -481,7 +481,7 @@ def _compare(
     *,
     is_accepted: bool,
 ) -> tuple[Begun | None, list[Change]]:
-    """What began in the workdir, and what is another now; refuses what nobody has accepted."""
+    """Finds what began in the workdir and what is another now; refuses what nobody has accepted."""
     from jaxrl.runtime import history
 
     begun = history.read_begun(workdir, is_accepted=is_accepted)
@@ -524,7 +524,7 @@ def parse_flags(argv: Sequence[str]) -> list[str]:
 
 
 def _is_of_config(error: BaseException) -> bool:
-    """Whether an error arose in the config file, or in what it called."""
+    """Returns True if an error arose in the config file, or in what it called."""
     frames = traceback.extract_tb(error.__traceback__)
     return any(frame.filename == _config_file(sys.argv) for frame in frames)
 
@@ -655,7 +655,7 @@ def _refuse(error: Exception, remedy: str = "", place: Path | None = None) -> No
 
 
 def _is_of(error: Exception, folder: Path) -> bool:
-    """Whether the system refuses a file of `folder`, in a way that `REMEDIES` knows."""
+    """Returns True if the system refuses a file of `folder`, in a way that `REMEDIES` knows."""
     if not isinstance(error, OSError) or error.errno not in REMEDIES or not error.filename:
         return False
     return Path(os.fsdecode(error.filename)).absolute().is_relative_to(folder.absolute())
@@ -675,7 +675,7 @@ _PLAINER = (
         r"\1 is set to \2; expected a value of type \3.",
     ),
 )
-"""What ml_collections says, and the same for who does not know it."""
+"""Messages of ml_collections, and plainer ones for who does not know it."""
 
 
 def _message(error: Exception, remedy: str = "", place_of: Path | None = None) -> str:

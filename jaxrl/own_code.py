@@ -46,11 +46,11 @@ class Chosen:
 
 
 class OwnCodeError(ValueError):
-    """What a key names failed, or gave what cannot be worked with; the text names the key."""
+    """Failure of what a key names, or a result that cannot be used; the text names the key."""
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is a dotted one, as `my_env.MyEnv`, and no entry of a table.
+    """Returns True if a name is a dotted one, as `my_env.MyEnv`, and no entry of a table.
 
     A colon may stand before what the module defines, as `pkgutil.resolve_name` has it.
     """
@@ -58,7 +58,7 @@ def is_own(name: str) -> bool:
 
 
 def own_module(thing: Any) -> bool:
-    """Whether a class or a function is the user's."""
+    """Returns True if a class or a function is the user's."""
     return str(getattr(thing, "__module__", "")).partition(".")[0] != __name__.partition(".")[0]
 
 
@@ -69,7 +69,7 @@ def arrays_of(function: Callable[..., Any]) -> list[str]:
 
 
 def failure_text(error: BaseException) -> str:
-    """What code of the user's raised, in one line, and where in its files.
+    """Tells what code of the user's raised, in one line, and where in its files.
 
     Of a text of several lines it is the first: JAX goes on with how it got there.
     """
@@ -98,7 +98,7 @@ _NOT_THEIRS = (
     str(Path(__file__).parent),
     *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")),
 )
-"""How files begin that are not the user's: ours, Python's, those of packages."""
+"""Beginnings of files that are not the user's: ours, Python's, those of packages."""
 
 
 def short_name(name: str) -> str:

@@ -108,7 +108,7 @@ def run(
 
 
 def nothing_saved(session: Session) -> str:
-    """What to tell where a run is stopped before its first checkpoint."""
+    """Says what is lost where a run is stopped before its first checkpoint."""
     replies = session.settings.kept_replies
     if session.components.external and replies is not None:
         folder = replies or session.workdir / "replies"
@@ -178,7 +178,7 @@ def evaluate_step(
 
 
 def nothing_learned(num_steps: int, learning_rate: float) -> str:
-    """What to tell at the end of a stage in which no update had a gradient."""
+    """Explains a stage in which no update had a gradient, to be told at its end."""
     cause = (
         "config.optimizer.lr is 0"
         if learning_rate == 0
@@ -326,7 +326,7 @@ def write_report(session: Session, log: Callable[[str], None]) -> None:
 
 
 REPORT = "jaxrl.report:write_or_warn"
-"""What draws a run."""
+"""Function that draws a run."""
 
 
 def restore_targets(components: Components, saved: dict[str, Any]) -> dict[str, Any]:

@@ -161,7 +161,7 @@ class Progress:
         return self.ledger.asked("total/") | self.ledger.used("total/")
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Converts to plain JSON values."""
         leftover = codecs.groups_to_json(self.leftover)
         pending = None if self.pending is None else self.pending.to_json()
         record = None if self.record is None else plain_numbers(self.record)

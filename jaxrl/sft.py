@@ -22,7 +22,7 @@ from jaxrl.training.update import put_batch
 from jaxrl.types import Batch, Params
 
 SHOWN_OF_SFT = {"loss": "sft/loss"} | {name: SHOWN[name] for name in ("tokens/s", "s/step", "GiB")}
-"""What the display shows of a step, and the metric it is."""
+"""Numbers that the display shows of a step, and the metric of each."""
 
 
 def sft(session: Session, params: Params) -> Params:

@@ -72,7 +72,7 @@ class Stream(Generic[Item]):
 
     @property
     def epoch_length(self) -> int:
-        """In how many draws every item comes, of each source, but for the rounding of shares."""
+        """Draws in which every item comes, of each source, but for the rounding of shares."""
         total = sum(self._shares)
         parts = zip(self._sources, self._shares, strict=True)
         return max(math.ceil(len(source.items) * total / share) for source, share in parts)
@@ -83,7 +83,7 @@ class Stream(Generic[Item]):
         return [self._orders[source][index] for source, index in places]
 
     def metrics(self, position: int) -> dict[str, float]:
-        """What the first `position` items took from each source of several: draws and epochs."""
+        """Draws and epochs of each source of several, in the first `position` items."""
         if len(self._sources) == 1:
             return {}
         counts = taken_of(self._shares, position)
@@ -102,7 +102,7 @@ def _whole_numbers(weights: Sequence[float]) -> list[int]:
 
 
 def taken_of(shares: Sequence[int], position: int) -> list[int]:
-    """How many of a mixture's first `position` items are of each source.
+    """Divides a mixture's first `position` items among its sources.
 
     The first source takes its share, rounded up, and the others share the rest likewise. So the
     first two are within 1 of their shares, and the n-th within n - 1, since each before it rounds.

@@ -41,14 +41,14 @@ HELD = 100_000
 """Tasks up to which those of a source are held parsed."""
 
 HELD_BYTES = 2**28
-"""Of images that stand in the records themselves, up to which its tasks are held."""
+"""Bytes of images in the records themselves, up to which a source's tasks are held."""
 
 _BLOCK = 1000  # records read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSource:
-    """Where tasks come from, as it is configured."""
+    """Source of tasks, as it is configured."""
 
     key: str  # of the section, or of the entry of `sources`
     source: str = ""
@@ -61,17 +61,17 @@ class TaskSource:
 
     @property
     def format_name(self) -> str:
-        """What reads it."""
+        """Name of the format, by the path if none is configured."""
         return self.format or format_of(self.source)
 
     @property
     def name(self) -> str:
-        """What to call it, in metrics and messages."""
+        """Name in metrics and messages."""
         return self.data_source or Path(self.source).stem or self.format
 
 
 FIELDS = tuple(one.name for one in dataclasses.fields(TaskSource) if one.name != "key")
-"""What an entry of `sources` may hold."""
+"""Keys that an entry of `sources` may hold."""
 
 
 def sources_of(config: ConfigDict, kind: str) -> list[TaskSource]:
@@ -134,7 +134,7 @@ def _check_source(source: TaskSource, *, is_weighed: bool) -> None:
 
 
 def maker_of(source: TaskSource) -> Callable[..., Any]:
-    """What makes the reader of a source.
+    """Finds what makes the reader of a source.
 
     Raises:
         ValueError: its format stands for nothing.
@@ -283,11 +283,11 @@ class Tasks(Sequence[Task]):
             yield from self._read(self._indices[block.start : block.stop].tolist())
 
     def place(self, index: int) -> str:
-        """Where a task stands."""
+        """Place of a task in its source."""
         return self._reader.place(int(self._indices[index]))
 
     def only(self, kept: np.ndarray) -> Tasks:
-        """Those tasks for which `kept`, bool [N], is True; the reader is shared."""
+        """Selects the tasks for which `kept`, bool [N], is True; the reader is shared."""
         tasks = copy.copy(self)
         tasks._indices, tasks.ids = self._indices[kept], self.ids[kept]
         tasks.questions = self.questions[kept]
@@ -394,7 +394,8 @@ def overlap_note(tasks: Sequence[Task], held_out: Sequence[Task]) -> str:
         (held_out[index], tasks[int(others[index])])
         for index in np.flatnonzero(is_known.any(axis=1)).tolist()
     ]
-    both = [pair for pair in both if _asks_the_same(*pair)]
+    # Of equal hashes the texts may differ still.
+    both = [pair for pair in both if set(_identities(pair[0])) & set(_identities(pair[1]))]
     if not both:
         return ""
     task, other = both[0]
@@ -425,10 +426,6 @@ def question_hashes(tasks: Sequence[Task]) -> np.ndarray:
 def _question_hashes(task: Task) -> tuple[int, int]:
     first, *others = map(_hash, _identities(task))
     return first, others[0] if others else first
-
-
-def _asks_the_same(task: Task, other: Task) -> bool:
-    return bool(set(_identities(task)) & set(_identities(other)))
 
 
 def _identities(task: Task) -> list[str]:

@@ -18,7 +18,7 @@ from jaxrl.envs.quiet import quiet_transformers
 from jaxrl.envs.text import printable
 
 MAX_IDS = 2**24
-"""Of a vocabulary, which is a list of them; published ones end near 260,000."""
+"""Most ids of a vocabulary, which is a list of them; published ones end near 260,000."""
 
 _SLACK_TOKENS = 128  # behind the last id that is taken of a prefix
 _USUAL_CHARACTERS = 8  # a token, of a prefix that is tried first

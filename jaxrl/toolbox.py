@@ -1,4 +1,4 @@
-"""What stands around the environment: protocol, search engine, tools, parts of the reward."""
+"""Surroundings of the environment: protocol, search engine, tools, parts of the reward."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def _reward_function(config: ConfigDict, name: str) -> RewardPart:
 
 
 def _shown(function: Callable[..., Any]) -> str:
-    """How a function is called, for messages."""
+    """Tells how a function is called, for messages."""
     kind = "a generator" if inspect.isgeneratorfunction(function) else "a function"
     return f"{kind} of {inspect.signature(function)}"
 

@@ -42,7 +42,7 @@ class TokenStep:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Divergence:
-    """How far the policy before the update is from the reference, along one trajectory."""
+    """Divergence of the policy before the update from the reference, along one trajectory."""
 
     old_logprobs: np.ndarray  # float32 [L], nats; 0 where nothing is trained
     ref_logprobs: np.ndarray  # float32 [L], nats; likewise
@@ -273,7 +273,7 @@ class Group:
 
     @property
     def scored(self) -> list[Trajectory]:
-        """Those without an environment error."""
+        """Trajectories without an environment error."""
         return [t for t in self.trajectories if t.is_scored]
 
     @property
@@ -315,7 +315,7 @@ class GroupStats:
 
 
 GROUP_KINDS = ("all_right", "all_wrong", "mixed", "failed")
-"""Of a failed group all trajectories had environment errors."""
+"""Kinds of groups; in a failed one all trajectories had environment errors."""
 
 
 def members(groups: Sequence[Group]) -> list[Trajectory]:

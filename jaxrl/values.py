@@ -55,7 +55,7 @@ MOST_BYTES = 4 * 2**20
 """Size of the largest file of values that is read."""
 
 MOST_VALUES = 100_000
-"""Of a file, each counted where it stands and wherever an alias repeats it."""
+"""Most values of a file, each counted where it stands and wherever an alias repeats it."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -72,7 +72,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _read_yaml(file: Path) -> Any:
-    """What a YAML or JSON file holds.
+    """Reads a YAML or JSON file.
 
     Raises:
         ValueError: it cannot be read, is too large, or aliases make it endless.

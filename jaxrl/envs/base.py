@@ -14,7 +14,7 @@ Message = Mapping[str, str]
 
 
 NO_INFORMATION = "No information found"
-"""What a search that finds nothing says."""
+"""Text of a search that finds nothing."""
 
 
 class Outcome(enum.StrEnum):
@@ -64,7 +64,7 @@ class OutageError(ToolError):
 
 
 SOURCES = ("tool", "cache", "shared", "replay", "fallback")
-"""Who answered a call: the tool itself; the cache; the same call of another episode under way at
+"""Answerers of a call: the tool itself; the cache; the same call of another episode under way at
 that moment; the record of earlier calls; nobody, in an outage."""
 
 
@@ -280,7 +280,7 @@ class Env(Protocol):
     """Names of what `score` measures, whole or by turns, the same for every reward."""
 
     chat_tools: Sequence[Mapping[str, Any]] = ()
-    """What the chat template tells the model it may call: functions, as JSON schemas."""
+    """Functions that the chat template tells the model it may call, as JSON schemas."""
 
     def start(self, tasks: Sequence[Task]) -> list[list[Message]]:
         """Chat messages that open an episode of each task."""

@@ -198,7 +198,7 @@ def _kind(value: Any) -> str:
 
 
 PATHS = {"search_r1": "/retrieve", "flashrag": "/batch_search"}
-"""Where a server of each protocol answers."""
+"""Path at which a server of each protocol answers."""
 
 Body, Read = Callable[[list[str], int], dict[str, Any]], Callable[[Any, int], list[list[Hit]]]
 

@@ -17,7 +17,7 @@ MAGIC = {
     b"\x28\xb5\x2f\xfd": "compressed (zstd)",
     b"PK\x03\x04": "a zip archive",
 }
-"""What files that people have in place of JSONL begin with."""
+"""First bytes of files that people have in place of JSONL."""
 
 
 def read_objects(

@@ -13,15 +13,15 @@ from PIL.Image import Transpose
 from jaxrl.envs.images import Picture, UnreadableError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Those that are read. Pillow would try all that it knows, and starts Ghostscript for EPS."""
+"""Formats that are read. Pillow would try all it knows, and starts Ghostscript for EPS."""
 
 MAX_PIXELS = 50_000_000
-"""Of an image in its file: few bytes may stand for many pixels, of which each takes some 11 bytes
-while it is made smaller."""
+"""Limit of an image in its file: few bytes may stand for many pixels, of which each takes some 11
+bytes while it is made smaller."""
 
 MAX_SCANS = 100
-"""Of a JPEG, as in libtiff: each goes over all pixels again, and may take a few bytes of the file.
-A progressive one has 10, or 18 with four colours."""
+"""Limit of a JPEG, as in libtiff: each scan goes over all pixels again, and may take a few bytes of
+the file. A progressive one has 10, or 18 with four colours."""
 
 TURNED = range(5, 9)  # values of EXIF's orientation that swap height and width
 _TURNS = {
@@ -29,7 +29,7 @@ _TURNS = {
     5: Transpose.TRANSPOSE, 6: Transpose.ROTATE_270, 7: Transpose.TRANSVERSE,
     8: Transpose.ROTATE_90,
 }  # fmt: skip
-"""What makes images upright; Pillow's `exif_transpose` fails at other fields of wrong types."""
+"""Turns to make images upright; Pillow's `exif_transpose` fails at other fields of wrong types."""
 _ORIENTATION = 0x0112
 
 
@@ -97,7 +97,7 @@ def reading(picture: Picture) -> Iterator[None]:
 
 
 def orientation(image: PIL.Image.Image) -> int | None:
-    """How it is turned, as far as the start of the file tells; of a PNG, the end may say more."""
+    """EXIF's orientation, as far as the start of the file tells; of a PNG, the end may say more."""
     is_told = image.format != "PNG" or "exif" in image.info
     return image.getexif().get(_ORIENTATION) if is_told else None
 

@@ -58,7 +58,7 @@ class Breaker:
         self._is_open = self._is_tried = False
         self._down_since = math.inf
         self.answered_at = -math.inf
-        """When it last answered."""
+        """Time at which it last answered."""
 
     def may_try(self, now: float) -> bool:
         """Return True if a call may be made now; of a half-open breaker, it is then under way."""

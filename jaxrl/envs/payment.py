@@ -14,7 +14,7 @@ from jaxrl.envs.calls import LateError, new_loop, started
 from jaxrl.envs.reward_functions import Call, Measured, RewardPart, number
 
 MAX_THREADS = 32
-"""In which functions that are not async are called at a time."""
+"""Threads in which functions that are not async are called at a time."""
 
 LARGEST_REWARD = (2 - 2.0**-23) * 2.0**127
 """The largest number of float32."""
@@ -268,7 +268,7 @@ async def _awaited(call: Call) -> Any:
 
 
 JUDGE = ("jaxrl.extras.endpoints.judges:Judge", "jaxrl.extras.endpoints.judges:JudgeSettings")
-"""What grades responses by a language model, and its settings."""
+"""Grader of responses by a language model, and its settings."""
 
 REWARD_PARTS: Mapping[str, str] = {"math_verify": "jaxrl.extras.symbolic_math.MathVerify"}
 """Parts that any environment can have beside its own, by where they are; their settings stand in

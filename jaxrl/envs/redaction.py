@@ -27,7 +27,7 @@ from jaxrl.envs.images import Pictured
 Value = TypeVar("Value")
 
 SHOWN = "***"
-"""In place of a key."""
+"""Text in place of a key."""
 
 _MAX_SPELLED = 128  # bytes of a key that are looked for; what goes on as the key is one too
 _MIN_FOUND = 6  # characters of what may be a key in a result; fewer are many a word of it

@@ -85,7 +85,7 @@ class Nobody(Tool):
 
 
 PROBE = "test"
-"""What a server is asked before a run begins."""
+"""Query that a server is asked before a run begins."""
 
 
 def ask_first(engine: Tool, policy: Policy, *, place: str, log: Callable[[str], None]) -> None:
@@ -142,10 +142,10 @@ class ResilientSearch(SearchEngine):
     """A search engine that is asked with care; see the module."""
 
     what: ClassVar[str] = "the search engine"
-    """How messages call what is asked."""
+    """Name of what is asked, in messages."""
 
     section: ClassVar[str] = "config.search"
-    """Where they find its settings."""
+    """Section of its settings, in messages."""
 
     def __init__(
         self,

@@ -311,4 +311,4 @@ KINDS: dict[str, Kind] = {
         read=lambda name, found, _: [Measured(score=number(name, found))],
     ),
 }
-"""By the parameter that tells a function of this kind."""
+"""Kinds of functions by the parameter that tells them."""

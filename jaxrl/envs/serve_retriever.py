@@ -118,7 +118,7 @@ DIALECTS = {
     "/search": Dialect(is_batch=False, answer=_flashrag_single_answer, **_FLASHRAG),
     "/batch_search": Dialect(is_batch=True, answer=_flashrag_answer, **_FLASHRAG),
 }
-"""By the path at which each is spoken."""
+"""Dialects by the path at which each is spoken."""
 
 
 def read_request(body: bytes, dialect: Dialect, topk: int) -> tuple[list[str], int, bool]:

@@ -33,16 +33,16 @@ class Tool(abc.ABC):
     """Answers calls; `run` may be called from several threads at once."""
 
     name: str
-    """What the model calls it by: `<name>..</name>` around a call."""
+    """Name by which the model calls it: `<name>..</name>` around a call."""
 
     blank: str
-    """What a blank call is answered with; it does not reach the tool."""
+    """Answer to a blank call, which does not reach the tool."""
 
     max_threads: ClassVar[int] = 32
     """Calls that run side by side at most."""
 
     argument: ClassVar[str] = "call"
-    """What the text of a call is named where the model calls functions."""
+    """Name of the text of a call where the model calls functions."""
 
     @property
     def takes_text(self) -> bool:
@@ -342,7 +342,7 @@ SANDBOXES: Mapping[str, Any] = {
     "bubblewrap": "jaxrl.extras.sandbox.BubblewrapTool",
     "subprocess": "jaxrl.extras.sandbox.SubprocessTool",
 }
-"""What the tool `python` can run code in."""
+"""Tools that the tool `python` can run code in."""
 
 
 TOOLS: Mapping[str, type[Tool]] = {"python": MontyTool}

@@ -170,7 +170,7 @@ def _hashable(value: Any) -> Any:
 
 
 KINDS = {"math": comparison, "pattern": search, "schema": schema}
-"""What a worker may be, by its name."""
+"""Kinds of workers by name."""
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ SHOWN = {
     "spent": "perf/ledger/total/cost",
     "GiB": "perf/max_memory_gib",
 }
-"""What the display shows of a training step, and the metric it is."""
+"""Numbers that the display shows of a training step, and the metric of each."""
 
 
 @dataclass(kw_only=True)

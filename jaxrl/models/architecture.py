@@ -94,7 +94,7 @@ class Architecture(ABC):
         return {}
 
     def on_mesh(self, mesh: Mesh, *, experts: str) -> Architecture:
-        """The same with the kernels for a mesh; `experts` is `config.model.experts`.
+        """Returns this model with the kernels for a mesh; `experts` is `config.model.experts`.
 
         Raises:
             ValueError: names the key where such kernels do not run on the devices.
@@ -138,7 +138,7 @@ class Architecture(ABC):
         """Names of each parameter's axes, in the shape of the parameters; see `sharding.RULES`."""
 
     def decode_axes(self) -> dict[str, Any]:
-        """The same of `decode_weights`; may name weights that they have on some devices only."""
+        """Names of the axes of `decode_weights`; may have weights that are on some devices only."""
         return self.logical_axes()
 
     @abstractmethod

@@ -71,7 +71,7 @@ class Around(Architecture):
 
     @abstractmethod
     def begin(self, mesh: Mesh, seed: int) -> Params:
-        """Those that are trained, as a run begins with them."""
+        """Parameters that are trained, as a run begins with them."""
 
     @abstractmethod
     def export(self, params: Params, parent: Path, source: str | Path) -> None:

@@ -38,7 +38,7 @@ class Arranged:
 
 
 class Tower(ABC):
-    """How a model reads attachments: a token stands for each unit of patches of one.
+    """Reader of attachments in a model: a token stands for each unit of patches of one.
 
     Attributes:
         token_id: the token.
@@ -114,7 +114,7 @@ class Tower(ABC):
     def token_arrays(
         self, token_ids: np.ndarray, attachments: Sequence[Any], *, start: int = 0
     ) -> dict[str, np.ndarray]:
-        """Those of `arrays`, `[L, ...]`, but for units; arguments as of `positions`."""
+        """The entries of `arrays`, `[L, ...]`, but for units; arguments as of `positions`."""
         return {POSITIONS: self.positions(token_ids, attachments, start=start)}
 
     @abstractmethod

@@ -43,7 +43,7 @@ from jaxrl.models.rope_scaling import SCALINGS, Fields, RopeScaling
 from jaxrl.types import Params
 
 Kind = tuple[Callable[[Any], bool], str]
-"""What a field of a `config.json` has to be, and the words for it."""
+"""Check of a field of a `config.json`, and the words for what it has to be."""
 
 Kinds = Mapping[str, Kind]
 
@@ -702,11 +702,11 @@ class Decoder(Architecture):
         return rms_norm(x, weights["norm"]["scale"], self.rms_norm_eps)
 
     def decode_axes(self) -> dict[str, Any]:
-        """As `decode_weights` may have it, with an `lm_head`."""
+        """Axes of `decode_weights`, with an `lm_head` that it may have."""
         return {**super().decode_axes(), **OUTPUT_AXES}
 
     def hf_names(self) -> dict[str, str]:
-        """In the order of the layers' computation."""
+        """Names in the order of the layers' computation."""
         params = flatten_dict(self.abstract_params(), sep="/")
         names = {**FIRST_HF_NAMES, **self.feed_forward_names(), **LAST_HF_NAMES}
         return {name: tensor for name, tensor in names.items() if name in params}

@@ -1,4 +1,4 @@
-"""What transformers takes for fields that a `config.json` leaves out."""
+"""Defaults of transformers for fields that a `config.json` leaves out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
     *("num_attention_heads", "depth", "num_heads", "out_hidden_size"),
 )
-"""Of models and their towers."""
+"""Sizes of models and their towers."""
 
 
 def completed(

@@ -1,4 +1,4 @@
-"""From `config.model.path` to the model's folder: it is named, or made once of a single file."""
+"""Folder of a model, by `config.model.path`: it is named, or made once of a single file."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ SIDE_FILES = (
     "*processor_config.json",
     "LICENSE*",
 )
-"""What an export takes over from its source, byte for byte."""
+"""Files that an export takes over from its source, byte for byte."""
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -59,7 +59,7 @@ DTYPES_FILE = "tensor_dtypes.json"
 
 @dataclass(frozen=True)
 class Place:
-    """Where an HF tensor lies in the parameters."""
+    """Place of an HF tensor in the parameters."""
 
     param: str
     index: tuple[int, ...]  # on the leading axes: none, the layers', the layers' and experts'
@@ -67,7 +67,7 @@ class Place:
 
     @property
     def is_transposed(self) -> bool:
-        """Whether HF's axes are the reverse of the parameter's."""
+        """True if HF's axes are the reverse of the parameter's."""
         return self.param.endswith("/kernel")
 
 
@@ -81,7 +81,7 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """From the file's header."""
+        """Shape by the file's header."""
         return tuple(self.data.get_shape())
 
     @property
@@ -112,7 +112,7 @@ class _Part:
 
 @runtime_checkable
 class HasWeights(Protocol):
-    """What is asked of a model whose tensors are read: part of an `Architecture`."""
+    """Model whose tensors are read: part of an `Architecture`."""
 
     def hf_names(self) -> dict[str, str]:
         """Path of each parameter to its HF tensor."""
@@ -456,7 +456,10 @@ def write_hf(
     is_writer = jax.process_index() == 0
     with folder_taking_place(Path(path), marker="config.json", is_writer=is_writer) as folder:
         if is_writer:
-            _write_small_files(folder, config, source)
+            if source is None:
+                write_json(folder / "config.json", config.hf_config())
+            else:
+                copy_side_files(Path(source), folder)
         write_tensors(
             folder,
             sizes,
@@ -497,7 +500,7 @@ def write_tensors(
 
 
 def _export_places(config: Architecture, names: Iterable[str]) -> dict[str, Place]:
-    """Of tensors in the spelling of the source, those of `hf_names` first and in its order."""
+    """Places of tensors in the spelling of the source, those of `hf_names` first, in its order."""
     known, copies = hf_places(config), config.hf_copies()
     spelt = {known_name(config, name): name for name in names}
     places = {spelt[name]: place for name, place in known.items()}
@@ -575,20 +578,13 @@ def _write_index(folder: Path, sizes: Mapping[str, int], max_shard_size: int) ->
         write_json(folder / INDEX_FILE, index)
 
 
-def _write_small_files(folder: Path, config: Architecture, source: str | Path | None) -> None:
-    if source is None:
-        write_json(folder / "config.json", config.hf_config())
-    else:
-        copy_side_files(Path(source), folder)
-
-
 def write_json(file: Path, content: dict[str, Any]) -> None:
     """Content as JSON for people, whose keys are sorted."""
     file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def copy_side_files(source: Path, folder: Path) -> None:
-    """What is taken over as it is; see `SIDE_FILES`."""
+    """Copies the files of `SIDE_FILES` as they are."""
     for pattern in SIDE_FILES:
         for file in sorted(source.glob(pattern)):
             if file.is_file():

@@ -20,7 +20,7 @@ Pages = tuple[jax.Array, jax.Array]
 """Keys and values of n layers, `[P, n * K, page, H]`."""
 
 Cache = tuple[Pages, ...]
-"""Those of each layer, n = 1; or one pair with those of all, for a loop over layers."""
+"""Pages of each layer, n = 1; or one pair with those of all, for a loop over layers."""
 
 
 def allocate(

@@ -1,4 +1,4 @@
-"""How a pass goes through the layers: the full one, and what it keeps of them; the sampler's."""
+"""Passes through the layers: the full one, and what it keeps of them; the sampler's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ AttendInLayer = Callable[..., tuple[jax.Array, Any]]
 takes, to its outputs and the memory with the layer's new keys and values."""
 
 NAMES = ("q", "k", "v", "attended", "lse", "o", "router", "gate", "up")
-"""What `names` keeps, under these names of `jax.ad_checkpoint.checkpoint_name`.
+"""Values that `names` keeps, under these names of `jax.ad_checkpoint.checkpoint_name`.
 
 An architecture names products before norms and rotations, the attention its result and the
 log-sum-exp of its scores: all products but the scores' are then computed once.
@@ -41,7 +41,7 @@ HOST_MEMORY = "pinned_host"
 INPUT = "layer_input"
 
 OFFLOADED = (INPUT, "attended", "lse")
-"""What `offload` keeps: of these, attention costs the most to compute again in a long context."""
+"""Values `offload` keeps: of these, attention costs most to compute again in a long context."""
 
 _POLICIES = jax.checkpoint_policies
 
@@ -57,7 +57,7 @@ REMAT: dict[str, Any] = {
         offload_dst=HOST_MEMORY,
     ),
 }
-"""By `model.remat`: what of a layer is kept, all else being computed again; None keeps all.
+"""Policies by `model.remat`: what of a layer is kept, the rest being computed again; None: all.
 
 `dots` keeps the products with weights, but neither scores nor what is made of them. `offload` keeps
 a layer's input and attention's result, in the host's memory, and nothing on the device.
@@ -207,7 +207,7 @@ Run = tuple[tuple[str, int, int], ...]
 
 
 def entries_of(layer: int, names: Sequence[str], stacks: Stacks) -> tuple[str, ...]:
-    """Those entries of `blocks`, out of `names`, that a layer has."""
+    """Entries of `blocks`, out of `names`, that a layer has."""
     return tuple(name for name in names if name not in stacks or layer in stacks[name])
 
 

@@ -27,7 +27,7 @@ Unembed = Callable[[Any, jax.Array], jax.Array]
 
 
 class Places(NamedTuple):
-    """Which tokens of a shard are wanted, and where they go; M tokens, room for C."""
+    """Places of a shard's wanted tokens; M tokens, room for C."""
 
     source: jax.Array  # int32 [S, C], of each place its token
     is_taken: jax.Array  # bool [S, C], the place has a token
@@ -142,7 +142,7 @@ def _of_logits(
 
 @dataclass(frozen=True, kw_only=True)
 class OutputLayer:
-    """How the output layer is computed, chunk by chunk.
+    """Computes the output layer, chunk by chunk.
 
     In the backward pass logits are computed again, unless one chunk is all. What chunks add to a
     table's gradient is summed in float32, on each shard of the batch alone until the end.

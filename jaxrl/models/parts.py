@@ -19,11 +19,11 @@ class Declared(Protocol):
     """Part of a policy's parameters, or all: shapes, and how they lie on the mesh."""
 
     def abstract_params(self) -> Params:
-        """As `jax.ShapeDtypeStruct`s."""
+        """The parameters as `jax.ShapeDtypeStruct`s."""
         ...
 
     def logical_axes(self) -> dict[str, Any]:
-        """In the shape of the parameters; see `Architecture.logical_axes`."""
+        """Names of axes in the shape of the parameters; see `Architecture.logical_axes`."""
         ...
 
 
@@ -40,11 +40,11 @@ class Part:
     paths: frozenset[tuple[str, ...]]
 
     def abstract_params(self) -> Params:
-        """As `jax.ShapeDtypeStruct`s."""
+        """The parameters as `jax.ShapeDtypeStruct`s."""
         return only(self.model.abstract_params(), self.paths.__contains__)
 
     def logical_axes(self) -> dict[str, Any]:
-        """In the shape of the parameters."""
+        """Names of axes in the shape of the parameters."""
         return only(self.model.logical_axes(), self.paths.__contains__)
 
 

@@ -33,7 +33,7 @@ class RopeScaling(ABC):
 
     @abstractmethod
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """As `default_frequencies`, scaled."""
+        """Scaled `default_frequencies`."""
 
     @abstractmethod
     def hf_fields(self) -> dict[str, Any]:
@@ -77,7 +77,7 @@ class Fields:
         return float(value)
 
     def factor(self) -> float:
-        """By how much the context is longer: at least 1."""
+        """Factor by which the context is longer: at least 1."""
         value = self.number("factor")
         if value < 1:
             raise ValueError(
@@ -140,7 +140,7 @@ class Llama3(RopeScaling):
         )
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """Between the two bounds an average, weighted by the number of waves in the context."""
+        """Average between the two bounds, weighted by the number of waves in the context."""
         whole = default_frequencies(head_dim, theta)
         divided = whole / np.float32(self.factor)
         waves = np.float32(self.original_max_positions) / (np.float32(2 * math.pi) / whole)
@@ -186,7 +186,7 @@ class Yarn(RopeScaling):
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Yarn:
-        """Without `attention_factor` it follows from `factor`, `mscale` and `mscale_all_dim`."""
+        """The settings; `attention_factor` may follow from `factor`, `mscale`, `mscale_all_dim`."""
         factor = fields.factor()
         attention_factor = _mscale(factor)
         if all(fields.values.get(name) not in (None, 0) for name in ("mscale", "mscale_all_dim")):
@@ -208,7 +208,7 @@ class Yarn(RopeScaling):
         )
 
     def frequencies(self, head_dim: int, theta: float) -> np.ndarray:
-        """From pair to pair, from as they are to divided."""
+        """Moves from pair to pair, from frequencies as they are to divided ones."""
 
         def pair_that_turns(times: float) -> float:
             turn = self.original_max_positions / (times * 2 * math.pi)
@@ -247,12 +247,12 @@ def _mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 def _whole(value: float) -> float:
-    """As a whole number where it is one, as `transformers` wants it."""
+    """Returns a whole number where the value is one, as `transformers` wants it."""
     return int(value) if value == int(value) else value
 
 
 SCALINGS: dict[str, type[RopeScaling]] = {kind.rope_type: kind for kind in (Yarn, Linear, Llama3)}
-"""By `rope_type`; the others are refused, since no parity test covers them.
+"""Scalings by `rope_type`; the others are refused, since no parity test covers them.
 
 Those that scale by the length of a sequence (`dynamic`, `longrope`) would turn keys that are in the
 cache anew when it grows.

@@ -323,10 +323,10 @@ ESTIMATORS: dict[str, Callable[..., Any]] = {
     "pass_at_k_bootstrap": pass_at_k_bootstrap,
     "pass_at_k_entropy_guided": entropy_guided,
 }
-"""By name in `advantage.name`. Arrays are bound by the names of their parameters."""
+"""Estimators by `advantage.name`. Arrays are bound by the names of their parameters."""
 
 COLUMNS = (
     *("rewards", "is_correct", "group_ids", "token_counts"),
     *("mean_entropies", "is_abstention", "is_well_formed", "key"),
 )
-"""What an estimator may ask for: `types.Columns` has all but `key`, a random key of the step."""
+"""Arrays an estimator may ask for: `types.Columns` has all but `key`, a random key of the step."""

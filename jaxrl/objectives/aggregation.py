@@ -43,7 +43,7 @@ def token_weights(
 
 
 def token_mean(token_counts: Int[Array, " N"]) -> ScalarLike:
-    """Over all tokens: a trajectory counts as often as it has tokens.
+    """Mean over all tokens: a trajectory counts as often as it has tokens.
 
     Args:
         token_counts: tokens of each trajectory that are trained on, 0 in some.
@@ -78,8 +78,8 @@ AGGREGATIONS: dict[str, Callable[..., Any]] = {
     "seq-mean-token-sum": seq_mean_token_sum,
     "seq-mean-token-sum-norm": seq_mean_token_sum_norm,
 }
-"""By name in `loss.aggregation`; the names are verl's."""
+"""Aggregations by `loss.aggregation`; the names are verl's."""
 
 ARRAYS = ("token_counts",)
-"""What an aggregation may ask for: int [N], tokens trained on of each trajectory of a mini-batch,
-those among them that the update leaves out since they have no signal."""
+"""Arrays that an aggregation may ask for: int [N], tokens trained on of each trajectory of a
+mini-batch, those among them that the update leaves out since they have no signal."""

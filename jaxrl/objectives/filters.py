@@ -96,8 +96,8 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "varied": keep_informative,
     "accuracy_range": within_accuracy,
 }
-"""By name in `filter.name`, beside `none`. Arrays are bound by the names of their parameters."""
+"""Filters by `filter.name`, beside `none`. Arrays are bound by the names of their parameters."""
 
 COLUMNS = ("metric", "scores", "rewards", "is_correct", "is_abstention", "group_ids")
-"""What a filter may ask for: `metric` is what `filter.varied.metric` names, `scores` are rewards
-before they were shaped."""
+"""Arrays that a filter may ask for: `metric` is what `filter.varied.metric` names, `scores` are
+rewards before they were shaped."""

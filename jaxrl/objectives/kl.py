@@ -94,7 +94,7 @@ KL_ESTIMATORS: dict[str, Callable[..., Any]] = {
     "k3+": with_gradient_of_k2(k3),
     "abs+": with_gradient_of_k2(absolute),
 }
-"""By name in `kl.estimator`."""
+"""Estimators by `kl.estimator`."""
 
 ARRAYS = ("log_ratios",)
-"""What an estimator may ask for."""
+"""Arrays that an estimator may ask for."""

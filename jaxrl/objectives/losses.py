@@ -190,10 +190,10 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "gspo": gspo_policy_loss,
     "cispo": cispo_policy_loss,
 }
-"""By name in `loss.name`. Arrays are bound by the names of their parameters (`policy_loss`)."""
+"""Losses by `loss.name`. Arrays are bound by the names of their parameters (`policy_loss`)."""
 
 ARRAYS = (
     *("logprobs", "old_logprobs", "rollout_logprobs", "entropies", "advantages"),
     *("loss_mask", "token_weights", "segment_ids", "positions"),
 )
-"""What a loss may ask for, `[R, T]` each; see `types.Batch`."""
+"""Arrays that a loss may ask for, `[R, T]` each; see `types.Batch`."""

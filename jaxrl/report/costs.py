@@ -25,7 +25,7 @@ USED = {
     "retries": "retries",
     "failed": "without an answer",
 }
-"""What calls have taken, and what the report calls it; what is 0 is left out."""
+"""Counters of calls, and what the report calls them; what is 0 is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -282,7 +282,7 @@ def charts_of(groups: Sequence[Group]) -> tuple[list[Chart], list[str]]:
 
 
 CHART_NAMES = ("exact_match", "exact_match_by_set", *(spec.name for spec in SPECS))
-"""What a report may call its pictures."""
+"""Names that a report may give its pictures."""
 
 
 def _chart(spec: _Spec, groups: Sequence[Group]) -> Chart:

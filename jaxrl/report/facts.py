@@ -33,7 +33,7 @@ PARTS = {
     "evaluation": ("timing_s/testing",),
     "checkpoint": ("timing_s/save_checkpoint",),
 }
-"""Where the time goes, and the metrics that tell."""
+"""Parts of a run's time, and the metrics that tell them."""
 
 KINDS = {
     "found": ("Wrong, though found", "a search returned an accepted answer; another was given"),

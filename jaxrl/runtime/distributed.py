@@ -27,7 +27,7 @@ def is_main() -> bool:
 
 
 def share(count: int) -> slice:
-    """Which of `count` items, in order, are this process's."""
+    """Slice of `count` items, in order, that is this process's."""
     index, size = jax.process_index(), jax.process_count()
     return slice(count * index // size, count * (index + 1) // size)
 
@@ -55,7 +55,7 @@ def gather(value: Value) -> list[Value]:
 
 
 def _gather_lengths(length: int) -> list[int]:
-    """That of every process, as bytes: JAX makes 32 bits of an int64."""
+    """Gathers the length of every process, as bytes: JAX makes 32 bits of an int64."""
     own = np.frombuffer(length.to_bytes(8, "little"), np.uint8)
     every = multihost_utils.process_allgather(own)
     return [int.from_bytes(row.tobytes(), "little") for row in every]

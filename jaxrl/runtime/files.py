@@ -16,7 +16,7 @@ from typing import TextIO
 from jaxrl.envs.text import writable
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says where a file cannot grow: the disk, a quota, a limit."""
+"""Errors where a file cannot grow: the disk, a quota, a limit."""
 
 REMEDIES = {
     errno.EACCES: "give this user the right to it (ls -l shows who has it).",
@@ -29,7 +29,7 @@ REMEDIES = {
     **dict.fromkeys(FULL_DISK, "free some space and run the same command again."),
     errno.EFBIG: "raise the limit on a file's size (ulimit -f) and run the same command again.",
 }
-"""What to do about errors of the system, whose texts do not say it."""
+"""Remedies for errors of the system, whose texts do not tell them."""
 
 
 def system_message(error: OSError, remedy: str = "", place: Path | None = None) -> str | None:

@@ -204,7 +204,7 @@ class Peers:
             os._exit(EXIT_LOST)
 
     def everywhere(self, should_stop: Callable[[], bool]) -> Callable[[], bool]:
-        """The same for the whole job: a process that is asked to stop asks all others."""
+        """Widens `should_stop` to the job: a process that is asked to stop asks all others."""
         self._should_stop = should_stop
         return lambda: should_stop() or self._is_stopping.is_set()
 
@@ -349,7 +349,7 @@ def route_to(host: str) -> str:
 
 
 _ANY_PORT = 9
-"""For sockets that ask for a route; no packet ever gets there."""
+"""Port for sockets that ask for a route; no packet ever gets there."""
 
 
 def _family(address: str) -> socket.AddressFamily:

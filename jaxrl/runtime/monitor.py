@@ -47,7 +47,7 @@ _LONGEST_HELLO = 128  # bytes of a token and an index; only a stranger sends mor
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a monitor is told at its start.
+    """Settings that a monitor is given at its start.
 
     Attributes:
         index: of its process in the job.
@@ -246,7 +246,7 @@ class Monitor:
         return None
 
     def _greet(self, link: _Link, *, is_there: bool) -> bool:
-        """Whether a caller's first line shows that it belongs to the job; drops one that lies."""
+        """Returns True if a caller's first line shows that it is of the job; drops liars."""
         hello, newline, rest = link.rest.partition(b"\n")
         token, _, index = hello.partition(b" ")
         if is_there and not newline and len(hello) <= _LONGEST_HELLO:
@@ -319,7 +319,7 @@ class Monitor:
             self._end_own(loss)
 
     def _verdict(self) -> Loss | None:
-        """What the hub answers to a report, if it does."""
+        """The hub's answer to a report; None if it gives none."""
         hub = next((link for link in self._links if link is not self._own), None)
         until = time.monotonic() + GRACE_S
         while hub is not None and time.monotonic() < until:

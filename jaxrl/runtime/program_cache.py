@@ -30,13 +30,13 @@ OFF = "off"
 """The value of `config.compilation_cache` without a cache."""
 
 MAX_BYTES = 4 << 30
-"""Of all entries, those for other versions and processors too."""
+"""Limit of all entries, those for other versions and processors too."""
 
 MAX_OTHER_BYTES = 2 << 30
-"""Of the entries for other versions and processors: beyond, whole folders go, the oldest first."""
+"""Limit of entries for other versions and processors: beyond, whole folders go, oldest first."""
 
 MIN_COMPILE_S = 0.1
-"""What takes less to compile is compiled again."""
+"""Programs that take less to compile are compiled again."""
 
 LOCK_S = 10.0
 """Seconds to wait for another process that reads or writes."""

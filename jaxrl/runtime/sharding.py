@@ -308,7 +308,7 @@ def _shardings(mesh: Mesh, axes: dict[str, Any], shapes: Params, for_decode: boo
 
 
 def _split_by(mesh: Mesh, names: str | tuple[str, ...] | None, size: int) -> Any:
-    """What splits a dimension, of the mesh axes that may: the first ones, while they divide it."""
+    """Mesh axes that split a dimension: the first ones of those that may, while they divide it."""
     if names is None:
         return None
     first, *others = (names,) if isinstance(names, str) else names

@@ -231,7 +231,7 @@ NAMING = (
 """Keys whose value may be the dotted name of a function of one's own."""
 
 ADAPTER_FILE = "adapter_model.safetensors"
-"""Of a folder as PEFT writes it."""
+"""File of weights in a folder as PEFT writes it."""
 
 MAX_DIFFERENCES = 10  # that a message names
 

@@ -177,7 +177,7 @@ class Sampler:
 
     @property
     def _chunk(self) -> P:
-        """How what a chunk adds is split: `[r, K, C, H]`, or of n layers `[n, r, K, C, H]`.
+        """Split of what a chunk adds: `[r, K, C, H]`, or of n layers `[n, r, K, C, H]`.
 
         An axis of one layer would take a CPU an eighth of its time, in copies.
         """
@@ -446,7 +446,7 @@ class Sampler:
     def _reader(
         self, cache: Cache, tables: jax.Array
     ) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
-        """How a step's queries read a layer's past below their limits, and the chunk so far.
+        """Makes a reader of a layer's past below the queries' limits, and of the chunk so far.
 
         With the past of each layer, or of all in one.
         """

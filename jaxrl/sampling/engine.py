@@ -174,7 +174,7 @@ def _sample_keys(
 
 
 def row_sizes(platform: str, num_rows: int, dtype: DTypeLike = jnp.float32) -> list[int]:
-    """For how many rows decoding is compiled, the smaller first.
+    """Numbers of rows for which decoding is compiled, the smaller first.
 
     An accelerator takes about as long for half the rows, a CPU half as long. But in bfloat16 a CPU
     would multiply a single row with float32 copies of all weights: two rows take less time.
@@ -529,7 +529,24 @@ class Engine:
                 )
             self._check_budget(len(request.prompt_ids), request.budget)
             self._check_attachments(request.prompt_ids, request.attachments)
-        self._take_settings(temperature, top_p)
+        # Refuse what cannot be drawn, or not beside the requests that are there.
+        if not temperature >= 0.0:
+            raise ValueError(f"temperature is {temperature}; expected 0 or more.")
+        if not 0.0 < top_p <= 1.0:
+            raise ValueError(f"top_p is {top_p}; expected a number in (0, 1].")
+        kind = self._kind_of(temperature, top_p)
+        if kind not in self.kinds:
+            raise RuntimeError(
+                f"temperature {temperature} and top_p {top_p} ask for {kind!r}, but the engine was "
+                f"made for {', '.join(map(repr, self.kinds))}."
+            )
+        there = (self._temperature, self._top_p)
+        if not self.is_idle and (temperature, top_p) != there:
+            raise RuntimeError(
+                f"requests of temperature {temperature} and top_p {top_p} cannot join those of "
+                f"{there[0]} and {there[1]}; finish or clear them first."
+            )
+        self._temperature, self._top_p = temperature, top_p
         if self._cache is None:
             self._cache = self._make_cache(self.num_pages * self.num_shards, self.page_tokens)
             self._state, self._seen = self._make_start()
@@ -569,26 +586,6 @@ class Engine:
                 f"config.rollout.max_image_tokens, {self._max_units}. Raise it or lower the "
                 "processor's max_pixels."
             )
-
-    def _take_settings(self, temperature: float, top_p: float) -> None:
-        """Refuses what cannot be drawn, or not beside the requests that are there."""
-        if not temperature >= 0.0:
-            raise ValueError(f"temperature is {temperature}; expected 0 or more.")
-        if not 0.0 < top_p <= 1.0:
-            raise ValueError(f"top_p is {top_p}; expected a number in (0, 1].")
-        kind = self._kind_of(temperature, top_p)
-        if kind not in self.kinds:
-            raise RuntimeError(
-                f"temperature {temperature} and top_p {top_p} ask for {kind!r}, but the engine was "
-                f"made for {', '.join(map(repr, self.kinds))}."
-            )
-        there = (self._temperature, self._top_p)
-        if not self.is_idle and (temperature, top_p) != there:
-            raise RuntimeError(
-                f"requests of temperature {temperature} and top_p {top_p} cannot join those of "
-                f"{there[0]} and {there[1]}; finish or clear them first."
-            )
-        self._temperature, self._top_p = temperature, top_p
 
     def _kind_of(self, temperature: float, top_p: float) -> str:
         """The cheapest kind that draws so; the nucleus of everything draws what `plain` does."""

@@ -1,4 +1,4 @@
-"""Which pages of the cache are whose, on the host.
+"""Owners of the pages of the cache, on the host.
 
 A page belongs to as many rows as share it, and is free again when the last of them gives it up.
 Everything here follows from the calls, never from the clock: the lowest free page is taken first.
@@ -46,12 +46,12 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more user for each of some pages in use."""
+        """Adds one user for each of some pages in use."""
         for page in pages:
             self._num_users[page] += 1
 
     def give_up(self, pages: Iterable[int]) -> None:
-        """One user less for each; a page without any is free."""
+        """Takes one user from each; a page without any is free."""
         for page in pages:
             self._num_users[page] -= 1
             if not self._num_users[page]:

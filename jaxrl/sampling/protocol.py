@@ -23,7 +23,7 @@ class Seeds:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the trajectories of a rollout are drawn.
+    """Settings by which the trajectories of a rollout are drawn.
 
     Attributes:
         group_size: trajectories of each task.
@@ -142,7 +142,7 @@ class Processor(Protocol):
         ...
 
     def blank(self) -> Processor:
-        """The same for images without content."""
+        """Makes a processor of images without content."""
         ...
 
 
@@ -155,7 +155,7 @@ class External(Protocol):
 
     @property
     def shown(self) -> str:
-        """Its name and address, for people."""
+        """Name and address, for people."""
         ...
 
     def rollout(self, *around: Any) -> Any:

@@ -184,7 +184,7 @@ class Sample:
         return self.episode.outcome == Outcome.ENVIRONMENT_ERROR
 
     def finished(self, reward: Reward) -> Finished:
-        """With what the environment found in it."""
+        """The trajectory with what the environment found in it."""
         ids = self.token_ids[self.prompt_length :]
         return Finished(episode=self.episode, reward=reward, completion_ids=ids)
 
@@ -380,7 +380,7 @@ class EpisodePlayer:
         return prompt
 
     def _num_units(self, token_ids: Sequence[int]) -> int:
-        """How many of them are tokens of images."""
+        """Counts tokens of images."""
         image_id = self._tokenizer.image_id
         return 0 if image_id is None else token_ids.count(image_id)
 
@@ -500,7 +500,7 @@ class EpisodePlayer:
         return [self._reader.num_units(image) for image in images]
 
     def _give_up(self) -> StepResult:
-        """In place of a reply that did not come in time."""
+        """Makes a failed step in place of a reply that did not come in time."""
         deadline_s = self._schedule.deadline_s
         why = f"no reply within {deadline_s:g} s (config.env.step_deadline_s)"
         late = failed_step(f"{type(self._env).__name__}.step: {why}")
@@ -793,7 +793,9 @@ class Rollout(EpisodePlayer):
     def _advance(self, call: _Call) -> None:
         """Ends or resumes the samples of a call that has its replies or is given up."""
         resumed, attachments = [], {}
-        for (request, sample, text), result in zip(call.members, self._replies(call), strict=True):
+        is_late = not call.replies.done()
+        replies = [self._give_up()] * len(call.members) if is_late else call.replies.result()
+        for (request, sample, text), result in zip(call.members, replies, strict=True):
             num_before = len(sample.attachments)
             token_ids = self._take(sample, text, result)
             if token_ids is None:
@@ -803,11 +805,6 @@ class Rollout(EpisodePlayer):
             resumed.append((request, token_ids, budget))
             attachments[request] = sample.attachments[num_before:]
         self._engine.resume(resumed, attachments)
-
-    def _replies(self, call: _Call) -> list[StepResult]:
-        if call.replies.done():
-            return call.replies.result()
-        return [self._give_up()] * len(call.members)
 
 
 def check_stop(should_stop: Callable[[], bool]) -> None:

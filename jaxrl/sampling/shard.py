@@ -19,7 +19,7 @@ class Recorded:
     """Arrays by token that one call has recorded, on the device until they are asked for."""
 
     def __init__(self, arrays: Mapping[str, Any]):
-        """By name `[b, BLOCK, ...]`, on their way to the host."""
+        """`arrays` are `[b, BLOCK, ...]` by name, on their way to the host."""
         self._arrays = arrays
 
     def of_block(self, index: int, count: int) -> dict[str, np.ndarray]:
@@ -220,7 +220,7 @@ class Shard:
         return num_there
 
     def room(self, prompt: Prompt, budget: int) -> tuple[bool, int, int] | None:
-        """How well a request would be placed here, the lowest best; None: there is no room."""
+        """Rates a place for a request here, the lowest best; None: there is no room."""
         longest = len(prompt.ids) - 1 + min(self._num_steps, budget)
         prefix = self.prefixes.get(prompt)
         there = len(prefix.kept or prefix.shared) if prefix else 0

@@ -1,4 +1,4 @@
-"""From tasks to the groups that a step trains on: draw, roll out, shape rewards, filter.
+"""Groups that a step trains on, from tasks: draw, roll out, shape rewards, filter.
 
 Everything here is decided from the trajectories of all processes, in task order, so that all of
 them decide alike.
@@ -26,7 +26,7 @@ from jaxrl.training.estimators import returns_of
 from jaxrl.training.health import Failures, NothingWorksError, short
 from jaxrl.training.ledger import BudgetSpentError, Ledger
 from jaxrl.training.settings import Filter, Method
-from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, members
+from jaxrl.types import GROUP_KINDS, Columns, Draw, Group, GroupStats, members, with_fields
 
 RollOut = Callable[[Sequence[Draw]], list[Group]]
 """Samples and scores a group of every draw, in their order."""
@@ -40,7 +40,7 @@ class NotEnoughGroupsError(ValueError):
 
 
 ENDING = (NotEnoughGroupsError, NothingWorksError, OutageError, OwnCodeError, BudgetSpentError)
-"""For what a run ends while it collects, once what was finished is saved."""
+"""Errors that end a run while it collects, once what was finished is saved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Collected:
     ledger: Ledger = field(default_factory=Ledger)  # of all that was sampled, dropped groups too
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values, exactly; before anything of it was measured."""
+        """Converts to plain JSON values, exactly; before anything of it was measured."""
         plain = dataclasses.asdict(dataclasses.replace(self, groups=[], leftover=[]))
         groups = {name: codecs.groups_to_json(getattr(self, name)) for name in _GROUPS}
         return {**plain, **groups}
@@ -144,9 +144,12 @@ def collect(
                 f"{batches.count} batches; the groups were: {_shares(batches.tried)}"
             )
     new_leftover = batches.kept[wanted:]
+    carried: list[Group] = []
+    if settings.carry_over:  # without divergences: by the next step the policy is another
+        carried = with_fields(new_leftover, divergence=[None] * len(members(new_leftover)))
     return Collected(
         groups=batches.kept[:wanted],
-        leftover=[_without_divergences(g) for g in new_leftover] if settings.carry_over else [],
+        leftover=carried,
         num_tasks_taken=batches.num_tasks_taken,
         tried=batches.tried,
         metrics=_metrics(
@@ -189,12 +192,6 @@ def draw(
     return draws, num_tasks_taken
 
 
-def _without_divergences(group: Group) -> Group:
-    """The group without divergences: by the next step the policy is another."""
-    fresh = (dataclasses.replace(t, divergence=None) for t in group.trajectories)
-    return Group(trajectories=tuple(fresh))
-
-
 def _metrics(
     batches: _Batches, *, num_leftover_before: int, num_leftover: int, method: Method
 ) -> dict[str, float]:
@@ -227,7 +224,7 @@ def _shares(tried: Sequence[GroupStats]) -> str:
 
 
 def some_failed(tried: Sequence[GroupStats], group_size: int) -> str | None:
-    """How many episodes of a step failed, and the first error; None where none or all did.
+    """Tells how many episodes of a step failed, and the first error; None where none or all did.
 
     That all of a batch failed is told where it is sampled; see `Failures`.
     """

@@ -21,7 +21,6 @@ from jaxrl.objectives.entropy import high_window_entropy_mask, window_entropy
 from jaxrl.objectives.metrics import mean
 from jaxrl.training.settings import (
     KL,
-    Filter,
     Method,
     Shaping,
     has_gate,
@@ -39,7 +38,7 @@ KL_BUDGETS: Mapping[str, float] = {"easy": 0.05, "medium": 0.1, "hard": 0.2}
 
 
 def difficulty(num_correct: int, num_samples: int) -> str:
-    """How hard a task is by its group: easy from 2/3 correct, medium from 1/3, else hard.
+    """Grades a task by its group: easy from 2/3 correct, medium from 1/3, else hard.
 
     ARES (https://arxiv.org/abs/2510.08457). Counts rather than a ratio, so that 2 of 3 is exact.
     """
@@ -64,7 +63,7 @@ class DifficultyBuckets:
     def update(
         self, task_ids: Sequence[str], num_correct: Sequence[int], num_samples: Sequence[int]
     ) -> DifficultyBuckets:
-        """After one batch of groups; groups of the same task are counted together."""
+        """Updates after one batch of groups; groups of the same task are counted together."""
         counts: dict[str, tuple[int, int]] = {}
         for task_id, right, total in zip(task_ids, num_correct, num_samples, strict=True):
             before_right, before_total = counts.get(task_id, (0, 0))
@@ -75,14 +74,14 @@ class DifficultyBuckets:
 
 @dataclass(frozen=True)
 class EntropyCoefficients:
-    """How strongly, and around what count, `shaping.entropy_reward` shapes each difficulty."""
+    """Strength of `shaping.entropy_reward` by difficulty, and the count around which it shapes."""
 
     alphas: dict[str, float]  # in units of reward, by bucket
     targets: dict[str, int]  # tokens of high window entropy; a bucket not seen yet has none
 
     @classmethod
     def init(cls, *, alpha: float = 0.5) -> EntropyCoefficients:
-        """The same coefficient for every bucket, and no targets."""
+        """One coefficient for every bucket, and no targets."""
         return cls(dict.fromkeys(BUCKETS, alpha), {})
 
     def update(
@@ -93,7 +92,7 @@ class EntropyCoefficients:
         rate: float = 0.05,
         max_alpha: float = 2.0,
     ) -> EntropyCoefficients:
-        """After one batch of groups.
+        """Updates after one batch of groups.
 
         ARES (https://arxiv.org/abs/2510.08457): alpha follows the mean count less the target,
         upwards for easy and medium tasks, where it scales a penalty, and downwards for hard ones,
@@ -173,7 +172,7 @@ class StageGate:
         return cls()
 
     def update(self, value: float, *, max_tolerance: int = 5) -> StageGate:
-        """After one validation.
+        """Updates after one validation.
 
         BAPO (https://arxiv.org/abs/2601.11037). Validations below the best are counted over the
         whole run, not in a row; one more than `max_tolerance` of them is the end of the early
@@ -289,7 +288,7 @@ class EntropyThreshold:
 
     @classmethod
     def init(cls) -> EntropyThreshold:
-        """Before any estimate."""
+        """State before any estimate."""
         return cls(value=None)
 
     def update(
@@ -346,7 +345,7 @@ class SkipSet:
         *,
         threshold: float,
     ) -> SkipSet:
-        """After one batch of groups.
+        """Updates after one batch of groups.
 
         ARES (https://arxiv.org/abs/2510.08457). A task once skipped stays so.
 
@@ -474,25 +473,67 @@ def advance(
         method: says how fast each state moves.
         is_trigger: bool [V], ids that may count as wavering; None counts all.
     """
-    shaping, scored = method.shaping, [group for group in groups if group.scored]
-    whole = [stats for stats in tried if stats.num_scored == method.group_size]
-    moved = dataclasses.replace(
-        controllers,
-        buckets=_advance_buckets(controllers.buckets, scored),
-        skipped=_advance_skipped(controllers.skipped, whole, method.filter),
-    )
-    groups = list(groups)
+    groups, shaping = list(groups), method.shaping
+    scored = [group for group in groups if group.scored]
+    moved = controllers
+    if moved.buckets is not None:
+        buckets = moved.buckets.update(
+            [group.task_id for group in scored],
+            [group.num_correct for group in scored],
+            [len(group.scored) for group in scored],
+        )
+        moved = dataclasses.replace(moved, buckets=buckets)
+    # Tasks that every sample of the step solved, surely. A group with environment errors says too
+    # little, and is not among these: one survivor would skip its task for good.
+    if moved.skipped is not None:
+        whole = [stats for stats in tried if stats.num_scored == method.group_size]
+        skipped = moved.skipped.update(
+            [stats.task_id for stats in whole],
+            [stats.num_correct for stats in whole],
+            [stats.num_scored for stats in whole],
+            [stats.mean_entropy for stats in whole],
+            threshold=method.filter.skip_entropy,
+        )
+        moved = dataclasses.replace(moved, skipped=skipped)
+    # The threshold moves by the windows of scored trajectories, and then marks those of all.
     if moved.threshold is not None:
-        found = [_window_entropy(t, shaping.entropy_window) for t in members(groups)]
-        threshold = _advance_threshold(moved.threshold, members(groups), found, shaping)
-        windows = [
-            _mark(t, *one, threshold.value, is_trigger, shaping)
-            for t, one in zip(members(groups), found, strict=True)
-        ]
+        trajectories = members(groups)
+        found = [_window_entropy(t, shaping.entropy_window) for t in trajectories]
+        pairs = list(zip(trajectories, found, strict=True))
+        threshold = moved.threshold.update(
+            [values[valid] for trajectory, (values, valid) in pairs if trajectory.is_scored],
+            percentile=shaping.entropy_percentile,
+            decay=shaping.entropy_decay,
+        )
+        windows = [_mark(t, *one, threshold.value, is_trigger, shaping) for t, one in pairs]
         groups = with_fields(groups, windows=windows)
         moved = dataclasses.replace(moved, threshold=threshold)
-    moved = dataclasses.replace(moved, coefficients=_advance_coefficients(moved, groups, shaping))
-    return dataclasses.replace(moved, kl=_advance_kl(moved, groups, method.kl)), groups
+    # Once there is a threshold, the coefficients move by the marked windows.
+    if moved.coefficients is not None and moved.level is not None:
+        scored = [group for group in groups if group.scored]
+        coefficients = moved.coefficients.update(
+            [mean([t.windows.count for t in group.scored if t.windows]) for group in scored],
+            [moved.bucket(group.task_id) for group in scored],
+            rate=shaping.alpha_step,
+            max_alpha=shaping.alpha_max,
+        )
+        moved = dataclasses.replace(moved, coefficients=coefficients)
+    # The KL state moves by the mean divergence a token, where tokens are trained.
+    divergences, kl = mean_divergences(groups), method.kl
+    values = [value for _, value in divergences]
+    match moved.kl:
+        case AdaptiveKL() as adaptive:
+            state = adaptive.update(mean(values), len(values), **kl.adaptive)
+            moved = dataclasses.replace(moved, kl=state)
+        case LogKL() as log:
+            moved = dataclasses.replace(moved, kl=log.update(mean(values), **kl.log))
+        case KLBudget() as budget:
+            by_bucket: dict[str, list[float]] = {}
+            for task_id, value in divergences:
+                by_bucket.setdefault(moved.bucket(task_id), []).append(value)
+            means = {name: mean(its) for name, its in by_bucket.items()}
+            moved = dataclasses.replace(moved, kl=budget.update(means, **kl.budget))
+    return moved, groups
 
 
 def advance_gate(controllers: Controllers, correctness: float, shaping: Shaping) -> Controllers:
@@ -509,37 +550,6 @@ def advance_gate(controllers: Controllers, correctness: float, shaping: Shaping)
     return dataclasses.replace(controllers, gate=moved)
 
 
-def _advance_buckets(
-    state: DifficultyBuckets | None, scored: Sequence[Group]
-) -> DifficultyBuckets | None:
-    if state is None:
-        return None
-    return state.update(
-        [group.task_id for group in scored],
-        [group.num_correct for group in scored],
-        [len(group.scored) for group in scored],
-    )
-
-
-def _advance_skipped(
-    state: SkipSet | None, whole: Sequence[GroupStats], filter: Filter
-) -> SkipSet | None:
-    """With the tasks added that every sample of the step solved, surely.
-
-    A group with environment errors says too little, and is not among these: one survivor would
-    skip its task for good.
-    """
-    if state is None:
-        return None
-    return state.update(
-        [group.task_id for group in whole],
-        [group.num_correct for group in whole],
-        [group.num_scored for group in whole],
-        [group.mean_entropy for group in whole],
-        threshold=filter.skip_entropy,
-    )
-
-
 def _window_entropy(trajectory: Trajectory, window: int) -> tuple[np.ndarray, np.ndarray]:
     values, valid = window_entropy(
         trajectory.rollout_entropies[None],
@@ -548,20 +558,6 @@ def _window_entropy(trajectory: Trajectory, window: int) -> tuple[np.ndarray, np
         window=window,
     )
     return np.asarray(values[0], np.float32), np.asarray(valid[0])
-
-
-def _advance_threshold(
-    state: EntropyThreshold,
-    trajectories: Sequence[Trajectory],
-    found: Sequence[tuple[np.ndarray, np.ndarray]],
-    shaping: Shaping,
-) -> EntropyThreshold:
-    pairs = zip(trajectories, found, strict=True)
-    return state.update(
-        [values[valid] for trajectory, (values, valid) in pairs if trajectory.is_scored],
-        percentile=shaping.entropy_percentile,
-        decay=shaping.entropy_decay,
-    )
 
 
 def _mark(
@@ -588,41 +584,6 @@ def _mark(
         percentile=percentile,
         excess=float(beyond.sum()),
     )
-
-
-def _advance_coefficients(
-    controllers: Controllers, groups: Sequence[Group], shaping: Shaping
-) -> EntropyCoefficients | None:
-    """By the windows of each group's scored trajectories, once there is a threshold."""
-    state = controllers.coefficients
-    if state is None or controllers.level is None:
-        return state
-    scored = [group for group in groups if group.scored]
-    return state.update(
-        [mean([t.windows.count for t in group.scored if t.windows]) for group in scored],
-        [controllers.bucket(group.task_id) for group in scored],
-        rate=shaping.alpha_step,
-        max_alpha=shaping.alpha_max,
-    )
-
-
-def _advance_kl(
-    controllers: Controllers, groups: Sequence[Group], kl: KL
-) -> AdaptiveKL | LogKL | KLBudget | None:
-    """By the mean divergence a token of the trajectories that have tokens to train."""
-    found = mean_divergences(groups)
-    values = [value for _, value in found]
-    match controllers.kl:
-        case AdaptiveKL() as state:
-            return state.update(mean(values), len(values), **kl.adaptive)
-        case LogKL() as state:
-            return state.update(mean(values), **kl.log)
-        case KLBudget() as state:
-            by_bucket: dict[str, list[float]] = {}
-            for task_id, value in found:
-                by_bucket.setdefault(controllers.bucket(task_id), []).append(value)
-            return state.update({name: mean(its) for name, its in by_bucket.items()}, **kl.budget)
-    return None
 
 
 def mean_divergences(groups: Sequence[Group]) -> list[tuple[str, float]]:

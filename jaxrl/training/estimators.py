@@ -1,4 +1,4 @@
-"""From columns of a step's trajectories to their advantages, by the configured estimator."""
+"""Advantages from columns of a step's trajectories, by the configured estimator."""
 
 from __future__ import annotations
 

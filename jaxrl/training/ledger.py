@@ -39,7 +39,7 @@ _LEAST_S = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class Waits:
-    """How long calls waited, seconds; sums of it tell percentiles to within 2.2%.
+    """Waiting times of calls, seconds; sums of it tell percentiles to within 2.2%.
 
     Attributes:
         counts: calls by `floor(16 * log2(seconds))`, as text, since JSON has no other keys.
@@ -198,7 +198,7 @@ class Ledger:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """Converts to plain JSON values."""
         return dataclasses.asdict(self)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""How far the policy has strayed from its reference, measured once a step and before the update."""
+"""Divergence of the policy from its reference, measured once a step and before the update."""
 
 from __future__ import annotations
 

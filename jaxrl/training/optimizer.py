@@ -90,7 +90,7 @@ def check_schedule(settings: OptimizerSettings) -> None:
 
 
 _MOST_STEPS = 100_000
-"""At which a schedule is tried."""
+"""Steps at which a schedule is tried."""
 
 
 def constant(peak: float) -> optax.Schedule:
@@ -119,7 +119,7 @@ SCHEDULES: dict[str, Callable[..., optax.Schedule]] = {
     "linear": linear,
     "cosine": cosine,
 }
-"""By name in `optimizer.schedule` and `sft.optimizer.schedule`."""
+"""Schedules by `optimizer.schedule` and `sft.optimizer.schedule`."""
 
 NUMBERS = ("peak", "final_fraction", "num_updates")
-"""What a schedule may ask for."""
+"""Numbers that a schedule may ask for."""

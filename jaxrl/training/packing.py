@@ -73,7 +73,7 @@ class BatchShape:
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences fit, whatever their lengths."""
+        """Number of sequences that fit, whatever their lengths."""
         in_a_row = self.row_tokens // (self.max_tokens or self.row_tokens)
         return self.num_micro * self.micro_rows * in_a_row
 
@@ -173,7 +173,7 @@ class Packed:
 
 
 def loss_quarters(packed: Packed, num_shards: int, num_pieces: int = 1) -> list[int]:
-    """For each micro-batch in use, how much of its tokens the output layer must have room for.
+    """Share of tokens for which the output layer must have room, of each micro-batch in use.
 
     A number out of `QUARTERS`: on every device at most so many quarters of the tokens carry loss.
 
@@ -217,12 +217,12 @@ class Item:
 
 
 def attachments_of(sequence: TokenSequence) -> tuple[Attachment, ...]:
-    """Those whose tokens are in a sequence."""
+    """Attachments whose tokens are in a sequence."""
     return tuple(getattr(sequence, "attachments", ()))
 
 
 def arrays_of(sequence: TokenSequence, shape: BatchShape) -> dict[str, np.ndarray]:
-    """Those that are recorded with a sequence, `[L, ...]`, and wanted."""
+    """Arrays that are recorded with a sequence, `[L, ...]`, and wanted."""
     recorded = getattr(sequence, "token_arrays", {})
     return {name: recorded[name] for name in shape.token_arrays if name in recorded}
 
@@ -327,7 +327,7 @@ def _first_fit(
 
 
 Row = list[tuple[int, int]]
-"""Of each sequence in a row its index and how many of its first tokens are left out."""
+"""Index of each sequence in a row, and how many of its first tokens are left out."""
 
 
 def placed(items: Sequence[Item], row: Sequence[int]) -> Row:

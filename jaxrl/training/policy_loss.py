@@ -68,7 +68,8 @@ def make_policy_loss(method: Method) -> TokenLoss:
             # objectives/kl.py, by kl.estimator
             estimator = partial(traced, kl.estimator)
             divergence = kl_estimate(logprobs, anchor, mask, estimator=estimator)
-            values = values + _kl_weights(batch, kl_coef) * divergence
+            kl_weights = kl_coef if batch.kl_weights is None else batch.kl_weights
+            values = values + kl_weights * divergence
             metrics["actor/kl_loss"] = Metric(divergence, "loss")
         if loss.entropy_coef:
             values = values - loss.entropy_coef * jnp.where(mask, entropies, 0.0)
@@ -132,10 +133,6 @@ def _has_gradient(chosen: Chosen, shape: BatchShape) -> bool:
     except Exception:
         return False
     return True
-
-
-def _kl_weights(batch: Batch, kl_coef: float) -> jax.Array | float:
-    return kl_coef if batch.kl_weights is None else batch.kl_weights
 
 
 def check_loss(name: str, found: Any, logprobs: jax.Array) -> None:

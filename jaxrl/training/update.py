@@ -238,7 +238,7 @@ class Sums:
     balance: Any = None  # of `Statistics.balance_weights`; None without that loss
 
     def with_measured(self, metrics: dict[str, Metric], num_tokens: Any, statistics: Any) -> Sums:
-        """With what a micro-batch measured."""
+        """Adds what a micro-batch measured."""
         return replace(
             self,
             metrics={name: metric.combine(metrics[name]) for name, metric in self.metrics.items()},
@@ -247,7 +247,7 @@ class Sums:
         )
 
     def finished_metrics(self, statistics: Statistics | None) -> dict[str, Metric]:
-        """Those of all micro-batches, and of the model's `statistics`."""
+        """Metrics of all micro-batches, and of the model's `statistics`."""
         found = {name: metric.finish(self.num_tokens) for name, metric in self.metrics.items()}
         if statistics is not None:
             measured = statistics.metrics(self.statistics)
@@ -394,7 +394,7 @@ class Gradient:
         jax.eval_shape(add, params, sums, batch)
 
     def __call__(self, params: Params, batch: Batch, packed: Packed) -> Sums:
-        """Over the micro-batches of `packed`, which lies on the devices as `batch`."""
+        """Adds up over the micro-batches of `packed`, which lies on the devices as `batch`."""
         policy, rest = self._model.whole(params), batch.rest
         batch = replace(batch, rest=None)
         sums = self.begin(
@@ -437,7 +437,7 @@ class UpdateStep:
         balance_coef: float = 0.0,
         offload: bool = False,
     ):
-        """As `Gradient`; the optimizer is applied to the float32 master weights.
+        """Takes what `Gradient` does; the optimizer is applied to the float32 master weights.
 
         With `offload` its moments are on the devices only while it is.
         """

@@ -32,7 +32,7 @@ ACTIVATIONS = {
     "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
     "relu": jax.nn.relu,
 }
-"""By `hidden_act` of `config.json`."""
+"""Activations by `hidden_act` of `config.json`."""
 
 _LAYER = "encoder.layer.{}."
 HF_NAMES = {

@@ -41,12 +41,12 @@ from jaxrl.models.reading import read_fields, read_model
 from jaxrl.types import Params
 
 POOLINGS = ("mean", "first", "last")
-"""Of hidden states: their mean, that of the first token, that of the last one."""
+"""Poolings of hidden states: their mean, that of the first token, that of the last one."""
 
 WEB_SEARCH = (
     "Instruct: Given a web search query, retrieve relevant passages that answer the query\nQuery:"
 )
-"""What stands before a query of Qwen3-Embedding unless its folder says something else."""
+"""Text before a query of Qwen3-Embedding unless its folder says something else."""
 
 
 @dataclass(frozen=True, kw_only=True)

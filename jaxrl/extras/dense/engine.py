@@ -22,7 +22,7 @@ NUM_SAMPLED = 8
 """Documents that are encoded to see whether prebuilt vectors are of this encoder."""
 
 LEAST_COSINE = 0.95
-"""Of a prebuilt vector and the encoder's own, in the middle of the sampled documents."""
+"""Cosine of a prebuilt vector and the encoder's own, in the middle of the sampled documents."""
 
 
 @dataclass(frozen=True, kw_only=True)

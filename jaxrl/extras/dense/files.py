@@ -45,7 +45,7 @@ from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.retrieval import Progress
 
 FILE_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
-"""Of `vectors.bin`, by `search.dense.file_dtype`."""
+"""Dtypes of `vectors.bin`, by `search.dense.file_dtype`."""
 
 CHUNK_ROWS = 8_192
 """Vectors that are written at a time: what a killed build loses at most."""

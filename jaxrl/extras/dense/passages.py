@@ -33,16 +33,16 @@ MAX_BLOCK = 65_536
 """Passages whose scores a device has in memory at a time."""
 
 CPU_BLOCK = 2_048
-"""The same on a CPU, which has a block in its cache."""
+"""Passages at a time on a CPU, which has a block in its cache."""
 
 LOAD_ROWS = 4_096
 """Passages of each device that are read from the file at a time."""
 
 MAX_CANDIDATES = 1_600
-"""Where so many candidates do not tell the best apart, the first of them are taken."""
+"""Candidates at most; where these do not tell the best apart, the first of them are taken."""
 
 _DEVIATIONS = 6.0
-"""Of the rounding to int8, beyond which an error is not expected in a whole corpus."""
+"""Deviations of the rounding to int8 beyond which no error is expected in a whole corpus."""
 
 
 @dataclass(frozen=True)

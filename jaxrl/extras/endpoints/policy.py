@@ -61,7 +61,7 @@ GO_ON = "Continue."
 """The user's message where the environment says nothing and the model is to go on."""
 
 Content = str | Sequence[str | Picture]
-"""Of a message that is sent: a text, or texts and images in their order."""
+"""Content of a message that is sent: a text, or texts and images in their order."""
 
 REFUSALS = {
     401: "key_env names the environment variable with the key",
@@ -161,7 +161,7 @@ class ChatModel:
 
     @property
     def shown(self) -> str:
-        """Its name and address, for people."""
+        """Name and address, for people."""
         return f"{self.settings.model} at {shown_url(self.settings.url)}"
 
     def rollout(

@@ -1,4 +1,4 @@
-"""By which products the experts of a run are computed: chosen once, on the host."""
+"""Choice of the products that compute the experts of a run: made once, on the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxrl.extras.experts.products import (
 from jaxrl.runtime.sharding import PIECES
 
 PLATFORMS = {"triton": "gpu", "megablox": "tpu"}
-"""Where kernels run that do not run everywhere."""
+"""Platforms of the kernels that do not run everywhere."""
 
 
 KERNELS = {
@@ -35,7 +35,7 @@ def choose(name: str, mesh: Mesh) -> Experts:
 
 
 def decide(name: str, platform: str) -> tuple[str, str]:
-    """Which products `config.model.experts` stands for, never `auto`, and why.
+    """Picks the products `config.model.experts` stands for, never `auto`, and tells why.
 
     Raises:
         ValueError: names the key where they do not run on the devices.

@@ -22,11 +22,11 @@ from jaxtyping import Array, Float, Int
 from jaxrl.extras.experts.products import Product, count_up_to, grouped_product
 
 Weights = Mapping[str, jax.Array]
-"""Of a layer's experts: `gate` and `up` `[E, D, F]`, `down` `[E, F, D]`."""
+"""Weights of a layer's experts: `gate` and `up` `[E, D, F]`, `down` `[E, F, D]`."""
 
 
 class Order(NamedTuple):
-    """How the A = M * k pairs of a token and an expert are sorted, and put back.
+    """Order in which the A = M * k pairs of a token and an expert are sorted, and put back.
 
     Room is for C of them: as many as can reach the experts at hand.
     """
@@ -127,7 +127,7 @@ def mix(
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """How the experts of a layer are computed.
+    """Computation of the experts of a layer.
 
     Attributes:
         name: of the products, out of `config.EXPERTS`, never `auto`.
@@ -192,4 +192,4 @@ class Experts:
 
 
 XLA = Experts(name="xla", reason="which every platform has", product=grouped_product)
-"""On one device of any platform."""
+"""Computation on one device of any platform."""

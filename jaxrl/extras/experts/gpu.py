@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jaxrl.extras.experts.products import find_tiles, sum_up, tile_rows
 
 LEAST = 16
-"""Of each axis the chip multiplies multiples of so many; arrays are padded to them."""
+"""Multiple that the chip multiplies along each axis; arrays are padded to it."""
 
 
 def grouped_product(
@@ -50,7 +50,7 @@ class Blocks:
 
     @classmethod
     def of(cls, rows: int, columns: int, inner: int, dtype: DTypeLike) -> Blocks:
-        """For arrays of these sizes: of each axis the largest power of two that divides it."""
+        """Blocks for arrays of these sizes: the largest power of two that divides each axis."""
         is_short = jnp.dtype(dtype).itemsize == 2
         most, most_inner = (128, 64) if is_short else (64, 32)
         return cls(

@@ -41,7 +41,7 @@ def tile_rows(num_rows: int, num_groups: int, *, least: int = 8) -> int:
 
 
 def count_up_to(ordered: Int[Array, " A"], values: Int[Array, " G"]) -> Int[Array, " G"]:
-    """How many of the ordered numbers are at most each value.
+    """Counts the ordered numbers that are at most each value.
 
     Without a loop, which a GPU would go through launch by launch in every layer.
     """
@@ -80,7 +80,7 @@ def grouped_product(
 def grouped_product_of_known_length(
     rows: Float[Array, "A D"], weights: Float[Array, "G D F"], sizes: Int[Array, " G"]
 ) -> Float[Array, "A F"]:
-    """The same in a loop as long as it could have to be, which devices go through alone."""
+    """A `Product` in a loop as long as it could have to be, which devices go through alone."""
     return _product(True, rows, weights, sizes)
 
 

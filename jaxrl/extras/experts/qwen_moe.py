@@ -54,7 +54,7 @@ HF_NAMES = {
     "blocks/moe/up/kernel": _EXPERT + "up_proj.weight",
     "blocks/moe/down/kernel": _EXPERT + "down_proj.weight",
 }
-"""Beside those of `qwen`: the second `{}` is the expert."""
+"""Names beside those of `qwen`: the second `{}` is the expert."""
 
 _SIZES = (
     "moe_intermediate_size",
@@ -68,7 +68,7 @@ _KINDS: Kinds = {
 }
 
 _MOST_EXPERTS = 1_000_000
-"""Of all layers; each has tensors of its own, which are looked for by their names."""
+"""Limit for all layers; each has tensors of its own, which are looked for by their names."""
 
 Carried = tuple[jax.Array, Found]
 """The number of the next layer with experts, and what was found in those before."""
@@ -200,7 +200,7 @@ class QwenMoeConfig(QwenConfig):
         return {**(super().feed_forward_axes() if self._dense_layers else {}), "moe": moe}
 
     def train_weights(self, params: Params, dtype: DTypeLike) -> Params:
-        """As of the dense model; routers stay float32, and are cast where they are multiplied."""
+        """Weights of the dense model; routers stay float32, and are cast where multiplied."""
         weights = super().train_weights(params, dtype)
         moe = {**weights["blocks"]["moe"], "router": params["blocks"]["moe"]["router"]}
         return {**weights, "blocks": {**weights["blocks"], "moe": moe}}
@@ -222,12 +222,12 @@ class QwenMoeConfig(QwenConfig):
 
     @property
     def shown_kernels(self) -> str:
-        """Which products compute experts, and why."""
+        """Products that compute experts, and why."""
         return f"experts: {self.experts.name}, {self.experts.reason}"
 
     @property
     def statistics(self) -> routing.RouterStatistics:
-        """How the routers use their experts."""
+        """Reads how the routers use their experts."""
         return routing.RouterStatistics()
 
     def begin_layers(self, beside: Beside, num_tokens: int) -> Carried:
@@ -265,7 +265,7 @@ class QwenMoeConfig(QwenConfig):
         return added, (number + 1, routing.note(beside, found, number, choice))
 
     def feed_forward_names(self) -> dict[str, str]:
-        """Those of the MLP, and of the experts."""
+        """Names of the MLP, and of the experts."""
         return {**super().feed_forward_names(), **HF_NAMES}
 
     def hf_fused(self) -> dict[str, Fused]:
@@ -291,7 +291,7 @@ class QwenMoeConfig(QwenConfig):
         return len(self.expert_layers) * (self.num_experts - self.num_chosen) * of_one
 
     def memory_terms(self, tensor: int) -> MemoryTerms:
-        """As of the dense model, with an MLP only where layers have one."""
+        """Terms of the dense model, with an MLP only where layers have one."""
         width = self.mlp_width if self._dense_layers else 0
         dense = {one.name: getattr(self, one.name) for one in fields(QwenConfig)}
         return QwenConfig(**{**dense, "mlp_width": width}).memory_terms(tensor)

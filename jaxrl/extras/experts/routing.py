@@ -1,4 +1,4 @@
-"""Which experts a token reaches, how evenly they are used, and what of that is kept of a pass."""
+"""Routing of tokens to experts: which they reach, how evenly, and what a pass keeps of that."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Integer
 from jaxrl.models.beside import Beside
 
 ROUTED = "routed_experts"
-"""By token, of each layer with experts the numbers of those chosen, `[layers, k]`."""
+"""Name of an array by token: the numbers of the experts chosen in each layer, `[layers, k]`."""
 
 
 class Choice(NamedTuple):
@@ -59,7 +59,7 @@ def route(
 
 
 def is_recorded(given: Integer[Array, "M k"], num_experts: int) -> Bool[Array, " M"]:
-    """Which tokens have recorded experts: the numbers of others are no experts'."""
+    """True where tokens have recorded experts: the numbers of others are no experts'."""
     return (given < num_experts).all(axis=-1)
 
 
@@ -70,7 +70,7 @@ def recorded_dtype(num_experts: int) -> np.dtype:
 
 @struct.dataclass
 class Usage:
-    """How the tokens that count used the experts of L layers; sums over these tokens, float32."""
+    """Use of the experts of L layers by the tokens that count; sums over these tokens, float32."""
 
     num_tokens: Any  # scalar
     counts: Any  # [L, E], tokens that chose it
@@ -127,7 +127,7 @@ class RouterStatistics:
     """`Usage` as metrics, and the balance loss with the counts of a whole mini-batch."""
 
     def metrics(self, sums: Usage) -> dict[str, jax.Array]:
-        """Those of `usage_metrics`, as `router/...`."""
+        """Metrics of `usage_metrics`, as `router/...`."""
         return {f"router/{name}": value for name, value in usage_metrics(sums).items()}
 
     def balance_weights(self, sums: Usage, coef: jax.Array) -> jax.Array:
@@ -142,13 +142,13 @@ class RouterStatistics:
 
 
 Found = tuple[jax.Array | None, Usage | None]
-"""What a pass has found in the layers so far: the experts chosen `[L, M, k]`, and their use."""
+"""Findings of a pass in the layers so far: the experts chosen `[L, M, k]`, and their use."""
 
 
 def begin(
     beside: Beside, *, num_layers: int, num_tokens: int, num_chosen: int, num_experts: int
 ) -> Found:
-    """Before the first layer: what is asked of the pass, with nothing found yet."""
+    """Findings before the first layer: what is asked of the pass, with nothing found yet."""
     chosen = usage = None
     if beside.records:
         dtype = recorded_dtype(num_experts)
@@ -198,7 +198,7 @@ def note(beside: Beside, found: Found, number: Any, choice: Choice) -> Found:
 
 
 def end(beside: Beside, found: Found) -> None:
-    """After the last layer."""
+    """Keeps what is asked for, after the last layer."""
     chosen, beside.statistics = found
     if chosen is not None:
         beside.recorded[ROUTED] = jnp.moveaxis(chosen, 1, 0)

@@ -11,7 +11,7 @@ TILE_ROWS = 128
 """Rows are padded to whole tiles."""
 
 MAX_TILE = 512
-"""Of the other two axes, in multiples of the 128 lanes."""
+"""Largest tile along the other two axes, in multiples of the 128 lanes."""
 
 
 def grouped_product(

@@ -35,7 +35,7 @@ def train(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R Q N H"]:
-    """What `reference.train` computes, in kernels whose scores never leave the chip.
+    """Computes `reference.train` in kernels whose scores never leave the chip.
 
     A program has a block of queries of one head, or a block of keys of one key head, and goes over
     those blocks of the other kind that hold something for it: for queries those of a shared prompt
@@ -52,7 +52,7 @@ def train(
 
 @dataclass(frozen=True, kw_only=True)
 class How:
-    """How the kernels of a pass run."""
+    """Settings of the kernels of a pass."""
 
     block: int  # tokens of a program's block
     step: int  # tokens of a block that it goes over, a divisor of these
@@ -63,7 +63,7 @@ class How:
     first: int = 0  # place of the first query among the keys, a multiple of `block`
 
     def of(self, q: jax.Array, k: jax.Array) -> How:
-        """The same for these queries of the last tokens."""
+        """Settings for these queries of the last tokens."""
         return replace(self, first=k.shape[1] - q.shape[1])
 
     def queries(self, index: Any, size: int) -> jax.Array:
@@ -85,7 +85,7 @@ class How:
 
 @dataclass(frozen=True)
 class Hows:
-    """How each pass runs; the blocks of the forward one are multiples of the backward one's."""
+    """Settings of each pass; the blocks of the forward one are multiples of the backward one's."""
 
     forward: How
     backward: How
@@ -126,7 +126,7 @@ def _forward(
 
 
 def _query_specs(q: jax.Array, k: jax.Array, how: How) -> tuple[pl.BlockSpec, ...]:
-    """What a program over (block of queries, query head, row) sees of each kind of array.
+    """Parts of each kind of array that a program over (block of queries, query head, row) sees.
 
     Of queries the block, of keys the whole row, of `[R, 3, Q]` and of `[R, N, Q]` the block.
     """
@@ -152,7 +152,7 @@ def _dot(a: jax.Array, b: jax.Array, contracted: tuple[int, int]) -> jax.Array:
 
 
 def _places(index: jax.Array, size: int) -> jax.Array:
-    """Of the tokens of a block."""
+    """Places of the tokens of a block."""
     return index * size + jnp.arange(size)
 
 
@@ -183,7 +183,7 @@ def _forward_kernel(
 
 
 Reads = tuple[jax.Array, ...]
-"""Of a block's tokens, the three numbers of `kernels.find_reads`."""
+"""The three numbers of `kernels.find_reads`, of a block's tokens."""
 
 
 def _reads_at(ref: Any, block: Any = slice(None)) -> Reads:
@@ -195,7 +195,7 @@ def _columns(reads: Reads) -> Reads:
 
 
 def _blocks_of_keys(reads: Reads, how: How) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """How many blocks of keys a program's queries read, and each one's index."""
+    """Number of blocks of keys that a program's queries read, and each one's index."""
     first = how.first // how.step + pl.program_id(0) * (how.block // how.step)
     shared, num_shared, own = key_blocks(reads, first, how.step)
     count = num_shared + first + how.block // how.step - own
@@ -236,7 +236,7 @@ def _backward(
 
 
 def _last_readers(reads: jax.Array) -> jax.Array:
-    """For each token `[R, T]` the first one after it from which on none reads it.
+    """First token after each of `[R, T]` from which on none reads it.
 
     That is the end of its segment; of a prompt that segments share, the end of the last of these.
     """
@@ -341,7 +341,7 @@ def attend_pages(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
-    """What `reference.attend_pages` computes, reading no page beyond a block's highest limit.
+    """Computes `reference.attend_pages`, reading no page beyond a block's highest limit.
 
     A program has a block's queries of one key head, padded to as many rows as the chip multiplies
     at least, and goes over the pages of the block's table one by one. Heads whose size is no power

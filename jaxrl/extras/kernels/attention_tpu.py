@@ -38,7 +38,7 @@ def train(
     *,
     interpret: bool = False,
 ) -> Float[Array, "R Q N H"]:
-    """What `reference.train` computes, by JAX's splash attention, of segments that share nothing.
+    """Computes `reference.train` by JAX's splash attention, of segments that share nothing.
 
     Tokens are padded to whole blocks and heads to lanes. Queries carry the scale. The backward pass
     is in two kernels: the one that does both writes a part of the queries' gradient for each block
@@ -88,7 +88,7 @@ def attend_pages(
     *,
     interpret: bool = False,
 ) -> tuple[Float[Array, "B Q N H"], Float[Array, "B Q N"]]:
-    """What `reference.attend_pages` computes, fetching no page beyond a block's highest limit.
+    """Computes `reference.attend_pages`, fetching no page beyond a block's highest limit.
 
     The steps go over blocks and pages, as many pages as the longest block has. Where a block is
     shorter, its last page is named again, which is there already, and nothing is computed.
@@ -133,7 +133,7 @@ def attend_pages(
 
 
 def page_of_step(b: Any, j: Any, tables: Any, num_pages: Any) -> tuple[Any, ...]:
-    """Where the page of a step lies; one that the step before had is not fetched again."""
+    """Place of a step's page; one that the step before had is not fetched again."""
     return tables[b, jnp.maximum(jnp.minimum(j, num_pages[b] - 1), 0)], 0, 0, 0
 
 

@@ -37,13 +37,13 @@ from jaxrl.models.parts import Declared, divide, join, only
 from jaxrl.types import Params
 
 ALL_LINEAR = "all-linear"
-"""As a target: every linear layer of the blocks."""
+"""Target for every linear layer of the blocks."""
 
 TRAINED = ("lora_a", "lora_b")
 """The parameters of an adapter, by their last name."""
 
 QUANTISED = ("kernel", "kernel_scale")
-"""Those of an int8 layer."""
+"""Arrays of an int8 layer."""
 
 
 def quantise(kernel: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +163,7 @@ class Adapter(Around):
         return self._with_own_axes(self.model.logical_axes())
 
     def decode_axes(self) -> dict[str, Any]:
-        """The same of `decode_weights`."""
+        """Names of the axes of `decode_weights`."""
         axes = self._with_own_axes(self.model.decode_axes())
 
         def is_there(path: tuple[str, ...]) -> bool:
@@ -198,11 +198,11 @@ class Adapter(Around):
         return unflatten_dict(drawn)
 
     def train_weights(self, policy: Params, dtype: DTypeLike) -> Params:
-        """As the architecture's; int8 weights and their scales stay as they are."""
+        """Weights of the architecture; int8 weights and their scales stay as they are."""
         return self._cast(self.model.train_weights, self._scaled(policy), dtype)
 
     def decode_weights(self, policy: Params, dtype: DTypeLike) -> Params:
-        """As the architecture's, merged or not; int8 weights and their scales stay likewise."""
+        """Weights of the architecture, merged or not; int8 ones and their scales stay."""
         weights = self._merged(policy, dtype) if self.is_merged else self._scaled(policy)
         return self._cast(self.model.decode_weights, weights, dtype)
 
@@ -218,7 +218,7 @@ class Adapter(Around):
         return join(floats, only(weights, is_kept))
 
     def _scaled(self, policy: Params) -> Params:
-        """With s in B, so that a layer has all that it computes with."""
+        """Puts s into B, so that a layer has all that it computes with."""
         flat = flatten_dict(policy)
         return unflatten_dict(
             {p: x * self.scaling if p[-1] == "lora_b" else x for p, x in flat.items()}

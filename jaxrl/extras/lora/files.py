@@ -41,7 +41,7 @@ from jaxrl.types import Params
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = ADAPTER_FILE
 PREFIX = "base_model.model."
-"""Before the name of each module, as PEFT wraps the model."""
+"""Prefix of the name of each module, as PEFT wraps the model."""
 
 MATRICES = {"lora_a": "lora_A", "lora_b": "lora_B"}
 

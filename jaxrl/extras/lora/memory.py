@@ -40,7 +40,7 @@ def policy_weights(adapter: Adapter, mesh: Any, dtype: np.dtype) -> PolicyWeight
 
 @functools.cache
 def decode_bytes(adapter: Adapter, mesh: Any, dtype: np.dtype, *, may_share: bool) -> int:
-    """Of the sampler's weights with an adapter, on one device.
+    """Bytes of the sampler's weights with an adapter, on one device.
 
     Args:
         adapter: of the policy.

@@ -14,7 +14,7 @@ import httpx2
 from jaxrl.envs.child_process import signal_group
 
 MAX_ANSWER_MIB = 16
-"""Of an answer to one request, with all events before it."""
+"""Limit of an answer to one request, with all events before it."""
 
 
 class AnswerError(httpx2.SSEError, httpx2.StreamError):

@@ -28,7 +28,7 @@ MAX_WORDS = 500
 """Different words of a query that are asked for; a cluster refuses queries of too many clauses."""
 
 MAX_RESPONSE_MIB = 256
-"""Of an answer; a cluster gives the whole of each document."""
+"""Limit of an answer; a cluster gives the whole of each document."""
 
 AUTHS = {"basic": "Basic", "api_key": "ApiKey", "bearer": "Bearer"}
 """Ways to say who asks, and the schemes of HTTP that they are."""

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from jaxrl.readers.base import Held, Reader, Record, open_files, present
 
 HELD_BYTES = 2**25
-"""Of decoded row groups that are held; the last one read is, however large."""
+"""Bytes of decoded row groups that are held; the last one read is, however large."""
 
 
 def parquet(source: str, config_key: str, columns: Mapping[str, str] | None = None) -> Reader:

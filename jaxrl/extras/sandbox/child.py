@@ -1,4 +1,4 @@
-"""What runs inside a sandbox: limits first, then the code. A program of its own, not a library.
+"""Program inside a sandbox, not a library: sets limits first, then runs the code.
 
 It reads the code from its standard input, and says `READY` on its standard error once all limits
 stand, then what the code failed with.

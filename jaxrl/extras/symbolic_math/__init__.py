@@ -61,13 +61,13 @@ class MathVerify:
         return [] if task.answers else ["answers"]
 
     def measure(self, one: Finished) -> Measured:
-        """What an episode earns."""
+        """Measures an episode's score."""
         answer = "" if one.reward.is_abstention else one.reward.final_answer.strip()
         found = self.is_equal(answer, one.episode.task.answers) if answer else False
         return Measured(score=float(found is True), others={"undecided": float(found is None)})
 
     def is_equal(self, answer: str, truths: Sequence[str]) -> bool | None:
-        """Whether an answer equals one of the accepted ones; None where limits end the comparison.
+        """Returns True if an answer equals an accepted one; None where limits end the comparison.
 
         Raises:
             WorkerLostError: no worker can be started.

@@ -111,7 +111,7 @@ class Processor:
         return image.num_patches // self.unit
 
     def blank(self) -> BlankProcessor:
-        """The same for images without content."""
+        """Makes a processor of images without content."""
         return BlankProcessor(self)
 
     def __call__(self, picture: Picture) -> Image:
@@ -161,7 +161,7 @@ class Processor:
 
 
 class BlankProcessor(Processor):
-    """In place of each image one of the same size without content: the control of what looks."""
+    """Reads each image as one of the same size without content: the control of what looks."""
 
     is_blank = True
 

@@ -130,7 +130,7 @@ class Qwen3Vision(VisionTower):
 
     @property
     def num_added(self) -> int:
-        """As many of the decoder's layers as there are deep ones."""
+        """The decoder's first layers, as many as there are deep ones."""
         return len(self.deep_layers)
 
     def memory_terms(self) -> MemoryTerms:
@@ -152,7 +152,7 @@ class Qwen3Vision(VisionTower):
         return self.num_heads * min(num_patches, QUERY_BLOCK) * num_patches
 
     def arrange(self, images: Sequence[Image]) -> Arranged:
-        """In their own order, unit by unit.
+        """Arranges images in their own order, unit by unit.
 
         The places of a patch are the number of its image, from 1, that image's rows and columns,
         and the patch's number in it.
@@ -221,7 +221,7 @@ class Qwen3Vision(VisionTower):
     def _learned_positions(
         self, table: Float[Array, "G D"], at: Int[Array, "M 2"], sizes: Int[Array, "M 2"]
     ) -> Float[Array, "M D"]:
-        """Those of the learned grid, whose corners are those of the image; float32.
+        """Positions of the learned grid, whose corners are those of the image; float32.
 
         Between four of them the average, weighted by the distances along rows and columns.
         """
@@ -315,7 +315,7 @@ class Qwen3VLConfig(QwenVLConfig):
         return axes
 
     def hf_names(self) -> dict[str, str]:
-        """As published, and as transformers 5 has them."""
+        """Names as published, and as transformers 5 has them."""
         return {
             name: tensor
             if name.startswith("vision/")

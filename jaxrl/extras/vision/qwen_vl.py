@@ -163,12 +163,12 @@ class QwenVLConfig(QwenConfig):
         return {**super().logical_axes(), "vision": self.tower.logical_axes()}
 
     def hf_names(self) -> dict[str, str]:
-        """As published."""
+        """Names as published."""
         tower = {f"vision/{name}": tensor for name, tensor in self.tower.names.items()}
         return {**tower, **super().hf_names()}
 
     def hf_renamed(self) -> dict[str, str]:
-        """Those of transformers 5."""
+        """Names of transformers 5."""
         return RENAMED
 
     def _axes_of_pairs(self) -> np.ndarray:
@@ -202,7 +202,7 @@ class QwenVLConfig(QwenConfig):
     def unembed(
         self, params: Params, hidden: Float[Array, "... D"], *, num_tokens: int
     ) -> Float[Array, "... V"]:
-        """As Qwen's; tokens that stand for images and videos get the lowest value too.
+        """Logits as Qwen's; tokens that stand for images and videos get the lowest value too.
 
         None can be written: there would be no image in its place.
         """

@@ -29,7 +29,7 @@ from jaxrl.models.layers import Attend
 from jaxrl.types import Params
 
 EPSILON = 1e-6
-"""Of the towers' norms; no config.json has it."""
+"""Epsilon of the towers' norms; no config.json has it."""
 
 QUERY_BLOCK = 256
 """Patches whose scores over a whole row are in memory at a time."""
@@ -161,7 +161,7 @@ class VisionTower(Tower):
     # On the host.
 
     def num_tokens(self, image: Image) -> int:
-        """Its units."""
+        """Units of an image."""
         t, h, w = image.grid
         if t != 1 or h < 1 or w < 1 or h % self.merge or w % self.merge:
             raise ValueError(

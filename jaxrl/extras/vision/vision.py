@@ -128,7 +128,7 @@ class QwenVision(VisionTower):
         return self.num_heads * max(of_block, 3 * self.window**2 * num_patches)
 
     def arrange(self, images: Sequence[Image]) -> Arranged:
-        """In the order of windows.
+        """Arranges images in the order of windows.
 
         The places of a patch are the number of its image, from 1, that of its window, its row and
         its column.
@@ -231,7 +231,7 @@ class QwenVision(VisionTower):
 def _layout(
     grid: tuple[int, int, int], merge: int, window: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """How the patches of an image are arranged.
+    """Arranges the patches of an image by windows.
 
     Args:
         grid: of patches, which come unit by unit.
@@ -262,7 +262,7 @@ def attend_windows(
     *,
     most: int,
 ) -> Float[Array, "S P N H"]:
-    """The same where patches of a number lie side by side, at most `most` of them.
+    """Attends as `attend_within`; patches of a number lie side by side, at most `most` of them.
 
     So those of a block of `most` patches, and of the blocks before and behind it, are all that a
     patch could read.

@@ -1,4 +1,4 @@
-"""Which attention kernels a run computes with: chosen once, on the host."""
+"""Choice of a run's attention kernels: made once, on the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxrl.models.attention.reference import XLA, moved_reads
 from jaxrl.runtime.sharding import BATCH, CONTEXT, PIECES
 
 PLATFORMS = {"triton": "gpu", "mosaic": "tpu"}
-"""Where kernels run that do not run everywhere."""
+"""Platforms of the kernels that do not run everywhere."""
 
 KERNELS = {
     "triton": "jaxrl.extras.kernels.attention_gpu",
@@ -26,7 +26,7 @@ KERNELS = {
 """The modules that have them."""
 
 MAX_HEAD_DIM = 256
-"""Of these kernels: blocks of wider heads do not fit on the chip."""
+"""Limit of these kernels: blocks of wider heads do not fit on the chip."""
 
 
 def choose(name: str, mesh: Mesh, model: Architecture) -> Kernels:
@@ -58,7 +58,7 @@ def copies_past(name: str, platform: str) -> bool:
 
 
 def decide(name: str, platform: str, head_dim: int) -> tuple[str, str]:
-    """Which kernels `config.model.attention` stands for, never `auto`, and why.
+    """Picks the kernels `config.model.attention` stands for, never `auto`, and tells why.
 
     Raises:
         ValueError: names the key where these kernels do not run on the devices, or not with heads
@@ -83,7 +83,7 @@ def decide(name: str, platform: str, head_dim: int) -> tuple[str, str]:
 
 
 def on_mesh(train: Train, mesh: Mesh | AbstractMesh) -> Train:
-    """The same over arrays split on a mesh; each device has its own pieces of rows and heads.
+    """Splits `train` over a mesh; each device has its own pieces of rows and heads.
 
     Queries, keys and values are pieces `[R * C, T / C, heads, H]`, of each device's rows the first
     ones, the second ones, …; what each token reads is of whole rows.

@@ -65,14 +65,14 @@ PAGE_TOKENS = {"xla": 16, "triton": 64, "mosaic": 128}
 """Tokens of a page, by kernels: a kernel reads a page at a time, and wants it large."""
 
 SHARES_PROMPTS = {"xla": True, "triton": True, "mosaic": False}
-"""Whether segments of a row may share a prompt, by kernels.
+"""True where segments of a row may share a prompt, by kernels.
 
 Splash attention tells by equal ids, or before it is compiled, which tokens a token reads.
 """
 
 
 def find_reads(segment_ids: Int[Array, "R T"], positions: Int[Array, "R T"]) -> Int[Array, "R 3 T"]:
-    """Which tokens of its row each token reads.
+    """Finds the tokens of its row that each token reads.
 
     Those from the first number to itself, which are of its segment, and those from the second to
     before the third. These are none, unless the segment continues another: one whose first position

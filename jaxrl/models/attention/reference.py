@@ -81,7 +81,7 @@ def in_blocks(
 
 
 def padded_reads(reads: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 length"]:
-    """The same of rows padded to `length`."""
+    """Pads the reads of rows to `length` tokens."""
     R, _, T = reads.shape
     of_padding = jnp.stack([jnp.arange(T, length), *[jnp.full(length - T, n) for n in (T, 0)]])
     padding = jnp.broadcast_to(of_padding.astype(reads.dtype), (R, *of_padding.shape))
@@ -89,7 +89,7 @@ def padded_reads(reads: Int[Array, "R 3 T"], length: int) -> Int[Array, "R 3 len
 
 
 def moved_reads(reads: Int[Array, "R 3 T"], places: int | jax.Array) -> Int[Array, "R 3 T"]:
-    """The same of tokens that were moved so many places on; what is before them is padding."""
+    """Reads of tokens that were moved so many places on; what is before them is padding."""
     starts, shared_starts, shared_ends = jnp.moveaxis(reads, 1, 0)
     T = reads.shape[2]
     is_before = jnp.arange(T) < places
@@ -190,7 +190,7 @@ def _forward_block(
 def _blocks_before(
     index: jax.Array, reads: jax.Array
 ) -> tuple[jax.Array, Callable[[jax.Array], jax.Array]]:
-    """How many blocks of keys before its own a block of queries reads, and each one's index."""
+    """Number of key blocks before its own that a block of queries reads, and each one's index."""
     shared, num_shared, own = key_blocks(reads, index, reads.shape[2])
     count = num_shared + index - own
     return count, lambda i: jnp.where(i < num_shared, shared + i, own - num_shared + i)
@@ -273,7 +273,7 @@ TURN_TOKENS = 64
 """Tokens of a table that `attend_pages` reads in one turn of its loop."""
 
 Part = tuple[jax.Array, jax.Array, jax.Array]
-"""Of a softmax: weighted sum of values `[..., H]`, highest score and sum of weights `[...]`."""
+"""A softmax's part: weighted sum of values `[..., H]`, highest score, sum of weights `[...]`."""
 
 
 def attend_pages(
