@@ -254,13 +254,16 @@ def leave_out_scores(config: ConfigDict) -> None:
 
 def leave_out_method(config: ConfigDict) -> None:
     """Takes functions of the user's own that only training calls out of the configuration."""
-    for section in (config.advantage, config.loss, config.filter):
+    loss = config.loss
+    for section in (config.advantage, loss, loss.term, loss.gate, config.filter):
         if is_own(section.name):
             section.settings = {}
     if is_own(config.advantage.name):
         config.advantage.name = "reinforce_plus_plus"  # which compares no group, as one's own may
-    keys = ("loss.name", "loss.aggregation", "filter.name", "kl.estimator")
-    for key in (*keys, "optimizer.schedule", "sft.optimizer.schedule"):
+    for key in (
+        *("loss.name", "loss.term.name", "loss.gate.name", "loss.aggregation", "kl.estimator"),
+        *("filter.name", "filter.trajectories", "optimizer.schedule", "sft.optimizer.schedule"),
+    ):
         if is_own(attrgetter(key)(config)):
             config.update_from_flattened_dict({key: KEYS[key].default})
 

@@ -610,6 +610,10 @@ KEYS: dict[str, Key] = {
         restart=TRAINING),
     "filter.accuracy_range.high": Key(0.99, "Upper end, itself out.", at_least=0, at_most=1,
         restart=TRAINING),
+    "filter.trajectories": Key("none", "Which trajectories of these groups have a loss: "
+        "`void_turns` leaves out those with a turn that neither calls nor answers; or a function "
+        "of one's own by its dotted name. They count in the statistics of their group.",
+        restart=TRAINING),
     "filter.tasks_per_batch": Key(0, "Tasks drawn at a time until enough groups are kept. 0: "
         "`rollout.tasks_per_step`.", at_least=0, restart=TRAINING),
     "filter.max_batches": Key(10, "Batches of one step, after which the run gives up. 0: never.",
@@ -651,17 +655,41 @@ KEYS: dict[str, Key] = {
         is_valid=_is_k_schedule, expected="pairs (step, k) of whole numbers with the first at "
         "step 0 and steps rising, k at least 1, or ()", restart=TRAINING),
     # ----------------------------------------------------------------------------- loss
-    "loss.name": Key("clip", "`clip`, `gspo` or `cispo`; or one of your own by its dotted name.",
-        restart=TRAINING),
+    "loss.name": Key("clip", "`clip`, `gspo`, `cispo` or `dppo`; or one of your own by its dotted "
+        "name.", restart=TRAINING),
     "loss.settings": Key({}, "Keyword arguments of a loss of your own.", example=1,
         restart=TRAINING),
     "loss.clip_low": Key(0.2, "The ratio's floor is 1 - `clip_low`. GSPO was published with 3e-4, "
-        "CISPO with 1 (no floor).", at_least=0, restart=TRAINING),
+        "CISPO with 1 (no floor). Of `dppo`, the largest divergence of a token that is made less "
+        "likely.", at_least=0, restart=TRAINING),
     "loss.clip_high": Key(0.2, "The ratio's ceiling is 1 + `clip_high`. GSPO was published with "
-        "4e-4, CISPO with 4.", at_least=0, restart=TRAINING),
+        "4e-4, CISPO with 4. Of `dppo`, the largest divergence of a token that is made likelier.",
+        at_least=0, restart=TRAINING),
     "loss.clip.dual_clip": Key(0.0, "Bound of the loss at negative advantages, above 1. 0: none.",
         is_valid=lambda v: v == 0 or v > 1, expected="a number above 1, or 0 for no bound",
         restart=TRAINING),
+    "loss.dppo.divergence": Key("tv", "`tv`: difference of probabilities; `kl`: nats.",
+        one_of=("tv", "kl"), restart=TRAINING),
+    "loss.dppo.anchor": Key("old", "Divergence from the policy before the update, `old`, or from "
+        "the sampler, `rollout`.", one_of=("old", "rollout"), restart=TRAINING),
+    "loss.dppo.cap": Key(20.0, "Largest ratio by which a token's gradient is weighed.", above=0,
+        restart=TRAINING),
+    "loss.term.name": Key("none", "A loss that is added: `llds`, which keeps up the likelihood of "
+        "tokens without a negative advantage; or one of your own by its dotted name.",
+        restart=TRAINING),
+    "loss.term.coef": Key(0.2, "Its coefficient.", at_least=0, restart=TRAINING),
+    "loss.term.settings": Key({}, "Keyword arguments of one of your own.", example=1,
+        restart=TRAINING),
+    "loss.term.llds.level": Key("action", "What has to have lost likelihood as a whole: an "
+        "`action`, which is a turn, or the `response`.", one_of=("action", "response"),
+        restart=TRAINING),
+    "loss.gate.name": Key("none", "Which tokens have a policy loss: `off_policy` leaves out wrong "
+        "trajectories that the policy has moved away from; or one of your own by its dotted name.",
+        restart=TRAINING),
+    "loss.gate.settings": Key({}, "Keyword arguments of one of your own.", example=1,
+        restart=TRAINING),
+    "loss.gate.off_policy.delta": Key(0.5, "Nats a token, sampler less policy, from which on.",
+        at_least=0, restart=TRAINING),
     "loss.aggregation": Key("token-mean", "`token-mean`, `seq-mean-token-mean`, "
         "`seq-mean-token-sum` or `seq-mean-token-sum-norm`; or one of your own by its dotted name.",
         restart=TRAINING),
@@ -670,13 +698,15 @@ KEYS: dict[str, Key] = {
     "loss.mask_observations": Key(True, "False also trains on what the search engine wrote.",
         restart=TRAINING),
     "loss.correction.level": Key("none", "Importance weights, trainer over sampler: `none`, "
-        "`token` or `sequence`.", one_of=("none", "token", "sequence"), restart=TRAINING),
+        "`token`, `sequence`, or `geometric`: the sequence's mean a token.",
+        one_of=("none", "token", "sequence", "geometric"), restart=TRAINING),
     "loss.correction.mode": Key("truncate", "`truncate`: at most `cap`; `mask`: 0 outside `low` to "
-        "`high`.", one_of=("truncate", "mask"), restart=TRAINING),
-    "loss.correction.cap": Key(2.0, "Largest weight of `truncate`.", above=0, restart=TRAINING),
-    "loss.correction.low": Key(0.5, "Smallest weight that `mask` keeps.", at_least=0,
+        "`high`; `reject`: likewise, and 1 within.", one_of=("truncate", "mask", "reject"),
         restart=TRAINING),
-    "loss.correction.high": Key(5.0, "Largest weight that `mask` keeps.", above=0,
+    "loss.correction.cap": Key(2.0, "Largest weight of `truncate`.", above=0, restart=TRAINING),
+    "loss.correction.low": Key(0.5, "Smallest ratio that is kept.", at_least=0,
+        restart=TRAINING),
+    "loss.correction.high": Key(5.0, "Largest ratio that is kept.", above=0,
         restart=TRAINING),
     # ------------------------------------------------------------------------------- KL
     "kl.coef": Key(0.0, "Weight of the KL term, where controlled its first value. 0: no term.",

@@ -15,11 +15,13 @@ from jaxrl.envs.payment import REWARD_PARTS
 from jaxrl.envs.rewards import check_weights
 from jaxrl.method import (
     aggregation_of,
+    beside_loss,
     estimator_of,
     filter_of,
     kl_estimator_of,
     loss_of,
     schedule_of,
+    trajectory_filter_of,
 )
 from jaxrl.tasks import check_sources
 from jaxrl.toolbox import (
@@ -71,7 +73,10 @@ def check_objectives(config: ConfigDict) -> None:
     """
     estimator_of(config)
     loss_of(config)
+    beside_loss(config, "term")
+    beside_loss(config, "gate")
     filter_of(config)
+    trajectory_filter_of(config)
     aggregation_of(config)
     kl_estimator_of(config)
     schedule_of(config.optimizer)

@@ -53,6 +53,17 @@ def loss_of(config: ConfigDict) -> Chosen:
     return _objective("loss", loss, LOSSES, ARRAYS, "my_loss.policy_loss", **common)
 
 
+def beside_loss(config: ConfigDict, part: str) -> Chosen | None:
+    """The further `term` of the loss, or its `gate`; None without. Errors as of `estimator_of`."""
+    from jaxrl.objectives.losses import ARRAYS, GATES, TERMS
+
+    section, table = config.loss[part], {"term": TERMS, "gate": GATES}[part]
+    if section.name == "none" and not section.settings:
+        return None
+    offered = {"none": None, **table}
+    return _objective(f"loss.{part}", section, offered, ARRAYS, f"my_{part}.of_tokens")
+
+
 def filter_of(config: ConfigDict) -> Chosen | None:
     """The filter of groups; None without one. Errors as of `estimator_of`."""
     from jaxrl.objectives.filters import COLUMNS, FILTERS
@@ -61,6 +72,16 @@ def filter_of(config: ConfigDict) -> Chosen | None:
         return None
     table = {"none": None, **FILTERS}
     return _objective("filter", config.filter, table, COLUMNS, "my_filter.keep")
+
+
+def trajectory_filter_of(config: ConfigDict) -> Chosen | None:
+    """The function that says whether a trajectory is trained on; None trains on all of them."""
+    from jaxrl.objectives.filters import TRAJECTORIES
+
+    key, name = "filter.trajectories", config.filter.trajectories
+    if name == "none":
+        return None
+    return _function(key, name, TRAJECTORIES, ("trajectory",), "my_filter.is_sound")
 
 
 def aggregation_of(config: ConfigDict) -> Chosen:
@@ -169,6 +190,9 @@ def method_of(config: ConfigDict) -> Method:
             settings.Loss,
             config.loss,
             policy_loss=loss_of(config),
+            term=beside_loss(config, "term"),
+            term_coef=config.loss.term.coef,
+            gate=beside_loss(config, "gate"),
             aggregation=aggregation_of(config),
             correction=config.loss.correction.to_dict(),
         ),
@@ -184,6 +208,7 @@ def method_of(config: ConfigDict) -> Method:
             settings.Filter,
             config.filter,
             keep=filter_of(config),
+            trains_on=trajectory_filter_of(config),
             metric=config.filter.varied.metric,
         ),
         shaping=filled(settings.Shaping, config.shaping, overlong_limit=overlong_limit(config)),
@@ -413,6 +438,20 @@ RULES = (
         lambda c: c.rollout.ahead == 1 and c.loss.correction.level == "none",
         "'token' or 'sequence' with rollout.ahead=1: weights one step older have sampled what is "
         "trained on",
+    ),
+    Rule(
+        "loss.correction.mode",
+        lambda c: c.loss.correction.level == "geometric" and c.loss.correction.mode != "reject",
+        "'reject' with loss.correction.level='geometric': a mean is a measure of the gap and no "
+        "importance weight",
+    ),
+    Rule(
+        "loss.term.name",
+        lambda c: (
+            c.loss.term.name == "llds" and c.optimizer.num_minibatches * c.optimizer.num_epochs == 1
+        ),
+        "'none' with one update a batch (optimizer.num_minibatches=1, optimizer.num_epochs=1): no "
+        "likelihood is lost before the first one, so the term is exactly 0",
     ),
     Rule(
         "loss.correction.low",

@@ -109,6 +109,8 @@ BROKEN = [
         {"loss.correction.level": "token", "loss.mask_observations": False},
     ),
     ("loss.correction.level", {"rollout.ahead": 1}),
+    ("loss.correction.mode", {"loss.correction.level": "geometric"}),
+    ("loss.term.name", {"loss.term.name": "llds"}),
     ("loss.correction.low", {"loss.correction.low": 6.0}),
     ("kl.coef", {"kl.low_factor": 0.5}),
     ("kl.anchor", {"kl.coef": 0.1, "kl.controller": "adaptive", "kl.anchor": "old"}),

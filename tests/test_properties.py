@@ -60,6 +60,8 @@ LOSSES = {
     "clip": {"loss.clip.dual_clip": 3.0},
     "gspo": {"loss.name": "gspo", "loss.aggregation": "seq-mean-token-mean"},
     "cispo": {"loss.name": "cispo"},
+    "dppo": {"loss.name": "dppo", "loss.dppo.divergence": "kl", "loss.gate.name": "off_policy"},
+    "clip with llds": {"loss.term.name": "llds", "loss.gate.off_policy.delta": 0.1},
 }
 KL_TERMS = {
     "no KL": {},
@@ -73,13 +75,18 @@ CORRECTIONS = {
         f"{level} {mode}": {"loss.correction.level": level, "loss.correction.mode": mode}
         for level, mode in itertools.product(("token", "sequence"), ("truncate", "mask"))
     },
+    "geometric reject": {
+        **{"loss.correction.level": "geometric", "loss.correction.mode": "reject"},
+        **{"loss.correction.low": 0.95, "loss.correction.high": 1.05},
+    },
 }
 EVERY = list(itertools.product(LOSSES, KL_TERMS, CORRECTIONS))
 # On the whole update, which compiles for seconds: each choice in some company.
 WHOLE = [
-    ("clip", "k3 to ref", "token truncate"),
+    ("clip with llds", "k3 to ref", "token truncate"),
     ("gspo", "weighed k3", "sequence truncate"),
     ("cispo", "k1+ to ref", "sequence mask"),
+    ("dppo", "k3 to old", "geometric reject"),
 ]
 
 
@@ -274,7 +281,7 @@ def one_a_micro_batch(members, mode):
 @pytest.mark.minutes
 @pytest.mark.parametrize(
     "choice",
-    [*WHOLE[:2], pytest.param(WHOLE[2], marks=pytest.mark.slow)],
+    [*WHOLE[:2], *(pytest.param(choice, marks=pytest.mark.slow) for choice in WHOLE[2:])],
     ids=" ".join,
 )
 def test_packing_order_padding_micro_batches_and_balance_change_no_gradient(choice, mesh, params):

@@ -9,8 +9,8 @@ from jaxrl.objectives.segments import segment_sums
 
 Array = jax.Array | np.ndarray
 
-LEVELS = ("token", "sequence")
-MODES = ("truncate", "mask")
+LEVELS = ("token", "sequence", "geometric")
+MODES = ("truncate", "mask", "reject")
 
 
 def importance_weights(
@@ -28,21 +28,22 @@ def importance_weights(
     """Weights of the policy loss, from `q = exp(old_logprobs - rollout_logprobs)`.
 
     Truncated, `min(q, cap)`: TIS, https://fengyao.notion.site/off-policy-rl. Masked, `q` within
-    `[low, high]` and 0 beyond: IcePop, https://arxiv.org/abs/2510.18855. The
-    log-ratio, or its sum, is kept within 20 nats. Weights are constants without gradient, and 0
-    outside `loss_mask`.
+    `[low, high]` and 0 beyond: IcePop, https://arxiv.org/abs/2510.18855. Rejected, 1 within and 0
+    beyond: verl's rejection sampling, which changes no weight. The log-ratio, its sum or mean, is
+    kept within 20 nats. Weights are constants without gradient, and 0 outside `loss_mask`.
 
     Args:
         old_logprobs: nats, under the trainer's parameters before the update.
         rollout_logprobs: nats, as the sampler reported them.
         loss_mask: True where the policy sampled the token.
         segment_ids: which trajectory a token belongs to; contiguous, 0 on padding. Read by the
-            level `sequence` only.
-        level: `token`, or `sequence`, where `q` is the product over the trajectory's tokens.
-        mode: `truncate` or `mask`.
+            levels of trajectories only.
+        level: `token`; `sequence`, where `q` is the product over the trajectory's tokens; or
+            `geometric`, where it is their geometric mean, which does not shrink with length.
+        mode: `truncate`, `mask` or `reject`.
         cap: the largest weight; read by `truncate` only.
-        low: the smallest ratio that counts; read by `mask` only.
-        high: the largest ratio that counts; read by `mask` only.
+        low: the smallest ratio that counts; not read by `truncate`.
+        high: the largest ratio that counts; likewise.
     """
     for name, value, choices in (("level", level, LEVELS), ("mode", mode, MODES)):
         if value not in choices:
@@ -51,11 +52,15 @@ def importance_weights(
                 f"{', '.join(choices)}."
             )
     log_ratio = jnp.where(loss_mask, jnp.asarray(old_logprobs) - rollout_logprobs, 0.0)
-    if level == "sequence":
+    if level != "token":
         log_ratio = segment_sums(log_ratio, segment_ids)
+    if level == "geometric":
+        counts = segment_sums(jnp.asarray(loss_mask, jnp.float32), segment_ids)
+        log_ratio = log_ratio / jnp.maximum(counts, 1.0)
     ratio = jnp.exp(jnp.clip(log_ratio, -20.0, 20.0))
     if mode == "truncate":
         weights = jnp.minimum(ratio, cap)
     else:
-        weights = jnp.where((ratio >= low) & (ratio <= high), ratio, 0.0)
+        kept = 1.0 if mode == "reject" else ratio
+        weights = jnp.where((ratio >= low) & (ratio <= high), kept, 0.0)
     return jax.lax.stop_gradient(jnp.where(loss_mask, weights, 0.0))

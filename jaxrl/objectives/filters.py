@@ -98,6 +98,11 @@ FILTERS: dict[str, Callable[..., Any]] = {
 }
 """Filters by `filter.name`, beside `none`. Arrays are bound by the names of their parameters."""
 
+TRAJECTORIES: dict[str, str] = {
+    "void_turns": "jaxrl.extras.stability.masks:has_no_void_turn",
+}
+"""By name in `filter.trajectories`, beside `none`: True of a trajectory that has a loss."""
+
 COLUMNS = ("metric", "scores", "rewards", "is_correct", "is_abstention", "group_ids")
 """Arrays that a filter may ask for: `metric` is what `filter.varied.metric` names, `scores` are
 rewards before they were shaped."""

@@ -185,12 +185,19 @@ def _surrogates(
     return -ratio * advantages, -jnp.clip(ratio, 1.0 - clip_low, 1.0 + clip_high) * advantages
 
 
-LOSSES: dict[str, Callable[..., Any]] = {
+LOSSES: dict[str, Callable[..., Any] | str] = {
     "clip": clipped_policy_loss,
     "gspo": gspo_policy_loss,
     "cispo": cispo_policy_loss,
+    "dppo": "jaxrl.extras.stability.dppo:dppo_policy_loss",
 }
 """Losses by `loss.name`. Arrays are bound by the names of their parameters (`policy_loss`)."""
+
+TERMS: dict[str, str] = {"llds": "jaxrl.extras.stability.likelihood:likelihood_loss"}
+"""By name in `loss.term.name`: losses that are added to the policy loss."""
+
+GATES: dict[str, str] = {"off_policy": "jaxrl.extras.stability.masks:off_policy_gate"}
+"""By name in `loss.gate.name`: True or False at each token, whether its policy loss counts."""
 
 ARRAYS = (
     *("logprobs", "old_logprobs", "rollout_logprobs", "entropies", "advantages"),

@@ -225,6 +225,7 @@ def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) 
 
 NAMING = (
     *("env.name", "advantage.name", "loss.name", "filter.name", "loss.aggregation"),
+    *("loss.term.name", "loss.gate.name", "filter.trajectories"),
     *("kl.estimator", "optimizer.schedule", "sft.optimizer.schedule", "search.engine"),
     *("env.search.protocol", "env.search.python.sandbox", "model.architecture"),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from jax.sharding import Mesh
@@ -16,6 +16,7 @@ from jaxrl.training.controllers import Controllers, KLBudget
 from jaxrl.training.packing import BatchShape, Packed, pack
 from jaxrl.training.settings import (
     KL,
+    Filter,
     Loss,
     Method,
     has_kl_loss,
@@ -37,9 +38,10 @@ def make_minibatches(
 ) -> list[Packed]:
     """Packs whole groups, in task order, into mini-batches on the host.
 
-    Environment errors are left out. With `optimizer.skip_signal_free`, trajectories whose advantage
-    is 0 go to `Packed.rest`, which is measured and not differentiated, unless another term gives
-    them a gradient. They still count in the token weights of the others.
+    Environment errors are left out, and what `filter.trajectories` does not keep: it counts in the
+    statistics of its group and in no weight. With `optimizer.skip_signal_free`, trajectories whose
+    advantage is 0 go to `Packed.rest`, which is measured and not differentiated, unless another
+    term gives them a gradient. They still count in the token weights of the others.
 
     Args:
         groups: with their advantages; with their divergences where these were measured.
@@ -50,10 +52,10 @@ def make_minibatches(
     """
     keeps_all = method.learns_from_all or not method.optimizer.skip_signal_free
     size = method.groups_per_minibatch
-    minibatches = []
+    is_kept, minibatches = keeper(method.filter), []
     for start in range(0, size * method.optimizer.num_minibatches, size):
         part = members(groups[start : start + size])
-        scored = [as_trained(t, method.loss) for t in part if t.is_scored]
+        scored = [as_trained(t, method.loss) for t in part if t.is_scored and is_kept(t)]
         fields = {"token_weights": weigh([t.loss_mask for t in scored], method.loss)}
         fields |= _measured_fields(scored, controllers, method)
         halves: list[list[int]] = [[], []]
@@ -72,6 +74,16 @@ def make_minibatches(
         )
         minibatches.append(dataclasses.replace(packed, rest=rest if rest.num_tokens else None))
     return minibatches
+
+
+def keeper(filter: Filter) -> Callable[[Trajectory], bool]:
+    """The function that says which trajectories of the kept groups have a loss.
+
+    Its failures are an `OwnCodeError`.
+    """
+    if (chosen := filter.trains_on) is None:
+        return lambda _: True
+    return named(chosen.key, chosen.name, lambda trajectory: bool(chosen(trajectory)))
 
 
 def weigh(masks: Sequence[np.ndarray], loss: Loss) -> list[np.ndarray]:

@@ -28,7 +28,7 @@ def make_policy_loss(method: Method) -> TokenLoss:
     """The policy loss with its KL and entropy terms; a term that is off adds nothing."""
     loss, kl = method.loss, method.kl
     policy_loss = loss.policy_loss  # objectives/losses.py, by loss.name
-    names, is_corrected = policy_loss.arrays, loss.correction["level"] != "none"
+    is_corrected = loss.correction["level"] != "none"
     kl_coef = kl.coef if kl.place == "loss" else 0.0
 
     def token_loss(
@@ -39,11 +39,13 @@ def make_policy_loss(method: Method) -> TokenLoss:
         current = jax.lax.stop_gradient(logprobs)
         old = current if batch.old_logprobs is None else batch.old_logprobs
         computed = {"logprobs": logprobs, "old_logprobs": old, "entropies": entropies}
-        arrays = [computed[n] if n in computed else getattr(batch, n) for n in names]
+
+        def called(chosen: Chosen) -> Any:
+            arrays = (computed[n] if n in computed else getattr(batch, n) for n in chosen.arrays)
+            return traced(chosen, *arrays)
+
         # Not weighted yet: the update multiplies by `token_weights` (minibatches.py).
-        found = traced(policy_loss, *arrays)
-        check_loss(policy_loss.name, found, logprobs)
-        values, measured = found
+        values, measured = check_loss(policy_loss, called(policy_loss), logprobs)
         # Of an observation that is trained on, the sampler has no log-probability.
         is_sampled = mask if loss.mask_observations else mask & (batch.rollout_logprobs != 0)
         gap = jnp.where(is_sampled, old - batch.rollout_logprobs, 0.0)
@@ -61,7 +63,22 @@ def make_policy_loss(method: Method) -> TokenLoss:
             values = values * weights
             metrics["rollout_corr/weight_mean"] = Metric(weights)
             metrics["rollout_corr/weight_square_mean"] = Metric(weights**2)
+        if loss.gate is not None:
+            is_open = called(loss.gate)  # objectives/losses.py, by loss.gate.name
+            if getattr(is_open, "shape", None) != logprobs.shape or is_open.dtype != jnp.bool_:
+                raise LossError(
+                    f"config.{loss.gate.key} names {loss.gate.name!r}, which returned "
+                    f"{is_open!r:.80}; expected bool {list(logprobs.shape)}, one a token."
+                )
+            values = jnp.where(is_open, values, 0.0)
+            metrics["actor/gated_share"] = Metric(jnp.where(mask & ~is_open, 1.0, 0.0))
         metrics["actor/pg_loss"] = Metric(values, "loss")
+        if loss.term is not None:
+            # objectives/losses.py, by loss.term.name
+            added, told = check_loss(loss.term, called(loss.term), logprobs)
+            values = values + loss.term_coef * added
+            metrics |= {f"actor/{name}": Metric(value) for name, value in told.items()}
+            metrics["actor/term_loss"] = Metric(added, "loss")
         if kl_coef:
             anchor = batch.ref_logprobs if kl.anchor == "ref" else old
             assert anchor is not None
@@ -107,8 +124,8 @@ def check_update(update: UpdateStep, shape: BatchShape, method: Method) -> None:
         if isinstance(error, ValueError) and str(error).startswith("config."):
             raise LossError(str(error)) from error
         # Which of them it was does not show in the error: each is differentiated by itself.
-        for chosen in (method.kl.estimator, method.loss.policy_loss):
-            if chosen.is_own and not _has_gradient(chosen, shape):
+        for chosen in (method.kl.estimator, method.loss.term, method.loss.policy_loss):
+            if chosen is not None and chosen.is_own and not _has_gradient(chosen, shape):
                 raise LossError(
                     f"config.{chosen.key} names {chosen.name!r}, which JAX cannot differentiate: "
                     f"{failure_text(error)}."
@@ -135,19 +152,19 @@ def _has_gradient(chosen: Chosen, shape: BatchShape) -> bool:
     return True
 
 
-def check_loss(name: str, found: Any, logprobs: jax.Array) -> None:
+def check_loss(chosen: Chosen, found: Any, logprobs: jax.Array) -> PolicyLoss:
     """Refuses what is no loss of every token: a scalar would train, on padding too.
 
     Raises:
         LossError: says what the loss returned.
     """
+    begin = f"config.{chosen.key} names {chosen.name!r}, "
     if not isinstance(found, PolicyLoss):
         kind = "an array" if isinstance(found, jax.Array) else type(found).__name__
         raise LossError(
-            f"config.loss.name names {name!r}, which returned {kind}; expected a "
-            "PolicyLoss (jaxrl/objectives/losses.py)."
+            f"{begin}which returned {kind}; expected a PolicyLoss (jaxrl/objectives/losses.py)."
         )
-    begin = f"config.loss.name names {name!r}, whose"
+    begin += "whose"
     if not isinstance(found.metrics, Mapping):
         raise LossError(f"{begin} metrics are {type(found.metrics).__name__}; expected a mapping.")
     taken = [one for one in found.metrics if not isinstance(one, str) or one in _MEASURED]
@@ -166,7 +183,8 @@ def check_loss(name: str, found: Any, logprobs: jax.Array) -> None:
             )
     if not jnp.issubdtype(found.per_token.dtype, jnp.floating):
         raise LossError(f"{begin} loss is {found.per_token.dtype}; expected float32.")
+    return found
 
 
-_MEASURED = ("entropy", "pg_loss", "kl_loss")
+_MEASURED = ("entropy", "pg_loss", "kl_loss", "term_loss", "gated_share")
 """Metrics `actor/..` of every loss."""

@@ -34,9 +34,17 @@ class Advantage:
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """The section `loss`; `correction` holds the arguments of `corrections.importance_weights`."""
+    """The section `loss`; `correction` holds the arguments of `corrections.importance_weights`.
+
+    Attributes:
+        term: of `objectives.losses.TERMS`, or one's own, added with `term_coef`; None without one.
+        gate: of `objectives.losses.GATES`, or one's own; None where all tokens count.
+    """
 
     policy_loss: Chosen
+    term: Chosen | None
+    term_coef: float
+    gate: Chosen | None
     aggregation: Chosen
     correction: Mapping[str, Any]
     entropy_coef: float
@@ -65,10 +73,12 @@ class Filter:
 
     Attributes:
         keep: of `objectives.filters.FILTERS`, or one's own; None keeps every group.
+        trains_on: of `objectives.filters.TRAJECTORIES`, or one's own; None trains on all of them.
         metric: by which `varied` compares, its key `filter.varied.metric`.
     """
 
     keep: Chosen | None
+    trains_on: Chosen | None
     metric: str
     tasks_per_batch: int
     max_batches: int
@@ -151,10 +161,10 @@ class Method:
     def learns_from_all(self) -> bool:
         """True where a trajectory may have a gradient without an advantage.
 
-        The KL and the entropy term, the balance of routers and, for all we know, a loss of one's
-        own give it one.
+        The KL, the entropy and a further term, the balance of routers and, for all we know, a loss
+        of one's own give it one.
         """
-        others = self.loss.entropy_coef != 0 or self.balance_coef != 0
+        others = self.loss.entropy_coef != 0 or self.balance_coef != 0 or self.loss.term is not None
         return has_kl_loss(self.kl) or others or self.loss.policy_loss.is_own
 
     @property

@@ -27,6 +27,7 @@ from jaxrl.objectives.advantages import ESTIMATORS
 from jaxrl.objectives.filters import FILTERS
 from jaxrl.objectives.kl import kl_estimate
 from jaxrl.objectives.losses import PolicyLoss
+from jaxrl.own_code import Chosen
 from jaxrl.run import run
 from jaxrl.training.collect import NotEnoughGroupsError, _filter_groups
 from jaxrl.training.policy_loss import check_loss
@@ -574,12 +575,16 @@ def odd_shapes(kind):
     }[kind]
 
 
+def own_loss(name):
+    return Chosen(key="loss.name", name=name, function=print, settings={})
+
+
 def test_what_an_objective_returns_is_checked(monkeypatch):
     rows = np.zeros((2, 3), np.float32)
     with pytest.raises(ValueError, match=r"loss is of the shape \[\]; expected an array \[2, 3\]"):
-        check_loss("my.scalar", odd_shapes("scalar")(rows), rows)
+        check_loss(own_loss("my.scalar"), odd_shapes("scalar")(rows), rows)
     with pytest.raises(ValueError, match="returned ndarray; expected a PolicyLoss"):
-        check_loss("my.bare", odd_shapes("bare")(rows), rows)
+        check_loss(own_loss("my.bare"), odd_shapes("bare")(rows), rows)
     groups = grouped([make_trajectory(task_number=i // 2, sample_index=i % 2) for i in range(4)])
     monkeypatch.setitem(ESTIMATORS, "rloo", odd_shapes("nan"))
     with pytest.raises(ValueError, match=r"'rloo', which returned \[4\] with 0 finite numbers"):

@@ -215,6 +215,24 @@ LOSS = [
     ("wrong.loop", "JAX cannot differentiate: ValueError: Reverse-mode differentiation"),
     ("wrong.in_numpy", r"JAX cannot trace: TracerArray.*wrong\.py:\d+\)"),
 ]
+TERM = [
+    (
+        "wrong.bare",
+        r"^config\.loss\.term\.name names 'wrong.bare', which returned an array; expected",
+    ),
+    ("wrong.loop", "JAX cannot differentiate: ValueError: Reverse-mode differentiation"),
+]
+GATE = [
+    (
+        "wrong.bare",
+        r"which returned .*float32\[1,768\].*; expected bool \[1, 768\], one a token",
+    ),
+    ("wrong.in_numpy", r"JAX cannot trace: TracerArray.*wrong\.py:\d+\)"),
+]
+TRAJECTORIES = [
+    ("wrong.raises", "asks for 'rewards'; expected some of trajectory"),
+    ("void_turn", r"is 'void_turn' \(did you mean 'void_turns'\?\); expected one of"),
+]
 KL = [
     ("wrong.branching", r"JAX cannot trace: TracerBool.*wrong\.py:\d+\)"),
     ("wrong.summed", r"returned the shape \[\]; expected \[1, 768\]"),
@@ -292,6 +310,9 @@ ENGINES = [
 CASES = {
     "advantage.name": ESTIMATES,
     "loss.name": LOSS,
+    "loss.term.name": TERM,
+    "loss.gate.name": GATE,
+    "filter.trajectories": TRAJECTORIES,
     "kl.estimator": KL,
     "loss.aggregation": WEIGHTS,
     "optimizer.schedule": SCHEDULE,

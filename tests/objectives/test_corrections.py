@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.objectives.corrections import importance_weights
+from jaxrl.objectives.corrections import LEVELS, MODES, importance_weights
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -11,7 +11,7 @@ OLD = np.array([[-1.1, -0.9, -2, 0], [-0.3, -1, -1.7, -0.9]], np.float32)
 ROLLOUT = np.array([[-1.2, -0.9, -2, 0], [-0.3, -1, -3.2, -0.8]], np.float32)
 MASK = np.array([[1, 1, 0, 0], [1, 0, 1, 1]], bool)
 IDS = np.array([[1] * 4, [2] * 4])
-FORMS = [(level, mode) for level in ("token", "sequence") for mode in ("truncate", "mask")]
+FORMS = [(level, mode) for level in LEVELS for mode in MODES]
 
 
 # The log-ratios are .1, 0 and 0, 1.5, -.1; their sums .1 and 1.4.
@@ -32,6 +32,12 @@ FORMS = [(level, mode) for level in ("token", "sequence") for mode in ("truncate
         ),
         ({"level": "sequence", "mode": "mask"}, [1.105171, 1.105171, 4.0552, 4.0552, 4.0552]),
         ({"level": "sequence", "mode": "mask", "high": 4.0}, [1.105171, 1.105171, 0, 0, 0]),
+        ({"level": "sequence", "mode": "reject", "high": 4.0}, [1, 1, 0, 0, 0]),
+        ({"level": "token", "mode": "reject", "low": 0.95, "high": 1.05}, [0, 1, 1, 0, 0]),
+        # Means of .05 and .4667 nats, so ratios of 1.0513 and 1.5947.
+        ({"level": "geometric", "mode": "reject", "low": 0.9, "high": 1.1}, [1, 1, 0, 0, 0]),
+        ({"level": "geometric", "mode": "reject", "low": 1.1, "high": 1.6}, [0, 0, 1, 1, 1]),
+        ({"level": "geometric", "mode": "truncate", "cap": 1.2}, [1.051271] * 2 + [1.2] * 3),
     ],
 )
 def test_two_trajectories_by_hand(form, expected):

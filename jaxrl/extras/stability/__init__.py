@@ -1,0 +1,4 @@
+"""Remedies against collapse: losses, terms, masks and a reward; see docs/algorithms.md.
+
+Tables of the core name them; each is one function that can be read by itself.
+"""

@@ -1,0 +1,232 @@
+"""Remedies against collapse, against loops over tokens, actions and trajectories."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.envs.base import Outcome, Turn
+from jaxrl.extras.stability.dppo import dppo_policy_loss
+from jaxrl.extras.stability.first_occurrence import first_occurrence
+from jaxrl.extras.stability.likelihood import likelihood_loss
+from jaxrl.extras.stability.masks import has_no_void_turn, off_policy_gate
+from jaxrl.objectives.losses import clipped_policy_loss
+from tests.episodes import ANSWER, SEARCH, make_trajectory
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@dataclasses.dataclass
+class Rows:
+    """Two rows of three trajectories each, with observations, padding and signs of all kinds."""
+
+    logprobs: np.ndarray
+    old_logprobs: np.ndarray
+    rollout_logprobs: np.ndarray
+    advantages: np.ndarray
+    loss_mask: np.ndarray
+    segment_ids: np.ndarray
+
+
+def rows(seed, spread=0.8):
+    rng = np.random.default_rng(seed)
+    shape = (2, 40)
+    old = -rng.exponential(1.0, shape).astype(np.float32)
+    ids = np.repeat([[1, 2, 3, 0]], [11, 9, 14, 6], axis=1).repeat(2, 0).astype(np.int32)
+    mask = (rng.random(shape) < 0.75) & (ids > 0)
+    of_trajectory = rng.choice([-1.5, 0.0, 0.7], (2, 4)).astype(np.float32)
+    return Rows(
+        np.minimum(old + spread * rng.standard_normal(shape), -1e-3).astype(np.float32),
+        old,
+        np.minimum(old + 0.1 * rng.standard_normal(shape), -1e-3).astype(np.float32),
+        np.take_along_axis(of_trajectory, ids, 1),
+        mask,
+        ids,
+    )
+
+
+def loss_and_gradient(function, one, names, **settings):
+    """Per-token losses, metrics, and what their sum's gradient by `logprobs` is."""
+
+    def total(logprobs):
+        found = function(*(logprobs if n == "logprobs" else getattr(one, n) for n in names))
+        return found.per_token.sum(), found
+
+    function_of = function
+    function = lambda *arrays: function_of(*arrays, **settings)  # noqa: E731
+    (_, found), gradient = jax.value_and_grad(total, has_aux=True)(jnp.asarray(one.logprobs))
+    return np.asarray(found.per_token), found.metrics, np.asarray(gradient)
+
+
+TOKENS = ("logprobs", "old_logprobs", "rollout_logprobs", "advantages", "loss_mask")
+DPPO = {"clip_low": 0.15, "clip_high": 0.2, "cap": 2.0}
+
+
+@pytest.mark.parametrize("divergence", ["tv", "kl"])
+@pytest.mark.parametrize("anchor", ["old", "rollout"])
+@pytest.mark.parametrize("seed", range(3))
+def test_dppo_is_the_loop_over_its_tokens(divergence, anchor, seed):
+    one = rows(seed)
+    settings = DPPO | {"divergence": divergence, "anchor": anchor}
+    loss, metrics, gradient = loss_and_gradient(dppo_policy_loss, one, TOKENS, **settings)
+    wanted, slopes, clipped = (np.zeros(loss.shape) for _ in range(3))
+    for place in zip(*np.nonzero(one.loss_mask), strict=True):
+        now = float(one.logprobs[place])
+        before = float((one.old_logprobs if anchor == "old" else one.rollout_logprobs)[place])
+        advantage, p, q = float(one.advantages[place]), math.exp(now), math.exp(before)
+        far = abs(p - q)
+        if divergence == "kl":
+            far = q * math.log(q / p) + (1 - q) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+        away = (advantage > 0 and p > q and far > 0.2) or (advantage < 0 and p < q and far > 0.15)
+        clipped[place] = away
+        slopes[place] = 0.0 if away else -min(p / q, 2.0) * advantage
+        wanted[place] = slopes[place] * now
+    np.testing.assert_allclose(loss, wanted, rtol=2e-4, atol=1e-6)
+    np.testing.assert_allclose(gradient, slopes, rtol=2e-4, atol=1e-6)
+    np.testing.assert_array_equal(metrics["pg_clipfrac"], clipped)
+    assert clipped.any()
+    assert (slopes[one.loss_mask & (one.advantages > 0)] != 0).any()
+
+
+def one_token(now, before, advantage):
+    arrays = [np.log([[now]]), np.log([[before]]), np.log([[before]]), np.array([[advantage]])]
+    return Rows(*(x.astype(np.float32) for x in arrays), np.array([[True]]), np.array([[1]]))
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "advantage", "ratio_learns", "dppo_learns"),
+    [
+        (1e-4, 1e-5, 1.0, False, True),  # rare and ten times likelier: no move in probability
+        (0.75, 0.5, 1.0, False, False),
+        (0.95, 0.8, 1.0, True, False),  # within a ratio of 1.28, and 0.15 of all probability
+        (1e-6, 1e-5, -1.0, False, True),
+        (0.75, 0.5, -1.0, True, True),  # leads back
+    ],
+)
+def test_a_trust_region_of_probabilities_is_another_one(
+    now, before, advantage, ratio_learns, dppo_learns
+):
+    one = one_token(now, before, advantage)
+    settings = {"divergence": "tv", "anchor": "old", "cap": 20.0, "clip_low": 0.1, "clip_high": 0.1}
+    _, _, gradient = loss_and_gradient(dppo_policy_loss, one, TOKENS, **settings)
+    names = ("logprobs", "old_logprobs", "advantages", "loss_mask")
+    by_ratio = {"clip_low": 0.2, "clip_high": 0.28}
+    _, _, clipped = loss_and_gradient(clipped_policy_loss, one, names, **by_ratio)
+    assert (bool(clipped[0, 0]), bool(gradient[0, 0])) == (ratio_learns, dppo_learns)
+
+
+LLDS = ("logprobs", "old_logprobs", "advantages", "loss_mask", "segment_ids")
+
+
+def actions_of(one, row, level):
+    """Places of each action's tokens of an advantage of at least 0."""
+    found, last = [], None
+    for t in range(one.loss_mask.shape[1]):
+        if not (one.loss_mask[row, t] and one.advantages[row, t] >= 0):
+            continue
+        segment = one.segment_ids[row, t]
+        is_next = (
+            last is not None and last[1] == segment and (level == "response" or last[0] == t - 1)
+        )
+        if not is_next:
+            found.append([])
+        found[-1].append(t)
+        last = t, segment
+    return found
+
+
+@pytest.mark.parametrize("level", ["action", "response"])
+@pytest.mark.parametrize("seed", range(4))
+def test_llds_is_the_loop_over_actions(level, seed):
+    one = rows(seed)
+    loss, metrics, gradient = loss_and_gradient(likelihood_loss, one, LLDS, level=level)
+    wanted = np.zeros(loss.shape)
+    for row in range(len(loss)):
+        for action in actions_of(one, row, level):
+            lost = [float(one.old_logprobs[row, t]) - float(one.logprobs[row, t]) for t in action]
+            if sum(lost) > 0:
+                wanted[row, action] = np.maximum(lost, 0)
+    np.testing.assert_allclose(loss, wanted, atol=1e-6)
+    np.testing.assert_array_equal(gradient, np.where(wanted > 0, -1.0, 0.0))
+    np.testing.assert_array_equal(metrics["llds_share"], wanted > 0)
+    assert (wanted > 0).any()
+    if seed == 2:  # some gates are shut
+        assert (wanted > 0).sum() < (metrics["llds_lost"] > 0).sum()
+
+
+def test_the_levels_of_llds_are_two():
+    one = rows(1)
+    by_level = [
+        loss_and_gradient(likelihood_loss, one, LLDS, level=level)[0]
+        for level in ("action", "response")
+    ]
+    assert not np.array_equal(*by_level)
+
+
+@pytest.mark.parametrize("level", ["action", "response"])
+def test_llds_is_exactly_zero_before_the_first_update(level):
+    one = rows(0)
+    one.logprobs = one.old_logprobs
+    loss, _, gradient = loss_and_gradient(likelihood_loss, one, LLDS, level=level)
+    assert not loss.any()
+    assert not gradient.any()
+
+
+@pytest.mark.parametrize("delta", [0.0, 0.1, 0.5])
+def test_the_off_policy_gate_is_the_loop_over_trajectories(delta):
+    one = rows(3, spread=0.5)
+    names = ("logprobs", "rollout_logprobs", "advantages", "loss_mask", "segment_ids")
+    is_open = np.asarray(off_policy_gate(*(getattr(one, n) for n in names), delta=delta))
+    wanted = np.ones(is_open.shape, bool)
+    for row in range(len(wanted)):
+        for segment in (1, 2, 3):
+            places = one.segment_ids[row] == segment
+            own = places & one.loss_mask[row]
+            moved = (one.rollout_logprobs[row] - one.logprobs[row])[own].mean()
+            if one.advantages[row][places][0] < 0 and moved > delta:
+                wanted[row, places] = False
+    sampled = one.loss_mask
+    np.testing.assert_array_equal(is_open[sampled], wanted[sampled])
+
+
+VOID = Turn(text="Let me think about")
+FAILED_CALL = Turn(text="<search></search>", tool_call="", observation="nothing to search for")
+
+
+@pytest.mark.parametrize(
+    ("turns", "outcome", "is_sound"),
+    [
+        ((SEARCH, ANSWER), Outcome.ANSWERED, True),
+        ((SEARCH, ANSWER), Outcome.ABSTAINED, True),
+        ((ANSWER,), Outcome.ANSWERED, True),
+        ((VOID,), Outcome.MALFORMED, False),
+        ((SEARCH, VOID), Outcome.OUT_OF_BUDGET, False),
+        ((VOID, SEARCH, ANSWER), Outcome.ANSWERED, False),
+        ((SEARCH, SEARCH), Outcome.OUT_OF_BUDGET, True),  # a call that nobody may answer any more
+        ((FAILED_CALL, ANSWER), Outcome.ANSWERED, True),
+    ],
+)
+def test_void_turns_by_hand(turns, outcome, is_sound):
+    assert has_no_void_turn(make_trajectory(turns=turns, outcome=outcome)) == is_sound
+
+
+def shown(text):
+    return Turn(text="<search>q</search>", tool_call="q", observation=text)
+
+
+@pytest.mark.parametrize(
+    ("observations", "expected"),
+    [
+        (["a river", "by Ada Kerr in 1871", "Ada Kerr again", None], [0, 1, 0, 0]),
+        (["the ADA KERR!", "Ada Kerr"], [1, 0]),
+        (["a river", None], [0, 0]),
+        (["Adana Kerrison"], [0]),
+        (["A. Kerr made it", "Ada Kerr"], [1, 0]),
+    ],
+)
+def test_the_first_result_with_the_answer_by_hand(observations, expected):
+    turns = [shown(text) for text in observations]
+    assert first_occurrence(turns, ("Ada Kerr", "A. Kerr")) == expected
