@@ -86,7 +86,7 @@ class Child(contextlib.AbstractContextManager):
                 stdin.write(json.dumps(message).encode() + b"\n")
                 stdin.flush()
         except OSError:
-            raise EndedError(self._what, self.wait()) from None
+            raise EndedError(self._what, self._end()) from None
 
     def hear(self, patience_s: float = math.inf) -> dict[str, Any]:
         """Reads the next line that it prints.
@@ -96,7 +96,7 @@ class Child(contextlib.AbstractContextManager):
             SilentError: there is none for `patience_s` seconds.
         """
         if not self.read(lambda: b"\n" in self.printed, patience_s):
-            raise EndedError(self._what, self.wait())
+            raise EndedError(self._what, self._end())
         line = self.printed[: self.printed.index(b"\n") + 1]
         del self.printed[: len(line)]
         return dict(json.loads(line))
@@ -139,6 +139,17 @@ class Child(contextlib.AbstractContextManager):
             return self._process.wait(patience_s)
         except subprocess.TimeoutExpired:
             raise SilentError(f"{self._what} did not end in {patience_s:g} s") from None
+
+    def _end(self) -> int:
+        """Ends a child that has closed its pipes; gives its status.
+
+        Raises:
+            SilentError: it was killed, and has not ended.
+        """
+        with contextlib.suppress(SilentError):  # it may be at its end, or go on without them
+            return self.wait(_ENDING_S)
+        self.kill()
+        return self.wait(_ENDING_S)
 
     def kill(self) -> None:
         """Kills its process group, but not after `wait`: the number may be another's then."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxrl.envs import child_process
 from jaxrl.envs.child_process import Child, EndedError, SilentError
 
 ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
@@ -54,6 +55,17 @@ def test_what_gives_no_line_is_not_waited_for(program):
         with pytest.raises(SilentError, match=r"a child did not end in 0.1 s"):
             silent.wait(0.1)
     assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("act", [lambda one: one.hear(), lambda one: one.tell({"a": 1})])
+def test_a_child_that_goes_on_without_its_pipes_is_ended(act, monkeypatch):
+    monkeypatch.setattr(child_process, "_ENDING_S", 0.2)
+    program = "import os, time; os.close(0); os.close(1); time.sleep(60)"
+    with child(program) as deaf:
+        while os.path.exists(f"/proc/{deaf.pid}/fd/1"):
+            time.sleep(0.01)
+        with pytest.raises(EndedError, match=r"^a child ended with -9$"):
+            act(deaf)
 
 
 def test_both_outputs_are_read():
