@@ -41,7 +41,7 @@ from jaxrl.training.estimators import Estimator
 from jaxrl.training.health import has_learned, why_nothing
 from jaxrl.training.ledger import Ledger
 from jaxrl.training.measure import make_measure
-from jaxrl.training.minibatches import keeper, make_minibatches, put_minibatches
+from jaxrl.training.minibatches import make_minibatches, put_minibatches, trained_share
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.settings import is_measured
 from jaxrl.training.update import ScoreStep
@@ -390,7 +390,7 @@ def record_of(
         "actor/num_learned": progress.num_learned,
         "rollout/tasks_taken": progress.items_taken,
         "rollout/informative_share": float(np.mean([t.has_signal for t in trajectories])),
-        "filter/trained_share": float(np.mean([keeper(method.filter)(t) for t in trajectories])),
+        **trained_share(trajectories, method.filter),
         **clock.metrics(trajectories),
         **memory_metrics(),
     }

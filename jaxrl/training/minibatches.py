@@ -86,6 +86,12 @@ def keeper(filter: Filter) -> Callable[[Trajectory], bool]:
     return named(chosen.key, chosen.name, lambda trajectory: bool(chosen(trajectory)))
 
 
+def trained_share(trajectories: Sequence[Trajectory], filter: Filter) -> dict[str, float]:
+    """Share of the trajectories that `keeper` keeps; nothing where it keeps all."""
+    kept = map(keeper(filter), trajectories)
+    return {} if filter.trains_on is None else {"filter/trained_share": float(np.mean([*kept]))}
+
+
 def weigh(masks: Sequence[np.ndarray], loss: Loss) -> list[np.ndarray]:
     """`token_weights` of these masks, by `loss.aggregation` (objectives/aggregation.py).
 
