@@ -117,16 +117,13 @@ def quick_compilation(cache_folder):
 def one_size():
     """Sampler and update have their largest shapes alone: each compiles for longer than a tiny run.
 
-    For runs in this process that are about something else; `test_runs.py` has all shapes.
+    For runs in this process that are about something else; `test_runs.py` has all shapes. Another
+    process has them by `python -m tests.one_size` in place of `jaxrl.launch`.
     """
-    from jaxrl.sampling import engine  # after the hook
-    from jaxrl.training import packing
+    from tests.one_size import take_the_largest
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("row_sizes", "append_sizes"):
-            sizes = getattr(engine, name)
-            patch.setattr(engine, name, lambda *given, sizes=sizes: sizes(*given)[-1:])
-        patch.setattr(packing, "QUARTERS", packing.QUARTERS[-1:])
+        take_the_largest(patch)
         yield
 
 

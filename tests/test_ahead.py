@@ -41,7 +41,10 @@ from tests.runs import (
     without_usage,
 )
 
-pytestmark = [pytest.mark.minutes, pytest.mark.usefixtures("quick_compilation", "no_pictures")]
+pytestmark = [
+    pytest.mark.minutes,
+    pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size"),
+]
 
 NUM_SFT, NUM_TRAIN = 16, 4
 LAST = NUM_SFT + NUM_TRAIN
@@ -75,7 +78,7 @@ def play(config, workdir, should_stop=lambda: False, change=lambda parts: parts)
 
 
 @pytest.fixture(scope="module")
-def base(tiny_world, tmp_path_factory, quick_compilation, no_pictures):
+def base(tiny_world, tmp_path_factory, quick_compilation, no_pictures, one_size):
     """The workdir of a run that nothing disturbed."""
     workdir = tmp_path_factory.mktemp("runs") / "base"
     assert play(settings(tiny_world), workdir)
@@ -228,7 +231,7 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(base, tiny_world, 
 
 def launch(tiny_world, workdir, environment, output, **changes):
     settings = {**SETTINGS, **changes}
-    command = [sys.executable, "-m", "jaxrl.launch", f"--workdir={workdir}"]
+    command = [sys.executable, "-m", "tests.one_size", f"--workdir={workdir}"]
     command += [f"--config=configs/debug_tiny.py:{tiny_world}"]
     command += [f"--config.{key}={value}" for key, value in settings.items()]
     return subprocess.Popen(

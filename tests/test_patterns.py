@@ -126,16 +126,18 @@ def seconds(pattern, method, case, size):
 
 
 def slow_case(pattern, method, size):
-    """The text that takes too long; None without one."""
+    """A text that takes too long; None without one."""
     cases = [(text, tail) for text in worst_texts(pattern) for tail in ("", "\x00", "a\n")]
     # Exponential time shows in tens of characters, and would not end with more; quadratic time
     # shows before the longest text, which is for the worst case alone.
     shorter = [(length, len(cases)) for length in range(16, 44, 4)]
     for length, kept in (*shorter, (2_000, 4), (30_000, 2), (200_000, 1), (size, 1)):
-        timed = sorted((seconds(pattern, method, c, min(length, size)), c) for c in cases)
-        if timed and timed[-1][0] > LIMIT_S:
-            return timed[-1][1]
-        cases = [case for _, case in timed[-kept:]]
+        timed = []
+        for case in cases:
+            timed.append((seconds(pattern, method, case, min(length, size)), case))
+            if timed[-1][0] > LIMIT_S:
+                return case
+        cases = [case for _, case in sorted(timed)[-kept:]]
     return None
 
 

@@ -51,7 +51,7 @@ from tests.helpers import (
     with_devices,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "one_size")
 
 LENGTHS = [9, 20, 31, 14, 25, 6, 12, 17]
 ROOT = Path(__file__).parents[1]

@@ -78,6 +78,14 @@ def base(tiny_world, tmp_path_factory, quick_compilation, no_pictures):
     return workdir
 
 
+@pytest.fixture(scope="module")
+def warm(tiny_world, tmp_path_factory, quick_compilation, no_pictures):
+    """The workdir of a short warm start, for tests that compare nothing later."""
+    workdir = tmp_path_factory.mktemp("runs") / "warm"
+    assert play(settings(tiny_world, **{"stages": ("sft",), "sft.num_steps": 4}), workdir)
+    return workdir
+
+
 def plain_trajectories(workdir, step):
     return [*map(without_usage, trajectories(workdir, step))]
 
@@ -394,13 +402,13 @@ def test_damaged_records_are_told_and_cost_only_themselves(base, tiny_world, tmp
     assert lasting(workdir) == [*wanted[:4], *wanted[5:]]
 
 
-def test_only_damaged_checkpoints_are_refused(base, tiny_world, tmp_path):
-    workdir = as_of(base, tmp_path / "run", NUM_SFT)
+def test_only_damaged_checkpoints_are_refused(warm, tiny_world, tmp_path):
+    workdir = as_of(warm, tmp_path / "run", 4)
     for step in steps_in(workdir / "checkpoints"):
         (workdir / "checkpoints" / str(step) / MANIFEST).unlink()
     before = {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()}
-    with pytest.raises(ValueError, match=rf"checkpoint {NUM_SFT}: {MANIFEST}: missing; "):
-        play(settings(tiny_world), workdir)
+    with pytest.raises(ValueError, match=rf"checkpoint 4: {MANIFEST}: missing; "):
+        play(settings(tiny_world, **{"sft.num_steps": 4}), workdir)
     assert {path: path.read_bytes() for path in workdir.rglob("*") if path.is_file()} == before
 
 
@@ -520,8 +528,8 @@ def test_without_patience_the_last_weights_are_exported(
         jax.tree.map(np.testing.assert_array_equal, exported, best)
 
 
-def test_a_best_metric_that_is_not_there(base, tiny_world, tmp_path):
-    config = early(base, tiny_world, **{"eval.best_metric": "val-core/nq/exact_match/mean@1"})
+def test_a_best_metric_that_is_not_there(warm, tiny_world, tmp_path):
+    config = early(warm, tiny_world, **{"eval.best_metric": "val-core/nq/exact_match/mean@1"})
     wanted = r"eval.best_metric is 'val-core/nq/.*; expected one of .*val-core/all/exact_match/mean"
     with pytest.raises(ValueError, match=wanted):
         play(config, tmp_path / "run")

@@ -333,6 +333,9 @@ def test_who_holds_memory_in_each_phase(player):
     engine = player.engine
     engine.clear()
     engine.release()
+    # Else each look below would go through all that the tests before this one have left: seconds.
+    gc.collect()
+    gc.freeze()
     params = jax.tree.map(jax.numpy.array, PARAMS)
     num_params = sum(array.size for array in jax.tree.leaves(params))
     before = live_bytes()

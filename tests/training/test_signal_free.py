@@ -27,7 +27,7 @@ from tests.episodes import grouped
 from tests.helpers import NUM_TOKENS, TINY, TINY_MOE, relative_distance, tiny_params
 from tests.training.policies import MESH, SHAPE, trajectories
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "one_size")
 
 OPTIMIZER = optax.adamw(1e-3)
 SOME = (0.5, 0.0, 0.0, 0.0, -1.0, 0.0, 0.0, 2.0)  # of the third and fifth nothing is learned

@@ -31,7 +31,7 @@ from tests.helpers import (
 )
 from tests.toys import SMALL, Player, ScriptedEnv, one_device_mesh, script, toy_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "one_size")
 
 # Two layers with experts around a dense one, and shares that do not add up to 1.
 MOE = QwenMoeConfig(

@@ -24,7 +24,7 @@ from tests.helpers import (
     tiny_params,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = pytest.mark.usefixtures("quick_compilation", "one_size")
 
 MESH = make_mesh(data=1, fsdp=1, tensor=1, devices=jax.devices()[:1])
 ADAPTER = Adapter(

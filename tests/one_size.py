@@ -1,0 +1,22 @@
+"""One shape for each program of a run, here and in `python -m tests.one_size`, which runs one."""
+
+import runpy
+
+import pytest
+
+
+def take_the_largest(patch):
+    """Leaves sampler and update their largest shapes alone."""
+    from jaxrl.sampling import engine  # after the hook of `conftest.py`
+    from jaxrl.training import packing
+
+    for name in ("row_sizes", "append_sizes"):
+        sizes = getattr(engine, name)
+        patch.setattr(engine, name, lambda *given, sizes=sizes: sizes(*given)[-1:])
+    patch.setattr(packing, "QUARTERS", packing.QUARTERS[-1:])
+
+
+if __name__ == "__main__":
+    with pytest.MonkeyPatch.context() as patch:
+        take_the_largest(patch)
+        runpy.run_module("jaxrl.launch", run_name="__main__", alter_sys=True)
