@@ -359,6 +359,7 @@ def test_who_holds_memory_in_each_phase(player):
     with pytest.raises(RuntimeError, match="no weights; call set_weights"):
         play_without_weights(player)
     assert_same(play(player, SlowEnv()), played, tolerance=0)
+    gc.unfreeze()
 
 
 def play_without_weights(player):
