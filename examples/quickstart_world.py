@@ -601,6 +601,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num_demonstrations", type=int, default=20_000, help="of mixed quality")
     parser.add_argument("--num_worlds", type=int, default=20, help="that demonstrations come from")
     parser.add_argument("--topk", type=int, default=3, help="documents in a search result")
+    parser.add_argument(
+        "--max_hops", type=int, choices=(1, 2), default=2, help="documents that a question needs"
+    )
     parser.add_argument("--num_experts", type=int, default=0, help="of a layer; 0: a dense model")
     args = parser.parse_args(argv)
     if args.num_experts not in (0, *range(2, 1000)):
@@ -636,8 +639,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     files = {
         "corpus": list(documents(people.values())),
-        "questions_train": train,
-        "questions_eval": evaluation,
+        "questions_train": [q for q in train if len(q["metadata"]["hops"]) <= args.max_hops],
+        "questions_eval": [q for q in evaluation if len(q["metadata"]["hops"]) <= args.max_hops],
         "demonstrations": [chat for mixed, _ in pairs for chat in mixed],
         "demonstrations_perfect": [chat for _, perfect in pairs for chat in perfect],
     }

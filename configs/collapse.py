@@ -1,0 +1,30 @@
+"""Plain GRPO that learns to search in 20 steps and collapses in 20 more, on a CPU in minutes.
+
+python -m examples.quickstart_world --out=data/collapse --max_hops=1
+python -m jaxrl.launch --config=configs/collapse.py --workdir=runs/collapse
+
+The quickstart's model and warm start, questions of one hop, and what users of search training meet
+after some hundred steps on purpose within forty: four updates a batch, no KL term, small groups,
+and a learning rate that rises to three times the quickstart's. docs/results.md has what it shows,
+and what holds against it.
+
+Another world's folder may follow the file's name: --config=configs/collapse.py:data/other
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config(world: str = "data/collapse") -> ConfigDict:
+    config = quickstart.get_config(world)
+    config.num_steps = 150
+    config.rollout.tasks_per_step = 8
+    config.rollout.group_size = 4
+    config.rollout.num_rows = 32
+    config.optimizer.num_minibatches = 4
+    config.optimizer.lr = 3e-3
+    config.optimizer.warmup_steps = 200  # updates: 50 steps
+    config.eval.every_steps = 10
+    config.eval.suites = ("sampled",)
+    return config
