@@ -5,8 +5,8 @@ python -m jaxrl.launch --config=configs/collapse.py --workdir=runs/collapse
 
 The quickstart's model and warm start, questions of one hop, and what users of search training meet
 after some hundred steps on purpose within forty: four updates a batch, no KL term, small groups,
-and a learning rate that rises to three times the quickstart's. docs/results.md has what it shows,
-and what holds against it.
+and a learning rate that rises to three times the quickstart's. docs/experiments.md has what it
+showed, and what held against it.
 
 Another world's folder may follow the file's name: --config=configs/collapse.py:data/other
 """
