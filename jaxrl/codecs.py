@@ -98,9 +98,11 @@ def _turn(saved: Mapping[str, Any]) -> Turn:
 
 def _turn_to_json(turn: Turn) -> dict[str, Any]:
     plain = dataclasses.asdict(dataclasses.replace(turn, images=()))
-    images = list(map(_picture_to_json, turn.images))
-    return {name: value for name, value in plain.items() if name != "images"} | (
-        {"images": images} if images else {}
+    beside = {"images": list(map(_picture_to_json, turn.images)), "is_cut": turn.is_cut}
+    return (
+        plain | beside
+        if any(beside.values())
+        else {name: value for name, value in plain.items() if name not in beside}
     )
 
 

@@ -677,11 +677,14 @@ KEYS: dict[str, Key] = {
     "loss.term.name": Key("none", "A loss that is added: `llds`, which keeps up the likelihood of "
         "tokens without a negative advantage; or one of your own by its dotted name.",
         restart=TRAINING),
-    "loss.term.coef": Key(0.2, "Its coefficient.", at_least=0, restart=TRAINING),
+    "loss.term.coef": Key(0.2, "Its coefficient.", above=0, restart=TRAINING),
     "loss.term.settings": Key({}, "Keyword arguments of one of your own.", example=1,
         restart=TRAINING),
     "loss.term.llds.level": Key("action", "What has to have lost likelihood as a whole: an "
         "`action`, which is a turn, or the `response`.", one_of=("action", "response"),
+        restart=TRAINING),
+    "loss.term.llds.margin": Key(1e-5, "Nats that a token, and the action, must have lost; "
+        "rounding is below 1e-5 in float32 and some 0.01 in bfloat16.", at_least=0,
         restart=TRAINING),
     "loss.gate.name": Key("none", "Which tokens have a policy loss: `off_policy` leaves out wrong "
         "trajectories that the policy has moved away from; or one of your own by its dotted name.",

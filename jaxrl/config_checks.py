@@ -163,6 +163,15 @@ def _value(config: ConfigDict, key: str) -> Any:
 
 WARNINGS = (
     Rule(
+        "loss.dppo.anchor",
+        lambda c: (
+            c.loss.name == "dppo"
+            and c.loss.dppo.anchor == "old"
+            and c.optimizer.num_minibatches * c.optimizer.num_epochs == 1
+        ),
+        "'rollout' with one update a batch: before the first one no token has moved",
+    ),
+    Rule(
         "loss.clip_low",
         lambda c: c.loss.name == "clip" and not 0.1 <= c.loss.clip_low <= 0.3,
         "0.1 to 0.3 with loss.name='clip'",

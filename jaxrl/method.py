@@ -279,6 +279,11 @@ def batch_shape(
     )
 
 
+def _reads_sampler(config: ConfigDict) -> bool:
+    """True where the loss weighs tokens by their ratio to the sampler."""
+    return bool(config.loss.name == "dppo" and config.loss.dppo.anchor == "rollout")
+
+
 def reads_rewards(config: ConfigDict) -> bool:
     """False for the estimators that read nothing but which answers are correct."""
     return "rewards" in estimator_of(config).arrays
@@ -434,8 +439,28 @@ RULES = (
         "wrote, so there is no sampler's log-probability to correct by",
     ),
     Rule(
+        "loss.mask_observations",
+        lambda c: (
+            not c.loss.mask_observations and (c.loss.gate.name == "off_policy" or _reads_sampler(c))
+        ),
+        "True with loss.gate.name='off_policy' or loss.dppo.anchor='rollout': of what the search "
+        "engine wrote there is no sampler's log-probability",
+    ),
+    Rule(
         "loss.correction.level",
-        lambda c: c.rollout.ahead == 1 and c.loss.correction.level == "none",
+        lambda c: (
+            _reads_sampler(c)
+            and c.loss.correction.level != "none"
+            and c.loss.correction.mode != "reject"
+        ),
+        "'none', or loss.correction.mode='reject', with loss.dppo.anchor='rollout': its weight is "
+        "the sampler's correction already",
+    ),
+    Rule(
+        "loss.correction.level",
+        lambda c: (
+            c.rollout.ahead == 1 and c.loss.correction.level == "none" and not _reads_sampler(c)
+        ),
         "'token' or 'sequence' with rollout.ahead=1: weights one step older have sampled what is "
         "trained on",
     ),
@@ -448,7 +473,9 @@ RULES = (
     Rule(
         "loss.term.name",
         lambda c: (
-            c.loss.term.name == "llds" and c.optimizer.num_minibatches * c.optimizer.num_epochs == 1
+            "train" in c.stages
+            and c.loss.term.name == "llds"
+            and c.optimizer.num_minibatches * c.optimizer.num_epochs == 1
         ),
         "'none' with one update a batch (optimizer.num_minibatches=1, optimizer.num_epochs=1): no "
         "likelihood is lost before the first one, so the term is exactly 0",

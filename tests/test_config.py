@@ -220,7 +220,7 @@ def test_every_key_is_read():
         # Bound by name to the arguments of what is chosen (`choices.settings_of`).
         *(f"{n}.settings" for n in ("advantage", "loss", "loss.term", "loss.gate", "filter")),
         *(f"loss.dppo.{name}" for name in ("divergence", "anchor", "cap")),
-        *("loss.term.llds.level", "loss.gate.off_policy.delta"),
+        *("loss.term.llds.level", "loss.term.llds.margin", "loss.gate.off_policy.delta"),
         *(f"advantage.grpo.{name}" for name in ("normalize_std", "ddof", "epsilon")),
         *("advantage.pass_at_k.k", "advantage.pass_at_k.k_schedule", "loss.clip.dual_clip"),
         # Fields of a `TaskSource`.

@@ -108,6 +108,14 @@ BROKEN = [
         "loss.correction.level",
         {"loss.correction.level": "token", "loss.mask_observations": False},
     ),
+    (
+        "loss.mask_observations",
+        {"loss.gate.name": "off_policy", "loss.mask_observations": False},
+    ),
+    (
+        "loss.correction.level",
+        {"loss.name": "dppo", "loss.dppo.anchor": "rollout", "loss.correction.level": "token"},
+    ),
     ("loss.correction.level", {"rollout.ahead": 1}),
     ("loss.correction.mode", {"loss.correction.level": "geometric"}),
     ("loss.term.name", {"loss.term.name": "llds"}),

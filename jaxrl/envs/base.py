@@ -196,6 +196,7 @@ class Turn:
     error: str | None = None  # why the environment could not reply
     records: tuple[CallRecord, ...] = ()  # of the calls of tools to reply to it
     images: tuple[Picture, ...] = ()  # that the observation shows
+    is_cut: bool = False  # the budget of tokens ended it
 
     def calls(self, tool: str | None) -> list[str]:
         """The calls of a tool in this turn; None is the search engine."""

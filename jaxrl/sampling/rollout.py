@@ -742,7 +742,7 @@ class Rollout(EpisodePlayer):
                 continue
             text = self._turn_text(sample, event.status)
             if event.status == decode.OUT_OF_BUDGET:
-                self._end(sample, Turn(text=text), Outcome.OUT_OF_BUDGET)
+                self._end(sample, Turn(text=text, is_cut=True), Outcome.OUT_OF_BUDGET)
                 self._engine.finish(event.request)
             else:
                 members.append((event.request, sample, text))

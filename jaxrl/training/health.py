@@ -111,6 +111,8 @@ def why_nothing(
         spread = f"{min(rewards):.3g}"
         spread += f" to {max(rewards):.3g}" if min(rewards) != max(rewards) else ""
         return f"no trajectory had a signal: what is compared was equal (rewards {spread})"
-    if update_metrics and all(m["skipped"].value for m in update_metrics):
+    if not update_metrics:
+        return "no trajectory has a loss (config.filter.trajectories leaves all of them out)"
+    if all(m["skipped"].value for m in update_metrics):
         return "its update was skipped, since the gradient was not finite"
     return None

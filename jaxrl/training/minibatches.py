@@ -83,7 +83,14 @@ def keeper(filter: Filter) -> Callable[[Trajectory], bool]:
     """
     if (chosen := filter.trains_on) is None:
         return lambda _: True
-    return named(chosen.key, chosen.name, lambda trajectory: bool(chosen(trajectory)))
+
+    def is_kept(trajectory: Trajectory) -> bool:
+        found = chosen(trajectory)
+        if not isinstance(found, bool | np.bool_):
+            raise TypeError(f"it returned {found!r:.80}; expected True or False")
+        return bool(found)
+
+    return named(chosen.key, chosen.name, is_kept)
 
 
 def trained_share(trajectories: Sequence[Trajectory], filter: Filter) -> dict[str, float]:

@@ -76,6 +76,11 @@ def make_policy_loss(method: Method) -> TokenLoss:
         if loss.term is not None:
             # objectives/losses.py, by loss.term.name
             added, told = check_loss(loss.term, called(loss.term), logprobs)
+            if both := sorted(told.keys() & measured.keys()):
+                raise LossError(
+                    f"config.{loss.term.key} names {loss.term.name!r}, whose metrics hold "
+                    f"{both[0]!r}, which {policy_loss.name!r} measures too; give it another name."
+                )
             values = values + loss.term_coef * added
             metrics |= {f"actor/{name}": Metric(value) for name, value in told.items()}
             metrics["actor/term_loss"] = Metric(added, "loss")

@@ -85,6 +85,7 @@ class TestWhy:
     def test_a_skipped_update(self):
         member = dataclasses.replace(make_trajectory(reward=1.0), advantage=0.5)
         assert why_nothing([member], [SKIPPED]).startswith("its update was skipped")
+        assert why_nothing([member], []).startswith("no trajectory has a loss (config.filter.tra")
 
     def test_equal_rewards(self):
         got = why_nothing([equal(reward=-0.5)] * 3, [STILL])

@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from jaxrl.own_code import Chosen, OwnCodeError
 from jaxrl.training.controllers import (
     AdaptiveKL,
     Controllers,
@@ -15,9 +16,11 @@ from jaxrl.training.controllers import (
 )
 from jaxrl.training.minibatches import (
     as_trained,
+    keeper,
     make_minibatches,
     put_minibatches,
     token_kl_weights,
+    trained_share,
 )
 from jaxrl.training.settings import has_kl_loss, takes_own_logprobs
 from jaxrl.types import Divergence, with_fields
@@ -224,6 +227,23 @@ def test_a_kl_term_is_in_the_loss_or_not():
     assert not has_kl_loss(method_with().kl)
     assert has_kl_loss(method_with(**{"kl.coef": 0.1}).kl)
     assert not has_kl_loss(method_with(**{"kl.coef": 0.1, "kl.place": "reward"}).kl)
+
+
+def test_what_a_filter_of_trajectories_says_is_checked():
+    def method(function):
+        chosen = Chosen(key="filter.trajectories", name="my.f", function=function, settings={})
+        plain = method_with()
+        return dataclasses.replace(
+            plain, filter=dataclasses.replace(plain.filter, trains_on=chosen)
+        ).filter
+
+    made = [make_trajectory(sample_index=i) for i in range(4)]
+    assert trained_share(made, method(lambda one: one.sample_index > 0)) == {
+        "filter/trained_share": 0.75
+    }
+    for wrong, told in ((lambda one: None, "None"), (lambda one: "no", "'no'")):
+        with pytest.raises(OwnCodeError, match=f"it returned {told}; expected True or False"):
+            keeper(method(wrong))(made[0])
 
 
 def test_observations_are_trained_on_where_asked_for():

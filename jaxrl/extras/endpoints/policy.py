@@ -424,7 +424,7 @@ class ChatRollout(EpisodePlayer):
             sample.usage = {k: sample.usage.get(k, 0) + n for k, n in written.usage.items()}
             sample.append_unknown(self._tokenizer.encode_plain(text))
             if written.is_cut:
-                self._end(sample, Turn(text=text), Outcome.OUT_OF_BUDGET)
+                self._end(sample, Turn(text=text, is_cut=True), Outcome.OUT_OF_BUDGET)
             else:
                 self._take(sample, text, self._answer(sample, text))
 

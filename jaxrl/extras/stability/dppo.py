@@ -61,7 +61,8 @@ def dppo_policy_loss(
     if divergence == "tv":
         distance = jnp.abs(p - q)
     else:
-        others = jnp.log((1.0 - q + _LEAST) / (1.0 - p + _LEAST))
+        q_others, p_others = (jnp.maximum(1.0 - x, 0.0) + _LEAST for x in (q, p))
+        others = jnp.log(q_others / p_others)
         distance = q * (before - now) + (1.0 - q) * others
     is_raised, is_lowered = advantages > 0, advantages < 0
     is_beyond = (is_raised & (p > q) & (distance > clip_high)) | (

@@ -19,6 +19,7 @@ def likelihood_loss(
     segment_ids: Int[Array, "R T"],
     *,
     level: str,
+    margin: float,
 ) -> PolicyLoss:
     """Nats of likelihood that tokens without blame have lost since before the update.
 
@@ -27,8 +28,10 @@ def likelihood_loss(
     tokens of an advantage of at least 0, zero included, a token's loss is max(0, d) where its
     action as a whole has lost likelihood, Σ d > 0, and else 0.
 
-    Exactly zero, gradient included, where the policy is still the one before the update, so with
-    one optimizer step a batch.
+    Zero, gradient included, where the policy is still the one before the update, so with one
+    optimizer step a batch. The log-probabilities before it come from another program than those of
+    the update, and differ by rounding, which would open some gates: hence `margin`, of which the
+    paper's code has 0.
 
     Args:
         logprobs: nats, under the parameters being trained.
@@ -38,6 +41,7 @@ def likelihood_loss(
         segment_ids: which trajectory a token belongs to; contiguous, 0 on padding.
         level: `action`: neighbouring tokens without blame, so a turn; `response`: all of a
             trajectory.
+        margin: nats; d and its sum over the action count where they are above it.
 
     Returns:
         The loss, zero where it does not apply, and its metrics: `llds_lost`, d where that is
@@ -52,7 +56,7 @@ def likelihood_loss(
         is_first = is_kept & ~jnp.pad(is_inner, ((0, 0), (1, 0)))
         actions = jnp.where(is_kept, jnp.cumsum(is_first, axis=1), 0)
     totals = segment_sums(jax.lax.stop_gradient(lost), actions)
-    is_lost = is_kept & (totals > 0) & (lost > 0)
+    is_lost = is_kept & (totals > margin) & (lost > margin)
     metrics = {
         "llds_lost": jax.lax.stop_gradient(jnp.maximum(lost, 0.0)),
         "llds_share": jnp.where(is_lost, 1.0, 0.0),

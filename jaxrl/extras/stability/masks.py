@@ -46,9 +46,10 @@ def has_no_void_turn(trajectory: Trajectory) -> bool:
 
     SimpleTIR (https://arxiv.org/abs/2509.02479) leaves out of the loss what has a turn without
     either: text that broke off, or that ended too early, drawn from the tail of the distribution.
-    There an action is a block of code, here a call of any tool.
+    There an action is a block of code, here a call of any tool; one that is wrong, or that nobody
+    could answer any more, is a call too.
     """
-    *before, last = trajectory.turns
-    is_answered = trajectory.outcome in (Outcome.ANSWERED, Outcome.ABSTAINED)
-    is_void = [turn.tool_call is None for turn in before]
-    return not any(is_void) and (is_answered or last.tool_call is not None)
+    *before, last = trajectory.turns or (None,)
+    if last is None or any(turn is None or turn.observation is None for turn in before):
+        return False
+    return trajectory.outcome != Outcome.MALFORMED and not last.is_cut

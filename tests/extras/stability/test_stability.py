@@ -118,6 +118,7 @@ def test_a_trust_region_of_probabilities_is_another_one(
     assert (bool(clipped[0, 0]), bool(gradient[0, 0])) == (ratio_learns, dppo_learns)
 
 
+MARGIN = 0.1
 LLDS = ("logprobs", "old_logprobs", "advantages", "loss_mask", "segment_ids")
 
 
@@ -142,13 +143,15 @@ def actions_of(one, row, level):
 @pytest.mark.parametrize("seed", range(4))
 def test_llds_is_the_loop_over_actions(level, seed):
     one = rows(seed)
-    loss, metrics, gradient = loss_and_gradient(likelihood_loss, one, LLDS, level=level)
+    loss, metrics, gradient = loss_and_gradient(
+        likelihood_loss, one, LLDS, level=level, margin=MARGIN
+    )
     wanted = np.zeros(loss.shape)
     for row in range(len(loss)):
         for action in actions_of(one, row, level):
             lost = [float(one.old_logprobs[row, t]) - float(one.logprobs[row, t]) for t in action]
-            if sum(lost) > 0:
-                wanted[row, action] = np.maximum(lost, 0)
+            if sum(lost) > MARGIN:
+                wanted[row, action] = [x if x > MARGIN else 0 for x in lost]
     np.testing.assert_allclose(loss, wanted, atol=1e-6)
     np.testing.assert_array_equal(gradient, np.where(wanted > 0, -1.0, 0.0))
     np.testing.assert_array_equal(metrics["llds_share"], wanted > 0)
@@ -160,17 +163,17 @@ def test_llds_is_the_loop_over_actions(level, seed):
 def test_the_levels_of_llds_are_two():
     one = rows(1)
     by_level = [
-        loss_and_gradient(likelihood_loss, one, LLDS, level=level)[0]
+        loss_and_gradient(likelihood_loss, one, LLDS, level=level, margin=MARGIN)[0]
         for level in ("action", "response")
     ]
     assert not np.array_equal(*by_level)
 
 
 @pytest.mark.parametrize("level", ["action", "response"])
-def test_llds_is_exactly_zero_before_the_first_update(level):
+def test_llds_is_zero_before_the_first_update_but_for_rounding(level):
     one = rows(0)
-    one.logprobs = one.old_logprobs
-    loss, _, gradient = loss_and_gradient(likelihood_loss, one, LLDS, level=level)
+    one.logprobs = one.old_logprobs - np.float32(MARGIN / 1000)
+    loss, _, gradient = loss_and_gradient(likelihood_loss, one, LLDS, level=level, margin=MARGIN)
     assert not loss.any()
     assert not gradient.any()
 
@@ -193,7 +196,9 @@ def test_the_off_policy_gate_is_the_loop_over_trajectories(delta):
 
 
 VOID = Turn(text="Let me think about")
-FAILED_CALL = Turn(text="<search></search>", tool_call="", observation="nothing to search for")
+CUT = Turn(text="Let me think about", is_cut=True)
+FAILED_CALL = Turn(text="<search></search>", observation="nothing to search for")
+UNANSWERED = Turn(text="<search>once more</search>")  # beyond rollout.max_turns
 
 
 @pytest.mark.parametrize(
@@ -203,10 +208,11 @@ FAILED_CALL = Turn(text="<search></search>", tool_call="", observation="nothing 
         ((SEARCH, ANSWER), Outcome.ABSTAINED, True),
         ((ANSWER,), Outcome.ANSWERED, True),
         ((VOID,), Outcome.MALFORMED, False),
-        ((SEARCH, VOID), Outcome.OUT_OF_BUDGET, False),
+        ((SEARCH, CUT), Outcome.OUT_OF_BUDGET, False),
         ((VOID, SEARCH, ANSWER), Outcome.ANSWERED, False),
-        ((SEARCH, SEARCH), Outcome.OUT_OF_BUDGET, True),  # a call that nobody may answer any more
+        ((SEARCH, UNANSWERED), Outcome.OUT_OF_BUDGET, True),
         ((FAILED_CALL, ANSWER), Outcome.ANSWERED, True),
+        ((), Outcome.OUT_OF_BUDGET, False),
     ],
 )
 def test_void_turns_by_hand(turns, outcome, is_sound):

@@ -60,13 +60,17 @@ def test_void_turns_are_left_out_and_counted(workdir):
     for number, step in enumerate(records(workdir)[1:], 1):
         lines = trajectories(workdir, number)
         sound = [
-            all(turn["tool_call"] is not None for turn in line["turns"][:-1])
-            and (
-                line["turns"][-1]["tool_call"] is not None
-                or line["outcome"] in ("answered", "abstained")
-            )
+            all(turn["observation"] is not None for turn in line["turns"][:-1])
+            and line["outcome"] != "malformed"
+            and not line["turns"][-1].get("is_cut", False)
             for line in lines
         ]
+        # What the budget of tokens ended is told from a call beyond the turns allowed.
+        over = [line for line in lines if line["outcome"] == "out_of_budget"]
+        assert all(
+            ("</search>" in line["turns"][-1]["text"]) != line["turns"][-1].get("is_cut", False)
+            for line in over
+        )
         assert step["filter/trained_share"] == sum(sound) / len(sound)
         found += sound
     assert 0 < sum(found) < len(found)
