@@ -33,9 +33,11 @@ import hashlib, sys
 from jaxrl.runtime.stopping import stop_on_signals
 with stop_on_signals(*map(eval, sys.argv[2:])) as should_stop:
     print("ready", flush=True)
-    while not should_stop():
+    is_asked = False
+    while not is_asked:  # once at least, be it asked before
         # In here Python gets no turn, as in a compilation.
         hashlib.pbkdf2_hmac("sha256", b"", b"", int(sys.argv[1]))
+        is_asked = should_stop()
     print("stopped", flush=True)
 """
 
