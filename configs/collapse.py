@@ -1,4 +1,4 @@
-"""Plain GRPO that learns to search in 20 steps and collapses in 20 more, on a CPU in minutes.
+"""Plain GRPO that learns to search in 20 steps and collapses within 80, on a CPU in minutes.
 
 python -m examples.quickstart_world --out=data/collapse --max_hops=1
 python -m jaxrl.launch --config=configs/collapse.py --workdir=runs/collapse
@@ -6,7 +6,7 @@ python -m jaxrl.launch --config=configs/collapse.py --workdir=runs/collapse
 The quickstart's model and warm start, questions of one hop, and what users of search training meet
 after some hundred steps on purpose within forty: four updates a batch, no KL term, small groups,
 and a learning rate that rises to three times the quickstart's. docs/experiments.md has what it
-showed, and what held against it.
+showed, and what was tried against it.
 
 Another world's folder may follow the file's name: --config=configs/collapse.py:data/other
 """

@@ -98,12 +98,9 @@ def _turn(saved: Mapping[str, Any]) -> Turn:
 
 def _turn_to_json(turn: Turn) -> dict[str, Any]:
     plain = dataclasses.asdict(dataclasses.replace(turn, images=()))
-    beside = {"images": list(map(_picture_to_json, turn.images)), "is_cut": turn.is_cut}
-    return (
-        plain | beside
-        if any(beside.values())
-        else {name: value for name, value in plain.items() if name not in beside}
-    )
+    rare = {"images": list(map(_picture_to_json, turn.images)), "is_cut": turn.is_cut}
+    always = {name: value for name, value in plain.items() if name not in rare}
+    return always | {name: value for name, value in rare.items() if value}
 
 
 def _picture_to_json(picture: Picture) -> dict[str, str]:

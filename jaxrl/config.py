@@ -683,8 +683,8 @@ KEYS: dict[str, Key] = {
     "loss.term.llds.level": Key("action", "What has to have lost likelihood as a whole: an "
         "`action`, which is a turn, or the `response`.", one_of=("action", "response"),
         restart=TRAINING),
-    "loss.term.llds.margin": Key(1e-5, "Nats that a token, and the action, must have lost; "
-        "rounding is below 1e-5 in float32 and some 0.01 in bfloat16.", at_least=0,
+    "loss.term.llds.margin": Key(1e-5, "Nats that a token, and the action, must have lost. "
+        "The default is for rounding in float32; bfloat16 rounds more.", at_least=0,
         restart=TRAINING),
     "loss.gate.name": Key("none", "Which tokens have a policy loss: `off_policy` leaves out wrong "
         "trajectories that the policy has moved away from; or one of your own by its dotted name.",

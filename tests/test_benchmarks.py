@@ -346,6 +346,8 @@ def test_where_the_time_of_a_step_goes(tiny_world, capsys):
         "product",
     }
     assert all(by_layer["product"][2:5])  # forward, recomputed and backward: each is told
+    *passes, seconds = map(float, by_layer["product"][2:6])
+    assert abs(sum(passes) - seconds) < 0.021  # of four rounded numbers
     assert float(by_layer["product"][7].rstrip(" |")) > 0
 
 
