@@ -32,6 +32,7 @@ from jaxrl.installed import name_installed
 from jaxrl.logs.display import Display
 from jaxrl.logs.writers import parse_record
 from jaxrl.runtime.checkpoint import by_value, raises_once, read_value, steps_in
+from jaxrl.runtime.stalls import told_of_stalls
 from jaxrl.runtime.stopping import Interrupted
 
 
@@ -78,8 +79,8 @@ def train(
             workdir is wrong; says what arrived, what was expected and where to change it.
         KeyboardInterrupt: the user interrupted; the steps that were done are saved, and the same
             call goes on. A second interrupt ends at once.
-        OutageError, NothingWorksError, BudgetSpentError, NotEnoughGroupsError, OwnCodeError,
-            UnreadableError, CheckpointError: as `jaxrl.run.run`.
+        OutageError, NothingWorksError, BudgetSpentError, UnsoundError, NotEnoughGroupsError,
+            OwnCodeError, UnreadableError, CheckpointError: as `jaxrl.run.run`.
     """
     return _play(config, Path(workdir), accept_changes=accept_changes, ignore_plan=ignore_plan)
 
@@ -149,6 +150,7 @@ def _play(config: ConfigDict, workdir: Path, **settings: Any) -> Run:
         stack.callback(display.stop)
         play = launch.make_ready(config, workdir, display, stack, **settings)
         should_stop = stack.enter_context(_asked_to_stop())
+        stack.enter_context(told_of_stalls(display, config.watch.stall_s))
         try:
             play(should_stop)
         except Interrupted:

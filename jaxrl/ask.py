@@ -255,7 +255,7 @@ def leave_out_scores(config: ConfigDict) -> None:
 def leave_out_method(config: ConfigDict) -> None:
     """Takes functions of the user's own that only training calls out of the configuration."""
     loss = config.loss
-    for section in (config.advantage, loss, loss.term, loss.gate, config.filter):
+    for section in (config.advantage, loss, loss.term, loss.gate, config.filter, config.watch):
         if is_own(section.name):
             section.settings = {}
     if is_own(config.advantage.name):
@@ -263,6 +263,7 @@ def leave_out_method(config: ConfigDict) -> None:
     for key in (
         *("loss.name", "loss.term.name", "loss.gate.name", "loss.aggregation", "kl.estimator"),
         *("filter.name", "filter.trajectories", "optimizer.schedule", "sft.optimizer.schedule"),
+        "watch.name",
     ):
         if is_own(attrgetter(key)(config)):
             config.update_from_flattened_dict({key: KEYS[key].default})

@@ -777,6 +777,33 @@ KEYS: dict[str, Key] = {
         "0: off.", at_least=0, restart=EVALUATION),
     "eval.min_delta": Key(0.0, "Improvement of `best_metric` that counts for `patience`; above "
         "this.", at_least=0, restart=EVALUATION),
+    # --------------------------------------------------------------------------- watch
+    "watch.name": Key("none", "What looks at each step of the stage `train` for signs of collapse: "
+        "`none`; `sentinel`; or a function of your own by its dotted name.", restart=FREE),
+    "watch.settings": Key({}, "Keyword arguments of one of your own.", example=1, restart=FREE),
+    "watch.action": Key("warn", "What follows from a sign: `warn`; `lower_lr`; `roll_back` to the "
+        "last checkpoint that was sound, with other draws and a lower learning rate; `stop`, with "
+        "exit code 70.", one_of=("warn", "lower_lr", "roll_back", "stop"), restart=FREE),
+    "watch.actions": Key({}, "Actions of single signs, as `{'reward_fell': 'roll_back'}`.",
+        example="warn",
+        is_valid=lambda v: {*v.values()} <= {"warn", "lower_lr", "roll_back", "stop"},
+        expected="an action for each sign: 'warn', 'lower_lr', 'roll_back' or 'stop'",
+        restart=FREE),
+    "watch.lr_factor": Key(0.5, "By which `lower_lr` and `roll_back` multiply the learning rate, "
+        "each time.", above=0, at_most=1, restart=FREE),
+    "watch.max_roll_backs": Key(3, "Returns to a checkpoint after which the next sign that asks "
+        "for one ends the run.", at_least=0, restart=FREE),
+    "watch.sentinel.reward_fall": Key(0.5, "Share of the best mean reward, counted from the lowest "
+        "reward, that has to be lost.", above=0, at_most=1, restart=FREE),
+    "watch.sentinel.share": Key(0.5, "Share of responses that are malformed, void, cut off, alike "
+        "or going round in circles.", above=0, at_most=1, restart=FREE),
+    "watch.sentinel.gradient": Key(10.0, "Gradient norm, in multiples of what is usual.", above=1,
+        restart=FREE),
+    "watch.sentinel.gap": Key(0.05, "Mean difference of sampler and trainer, nats a token, that is "
+        "too much whatever was usual.", above=0, restart=FREE),
+    "watch.stall_s": Key(600.0, "Seconds without any progress after which the run prints what it "
+        "waits for and where its threads are; then again after twice as long. 0: never.",
+        at_least=0, restart=FREE),
     # --------------------------------------------------------- costs, checkpoints, logs
     "ledger.prices": Key({}, "Price of asking a tool or a judge once, in a unit of yours, by its "
         "name, as `{'search': 0.001}`; the others are free. Answers of a cache or a recording cost "

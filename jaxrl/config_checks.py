@@ -22,6 +22,7 @@ from jaxrl.method import (
     loss_of,
     schedule_of,
     trajectory_filter_of,
+    watch_of,
 )
 from jaxrl.tasks import check_sources
 from jaxrl.toolbox import (
@@ -76,6 +77,7 @@ def check_objectives(config: ConfigDict) -> None:
     beside_loss(config, "term")
     beside_loss(config, "gate")
     filter_of(config)
+    watch_of(config)
     trajectory_filter_of(config)
     aggregation_of(config)
     kl_estimator_of(config)

@@ -14,6 +14,7 @@ from jaxrl.runtime.stopping import (
     EXIT_BUDGET_SPENT,
     EXIT_NOTHING_WORKS,
     EXIT_TRY_AGAIN,
+    EXIT_UNSOUND,
     end_on_signals,
 )
 
@@ -188,10 +189,12 @@ def _run(
     from jaxrl.own_code import OwnCodeError
     from jaxrl.runtime import distributed
     from jaxrl.runtime.checkpoint import CheckpointError
+    from jaxrl.runtime.stalls import tell_on_signal, told_of_stalls
     from jaxrl.runtime.stopping import Interrupted
     from jaxrl.training.collect import NotEnoughGroupsError
     from jaxrl.training.health import NothingWorksError
     from jaxrl.training.ledger import BudgetSpentError
+    from jaxrl.training.watch import UnsoundError
 
     with contextlib.ExitStack() as stack:
         display = Display(is_shown=distributed.is_main())
@@ -209,14 +212,18 @@ def _run(
         except INPUT_ERRORS as error:
             _refuse(error)
         except OutageError as error:
-            _end_unserved(error)
+            _end(error, EXIT_NOTHING_WORKS)
         begin()
+        tell_on_signal()
+        stack.enter_context(told_of_stalls(display, config.watch.stall_s))
         try:
             play(should_stop)
         except (Interrupted, BudgetSpentError) as error:
             sys.exit(EXIT_TRY_AGAIN if isinstance(error, Interrupted) else EXIT_BUDGET_SPENT)
         except (NothingWorksError, OutageError) as error:
-            _end_unserved(error)
+            _end(error, EXIT_NOTHING_WORKS)
+        except UnsoundError as error:
+            _end(error, EXIT_UNSOUND)
         except (CheckpointError, NotEnoughGroupsError, OwnCodeError, UnreadableError) as error:
             _refuse(error)
         except Exception as error:
@@ -293,13 +300,13 @@ def make_ready(
     return play
 
 
-def _end_unserved(error: Exception) -> NoReturn:
-    """Ends the process where what the run asks answers nobody."""
+def _end(error: Exception, code: int) -> NoReturn:
+    """Ends the process with an exit code of its own, saying why."""
     from jaxrl.runtime import distributed
 
     if distributed.is_main():
         print(f"error: {printable(_message(error))}", file=sys.stderr)
-    sys.exit(EXIT_NOTHING_WORKS)
+    sys.exit(code)
 
 
 def _refuse_of_disk(error: Exception, workdir: Path) -> None:

@@ -84,6 +84,24 @@ def trajectory_filter_of(config: ConfigDict) -> Chosen | None:
     return _function(key, name, TRAJECTORIES, ("trajectory",), "my_filter.is_sound")
 
 
+def watch_of(config: ConfigDict) -> Chosen | None:
+    """What looks at each step; None without it. Errors as of `estimator_of`."""
+    from jaxrl.training.watch import ARGUMENTS, WATCHES
+
+    if config.watch.name == "none" and not config.watch.settings:
+        return None
+    table = {"none": None, **WATCHES}
+    judge = _objective("watch", config.watch, table, ARGUMENTS, "my_watch.judge")
+    signs = getattr(judge.function, "signs", None)  # where it declares them
+    unknown = sorted({*config.watch.actions} - {*(signs or config.watch.actions)})
+    if unknown:
+        raise ValueError(
+            f"config.watch.actions names the sign {unknown[0]!r}; {config.watch.name!r} knows "
+            f"{', '.join(signs or ())}."
+        )
+    return judge
+
+
 def aggregation_of(config: ConfigDict) -> Chosen:
     """The function that weighs a mini-batch's tokens by counts; errors as of `estimator_of`."""
     from jaxrl.objectives.aggregation import AGGREGATIONS, ARRAYS
@@ -172,7 +190,7 @@ def method_of(config: ConfigDict) -> Method:
     from jaxrl.training import settings
 
     advantage, kl, rollout = config.advantage, config.kl, config.rollout
-    estimator = estimator_of(config)
+    estimator, judge = estimator_of(config), watch_of(config)
     keys = {} if estimator.is_own else subsection(advantage)
     schedules = {
         name: keys[f"{name}_schedule"] for name in estimator.settings if f"{name}_schedule" in keys
@@ -213,6 +231,7 @@ def method_of(config: ConfigDict) -> Method:
         ),
         shaping=filled(settings.Shaping, config.shaping, overlong_limit=overlong_limit(config)),
         balance_coef=config.model.router.balance_coef,
+        watch=filled(settings.Watch, config.watch, judge=judge) if judge else None,
         optimizer=optimizer_of(config, "train"),
     )
 

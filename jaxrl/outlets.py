@@ -34,6 +34,10 @@ class Checkpoints(Protocol):
         """The step with the highest value, and its state as the abstract one is."""
         ...
 
+    def steps(self) -> list[int]:
+        """The steps of which there are checkpoints."""
+        ...
+
     def wait(self) -> None:
         """Returns once everything is on the disk."""
         ...
@@ -50,6 +54,10 @@ class Records(Protocol):
 
     def write(self, step: int, stage: str, metrics: Mapping[str, float]) -> None:
         """Appends a record."""
+        ...
+
+    def mark(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:
+        """Writes down what was seen of a step that is not sound."""
         ...
 
     def close(self) -> None:

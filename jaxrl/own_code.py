@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxrl.envs.calls import error_text
+MAX_ERROR = 2000  # characters of an exception's first line; a library may write no other
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +71,14 @@ def arrays_of(function: Callable[..., Any]) -> list[str]:
 def failure_text(error: BaseException) -> str:
     """Tells what code of the user's raised, in one line, and where in its files.
 
-    Of a text of several lines it is the first: JAX goes on with how it got there.
+    Of a text of several lines it is the first: JAX goes on with how it got there. Keys are taken
+    out where it is printed or leaves the run (`envs.redaction`).
     """
-    first, *_ = [*error_text(error).splitlines(), ""]
+    try:
+        text = str(error)
+    except Exception:  # exceptions are classes of the user's too
+        text = ""
+    first, *_ = [*f"{type(error).__name__}: {text}".removesuffix(": ")[:MAX_ERROR].splitlines(), ""]
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_THEIRS)]
     return first.rstrip(".") + (f" ({own[-1].filename}:{own[-1].lineno})" if own else "")

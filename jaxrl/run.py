@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pkgutil
-import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from jaxrl.logs.writers import write_samples
 from jaxrl.models.folder import model_folder
 from jaxrl.models.starting import load_base, load_trained
 from jaxrl.own_code import OwnCodeError
-from jaxrl.runtime import distributed
-from jaxrl.runtime.checkpoint import Checkpointer, optimizer_items
+from jaxrl.runtime import distributed, rolling_back
+from jaxrl.runtime.checkpoint import Checkpointer, optimizer_items, read_newest_position
 from jaxrl.runtime.sharding import abstract, param_shardings
 from jaxrl.runtime.stopping import Interrupted
 from jaxrl.runtime.versions import write_environment
@@ -34,6 +33,7 @@ from jaxrl.training.collect import ENDING, NotEnoughGroupsError
 from jaxrl.training.health import Failures
 from jaxrl.training.ledger import BudgetSpentError
 from jaxrl.training.update import init_state, state_shardings
+from jaxrl.training.watch import RollBack, UnsoundError
 from jaxrl.types import Params
 
 STAGE_FUNCTIONS: dict[str, Callable[[Session, Params], Params]] = {
@@ -70,6 +70,7 @@ def run(
         NothingWorksError: every episode failed, several times in a row or in the last evaluation.
         OutageError: what the environment asks has answered nobody for too long.
         BudgetSpentError: the run has spent what it may; what was done is saved.
+        UnsoundError: a step had a sign of collapse that ends the run; that step is saved.
         NotEnoughGroupsError: the filter kept too few groups.
         OwnCodeError: what a key names failed in a step; those before it are saved.
         UnreadableError: an image of a demonstration, or of the checkpoint to go on with.
@@ -82,18 +83,21 @@ def run(
         log=display.log,
     )
     with contextlib.closing(checkpointer):
-        session = open_session(
-            settings,
-            workdir,
-            components=components,
-            checkpointer=checkpointer,
-            display=display,
-            should_stop=should_stop,
-            contents=contents or {},
-            adopt=adopt,
-        )
-        with contextlib.closing(session.metrics_log), stopping(display):
-            run_stages(session)
+        is_done = False
+        while not is_done:
+            session = open_session(
+                settings,
+                workdir,
+                components=components,
+                checkpointer=checkpointer,
+                display=display,
+                should_stop=should_stop,
+                contents=contents or {},
+                adopt=adopt,
+            )
+            adopt = _nothing  # once it has begun
+            with contextlib.closing(session.metrics_log), stopping(display):
+                is_done = run_stages(session)
     progress = session.progress
     ending: list[str] = []
     write_report(session, ending.append)
@@ -204,14 +208,26 @@ def stopping(display: Display) -> Iterator[None]:
         display.stop()
 
 
-def run_stages(session: Session) -> None:
-    """Runs the stages of a session; what ends them early is saved and told."""
+def _nothing() -> None:
+    pass
+
+
+def run_stages(session: Session) -> bool:
+    """Runs the stages of a session; what ends them early is saved and told.
+
+    Returns:
+        False where a new session is to go on from an earlier checkpoint.
+    """
     progress, display = session.progress, session.display
     try:
         params = start_params(session)
         for stage in session.settings.stages:
             params = STAGE_FUNCTIONS[stage](session, params)
-    except (*ENDING, Interrupted) as error:
+        return True
+    except RollBack as decision:
+        roll_back(session, decision)
+        return False
+    except (*ENDING, UnsoundError, Interrupted) as error:
         session.save_progress()
         if isinstance(error, Interrupted):
             saved = f"step {progress.step} is saved. The same command goes on from there"
@@ -230,6 +246,23 @@ def run_stages(session: Session) -> None:
         raise
 
 
+def roll_back(session: Session, decision: RollBack) -> None:
+    """Makes the workdir, and the memory, ready to go on from an earlier checkpoint."""
+    line = {name: getattr(decision, name) for name in ("sign", "from_step", "to_step", "lr_scale")}
+    number = session.progress.watched.num_roll_backs + 1
+    if distributed.is_main():
+        rolling_back.write_down(session.workdir, line)
+    distributed.meet()
+    session.components.engine.release()
+    session.state = session.ref_params = None  # the devices have no room for two
+    aside = session.workdir / rolling_back.ASIDE / str(number)
+    session.display.log(
+        f"going back from step {decision.from_step} to the checkpoint of step {decision.to_step}, "
+        f"with other draws and {decision.lr_scale:g} of the learning rate ({decision.sign}); "
+        f"{aside} keeps what was measured since"
+    )
+
+
 def open_session(
     settings: Settings,
     workdir: Path,
@@ -242,14 +275,18 @@ def open_session(
     adopt: Callable[[], None],
 ) -> Session:
     """The session of `run`, as the workdir's newest checkpoint left it; arguments as there."""
+    is_main = distributed.is_main()
+    going_back = carry_out_roll_backs(workdir, checkpointer)
     found = checkpointer.restore_newest(lambda saved: restore_targets(components, saved))
     progress = Progress.from_json(found[0], components.method) if found else Progress()
+    if going_back:
+        changed = {"lr_scale": going_back[-1]["lr_scale"], "num_roll_backs": len(going_back)}
+        progress.watched = dataclasses.replace(progress.watched, **changed)
     if components.processor is not None:
         progress.put_images(components.processor.with_images)
     adopt()
-    is_main = distributed.is_main()
     if is_main and (found or set(settings.stages) != {"evaluate"}):
-        remove_later_files(workdir, progress.step)
+        rolling_back.remove_later_files(workdir, progress.step)
     metrics_log = open_log(
         workdir,
         progress.num_records,
@@ -280,6 +317,30 @@ def open_session(
         failures=failures,
         saved=dataclasses.replace(progress) if found else None,
     )
+
+
+def carry_out_roll_backs(workdir: Path, checkpointer: Checkpointer) -> list[dict[str, Any]]:
+    """Carries out decisions to go back that the newest checkpoint does not know of.
+
+    Returns:
+        All decisions where there was one to carry out, else none.
+
+    Raises:
+        ValueError: what is written of them is damaged.
+    """
+    lines: list[dict[str, Any]] = []
+    num_done = 0
+    if distributed.is_main():
+        lines = rolling_back.read(workdir)
+        if lines:
+            _, position = read_newest_position(workdir / "checkpoints")
+            num_done = position.get("watched", {}).get("num_roll_backs", 0)
+    lines, num_done = distributed.from_main((lines, num_done))
+    for number, line in enumerate(lines[num_done:], start=num_done + 1):
+        if distributed.is_main():
+            rolling_back.set_aside_after(workdir, line["to_step"], number)
+        checkpointer.forget_after(line["to_step"])
+    return lines if len(lines) > num_done else []
 
 
 def origin_of(settings: Settings, contents: Mapping[str, str]) -> dict[str, Any]:
@@ -343,11 +404,3 @@ def restore_targets(components: Components, saved: dict[str, Any]) -> dict[str, 
     targets = {"params": params, "optimizer": optimizer_items(state)}
     has_reference = progress.stage == "train" and components.method.has_reference
     return targets | ({"ref_params": params} if has_reference else {})
-
-
-def remove_later_files(workdir: Path, step: int) -> None:
-    """Removes what a killed run wrote after the step it is resumed from."""
-    for path in [*workdir.glob("trajectories/*"), *workdir.glob("eval/*")]:
-        name = re.fullmatch(r"(?:step|sft|train|evaluate)_(\d+)\.\w+", path.name)
-        if path.name.endswith(".unfinished") or (name and int(name[1]) > step):
-            path.unlink()

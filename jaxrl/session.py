@@ -33,6 +33,7 @@ from jaxrl.training.optimizer import OptimizerSettings
 from jaxrl.training.packing import BatchShape, TokenSequence
 from jaxrl.training.settings import Method
 from jaxrl.training.update import UpdateStep, init_state, with_moments_in
+from jaxrl.training.watch import Watched
 from jaxrl.types import Group, Params, TrainState
 
 
@@ -111,7 +112,8 @@ class Progress:
     num_broken_off: int = 0  # collections that the run ended in after they had cost something
     num_learned: int = 0  # the train stage's steps whose update had a gradient
     weights_step: int | None = None  # whose weights it ended with, where it stopped early
-    # Of the train stage: the states of its controllers, and the groups left over.
+    # Of the train stage: the states of its watch and controllers, and the groups left over.
+    watched: Watched = field(default_factory=Watched)
     controllers: Controllers = field(default_factory=Controllers)
     leftover: list[Group] = field(default_factory=list, compare=False)
     # What was collected for the next step, by weights that are not there any more.
@@ -188,7 +190,7 @@ class Progress:
         kept = {name: value for name, value in saved.items() if name in known}
         ledger = Ledger.from_json(saved["ledger"]) if "ledger" in saved else Ledger()
         restored = {"best": best, "controllers": controllers, "leftover": leftover}
-        restored |= {"ledger": ledger}
+        restored |= {"ledger": ledger, "watched": Watched(**saved.get("watched", {}))}
         return cls(**{**kept, **restored, "pending": pending and Collected.from_json(pending)})
 
 

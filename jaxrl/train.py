@@ -45,6 +45,7 @@ from jaxrl.training.minibatches import make_minibatches, put_minibatches, traine
 from jaxrl.training.packing import BatchShape
 from jaxrl.training.settings import is_measured
 from jaxrl.training.update import ScoreStep
+from jaxrl.training.watch import ACTIONS, RollBack, UnsoundError, action_on, goal_of, look
 from jaxrl.types import Draw, Group, Params, TrainState, members
 
 
@@ -103,6 +104,8 @@ def train(session: Session, params: Params) -> Params:
             )
         # Update. If no trajectory has a signal, the optimizer still steps, with a gradient of zero.
         update_metrics: list[dict[str, Any]] = []
+        scale = progress.watched.lr_scale
+        lr_scale = None if scale == 1 else scale  # a product of floats more, and rounding differs
         session.display.activity(f"update, {len(batches) * stage.settings.num_epochs} mini-batches")
         for _ in range(stage.settings.num_epochs):
             for packed, batch in zip(minibatches, batches, strict=True):
@@ -111,7 +114,7 @@ def train(session: Session, params: Params) -> Params:
                     # changed nothing yet. Later ones may not be: the old state is donated by then.
                     may_end = session.should_stop if not update_metrics else lambda: False
                     with stopped_by(may_end):
-                        state, metrics = stage.update(state, batch, packed)
+                        state, metrics = stage.update(state, batch, packed, lr_scale)
                     update_metrics.append(metrics)
         session.state = state
         # Nothing has waited for the devices: meanwhile the groups of the next step (rollout.ahead).
@@ -140,6 +143,12 @@ def train(session: Session, params: Params) -> Params:
             "perf/num_compilations/sampler": components.engine.num_compilations,
             "perf/num_compilations/update": stage.update.num_traces,
         }
+        if method.watch is not None:
+            # Signs of collapse, by watch.name; acted on once the step is recorded.
+            progress.watched, marks = look(
+                method, progress.watched, progress.record, groups, progress.stage_step
+            )
+            progress.record |= marks
         log_trajectories(session, groups, controllers)
         finish_step(session)
     if progress.pending is not None:  # of a stage that ends early; what it took was taken
@@ -267,7 +276,12 @@ def rollout_at(session: Session, step: int, policy_version: int) -> partial[list
         group_size=method.group_size,
         temperature=method.temperature,
         top_p=method.top_p,
-        seeds=Seeds(seed=session.settings.seed, stage=STAGES.index("train"), step=step),
+        seeds=Seeds(
+            seed=session.settings.seed,
+            # Other draws after each return to an earlier checkpoint (`watch.action`).
+            stage=STAGES.index("train") + len(STAGES) * session.progress.watched.num_roll_backs,
+            step=step,
+        ),
         policy_version=policy_version,
         keeps_arrays=method.replays,
     )
@@ -411,10 +425,43 @@ def finish_step(session: Session) -> None:
     is_early = not is_last and progress.is_out_of_patience(patience)
     mark = {"stopped_early": 1} if is_early else {}
     session.metrics_log.write(progress.step, "train", record | mark)
+    act_on_signs(session)
     # `Session.end` saves the last step. A step at which patience ran out is saved only if it is
     # the best, since the stage then ends with the best checkpoint.
     if not is_last and (is_best or (session.is_checkpoint_due and not is_early)):
         session.save()
+
+
+def act_on_signs(session: Session) -> None:
+    """Tells the signs of the step that was just recorded, and does what `watch.action` asks for.
+
+    Raises:
+        RollBack: the run is to go back to an earlier checkpoint.
+        UnsoundError: it is to end.
+    """
+    progress, watch = session.progress, session.components.method.watch
+    signs = progress.watched.acting
+    if watch is None or not signs:
+        return
+    for sign in signs:
+        session.display.log(f"warning: train {progress.stage_step}: {sign['name']}: {sign['text']}")
+        session.metrics_log.mark(progress.step, "train", {**sign, "action": action_on(sign, watch)})
+    worst = max(signs, key=lambda sign: ACTIONS.index(action_on(sign, watch)))
+    action = action_on(worst, watch)
+    scale = progress.watched.lr_scale * watch.lr_factor
+    progress.watched = dataclasses.replace(progress.watched, acting=())
+    if action == "stop":
+        raise UnsoundError(f"{worst['name']}: {worst['text']}")
+    if action == "lower_lr":
+        progress.watched = dataclasses.replace(progress.watched, lr_scale=scale)
+        session.display.log(
+            f"train {progress.stage_step}: from here on with {scale:g} of the learning rate"
+        )
+    if action == "roll_back":
+        begun = progress.step - progress.stage_step  # after the stages before
+        steps = [step - begun for step in session.checkpointer.steps() if step >= begun]
+        goal = begun + goal_of(worst, watch, progress.watched, steps)
+        raise RollBack(sign=worst["name"], from_step=progress.step, to_step=goal, lr_scale=scale)
 
 
 def evaluate_where_due(session: Session) -> dict[str, float]:

@@ -218,9 +218,11 @@ def test_every_key_is_read():
         *(f"loss.correction.{name}" for name in ("mode", "cap")),
         *(f"kl.{name}.target" for name in ("adaptive", "log")),
         # Bound by name to the arguments of what is chosen (`choices.settings_of`).
-        *(f"{n}.settings" for n in ("advantage", "loss", "loss.term", "loss.gate", "filter")),
+        *(f"{n}.settings" for n in ("advantage", "filter", "watch")),
+        *(f"{n}.settings" for n in ("loss", "loss.term", "loss.gate")),
         *(f"loss.dppo.{name}" for name in ("divergence", "anchor", "cap")),
         *("loss.term.llds.level", "loss.term.llds.margin", "loss.gate.off_policy.delta"),
+        *(f"watch.sentinel.{name}" for name in ("reward_fall", "share", "gradient", "gap")),
         *(f"advantage.grpo.{name}" for name in ("normalize_std", "ddof", "epsilon")),
         *("advantage.pass_at_k.k", "advantage.pass_at_k.k_schedule", "loss.clip.dual_clip"),
         # Fields of a `TaskSource`.

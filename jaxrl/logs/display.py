@@ -36,6 +36,11 @@ class Display:
         self._status: Status | None = None  # the live line outside of a stage
         self._first: tuple[int, float] | None = None  # a stage's first step and when it ended
         self._progress: Progress | None = None
+        self.moved_at, self.doing = time.monotonic(), ""
+
+    def _move(self, text: str) -> None:
+        """Notes that something has moved; see `runtime.stalls`."""
+        self.moved_at, self.doing = time.monotonic(), text
 
     def log(self, text: str) -> None:
         """Prints a line, one that begins with `warning:` to stderr.
@@ -43,6 +48,7 @@ class Display:
         What it holds of foreign text does nothing to the terminal.
         """
         self._end_activity()
+        self._move(text)
         self._spoken = time.monotonic()
         console = self._warnings if text.startswith("warning:") else self.console
         console.print(printable(text), markup=False, emoji=False, soft_wrap=True)
@@ -70,6 +76,7 @@ class Display:
 
     def step(self, step: int, numbers: Mapping[str, float]) -> None:
         """Shows the state after step number `step` of the stage."""
+        self._move(f"{self._stage} {step}/{self._num_steps}")
         # Three digits, or a whole number with its thousands apart.
         shown = {k: f"{x:,.0f}" if abs(x) >= 1000 else f"{x:.3g}" for k, x in numbers.items()}
         text = "  ".join(f"{name} {value}" for name, value in shown.items())
@@ -94,6 +101,7 @@ class Display:
     def activity(self, text: str) -> None:
         """Shows what is under way in a step, or before the first one."""
         text = printable(text)
+        self._move(text)
         if self._progress is not None:
             self._progress.update(self._bar, activity=text)
         elif self.console.is_terminal and not self.console.quiet:

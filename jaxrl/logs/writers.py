@@ -13,7 +13,7 @@ from jaxrl.codecs import trajectory_record
 from jaxrl.envs.json_text import parse_json
 from jaxrl.logs.metrics import plain_numbers
 from jaxrl.outlets import Record
-from jaxrl.runtime.files import set_aside, taking_place, written_whole
+from jaxrl.runtime.files import append_line, set_aside, taking_place, written_whole
 from jaxrl.types import Trajectory
 
 
@@ -68,6 +68,8 @@ class MetricsLog:
             for number in bad:
                 log(f"warning: {path}:{number} is no record and is left out; {aside} keeps it")
         kept = [line for line, record in found if record is not None and not is_later(record)]
+        self._marks = path.with_name(MARKS)
+        _keep_records(self._marks, lambda record: not is_later(record))
         if len(kept) < num_records:
             where = "it is missing" if not path.exists() else "the first ones are lost"
             if kept:
@@ -107,10 +109,32 @@ class MetricsLog:
             mirror.write(self.num_records, record)
         self.num_records += 1
 
+    def mark(self, step: int, stage: str, sign: Mapping[str, Any]) -> None:
+        """Appends a sign of a step that is not sound to `sentinel.jsonl`, with its texts."""
+        if self._path is not None:
+            line = {"step": step, "stage": stage, "sign": sign["name"], **sign}
+            del line["name"]
+            append_line(self._marks, json.dumps(line, ensure_ascii=False))
+
     def close(self) -> None:
         """Closes the mirrors."""
         for mirror in self.mirrors:
             mirror.close()
+
+
+MARKS = "sentinel.jsonl"
+"""Beside `metrics.jsonl`: what was seen of steps that were not sound."""
+
+
+def _keep_records(path: Path, is_kept: Callable[[Record], bool]) -> None:
+    """Leaves out lines of a file of records, and those that are damaged."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().splitlines()
+    kept = [line for line in lines if (one := parse_record(line)) is not None and is_kept(one)]
+    if len(kept) < len(lines):
+        with written_whole(path) as file:
+            file.writelines(line.decode("utf-8") + "\n" for line in kept)
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:

@@ -156,6 +156,20 @@ class Checkpointer:
             remove_whole(self._folder / str(old))
         _clean(self._folder)
 
+    def steps(self) -> list[int]:
+        """The steps of which there are checkpoints, the last save included."""
+        self.wait()
+        return distributed.from_main(steps_in(self._folder) if distributed.is_main() else [])
+
+    def forget_after(self, step: int) -> None:
+        """Removes the checkpoints of later steps."""
+        self.wait()
+        if distributed.is_main():
+            for later in (one for one in steps_in(self._folder) if one > step):
+                remove_whole(self._folder / str(later))
+        distributed.meet()
+        self._manager.reload()
+
     def wait(self) -> None:
         """Waits until the last save is complete; an error of it is raised here."""
         if self._unfinished is not None:

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from jaxrl.envs.child_process import Child, EndedError
+from jaxrl.envs.redaction import redacted
 from jaxrl.envs.text import printable
 from jaxrl.runtime import monitor
 from jaxrl.runtime.distributed import from_main, gather
@@ -221,7 +222,7 @@ class Peers:
             return
         self._is_failing = True
         reason = str(error) if is_told else "".join(traceback.format_exception_only(error)).strip()
-        reason = printable(reason)
+        reason = redacted(printable(reason))  # the monitor prints it, another process
         self._write(failed=reason)
         index = jax.process_index()
         try:

@@ -225,7 +225,7 @@ def check_alike(config: ConfigDict, workdir: Path, contents: Mapping[str, str]) 
 
 NAMING = (
     *("env.name", "advantage.name", "loss.name", "filter.name", "loss.aggregation"),
-    *("loss.term.name", "loss.gate.name", "filter.trajectories"),
+    *("loss.term.name", "loss.gate.name", "filter.trajectories", "watch.name"),
     *("kl.estimator", "optimizer.schedule", "sft.optimizer.schedule", "search.engine"),
     *("env.search.protocol", "env.search.python.sandbox", "model.architecture"),
 )

@@ -120,6 +120,22 @@ class Shaping:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Watch:
+    """The section `watch`.
+
+    Attributes:
+        judge: of `training.watch.WATCHES`, or one's own.
+        action: of `training.watch.ACTIONS`, for the signs that `actions` does not name.
+    """
+
+    judge: Chosen
+    action: str
+    actions: Mapping[str, str]
+    lr_factor: float
+    max_roll_backs: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """A method of training, from the groups of a step to its updates.
 
@@ -129,6 +145,7 @@ class Method:
         top_p: of sampling only; training scores the full distribution.
         replays: passes of training are given the arrays by token that the sampler recorded.
         balance_coef: of the loss that has experts used alike.
+        watch: what looks at every step for signs of collapse; None without.
         optimizer: of the stage that trains by it.
     """
 
@@ -145,6 +162,7 @@ class Method:
     filter: Filter
     shaping: Shaping
     balance_coef: float
+    watch: Watch | None
     optimizer: OptimizerSettings
 
     @property

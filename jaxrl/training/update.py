@@ -451,10 +451,14 @@ class UpdateStep:
         )
         shardings = state_shardings(model.mesh, model.trained, optimizer)
 
-        def apply(state: TrainState, sums: Sums) -> tuple[TrainState, dict[str, Metric]]:
+        def apply(
+            state: TrainState, sums: Sums, lr_scale: jax.Array | None
+        ) -> tuple[TrainState, dict[str, Metric]]:
             norm = optax.tree.norm(sums.gradients)
             is_finite = jnp.isfinite(norm)
             changes, opt_state = optimizer.update(sums.gradients, state.opt_state, state.params)
+            if lr_scale is not None:  # all changes are proportional to the learning rate
+                changes = jax.tree.map(lambda change: change * lr_scale, changes)
             # Chosen value by value: a GPU's host would wait at a branch.
             params, opt_state = jax.tree.map(
                 lambda new, old: jnp.where(is_finite, new, old),
@@ -471,7 +475,9 @@ class UpdateStep:
             measured = {"grad_norm": Metric(norm), "skipped": Metric(1.0 - is_finite)}
             return state, sums.finished_metrics(model.config.statistics) | measured
 
-        self.apply = CompiledFunction(apply, name="optimizer", donate_argnums=(0,))
+        self.apply = CompiledFunction(
+            apply, name="optimizer", variants=(False, True), donate_argnums=(0,)
+        )
 
     @property
     def num_traces(self) -> int:
@@ -483,11 +489,17 @@ class UpdateStep:
         return sum(program.num_traces for program in programs)
 
     def __call__(
-        self, state: TrainState, batch: Batch, packed: Packed
+        self, state: TrainState, batch: Batch, packed: Packed, lr_scale: float | None = None
     ) -> tuple[TrainState, dict[str, Metric]]:
-        """One step by all micro-batches of `packed`, which lies on the devices as `batch`."""
+        """One step by all micro-batches of `packed`, which lies on the devices as `batch`.
+
+        `lr_scale` is a factor of the learning rate.
+        """
         sums = self.gradient(state.params, batch, packed)
+        scale = None if lr_scale is None else np.float32(lr_scale)
+        is_scaled = scale is not None
         if not self._offload:
-            return self.apply(state, sums)
-        state, metrics = self.apply(with_moments_in(state, "device"), sums)
+            return self.apply(state, sums, scale, variant=is_scaled)
+        state = with_moments_in(state, "device")
+        state, metrics = self.apply(state, sums, scale, variant=is_scaled)
         return with_moments_in(state, HOST_MEMORY), metrics

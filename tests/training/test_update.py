@@ -629,6 +629,23 @@ def test_state_is_donated(update, params, sequences):
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((after, batch)))
 
 
+def test_a_factor_of_the_rate_is_one_of_the_change(update, params, sequences):
+    packed = pack_all(sequences, SHAPE)
+    batch = put_batch(MESH, packed.batch)
+    (whole, _), (half, _) = (
+        update(fresh_state(params), batch, packed, scale) for scale in (None, 0.5)
+    )
+    changes = [
+        jax.tree.map(lambda new, old: np.asarray(new, np.float64) - old, state.params, params)
+        for state in (whole, half)
+    ]
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(other, one / 2, rtol=0, atol=1e-7), *changes
+    )
+    for one, other in zip(*map(jax.tree.leaves, (whole.opt_state, half.opt_state)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def memories(state):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state)}
 

@@ -1,0 +1,191 @@
+"""A training step as a few numbers: what the sentinel judges it by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+
+from jaxrl.envs.base import Outcome
+from jaxrl.training.settings import Method
+from jaxrl.types import Group, Trajectory, members
+
+SUMS_TO_ZERO = ("grpo", "rloo", "pass_at_k")
+"""Estimators whose advantages add up to 0 in every group, whatever their settings."""
+
+METRICS = {
+    "gradient": "actor/grad_norm",
+    "moved": "actor/ppo_kl",
+    "skipped": "actor/num_skipped",
+    "gap": "rollout_corr/logprob_diff_mean",
+    "gap_max": "rollout_corr/logprob_diff_max",
+    "gap_k3": "rollout_corr/k3_kl",
+}
+"""Numbers that a step's record has already."""
+
+MIN_LOOP_TOKENS = 32
+"""Sampled tokens from which on a response may count as going round in circles."""
+
+_GRAM = 4  # tokens in a row that are compared
+_LOOKED_AT = 128  # last sampled tokens of a response
+_DISTINCT = 0.4  # share of different grams below which it goes round in circles
+
+Evidence = dict[str, Any]
+"""Numbers of a step, None where it has no such number, and `twins`, see `twins_of`."""
+
+
+def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Method) -> Evidence:
+    """Measures a step. Shares are of the trajectories that were scored.
+
+    Args:
+        record: metrics of the step.
+        groups: that it trained on, with their advantages.
+        method: by which it did.
+
+    Returns:
+        reward, reward_sd, reward_min: mean, standard deviation and least of the rewards.
+        num: trajectories that were scored.
+        correct: share of them that the environment calls right.
+        is_constant: 1 where all rewards are equal.
+        entropy: nats a sampled token, as the sampler saw it.
+        likelihood: mean log-probability of a sampled token of what has a positive advantage, nats.
+        length: mean of the sampled tokens.
+        malformed, cut, void, loops, alike: shares that ended without a search or an answer, at a
+            limit, with a turn that has neither call nor answer, that repeat themselves, that equal
+            another of their group.
+        signal: share of the groups with an advantage other than 0.
+        searching, searches: share that asked a tool, and calls a trajectory.
+        found: of those that asked, the share with an accepted answer in a result.
+        prompts: groups whose prompts differ.
+        uneven: largest sum of a group's advantages over their largest size.
+        yes: for each judge, the share of its verdicts that are 1.
+        twins: see `twins_of`.
+        What `METRICS` names, from the record.
+    """
+    scored = [t for t in members(groups) if t.is_scored]
+    rewards = np.array([t.reward for t in scored])
+    right = [t for t in scored if (t.advantage or 0.0) > 0]
+    asked = [t for t in scored if any(turn.tool_call is not None for turn in t.turns)]
+    found: Evidence = {
+        "num": len(scored),
+        "reward": _mean(rewards),
+        "reward_sd": float(rewards.std()) if len(scored) else None,
+        "reward_min": float(rewards.min()) if len(scored) else None,
+        "correct": _mean([t.is_correct for t in scored]),
+        "is_constant": float(len(scored) > 0 and rewards.min() == rewards.max()),
+        "entropy": _per_token(scored, "rollout_entropies"),
+        "likelihood": _per_token(right, "rollout_logprobs"),
+        "length": _mean([t.num_sampled for t in scored]),
+        "malformed": _mean([t.outcome == Outcome.MALFORMED for t in scored]),
+        "cut": _mean([t.outcome == Outcome.OUT_OF_BUDGET for t in scored]),
+        "void": _mean([has_void_turn(t) for t in scored]),
+        "loops": _mean([goes_in_circles(t.token_ids[t.loss_mask]) for t in scored]),
+        "alike": _mean([is_alike for group in groups for is_alike in alike(group)]),
+        "signal": _mean([any(t.has_signal for t in group.trajectories) for group in groups]),
+        "searching": len(asked) / max(len(scored), 1),
+        "searches": _mean([sum(turn.tool_call is not None for turn in t.turns) for t in scored]),
+        "found": _mean([has_found(t) for t in asked if t.task.answers]),
+        "prompts": sum(len({_prompt(t) for t in group.trajectories}) > 1 for group in groups),
+        "uneven": max((unevenness(group) for group in groups), default=0.0)
+        if method.advantage.estimator.name in SUMS_TO_ZERO and not method.advantage.by_turn
+        else 0.0,
+        "yes": verdicts(scored),
+        "twins": twins_of(groups),
+    }
+    for name, metric in METRICS.items():
+        value = record.get(metric)
+        found[name] = float(value) if value is not None and math.isfinite(value) else None
+    return found
+
+
+def _mean(values: Sequence[Any] | np.ndarray) -> float | None:
+    return float(np.mean(values)) if len(values) else None
+
+
+def _per_token(trajectories: Sequence[Trajectory], name: str) -> float | None:
+    """Mean of an array over all sampled tokens."""
+    count = sum(t.num_sampled for t in trajectories)
+    return sum(float(getattr(t, name).sum()) for t in trajectories) / count if count else None
+
+
+def _prompt(trajectory: Trajectory) -> bytes:
+    return trajectory.token_ids[: trajectory.prompt_length].tobytes()
+
+
+def _sampled(trajectory: Trajectory) -> bytes:
+    return trajectory.token_ids[trajectory.loss_mask].tobytes()
+
+
+def has_void_turn(trajectory: Trajectory) -> bool:
+    """Return True where a turn is neither a call nor the answer."""
+    *before, last = trajectory.turns or (None,)
+    if last is None or any(turn is None or turn.observation is None for turn in before):
+        return True
+    return trajectory.outcome == Outcome.MALFORMED or last.is_cut
+
+
+def goes_in_circles(ids: np.ndarray) -> bool:
+    """Return True where few of the runs of four ids in the last 128 differ.
+
+    Args:
+        ids: int [n], sampled tokens of a response; fewer than `MIN_LOOP_TOKENS` never do.
+    """
+    if len(ids) < MIN_LOOP_TOKENS:
+        return False
+    grams = np.lib.stride_tricks.sliding_window_view(ids[-_LOOKED_AT:], _GRAM)
+    return len(np.unique(grams, axis=0)) < _DISTINCT * len(grams)
+
+
+def alike(group: Group) -> list[bool]:
+    """Of each scored trajectory, whether another of the group has the same sampled ids."""
+    texts = [_sampled(t) for t in group.scored]
+    return [texts.count(text) > 1 for text in texts]
+
+
+def has_found(trajectory: Trajectory) -> bool:
+    """Return True where an accepted answer stands in what a tool returned, by letters alone."""
+    seen = " ".join(turn.observation or "" for turn in trajectory.turns).lower()
+    return any(answer.lower() in seen for answer in trajectory.task.answers if answer)
+
+
+def unevenness(group: Group) -> float:
+    """The sum of a group's advantages over their largest size; 0 where all are 0."""
+    found = [t.advantage or 0.0 for t in group.scored]
+    largest = max(map(abs, found), default=0.0)
+    return abs(sum(found)) / largest if largest else 0.0
+
+
+def verdicts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """For each judge that was asked, the share of 1 among its verdicts."""
+    judges = {str(one.tool) for t in trajectories for one in t.reward_records}
+    given = {
+        judge: [t.reward_parts[judge] for t in trajectories if judge in t.reward_parts]
+        for judge in sorted(judges)
+    }
+    return {
+        judge: sum(v == 1 for v in values) / len(values)
+        for judge, values in given.items()
+        if values
+    }
+
+
+def twins_of(groups: Sequence[Group]) -> dict[str, float]:
+    """How unlikely it is that two samples of a group are the same in every group of the step.
+
+    Samples number i and j of a group are drawn by keys of their own, so that both are the same
+    with the probability of either. Where they are the same in all groups, the key `i-j` has the
+    sum of these log-probabilities, in nats: two samples that share a key are.
+    """
+    sums: dict[str, float] = {}
+    for number, group in enumerate(groups):
+        texts = {t.sample_index: (_sampled(t), t) for t in group.scored}
+        here: dict[str, float] = {}
+        for (i, (one, t)), (j, (other, _)) in combinations(sorted(texts.items()), 2):
+            if one == other and t.num_sampled:
+                here[f"{i}-{j}"] = float(t.rollout_logprobs.sum())
+        known = here if number == 0 else {pair: sums[pair] for pair in sums if pair in here}
+        sums = {pair: here[pair] + (sums[pair] if number else 0.0) for pair in known}
+    return sums

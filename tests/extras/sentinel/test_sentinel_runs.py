@@ -1,0 +1,177 @@
+"""Actions on signs in runs: going back is other draws and half the rate, also after a kill."""
+
+import json
+
+import pytest
+
+from jaxrl import run as runs
+from jaxrl import train
+from jaxrl.components import assemble, settings_of
+from jaxrl.config_checks import validate
+from jaxrl.logs.display import Display
+from jaxrl.run import run
+from jaxrl.training.watch import Sign, UnsoundError
+from tests.runs import (
+    assert_same_weights,
+    base_config,
+    records,
+    trajectories,
+    warm_start,
+    without_usage,
+)
+
+pytestmark = [
+    pytest.mark.minutes,
+    pytest.mark.usefixtures("quick_compilation", "no_pictures", "one_size"),
+]
+
+
+def judge(record, state, *, step, since, always=False):
+    """Dislikes one step while the rate is the first one."""
+    number = state.get("number", 0) + 1
+    is_bad = number == step and (always or record["sentinel/lr_scale"] == 1.0)
+    signs = [Sign(name="bad", text="The test says so.", since=since)] if is_bad else []
+    return {"number": number}, signs
+
+
+def make(tiny_world, cache_folder, **changes):
+    config = base_config(tiny_world, warm_start(tiny_world, cache_folder))
+    config.update_from_flattened_dict(
+        {
+            **{"num_steps": 6, "checkpoint.every_steps": 2, "checkpoint.keep": 5},
+            **{"optimizer.lr": 1e-3, "loss.entropy_coef": 0.01},
+            **{"log.trajectories": -1, "rollout.tasks_per_step": 2, **changes},
+        }
+    )
+    validate(config)
+    return config
+
+
+def watching(tiny_world, cache_folder, action, settings=(("step", 5), ("since", 3)), **changes):
+    name = f"{__name__}.judge"
+    own = {"watch.name": name, "watch.settings": dict(settings), "watch.action": action}
+    return make(tiny_world, cache_folder, **own, **changes)
+
+
+def play(config, workdir):
+    workdir.mkdir(exist_ok=True)
+    run(settings_of(config), workdir, assemble(config), Display())
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_world, cache_folder, quick_compilation, tmp_path_factory):
+    return play(make(tiny_world, cache_folder), tmp_path_factory.mktemp("plain") / "run")
+
+
+@pytest.fixture(scope="module")
+def gone_back(tiny_world, cache_folder, quick_compilation, tmp_path_factory):
+    config = watching(tiny_world, cache_folder, "roll_back")
+    return play(config, tmp_path_factory.mktemp("back") / "run")
+
+
+def numbers(workdir, name="metrics.jsonl"):
+    """By step, the records without clocks and without the watch's own."""
+    lines = [json.loads(line) for line in (workdir / name).read_text().splitlines()]
+    clocks = ("timing_s/", "perf/", "sentinel/")
+    return {
+        line["step"]: {key: value for key, value in line.items() if not key.startswith(clocks)}
+        for line in lines
+    }
+
+
+def test_a_warning_changes_no_number(plain, tiny_world, cache_folder, tmp_path, capsys):
+    workdir = play(watching(tiny_world, cache_folder, "warn"), tmp_path / "run")
+    assert numbers(workdir) == numbers(plain)
+    assert_same_weights(workdir / "export", plain / "export")
+    bad = [record["step"] for record in records(workdir) if record.get("sentinel/bad")]
+    assert bad == [5]
+    [mark] = map(json.loads, (workdir / "sentinel.jsonl").read_text().splitlines())
+    said = {"sign": "bad", "text": "The test says so.", "since": 3, "action": "warn"}
+    assert mark == {"step": 5, "stage": "train", **said}
+    assert "warning: train 5: bad: The test says so." in capsys.readouterr().err
+
+
+def test_going_back_is_other_draws_of_the_same_tasks_at_half_the_rate(plain, gone_back):
+    assert [json.loads(line) for line in (gone_back / "roll_backs.jsonl").open()] == [
+        {"sign": "bad", "from_step": 5, "to_step": 2, "lr_scale": 0.5}
+    ]
+    aside, before = gone_back / "rolled_back" / "1", numbers(plain)
+    assert numbers(aside) == {step: before[step] for step in range(6)}
+    assert [record["step"] for record in records(gone_back)] == list(range(7))
+    assert {step: numbers(gone_back)[step] for step in (0, 1, 2)} == {
+        step: before[step] for step in (0, 1, 2)
+    }
+    scales = [record.get("sentinel/lr_scale") for record in records(gone_back)]
+    assert scales == [None, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
+    old, new, kept = (
+        [without_usage(line) for line in trajectories(folder, 3)]
+        for folder in (plain, gone_back, aside)
+    )
+    assert kept == old
+    assert [line["question"] for line in old] == [line["question"] for line in new]
+    assert all(a["token_ids"] != b["token_ids"] for a, b in zip(old, new, strict=True))
+
+
+@pytest.mark.parametrize("place", ["before it is carried out", "before the next checkpoint"])
+def test_killed_on_the_way_it_repeats(place, gone_back, tiny_world, cache_folder, tmp_path):
+    config = watching(tiny_world, cache_folder, "roll_back")
+    calls = []
+
+    def kill(of, original):
+        def patched(*arguments):
+            calls.append(of)
+            # The second opening; the first step after it.
+            if (of, calls.count(of)) in {("open", 2), ("step", 7)}:
+                raise KeyboardInterrupt
+            return original(*arguments)
+
+        return patched
+
+    with pytest.MonkeyPatch.context() as patch:
+        if place == "before it is carried out":
+            original = runs.carry_out_roll_backs
+            patch.setattr(runs, "carry_out_roll_backs", kill("open", original))
+        else:
+            patch.setattr(train, "log_trajectories", kill("step", train.log_trajectories))
+        with pytest.raises(KeyboardInterrupt):
+            play(config, tmp_path / "run")
+    workdir = play(config, tmp_path / "run")
+    assert numbers(workdir) == numbers(gone_back)
+    assert_same_weights(workdir / "export", gone_back / "export")
+    for name in ("roll_backs.jsonl", "sentinel.jsonl"):
+        assert (workdir / name).exists() == (gone_back / name).exists()
+    aside = workdir / "rolled_back" / "1"
+    assert numbers(aside) == numbers(gone_back / "rolled_back" / "1")
+    assert (aside / "sentinel.jsonl").read_text().count("\n") == 1
+
+
+def test_too_many_returns_end_the_run_and_save_it(tiny_world, cache_folder, tmp_path):
+    settings = (("step", 3), ("since", 2), ("always", True))
+    config = watching(
+        tiny_world, cache_folder, "roll_back", settings, **{"watch.max_roll_backs": 2}
+    )
+    with pytest.raises(UnsoundError, match=r"gone back 2 times.*max_roll_backs"):
+        play(config, tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "roll_backs.jsonl").open()]
+    assert [line["lr_scale"] for line in lines] == [0.5, 0.25]
+    assert (tmp_path / "run" / "checkpoints" / "3").is_dir()
+
+
+def test_a_run_that_is_stopped_goes_on(plain, tiny_world, cache_folder, tmp_path):
+    config = watching(tiny_world, cache_folder, "stop")
+    with pytest.raises(UnsoundError, match=r"bad: The test says so."):
+        play(config, tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints" / "5").is_dir()
+    workdir = play(config, tmp_path / "run")
+    assert numbers(workdir) == numbers(plain)
+    assert_same_weights(workdir / "export", plain / "export")
+
+
+def test_a_lower_rate_changes_what_follows_alone(plain, tiny_world, cache_folder, tmp_path):
+    workdir = play(watching(tiny_world, cache_folder, "lower_lr"), tmp_path / "run")
+    one, other = numbers(workdir), numbers(plain)
+    assert {step: one[step] for step in range(6)} == {step: other[step] for step in range(6)}
+    assert records(workdir)[6]["sentinel/lr_scale"] == 0.5
+    # Step 6 still samples and differentiates as before; its update is half as long.
+    assert one[6]["actor/grad_norm"] == other[6]["actor/grad_norm"]

@@ -1,0 +1,118 @@
+"""Signs of a step: which are acted on, where a run goes back to, and what a function may return."""
+
+import json
+
+import pytest
+
+from jaxrl.own_code import OwnCodeError
+from jaxrl.training.watch import (
+    FORGOTTEN_AFTER,
+    Sign,
+    UnsoundError,
+    Watched,
+    action_on,
+    goal_of,
+    look,
+)
+from tests.helpers import method_with
+
+
+def judge(record, state, *, limit=0.5):
+    step = state.get("step", 0) + 1
+    signs = [Sign(name="bad", text="it is bad", since=step - 1)] if record["bad"] > limit else []
+    return {"step": step}, signs
+
+
+def broken(record):
+    return {}, ["bad"]
+
+
+def no_json(record):
+    return {"value": object()}, []
+
+
+def failing(record):
+    raise KeyError("bad")
+
+
+def watching(name, **settings):
+    return method_with(**{"watch.name": f"{__name__}.{name}", "watch.settings": settings})
+
+
+def test_a_sign_is_acted_on_when_it_is_new():
+    method, watched, acted = watching("judge"), Watched(), []
+    bad = {3, 4, 5, 14, 16, 26}
+    for step in range(1, 30):
+        watched, metrics = look(method, watched, {"bad": float(step in bad)}, (), step)
+        assert metrics.get("sentinel/bad", 0.0) == (step in bad)
+        acted += [step] * len(watched.acting)
+    # 14 comes 9 steps after 5, 26 comes 10 after 16.
+    assert FORGOTTEN_AFTER == 10
+    assert acted == [3, 26]
+    assert watched.state == {"step": 29}
+
+
+def test_the_state_goes_through_json():
+    method = watching("judge", limit=2.0)
+    watched, _ = look(method, Watched(), {"bad": 3.0}, (), 1)
+    read = Watched(**json.loads(json.dumps(watched.__dict__)))
+    again, _ = look(method, read, {"bad": 3.0}, (), 2)
+    assert again.state == {"step": 2}
+    assert watched.acting == [{"name": "bad", "text": "it is bad", "since": 0}]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("broken", "it returned ({}, ['bad']); expected a dict and a list of Sign"),
+        ("no_json", "Object of type object is not JSON serializable"),
+        ("failing", "KeyError: 'bad'"),
+    ],
+)
+def test_a_function_that_fails_is_named(name, text):
+    with pytest.raises(OwnCodeError) as error:
+        look(watching(name), Watched(), {}, (), 1)
+    assert f"config.watch.name names 'tests.training.test_watch.{name}'" in str(error.value)
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"name": "Bad"}, {"name": "a/b"}, {"name": ""}, {"since": 1.0}, {"since": None}]
+)
+def test_signs_that_no_file_could_hold_are_refused(fields):
+    with pytest.raises(TypeError, match="a Sign came with"):
+        Sign(**{"name": "bad", "text": "", "since": 1, **fields})
+
+
+def test_single_signs_may_have_another_action():
+    watch = method_with(
+        **{"watch.name": "sentinel", "watch.actions": {"reward_fell": "stop"}}
+    ).watch
+    assert action_on({"name": "reward_fell"}, watch) == "stop"
+    assert action_on({"name": "no_signal"}, watch) == "warn"
+
+
+def test_a_sign_that_nobody_gives_is_refused():
+    with pytest.raises(ValueError, match=r"watch.actions names the sign 'reward_fel'; 'sentinel'"):
+        method_with(**{"watch.name": "sentinel", "watch.actions": {"reward_fel": "stop"}})
+
+
+@pytest.mark.parametrize(
+    ("since", "steps", "goal"),
+    [(7, [2, 5, 8], 5), (8, [2, 5, 8], 8), (1, [2, 5, 8], 2), (7, [0], 0)],
+)
+def test_the_newest_sound_checkpoint_is_gone_back_to(since, steps, goal):
+    watch = method_with(**{"watch.name": "sentinel"}).watch
+    sign = {"name": "bad", "text": "it is bad.", "since": since}
+    assert goal_of(sign, watch, Watched(num_roll_backs=2), steps) == goal
+
+
+@pytest.mark.parametrize(
+    ("num_roll_backs", "steps", "text"),
+    [(3, [1], "config.watch.max_roll_backs"), (0, [], "config.checkpoint.every_steps")],
+)
+def test_without_a_way_back_the_run_ends(num_roll_backs, steps, text):
+    watch = method_with(**{"watch.name": "sentinel"}).watch
+    sign = {"name": "bad", "text": "it is bad.", "since": 1}
+    with pytest.raises(UnsoundError, match=f"bad: it is bad. .*{text}"):
+        goal_of(sign, watch, Watched(num_roll_backs=num_roll_backs), steps)
