@@ -26,6 +26,7 @@ from jaxrl.logs.display import Display
 from jaxrl.models.hf_weights import load_hf
 from jaxrl.report.facts import facts_of
 from jaxrl.report.reading import read_run
+from jaxrl.runtime import rolling_back
 from jaxrl.runtime.checkpoint import MANIFEST, steps_in
 from jaxrl.runtime.stopping import EXIT_TRY_AGAIN, Interrupted
 from jaxrl.runtime.versions import fingerprints
@@ -354,7 +355,7 @@ def test_files_beyond_the_checkpoint_are_removed(tmp_path):
     for name in [*kept, *gone]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    run.remove_later_files(tmp_path, 4)
+    rolling_back.remove_later_files(tmp_path, 4)
     assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.*")} == set(kept)
 
 

@@ -220,7 +220,7 @@ def gradient_not_finite(history: History) -> Found:
 
 def sampler_differs(history: History, limit: float, *, has_lag: bool) -> Found:
     """Log-probabilities of sampler and trainer that are further apart than they were."""
-    now, usual = history.now["gap"], history.usual("gap", 20)
+    now, usual = history.now["gap"], history.before("gap")[-20:]
     if now is None:
         return None
     has_grown = len(usual) >= MIN_USUAL and now > 10 * max(usual) and now > ROUNDING_GAP
@@ -369,6 +369,12 @@ def entropy_moved(history: History, share: float) -> Found:
             "nothing else any more, and groups have nothing to compare. Raise "
             "config.loss.entropy_coef or config.loss.clip_high, or go back to where the entropy "
             "was higher."
+        )
+    if len(usual) >= MIN_USUAL and entropy < 0.05 * median(usual[-20:]):
+        return "entropy_collapsed", (
+            f"the entropy is {entropy:.2g} nats a token, usually {median(usual[-20:]):.2g}: the "
+            "policy is all but sure of every token, and tries nothing else any more. Raise "
+            "config.loss.entropy_coef or config.loss.clip_high, or go back."
         )
     if len(usual) >= MIN_USUAL and entropy > max(3 * median(usual), median(usual) + 0.5):
         return "entropy_rose", (
