@@ -88,7 +88,7 @@ def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Meth
         "searching": len(asked) / max(len(scored), 1),
         "searches": _mean([sum(turn.tool_call is not None for turn in t.turns) for t in scored]),
         "found": _mean([has_found(t) for t in asked if t.task.answers]),
-        "prompts": sum(len({_prompt(t) for t in group.trajectories}) > 1 for group in groups),
+        "prompts": sum(len({_prompt(t) for t in group.scored}) > 1 for group in groups),
         "uneven": max((unevenness(group) for group in groups), default=0.0)
         if method.advantage.estimator.name in SUMS_TO_ZERO and not method.advantage.by_turn
         else 0.0,

@@ -422,7 +422,11 @@ _WORDS = {
 def share_rose(history: History, name: str, share: float) -> Found:
     """A share of responses that should be small and has risen."""
     now, usual = history.now[name], history.before(name)
-    if now is None or len(usual) < MIN_USUAL or now < share or now - median(usual) < 0.3:
+    if now is None or len(usual) < MIN_USUAL or now < share:
+        return None
+    was = median(usual)
+    error = math.sqrt(max(was * (1 - was), 0.02) / history.now["num"])
+    if now - was < max(0.3, 4 * error):  # few responses differ much by chance
         return None
     sign, what, advice = _WORDS[name]
     return sign, f"{now:.0%} of the responses {what}, usually {median(usual):.0%}. {advice}"

@@ -1,0 +1,351 @@
+"""Each sign by hand, at its bound, and none of them in steps that are as usual."""
+
+import dataclasses
+import math
+import re
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks import faults
+from jaxrl.envs.base import CallRecord, Outcome, Turn
+from jaxrl.extras.sentinel import signs
+from jaxrl.extras.sentinel.evidence import (
+    alike,
+    evidence_of,
+    goes_in_circles,
+    has_found,
+    has_void_turn,
+    twins_of,
+    unevenness,
+    verdicts,
+)
+from jaxrl.extras.sentinel.signs import History
+from jaxrl.training.watch import Watched, look
+from jaxrl.types import members, with_fields
+from tests.episodes import ANSWER, SEARCH, grouped, make_failure, make_trajectory
+from tests.helpers import method_with
+
+METHOD = method_with(**{"watch.name": "sentinel"})
+RECORD = {
+    **{"actor/grad_norm": 0.2, "actor/ppo_kl": 0.001, "actor/num_skipped": 0},
+    **{"rollout_corr/logprob_diff_mean": 1e-6, "rollout_corr/logprob_diff_max": 1e-5},
+    "rollout_corr/k3_kl": 1e-12,
+}
+FOUND = Turn(text="<search>q</search>", tool_call="q", observation="the answer is x")
+
+
+def step_groups(seed, *, num_tasks=8, size=4, right=0.5, length=22):
+    """Groups of a healthy step: right and wrong answers, all sampled ids different."""
+    rng = np.random.default_rng(seed)
+    made = []
+    for task in range(num_tasks):
+        for index in range(size):
+            is_right = bool(rng.random() < right)
+            ids = rng.integers(1, 1000, length).astype(np.int32)
+            ids[:2] = task + 1
+            turn = FOUND if rng.random() < 0.8 else SEARCH
+            one = make_trajectory(
+                task_number=task,
+                sample_index=index,
+                length=length,
+                reward=float(is_right),
+                turns=(turn, ANSWER),
+            )
+            logprobs = np.where(one.loss_mask, -rng.gamma(2.0, 0.5, length), 0.0)
+            entropies = np.where(one.loss_mask, rng.gamma(4.0, 0.1, length), 0.0)
+            made.append(
+                dataclasses.replace(
+                    one,
+                    token_ids=ids,
+                    is_correct=is_right,
+                    rollout_logprobs=logprobs.astype(np.float32),
+                    rollout_entropies=entropies.astype(np.float32),
+                )
+            )
+    return with_advantages(grouped(made))
+
+
+def with_advantages(groups):
+    """The reward less its group's mean."""
+    means = [np.mean([t.reward for t in group.scored]) for group in groups]
+    return with_fields(
+        groups,
+        advantage=[
+            float(t.reward - mean)
+            for group, mean in zip(groups, means, strict=True)
+            for t in group.trajectories
+        ],
+    )
+
+
+def play(steps, change=lambda step, groups: groups, record=lambda step: {}):
+    """Names of the signs by step, from 1."""
+    watched, found = Watched(), {}
+    for step in range(1, steps + 1):
+        groups = change(step, step_groups(step))
+        told = {**RECORD, **record(step)}
+        watched, metrics = look(METHOD, watched, told, groups, step)
+        names = {name.removeprefix("sentinel/") for name in metrics} - {"lr_scale"}
+        if names:
+            found[step] = names
+    return found, watched
+
+
+def test_three_hundred_usual_steps_have_no_sign():
+    found, watched = play(300)
+    assert found == {}
+    assert len(watched.state["steps"]) == signs.MEMORY
+    assert watched.state["number"] == 300
+
+
+SEEN_BY_THE_UPDATE = ("exploding gradient", "swapped ids")
+
+
+@pytest.mark.parametrize("fault", [f for f in faults.IN_GROUPS if f not in SEEN_BY_THE_UPDATE])
+def test_a_fault_in_the_groups_is_named_within_five_steps(fault):
+    change, names = faults.IN_GROUPS[fault]
+    found, _ = play(
+        14, lambda step, groups: with_advantages(change(groups)) if step >= 10 else groups
+    )
+    assert min(found) in range(10, 15)
+    assert found[min(found)] & {*names}
+
+
+GAP, LARGEST, K3 = (f"rollout_corr/{n}" for n in ("logprob_diff_mean", "logprob_diff_max", "k3_kl"))
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "first"),
+    [
+        ({"actor/grad_norm": 2.1}, "gradient_exploded", 10),
+        ({"actor/grad_norm": 1.9}, None, 0),
+        ({"actor/num_skipped": 2}, "gradient_not_finite", 10),
+        ({"actor/ppo_kl": -0.11}, "update_too_large", 10),
+        ({"actor/ppo_kl": 0.09}, None, 0),
+        # Ten times the usual, but too little to matter; more; far more in single tokens.
+        ({GAP: 0.0019}, None, 0),
+        ({GAP: 0.0021}, "sampler_differs", 11),
+        ({GAP: 0.3, LARGEST: 9.0, K3: 0.28}, "ids_differ", 11),
+        ({GAP: 0.3, LARGEST: 4.0, K3: 0.28}, "sampler_differs", 11),
+        ({GAP: math.nan}, None, 0),
+    ],
+    ids=str,
+)
+def test_what_the_update_measures_at_its_bounds(record, name, first):
+    found, _ = play(13, record=lambda step: record if step >= 10 else {})
+    assert ({name} if name else set()) == set().union(*found.values())
+    assert min(found, default=0) == first
+
+
+def all_of(**fields):
+    """Every trajectory with some fields changed."""
+
+    def change(groups):
+        changed = [
+            dataclasses.replace(group, trajectories=tuple(
+                dataclasses.replace(t, **fields) for t in group.trajectories
+            ))
+            for group in groups
+        ]  # fmt: skip
+        return with_advantages(changed)
+
+    return change
+
+
+LOOP = np.array([1, 1, *([7, 8, 9] * 20)], np.int32)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        (all_of(reward=0.0, is_correct=False), {"reward_fell"}),
+        (all_of(outcome=Outcome.MALFORMED), {"responses_malformed", "turns_void"}),
+        (all_of(outcome=Outcome.OUT_OF_BUDGET), {"responses_cut"}),
+        (all_of(turns=(Turn(text="…"), ANSWER)), {"turns_void", "search_changed"}),
+        (all_of(turns=(SEARCH, ANSWER)), {"search_changed"}),
+        (all_of(rollout_entropies=np.full(22, 2.0, np.float32)), {"entropy_rose"}),
+        (all_of(rollout_entropies=np.full(22, 0.01, np.float32)), {"entropy_collapsed"}),
+        (all_of(rollout_logprobs=np.full(22, -3.0, np.float32)), {"likelihood_fell"}),
+        (all_of(reward=1.0, is_correct=True), {"suddenly_right"}),
+    ],
+)
+def test_what_the_groups_show_within_five_steps(change, names):
+    found, _ = play(14, lambda step, groups: change(groups) if step >= 10 else groups)
+    early = set().union(*(found.get(step, set()) for step in range(10, 15)))
+    if names == {"turns_void", "search_changed"}:
+        names = {"turns_void"}  # nobody searches, so nothing is said of results
+    assert early == names
+    assert min(found) >= 10
+
+
+def test_loops_and_lengths():
+    def change(step, groups):
+        if step < 10:
+            return groups
+        grown = [
+            dataclasses.replace(
+                t,
+                token_ids=np.concatenate([LOOP, t.token_ids[2:6]]),
+                loss_mask=np.arange(66) >= 2,
+                rollout_logprobs=np.full(66, -1.0, np.float32),
+                rollout_entropies=np.full(66, 0.4, np.float32),
+            )
+            for t in members(groups)
+        ]
+        return with_advantages(grouped(grown))
+
+    found, _ = play(14, change)
+    assert set().union(*found.values()) == {"responses_loop", "length_jumped"}
+
+
+def test_groups_without_a_signal_are_told_after_eight_steps():
+    rewards = all_of(reward=0.0, is_correct=False)
+    found, _ = play(20, lambda _, groups: rewards(groups))
+    assert found == {step: {"no_signal"} for step in range(8, 21)}
+
+
+def test_advantages_that_do_not_add_up():
+    def change(step, groups):
+        trajectories = members(groups)
+        shifted = [t.advantage + (0.1 if step == 7 else 0.0) for t in trajectories]
+        return with_fields(groups, advantage=shifted)
+
+    found, _ = play(8, change)
+    assert found == {7: {"advantages_uneven"}}
+
+
+def test_the_reward_fell_since_its_best():
+    change = all_of(reward=0.0, is_correct=False)
+    watched, acting = Watched(), []
+    for step in range(1, 13):
+        groups = change(step_groups(step)) if step >= 10 else step_groups(step)
+        watched, _ = look(METHOD, watched, RECORD, groups, step)
+        acting += watched.acting
+    [sign] = [one for one in acting if one["name"] == "reward_fell"]
+    assert 5 <= sign["since"] <= 9
+    means = [np.mean([t.reward for t in members(step_groups(s))]) for s in range(1, 10)]
+    best = max(range(5, 10), key=lambda s: np.mean(means[s - 5 : s]))
+    assert sign["since"] == best
+
+
+# The numbers of a step, against loops.
+
+
+def test_twins_by_brute_force():
+    groups = step_groups(0)
+    for group in groups[:-1]:
+        t = group.trajectories
+        object.__setattr__(t[3], "token_ids", t[1].token_ids)
+    assert twins_of(groups) == {}  # the last group differs
+    wanted = {
+        f"{i}-{j}": sum(float(g.trajectories[i].rollout_logprobs.sum()) for g in groups[:-1])
+        for i, j in combinations(range(4), 2)
+        if (i, j) == (1, 3)
+    }
+    found = twins_of(groups[:-1])
+    assert found.keys() == wanted.keys()
+    assert found["1-3"] == pytest.approx(wanted["1-3"])
+
+
+def test_samples_that_are_the_same_by_chance_are_no_twins():
+    def sure(step, groups):
+        """Two answers only, the likelier at 0.9: alike nine times in ten, told by the logprobs."""
+        rng = np.random.default_rng(step)
+        made = [
+            dataclasses.replace(
+                t,
+                token_ids=np.array([t.token_ids[0]] * 2 + [5 if rng.random() < 0.9 else 6] * 20),
+                rollout_logprobs=np.where(t.loss_mask, math.log(0.9) / 20, 0.0),
+            )
+            for t in members(groups)
+        ]
+        return grouped(made)
+
+    found, _ = play(60, sure)
+    assert not any("keys_repeat" in names for names in found.values())
+
+
+@pytest.mark.parametrize(
+    ("ids", "is_circle"),
+    [
+        (np.arange(100), False),
+        (np.tile([4, 5], 50), True),
+        (np.tile([4, 5], 15), False),  # 30 tokens are too few to say
+        (np.tile(np.arange(40), 5), True),  # 40 different grams in the last 125
+        (np.tile(np.arange(60), 5), False),
+    ],
+)
+def test_circles(ids, is_circle):
+    last = [tuple(ids[-128:][i : i + 4]) for i in range(len(ids[-128:]) - 3)]
+    assert goes_in_circles(ids) == is_circle
+    assert is_circle == (len(ids) >= 32 and len({*last}) < 0.4 * len(last))
+
+
+def test_small_measures_by_hand():
+    one, other = (make_trajectory(sample_index=i, reward=float(i)) for i in range(2))
+    [group] = grouped([one, dataclasses.replace(one, sample_index=1), other])
+    assert alike(group) == [True, True, False]
+    assert has_found(make_trajectory(turns=(FOUND, ANSWER)))
+    assert not has_found(make_trajectory(turns=(SEARCH, ANSWER)))
+    assert not has_void_turn(make_trajectory())
+    assert has_void_turn(make_trajectory(turns=()))
+    assert has_void_turn(make_trajectory(turns=(SEARCH, dataclasses.replace(ANSWER, is_cut=True))))
+    [group] = with_fields(
+        grouped([one, other, make_failure(sample_index=2)]), advantage=[0.5, -0.25, 9.0]
+    )
+    assert unevenness(group) == 0.5
+    judged = [
+        dataclasses.replace(
+            t, reward_records=(CallRecord(call="?", tool="judge"),), reward_parts={"judge": v}
+        )
+        for t, v in ((one, 1.0), (other, 0.0))
+    ]
+    assert verdicts([*judged, one]) == {"judge": 0.5}
+    assert verdicts([one]) == {}
+
+
+def test_numbers_of_a_step_by_hand():
+    groups = step_groups(3)
+    found = evidence_of(RECORD, groups, METHOD)
+    scored = members(groups)
+    right = [t for t in scored if t.advantage > 0]
+    sampled = np.concatenate([t.rollout_logprobs[t.loss_mask] for t in right])
+    assert found["likelihood"] == pytest.approx(float(sampled.mean()), rel=1e-6)
+    assert found["reward"] == np.mean([t.reward for t in scored])
+    assert found["signal"] == np.mean([len({t.reward for t in g.trajectories}) > 1 for g in groups])
+    assert (found["length"], found["searching"], found["searches"]) == (20.0, 1.0, 1.0)
+    assert found["gap"] == 1e-6
+
+
+def test_a_step_without_any_score_has_no_sign():
+    groups = grouped(make_failure(sample_index=i) for i in range(4))
+    groups = with_fields(groups, advantage=[0.0] * 4)
+    watched, metrics = look(METHOD, Watched(), {}, groups, 1)
+    assert metrics == {"sentinel/lr_scale": 1.0}
+    assert watched.state["best"] == {}
+
+
+def test_recent_steps_are_this_one_and_two_before():
+    past = [{"gap": float(i)} for i in range(6)]
+    history = History(past=past, now={"gap": 10.0}, number=7, best={})
+    assert history.recent("gap") == (4 + 5 + 10) / 3
+    assert history.before("gap") == [0.0, 1.0, 2.0, 3.0]
+    assert history.usual("gap", 2) == [4.0, 5.0]
+
+
+@pytest.mark.parametrize(("gap", "name"), [(0.0, "equal"), (0.005, "rounding of bfloat16")])
+def test_bands(gap, name):
+    assert signs.band(gap) == name
+    assert signs.band(0.02) == "off"
+    assert signs.band(7.0) == "apart"
+
+
+def test_every_sign_is_declared_and_documented():
+    source = Path(signs.__file__).read_text()
+    named = re.findall(r"""(?:return|:) \(?"([a-z]+_[a-z_]+)", ?\(?""", source)
+    page = (Path(__file__).parents[3] / "docs" / "sentinel.md").read_text()
+    assert sorted({*named} - {"config_"}) == sorted(signs.judge.signs)
+    assert all(f"`{name}`" in page for name in signs.judge.signs)
