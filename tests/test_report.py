@@ -193,6 +193,25 @@ def written(tmp_path_factory):
     return write_report([make_run(tmp_path_factory.mktemp("written") / "run")])
 
 
+def test_signs_of_collapse_are_told_and_drawn(run):
+    lines = [
+        {"step": step, "stage": "train", "sign": "reward_fell", "text": HOSTILE, "action": "warn"}
+        for step in (4, 3)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (run / "sentinel.jsonl").write_text(text + '{"step": 4}\ncut')
+    words = told(run)
+    assert "signs of collapse 2, the first at step 4 step 4: reward_fell (warn): </div>" in words
+    assert "2 of 4 lines of sentinel.jsonl are cut or damaged" in words
+    charts, _ = charts_of(group_runs([facts_of(read_run(run))]))
+    in_training = [chart for chart in charts if "train" in chart.stages]
+    assert in_training
+    assert all(list(chart.marks) == [3, 4] for chart in in_training)
+    assert all("Vertical lines: signs" in chart.note for chart in in_training)
+    [panel] = _draw(in_training[-1], is_page=True).axes[-1:]
+    assert {3.0, 4.0} <= {line.get_xdata()[0] for line in panel.lines if len(line.get_xdata()) == 2}
+
+
 class TestFacts:
     def test_scores_before_and_after(self, run):
         rows = {(r.suite, r.data_set): r for r in facts_of(read_run(run)).rows}

@@ -45,6 +45,7 @@ class Chart:
     note: str
     scale: str  # rate: 0 to 1; zero: from 0 on; log; free
     series: list[Series]
+    marks: Sequence[int] = ()  # steps of training at which a run had a sign of collapse
 
     @property
     def stages(self) -> list[str]:
@@ -272,6 +273,16 @@ def charts_of(groups: Sequence[Group]) -> tuple[list[Chart], list[str]]:
         title = "Exact match by data set, sampled"
         candidates.append(_scored("exact_match_by_set", title, lines, groups))
     candidates += [_chart(spec, groups) for spec in SPECS]
+    runs = [run for group in groups for run in group.runs]
+    marks = sorted({sign["step"] for run in runs[:1] for sign in run.files.signs})
+    if len(runs) == 1 and marks:
+        note = " Vertical lines: signs of collapse."
+        candidates = [
+            replace(chart, marks=marks, note=chart.note + note)
+            if "train" in chart.stages
+            else chart
+            for chart in candidates
+        ]
     charts = [chart for chart in candidates if any(len(s.steps) > 1 for s in chart.series)]
     zero = [
         chart.title

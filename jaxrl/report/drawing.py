@@ -113,6 +113,8 @@ def _draw(chart: Chart, *, is_page: bool) -> Figure:
         own = [series for series in chart.series if series.stage == stage]
         for series in own:
             _draw_series(axes, series)
+        for step in chart.marks if stage == "train" else ():
+            axes.axvline(step, color=SOFT, linewidth=0.9, alpha=0.5, zorder=0)
         locator = MaxNLocator(nbins=6 // len(panels), integer=True, min_n_ticks=2)
         axes.xaxis.set_major_locator(locator)
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))

@@ -31,6 +31,7 @@ class RunFiles:
     problems: list[str]  # what could not be read, for the reader of the report
     changes: list[dict[str, Any]] = field(default_factory=list)  # starts that changed settings
     error: str = ""  # text of the first environment error that a file still tells
+    signs: list[dict[str, Any]] = field(default_factory=list)  # of sentinel.jsonl, oldest first
 
 
 def read_run(workdir: Path) -> RunFiles:
@@ -79,7 +80,23 @@ def read_run(workdir: Path) -> RunFiles:
         problems=problems,
         changes=changes,
         error=_first_error(workdir, records, evaluations),
+        signs=_signs(workdir / "sentinel.jsonl", problems),
     )
+
+
+def _signs(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """Reads what a watch has seen; most runs have none."""
+    written = _try(path, lambda p: p.read_bytes().splitlines(), problems) if path.exists() else []
+    signs = []
+    for line in written or []:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            sign = parse_json(line, path.name)
+            kinds = (("step", int), ("sign", str), ("text", str), ("action", str))
+            if all(isinstance(sign[name], kind) for name, kind in kinds):
+                signs.append(sign)
+    if num_bad := len(written or []) - len(signs):
+        problems.append(f"{num_bad} of {len(written)} lines of {path.name} are cut or damaged")
+    return signs
 
 
 def _first_error(

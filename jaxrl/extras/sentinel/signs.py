@@ -403,14 +403,14 @@ def likelihood_fell(history: History) -> Found:
 _WORDS = {
     "cut": ("responses_cut", "end at a limit of tokens or turns", (
         "They no longer come to an end. shaping.overlong_buffer charges for length; "
-        "filter.trajectories='no_void_turn' keeps them out of the loss."
+        "filter.trajectories='void_turns' keeps them out of the loss."
     )),
     "malformed": ("responses_malformed", "end without a search or an answer", (
         "Look at generated_text in trajectories/; a format reward or "
-        "filter.trajectories='no_void_turn' works against it."
+        "filter.trajectories='void_turns' works against it."
     )),
     "void": ("turns_void", "have a turn without a call or an answer", (
-        "config.filter.trajectories='no_void_turn' keeps them out of the loss."
+        "config.filter.trajectories='void_turns' keeps them out of the loss."
     )),
     "loops": ("responses_loop", "go round in circles", (
         "Look at generated_text in trajectories/; lower config.optimizer.lr, or go back."
