@@ -183,7 +183,7 @@ def index_file(path: Path, step: int, code: Callable[[str, str], int]) -> Block:
             row = found | place | codes
             rows.append(tuple(row[name] for name in COLUMNS))
     listed = zip(*rows, strict=True) if rows else [()] * len(COLUMNS)
-    columns = {
+    columns: dict[str, np.ndarray] = {
         name: np.array(values, kind)
         for (name, kind), values in zip(COLUMNS.items(), listed, strict=True)
     }
@@ -214,12 +214,11 @@ def summary(line: bytes) -> dict[str, Any] | None:
         return None
     begin = line.find(_TOKENS)
     record: Any = None
-    tokens = sampled = 0
     if begin > 0:
         try:
             record = parse_json(line[:begin] + b"}", "")
         except ValueError:
-            record = None  # the key stands within another object
+            pass  # the key stands within another object
     if isinstance(record, dict):
         begin += len(_TOKENS)
         end = line.find(b"]", begin)

@@ -136,7 +136,7 @@ async function route() {
 
 // ---------------------------------------------------------------- curves
 
-const WIDTH = 400, HEIGHT = 170, LEFT = 46, RIGHT = 8, TOP = 14, BOTTOM = 18;
+const WIDTH = 400, HEIGHT = 150, LEFT = 46, RIGHT = 8, TOP = 14, BOTTOM = 18;
 
 function ticks(low, high, wanted) {
   const rough = (high - low) / wanted || 1;
@@ -194,6 +194,7 @@ function chart(name, lines, marks, isSmooth) {
   let [low, high] = range(1);
   if (left === right) { left -= 1; right += 1; }
   if (low >= 0 && low < 0.5 * high) low = 0;
+  if (low === 0 && high === 0) high = 1;
   if (low === high) { low -= Math.abs(low) / 10 || 0.5; high += Math.abs(high) / 10 || 0.5; }
   const pad = 0.04 * (high - low);
   const top = high + pad, bottom = low === 0 ? 0 : low - pad;
@@ -369,7 +370,7 @@ async function trajectories(query, isShown) {
     ...Object.entries(options).map(([value, shownAs]) => el("option", { value, selected: (query.get(name) || "") === value }, shownAs)));
   const correct = select("correct", { "": "right or wrong", right: "right", wrong: "wrong", unscored: "not scored" }, "correctness");
   const sort = select("sort", { "": "by step", reward: "by reward", advantage: "by advantage", length: "by length" }, "order");
-  const order = select("order", { "": "up", down: "down" }, "direction");
+  const order = select("order", { "": "largest first", up: "smallest first" }, "direction");
   const outcomes = new Set(query.getAll("outcome"));
   let page = Number(query.get("page")) || 0;
   const chips = el("span", { class: "row" }), told = el("p", { class: "soft", id: "counts" });

@@ -226,7 +226,7 @@ class Pages:
         *,
         runs: Sequence[int] = (),
         sort: str = "step",
-        is_descending: bool = False,
+        is_descending: bool = True,
         page: int = 0,
     ) -> dict[str, Any]:
         """A page of the list of trajectories, with counts over all that are wanted.

@@ -166,7 +166,7 @@ def _trajectories(pages: Pages, asked: Asked) -> Any:
     )
     runs, page = asked.counts("run"), asked.optional_count("page") or 0
     sort = asked.choice("sort", SORTS, "") or "step"
-    is_descending = asked.choice("order", {"up": False, "down": True}, "") == "down"
+    is_descending = asked.choice("order", {"up": False, "down": True}, "down") == "down"
     return lambda: pages.trajectories(
         wanted, runs=runs, sort=sort, is_descending=is_descending, page=page
     )
