@@ -1,4 +1,4 @@
-"""The page of `jaxrl view` at size: the time to index, to open, to filter, with and without Chromium.
+"""The page of `jaxrl view` at size: the time to index, to open and to filter, in Chromium too.
 
 Trajectories are drawn with all lists by token that a record may have. Prints a Markdown table.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.envs.json_text import parse_json
-from jaxrl.extras.view.values import number_of
+from jaxrl.extras.view.values import damaged_text, number_of
 
 CHUNK = 2**20
 """Bytes that are read at a time."""
@@ -106,7 +106,7 @@ class Curves:
     def problems(self) -> list[str]:
         """Lines that could not be read, by file."""
         return [
-            f"{lines.num_damaged} lines of {lines.path.name} are damaged and left out"
+            damaged_text(lines.num_damaged, lines.path.name)
             for lines in (self._lines, self._told_lines)
             if lines.num_damaged
         ]

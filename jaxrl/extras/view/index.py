@@ -8,6 +8,7 @@ changes nothing in it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -215,10 +216,8 @@ def summary(line: bytes) -> dict[str, Any] | None:
     begin = line.find(_TOKENS)
     record: Any = None
     if begin > 0:
-        try:
+        with contextlib.suppress(ValueError):  # where the key stands within another object
             record = parse_json(line[:begin] + b"}", "")
-        except ValueError:
-            pass  # the key stands within another object
     if isinstance(record, dict):
         begin += len(_TOKENS)
         end = line.find(b"]", begin)
@@ -242,14 +241,14 @@ def summary(line: bytes) -> dict[str, Any] | None:
         return None
     reward, advantage = number_of(record.get("reward")), number_of(record.get("advantage"))
     turns = record.get("turns")
-    question = next((record[n] for n in ("query", "question") if is_text(record.get(n))), "")
+    asked = [record.get("query"), record.get("question")]
     answer = record.get("final_answer")
     is_scored = outcome != "environment_error"
     return {
         "task": task,
         "outcome": outcome,
-        "question": question,
-        "answer": answer[:MAX_ANSWER] if is_text(answer) else "",
+        "question": next(filter(is_text, asked), ""),
+        "answer": answer[:MAX_ANSWER] if isinstance(answer, str) else "",
         "reward": np.nan if reward is None else reward,
         "advantage": np.nan if advantage is None else advantage,
         "correct": int(record.get("is_correct") is True) if is_scored else -1,

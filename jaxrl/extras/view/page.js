@@ -12,15 +12,15 @@ let shown = null;  // of the view: what to do when the state has changed
 let turn = 0;  // counts views, so that a late answer to an earlier one is dropped
 
 function el(tag, attributes = {}, ...children) {
-  const found = /^(svg|g|path|line|text|circle|title|rect)$/.test(tag) && attributes.svg !== false
+  const found = /^(svg|g|path|line|text|circle|title)$/.test(tag)
     ? document.createElementNS("http://www.w3.org/2000/svg", tag)
     : document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (name === "svg" || value === null || value === undefined || value === false) continue;
+    if (value === null || value === undefined || value === false) continue;
     if (name.startsWith("on")) found.addEventListener(name.slice(2), value);
     else found.setAttribute(name, value === true ? "" : value);
   }
-  found.append(...children.flat().filter((one) => one !== null && one !== undefined));
+  found.append(...children.flat().filter((one) => one !== null && one !== undefined && one !== ""));
   return found;
 }
 
@@ -37,7 +37,7 @@ function number(value, digits = 4) {
   if (value === 0) return "0";
   if (Number.isInteger(value) && Math.abs(value) < 1e7) return value.toLocaleString("en");
   const size = Math.abs(value);
-  if (size >= 1e7 || size < 1e-4) return value.toExponential(2);
+  if (size >= 1e7 || size < 1e-4) return String(Number(value.toPrecision(Math.min(digits, 3)))).replace("e+", "e");
   return String(Number(value.toPrecision(digits)));
 }
 
@@ -82,6 +82,7 @@ function drawRuns() {
     }, dot(index), run.name, el("small", {}, `${where} · ${count(run.trajectories)} trajectories`));
   });
   document.getElementById("runs").replaceChildren(...chips);
+  document.title = `${state.runs.map((run) => run.name).join(", ")} · jaxrl view`;
   const told = [];
   const files = state.runs.reduce((sum, run) => sum + run.files, 0);
   const indexed = state.runs.reduce((sum, run) => sum + run.indexed, 0);
@@ -90,7 +91,7 @@ function drawRuns() {
       ` ${count(indexed)} of ${count(files)} files of trajectories are indexed; lists are not whole yet `));
   }
   state.runs.forEach((run) => run.problems.forEach((text) => {
-    told.push(el("span", { class: "bad" }, `${run.name}: ${text}`));
+    told.push(el("span", { class: "bad" }, `${run.name}: ${text}. `));
   }));
   document.getElementById("told").replaceChildren(...told);
 }
@@ -206,7 +207,8 @@ function chart(name, lines, marks, isSmooth) {
       el("text", { x: LEFT - 4, y: y(value) + 3, "text-anchor": "end" }, number(value, 3)));
   }
   for (const step of ticks(left, right, 5).filter(Number.isInteger)) {
-    svg.append(el("text", { x: x(step), y: HEIGHT - 5, "text-anchor": "middle" }, count(step)));
+    const isLast = x(step) > WIDTH - RIGHT - 12;
+    svg.append(el("text", { x: x(step), y: HEIGHT - 5, "text-anchor": isLast ? "end" : "middle" }, count(step)));
   }
   const path = (points) => reduced(points)
     .map(([step, value], i) => `${i ? "L" : "M"}${x(step).toFixed(1)} ${y(value).toFixed(1)}`).join("");
@@ -268,7 +270,7 @@ async function curves(query, isShown) {
   const known = [];  // by run: generation, records, points by metric
   const search = el("input", { type: "search", placeholder: "search metrics", "aria-label": "search metrics" });
   const list = el("ul", { class: "card" });
-  const charts = el("div", { class: "charts" });
+  const seen = el("details", { class: "marks" }), charts = el("div", { class: "charts" });
   const smooth = el("input", { type: "checkbox", checked: isSmooth });
   const names = () => chosen.length ? chosen : metrics.defaults;
 
@@ -305,6 +307,11 @@ async function curves(query, isShown) {
   function draw() {
     const marks = metrics.marks.flatMap((of, run) => hidden.has(run) ? [] : of.map((mark) => ({ ...mark, run })));
     marks.sort((a, b) => a.step - b.step);
+    seen.hidden = !marks.length;
+    seen.replaceChildren(el("summary", {}, `${count(marks.length)} marks of the sentinel`),
+      ...marks.slice(-200).map((mark) => el("div", { class: "said", "data-mark": mark.name },
+        dot(mark.run), ` step ${count(mark.step)}: `, el("b", {}, words(mark.name)), mark.text && `: ${mark.text}`,
+        mark.action && el("span", { class: "soft" }, ` → ${mark.action}`))));
     charts.replaceChildren(...names().map((name) => {
       const lines = known.map((run, index) => ({ run: index, points: run.points.get(name) || [] }));
       return chart(name, lines.filter((line) => !hidden.has(line.run)), marks, isSmooth);
@@ -333,7 +340,7 @@ async function curves(query, isShown) {
       el("div", { class: "row" }, el("label", {}, smooth, " smooth"),
         el("button", { onclick: () => { chosen = []; update(); } }, "defaults")),
       list),
-    charts));
+    el("div", {}, seen, charts)));
   drawList();
   draw();
   shown = async (isByHand) => {

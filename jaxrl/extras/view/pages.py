@@ -17,7 +17,7 @@ from jaxrl.extras.view.curves import DEFAULTS, Curves
 from jaxrl.extras.view.evaluations import Evaluations
 from jaxrl.extras.view.index import COLUMNS, CORRECT, Filter, Table, TrajectoryIndex, cache_of
 from jaxrl.extras.view.tokens import Trajectory, Vocabulary, quantities
-from jaxrl.extras.view.values import number_of
+from jaxrl.extras.view.values import damaged_text, number_of
 
 POLL_S = 1.0
 """Seconds between two looks at the files of the runs."""
@@ -79,8 +79,7 @@ class Run:
         """What could not be read, for the reader of the page."""
         damaged = self.index.table.num_damaged
         told = [*self.curves.problems, *self.evaluations.problems, *self.index.problems]
-        lines = "1 line" if damaged == 1 else f"{damaged} lines"
-        return [*told, *([f"{lines} of trajectories/ are damaged and left out"] if damaged else [])]
+        return told + ([damaged_text(damaged, "trajectories/")] if damaged else [])
 
 
 def open_runs(workdirs: Iterable[Path], *, is_kept: bool = True) -> list[Run]:

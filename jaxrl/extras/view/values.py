@@ -25,6 +25,12 @@ def count_of(value: Any) -> int:
     return value if type(value) is int and 0 <= value < 2**31 else -1
 
 
+def damaged_text(num_lines: int, name: str) -> str:
+    """Sentence about damaged lines of a file."""
+    lines = "1 line of {} is" if num_lines == 1 else f"{num_lines} lines of {{}} are"
+    return f"{lines.format(name)} damaged and left out"
+
+
 def plain(value: Any) -> Any:
     """The value as JSON for the page.
 
