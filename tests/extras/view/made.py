@@ -16,6 +16,7 @@ HOSTILE = (
     "</span></script><script>window.hit=1</script><img src=x onerror='window.hit=2'>"
     "\" onmouseover='window.hit=3' {{7*7}} javascript:window.hit=4 \x00\x1b[2J\u202e &lt; ]]>"
 )
+TOKENIZER = qwen3()
 LISTS = (
     *("old_logprobs", "new_logprobs", "ref_logprobs", "kl_weights", "token_weights"),
     "token_advantages",
@@ -117,7 +118,7 @@ def evaluation(step, *answers, stage="train", weights=None):
 
 def make_run(workdir, *, seed=0, steps=(1, 2, 5), num=7, has_tokenizer=True, **settings):
     """A run with files of all kinds; its trajectories are drawn by `seed`."""
-    rng, tokenizer = np.random.default_rng(seed), qwen3()
+    rng, tokenizer = np.random.default_rng(seed), TOKENIZER
     workdir.mkdir(parents=True)
     config = default_config()
     config.model.path = str(workdir / "no_model")
@@ -171,7 +172,7 @@ class Served:
             self.pages.refresh_index()
         self.server = Server(self.pages, 0)
         self.address = self.server.address
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def __enter__(self):
         return self
