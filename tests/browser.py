@@ -14,8 +14,8 @@ import pytest
 
 # The protocol's pipes are the descriptors 3 and 4.
 _START = """
-import os, sys
-receive, send = os.dup(int(sys.argv[1])), os.dup(int(sys.argv[2]))
+import fcntl, os, sys
+receive, send = (fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3])
 os.dup2(receive, 3)
 os.dup2(send, 4)
 os.execvp(sys.argv[3], sys.argv[3:])

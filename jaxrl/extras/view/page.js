@@ -34,6 +34,7 @@ async function ask(address, parameters = []) {
 
 function number(value, digits = 4) {
   if (value === null || value === undefined) return "–";
+  if (typeof value !== "number") return String(value);
   if (value === 0) return "0";
   if (Number.isInteger(value) && Math.abs(value) < 1e7) return value.toLocaleString("en");
   const size = Math.abs(value);
@@ -586,8 +587,13 @@ function tokenView(told, by) {
   ];
 }
 
+// Lists and objects of a record, which may hold anything.
+const listed = (value) => Array.isArray(value) ? value : [];
+const objects = (value) => listed(value).filter((one) => one !== null && typeof one === "object");
+
 function turnView(turnOf, index, record) {
-  const calls = turnOf.records?.length ? turnOf.records : turnOf.tool_call !== null && turnOf.tool_call !== undefined
+  const recorded = objects(turnOf.records);
+  const calls = recorded.length ? recorded : turnOf.tool_call !== null && turnOf.tool_call !== undefined
     ? [{ tool: turnOf.tool, call: turnOf.tool_call }] : [];
   const facts = [["reward", record.turn_rewards?.[index]], ["advantage", record.turn_advantages?.[index]]]
     .filter(([, value]) => value !== undefined).map(([name, value]) => `${name} ${number(value)}`);
@@ -618,7 +624,6 @@ async function trajectory(query, isShown) {
   if (!isShown()) return;
   const { record } = told;
   const correct = record.outcome === "environment_error" ? -1 : Number(record.is_correct === true);
-  const listed = (value) => Array.isArray(value) ? value : [];
   const others = Object.entries(record).filter(([name]) => !OWN.has(name));
   main.replaceChildren(
     el("h1", { class: "said" }, String(record.query || record.question || record.task_id)),
@@ -639,9 +644,9 @@ async function trajectory(query, isShown) {
       el("div", {}, ...tokenView(told, query.get("by") || "advantage").filter(Boolean)),
       el("aside", {},
         el("h2", {}, "Parts of the reward"), partsTable(record),
-        el("h2", {}, "Turns"), ...listed(record.turns).map((one, index) => turnView(one, index, record)),
-        listed(record.reward_records).length ? el("h2", {}, "Judges") : null,
-        ...listed(record.reward_records).map((call) => el("div", { class: "card turn call" }, el("small", {}, `${call.tool}`), el("pre", {}, String(call.call)))),
+        el("h2", {}, "Turns"), ...objects(record.turns).map((one, index) => turnView(one, index, record)),
+        objects(record.reward_records).length ? el("h2", {}, "Judges") : null,
+        ...objects(record.reward_records).map((call) => el("div", { class: "card turn call" }, el("small", {}, `${call.tool}`), el("pre", {}, String(call.call)))),
         el("details", {}, el("summary", {}, "further fields"), el("pre", {}, JSON.stringify(Object.fromEntries(others), null, 1))))));
 }
 
