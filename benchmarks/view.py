@@ -185,6 +185,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         write_run(folder, flags.trajectories, flags.tokens)
     size = sum(path.stat().st_size for path in (folder / "trajectories").iterdir())
     shutil.rmtree(folder / "cache", ignore_errors=True)
+    for path in (folder / "trajectories").iterdir():
+        with path.open("rb") as file:  # so that the first indexing reads the disk
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     has_browser = shutil.which("chromium") is not None
     rows = {"files of trajectories": f"{size / 2**30:.2f} GiB"}
     with tempfile.TemporaryDirectory() as profile:
@@ -198,7 +202,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 took = opened(browser, address, "trajectories")
                 rows["opening the list while it is indexed"] = f"{took:.2f} s"
             run = until_indexed(address)
-            rows["first indexing"] = f"{run['indexing_s']:.1f} s"
+            rows["first indexing, from the disk"] = f"{run['indexing_s']:.1f} s"
             while not list((folder / "cache").rglob("*.npz")):
                 time.sleep(0.02)
         with serving(folder) as (address, started):
