@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -191,8 +191,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     has_browser = shutil.which("chromium") is not None
     rows = {"files of trajectories": f"{size / 2**30:.2f} GiB"}
-    with tempfile.TemporaryDirectory() as profile:
-        browser = Browser(profile) if has_browser else None
+    with tempfile.TemporaryDirectory() as profile, ExitStack() as stack:
+        browser = stack.enter_context(Browser(profile)) if has_browser else None
         with serving(folder) as (address, started):
             rows["start until the address is there"] = f"{started:.2f} s"
             if browser:
@@ -218,8 +218,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                 rows["a filter, in Chromium"] = seconds(filtered_in_page(browser, flags.rounds))
                 took = opened(browser, address, "trajectory", "?run=0&step=1&line=0")
                 rows["opening a trajectory"] = f"{took:.2f} s"
-        if browser:
-            browser.__exit__()
     print(f"| {flags.trajectories:,} trajectories of {flags.tokens} tokens | |\n|---|---|")
     for name, value in rows.items():
         print(f"| {name} | {value} |")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import threading
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,18 +152,33 @@ class Curves:
         with self._lock:
             return sorted(self._columns)
 
-    def series(self, name: str, since: int = 0) -> dict[str, list[Any]]:
-        """Points of a metric in the order of the records, from record number `since` on.
+    def since(self, names: Sequence[str], generation: int, num_known: int) -> dict[str, Any]:
+        """Points of metrics behind those that somebody has already.
+
+        Args:
+            names: of metrics.
+            generation: of what he has; where it is not this one, he gets all.
+            num_known: number of records that he has.
 
         Returns:
-            `steps`, and `values` in the metric's unit; values that are no finite number are left
-            out.
+            The `generation`, the number of the first record that was looked at (`from`) and of all
+            (`records`), and in `series` by name `steps` and `values`, in the metric's unit. Values
+            that are no finite number are left out.
         """
         with self._lock:
-            places, values = self._columns.get(name, (array("q"), array("d")))
-            first = bisect.bisect_left(places, since)
-            steps = [self.steps[place] for place in places[first:]]
-            return {"steps": steps, "values": values[first:].tolist()}
+            first = num_known if generation == self.generation else 0
+            series = {}
+            for name in names:
+                places, values = self._columns.get(name, (array("q"), array("d")))
+                begin = bisect.bisect_left(places, first)
+                steps = [self.steps[place] for place in places[begin:]]
+                series[name] = {"steps": steps, "values": values[begin:].tolist()}
+            return {
+                "generation": self.generation,
+                "from": first,
+                "records": len(self.steps),
+                "series": series,
+            }
 
     def shown_marks(self) -> list[dict[str, Any]]:
         """Marks with the texts that `sentinel.jsonl` has for them."""

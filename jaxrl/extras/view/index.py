@@ -352,10 +352,12 @@ class TrajectoryIndex:
             if time.monotonic() - saved > SAVE_S:
                 problems += self._save()
                 saved = time.monotonic()
-        if changed or gone:
+        is_other = bool(gone) or any(step in self._blocks for step in changed)
+        if is_other:
             problems += self._save()
+        if changed or gone:
             self.problems = problems
-        return bool(changed or gone)
+        return is_other
 
     def _find(self) -> dict[int, tuple[Path, tuple[int, int, int]]]:
         """Regular files by their step."""
@@ -366,11 +368,14 @@ class TrajectoryIndex:
                     name = _FILE.fullmatch(entry.name)
                     if name is None or entry.name != f"step_{int(name[1]):06d}.jsonl":
                         continue
-                    about = entry.stat()
+                    try:
+                        about = entry.stat()
+                    except FileNotFoundError:
+                        continue  # replaced at this moment
                     if stat.S_ISREG(about.st_mode):  # a pipe would never end
                         found[int(name[1])] = (self.folder / entry.name, _identity(about))
         except FileNotFoundError:
-            pass  # none yet, or a file that was replaced at this moment
+            pass  # none yet
         except OSError as error:
             self.problems = [f"{self.folder.name} cannot be read: {error.strerror or error}"]
         return found

@@ -94,6 +94,7 @@ function drawRuns() {
   state.runs.forEach((run) => run.problems.forEach((text) => {
     told.push(el("span", { class: "bad" }, `${run.name}: ${text}. `));
   }));
+  (state.failures || []).forEach((text) => told.push(el("span", { class: "bad" }, `${text}. `)));
   document.getElementById("told").replaceChildren(...told);
 }
 

@@ -16,7 +16,7 @@ from jaxrl.config import flat_json
 from jaxrl.extras.view.curves import DEFAULTS, Curves
 from jaxrl.extras.view.evaluations import Evaluations
 from jaxrl.extras.view.index import COLUMNS, CORRECT, Filter, Table, TrajectoryIndex, cache_of
-from jaxrl.extras.view.tokens import Trajectory, Vocabulary, quantities
+from jaxrl.extras.view.tokens import Tokens, Vocabulary, quantities
 from jaxrl.extras.view.values import damaged_text, number_of
 
 POLL_S = 1.0
@@ -76,7 +76,7 @@ class Run:
 
     @property
     def problems(self) -> list[str]:
-        """What could not be read, for the reader of the page."""
+        """Texts about files and lines that could not be read."""
         damaged = self.index.table.num_damaged
         told = [*self.curves.problems, *self.evaluations.problems, *self.index.problems]
         return told + ([damaged_text(damaged, "trajectories/")] if damaged else [])
@@ -132,6 +132,7 @@ class Pages:
         self._stop = threading.Event()
         self._threads: list[threading.Thread] = []
         self._tasks: dict[str, str] = {}  # by key
+        self._failures: dict[str, str] = {}  # of threads
 
     def follow(self) -> None:
         """Begins to read the files, and to look for changes until `close`."""
@@ -147,8 +148,13 @@ class Pages:
             thread.join()
 
     def _repeat(self, refresh: Callable[[], None]) -> None:
+        name = refresh.__name__
         while not self._stop.is_set():
-            refresh()
+            try:
+                refresh()
+                self._failures.pop(name, None)
+            except Exception as error:  # a file with something in it that nobody thought of
+                self._failures[name] = f"{name} failed and is tried again: {error!r}"
             self._stop.wait(POLL_S)
 
     def refresh_curves(self) -> None:
@@ -164,7 +170,7 @@ class Pages:
             run.index.refresh(self._stop.is_set)
 
     def state(self) -> dict[str, Any]:
-        """Where each run stands: what is written, how far it is indexed, what is wrong."""
+        """State of each run: what is written, how far it is indexed, what is wrong."""
         return {
             "runs": [
                 {
@@ -182,7 +188,8 @@ class Pages:
                     "problems": run.problems,
                 }
                 for run in self.runs
-            ]
+            ],
+            "failures": list(self._failures.values()),
         }
 
     def metrics(self) -> dict[str, Any]:
@@ -203,21 +210,12 @@ class Pages:
             since: by run, a generation and the number of records that the page has of it already;
                 points of these are left out.
         """
-        found = []
-        for number, run in enumerate(self.runs):
-            generation, num_known = since.get(number, (-1, 0))
-            first = num_known if generation == run.curves.generation else 0
-            num_records = len(run.curves.steps)
-            series = {name: run.curves.series(name, first) for name in names}
-            found.append(
-                {
-                    "generation": run.curves.generation,
-                    "from": first,
-                    "records": num_records,
-                    "series": series,
-                }
-            )
-        return {"runs": found}
+        return {
+            "runs": [
+                run.curves.since(names, *since.get(number, (-1, 0)))
+                for number, run in enumerate(self.runs)
+            ]
+        }
 
     def trajectories(
         self,
@@ -308,7 +306,7 @@ class Pages:
         """A trajectory, its tokens with their texts, and the quantities of these."""
         chosen = self._run(run)
         record = chosen.index.read(step, line)
-        told = Trajectory.of(record)
+        told = Tokens.of(record)
         vocabulary = chosen.vocabulary
         texts = vocabulary.texts(told.token_ids.tolist())
         table = chosen.index.table

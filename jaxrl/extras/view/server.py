@@ -211,7 +211,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
 
     def __getattr__(self, name: str) -> Any:
-        """Any other method than GET is refused by `do_METHOD`, whatever it is called."""
+        """Refusal of any other method than GET, as `do_METHOD`, whatever it is called."""
         if name.startswith("do_"):
             return lambda: self._refuse(405, f"{self.command!r:.20} is not answered; only GET is.")
         raise AttributeError(name)
@@ -219,8 +219,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answers what the tables name, if the request is from this machine's browser."""
         try:
-            self._check()
             address = urlsplit(self.path)
+            self._check(is_page=address.path == "/")
             if address.path in self.server.files:
                 content, kind = self.server.files[address.path]
                 self._send(200, content, kind)
@@ -244,8 +244,11 @@ class Handler(BaseHTTPRequestHandler):
             content = json.dumps(plain(value), allow_nan=False).encode()
             self._send(200, content, "application/json")
 
-    def _check(self) -> None:
-        """Refuses requests that no page of this server sends.
+    def _check(self, *, is_page: bool) -> None:
+        """Refuses requests that neither a user nor this server's page sends.
+
+        Args:
+            is_page: the page itself is asked for, to which a link of another site may lead.
 
         Raises:
             RefusedError: says what is wrong.
@@ -261,7 +264,8 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "0")
         if length != "0" or "Transfer-Encoding" in self.headers:
             raise RefusedError(400, "a request with a body; expected none.")
-        if self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+        site = self.headers.get("Sec-Fetch-Site", "none")
+        if not is_page and site not in ("none", "same-origin"):
             raise RefusedError(403, "the request is another site's; open the page by its address.")
 
     def _refuse(self, status: int, text: str) -> None:
@@ -337,6 +341,6 @@ class Server(ThreadingHTTPServer):
     def handle_error(
         self, request: socket.socket | tuple[bytes, socket.socket], client: Any
     ) -> None:
-        """A browser that has gone away is no error; others are told as Python does."""
+        """Ignores browsers that have gone away; tells other errors as Python does."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client)

@@ -55,8 +55,8 @@ LISTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trajectory:
-    """Lists of one record; a trajectory has L tokens.
+class Tokens:
+    """Lists by token of one record, which has L of them.
 
     Attributes:
         record: as the file has it.
@@ -69,7 +69,7 @@ class Trajectory:
     is_sampled: np.ndarray
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> Trajectory:
+    def of(cls, record: Mapping[str, Any]) -> Tokens:
         """Reads the ids and the mask.
 
         Raises:
@@ -197,7 +197,7 @@ class Trajectory:
         return np.where(np.isnan(ratios) | np.isnan(advantages), np.nan, found)
 
 
-def quantities(record: Trajectory, config: Mapping[str, Any]) -> list[Quantity]:
+def quantities(record: Tokens, config: Mapping[str, Any]) -> list[Quantity]:
     """Quantities of a trajectory's tokens, those that it lacks too.
 
     Args:

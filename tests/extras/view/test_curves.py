@@ -13,6 +13,11 @@ def line(step, **metrics):
     return json.dumps({"step": step, "stage": "train", **metrics}) + "\n"
 
 
+def series(curves, name, num_known=0):
+    """Steps and values of a metric."""
+    return curves.since([name], curves.generation, num_known)["series"][name]
+
+
 def append(path, text):
     with path.open("a") as file:
         file.write(text)
@@ -25,10 +30,10 @@ def test_points_are_those_of_the_file(tmp_path):
     records = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").open()]
     for name in ("critic/rewards/mean", "actor/entropy", "sentinel/entropy_rise"):
         expected = {"steps": [1, 2, 3, 4, 5], "values": [record[name] for record in records]}
-        assert curves.series(name) == expected
-    assert curves.series("actor/entropy", since=3)["steps"] == [4, 5]
-    assert curves.series("response_length/mean") == {"steps": [], "values": []}
-    assert curves.series("none such") == {"steps": [], "values": []}
+        assert series(curves, name) == expected
+    assert series(curves, "actor/entropy", 3)["steps"] == [4, 5]
+    assert series(curves, "response_length/mean") == {"steps": [], "values": []}
+    assert series(curves, "none such") == {"steps": [], "values": []}
 
 
 def test_lines_in_pieces(tmp_path):
@@ -43,8 +48,8 @@ def test_lines_in_pieces(tmp_path):
         curves.refresh()
         assert len(curves.steps) == whole[:end].count("\n")
         begin = end
-    assert curves.series("a")["values"] == [step / 4 for step in range(40)]
-    assert curves.series("b")["steps"] == list(range(0, 40, 2))
+    assert series(curves, "a")["values"] == [step / 4 for step in range(40)]
+    assert series(curves, "b")["steps"] == list(range(0, 40, 2))
     assert (curves.generation, curves.problems) == (0, [])
 
 
@@ -54,7 +59,7 @@ def test_damaged_lines_are_counted(tmp_path):
     path.write_text(line(1, a=1) + "\n".join(["", *bad, "  "]) + "\n" + line(2, a=2) + '{"step": 3')
     curves = Curves(tmp_path)
     curves.refresh()
-    assert curves.series("a") == {"steps": [1, 2], "values": [1.0, 2.0]}
+    assert series(curves, "a") == {"steps": [1, 2], "values": [1.0, 2.0]}
     assert curves.problems == ["7 lines of metrics.jsonl are damaged and left out"]
 
 
@@ -67,11 +72,11 @@ def test_a_restart_begins_the_file_anew(tmp_path):
     (tmp_path / "new").write_text(line(1, a=5) + line(2, a=6) + line(3, a=7))
     os.replace(tmp_path / "new", path)
     curves.refresh()
-    assert curves.series("a")["values"] == [5.0, 6.0, 7.0]
+    assert series(curves, "a")["values"] == [5.0, 6.0, 7.0]
     assert (curves.generation, curves.problems) == (1, [])
     path.write_text(line(1, a=8))  # cut
     curves.refresh()
-    assert (curves.series("a")["values"], curves.generation) == ([8.0], 2)
+    assert (series(curves, "a")["values"], curves.generation) == ([8.0], 2)
     path.unlink()
     curves.refresh()
     assert (curves.names(), curves.generation) == ([], 3)

@@ -200,6 +200,24 @@ class TestChanges:
         with pytest.raises(LookupError, match="no trajectory at step 1, line 1"):
             found.read(1, 0)
 
+    def test_a_file_that_cannot_be_read_is_told(self, tmp_path, monkeypatch):
+        found = TrajectoryIndex(fill(tmp_path, steps=[1, 2]) / "trajectories", None)
+        real = index.index_file
+
+        def refuse(path, step, code):
+            if step == 1:
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, step, code)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(index, "index_file", refuse)
+            assert found.refresh()
+            assert not found.refresh()
+        assert found.problems == ["step_000001.jsonl cannot be read: Permission denied"]
+        assert (found.num_files, found.num_indexed, len(found.table)) == (2, 1, 12)
+        assert found.refresh()
+        assert (found.problems, len(found.table)) == ([], 24)
+
     def test_other_files_are_not_read(self, tmp_path):
         fill(tmp_path, steps=[1])
         folder = tmp_path / "trajectories"

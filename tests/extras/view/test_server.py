@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from collections import Counter
 from urllib.parse import urlencode
@@ -226,6 +227,21 @@ class TestSeries:
             assert get(served, "api/series", other)["runs"][0]["from"] == 0
 
 
+def test_a_thread_that_fails_is_told_and_goes_on(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run")
+    monkeypatch.setattr("jaxrl.extras.view.pages.POLL_S", 0.01)
+    with Served(run) as served:
+        curves = served.pages.runs[0].curves
+        with monkeypatch.context() as patched:
+            patched.setattr(curves, "refresh", lambda: 1 / 0)
+            served.pages.follow()
+            while not (told := get(served, "api/state")["failures"]):
+                time.sleep(0.01)
+        assert told[0].startswith("refresh_curves failed and is tried again: ZeroDivisionError(")
+        while get(served, "api/state")["failures"]:
+            time.sleep(0.01)
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         "host",
@@ -264,6 +280,8 @@ class TestRefusals:
     def test_pages_of_other_sites(self, served):
         for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200)):
             assert request(served, headers={"Sec-Fetch-Site": site})[0] == status
+            assert request(served, path="/page.js", headers={"Sec-Fetch-Site": site})[0] == status
+        assert request(served, path="/", headers={"Sec-Fetch-Site": "cross-site"})[0] == 200
 
     @pytest.mark.parametrize(
         "path",

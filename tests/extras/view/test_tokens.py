@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxrl.config import default_config, to_json
 from jaxrl.envs.text import printable
-from jaxrl.extras.view.tokens import Trajectory, Vocabulary, quantities
+from jaxrl.extras.view.tokens import Tokens, Vocabulary, quantities
 from jaxrl.objectives.losses import cispo_policy_loss, clipped_policy_loss, gspo_policy_loss
 from jaxrl.tokenizer import Tokenizer
 from tests.extras.view.made import LISTS, drawn_record
@@ -29,7 +29,7 @@ RANGE = {"clip_low": 0.2, "clip_high": 0.28}
 def of(record, **changes):
     """Quantities by name."""
     named = {name.replace("__", "."): value for name, value in changes.items()}
-    return {one.name: one for one in quantities(Trajectory.of(record), CONFIG | named)}
+    return {one.name: one for one in quantities(Tokens.of(record), CONFIG | named)}
 
 
 def by_hand(**lists):
@@ -136,7 +136,7 @@ class TestLacking:
     )
     def test_tokens_that_do_not_fit(self, changes):
         with pytest.raises(ValueError, match="the line is damaged"):
-            Trajectory.of(by_hand(**changes))
+            Tokens.of(by_hand(**changes))
 
 
 class TestAdvantages:
