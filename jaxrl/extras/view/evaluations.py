@@ -11,6 +11,7 @@ from typing import Any
 from jaxrl.envs.json_text import read_object
 from jaxrl.extras.view.index import MAX_ANSWER, is_text
 from jaxrl.extras.view.values import number_of
+from jaxrl.settings import STAGES
 
 _FILE = re.compile(r"([a-z]{1,20})_(\d{1,9})\.json")
 
@@ -80,8 +81,8 @@ class Evaluations:
                     problems.append(f"eval/{path.name} cannot be read: {error}")
             files[stage, step] = (path, identity, answers)
         by_task: dict[str, list[Answer]] = {}
-        for _, (_, _, answers) in sorted(files.items(), key=lambda item: item[0][1]):
-            for answer in answers:
+        for place in sorted(files, key=_when):
+            for answer in files[place][2]:
                 by_task.setdefault(answer.task, []).append(answer)
         self._files, self.answers, self.problems = files, by_task, problems
         return True
@@ -103,6 +104,12 @@ class Evaluations:
         if not isinstance(record, dict):
             raise LookupError(f"{stage}_{step} has no answer {row + 1} in {suite!r}.")
         return record
+
+
+def _when(place: tuple[str, int]) -> tuple[int, int]:
+    """Key that sorts evaluations, by stage and step, in the order of a run."""
+    stage, step = place
+    return step, STAGES.index(stage) if stage in STAGES else len(STAGES)
 
 
 def _answers(content: dict[str, Any], stage: str, step: int) -> Iterator[Answer]:

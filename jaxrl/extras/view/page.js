@@ -72,7 +72,7 @@ function dot(run) {
 
 function drawRuns() {
   const chips = state.runs.map((run, index) => {
-    const where = run.records ? `step ${run.step}` : "no record yet";
+    const where = run.records ? `step ${count(run.step)}` : "no record yet";
     return el("button", {
       class: "run", "aria-pressed": String(!hidden.has(index)), title: run.folder,
       onclick: () => {
@@ -721,7 +721,7 @@ async function question(query, isShown) {
             more.replaceChildren(error.message);
           }
           more.hidden = false;
-        } }, el("span", { class: "top" }, el("b", {}, number(one.reward)), el("small", {}, words(one.suite))),
+        } }, el("span", { class: "top" }, el("b", {}, number(one.reward)), el("small", {}, `${words(one.suite)} · ${one.num_searches} searches`)),
         el("span", { class: "said" }, one.answer || words(one.outcome))), more);
       })))));
   });

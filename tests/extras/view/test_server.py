@@ -188,6 +188,18 @@ class TestQuestions:
         record = get(served, "api/answer", {"run": 1, **place})
         assert record["response"] == "<answer> Kerr </answer>"
 
+    def test_evaluations_in_the_order_of_the_run(self, tmp_path):
+        run = make_run(tmp_path / "run")
+        for stage, step in (("evaluate", 5), ("train", 10), ("sft", 5)):
+            content = evaluation(step, ("held out", f"{stage} {step}", False), stage=stage)
+            (run / "eval" / f"{stage}_{step}.json").write_text(json.dumps(content))
+        with Served(run) as served:
+            [row] = get(served, "api/questions", {"text": "held out"})["rows"]
+            [told] = get(served, "api/question", {"key": row["key"]})["evaluations"]
+        assert [one["answer"] for one in told["answers"]] == [
+            *("sft 5", "Oslo", "evaluate 5", "train 10"),
+        ]
+
     def test_a_question_of_an_evaluation_alone(self, served):
         [row, _] = get(served, "api/questions", {"text": "held out"})["rows"]
         told = get(served, "api/question", {"key": row["key"]})
