@@ -9,6 +9,7 @@ setup(
     package_dir=BUNDLED,
     package_data={
         "jaxrl.bundled.configs": ["models/*/*.json"],
+        "jaxrl.extras.view": ["page.html", "page.css", "page.js"],
         "jaxrl.report": ["page.html", "page.css"],
     },
 )

@@ -36,7 +36,6 @@ from jaxrl.config_checks import validate
 from jaxrl.data import parse_task
 from jaxrl.envs.base import OutageError, Outcome
 from jaxrl.envs.images import Picture
-from jaxrl.envs.json_text import parse_json
 from jaxrl.envs.text import printable, writable
 from jaxrl.installed import name_installed
 from jaxrl.logs.display import Display
@@ -48,7 +47,7 @@ from jaxrl.own_code import is_own
 from jaxrl.runtime.checkpoint import read_newest_position, restore_params
 from jaxrl.runtime.files import system_message
 from jaxrl.runtime.heap import give_back_after_compiling
-from jaxrl.runtime.history import check_step
+from jaxrl.runtime.history import check_step, folder_of
 from jaxrl.runtime.program_cache import keep_programs
 from jaxrl.runtime.sharding import abstract, mesh_sizes, param_shardings
 from jaxrl.sampling.protocol import Sampling, Seeds
@@ -150,16 +149,6 @@ def read_keys(arguments: Sequence[str]) -> dict[str, Any]:
         KEYS[key].check(key, value)
         keys[key] = value
     return keys
-
-
-def folder_of(run: Path) -> Path:
-    """The folder in which a run was started last; this one where nothing tells, or it is gone."""
-    try:
-        file = run / "environment.json"
-        folder = Path(parse_json(file.read_bytes(), str(file))[-1]["folder"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return Path.cwd()
-    return folder if folder.is_dir() else Path.cwd()
 
 
 def line(error: Exception) -> str:

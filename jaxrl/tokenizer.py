@@ -91,7 +91,7 @@ class Tokenizer:
                     "merge produces. Take it out of the merges in tokenizer.json."
                 )
 
-        self.vocab_bytes = _vocab_bytes(spec)
+        self.vocab_bytes = bytes_of_ids(spec)
         self.num_tokens = len(self.vocab_bytes)
         self._longest_token = max(len(data) for data in self.vocab_bytes)
         own = hf_tokenizer.eos_token_id
@@ -412,8 +412,12 @@ def _generation_eos_ids(folder: Path) -> list[int]:
     return ids
 
 
-def _vocab_bytes(spec: dict[str, Any]) -> list[bytes]:
-    """Bytes of every id, from a tokenizer.json; refuses what is not byte-level BPE."""
+def bytes_of_ids(spec: dict[str, Any]) -> list[bytes]:
+    """Bytes of every id, from a tokenizer.json.
+
+    Raises:
+        ValueError: it is not byte-level BPE.
+    """
     model, steps = spec["model"], json.dumps([spec["normalizer"], spec["pre_tokenizer"]])
     added = {token["id"]: token["content"].encode() for token in spec["added_tokens"]}
     byte_of = {char: byte for byte, char in enumerate(_byte_alphabet())}

@@ -25,6 +25,7 @@ from benchmarks import (
     scaling,
     step,
     update,
+    view,
 )
 from jaxrl.config import default_config
 from jaxrl.demonstrations import Demonstration
@@ -183,6 +184,18 @@ def test_local_search_at_a_small_size(tmp_path, capsys):
     assert rows["| adding 3 passages"].endswith("at most |")
     assert len((tmp_path / "passages_300.jsonl").read_text().splitlines()) == 303
     assert len(list((tmp_path / "index").glob("*/meta.json"))) == 2
+
+
+@pytest.mark.minutes
+def test_the_page_of_runs_at_a_small_size(tmp_path, capsys):
+    view.main(["--trajectories=300", "--tokens=20", "--rounds=1", f"--folder={tmp_path}"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "| 300 trajectories of 20 tokens | |"
+    rows = dict(line.strip("| ").split(" | ") for line in lines[2:])
+    assert rows["files of trajectories"] == "0.00 GiB"
+    assert {"first indexing, from the disk", "a filter, over HTTP"} <= rows.keys()
+    # Five steps of 64, of which the last is not full.
+    assert len(list((tmp_path / "300_20" / "trajectories").iterdir())) == 5
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_the_wheel_holds_all_that_the_checkout_runs(site):
     def files(folder, *patterns):
         return {path.relative_to(folder) for each in patterns for path in folder.rglob(each)}
 
-    patterns = ("*.py", "*.html", "*.css", "*/config.json")
+    patterns = ("*.py", "*.html", "*.css", "*.js", "*/config.json")
     assert files(site / "jaxrl", *patterns) == (
         files(ROOT / "jaxrl", *patterns)
         | {Path("bundled") / "configs" / each for each in files(ROOT / "configs", *patterns)}

@@ -263,6 +263,16 @@ def write_history(
     append_line(workdir / HISTORY, json.dumps(line, ensure_ascii=False))
 
 
+def folder_of(run: Path) -> Path:
+    """The folder in which a run was started last; this one where nothing tells, or it is gone."""
+    try:
+        file = run / "environment.json"
+        folder = Path(parse_json(file.read_bytes(), str(file))[-1]["folder"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return Path.cwd()
+    return folder if folder.is_dir() else Path.cwd()
+
+
 def read_history(workdir: Path) -> tuple[list[dict[str, Any]], list[int]]:
     """The lines of a workdir's history, oldest first, and the numbers of those that are damaged."""
     path = workdir / HISTORY
