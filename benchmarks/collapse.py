@@ -1,0 +1,311 @@
+"""Training that collapses on purpose, and what each remedy keeps of it.
+
+    python -m benchmarks.collapse --seeds=0,1,2 --workers=2
+
+Makes the world of configs/collapse.py and its warm start once, then trains each row of `ROWS` with
+each seed, and prints a table: when a score of 0.9 is reached, the best score, the last ones. Curves
+go to `--figure`. `--rows` names some, `--num_steps` asks for more steps. Killed, it goes on when
+the same command is given again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
+from benchmarks.claims_report import table
+from benchmarks.claims_runs import Job, run_jobs
+from configs import collapse
+from jaxrl.components import assemble, settings_of
+from jaxrl.config_checks import validate
+from jaxrl.logs.display import Display
+from jaxrl.report.drawing import COLORS, DASHES, STYLE
+from jaxrl.run import run
+
+METRIC = "val-core/all/exact_match/mean@1"
+
+BACK = {
+    **{"watch.name": "sentinel", "watch.action": "roll_back", "watch.max_roll_backs": 10},
+    **{"checkpoint.every_steps": 5, "checkpoint.keep": 8},
+}
+TURN = "jaxrl.extras.stability.first_occurrence.first_occurrence"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a run changes of configs/collapse.py."""
+
+    says: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    lag: int = 1  # steps after which the sampler gets new weights
+
+
+LATE = {"optimizer.lr": 1e-3}
+ROWS = {
+    "none": Row("nothing"),
+    "rate_1e-3": Row("learning rate 1e-3", {"optimizer.lr": 1e-3}),
+    "rate_3e-4": Row("learning rate 3e-4", {"optimizer.lr": 3e-4}),
+    "kl_0.05": Row("KL term to the warm start, k3, 0.05", {"kl.coef": 0.05}),
+    "kl_0.01": Row("KL term, 0.01", {"kl.coef": 0.01}),
+    "llds": Row("LLDS by action, 0.2", {"loss.term.name": "llds"}),
+    "llds_response": Row(
+        "LLDS by response, 0.2", {"loss.term.name": "llds", "loss.term.llds.level": "response"}
+    ),
+    "dppo_tv": Row("DPPO, total variation, 0.2", {"loss.name": "dppo"}),
+    "dppo_kl": Row(
+        "DPPO, KL, 0.05",
+        {
+            **{"loss.name": "dppo", "loss.dppo.divergence": "kl"},
+            **{"loss.clip_low": 0.05, "loss.clip_high": 0.05},
+        },
+    ),
+    "gspo": Row("GSPO", {"loss.name": "gspo", "loss.clip_low": 3e-4, "loss.clip_high": 4e-4}),
+    "cispo": Row("CISPO", {"loss.name": "cispo", "loss.clip_low": 1.0, "loss.clip_high": 4.0}),
+    "void": Row("void turns left out (SimpleTIR)", {"filter.trajectories": "void_turns"}),
+    "gate": Row(
+        "off-policy gate, 0.1", {"loss.gate.name": "off_policy", "loss.gate.off_policy.delta": 0.1}
+    ),
+    "turn_reward": Row(
+        "turn reward where the answer first appears (TSPO), 0.3",
+        {"reward.weights": {"exact_match": 1.0, TURN: 0.3}, "advantage.by_turn": True},
+    ),
+    "epsilon": Row("epsilon of Adam 1e-2", {"optimizer.epsilon": 1e-2}),
+    "back": Row("the sentinel goes back, half the rate", BACK),
+    "back_llds": Row("the sentinel goes back, and LLDS", {**BACK, "loss.term.name": "llds"}),
+    "late": Row("late weights: nothing", LATE, lag=20),
+    "late_truncated": Row(
+        "late weights: importance weights, at most 2",
+        {**LATE, "loss.correction.level": "token"},
+        20,
+    ),
+    "late_masked": Row(
+        "late weights: tokens outside 0.5 to 5 left out",
+        {**LATE, "loss.correction.level": "token", "loss.correction.mode": "mask"},
+        20,
+    ),
+    "late_geometric": Row(
+        "late weights: responses outside 0.9 to 1.1 left out, geometric mean",
+        {
+            **{**LATE, "loss.correction.level": "geometric", "loss.correction.mode": "reject"},
+            **{"loss.correction.low": 0.9, "loss.correction.high": 1.1},
+        },
+        20,
+    ),
+    "late_dppo": Row(
+        "late weights: DPPO against the sampler, 0.2",
+        {**LATE, "loss.name": "dppo", "loss.dppo.anchor": "rollout"},
+        20,
+    ),
+    "late_gate": Row(
+        "late weights: off-policy gate, 0.1",
+        {**LATE, "loss.gate.name": "off_policy", "loss.gate.off_policy.delta": 0.1},
+        20,
+    ),
+}
+"""Rows of the table. Those named `late` have a sampler that gets new weights every 20 steps, at a
+rate at which nothing collapses without that."""
+
+
+def play(row: Row, world: Path, warm: Path, workdir: Path, seed: int, num_steps: int) -> None:
+    """Trains one row with one seed."""
+    config = collapse.get_config(str(world))
+    config.stages, config.model.path = ("train",), str(warm / "export")
+    config.seed, config.num_steps = seed, num_steps
+    config.watch.name = "sentinel"  # which warns, and changes no number by that
+    for key, value in row.settings.items():
+        config.update_from_flattened_dict({key: value})
+    validate(config)
+    parts = assemble(config)
+    if row.lag > 1:
+        make_late(parts, row.lag)
+    run(settings_of(config), workdir, parts, Display())
+
+
+def make_late(parts: Any, lag: int) -> None:
+    """Gives the sampler new weights every `lag` steps only."""
+    count, kept, set_weights = [0], [None], parts.engine.set_weights
+
+    def late(weights: Any) -> None:
+        if count[0] % lag == 0:
+            kept[0] = jax.tree.map(jnp.copy, weights)  # the update donates them
+        count[0] += 1
+        set_weights(jax.tree.map(jnp.copy, kept[0]))
+
+    parts.engine.set_weights = late
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Scores of one run on held-out questions, and what it took."""
+
+    steps: Sequence[int]
+    scores: Sequence[float]
+    step_s: float  # median seconds of a step
+
+    def reaches(self, score: float) -> int | None:
+        """The first evaluated step with that score; None without any."""
+        found = (s for s, value in zip(self.steps, self.scores, strict=True) if value >= score)
+        return next(found, None)
+
+    @property
+    def falls(self) -> int | None:
+        """The step from which on all scores are below half of the best; None without any."""
+        low = [value < max(self.scores) / 2 for value in self.scores]
+        count = next((n for n, is_low in enumerate(reversed(low)) if not is_low), 0)
+        return self.steps[len(low) - count] if count else None
+
+    @property
+    def last(self) -> float:
+        """The mean of the last five evaluations."""
+        return statistics.fmean(self.scores[-5:])
+
+
+def read_curve(workdir: Path) -> Curve:
+    """Reads what a run has measured."""
+    lines = (workdir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    scored = [record for record in records if METRIC in record]
+    times = [record["timing_s/step"] for record in records if "timing_s/step" in record]
+    return Curve(
+        steps=[record["step"] for record in scored],
+        scores=[record[METRIC] for record in scored],
+        step_s=statistics.median(times),
+    )
+
+
+def as_rows(curves: Mapping[str, Sequence[Curve]]) -> list[list[str]]:
+    """Rows of the table; where seeds differ, one number each."""
+
+    def each(values: Sequence[float | int | None]) -> str:
+        told = ("–" if v is None else f"{v}" if isinstance(v, int) else f"{v:.2f}" for v in values)
+        return ", ".join(told)
+
+    return [
+        [
+            ROWS[name].says,
+            each([curve.reaches(0.9) for curve in own]),
+            each([max(curve.scores) for curve in own]),
+            each([curve.falls for curve in own]),
+            each([curve.last for curve in own]),
+            f"{statistics.median(curve.step_s for curve in own):.2f}",
+        ]
+        for name, own in curves.items()
+    ]
+
+
+HEADS = (
+    "changed",
+    "0.9 at step",
+    "best",
+    "below half for good from",
+    "mean of the last five",
+    "s a step",
+)
+
+
+def draw(curves: Mapping[str, Sequence[Curve]], path: Path) -> None:
+    """The mean score of each row over its seeds, in a band from the lowest to the highest."""
+    with mpl.rc_context({**STYLE, "svg.hashsalt": "collapse"}), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        figure = Figure(figsize=(7.0, 3.6), layout="constrained")
+        axes = figure.subplots()
+        for number, (name, own) in enumerate(curves.items()):
+            color, dash = COLORS[number % len(COLORS)], DASHES[number % len(DASHES)]
+            scores = list(zip(*(curve.scores for curve in own), strict=True))
+            steps = own[0].steps
+            axes.plot(
+                steps,
+                [*map(statistics.fmean, scores)],
+                color=color,
+                linestyle=dash,
+                label=ROWS[name].says,
+            )
+            axes.fill_between(
+                steps,
+                [*map(min, scores)],
+                [*map(max, scores)],
+                color=color,
+                alpha=0.15,
+                linewidth=0,
+            )
+        axes.set_ylim(0, 1.02)
+        axes.set_xlabel("training step")
+        axes.set_ylabel("exact match")
+        figure.legend(loc="outside lower center", ncols=2)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(
+            path, format="svg", metadata={"Date": None, "Creator": None}, facecolor="white"
+        )
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS))
+    parser.add_argument(
+        "--seeds", type=lambda text: [*map(int, text.split(","))], default=[0, 1, 2]
+    )
+    parser.add_argument("--num_steps", type=int, default=150)
+    parser.add_argument("--workers", type=int, default=1, help="runs side by side, a core each")
+    parser.add_argument("--workdir", type=Path, default=Path("runs/collapse"))
+    parser.add_argument("--figure", type=Path, help="an SVG with the curves of these rows")
+    parser.add_argument("--play", choices=list(ROWS), help="one row with the first seed, in here")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs what is missing and prints the table."""
+    args = parse_args(argv)
+    out = args.workdir.resolve()
+    world, warm = out / "world", out / "warm"
+    if args.play:
+        folder = out / f"{args.play}_{args.seeds[0]}_{args.num_steps}"
+        return play(ROWS[args.play], world, warm, folder, args.seeds[0], args.num_steps)
+    config = f"--config={Path(collapse.__file__)}:{world}"
+    start = [
+        Job(world, "examples.quickstart_world", (f"--out={world}", "--max_hops=1")),
+        Job(
+            warm,
+            "jaxrl.launch",
+            (config, f"--workdir={warm}", "--config.stages=('sft',)"),
+            (world,),
+        ),
+    ]
+    folders = {
+        name: [out / f"{name}_{seed}_{args.num_steps}" for seed in args.seeds] for name in args.rows
+    }
+    jobs = [
+        Job(
+            folder,
+            "benchmarks.collapse",
+            (
+                f"--play={name}",
+                f"--seeds={seed}",
+                f"--num_steps={args.num_steps}",
+                f"--workdir={out}",
+            ),
+            (warm,),
+        )
+        for name in args.rows
+        for seed, folder in zip(args.seeds, folders[name], strict=True)
+    ]
+    run_jobs([*start, *jobs], num_workers=args.workers, cache=out / "cache")
+    curves = {name: [read_curve(folder) for folder in own] for name, own in folders.items()}
+    print(f"\n{table(HEADS, as_rows(curves))}")
+    if args.figure:
+        draw(curves, args.figure)
+    return None
+
+
+if __name__ == "__main__":
+    main()
