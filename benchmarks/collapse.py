@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.claims_report import table
 from benchmarks.claims_runs import Job, run_jobs
-from configs import collapse
+from configs import collapse, collapse_stable
 from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.logs.display import Display
@@ -49,6 +49,7 @@ class Row:
     says: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     lag: int = 1  # steps after which the sampler gets new weights
+    config: Any = collapse  # module with `get_config`
 
 
 LATE = {"optimizer.lr": 1e-3}
@@ -81,8 +82,8 @@ ROWS = {
         {"reward.weights": {"exact_match": 1.0, TURN: 0.3}, "advantage.by_turn": True},
     ),
     "epsilon": Row("epsilon of Adam 1e-2", {"optimizer.epsilon": 1e-2}),
-    "back": Row("the sentinel goes back, half the rate", BACK),
-    "back_llds": Row("the sentinel goes back, and LLDS", {**BACK, "loss.term.name": "llds"}),
+    "back": Row("the sentinel goes back, with half the rate", BACK),
+    "stable": Row("configs/collapse_stable.py: both", config=collapse_stable),
     "late": Row("late weights: nothing", LATE, lag=20),
     "late_truncated": Row(
         "late weights: importance weights, at most 2",
@@ -119,7 +120,7 @@ rate at which nothing collapses without that."""
 
 def play(row: Row, world: Path, warm: Path, workdir: Path, seed: int, num_steps: int) -> None:
     """Trains one row with one seed."""
-    config = collapse.get_config(str(world))
+    config = row.config.get_config(str(world))
     config.stages, config.model.path = ("train",), str(warm / "export")
     config.seed, config.num_steps = seed, num_steps
     config.watch.name = "sentinel"  # which warns, and changes no number by that

@@ -3,9 +3,9 @@
     python -m examples.quickstart_world --out=data/collapse --max_hops=1
     python -m benchmarks.faults
 
-Warms the model of configs/collapse.py up once, then trains it once for each fault with the
-settings of configs/collapse_stable.py. From one step on something is wrong: rewards, weights, ids,
-keys or results. Prints a table, and writes it to `WORKDIR/faults.json`. `--faults` names some;
+Warms the model of configs/collapse.py up once, then trains it once for each fault, at a rate at
+which nothing collapses. From one step on something is wrong: rewards, weights, ids, keys or
+results. Prints a table, and writes it to `WORKDIR/faults.json`. `--faults` names some;
 `none` trains without any.
 """
 
@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.claims_report import table
-from configs import collapse_stable
+from configs import collapse
 from jaxrl.components import assemble, settings_of
 from jaxrl.config_checks import validate
 from jaxrl.envs.base import CallRecord
@@ -233,11 +233,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows, found = [], {}
     for fault in args.faults:
         workdir = args.workdir / fault.replace(" ", "_")
-        config = collapse_stable.get_config(args.world)
+        config = collapse.get_config(args.world)
         config.update_from_flattened_dict(
-            {"num_steps": args.steps, "watch.action": "warn", "eval.every_steps": 0}
+            {
+                **{"num_steps": args.steps, "eval.every_steps": 0},
+                **{"optimizer.lr": 3e-4, "watch.name": "sentinel"},
+            }
         )
-        config.watch.actions = {}
         config.stages = ("sft",)
         warm = args.workdir / "warm"
         if not (warm / "export").is_dir():

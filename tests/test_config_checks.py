@@ -20,6 +20,7 @@ from configs import (
     search_r1_brief,
     search_r1_lora,
     search_r1_small,
+    search_r1_stable,
 )
 from jaxrl import config_checks as rules
 from jaxrl import toolbox
@@ -27,7 +28,7 @@ from jaxrl.config import default_config, flatten
 from jaxrl.config_checks import validate
 from tests import helpers
 
-METHODS = (search_r1, search_r1_brief, dapo, bapo, ares, passk)
+METHODS = (search_r1, search_r1_brief, search_r1_stable, dapo, bapo, ares, passk)
 SMALL = (search_r1_small, dapo_small, bapo_small, ares_small, ares_looking, passk_small)
 
 
