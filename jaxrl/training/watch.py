@@ -108,7 +108,7 @@ def look(
     """
     assert method.watch is not None
     judge = method.watch.judge
-    metrics = {"sentinel/lr_scale": watched.lr_scale}
+    metrics = {"actor/lr_scale": watched.lr_scale}
     offered: dict[str, Any] = {"record": {**record, **metrics}, "groups": groups}
     offered |= {"state": watched.state, "method": method}
 

@@ -16,7 +16,6 @@ from jaxrl.extras.view.values import damaged_text, number_of
 CHUNK = 2**20
 """Bytes that are read at a time."""
 
-SENTINEL = "sentinel/"
 """Metrics of this beginning are signs of trouble: at a step that shows one it is above 0."""
 
 DEFAULTS = (
@@ -81,13 +80,11 @@ class Curves:
         workdir: of the run.
         steps: of each record.
         stages: likewise.
-        marks: steps at which a sentinel saw something: step, stage, name and value.
     """
 
     workdir: Path
     steps: array[int] = field(default_factory=lambda: array("q"))
     stages: list[str] = field(default_factory=list)
-    marks: list[tuple[int, str, str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Begins with nothing read."""
@@ -115,7 +112,7 @@ class Curves:
         """Reads what was written since the last call."""
         with self._lock:
             if self._lines.begins_anew():
-                self.steps, self.stages, self.marks, self._columns = array("q"), [], [], {}
+                self.steps, self.stages, self._columns = array("q"), [], {}
             if self._told_lines.begins_anew():
                 self._told = []
         # Parsed without the lock: a long file takes seconds, and the page is shown what there is.
@@ -144,8 +141,6 @@ class Curves:
             places, values = self._columns.setdefault(name, (array("q"), array("d")))
             places.append(number)
             values.append(amount)
-            if name.startswith(SENTINEL) and amount > 0:
-                self.marks.append((step, stage, name.removeprefix(SENTINEL), amount))
 
     def names(self) -> list[str]:
         """Metrics that the run has, in alphabetical order."""
@@ -181,19 +176,17 @@ class Curves:
             }
 
     def shown_marks(self) -> list[dict[str, Any]]:
-        """Marks with the texts that `sentinel.jsonl` has for them."""
+        """Signs as `sentinel.jsonl` has them: step, stage, name, text and action."""
         with self._lock:
-            told = {(one["step"], one["sign"]): one for one in self._told}
             return [
                 {
-                    "step": step,
-                    "stage": stage,
-                    "name": name,
-                    "value": value,
-                    "text": str(told.get((step, name), {}).get("text", "")),
-                    "action": str(told.get((step, name), {}).get("action", "")),
+                    "step": one["step"],
+                    "stage": one.get("stage", "train"),
+                    "name": one["sign"],
+                    "text": str(one.get("text", "")),
+                    "action": str(one.get("action", "")),
                 }
-                for step, stage, name, value in self.marks
+                for one in self._told
             ]
 
 

@@ -228,7 +228,7 @@ function chart(name, lines, marks, isSmooth) {
   let free = -Infinity;
   for (const mark of marks.filter((one) => one.step >= left && one.step <= right)) {
     const place = x(mark.step);
-    const about = [`${mark.name} at step ${mark.step} (${number(mark.value)})`, mark.text,
+    const about = [`${mark.name} at step ${mark.step}`, mark.text,
       mark.action && `then: ${mark.action}`, `run: ${state.runs[mark.run].name}`];
     const drawn = el("g", { class: "mark", "data-step": mark.step },
       el("title", {}, about.filter(Boolean).join("\n")),

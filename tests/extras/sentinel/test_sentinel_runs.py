@@ -29,7 +29,7 @@ pytestmark = [
 def judge(record, state, *, step, since, always=False):
     """Dislikes one step while the rate is the first one."""
     number = state.get("number", 0) + 1
-    is_bad = number == step and (always or record["sentinel/lr_scale"] == 1.0)
+    is_bad = number == step and (always or record["actor/lr_scale"] == 1.0)
     signs = [Sign(name="bad", text="The test says so.", since=since)] if is_bad else []
     return {"number": number}, signs
 
@@ -73,7 +73,7 @@ def gone_back(tiny_world, cache_folder, quick_compilation, tmp_path_factory):
 def numbers(workdir, name="metrics.jsonl"):
     """By step, the records without clocks and without the watch's own."""
     lines = [json.loads(line) for line in (workdir / name).read_text().splitlines()]
-    clocks = ("timing_s/", "perf/", "sentinel/")
+    clocks = ("timing_s/", "perf/", "sentinel/", "actor/lr_scale")
     return {
         line["step"]: {key: value for key, value in line.items() if not key.startswith(clocks)}
         for line in lines
@@ -102,7 +102,7 @@ def test_going_back_is_other_draws_of_the_same_tasks_at_half_the_rate(plain, gon
     assert {step: numbers(gone_back)[step] for step in (0, 1, 2)} == {
         step: before[step] for step in (0, 1, 2)
     }
-    scales = [record.get("sentinel/lr_scale") for record in records(gone_back)]
+    scales = [record.get("actor/lr_scale") for record in records(gone_back)]
     assert scales == [None, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
     old, new, kept = (
         [without_usage(line) for line in trajectories(folder, 3)]
@@ -172,6 +172,6 @@ def test_a_lower_rate_changes_what_follows_alone(plain, tiny_world, cache_folder
     workdir = play(watching(tiny_world, cache_folder, "lower_lr"), tmp_path / "run")
     one, other = numbers(workdir), numbers(plain)
     assert {step: one[step] for step in range(6)} == {step: other[step] for step in range(6)}
-    assert records(workdir)[6]["sentinel/lr_scale"] == 0.5
+    assert records(workdir)[6]["actor/lr_scale"] == 0.5
     # Step 6 still samples and differentiates as before; its update is half as long.
     assert one[6]["actor/grad_norm"] == other[6]["actor/grad_norm"]

@@ -88,7 +88,7 @@ def play(steps, change=lambda step, groups: groups, record=lambda step: {}):
         groups = change(step, step_groups(step))
         told = {**RECORD, **record(step)}
         watched, metrics = look(METHOD, watched, told, groups, step)
-        names = {name.removeprefix("sentinel/") for name in metrics} - {"lr_scale"}
+        names = {name.removeprefix("sentinel/") for name in metrics} - {"actor/lr_scale"}
         if names:
             found[step] = names
     return found, watched
@@ -324,7 +324,7 @@ def test_a_step_without_any_score_has_no_sign():
     groups = grouped(make_failure(sample_index=i) for i in range(4))
     groups = with_fields(groups, advantage=[0.0] * 4)
     watched, metrics = look(METHOD, Watched(), {}, groups, 1)
-    assert metrics == {"sentinel/lr_scale": 1.0}
+    assert metrics == {"actor/lr_scale": 1.0}
     assert watched.state["best"] == {}
 
 

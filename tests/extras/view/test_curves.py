@@ -91,17 +91,14 @@ def test_numbers_that_no_axis_has(tmp_path):
     assert curves.names() == ["f"]
 
 
-def test_marks_have_the_texts_of_the_sentinel(tmp_path):
-    append(tmp_path / "metrics.jsonl", line(1, **{"sentinel/rise": 0}))
-    append(tmp_path / "metrics.jsonl", line(2, **{"sentinel/rise": 1, "sentinel/fall": 0.5}))
-    append(tmp_path / "metrics.jsonl", line(3, **{"sentinel/rise": None}))
+def test_marks_are_the_signs_of_the_sentinel(tmp_path):
+    # A sign stays in the metrics while it lasts, and is a mark where it was new.
+    for step in (2, 3, 4):
+        append(tmp_path / "metrics.jsonl", line(step, **{"sentinel/rise": 1}))
     told = {"step": 2, "stage": "train", "sign": "rise", "text": "it rose", "action": "stopped"}
     write_lines(tmp_path / "sentinel.jsonl", [told, "{", {"step": 2}])
     curves = Curves(tmp_path)
     curves.refresh()
-    rise = {"step": 2, "stage": "train", "name": "rise", "value": 1.0}
-    assert curves.shown_marks() == [
-        rise | {"text": "it rose", "action": "stopped"},
-        {"step": 2, "stage": "train", "name": "fall", "value": 0.5, "text": "", "action": ""},
-    ]
+    rise = {"step": 2, "stage": "train", "name": "rise"}
+    assert curves.shown_marks() == [rise | {"text": "it rose", "action": "stopped"}]
     assert curves.problems == ["2 lines of sentinel.jsonl are damaged and left out"]

@@ -54,7 +54,7 @@ def test_curves_show_the_last_values_and_the_marks(tmp_path, browser):
                 assert texts(browser, f"{shown} b") == [f"{last[metric]:.4g}"]
         assert texts(browser, "figcaption") == ["critic/rewards/mean", "actor/entropy"]
         [mark, _] = texts(browser, '[data-metric="actor/entropy"] .mark title')
-        assert mark == "entropy_rise at step 3 (1)\nit rose\nthen: told\nrun: a"
+        assert mark == "entropy_rise at step 3\nit rose\nthen: told\nrun: a"
         assert texts(browser, "[data-mark]")[0] == " step 3: entropy rise: it rose → told"
         # A run that is switched off is in no curve.
         click(browser, ".run")
