@@ -140,6 +140,7 @@ def train(session: Session, params: Params) -> Params:
             "perf/ledger/cost": collected.ledger.usage.cost,
             **estimate.metrics(progress.stage_step - 1),
             **(lag_metrics(members(groups), policy_version) if method.has_lag else {}),
+            **({"actor/lr_scale": scale} if scale != 1 else {}),
             "perf/num_compilations/sampler": components.engine.num_compilations,
             "perf/num_compilations/update": stage.update.num_traces,
         }
@@ -446,7 +447,8 @@ def act_on_signs(session: Session) -> None:
     for sign in signs:
         session.display.log(f"warning: train {progress.stage_step}: {sign['name']}: {sign['text']}")
         session.metrics_log.mark(progress.step, "train", {**sign, "action": action_on(sign, watch)})
-    worst = max(signs, key=lambda sign: ACTIONS.index(action_on(sign, watch)))
+    # Of those that ask for the same, the one whose last sound step is the earliest.
+    worst = max(signs, key=lambda s: (ACTIONS.index(action_on(s, watch)), -s["since"]))
     action = action_on(worst, watch)
     scale = progress.watched.lr_scale * watch.lr_factor
     progress.watched = dataclasses.replace(progress.watched, acting=())

@@ -117,7 +117,7 @@ def look(
         is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], dict)
         if not is_pair or not all(isinstance(sign, Sign) for sign in found[1]):
             raise TypeError(f"it returned {found!r:.80}; expected a dict and a list of Sign")
-        return json.loads(json.dumps(found[0])), list(found[1])
+        return json.loads(json.dumps(found[0], allow_nan=False)), list(found[1])
 
     state, signs = named(judge.key, judge.name, checked)()
     new = [s for s in signs if step - watched.seen.get(s.name, -FORGOTTEN_AFTER) >= FORGOTTEN_AFTER]

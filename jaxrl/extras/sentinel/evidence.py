@@ -95,10 +95,11 @@ def evidence_of(record: Mapping[str, Any], groups: Sequence[Group], method: Meth
         "yes": verdicts(scored),
         "twins": twins_of(groups),
     }
-    for name, metric in METRICS.items():
-        value = record.get(metric)
-        found[name] = float(value) if value is not None and math.isfinite(value) else None
-    return found
+    found |= {name: record.get(metric) for name, metric in METRICS.items()}
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in found.items()
+    }
 
 
 def _mean(values: Sequence[Any] | np.ndarray) -> float | None:
@@ -188,4 +189,4 @@ def twins_of(groups: Sequence[Group]) -> dict[str, float]:
                 here[f"{i}-{j}"] = float(t.rollout_logprobs.sum())
         known = here if number == 0 else {pair: sums[pair] for pair in sums if pair in here}
         sums = {pair: here[pair] + (sums[pair] if number else 0.0) for pair in known}
-    return sums
+    return {pair: value for pair, value in sums.items() if math.isfinite(value)}

@@ -350,8 +350,8 @@ def reward_fell(history: History, fall: float) -> Found:
     return "reward_fell", (
         f"the mean reward of the last {RECENT} steps is {now:.3g}, its best was "
         f"{best['reward']:.3g} up to step {best['number']}. If no other sign says why: go back, "
-        "lower config.optimizer.lr or raise config.optimizer.epsilon, and see docs/algorithms.md, "
-        "Remedies against collapse."
+        "lower config.optimizer.lr or raise config.optimizer.epsilon, and see docs/results.md, "
+        "Training that collapses."
     )
 
 

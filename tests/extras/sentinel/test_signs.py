@@ -328,6 +328,18 @@ def test_a_step_without_any_score_has_no_sign():
     assert watched.state["best"] == {}
 
 
+def test_numbers_that_are_none_are_left_out():
+    nan = np.full(22, np.nan, np.float32)
+    groups = all_of(rollout_logprobs=nan, rollout_entropies=nan)(step_groups(1))
+    watched = Watched()
+    for step in range(1, 9):
+        told = {name: math.inf for name in RECORD}
+        watched, metrics = look(METHOD, watched, told, groups, step)
+        assert metrics == {"actor/lr_scale": 1.0}
+    assert watched.state["steps"][-1]["entropy"] is None
+    assert watched.state["steps"][-1]["gradient"] is None
+
+
 def test_recent_steps_are_this_one_and_two_before():
     past = [{"gap": float(i)} for i in range(6)]
     history = History(past=past, now={"gap": 10.0}, number=7, best={})
