@@ -241,6 +241,7 @@ def settings_of(config: ConfigDict) -> Settings:
         model_path=config.model.path,
         architecture=config.model.architecture,
         trajectories=config.log.trajectories,
+        tokens=config.log.tokens,
         kept_replies=replies.replay_folder if replies.replay == "record" else None,
         wandb_project=config.log.wandb_project,
         values=values,
