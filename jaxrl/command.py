@@ -5,6 +5,7 @@
     jaxrl plan --config=FILE                      the memory each device needs; runs nothing
     jaxrl ask RUN [QUESTION ...]                  questions for a trained model
     jaxrl report RUN [RUN ...]                    a page about a run, or one that compares several
+    jaxrl compare RUN --step=N --with.KEY=VALUE   two objectives on a batch that a run recorded
     jaxrl tiny-model --texts=FILE --out=FOLDER    a model of random weights, to rehearse a run
 
 Everything behind the word is the program's own; `jaxrl WORD --help` lists it. A file
@@ -25,6 +26,7 @@ PROGRAMS = {
     "plan": ("jaxrl.launch", "--plan"),
     "ask": ("jaxrl.ask",),
     "report": ("jaxrl.report",),
+    "compare": ("jaxrl.extras.compare",),
     "tiny-model": ("examples.tiny_model",),
 }
 """The module that runs for a word, and arguments before the user's."""
