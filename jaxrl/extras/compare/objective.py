@@ -113,8 +113,7 @@ class Objective:
     """A method, with what computes it.
 
     Attributes:
-        method: without `optimizer.skip_signal_free`, which leaves out of the gradient what adds
-            nothing to it.
+        method: the objective's settings.
         model: the policy.
         stage: whose update has the gradient.
         controllers: before the step.
@@ -150,9 +149,10 @@ class Objective:
             is_moved: the parameters will have moved where the loss is read.
         """
         model, shape = self.model, self.stage.shape
-        # Of several epochs an update is given the old log-probabilities: they are not its own.
+        # Of several epochs an update is given the old log-probabilities: they are not its own. And
+        # all trajectories are packed, in their order; those without a signal add nothing.
         epochs = max(self.method.optimizer.num_epochs, 2 if is_moved else 1)
-        optimizer = replace(self.method.optimizer, num_epochs=epochs)
+        optimizer = replace(self.method.optimizer, num_epochs=epochs, skip_signal_free=False)
         method = replace(self.method, optimizer=optimizer)
         score = ScoreStep(model, temperature=method.temperature)
         groups = list(groups)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +109,9 @@ def open_case(
     objectives = []
     for index, config in enumerate((own, other)):
         method = method_of(config)
-        optimizer = replace(method.optimizer, skip_signal_free=False)
         objectives.append(
             Objective(
-                method=replace(method, optimizer=optimizer),
+                method=method,
                 model=model,
                 stage=make_stages(config, model, method)["train"],
                 controllers=Controllers.from_json(position.get("controllers", {}), method),
