@@ -91,7 +91,9 @@ def compare_as_asked(
         raise ValueError(f"--updates={arguments.updates}; expected 0 or more.")
     run, values = arguments.run.absolute(), arguments.values
     values = values and str(Path(values).absolute())
-    with contextlib.chdir(folder_of(run)):
+    folder = folder_of(run)
+    sys.path += [str(Path.cwd()), str(folder)]  # where functions of one's own are looked for last
+    with contextlib.chdir(folder):
         case = open_case(
             run,
             arguments.step,
@@ -147,6 +149,8 @@ def compare(case: Case, num_updates: int, display: Display) -> dict[str, Any]:
             f"advantages of the run's own objective differ from the recorded ones, by up to "
             f"{max(off):.3g}"
         )
+    if not any(t.has_signal for one in prepared for t in members(one.groups)):
+        notes.append("no trajectory has an advantage: there is nothing to learn from in this batch")
     return _plain(
         {
             "checkpoint": case.checkpoint,
@@ -210,15 +214,19 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         f"step {found['step']} of {found['run']}: {found['num_trajectories']} trajectories of "
         f"{found['num_groups']} groups, weights of checkpoint {found['checkpoint']}"
     )
-    if updates:
-        tell(
-            f"after {updates} updates by the run's objective, learning rate {_shown(rates[0])} to "
-            f"{_shown(rates[-1])}; old log-probabilities are from before them"
-            if rates
-            else "no update, as there is nothing to learn from"
-        )
-    else:
+    if not updates:
         tell("no update yet: every ratio is 1, and nothing is clipped (--updates=K moves on first)")
+    elif not rates:
+        tell("no update: there is nothing to learn from")
+    else:
+        moved = "1 update" if updates == 1 else f"{updates} updates"
+        at = (
+            _shown(rates[0]) if len({*rates}) == 1 else f"{_shown(rates[0])} to {_shown(rates[-1])}"
+        )
+        tell(
+            f"after {moved} by the run's objective, learning rate {at}; old log-probabilities are "
+            "from before"
+        )
     for key, (before, after) in found["changed"].items():
         tell(f"  {key}: {before} in the run, {after} with")
     for note in found["notes"]:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 import shutil
+import sys
 import types
 
 import jax
@@ -97,6 +98,18 @@ def test_another_objective_stands_beside_it(workdir, tmp_path, capsys):
     assert found["gradients"]["opposite_share"] > 0.5
 
 
+def test_a_loss_of_ones_own_is_found_in_the_working_folder(workdir, tmp_path, monkeypatch):
+    (tmp_path / "my_loss_of_tests.py").write_text(
+        "import jax.numpy as jnp\nfrom jaxrl.objectives.losses import PolicyLoss\n\n\n"
+        "def nothing(logprobs, loss_mask):\n    return PolicyLoss(jnp.zeros_like(logprobs), {})\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    found = compared(workdir, "--with.loss.name=my_loss_of_tests.nothing", "--with.kl.coef=0")
+    assert (found["gradients"]["norm"][1], found["gradients"]["cosine"]) == (0, None)
+    assert found["objectives"]["with"]["coefficients/nonzero_share"] == 0
+
+
 def test_a_batch_that_later_weights_would_see(workdir):
     """Of the first step there is no checkpoint from before."""
     found = compared(workdir, "--with.loss.aggregation=seq-mean-token-sum", step=1)
@@ -132,7 +145,10 @@ def test_after_updates_tokens_are_clipped(workdir, capsys):
     assert abs(one["actor/ppo_kl"]) > 1e-4
     assert found["gradients"]["cosine"] < 0.999
     assert one["coefficients/nonzero_share"] > 0.9  # a token that is clipped has a KL term
-    assert "after 3 updates by the run's objective" in capsys.readouterr().out
+    assert (
+        "after 3 updates by the run's objective, learning rate 0.003; old"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
